@@ -73,19 +73,6 @@ def test_kubectl_and_helm_have_the_pinned_versions(cluster: Cluster) -> None:
     assert cluster.helm("version", "--short").strip().startswith("v4.3.1")
 
 
-def test_helm_installs_and_uninstalls_a_chart(cluster: Cluster, tmp_path: Path) -> None:
-    chart = tmp_path / "chart"
-    (chart / "templates").mkdir(parents=True)
-    (chart / "Chart.yaml").write_text("apiVersion: v2\nname: small\nversion: 0.1.0\n")
-    (chart / "templates" / "map.yaml").write_text(
-        "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: small}\ndata: {who: '{{ .Release.Name }}'}\n"
-    )
-    cluster.helm("install", "first", str(chart))
-    assert cluster.kubectl("get", "configmap", "small", "-o", "jsonpath={.data.who}") == "first"
-    cluster.helm("uninstall", "first")
-    assert "NotFound" not in cluster.kubectl("get", "configmap", "small", "--ignore-not-found")
-
-
 def test_a_server_certificate_is_needed_and_verified(cluster: Cluster) -> None:
     url = f"{cluster.ports.server}/version"
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -186,8 +173,12 @@ def test_unknown_nodes_and_pods_are_sentences(cluster: Cluster) -> None:
         cluster.faults.kill_container("default", "nobody")
 
 
-def test_two_clusters_run_side_by_side_and_stop_leaves_nothing(cluster: Cluster) -> None:
-    with Cluster.start() as other:
+def test_two_clusters_run_side_by_side_also_over_files_of_a_dead_one_and_stop_leaves_nothing(cluster: Cluster) -> None:
+    paths = ClusterPaths.of("stale")
+    (paths.root / "etcd").mkdir(parents=True)
+    paths.spec.write_text(ClusterSpec("stale").to_json())
+    (paths.root / "etcd" / "rubbish").write_text("x")
+    with Cluster.start("stale") as other:
         cluster.kubectl("create", "namespace", "only-here")
         assert "only-here" not in other.kubectl("get", "namespaces")
         processes, root = pids(other), other.paths.root
@@ -261,13 +252,3 @@ def test_run_gives_the_command_a_cluster_and_its_exit_code(state_home: Path) -> 
     command = ["run", "--nodes", "0", "--", "sh", "-c", "kubectl get --raw /readyz && exit 7"]
     done = subprocess.run([*CLI, *command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (7, "ok")
-
-
-def test_files_of_a_dead_cluster_do_not_hinder_the_next_one(state_home: Path) -> None:
-    paths = ClusterPaths.of("stale")
-    paths.root.mkdir(parents=True)
-    paths.spec.write_text(ClusterSpec("stale").to_json())
-    (paths.root / "etcd").mkdir()
-    (paths.root / "etcd" / "rubbish").write_text("x")
-    with Cluster.start("stale") as cluster:
-        assert cluster.kubectl("get", "--raw", "/readyz") == "ok"

@@ -121,6 +121,10 @@ def test_a_condition_stays_until_it_is_cleared(cluster: Cluster) -> None:
     assert conditions(cluster, "node-2")["NeuronFault"]["reason"] == "DeviceLost"
     cluster.faults.clear_condition("node-2", "NeuronFault")
     until(lambda: conditions(cluster, "node-2").get("NeuronFault", {}).get("status") != "True", "it is gone")
+    cluster.faults.set_condition("node-2", "Ready", "False", "Injected", "bad")
+    cluster.wait_for_nodes(["node-2"], ready=False)
+    cluster.faults.clear_condition("node-2", "Ready")
+    cluster.wait_for_nodes(["node-2"])
 
 
 def test_a_frozen_node_is_noticed_by_its_silence_and_comes_back(cluster: Cluster, pod: str) -> None:

@@ -160,6 +160,25 @@ def test_mounts_are_refused_where_the_machine_has_no_namespaces() -> None:
     assert refused(container) == []
 
 
+@pytest.mark.parametrize(
+    ("container", "spec", "field"),
+    [
+        ({"securityContext": {"privileged": True}}, {}, "securityContext.privileged"),
+        ({}, {"hostPID": True}, "spec.hostPID"),
+        ({}, {"shareProcessNamespace": True}, "spec.shareProcessNamespace"),
+        ({"livenessProbe": {"grpc": {"port": 1}}}, {}, "livenessProbe.grpc"),
+        ({"ports": [{"containerPort": 1, "hostPort": 1}]}, {}, "ports.hostPort"),
+        ({"stdin": True}, {}, "stdin and tty"),
+        ({"command": []}, {}, "command must be given"),
+        ({}, {"volumes": [{"name": "n", "nfs": {"server": "s", "path": "/"}}]}, "volume n of kind nfs"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_honoured_is_refused_by_name(container: dict[str, Any], spec: dict[str, Any], field: str) -> None:
+    (found,) = refused(container, **spec)
+    assert field in found
+
+
 def test_a_refusal_names_the_container_and_the_field() -> None:
     found = refused({"readinessProbe": {"grpc": {"port": 1}}}, hostIPC=True)
     assert found[0].startswith("spec.hostIPC is not supported")

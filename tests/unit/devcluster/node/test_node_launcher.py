@@ -115,20 +115,6 @@ def test_a_container_sees_its_volumes_and_leaves_nothing_on_the_machine(prefix: 
         assert not Path(path).exists()
 
 
-def test_a_read_only_root_keeps_volumes_writable_also_at_top_level_folders(prefix: list[str], state: Path) -> None:
-    code, text = node(
-        prefix,
-        state,
-        """
-        async def work(launch):
-            mounts = (Mount(STATE + "/vol", "/tmp"), Mount(STATE + "/vol", "/data"))
-            script = "touch /usr/x /y 2>/dev/null && echo bad; touch /tmp/a /data/b && ls /tmp"
-            return (await run(launch, command(script, mounts=mounts, read_only_root=True)))[:2]
-        """,
-    )
-    assert (code, text.split()) == (0, ["a", "b", "file"])
-
-
 def test_a_command_that_cannot_start_reports_why(prefix: list[str], state: Path) -> None:
     found = node(
         prefix,
