@@ -9,20 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 import trainium_client
-from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded, recorded_answers
+from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded
 from trainium_client.aio import ClientError, JobFailedError, TrainingJob
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from trainium_contract.views.job import JobView
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ApiServer]:
-    with ApiServer(recorded_answers(), tmp_path).running() as running:
-        yield running
 
 
 def job(server: ApiServer, name: str = "llama") -> TrainingJob:

@@ -17,36 +17,15 @@ from tests.testing.api.recorded_jobs import (
     ApiServer,
     kubeconfig,
     recorded,
-    recorded_answers,
     recorded_log_as_json,
 )
 from trainium_client.commands.complete import candidates
-from trainium_client.commands.main import app, main
+from trainium_client.commands.main import app
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-Run = tuple[int, str, str]
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ApiServer]:
-    with ApiServer(recorded_answers(), tmp_path).running() as running:
-        yield running
-
-
-@pytest.fixture
-def trn(server: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*arguments: str) -> Run:
-        with pytest.raises(SystemExit) as left:
-            main(list(arguments))
-        output = capsys.readouterr()
-        return int(left.value.code or 0), output.out, output.err
-
-    return run
+    from conftest import Run
 
 
 def test_status_asks_once_for_each_kind(trn: Callable[..., Run], server: ApiServer) -> None:

@@ -12,36 +12,17 @@ from unittest import mock
 
 import pytest
 
-from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded_answers
+from tests.testing.api.recorded_jobs import JOBS, ApiServer
 from trainium_client.commands import inspect, simulate
-from trainium_client.commands.main import main
 from trainium_client.pod_exec import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-Run = tuple[int, str, str]
+    from conftest import Run
+
 EXAMPLE = Path(__file__).parents[3] / "manifests" / "examples" / "laptop.yaml"
 QUARANTINE = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ApiServer]:
-    with ApiServer(recorded_answers(), tmp_path).running() as running:
-        yield running
-
-
-@pytest.fixture
-def trn(server: ApiServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
-
-    def run(*arguments: str) -> Run:
-        with pytest.raises(SystemExit) as left:
-            main(list(arguments))
-        output = capfd.readouterr()
-        return int(left.value.code or 0), output.out, output.err
-
-    return run
 
 
 def shown(trn: Callable[..., Run], *words: str) -> Any:

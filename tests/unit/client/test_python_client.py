@@ -7,19 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded, recorded_answers, recorded_log_as_json
+from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded, recorded_log_as_json
 from trainium_client import ClientError, JobFailedError, TrainingJob
 from trainium_contract.job import TrainingJobSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ApiServer]:
-    with ApiServer(recorded_answers(), tmp_path).running() as running:
-        yield running
 
 
 def job(server: ApiServer, name: str = "llama") -> TrainingJob:

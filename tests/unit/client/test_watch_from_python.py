@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from rich.console import Console
 from rich.live import Live
 
-from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded_answers
+from tests.testing.api.recorded_jobs import JOBS, ApiServer
 from tests.testing.page.html_page import Page
 from trainium_client import TrainingJob, aio
 from trainium_client.live import NotebookDisplay, TerminalDisplay, notebook_display
 from trainium_contract.views.curve import CurvePoint
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 PATIENCE_SECONDS = 120
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ApiServer]:
-    with ApiServer(recorded_answers(), tmp_path).running() as running:
-        yield running
 
 
 class Steps:
