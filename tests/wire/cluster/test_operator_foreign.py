@@ -7,6 +7,7 @@ import base64
 import tracemalloc
 import zlib
 from contextlib import asynccontextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -177,6 +178,7 @@ async def test_a_job_that_somebody_else_manages_is_not_touched_nor_are_its_pods_
     await process.kill()
 
 
+@cache
 def bomb(mebibytes: int) -> str:
     """Base64 of gzip that unpacks to so many MiB: what a ConfigMap can hold."""
     packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
