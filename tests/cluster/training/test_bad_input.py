@@ -45,12 +45,6 @@ def classify_exit_code(job: Job) -> str:
             id="a vocabulary that is too small",
             marks=pytest.mark.long,
         ),
-        pytest.param(
-            "trainer: {model: {ropeTheta: 1.0e-300}}",
-            "finite",
-            id="a loss that is not a number",
-            marks=pytest.mark.long,
-        ),
     ],
 )
 def test_a_hopeless_job_fails_with_a_sentence_after_at_most_two_tries(

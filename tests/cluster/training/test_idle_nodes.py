@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.cluster.jobs import within
 from tests.testing.cluster.sites import DEVICES
 from trainium_devcluster.demos.metrics import every_sample_once
 
@@ -25,13 +26,6 @@ workers: {{replicas: 2, maxReplicas: 4, {WHOLE_NODES}}}
 elasticity: {{idleNodes: Take}}
 trainer: {{steps: 100000}}
 """
-
-
-def within(losses: dict[int, float], reference: dict[int, float], tolerance: float) -> bool:
-    """Return whether the curves have the same steps and agree within a relative tolerance."""
-    return losses.keys() == reference.keys() and all(
-        abs(losses[step] - reference[step]) <= tolerance * abs(reference[step]) for step in losses
-    )
 
 
 def at_size(size: int, generation: int = 0) -> Callable[[dict[str, Any]], bool]:

@@ -37,6 +37,13 @@ PATIENCE_SECONDS = 90.0
 """For what comes within seconds on the development cluster; a genuine one notices a lost node after 50."""
 
 
+def within(losses: dict[int, float], reference: dict[int, float], tolerance: float) -> bool:
+    """Return whether the curves have the same steps and agree within a relative tolerance."""
+    return losses.keys() == reference.keys() and all(
+        abs(losses[step] - reference[step]) <= tolerance * abs(reference[step]) for step in losses
+    )
+
+
 def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     """`change` over `base`, mappings merged."""
     inside = {k: merged(base[k], v) for k, v in change.items() if isinstance(v, dict) and isinstance(base.get(k), dict)}
