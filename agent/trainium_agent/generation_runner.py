@@ -111,7 +111,7 @@ class GenerationRunner:
         """Take part."""
         self._report.timed(None)
         self._watcher.start()
-        self._take(on.Begin())
+        self._take(on.Notice.BEGIN)
 
     def order(self, order: Order, superseded_by: int = 0) -> None:
         """Leave the generation; `on_over` is called when no rank is alive."""
@@ -139,7 +139,7 @@ class GenerationRunner:
         if self._life.stage is not Stage.OVER:
             deadline = wake_at(self._life)
             if deadline is not None:
-                self._alarm = self._call_at(deadline, lambda: self._take(on.Tick()))
+                self._alarm = self._call_at(deadline, lambda: self._take(on.Notice.TICK))
         elif before is not Stage.OVER:
             self._end()
 
@@ -173,10 +173,10 @@ class GenerationRunner:
         match action:
             case do.RunTask(task):
                 self._give(task)
-            case do.InterruptTask():
+            case do.SimpleAction.INTERRUPT_TASK:
                 self._leave_requested.set()
                 self._watcher.nudge()
-            case do.Kill():
+            case do.SimpleAction.KILL:
                 self._signal(signal.SIGKILL)
             case do.RequestExit(memory_ends):
                 self._request_exit(self._workload.exit_signal(memory_ends=memory_ends))
@@ -195,7 +195,7 @@ class GenerationRunner:
                 report.give_up_with(code, sentence)
             case do.ReportWaiting(nodes):
                 report.wait_for(nodes)
-            case do.ObserveProgress():
+            case do.SimpleAction.OBSERVE_PROGRESS:
                 self._workload.observe()
                 report.observe()
             case do.ReportStuck(ranks):
@@ -208,7 +208,7 @@ class GenerationRunner:
                 self._on_broken(sentence)
 
     def _give(self, task: do.Task) -> None:
-        given = TaskContext(self._report.reached, self._ranks)
+        given = TaskContext(self._report.reached, self._ranks, self._life.attempt)
 
         def perform() -> None:
             try:

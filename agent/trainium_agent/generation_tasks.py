@@ -70,6 +70,7 @@ class TaskContext:
     """How far this pod has seen the run come."""
     ranks: tuple[RankProcess, ...]
     """Of the newest attempt, by local rank."""
+    attempt: int
 
 
 class GenerationTasks:
@@ -145,31 +146,31 @@ class GenerationTasks:
 
     def _perform(self, task: do.Task, given: TaskContext) -> on.Result:
         match task:
-            case do.Join():
+            case do.SimpleTask.JOIN:
                 return self._join(given)
             case do.StartRanks():
-                return self._start(task)
+                return self._start(task, given.attempt)
             case do.DiagnoseEnds():
                 return self._judge(task, given)
-            case do.CountUnansweredHang():
-                self._connect_again(wanted=task.reconnect)
-                return on.HangCounted(self._count(Finding(FindingKind.SILENT), task.attempt, given))
+            case do.SimpleTask.COUNT_UNANSWERED_HANG:
+                self._connect_again(wanted=True)
+                return on.HangCounted(self._count(Finding(FindingKind.SILENT), given))
             case do.SignExit():
                 problem = self._workload.on_finish(given.ranks) if task.phase is WorkerPhase.FINISHED else ""
                 if problem:
-                    return self._give_up(task.attempt, ExitCode.USER_ERROR, problem, given)
-                self._exit_barrier.sign(task.attempt, task.phase)
-                return on.TaskDone()
-            case do.CheckFinished():
-                return self._finish(task.attempt)
-            case do.CheckYielded():
-                return on.YieldChecked(self._quietly(lambda: self._go_on(task.attempt, given)))
+                    return self._give_up(given.attempt, ExitCode.USER_ERROR, problem, given)
+                self._exit_barrier.sign(given.attempt, task.phase)
+                return on.Outcome.DONE
+            case do.SimpleTask.CHECK_FINISHED:
+                return self._finish(given.attempt)
+            case do.SimpleTask.CHECK_YIELDED:
+                return on.YieldChecked(self._quietly(lambda: self._go_on(given)))
             case do.Announce():
                 self._quietly(lambda: self._store.change(lambda state: _announced(task, state)))
-                return on.TaskDone()
-            case do.AnnounceBroken():
+                return on.Outcome.DONE
+            case do.SimpleTask.ANNOUNCE_BROKEN:
                 self._quietly(lambda: self._store.change(lambda state: replace(state, broken=True)))
-                return on.TaskDone()
+                return on.Outcome.DONE
             case _:
                 return self._perform_hang_task(task, given)
 
@@ -180,9 +181,9 @@ class GenerationTasks:
         try:
             return on.Joined(*self._rendezvous.next_rendezvous())
         except RendezvousInterruptedError:
-            return on.Interrupted()
+            return on.Outcome.INTERRUPTED
         except GenerationStoppedError:
-            return on.GenerationStopped()
+            return on.Outcome.STOPPED
         except NodeFailedPairTestError as found:
             return self._give_up(self._rendezvous.attempt, found.code, str(found), given)
 
@@ -190,11 +191,11 @@ class GenerationTasks:
         self._quietly(lambda: self._store.change(lambda state: judge(code, attempt, given.reached, state, 0).state))
         return on.GaveUp(code, sentence)
 
-    def _start(self, start: do.StartRanks) -> on.Started:
+    def _start(self, start: do.StartRanks, attempt: int) -> on.Started:
         generation, members = self._membership.generation, self._membership.members
         layout = AttemptLayout(
             generation=generation,
-            attempt=start.attempt,
+            attempt=attempt,
             node_rank=self._node_rank,
             nodes=len(members),
             on_a_node=self._membership.processes_per_node,
@@ -222,7 +223,7 @@ class GenerationTasks:
         self._connect_again(wanted=task.reconnect)
         ended = [given.ranks[local_rank] for local_rank in task.local_ranks]
         process = ended[0] if len(ended) == 1 else max(ended, key=lambda each: weight(self._signs.meaning(each)))
-        code, attempt, diagnosis = process.exit_code or 0, task.attempt, self._diagnosis_of(process)
+        code, attempt, diagnosis = process.exit_code or 0, given.attempt, self._diagnosis_of(process)
 
         def judged(state: GenerationState) -> RestartJudgement:
             return judge(
@@ -262,24 +263,24 @@ class GenerationTasks:
 
     def _perform_hang_task(self, task: do.Task, given: TaskContext) -> on.Result:
         match task:
-            case do.OpenInquiry():
-                return self._hangs.ask(task.attempt)
+            case do.SimpleTask.OPEN_INQUIRY:
+                return self._hangs.ask(given.attempt)
             case do.AnswerQuestion():
                 return self._quietly(lambda: self._hangs.answer(task.state)) or self._hangs.inquired()
-            case do.ConcludeInquiry():
-                finding = self._hangs.conclude(task.attempt)
+            case do.SimpleTask.CONCLUDE_INQUIRY:
+                finding = self._hangs.conclude(given.attempt)
                 if finding is None:
                     return self._hangs.inquired()
-                return self._hangs.found(finding, self._count(finding, task.attempt, given))
+                return self._hangs.found(finding, self._count(finding, given))
             case do.ReadFinding():
-                finding = self._quietly(lambda: self._hangs.published(task.attempt))
+                finding = self._quietly(lambda: self._hangs.published(given.attempt))
                 return self._hangs.found(finding or Finding(FindingKind.COLLECTIVE), task.after)
             case _:
                 return self._hangs.sample()
 
-    def _count(self, finding: Finding, attempt: int, given: TaskContext) -> GenerationState:
+    def _count(self, finding: Finding, given: TaskContext) -> GenerationState:
         limit = self._settings.max_in_place_restarts
-        return self._store.change(lambda state: after_hang(finding, attempt, given.reached, state, limit))
+        return self._store.change(lambda state: after_hang(finding, given.attempt, given.reached, state, limit))
 
     # The end in peace.
 
@@ -289,14 +290,14 @@ class GenerationTasks:
             self._exit_barrier.part()
         return on.FinishChecked(finished)
 
-    def _go_on(self, attempt: int, given: TaskContext) -> GenerationState | None:
+    def _go_on(self, given: TaskContext) -> GenerationState | None:
         """All ranks yielded though no newer generation came: go on in place, unless a member is leaving for good."""
-        if not self._exit_barrier.all_signed(attempt):
+        if not self._exit_barrier.all_signed(given.attempt):
             return None
         state = self._store.state()
         if state.leaving or state.stopped is not None or state.superseded > self._membership.generation:
             return None
-        return self._store.change(lambda seen: after_yield(attempt, given.reached, seen))
+        return self._store.change(lambda seen: after_yield(given.attempt, given.reached, seen))
 
     # Small things.
 

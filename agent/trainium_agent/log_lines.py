@@ -94,11 +94,6 @@ def report_end(
     """Report why the process ends: on stderr, below the traceback, and in the pod's termination log."""
     written = format_sentence(line, error=trace, level=level, source=source)
     print(written, file=sys.stderr, flush=True)  # noqa: T201 - this is the program speaking to its user
-    leave_message(line)
-
-
-def leave_message(line: str) -> None:
-    """Put the line into the pod's termination log when there is one; never fails."""
     with contextlib.suppress(OSError):
         if TERMINATION_LOG.exists() and os.access(TERMINATION_LOG, os.W_OK):
             TERMINATION_LOG.write_text(line[-_TERMINATION_LIMIT:] + "\n", encoding="utf-8")

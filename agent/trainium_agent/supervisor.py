@@ -80,7 +80,7 @@ class AgentSupervisor:
             self._keeper,
             post=self._post,
             on_compiled=self._report.compiled,
-            on_end=lambda: self._take(pod.CompilerEnded()),
+            on_end=lambda: self._take(pod.Notice.COMPILER_ENDED),
         )
         self._checks = NodeChecks(
             settings, self._keeper, report=lambda result: self._post(lambda: self._report.checked(result))
@@ -94,7 +94,7 @@ class AgentSupervisor:
             heartbeat=self._report.heartbeat,
             on_membership=self._on_membership,
             on_acknowledged=self._on_acknowledged,
-            on_job_deleted=lambda: self._take(pod.JobDeleted()),
+            on_job_deleted=lambda: self._take(pod.Notice.JOB_DELETED),
             on_coordinator_time=self._on_coordinator_time,
         )
         self._calibration = Calibration()
@@ -195,7 +195,7 @@ class AgentSupervisor:
         if unfit:
             self._give_up(ExitCode.DEVICE_FAULT, unfit)
             return
-        self._take(pod.NodeChecked())
+        self._take(pod.Notice.NODE_CHECKED)
         self._client.heartbeat_now()
 
     def _on_over(self, life: LocalGeneration) -> None:
@@ -203,12 +203,12 @@ class AgentSupervisor:
         self._take(pod.GenerationOver(life.outcome, life.yielded))
 
     def _give_up(self, code: int, sentence: str) -> None:
-        self._take(pod.NodeUnfit())
+        self._take(pod.Notice.NODE_UNFIT)
         self._report.give_up_with(code, sentence)
 
     def _terminate(self) -> None:
         _log.info("asked to end; the ranks may save for %.0f s", self._settings.grace_seconds)
-        self._take(pod.Terminate())
+        self._take(pod.Notice.TERMINATE)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -253,7 +253,7 @@ class AgentSupervisor:
         if self._alarm is not None:
             self._alarm.cancel()
         deadline = self._pod.wake_at
-        self._alarm = None if deadline is None else self._call_at(deadline, lambda: self._take(pod.Tick()))
+        self._alarm = None if deadline is None else self._call_at(deadline, lambda: self._take(pod.Notice.TICK))
 
     def _carry_out(self, action: pod.Action) -> None:
         match action:

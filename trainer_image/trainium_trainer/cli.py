@@ -97,20 +97,12 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         result = app(list(argv) if argv is not None else None, standalone_mode=False)
     except BaseException as error:  # noqa: BLE001 - this is the place that turns every error into a code
-        if _is_usage_error(error):
-            return exits.report(exits.UserError(f"{_sentence_of(error)}: see trainium-trainer train --help"))
+        # By name, since typer has its own click or uses the installed one.
+        if any(kind.__name__ == "ClickException" for kind in type(error).__mro__):
+            sentence = str(error).strip().removesuffix(".")
+            return exits.report(exits.UserError(f"{sentence}: see trainium-trainer train --help"))
         return exits.report(error)
     return result if isinstance(result, int) else ExitCode.FINISHED
-
-
-def _is_usage_error(error: BaseException) -> bool:
-    """Return whether the command line is wrong; by name, since typer has its own click or uses the installed one."""
-    return any(kind.__name__ == "ClickException" for kind in type(error).__mro__)
-
-
-def _sentence_of(error: BaseException) -> str:
-    """Return click's message about a command line, without its final stop."""
-    return str(error).strip().removesuffix(".")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

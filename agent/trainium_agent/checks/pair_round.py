@@ -77,10 +77,6 @@ class PairVerdict:
         """Node ranks that cannot stay."""
         return self.unhealthy | self.disconnected
 
-    def code_for(self, node: int) -> ExitCode:
-        """Return the exit code that a bad node's verdict carries."""
-        return ExitCode.DEVICE_FAULT if node in self.unhealthy else ExitCode.NETWORK_FAULT
-
 
 class NodeFailedPairTestError(Exception):
     """This very node was found bad."""
@@ -247,7 +243,7 @@ class PairRound:
         if bad:
             what = "computes wrong numbers" if self._node_rank in verdict.unhealthy else "cannot exchange with any peer"
             raise NodeFailedPairTestError(
-                verdict.code_for(self._node_rank),
+                ExitCode.DEVICE_FAULT if self._node_rank in verdict.unhealthy else ExitCode.NETWORK_FAULT,
                 f"pairwise test: node {self._settings.node_name} {what}, while others can: {detail}",
             )
         _log.warning(

@@ -90,7 +90,8 @@ class Session:
         while True:
             self._send_now.clear()
             message, now = self._heartbeat(), time.monotonic()
-            self._check_answered(now)
+            if self._unanswered and now - self._unanswered[0].at > REQUEST_SECONDS:
+                raise CoordinatorUnavailableError(f"a heartbeat was not answered within {REQUEST_SECONDS:g} s")
             try:
                 async with asyncio.timeout(REQUEST_SECONDS):
                     changed = must_send_now(last, message)
@@ -108,10 +109,6 @@ class Session:
             except TimeoutError:
                 continue
             await asyncio.sleep(min(_BURST_SECONDS, seconds))
-
-    def _check_answered(self, now: float) -> None:
-        if self._unanswered and now - self._unanswered[0].at > REQUEST_SECONDS:
-            raise CoordinatorUnavailableError(f"a heartbeat was not answered within {REQUEST_SECONDS:g} s")
 
     async def receive_frames(self) -> None:
         """Handle the coordinator's frames until the stream ends."""

@@ -174,14 +174,11 @@ class HangResponse:
                 "%s; %s", detection.describe(still, self._settings.pod_name), known.innermost if known else "not asked"
             )
             if known is not None and known.text:
-                self._write_stack(still.rank, known.text)
+                if self._settings.log_format is LogFormat.JSON:
+                    _log.warning("%s", known.text, extra={"rank": still.rank})
+                else:
+                    sys.stdout.write("".join(f"[rank {still.rank}] {line}\n" for line in known.text.splitlines()))
         sys.stdout.flush()
-
-    def _write_stack(self, rank: int, text: str) -> None:
-        if self._settings.log_format is LogFormat.JSON:
-            _log.warning("%s", text, extra={"rank": rank})
-        else:
-            sys.stdout.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
 
 
 def _apply_stack(still: Stall, known: Stacks | None) -> Stall:

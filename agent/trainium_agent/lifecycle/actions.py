@@ -6,6 +6,7 @@ Tasks block, so the worker runs them, one after another. Actions take no time: t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,19 +15,34 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import StepTiming, StuckRank, WorkerPhase
 
 
-# Tasks.
+# Tasks, all of the present attempt.
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Meet the other agents: Joined, Interrupted, GenerationStopped or GaveUp."""
+class SimpleTask(StrEnum):
+    """Tasks without details, and their results."""
+
+    JOIN = "Join"
+    """Meet the other agents: Joined, INTERRUPTED, STOPPED or GaveUp."""
+    COUNT_UNANSWERED_HANG = "CountUnansweredHang"
+    """Count a standstill that the agents could not talk about: HangCounted or StoreLost."""
+    SAMPLE_RANKS = "SampleRanks"
+    """Look at the living ranks: RanksSampled."""
+    OPEN_INQUIRY = "OpenInquiry"
+    """Ask all agents about their ranks: InquiryUpdated or StoreLost."""
+    CONCLUDE_INQUIRY = "ConcludeInquiry"
+    """Read the answers: InquiryUpdated, HangFound or StoreLost."""
+    CHECK_FINISHED = "CheckFinished"
+    """Part, if all have finished: FinishChecked."""
+    CHECK_YIELDED = "CheckYielded"
+    """Begin the next attempt, if all yielded and nobody calls: YieldChecked."""
+    ANNOUNCE_BROKEN = "AnnounceBroken"
+    """Publish that a rank has died, so that those that save need not wait for it: DONE."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartRanks:
     """Start the attempt's ranks from the standby: Started."""
 
-    attempt: int
     port: int
 
 
@@ -34,31 +50,8 @@ class StartRanks:
 class DiagnoseEnds:
     """Diagnose these ends and count the failure: EndsDiagnosed or StoreLost."""
 
-    attempt: int
     local_ranks: tuple[int, ...]
     reconnect: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CountUnansweredHang:
-    """Count a standstill that the agents could not talk about: HangCounted or StoreLost."""
-
-    attempt: int
-    reconnect: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRanks:
-    """Look at the living ranks: RanksSampled."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenInquiry:
-    """Ask all agents about their ranks: InquiryUpdated or StoreLost."""
-
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,63 +62,42 @@ class AnswerQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class ConcludeInquiry:
-    """Read the answers: InquiryUpdated, HangFound or StoreLost."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
 class ReadFinding:
     """Read what another agent concluded: HangFound."""
 
-    attempt: int
     after: GenerationState
 
 
 @dataclass(frozen=True, slots=True)
 class SignExit:
-    """Write down how the ranks of this pod ended: TaskDone."""
+    """Write down how the ranks of this pod ended: DONE."""
 
-    attempt: int
     phase: WorkerPhase
 
 
 @dataclass(frozen=True, slots=True)
-class CheckFinished:
-    """Part, if all have finished: FinishChecked."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class CheckYielded:
-    """Begin the next attempt, if all yielded and nobody calls: YieldChecked."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
 class Announce:
-    """Publish why this pod leaves: TaskDone."""
+    """Publish why this pod leaves: DONE."""
 
     leaving: bool
     superseded_by: int
 
 
-@dataclass(frozen=True, slots=True)
-class AnnounceBroken:
-    """Publish that a rank has died, so that those that save need not wait for it: TaskDone."""
-
-
-Task = (
-    Join | StartRanks | DiagnoseEnds | CountUnansweredHang | SampleRanks | OpenInquiry | AnswerQuestion
-    | ConcludeInquiry | ReadFinding | SignExit | CheckFinished
-    | CheckYielded | Announce | AnnounceBroken
-)  # fmt: skip
+Task = SimpleTask | StartRanks | DiagnoseEnds | AnswerQuestion | ReadFinding | SignExit | Announce
 
 
 # Acts.
+
+
+class SimpleAction(StrEnum):
+    """Actions without details."""
+
+    INTERRUPT_TASK = "InterruptTask"
+    """The task that is under way, and those that follow, need not be finished: the pod leaves."""
+    KILL = "Kill"
+    """SIGKILL to every rank that has not ended."""
+    OBSERVE_PROGRESS = "ObserveProgress"
+    """Read the ranks' progress once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +105,6 @@ class RunTask:
     """Give the worker this task."""
 
     task: Task
-
-
-@dataclass(frozen=True, slots=True)
-class InterruptTask:
-    """The task that is under way, and those that follow, need not be finished: the pod leaves."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """SIGKILL to every rank that has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +171,6 @@ class ReportWaiting:
 
 
 @dataclass(frozen=True, slots=True)
-class ObserveProgress:
-    """Read the ranks' progress once more."""
-
-
-@dataclass(frozen=True, slots=True)
 class ReportStuck:
     """Report local ranks that are stalled."""
 
@@ -243,7 +200,6 @@ class FailPod:
 
 
 Action = (
-    RunTask | InterruptTask | Kill | RequestExit | EnterPhase | ReportRestart | ReportFailure | ReportHang
-    | ReportVerdict | ReportNodeVerdict | ReportWaiting | ObserveProgress | ReportStuck
-    | ReportTiming | Log | FailPod
+    SimpleAction | RunTask | RequestExit | EnterPhase | ReportRestart | ReportFailure | ReportHang | ReportVerdict
+    | ReportNodeVerdict | ReportWaiting | ReportStuck | ReportTiming | Log | FailPod
 )  # fmt: skip

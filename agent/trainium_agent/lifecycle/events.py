@@ -39,9 +39,13 @@ class GenerationEnd(StrEnum):
 # Facts.
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Notice(StrEnum):
+    """Facts without details."""
+
+    BEGIN = "Begin"
     """Take part."""
+    TICK = "Tick"
+    """It is later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +82,20 @@ class WaitingFor:
     nodes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """It is later."""
-
-
-Fact = Begin | LeaveOrdered | RankEnded | SharedChanged | WaitingFor | Tick
+Fact = Notice | LeaveOrdered | RankEnded | SharedChanged | WaitingFor
 
 
 # How tasks end.
+
+
+class Outcome(StrEnum):
+    """Results without details."""
+
+    INTERRUPTED = "Interrupted"
+    """The rendezvous was interrupted by the order to leave."""
+    STOPPED = "Stopped"
+    """The rendezvous found that another agent gave up for all."""
+    DONE = "Done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +105,6 @@ class Joined:
     state: GenerationState
     port: int
     """Of the ranks' store, at node rank 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """The rendezvous was interrupted by the order to leave."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationStopped:
-    """The rendezvous found that another agent gave up for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +202,8 @@ class YieldChecked:
     after: GenerationState | None
 
 
-@dataclass(frozen=True, slots=True)
-class TaskDone:
-    """The task ended without a result."""
-
-
 Result = (
-    Joined | Interrupted | GenerationStopped | GaveUp | Started | EndsDiagnosed | StoreLost
-    | RanksSampled | InquiryUpdated | HangFound
-    | HangCounted | FinishChecked | YieldChecked | TaskDone
+    Outcome | Joined | GaveUp | Started | EndsDiagnosed | StoreLost | RanksSampled | InquiryUpdated | HangFound
+    | HangCounted | FinishChecked | YieldChecked
 )  # fmt: skip
 Event = Fact | Result

@@ -23,11 +23,9 @@ from trainium_agent.lifecycle.state import (
     CountHang,
     Fail,
     GenerationLimits,
-    JoinAgain,
-    JudgeEnds,
-    LeaveNow,
     LocalGeneration,
     Stage,
+    Then,
 )
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
@@ -88,11 +86,11 @@ def wake_at(life: LocalGeneration) -> float | None:
 
 def _record(terms: GenerationLimits, life: LocalGeneration, event: on.Event, now: float) -> _Answer:
     match event:
-        case on.Begin():
+        case on.Notice.BEGIN:
             return replace(life, stage=Stage.JOINING), (do.EnterPhase(WorkerPhase.JOINING, 0),)
         case on.LeaveOrdered():
             order, superseded = max(life.order, event.order), max(life.superseded_by, event.superseded_by)
-            return replace(life, order=order, superseded_by=superseded), (do.InterruptTask(),)
+            return replace(life, order=order, superseded_by=superseded), (do.SimpleAction.INTERRUPT_TASK,)
         case on.RankEnded():
             if event.attempt != life.attempt:
                 return life, ()
@@ -101,7 +99,7 @@ def _record(terms: GenerationLimits, life: LocalGeneration, event: on.Event, now
             return replace(life, pending=_with_newest(life.pending, event)), ()
         case on.WaitingFor():
             return life, (do.ReportWaiting(event.nodes),) if life.order is Order.NONE else ()
-        case on.Tick():
+        case on.Notice.TICK:
             return life, ()
         case _:
             assert life.busy is not None, f"{event} is no task's that is under way"
@@ -124,10 +122,10 @@ def _result(terms: GenerationLimits, life: LocalGeneration, task: do.Task, resul
                 return life, ()
             attempt = result.state.attempt
             joined_state = replace(life, stage=Stage.STARTING, attempt=attempt, started=0, ends=(), signed=False)
-            return _do(joined_state, do.StartRanks(attempt, result.port), do.EnterPhase(WorkerPhase.LOADING, attempt))
-        case on.Interrupted() | on.TaskDone():
+            return _do(joined_state, do.StartRanks(result.port), do.EnterPhase(WorkerPhase.LOADING, attempt))
+        case on.Outcome.INTERRUPTED | on.Outcome.DONE:
             return life, ()
-        case on.GenerationStopped():
+        case on.Outcome.STOPPED:
             return (life, ()) if life.order is not Order.NONE else _stop(terms, life, now)
         case on.GaveUp():
             log = do.Log(f"giving up in place: {result.sentence}", severe=True)
@@ -173,7 +171,7 @@ def _decide(terms: GenerationLimits, life: LocalGeneration, now: float) -> _Answ
         return _leave(terms, life, now)
     match life.stage:
         case Stage.JOINING:
-            return _do(life, do.Join())
+            return _do(life, do.SimpleTask.JOIN)
         case Stage.RUNNING | Stage.YIELDED | Stage.FINISHED:
             if life.pending:
                 first, life = life.pending[0], replace(life, pending=life.pending[1:])
@@ -195,11 +193,11 @@ def _answered(
 
 def _running(life: LocalGeneration, now: float) -> _Answer | None:
     if life.overdue:
-        return _do(replace(life, overdue=False), do.OpenInquiry(life.attempt))
+        return _do(replace(life, overdue=False), do.SimpleTask.OPEN_INQUIRY)
     if life.inquiring and now >= life.deadline:
-        return _do(life, do.ConcludeInquiry(life.attempt))
+        return _do(life, do.SimpleTask.CONCLUDE_INQUIRY)
     if now >= life.next_sample_at:
-        return _do(life, do.SampleRanks(life.attempt))
+        return _do(life, do.SimpleTask.SAMPLE_RANKS)
     return None
 
 
@@ -208,10 +206,10 @@ def _waiting(life: LocalGeneration, now: float) -> _Answer | None:
     finished = life.stage is Stage.FINISHED
     if not life.signed:
         phase = WorkerPhase.FINISHED if finished else WorkerPhase.YIELDED
-        return _do(replace(life, signed=True), do.SignExit(life.attempt, phase))
+        return _do(replace(life, signed=True), do.SignExit(phase))
     if now < life.deadline:
         return None
-    return _do(life, do.CheckFinished(life.attempt) if finished else do.CheckYielded(life.attempt))
+    return _do(life, do.SimpleTask.CHECK_FINISHED if finished else do.SimpleTask.CHECK_YIELDED)
 
 
 def _ended(life: LocalGeneration, end: on.RankEnded, now: float) -> _Answer | None:
@@ -220,14 +218,14 @@ def _ended(life: LocalGeneration, end: on.RankEnded, now: float) -> _Answer | No
         return None
     if end.code not in _PEACEFUL:
         log = do.Log(f"rank {end.rank} ended with code {end.code} in attempt {end.attempt}")
-        return _end(life, JudgeEnds(), now, log)
+        return _end(life, Then.JUDGE_ENDS, now, log)
     if life.alive or _failures(life):
         return None  # the others' ends, or the failure among them, lead on
     finished = life.all_ended_with(ExitCode.FINISHED)
     stage, phase = (Stage.FINISHED, WorkerPhase.FINISHED) if finished else (Stage.YIELDED, WorkerPhase.YIELDED)
     deadline = now if finished else now + _YIELD_PATIENCE_SECONDS
     return replace(life, stage=stage, deadline=deadline), (
-        do.ObserveProgress(),
+        do.SimpleAction.OBSERVE_PROGRESS,
         do.ReportTiming(None),
         do.EnterPhase(phase),
     )
@@ -241,13 +239,13 @@ def _follow(terms: GenerationLimits, life: LocalGeneration, state: GenerationSta
     """Handle a change of the shared state."""
     if state.stopped is not None:
         if state.stopped == ExitCode.HUNG:
-            return _do(life, do.ReadFinding(life.attempt, state))
+            return _do(life, do.ReadFinding(state))
         return _stop(terms, life, now)
     if state.attempt > life.attempt:
         if life.stage is Stage.STORE_LOST:  # its standstill, counted at last
             return _start_next_attempt(life, state.attempt, Cause.HANG, None, now)
         if state.cause is Cause.HANG and state.attempt == life.attempt + 1:
-            return _do(life, do.ReadFinding(life.attempt, state))
+            return _do(life, do.ReadFinding(state))
         cause = Cause.YIELDED if state.cause is Cause.YIELDED else Cause.PEER_LOST
         return _start_next_attempt(life, state.attempt, cause, None, now)
     if life.alive and state.attempt == life.attempt == state.asked_in and state.inquiry > life.answered:
@@ -300,16 +298,17 @@ def _hang_found(terms: GenerationLimits, life: LocalGeneration, found: on.HangFo
 
 def _store_lost(terms: GenerationLimits, life: LocalGeneration, task: do.Task, reason: str, now: float) -> _Answer:
     """Retry until the store answers or a newer generation arrives: the agent that hosts it is missing or hangs."""
-    if isinstance(task, do.OpenInquiry | do.ConcludeInquiry):
+    if task in (do.SimpleTask.OPEN_INQUIRY, do.SimpleTask.CONCLUDE_INQUIRY):
         return _end(life, CountHang(reason), now)
-    assert isinstance(task, do.DiagnoseEnds | do.CountUnansweredHang), f"{task} is quiet about a lost store"
-    return _await_store(terms, life, replace(task, reconnect=True), reason, now)
+    assert isinstance(task, do.DiagnoseEnds | do.SimpleTask), f"{task} is quiet about a lost store"
+    again = replace(task, reconnect=True) if isinstance(task, do.DiagnoseEnds) else task
+    return _await_store(terms, life, again, reason, now)
 
 
 def _await_store(
     terms: GenerationLimits,
     life: LocalGeneration,
-    retry: do.DiagnoseEnds | do.CountUnansweredHang,
+    retry: do.DiagnoseEnds | do.SimpleTask,
     reason: str,
     now: float,
 ) -> _Answer:
@@ -338,15 +337,15 @@ def _start_next_attempt(
     life: LocalGeneration, attempt: int, cause: Cause, failed_at: float | None, now: float
 ) -> _Answer:
     """Start the next attempt; for a pod whose ranks did not fail the cause is a lost peer."""
-    reports = (do.ObserveProgress(), do.ReportRestart(attempt, cause, failed_at))
-    return _end(replace(life, inquiring=False, overdue=False), JoinAgain(), now, *reports)
+    reports = (do.SimpleAction.OBSERVE_PROGRESS, do.ReportRestart(attempt, cause, failed_at))
+    return _end(replace(life, inquiring=False, overdue=False), Then.JOIN_AGAIN, now, *reports)
 
 
 def _end(life: LocalGeneration, after: After, now: float, *reports: do.Action) -> _Answer:
     return replace(life, stage=Stage.ENDING, after=after, deadline=now + _KILL_SECONDS), (
         *reports,
         do.ReportTiming(None),
-        do.Kill(),
+        do.SimpleAction.KILL,
     )
 
 
@@ -360,15 +359,15 @@ def _ending(terms: GenerationLimits, life: LocalGeneration, now: float) -> _Answ
     failures = _failures(life)
     life = replace(life, pending=tuple(each for each in life.pending if isinstance(each, on.SharedChanged)))
     match life.after:
-        case JudgeEnds():
+        case Then.JUDGE_ENDS:
             reports = tuple(do.ReportFailure(end.local_rank) for end in failures)
-            judge = do.DiagnoseEnds(life.attempt, tuple(end.local_rank for end in failures))
+            judge = do.DiagnoseEnds(tuple(end.local_rank for end in failures))
             return _do(replace(life, stage=Stage.JUDGING), judge, *reports)
         case CountHang(reason):
-            return _await_store(terms, life, do.CountUnansweredHang(life.attempt, reconnect=True), reason, now)
+            return _await_store(terms, life, do.SimpleTask.COUNT_UNANSWERED_HANG, reason, now)
         case Fail(verdict):
             return _failed(life), (verdict or do.EnterPhase(WorkerPhase.FAILED),)
-        case LeaveNow():
+        case Then.LEAVE_NOW:
             return replace(life, stage=Stage.OVER, pending=()), ()
         case _:
             return replace(life, stage=Stage.JOINING), ()
@@ -376,7 +375,7 @@ def _ending(terms: GenerationLimits, life: LocalGeneration, now: float) -> _Answ
 
 def _leave(terms: GenerationLimits, life: LocalGeneration, now: float) -> _Answer:
     if life.order is Order.IMMEDIATE:
-        return _end(life, LeaveNow(), now)
+        return _end(life, Then.LEAVE_NOW, now)
     saving = replace(life, stage=Stage.SAVING, deadline=now + terms.grace_seconds)
     leaving = life.order is Order.TERMINATE
     return _do(saving, do.Announce(leaving, life.superseded_by), do.RequestExit(memory_ends=leaving))
@@ -385,18 +384,18 @@ def _leave(terms: GenerationLimits, life: LocalGeneration, now: float) -> _Answe
 def _saving(life: LocalGeneration, now: float) -> _Answer | None:
     """Wait for the ranks as long as it makes sense."""
     if life.order is Order.IMMEDIATE:
-        return _end(life, LeaveNow(), now)
+        return _end(life, Then.LEAVE_NOW, now)
     changes = [each.state for each in life.pending if isinstance(each, on.SharedChanged)]
     cannot_finish = any(state.broken or state.stopped is not None for state in changes)
     if life.alive and now < life.deadline and not cannot_finish:
         broken = any(end.code not in _PEACEFUL for end in life.ends)
         return (
-            _do(replace(life, broken_announced=True), do.AnnounceBroken())
+            _do(replace(life, broken_announced=True), do.SimpleTask.ANNOUNCE_BROKEN)
             if broken and not life.broken_announced
             else None
         )
     saved = replace(life, yielded=life.all_ended_with(ExitCode.YIELDING))
-    return _end(saved, LeaveNow(), now, do.ObserveProgress())  # what they saved last
+    return _end(saved, Then.LEAVE_NOW, now, do.SimpleAction.OBSERVE_PROGRESS)  # what they saved last
 
 
 def _do(life: LocalGeneration, task: do.Task, *reports: do.Action) -> _Answer:

@@ -11,6 +11,7 @@ Guarantees:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from trainium_agent.lifecycle.events import GenerationEnd, Order
 from trainium_contract.exit_codes import ExitCode
@@ -30,19 +31,21 @@ class MembershipReceived:
     """This pod is in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeUnfit:
+class Notice(StrEnum):
+    """Events without details."""
+
+    NODE_UNFIT = "NodeUnfit"
     """This pod can take part in none: its environment or its node."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeChecked:
+    NODE_CHECKED = "NodeChecked"
     """The node's checks have ended, or never began."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompilerEnded:
+    COMPILER_ENDED = "CompilerEnded"
     """Nothing is compiled for other sizes."""
+    TERMINATE = "Terminate"
+    """The pod is to end."""
+    JOB_DELETED = "JobDeleted"
+    """The job no longer exists, so nobody needs what the ranks would save."""
+    TICK = "Tick"
+    """It is later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +70,7 @@ class VerdictAcknowledged:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Terminate:
-    """The pod is to end."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobDeleted:
-    """The job no longer exists, so nobody needs what the ranks would save."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """It is later."""
-
-
-Event = (
-    MembershipReceived | NodeUnfit | NodeChecked | CompilerEnded | GenerationOver | Acknowledged
-    | VerdictAcknowledged | Terminate | JobDeleted
-    | Tick
-)  # fmt: skip
+Event = Notice | MembershipReceived | GenerationOver | Acknowledged | VerdictAcknowledged
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +170,11 @@ def _record(pod: Pod, event: Event, now: float) -> _Answer:
     match event:
         case MembershipReceived():
             return _receive_membership(pod, event)
-        case NodeUnfit():
+        case Notice.NODE_UNFIT:
             return replace(pod, unfit=True, checked=True), ()
-        case NodeChecked():
+        case Notice.NODE_CHECKED:
             return replace(pod, checked=True), ()
-        case CompilerEnded():
+        case Notice.COMPILER_ENDED:
             return replace(pod, compiling=False, stopping=False), ()
         case GenerationOver():
             over = replace(pod, running=0, yielded=event.yielded)
@@ -202,13 +186,13 @@ def _record(pod: Pod, event: Event, now: float) -> _Answer:
         case VerdictAcknowledged(generation):
             late = pod.ends_at is not None or generation < pod.newest.generation
             return (pod if late else replace(pod, ends_at=now + _PEERS_SECONDS)), ()
-        case Terminate() | JobDeleted():
+        case Notice.TERMINATE | Notice.JOB_DELETED:
             ending = replace(pod, terminating=True)
             if not pod.running:
                 return replace(ending, left=True), (LeavePod(None),)
-            order = Order.TERMINATE if isinstance(event, Terminate) else Order.IMMEDIATE
+            order = Order.TERMINATE if event is Notice.TERMINATE else Order.IMMEDIATE
             return ending, (LeaveGeneration(order),)
-        case Tick():
+        case Notice.TICK:
             return pod, ()
 
 

@@ -46,14 +46,15 @@ class Stage(StrEnum):
     OVER = "Over"
 
 
-@dataclass(frozen=True, slots=True)
-class JoinAgain:
+class Then(StrEnum):
+    """What follows when no rank is left, without details."""
+
+    JOIN_AGAIN = "JoinAgain"
     """The next attempt."""
-
-
-@dataclass(frozen=True, slots=True)
-class JudgeEnds:
+    JUDGE_ENDS = "JudgeEnds"
     """Find out what follows from ends that nobody asked for."""
+    LEAVE_NOW = "LeaveNow"
+    """The generation is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +71,7 @@ class Fail:
     verdict: do.ReportVerdict | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveNow:
-    """The generation is over."""
-
-
-After = JoinAgain | JudgeEnds | CountHang | Fail | LeaveNow
+After = Then | CountHang | Fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +91,7 @@ class LocalGeneration:
     superseded_by: int = 0
     after: After | None = None
     """What follows when no rank is left."""
-    retry: do.DiagnoseEnds | do.CountUnansweredHang | None = None
+    retry: do.DiagnoseEnds | do.SimpleTask | None = None
     deadline: float = 0.0
     """When the stage goes on, or is given up; monotonic seconds, as all times here."""
     next_sample_at: float = 0.0

@@ -87,7 +87,7 @@ class Generation:
 
     def run(self) -> None:
         """Until the generation is over, which an order brings about in the end."""
-        self.take(on.Begin())
+        self.take(on.Notice.BEGIN)
         for _ in range(self.random.randrange(4)):
             self.after(self.random.uniform(0, 40), self.another_agent)
         ordered = 50 * self.random.random() ** 2
@@ -138,7 +138,7 @@ class Generation:
 
     def tick(self, number: int) -> None:
         if number == self._alarm:
-            self.take(on.Tick())
+            self.take(on.Notice.TICK)
 
     def carry_out(self, action: do.Action) -> None:
         match action:
@@ -147,9 +147,9 @@ class Generation:
                 assert self.life.stage is not Stage.OVER
                 self.task = task
                 self.begin(task)
-            case do.InterruptTask():
+            case do.SimpleAction.INTERRUPT_TASK:
                 self.hurried = True
-            case do.Kill():
+            case do.SimpleAction.KILL:
                 for rank in self.ranks:
                     self.signal(rank, 137)
             case do.RequestExit():
@@ -228,20 +228,20 @@ class Generation:
 
     def begin(self, task: do.Task) -> None:
         match task:
-            case do.Join():
+            case do.SimpleTask.JOIN:
                 assert not any(rank.code is None for rank in self.all_ranks), "a rank is alive while the next is joined"
                 self.after(self.soon(3.0), self.join)
                 return
-            case do.StartRanks(attempt):
-                self.start(attempt)
+            case do.StartRanks():
+                self.start(self.life.attempt)
         longest = LONGEST_ERRAND_SECONDS if self.random.random() < 0.05 else 0.6
         self.after(self.soon(longest), lambda: self.finish(self.outcome(task)))
 
     def join(self) -> None:
         if self.hurried:
-            self.finish(on.Interrupted())
+            self.finish(on.Outcome.INTERRUPTED)
         elif self.shared.stopped is not None:
-            self.finish(on.GenerationStopped())
+            self.finish(on.Outcome.STOPPED)
         elif self.random.random() < 0.01:
             self.change(replace(self.shared, attempt=self.shared.attempt + 1))
             self.finish(on.GaveUp(80, "it computes wrong numbers"))
@@ -257,36 +257,35 @@ class Generation:
 
     def outcome(self, task: do.Task) -> on.Result:
         chance = self.random.random
-        if (
-            isinstance(task, do.DiagnoseEnds | do.CountUnansweredHang | do.OpenInquiry | do.ConcludeInquiry)
-            and chance() < self.loss
-        ):
+        attempt, simple = self.life.attempt, do.SimpleTask
+        needs_store = (simple.COUNT_UNANSWERED_HANG, simple.OPEN_INQUIRY, simple.CONCLUDE_INQUIRY)
+        if (isinstance(task, do.DiagnoseEnds) or task in needs_store) and chance() < self.loss:
             return on.StoreLost("it does not answer")
         match task:
             case do.StartRanks():
                 return on.Started(LOCAL_RANKS)
             case do.DiagnoseEnds():
                 return self.judged(task)
-            case do.CountUnansweredHang(attempt):
+            case do.SimpleTask.COUNT_UNANSWERED_HANG:
                 return on.HangCounted(self.bumped(attempt, Cause.HANG))
-            case do.SampleRanks():
+            case do.SimpleTask.SAMPLE_RANKS:
                 return on.RanksSampled(overdue=chance() < self.hang / 4)
-            case do.OpenInquiry():
+            case do.SimpleTask.OPEN_INQUIRY:
                 return on.InquiryUpdated(chance() < 0.8, ())
             case do.AnswerQuestion():
                 return on.InquiryUpdated(open=False, stuck=())
-            case do.ConcludeInquiry(attempt):
+            case do.SimpleTask.CONCLUDE_INQUIRY:
                 return (
                     self.hung(self.bumped(attempt, Cause.HANG)) if chance() < 0.2 else on.InquiryUpdated(chance() < 0.8)
                 )
-            case do.ReadFinding(_, after):
+            case do.ReadFinding(after):
                 return self.hung(after)
-            case do.CheckFinished(attempt):
+            case do.SimpleTask.CHECK_FINISHED:
                 return self.finish_looked(attempt)
-            case do.CheckYielded(attempt):
+            case do.SimpleTask.CHECK_YIELDED:
                 return on.YieldChecked(self.bumped(attempt, Cause.YIELDED) if chance() < 0.3 else None)
             case _:
-                return on.TaskDone()
+                return on.Outcome.DONE
 
     def finish_looked(self, attempt: int) -> on.FinishChecked:
         parted = self.random.random() < 0.3
@@ -299,9 +298,10 @@ class Generation:
         decides = self.ranks[self.random.choice(task.local_ranks)]
         assert decides.reports == 1, "what is judged was reported"
         assert not any(rank.code is None for rank in self.ranks), "judged while ranks are alive"
+        attempt = self.life.attempt
         withdraw = self.random.random() < 0.05
         stopped = 64 if self.random.random() < 0.05 else self.shared.stopped
-        after = self.bumped(task.attempt, Cause.CRASH)
+        after = self.bumped(attempt, Cause.CRASH)
         if stopped is not None:
             after = replace(after, stopped=stopped)
             self.change(after)
@@ -340,5 +340,10 @@ class Generation:
         if self.life.yielded:
             assert all(rank.code == 75 for rank in self.ranks)
         before = self.life
-        for late in (on.Tick(), on.SharedChanged(self.shared), on.LeaveOrdered(Order.IMMEDIATE), on.WaitingFor((1,))):
+        for late in (
+            on.Notice.TICK,
+            on.SharedChanged(self.shared),
+            on.LeaveOrdered(Order.IMMEDIATE),
+            on.WaitingFor((1,)),
+        ):
             assert step(TERMS, before, late, self.now + 1) == (before, ()), "nothing follows the end"

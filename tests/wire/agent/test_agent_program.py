@@ -229,7 +229,7 @@ async def test_a_silent_program_without_steps_hangs_by_its_output_and_processor_
     await begin(world, "a", **shell(script), **extra)
     await world.until(lambda: (beat := world.jobs.last("a")) is not None and beat.attempt == 1, "the restart", 60)
     assert world.jobs.last("a").failures[-1].exit_code == 77
-    await asyncio.sleep(8)
+    await asyncio.sleep(5)
     beat = world.jobs.last("a")
     assert (beat.attempt, beat.phase, beat.progress.hang_detection) == (1, "Training", "Output")
 

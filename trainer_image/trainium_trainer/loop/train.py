@@ -108,7 +108,8 @@ def loop(run: Run) -> ExitCode:
         last = course.is_over(run.position)
         now = time.perf_counter()
         seconds, began = now - began, now
-        norm = _parameter_norm(run, step)
+        every = run.config.monitor.parameter_norm_steps
+        norm = run.backend.parameter_norm() if every and step % every == 0 else None
         validation = None if totals.stop and not last else _validate(run, step, last=last)
         figures, alerts = run.watch.step(
             step=step,
@@ -149,12 +150,6 @@ def loop(run: Run) -> ExitCode:
         manager.finish(run.position)
     run.progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
     return ExitCode.FINISHED
-
-
-def _parameter_norm(run: Run, step: int) -> float | None:
-    """Return the norm of all parameters where it is due. Collective."""
-    every = run.config.monitor.parameter_norm_steps
-    return run.backend.parameter_norm() if every and step % every == 0 else None
 
 
 def _validate(run: Run, step: int, *, last: bool) -> Evaluation | None:

@@ -114,7 +114,9 @@ class PosixStorage:
                 _write_all(file, piece)
                 written += len(piece)
                 if written - sent >= _SEND_BYTES:
-                    _send_to_device(file.fileno(), sent, written - sent)
+                    start_writing = _sync_file_range()
+                    if start_writing is not None:
+                        start_writing(file.fileno(), sent, written - sent, _SYNC_FILE_RANGE_WRITE)
                     sent = written
         draft.replace(path)
         _sync_folder(path.parent)
@@ -193,13 +195,6 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _send_to_device(descriptor: int, start: int, length: int) -> None:
-    """Ask the kernel to begin to write these bytes of an open file, without waiting; does nothing where it cannot."""
-    function = _sync_file_range()
-    if function is not None:
-        function(descriptor, start, length, _SYNC_FILE_RANGE_WRITE)
 
 
 @cache

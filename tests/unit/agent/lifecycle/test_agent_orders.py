@@ -101,23 +101,23 @@ class VirtualPod:
             self.take(pod.MembershipReceived(number, immediate=pick < 0.1, member=self.random.random() < 0.7))
         elif pick < 0.4 and self.checking:
             self.checking = False
-            self.take(pod.NodeUnfit() if pick < 0.27 else pod.NodeChecked())
+            self.take(pod.Notice.NODE_UNFIT if pick < 0.27 else pod.Notice.NODE_CHECKED)
         elif pick < 0.6 and self.running:
             over, self.running, self.gave_up = self.random.choice(tuple(GenerationEnd)), 0, False
             self.take(pod.GenerationOver(over, yielded=self.random.random() < 0.3))
         elif pick < 0.75 and self.compiling:
             self.compiling = False
-            self.take(pod.CompilerEnded())
+            self.take(pod.Notice.COMPILER_ENDED)
         elif pick < 0.8 and self.running == newest and not self.leave_requested:
             self.gave_up = True
             self.take(pod.VerdictAcknowledged(self.random.choice((newest, newest - 1))))
         elif pick < 0.85:
             self.take(pod.Acknowledged(newest))
         elif pick < 0.88:
-            self.take(self.random.choice((pod.Terminate, pod.Terminate, pod.JobDeleted))())
+            self.take(self.random.choice((pod.Notice.TERMINATE, pod.Notice.TERMINATE, pod.Notice.JOB_DELETED)))
         else:
             self.now += 4 * self.random.random()
-            self.take(pod.Tick())
+            self.take(pod.Notice.TICK)
         self.check()
 
     def check(self) -> None:
@@ -150,8 +150,8 @@ def test_a_pod_ends_with_its_verdict_once_that_is_known_unless_the_job_goes_on()
     waiting, actions = pod.step(begun, pod.VerdictAcknowledged(1), 10.0)
     assert actions == (), "the others read in its store why it stopped"
     assert waiting.wake_at == pytest.approx(13.0)
-    assert pod.step(waiting, pod.Tick(), 12.9)[1] == ()
-    ended, actions = pod.step(pod.step(waiting, pod.VerdictAcknowledged(1), 12.0)[0], pod.Tick(), 13.0)
+    assert pod.step(waiting, pod.Notice.TICK, 12.9)[1] == ()
+    ended, actions = pod.step(pod.step(waiting, pod.VerdictAcknowledged(1), 12.0)[0], pod.Notice.TICK, 13.0)
     assert (ended.left, actions) == (True, (pod.LeavePod(None),))
     going_on, _ = pod.step(waiting, pod.MembershipReceived(2, member=True), 11.0)
     assert going_on.wake_at is None
@@ -160,16 +160,16 @@ def test_a_pod_ends_with_its_verdict_once_that_is_known_unless_the_job_goes_on()
 
 def test_what_was_told_of_a_standstill_is_taken_back_though_the_next_attempt_is_not_joined_yet() -> None:
     terms = GenerationLimits(1, grace_seconds=10.0, sample_seconds=0.5)
-    life = LocalGeneration(stage=Stage.RUNNING, attempt=2, started=1, busy=do.ConcludeInquiry(2))
+    life = LocalGeneration(stage=Stage.RUNNING, attempt=2, started=1, busy=do.SimpleTask.CONCLUDE_INQUIRY)
     stuck = (StuckRank(rank=0, phase=TrainerPhase.STEP, step=7, seconds=9.0, waiting=False),)
     found = on.HangFound(GenerationState(attempt=3, cause=Cause.HANG), Cause.HANG, 1.0, named=True, stuck=stuck)
     life, told = step(terms, life, found, 100.0)
     assert do.ReportStuck(stuck) in told
     life, _ = step(terms, life, on.RankEnded(2, 0, 0, 137, asked=True), 100.1)
-    assert life.busy == do.Join()
+    assert life.busy == do.SimpleTask.JOIN
     due = wake_at(life)
     assert due == 102.5, "a heartbeat carries it first"
-    life, told = step(terms, life, on.Tick(), due)
+    life, told = step(terms, life, on.Notice.TICK, due)
     assert told == (do.ReportStuck(()),)
     assert wake_at(life) is None
 

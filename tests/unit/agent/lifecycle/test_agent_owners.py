@@ -24,7 +24,7 @@ from trainium_agent.lifecycle import events as on
 from trainium_agent.lifecycle import pod
 from trainium_agent.lifecycle.events import GenerationEnd, Order
 from trainium_agent.lifecycle.generation import step, wake_at
-from trainium_agent.lifecycle.state import GenerationLimits, JoinAgain, JudgeEnds, LocalGeneration, Stage
+from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage, Then
 from trainium_agent.ranks import output
 from trainium_agent.ranks.output import Tail
 from trainium_agent.rendezvous import RendezvousInterruptedError
@@ -35,7 +35,7 @@ from trainium_contract.wire.messages import TrainerPhase, WorkerPhase
 from trainium_trainer.checks import pair_test
 
 MEMBERSHIP = membership_at(9, generation=3)
-GIVEN = TaskContext(7.0, ())
+GIVEN = TaskContext(7.0, (), 0)
 
 
 def work(store: Any = None, *, signed: bool = True) -> GenerationTasks:
@@ -64,7 +64,7 @@ def work(store: Any = None, *, signed: bool = True) -> GenerationTasks:
 def test_ranks_that_yielded_go_on_in_place_only_when_all_did_and_nobody_leaves(
     state: dict[str, Any], signed: bool, goes_on: bool
 ) -> None:
-    found = work(Shared(**state), signed=signed).perform(do.CheckYielded(0), GIVEN)
+    found = work(Shared(**state), signed=signed).perform(do.SimpleTask.CHECK_YIELDED, GIVEN)
     assert isinstance(found, on.YieldChecked)
     assert (found.after is not None and found.after.attempt == 1) is goes_on
 
@@ -90,7 +90,7 @@ class Lost(Shared):
 
 
 def test_a_standstill_that_could_not_be_talked_about_is_counted_once_the_store_is_back() -> None:
-    silent = do.CountUnansweredHang(0, reconnect=True)
+    silent = do.SimpleTask.COUNT_UNANSWERED_HANG
     assert isinstance(work(Lost()).perform(silent, GIVEN), on.StoreLost)
     counted = work(Lost(comes_back=True)).perform(silent, GIVEN)
     assert isinstance(counted, on.HangCounted)
@@ -99,12 +99,12 @@ def test_a_standstill_that_could_not_be_talked_about_is_counted_once_the_store_i
 
 def test_what_others_should_know_is_not_worth_an_error_when_nobody_hears_it() -> None:
     shared = Shared()
-    assert work(shared).perform(do.AnnounceBroken(), GIVEN) == on.TaskDone()
+    assert work(shared).perform(do.SimpleTask.ANNOUNCE_BROKEN, GIVEN) == on.Outcome.DONE
     assert shared.state().broken
-    assert work(shared).perform(do.Announce(leaving=True, superseded_by=5), GIVEN) == on.TaskDone()
+    assert work(shared).perform(do.Announce(leaving=True, superseded_by=5), GIVEN) == on.Outcome.DONE
     assert (shared.state().leaving, shared.state().superseded) == (True, 5)
-    assert work(Lost()).perform(do.AnnounceBroken(), GIVEN) == on.TaskDone()
-    assert work(Lost()).perform(do.CheckYielded(0), GIVEN).after is None  # type: ignore[union-attr]
+    assert work(Lost()).perform(do.SimpleTask.ANNOUNCE_BROKEN, GIVEN) == on.Outcome.DONE
+    assert work(Lost()).perform(do.SimpleTask.CHECK_YIELDED, GIVEN).after is None  # type: ignore[union-attr]
 
 
 def test_a_round_of_pairs_ends_when_the_pod_is_told_to_leave() -> None:
@@ -137,7 +137,7 @@ def test_work_that_fails_in_a_way_that_nobody_foresaw_ends_the_pod() -> None:
         raise KeyError("unforeseen")
 
     made = owner(perform=perform)
-    made._give(do.AnnounceBroken())
+    made._give(do.SimpleTask.ANNOUNCE_BROKEN)
     assert len(made.broken) == 1
     assert "KeyError: 'unforeseen'" in made.broken[0]
 
@@ -156,11 +156,11 @@ def test_what_makes_the_pod_useless_and_what_is_to_be_said_is_passed_on(caplog: 
 
 def test_a_generation_ends_once_though_events_come_afterwards() -> None:
     made = owner(LocalGeneration(stage=Stage.OVER))
-    made._take(on.Tick())
+    made._take(on.Notice.TICK)
     assert made.over == []
     made = owner(LocalGeneration(stage=Stage.ENDING, started=1, deadline=0.0))
-    made._take(on.Tick())
-    made._take(on.Tick())
+    made._take(on.Notice.TICK)
+    made._take(on.Notice.TICK)
     assert [life.stage for life in made.over] == [Stage.OVER]
 
 
@@ -264,7 +264,7 @@ def test_after_the_end_nothing_is_taken_any_more() -> None:
     made = supervisor()
     made.codes.append(0)
     before = made._pod
-    made._take(pod.NodeChecked())
+    made._take(pod.Notice.NODE_CHECKED)
     assert made._pod is before
 
 
@@ -389,7 +389,7 @@ def ended(rank: int = 0, code: int = 1, *, attempt: int = 1, asked: bool = False
 
 
 def test_a_pod_that_has_not_begun_waits() -> None:
-    assert step(TERMS, LocalGeneration(), on.Tick(), 0.0) == (LocalGeneration(), ())
+    assert step(TERMS, LocalGeneration(), on.Notice.TICK, 0.0) == (LocalGeneration(), ())
     assert wake_at(LocalGeneration()) is None
 
 
@@ -401,13 +401,13 @@ def test_a_rank_that_was_told_to_end_is_no_failure() -> None:
     life, actions = step(TERMS, RUNNING, ended(code=137, asked=True), 1.0)
     assert (life.stage, actions) == (Stage.RUNNING, ())
     life, actions = step(TERMS, RUNNING, ended(code=137), 1.0)
-    assert (life.stage, life.after) == (Stage.ENDING, JudgeEnds())
-    assert do.Kill() in actions
+    assert (life.stage, life.after) == (Stage.ENDING, Then.JUDGE_ENDS)
+    assert do.SimpleAction.KILL in actions
 
 
 @pytest.mark.parametrize("order", [Order.TERMINATE, Order.GRACEFUL])
 def test_a_pod_that_is_to_leave_starts_no_ranks_though_all_have_joined(order: Order) -> None:
-    joining = LocalGeneration(stage=Stage.JOINING, busy=do.Join(), order=order)
+    joining = LocalGeneration(stage=Stage.JOINING, busy=do.SimpleTask.JOIN, order=order)
     life, actions = step(TERMS, joining, on.Joined(GenerationState(), 29500), 1.0)
     assert life.stage is not Stage.STARTING
     assert not any(isinstance(action, do.StartRanks) for action in actions)
@@ -418,10 +418,10 @@ def test_a_pod_that_is_to_leave_starts_no_ranks_though_all_have_joined(order: Or
 
 
 def test_a_rank_that_does_not_die_of_a_kill_ends_the_pod_and_not_before_its_time() -> None:
-    ending = replace(RUNNING, stage=Stage.ENDING, after=JoinAgain(), deadline=30.0)
-    assert step(TERMS, ending, on.Tick(), 29.9) == (ending, ())
+    ending = replace(RUNNING, stage=Stage.ENDING, after=Then.JOIN_AGAIN, deadline=30.0)
+    assert step(TERMS, ending, on.Notice.TICK, 29.9) == (ending, ())
     assert wake_at(ending) == 30.0
-    life, actions = step(TERMS, ending, on.Tick(), 30.0)
+    life, actions = step(TERMS, ending, on.Notice.TICK, 30.0)
     assert life.stage is Stage.OVER
     assert actions == (do.FailPod("a training process did not end within 30 s of SIGKILL"),)
 

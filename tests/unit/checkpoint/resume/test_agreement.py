@@ -4,8 +4,10 @@ import math
 from itertools import product
 from typing import Any
 
+from checkpoint_world import position
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_agreement_law import STEPS, plainly, worlds
 
 from tests.testing.suite.trials import trials
 from trainium_trainer.checkpoint.interfaces import Position
@@ -15,6 +17,7 @@ from trainium_trainer.checkpoint.resume.agreement import (
     FromDurable,
     FromMemory,
     RankView,
+    SnapshotInventory,
     choose_buddies,
     cleanup_ranks,
     decide,
@@ -114,77 +117,11 @@ def test_every_combination_of_two_shards_over_three_ranks_and_two_steps() -> Non
     options.append(frozenset(claim(s, k) for s in (1, 2) for k in keys))
     for needs, held, durable in product(product(keys, repeat=3), product(options, repeat=3), ([], [1], [2])):
         views = [view(r, held[r], key=needs[r]) for r in range(3)]
-        _check(views, durable)
-
-
-def _check(views: Any, durable: Any) -> None:
-    decision = decide(views, durable)
-    needed = {v.needs for v in views}
-    everything = {c for v in views for c in v.claims}
-    complete = {
-        c.moment
-        for c in everything
-        if all(any(o.moment == c.moment and o.key == k and o.layout == "L" for o in everything) for k in needed)
-    }
-    best = max((m.position.step for m in complete), default=-1)
-    newest = max(durable, default=-1)
-    if isinstance(decision, Fresh):
-        assert best == newest == -1
-        return
-    if isinstance(decision, FromDurable):
-        assert decision.step == newest > best
-        return
-    assert decision.moment.position.step == best >= newest
-    # Carry the rounds out: nobody sends what it has not, nobody gets a thing twice, all end with what they need.
-    has = {v.store: {c.key for c in v.claims if c.moment == decision.moment} for v in views}
-    store = {v.rank: v.store for v in views}
-    for batch in decision.rounds:
-        before = {name: set(keys) for name, keys in has.items()}
-        for transfer in batch:
-            assert transfer.key in before[store[transfer.source]]
-            assert transfer.key not in has[store[transfer.target]]
-            assert views[transfer.target].needs == transfer.key
-            has[store[transfer.target]].add(transfer.key)
-        assert len({(t.source, t.key) for t in batch}) == len(batch)
-        assert len({t.target for t in batch}) == len(batch)
-    assert all(v.needs in has[v.store] for v in views)
-    assert len(decision.rounds) <= math.ceil(math.log2(max(2, len(views)))) + 1
-
-
-@st.composite
-def clusters(draw: Any) -> Any:
-    sharded = draw(st.booleans())
-    tp = draw(st.integers(1, 3))
-    dp = draw(st.integers(1, 5))
-    keys = [ShardKey(t, tp, d if sharded else 0, dp if sharded else 1) for d in range(dp) for t in range(tp)]
-    per_node = draw(st.integers(1, 4))
-    stores = {f"node-{rank // per_node}" for rank in range(len(keys))}
-    claims = st.builds(
-        claim, st.integers(1, 4), st.sampled_from(keys), st.sampled_from(["a", "b"]), st.sampled_from(["L", "L", "M"])
-    )
-    held = {store: frozenset(draw(st.lists(claims, max_size=8))) for store in sorted(stores)}
-    order = draw(st.permutations(keys))
-    return [
-        RankView(rank, f"node-{rank // per_node}", key, "L", held[f"node-{rank // per_node}"])
-        for rank, key in enumerate(order)
-    ]
-
-
-@settings(max_examples=trials(200))
-@given(clusters(), st.lists(st.integers(0, 5), max_size=3))
-def test_the_decision_is_the_newest_possible_and_its_rounds_can_be_carried_out(views: Any, durable: Any) -> None:
-    _check(
-        [
-            RankView(v.rank, v.store, v.needs, v.layout, frozenset(c for c in v.claims if c.layout == "L"))
-            for v in views
-        ],
-        durable,
-    )
-    decide(views, durable)
+        assert decide(views, durable) == plainly(views, durable)
 
 
 @settings(max_examples=trials(100))
-@given(clusters(), st.lists(st.integers(0, 5), max_size=3), st.randoms())
+@given(worlds(), STEPS, st.randoms())
 def test_the_order_of_the_reports_does_not_matter(views: Any, durable: Any, random: Any) -> None:
     shuffled = list(views)
     random.shuffle(shuffled)
@@ -229,7 +166,7 @@ def test_an_odd_node_makes_a_ring_of_three() -> None:
 
 
 @settings(max_examples=trials(200))
-@given(clusters(), st.sets(st.integers(0, 4), max_size=2))
+@given(worlds(), st.sets(st.integers(0, 4), max_size=2))
 def test_each_shard_of_a_single_node_has_one_guard_on_another(views: Any, without_capacity: set[int]) -> None:
     stores = {v.store for v in views}
     usable = stores - {f"node-{number}" for number in without_capacity}
@@ -246,3 +183,37 @@ def test_each_shard_of_a_single_node_has_one_guard_on_another(views: Any, withou
     per_keeper = [sum(guard.target == v.rank for guard in found) for v in views]
     per_node = [sum(v.store == name for v in views) for name in stores]
     assert max(per_keeper, default=0) <= math.ceil(max(per_node) / min(per_node))
+
+
+KEY = ShardKey(0, 1)
+CLAIM = Claim(Moment(position(3), 1, "s"), KEY, "layout", 7)
+
+
+def holdings() -> SnapshotInventory:
+    """Ranks 0 and 1 share a node, rank 2 has one to itself."""
+    views = [RankView(rank, store, KEY, "layout") for rank, store in enumerate(("a", "a", "b"))]
+    return SnapshotInventory(views, [[CLAIM], [], []])
+
+
+def test_of_ranks_that_share_a_store_one_reports_it() -> None:
+    assert [(view.store, set(view.claims)) for view in holdings().views()] == [
+        ("a", {CLAIM}),
+        ("a", set()),
+        ("b", set()),
+    ]
+
+
+def test_ranks_that_share_a_store_without_capacity_are_planned_for_one_by_one() -> None:
+    found = holdings()
+    found.split([1, 2])
+    assert [(view.store, set(view.claims)) for view in found.views()] == [
+        ("a#0", {CLAIM}),
+        ("a#1", {CLAIM}),
+        ("b", set()),
+    ]
+
+
+def test_a_moment_that_could_not_be_exchanged_is_out_of_the_question_in_every_store() -> None:
+    found = holdings()
+    found.exclude(CLAIM.moment)
+    assert all(not view.claims for view in found.views())

@@ -137,8 +137,10 @@ class MemoryTier:
         self.wait_for_snapshot()
         self._check_fence()
         if self._staged_in_session == _OWN_FILES - 1:
-            # Every rank has finalized this session's first snapshot by now: what other sessions left is history.
-            self._remove_foreign()
+            # Every rank has finalized this session's first snapshot by now: what other sessions left of shards that
+            # no rank of this folder has any more is history.
+            for path in self._foreign():
+                path.unlink(missing_ok=True)
         slot = self._own.next()
         copy_all(self.layout.views(slot.payload), self.layout.ordered(tensors))
         self._staged_in_session += 1
@@ -242,11 +244,6 @@ class MemoryTier:
                 )
                 if not useful:
                     path.unlink(missing_ok=True)
-
-    def _remove_foreign(self) -> None:
-        """Remove the snapshots of shards that no rank of this folder has any more (ranks moved between nodes)."""
-        for path in self._foreign():
-            path.unlink(missing_ok=True)
 
     def _foreign(self) -> list[Path]:
         mine = {str(key) for key in self.local_keys}

@@ -96,12 +96,6 @@ class DataReport:
         return [*bars[:-1], (first, max(last, int(self.lengths.max())), count)]
 
 
-def train_on_examples(recipes: Sequence[Recipe], vocab_size: int, cache: Path) -> Path:
-    """Return the `tokenizer.json` of a tokenizer for these examples. Raises UserError, StorageError, WorkerError."""
-    parts = [vocab_size, [recipe.key(cache) for recipe in recipes]]
-    return train_once(parts, cache, _learn, tuple(recipes), vocab_size)
-
-
 def _learn(recipes: tuple[Recipe, ...], vocab_size: int, file: str) -> None:
     """Train and save; called in a child process, whose memory and threads end with it."""
     train_tokenizer([_texts(recipe) for recipe in recipes], vocab_size).save(file)
@@ -224,7 +218,8 @@ def find_tokenizer(config: DataConfig, cache: Path) -> Path:
         count_entries(file)
         return file
     recipes = [build_recipe(config, name, None) for name, _, _ in list_sources(config)]
-    return train_on_examples(recipes, config.tokenizer.vocab_size, cache)
+    parts = [config.tokenizer.vocab_size, [recipe.key(cache) for recipe in recipes]]
+    return train_once(parts, cache, _learn, tuple(recipes), config.tokenizer.vocab_size)
 
 
 def open_sources(

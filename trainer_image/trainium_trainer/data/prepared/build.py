@@ -403,11 +403,6 @@ class ShardWriter:
 # ---- the build ------------------------------------------------------------------------------------------------------
 
 
-def count_processes(wanted: int | None) -> int:
-    """Return the number of tokenizing processes of a node."""
-    return wanted or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
-
-
 def build(
     folder: Path,
     inputs: BuildInputs,
@@ -462,7 +457,7 @@ def _make(
             listed = [pool.call(list_blocks, spec, inputs.block_bytes) for spec in inputs.specs]
             blocks = [(number, block) for number, found in enumerate(listed) for block in found]
         left = blocks[partial.blocks :]
-        pool.grow(min(count_processes(workers), len(left)))
+        pool.grow(min(workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0))), len(left)))
         results = _counted(pool.map(inputs.encode, left), left, partial, blocks, progress)
         _write(partial, inputs, _selected(results, inputs.held_back), token_type(vocabulary), end, shard_tokens)
     manifest = partial.manifest(inputs, key, vocabulary, end)
