@@ -7,6 +7,7 @@ import gzip
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
@@ -19,10 +20,24 @@ from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from trainium_trainer.data.opening import Data
 
 TEXTS = [f"document number {number} says hello to the world of tokens" for number in range(40)]
 END = "<|endoftext|>"
+
+
+class Counting:
+    """The run of tokens first, first + 1, ..."""
+
+    def __init__(self, tokens: int, first: int = 0) -> None:
+        self.tokens = tokens
+        self.first = first
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        assert 0 <= start < stop <= self.tokens
+        return np.arange(self.first + start, self.first + stop, dtype=np.uint16)
 
 
 def config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import tempfile
@@ -16,15 +17,21 @@ import torch.distributed as dist
 
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.parallelism import DataParallelMode
+from trainium_contract.wire.checkpoint_manifest import Manifest
 from trainium_trainer.checkpoint.durable.save_policy import Save, decided
+from trainium_trainer.checkpoint.format.shards import write_shard, write_tables
 from trainium_trainer.checkpoint.interfaces import MeshPlace, Position
 from trainium_trainer.checkpoint.manager import CheckpointManager, Environment
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity, Start
+from trainium_trainer.checkpoint.root.survey import Committed
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from trainium_contract.wire.checkpoint_manifest import ManifestFile
+    from trainium_trainer.checkpoint.dividing.scheme import Item, Scheme
 
 
 SHAPES = {
@@ -35,6 +42,26 @@ SHAPES = {
     "optimizer.tall": ((10, 12), 1),
     "optimizer.norm": ((10,), None),
 }
+
+
+def committed(step: int, files: Iterable[ManifestFile] = (), folder: str = "", **fields: Any) -> Committed:
+    """A checkpoint by its manifest."""
+    usual = {"generation": 1, "data_parallel": 1, "tensor_parallel": 1, "config_digest": "c", "created": 0.0}
+    numbers = {"step": step, "samples": 8 * step, "tokens": 100 * step, "world_size": 1}
+    manifest = Manifest(**usual | numbers | fields, files=tuple(files))
+    return Committed(step, folder or f"step-{step}/g1-a", manifest)
+
+
+def written(root: Path, scheme: Scheme, values: Callable[[int, Item], torch.Tensor]) -> Committed:
+    """A checkpoint whose files are those of all ranks; `values` returns what a rank writes of a tensor."""
+    storage, folder, retry = PosixStorage(root), "step-1/a", Retry(())
+    files = {}
+    for rank in range(scheme.grid.size):
+        file = write_shard(storage, folder, rank, scheme.file(rank), functools.partial(values, rank), retry)
+        if file is not None:
+            files[rank] = file
+    entries = write_tables(storage, folder, scheme, files, retry)
+    return committed(1, entries, folder, world_size=scheme.grid.size, data_parallel=scheme.grid.size)
 
 
 def place_of(

@@ -1,4 +1,4 @@
-"""Samples by global position: shuffles, mixtures, masks and ranks."""
+"""Samples by global position: shuffles, mixtures, masks, ranks, and epochs that are counted."""
 
 from __future__ import annotations
 
@@ -10,25 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
+from tests.testing.trainer.data_files import Counting, config, json_lines
 from trainium_trainer.data.batches.loader import Loader, SampleMaker, Share, validation_batches
 from trainium_trainer.data.batches.order import WINDOW, Mixture, Permutation
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart, ValidationSet
+from trainium_trainer.data.opening import open_data
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
-
-
-class Counting:
-    """The run of tokens 0, 1, 2, ..."""
-
-    def __init__(self, tokens: int, first: int = 0) -> None:
-        self.tokens = tokens
-        self.first = first
-
-    def read(self, start: int, stop: int) -> NDArray[Any]:
-        assert 0 <= start < stop <= self.tokens
-        return np.arange(self.first + start, self.first + stop, dtype=np.uint16)
 
 
 RULES = SampleRules(sequence_length=8, vocabulary=2**16)
@@ -38,9 +30,16 @@ def loader_of(data: Samples, *, ahead: int = 1, **share: int) -> Loader:
     return Loader(SampleMaker(data, Share(**share)), global_size=share["global_size"], ahead=ahead)
 
 
-def samples(*counts: int, weights: tuple[float, ...] = (), seed: int = 3, rules: SampleRules = RULES) -> Samples:
+def samples(
+    *counts: int,
+    weights: tuple[float, ...] = (),
+    seed: int = 3,
+    rules: SampleRules = RULES,
+    batch: int | None = None,
+) -> Samples:
     parts = [TextPart(f"s{number}", Counting(count * 8 + 1, 10_000 * number)) for number, count in enumerate(counts)]
-    return Samples(parts, Mixture(weights or (1.0,) * len(counts), seed), seed=seed, rules=rules)
+    mixture = Mixture(weights or (1.0,) * len(counts), seed)
+    return Samples(parts, mixture, seed=seed, rules=rules, epoch_batch=batch)
 
 
 @given(st.integers(1, 3000), st.integers(0, 5), st.integers(0, 5))
@@ -176,3 +175,72 @@ def test_masked_documents_have_separate_positions_and_no_target_is_the_start_of_
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
     assert batch.labels.tolist() == [[6, 0, -100, 0, -100, -100, 9, 4]]
     assert batch.valid_tokens == 5
+
+
+# ---- epochs that are counted ----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.sampled_from([4, 8, 12]))
+@settings(max_examples=trials(40))
+def test_each_epoch_has_each_sample_exactly_once_and_ends_with_a_full_batch(counts: list[int], batch: int) -> None:
+    data = samples(*counts, batch=batch)
+    length, total = data.epoch_samples, sum(counts)
+    assert length is not None
+    assert length % batch == 0
+    assert total <= length < total + batch
+    orders = []
+    for epoch in range(3):
+        rows = data.at(epoch * length, length)
+        seen = [row.number for row in rows if row is not None]
+        assert sorted(seen) == list(range(total))
+        assert seen == data.numbers(epoch * length, length)
+        assert all(row is None for row in rows[total:])
+        orders.append(seen)
+    assert total < 8 or orders[0] != orders[1], "each epoch has an order of its own"
+
+
+def test_an_epoch_of_one_source_has_the_order_that_it_has_without_epochs() -> None:
+    assert samples(12, batch=4).numbers(0, 24) == samples(12, batch=None).numbers(0, 24)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_what_fills_up_an_epoch_has_no_labels_and_no_name_but_every_row_has_its_place(dp_size: int) -> None:
+    data = samples(13, batch=8)
+    names, tokens, places = [], 0, []
+    for rank in range(dp_size):
+        loader = loader_of(data, global_size=8, micro_size=2, dp_rank=rank, dp_size=dp_size)
+        batch = loader.batch_at(8)
+        loader.close()
+        assert len(batch.micro_batches) == 8 // dp_size // 2
+        names += batch.samples
+        tokens += sum(micro.valid_tokens for micro in batch.micro_batches)
+        places += [place for micro in batch.micro_batches for place in micro.places.tolist()]
+    assert names == data.numbers(8, 8)
+    assert len(names) == 5
+    assert tokens == 5 * 8
+    assert places == list(range(8, 16))
+
+
+def test_text_has_epochs_when_they_are_asked_for_and_they_are_part_of_its_identity(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(json_lines())
+    settings = config(tmp_path, tmp_path / "d.jsonl")
+    endless, counted = open_data(settings, 8), open_data(settings, 8, epochs=2)
+    assert endless.epoch_samples is None
+    assert counted.epoch_samples == -(-counted.training.num_samples // 8) * 8
+    assert endless.identity != counted.identity
+    assert counted.identity == open_data(settings, 8, epochs=3).identity, "a run may be given more epochs"
+
+
+def test_epochs_of_text_that_is_tokenised_online_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(json_lines())
+    settings = config(tmp_path, tmp_path / "d.jsonl", tokenization="Online")
+    with pytest.raises(UserError, match=r"data.tokenization is Online, .* set it to Ahead"):
+        open_data(settings, 8, epochs=1)
+
+
+def test_weights_beside_epochs_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines())
+    (tmp_path / "b.jsonl").write_bytes(json_lines())
+    sources = [{"source": str(tmp_path / "a.jsonl"), "weight": 2}, {"source": str(tmp_path / "b.jsonl")}]
+    with pytest.raises(UserError, match=r"data.sources: has the weights 2, 1, but with epochs"):
+        open_data(config(tmp_path, "unused", sources=sources), 8, epochs=1)

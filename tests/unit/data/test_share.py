@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
+from tests.testing.trainer.data_files import Counting
 from trainium_contract.sizes import BatchShape, SizeRule, order_by_likelihood, passes, step_batch
 from trainium_trainer.backends.mesh import place_of
 from trainium_trainer.data.batches.loader import Loader, RankBatch, SampleMaker, Share
@@ -20,23 +19,10 @@ from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart
 from trainium_trainer.models.loss import IGNORED_LABEL
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 LENGTH = 4
 RULES = SampleRules(sequence_length=LENGTH, vocabulary=2**16)
 BATCHES = st.integers(1, 70)
 DEGREES = st.integers(1, 24)
-
-
-class Counting:
-    """The run of tokens 0, 1, 2, ..."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-
-    def read(self, start: int, stop: int) -> NDArray[Any]:
-        return np.arange(start, stop, dtype=np.uint16)
 
 
 def shares(global_size: int, micro_size: int, dp_size: int) -> list[Share]:
@@ -76,16 +62,6 @@ def test_all_ranks_make_as_many_passes_and_no_fewer_would_hold_the_batch(
     (count,) = {share.passes for share in ranks}
     assert count * micro_size * dp_size >= global_size > (count - 1) * micro_size * dp_size
     assert all(share.size <= count * micro_size for share in ranks)
-
-
-@given(st.integers(1, 8), st.integers(1, 8), DEGREES)
-def test_where_the_batch_comes_out_even_each_rank_has_its_equal_slice_as_ever(
-    rounds: int, micro_size: int, dp_size: int
-) -> None:
-    global_size = rounds * micro_size * dp_size
-    for rank, share in enumerate(shares(global_size, micro_size, dp_size)):
-        assert (share.size, share.offset) == (global_size // dp_size, rank * (global_size // dp_size))
-        assert share.passes == rounds
 
 
 @given(
@@ -163,15 +139,6 @@ def test_a_pass_without_a_sample_is_made_once_and_used_at_every_step() -> None:
     loader.close()
     assert [micro.valid_tokens for micro in first.micro_batches] == [LENGTH, 0]
     assert first.micro_batches[-1] is second.micro_batches[-1]
-
-
-def test_a_rank_without_a_sample_has_masked_passes_only() -> None:
-    batches = [step_at(samples(40), share, 6) for share in shares(2, 1, 3)]
-    assert sorted(len(batch.samples) for batch in batches) == [0, 1, 1]
-    (idle,) = [batch for batch in batches if not batch.samples]
-    (micro,) = idle.micro_batches
-    assert micro.valid_tokens == 0
-    assert bool(torch.all(micro.labels == IGNORED_LABEL))
 
 
 # --- what a size is worth

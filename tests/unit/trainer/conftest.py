@@ -18,6 +18,10 @@ import yaml
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torch import Tensor
+
+PATIENCE = 120.0
+"""Seconds for what real processes do, the first of which also import torch."""
 _WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
 
 
@@ -30,10 +34,15 @@ class Job:
     folder: Path
     logs: Path
 
-    def wait(self, seconds: float = 45) -> list[int | None]:
+    def wait(self, seconds: float = PATIENCE) -> list[int | None]:
         return self.forge.ask(wait=self.pids, seconds=seconds)["codes"]
 
-    def wait_for(self, rank: int, seconds: float = 45) -> int | None:
+    def finish(self, seconds: float = PATIENCE) -> Job:
+        """Wait until all ranks have trained to the end."""
+        assert self.wait(seconds) == [0] * len(self.pids), "\n".join(self.log(rank) for rank in range(len(self.pids)))
+        return self
+
+    def wait_for(self, rank: int, seconds: float = PATIENCE) -> int | None:
         """The exit code of one rank; the others may go on."""
         (code,) = self.forge.ask(wait=[self.pids.pop(rank)], seconds=seconds)["codes"]
         return code
@@ -49,7 +58,35 @@ class Job:
     def losses(self) -> list[float]:
         return [line["loss"] for line in self.metrics()]
 
-    def wait_for_step(self, step: int, seconds: float = 45) -> None:
+    def samples(self) -> dict[int, list[int]]:
+        """Step -> the samples that all ranks recorded for it."""
+        found: dict[int, list[int]] = {}
+        for path in self.folder.glob("samples-*.jsonl"):
+            for line in path.read_text().splitlines():
+                record = json.loads(line)
+                found.setdefault(record["step"], []).extend(record["samples"])
+        return {step: sorted(samples) for step, samples in found.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights in the newest checkpoint."""
+        from trainium_trainer.checkpoint.format.contents import Contents
+        from trainium_trainer.checkpoint.root.selection import choose
+        from trainium_trainer.storage.opening import open_storage
+        from trainium_trainer.storage.protocol import Retry
+
+        storage = open_storage(str(self.folder))
+        contents = Contents(storage, choose(storage, str(self.folder), None, milestones=False), Retry())
+        return {name: contents.read(name) for name in contents.tensors if name.startswith("model.")}
+
+    def assert_same_curve(self, other: Job) -> None:
+        """Whether it is the curve of a run of another layout, but for the order of sums."""
+        metrics, expected = self.metrics(), other.metrics()
+        assert [line["tokens"] for line in metrics] == [line["tokens"] for line in expected]
+        for key, rel in {"loss": 1e-5, "gradNorm": 1e-3, "validationLoss": 1e-5, "parameterNorm": 1e-5}.items():
+            wanted = {line["step"]: line[key] for line in expected if key in line}
+            assert {line["step"]: line[key] for line in metrics if key in line} == pytest.approx(wanted, rel=rel), key
+
+    def wait_for_step(self, step: int, seconds: float = PATIENCE) -> None:
         deadline = time.monotonic() + seconds
         while not self.metrics() or self.metrics()[-1]["step"] < step:
             assert time.monotonic() < deadline, self.log()
@@ -162,9 +199,7 @@ class Undisturbed:
         """The run of so many ranks with these settings, after its end."""
         asked = (ranks, tuple(overrides))
         if asked not in self._known:
-            job = self._launch(ranks, f"run-{len(self._known)}", overrides)
-            assert job.wait(90) == [0] * ranks, "\n".join(job.log(rank) for rank in range(ranks))
-            self._known[asked] = job
+            self._known[asked] = self._launch(ranks, f"run-{len(self._known)}", overrides).finish()
         return self._known[asked]
 
 

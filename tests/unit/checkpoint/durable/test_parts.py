@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from checkpoint_world import written
 
-from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut
 from trainium_trainer.checkpoint.durable import durable_tier
 from trainium_trainer.checkpoint.format.live_state import Staging, local_of, scheme_of
 from trainium_trainer.checkpoint.format.part import TensorPart
-from trainium_trainer.checkpoint.format.shards import write_shard, write_tables
-from trainium_trainer.checkpoint.root.survey import Committed
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WHOLE = torch.arange(84.0).view(14, 6)
-RETRY = Retry(())
 
 
 def cut(rows: int, start: int, ranks: int, values: torch.Tensor = WHOLE) -> list[dict[str, Any]]:
@@ -63,31 +60,11 @@ def places(ranks: int) -> Iterator[Any]:
 
 def moved(folder: Path, source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     """Save the one, load the other, with real files."""
-    storage = PosixStorage(folder)
     schemes = [scheme_of(state, place) for state, place in zip(source, places(len(source)), strict=True)]
     assert len({scheme.digest for scheme in schemes}) == 1
-    files = {
-        rank: write_shard(
-            storage, "a", rank, schemes[0].file(rank), lambda item, state=state: local_of(state[item.name]), RETRY
-        )
-        for rank, state in enumerate(source)
-    }
-    entries = write_tables(storage, "a", schemes[0], {rank: file for rank, file in files.items() if file}, RETRY)
-    manifest = Manifest(
-        kind=CheckpointKind.STATE,
-        step=1,
-        samples=0,
-        tokens=0,
-        generation=0,
-        world_size=len(source),
-        data_parallel=len(source),
-        tensor_parallel=1,
-        config_digest="",
-        created=0.0,
-        files=tuple(entries),
-    )
+    checkpoint = written(folder, schemes[0], lambda rank, item: local_of(source[rank][item.name]))
     for state in target:
-        durable_tier.load(storage, Committed(1, "a", manifest), Held(state), RETRY)
+        durable_tier.load(PosixStorage(folder), checkpoint, Held(state), Retry(()))
 
 
 @pytest.mark.parametrize("saved", [(14, 0, 1), (5, 0, 3), (3, 4, 6), (9, 8, 3)])

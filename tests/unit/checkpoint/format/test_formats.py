@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from checkpoint_world import SOLO, State, solo
+from checkpoint_world import SOLO, State, solo, written
 
-from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, Manifest, ManifestFile, digest_of
+from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, ManifestFile, digest_of
 from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
 from trainium_trainer.checkpoint.durable import durable_tier
@@ -48,7 +48,6 @@ class CountingStorage(PosixStorage):
 
 def written_by_many(root: Path, ranks: int, rows: int = 2) -> tuple[Committed, dict[str, torch.Tensor]]:
     """A checkpoint of many ranks in one process: a divided tensor and 20 that all hold."""
-    storage = PosixStorage(root)
     whole = {"wide": torch.arange(float(ranks * rows * 3)).view(ranks * rows, 3)}
     whole |= {f"copy{number:02d}": torch.full((number + 1,), float(number)) for number in range(20)}
     scheme = Scheme(
@@ -59,19 +58,13 @@ def written_by_many(root: Path, ranks: int, rows: int = 2) -> tuple[Committed, d
         ],
     )
 
-    def box(item: Any) -> torch.Tensor:
+    def box(_: int, item: Any) -> torch.Tensor:
         value = whole[item.name]
         for dimension, (offset, size) in enumerate(zip(item.box.offsets, item.box.sizes, strict=True)):
             value = value.narrow(dimension, offset, size)
         return value
 
-    files = {rank: write_shard(storage, "step-1/a", rank, scheme.file(rank), box, RETRY) for rank in range(ranks)}
-    entries = write_tables(storage, "step-1/a", scheme, {r: f for r, f in files.items() if f is not None}, RETRY)
-    manifest = Manifest(
-        step=1, samples=8, tokens=1000, generation=1, world_size=ranks, data_parallel=ranks, tensor_parallel=1,
-        config_digest="", created=1.0, files=tuple(entries),
-    )  # fmt: skip
-    return Committed(1, "step-1/a", manifest), whole
+    return written(root, scheme, box), whole
 
 
 def test_a_reader_of_one_box_reads_the_tables_and_files_that_have_it_and_no_others(tmp_path: Path) -> None:

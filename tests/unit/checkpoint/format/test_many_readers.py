@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from checkpoint_world import SOLO, State, solo
+from checkpoint_world import SOLO, State, solo, written
 
 from tests.testing.trainer.s3_gateway import Fault, S3Gateway, serving
 from trainium_contract.wire.checkpoint_manifest import ManifestFile, digest_of
@@ -17,7 +17,7 @@ from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
 from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
 from trainium_trainer.checkpoint.durable import durable_tier
 from trainium_trainer.checkpoint.format.contents import Contents
-from trainium_trainer.checkpoint.format.shards import INDEX_FORMAT, write_shard, write_tables
+from trainium_trainer.checkpoint.format.shards import INDEX_FORMAT
 from trainium_trainer.checkpoint.root.survey import Committed, survey
 from trainium_trainer.storage.errors import DamagedFileError, StorageError
 from trainium_trainer.storage.object_store import Limits, ObjectStorage
@@ -100,23 +100,15 @@ def scheme_of(ranks: int) -> Scheme:
 @pytest.mark.parametrize("other", [4, 6, 16])
 def test_the_index_of_another_worlds_size_is_damage_and_gives_no_value(tmp_path: Path, other: int) -> None:
     """Mix the folders of two sizes as by hand, with a manifest that vouches for the mixture."""
-    storage, scheme = PosixStorage(tmp_path), scheme_of(8)
-    whole = torch.arange(48, dtype=torch.float32)
-    files = {}
-    for rank in range(8):
-        mine = whole.chunk(8)[rank]
-        files[rank] = write_shard(storage, "step-1/a", rank, scheme.file(rank), lambda _, mine=mine: mine, RETRY)
-    entries = write_tables(storage, "step-1/a", scheme, {r: f for r, f in files.items() if f is not None}, RETRY)
+    storage, whole = PosixStorage(tmp_path), torch.arange(48, dtype=torch.float32)
+    checkpoint = written(tmp_path, scheme_of(8), lambda rank, _: whole.chunk(8)[rank])
     path = tmp_path / "step-1/a/index.json"
     index = json.loads(path.read_text())
     path.write_text(json.dumps(index | {"format": INDEX_FORMAT} | scheme_of(other).to_json()))
     data = path.read_bytes()
-    entries = [entry for entry in entries if entry.name != "index.json"]
+    entries = [entry for entry in checkpoint.manifest.files if entry.name != "index.json"]
     entries.append(ManifestFile(name="index.json", size=len(data), digest=digest_of(data)))
-    run = solo(tmp_path / "other").settle()
-    run.to(1, save_at=(1,)).settle()
-    manifest = survey(PosixStorage(tmp_path / "other")).committed[0].manifest
-    mixed = Committed(1, "step-1/a", manifest.model_copy(update={"files": tuple(entries)}))
+    mixed = Committed(1, "step-1/a", checkpoint.manifest.model_copy(update={"files": tuple(entries)}))
     target = torch.full((48,), -1.0)
 
     def read() -> None:

@@ -6,12 +6,12 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from checkpoint_world import committed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_agreement_law import STEPS, fleet, plainly, worlds
 
 from tests.testing.suite.trials import trials
-from trainium_contract.wire.checkpoint_manifest import Manifest
 from trainium_trainer.checkpoint.collectives import pack, part
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
@@ -29,20 +29,12 @@ from trainium_trainer.checkpoint.resume.first_rank import (
     assignments_of,
     tasks_of,
 )
-from trainium_trainer.checkpoint.root.survey import Committed, Survey
+from trainium_trainer.checkpoint.root.survey import Survey
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-def committed(step: int) -> Committed:
-    manifest = Manifest(
-        step=step, samples=8 * step, tokens=100 * step, generation=1, world_size=1, data_parallel=1,
-        tensor_parallel=1, config_digest="c", created=0.0, files=(),
-    )  # fmt: skip
-    return Committed(step, f"step-{step}/g1-a", manifest)
 
 
 class Ranks:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoint_world import HookedStorage, solo
+from checkpoint_world import HookedStorage, committed, solo
 
 from tests.testing.trainer.s3_gateway import serving
 from trainium_contract.trainer.checkpoint import CheckpointConfig
-from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, OWNER_PREFIX, Manifest, Owner
+from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, OWNER_PREFIX, Owner
 from trainium_trainer.checkpoint.errors import StaleGenerationError, UnusableCheckpointError
 from trainium_trainer.checkpoint.root.commit import FenceToken, Receipt, claim_fence, publish, read_fence
 from trainium_trainer.checkpoint.root.commit_lease import CommitLease
@@ -17,7 +17,7 @@ from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies, records_
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity, OwnerRecords
 from trainium_trainer.checkpoint.root.run_identity import differences, refuse_foreign
 from trainium_trainer.checkpoint.root.selection import choose
-from trainium_trainer.checkpoint.root.survey import Committed, Survey, survey
+from trainium_trainer.checkpoint.root.survey import Survey, survey
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.posix import PosixStorage
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
 AT_ONCE = Retry(())
 ALPHA = JobIdentity("cluster-1", "team-a", "alpha", "uid-alpha")
 TOKEN = FenceToken(3, "run", "session")
-
-
-def committed(step: int, digest: str = "c", settings: dict[str, Any] | None = None) -> Committed:
-    manifest = Manifest(
-        step=step, samples=8 * step, tokens=100 * step, generation=1, world_size=1, data_parallel=1,
-        tensor_parallel=1, config_digest=digest, settings=settings or {}, created=0.0, files=(),
-    )  # fmt: skip
-    return Committed(step, f"step-{step}/g1-a", manifest)
 
 
 # ---- settings -----------------------------------------------------------------------------------------------------
@@ -56,7 +48,7 @@ def test_what_differs_is_named_by_its_path_and_shortened() -> None:
 
 
 def test_a_converted_checkpoint_is_held_to_the_settings_that_it_knows() -> None:
-    found = Survey([committed(4, digest="", settings={"vocabulary": 64})])
+    found = Survey([committed(4, config_digest="", settings={"vocabulary": 64})])
     refuse_foreign(found, "root", {"vocabulary": 64, "seed": 7}, "ours")
     with pytest.raises(UnusableCheckpointError, match="vocabulary is 64 there and 128 here"):
         refuse_foreign(found, "root", {"vocabulary": 128, "seed": 7}, "ours")

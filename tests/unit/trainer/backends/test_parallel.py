@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from conftest import Launcher, Undisturbed
-
-    Metrics = list[dict[str, Any]]
+    from conftest import Job, Launcher, Undisturbed
 
 pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
 
@@ -29,42 +27,31 @@ VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, sample
 """An odd number of samples, so that the ranks' shares differ."""
 
 
-def run(launch: Launcher, ranks: int, name: str, overrides: Sequence[str] = ()) -> Metrics:
-    job = launch(ranks, name, [VALIDATION, *overrides])
-    assert job.wait() == [0] * ranks, job.log()
-    return job.metrics()
+def run(launch: Launcher, ranks: int, name: str, overrides: Sequence[str] = ()) -> Job:
+    return launch(ranks, name, [VALIDATION, *overrides]).finish()
 
 
 @pytest.fixture
-def reference(undisturbed: Undisturbed) -> Metrics:
-    return undisturbed(1, [VALIDATION]).metrics()
+def reference(undisturbed: Undisturbed) -> Job:
+    return undisturbed(1, [VALIDATION])
 
 
-def assert_same_curve(metrics: Metrics, reference: Metrics) -> None:
-    assert [line["tokens"] for line in metrics] == [line["tokens"] for line in reference]
-    for line, expected in zip(metrics, reference, strict=True):
-        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
-        assert ("parameterNorm" in line) == (line["step"] % 2 == 0)
-        assert ("validationLoss" in line) == (line["step"] in (4, 6)), "every four steps, and after the last"
-        assert line.get("validationLoss", 0) == pytest.approx(expected.get("validationLoss", 0), rel=1e-5)
-        assert line.get("parameterNorm", 0) == pytest.approx(expected.get("parameterNorm", 0), rel=1e-5)
-
-
-def test_the_text_has_a_shorter_last_sample_so_that_valid_tokens_differ_between_steps(reference: Metrics) -> None:
-    counts = [line["tokens"] for line in reference]
-    assert len({b - a for a, b in itertools.pairwise(counts)}) > 1
-
-
-def test_the_model_learns(reference: Metrics) -> None:
-    assert reference[-1]["loss"] < reference[0]["loss"] - 0.2
+def test_the_run_that_others_are_held_to_learns_and_has_every_figure(reference: Job) -> None:
+    lines = reference.metrics()
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.2
+    assert [line["step"] for line in lines if "parameterNorm" in line] == [2, 4, 6]
+    assert [line["step"] for line in lines if "validationLoss" in line] == [4, 6], "every four steps, after the last"
+    counts = [line["tokens"] for line in lines]
+    assert len({b - a for a, b in itertools.pairwise(counts)}) > 1, "the text has a shorter last sample"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_runs_of_one_size_agree_bit_for_bit(launch: Launcher, ranks: int) -> None:
     first, second = run(launch, ranks, "first"), run(launch, ranks, "second")
     keys = ("step", "loss", "gradNorm", "learningRate", "tokens", "samples")
-    assert [[line[key] for key in keys] for line in first] == [[line[key] for key in keys] for line in second]
+    assert [[line[key] for key in keys] for line in first.metrics()] == [
+        [line[key] for key in keys] for line in second.metrics()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,33 +79,33 @@ def test_two_runs_of_one_size_agree_bit_for_bit(launch: Launcher, ranks: int) ->
     ],
 )
 def test_the_curve_does_not_depend_on_size_or_layout(
-    launch: Launcher, reference: Metrics, ranks: int, overrides: list[str]
+    launch: Launcher, reference: Job, ranks: int, overrides: list[str]
 ) -> None:
-    assert_same_curve(run(launch, ranks, "other", overrides), reference)
+    run(launch, ranks, "other", overrides).assert_same_curve(reference)
 
 
 def test_untied_embeddings_divide_as_well(launch: Launcher) -> None:
     whole = run(launch, 1, "whole", ["model.tieEmbeddings=false"])
-    assert_same_curve(run(launch, 2, "divided", ["model.tieEmbeddings=false", TP]), whole)
+    run(launch, 2, "divided", ["model.tieEmbeddings=false", TP]).assert_same_curve(whole)
 
 
 @pytest.mark.parametrize("overrides", [[], [SHARDED]], ids=["replicated", "sharded"])
 def test_half_precision_compute_stays_close_to_full_precision(
-    launch: Launcher, reference: Metrics, overrides: list[str]
+    launch: Launcher, reference: Job, overrides: list[str]
 ) -> None:
-    half = run(launch, 2, "half", ["precision=BFloat16", *overrides])
-    assert half[-1]["loss"] == pytest.approx(reference[-1]["loss"], rel=0.02)
-    assert half[-1]["loss"] != reference[-1]["loss"]
+    half = run(launch, 2, "half", ["precision=BFloat16", *overrides]).losses()
+    assert half[-1] == pytest.approx(reference.losses()[-1], rel=0.02)
+    assert half[-1] != reference.losses()[-1]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["BFloat16", "BFloat16Stochastic"])
 def test_half_precision_rounds_the_same_values_in_every_layout(launch: Launcher, precision: str) -> None:
     chosen = [f"precision={precision}"]
-    whole = run(launch, 1, "whole", chosen)
+    whole = run(launch, 1, "whole", chosen).metrics()
     layouts = ([SHARDED], [ZERO], [SHARDED, "recompute=Full"])
     for number, layout in enumerate(layouts):
-        divided = run(launch, 2, f"divided-{number}", [*chosen, *layout])
+        divided = run(launch, 2, f"divided-{number}", [*chosen, *layout]).metrics()
         # Before the first update nothing but the order of sums differs, and of that only in gradients.
         assert divided[0]["loss"] == whole[0]["loss"]
         # That is bfloat16's rounding: over several seeds up to 1.7e-4.
@@ -139,16 +126,14 @@ def test_the_validation_loss_is_that_of_a_step_over_the_same_text(
         "schedule.warmupSteps=0",
         "steps=1",
     ]
-    job = launch(1, "whole", overrides)
-    assert job.wait() == [0], job.log()
-    (line,) = job.metrics()
+    (line,) = launch(1, "whole", overrides).finish().metrics()
     assert line["validationLoss"] == pytest.approx(line["loss"], rel=1e-6)
     assert line["validationPerplexity"] == pytest.approx(math.exp(line["loss"]), rel=1e-5)
 
 
-def test_training_goes_on_as_if_nobody_had_measured(launch: Launcher, reference: Metrics) -> None:
+def test_training_goes_on_as_if_nobody_had_measured(launch: Launcher, reference: Job) -> None:
     often = VALIDATION.replace("everySteps: 4", "everySteps: 1")
     for overrides in ([], [SHARDED]):
-        metrics = run(launch, 2, f"often-{len(overrides)}", [often, *overrides])
-        assert all("validationLoss" in line for line in metrics)
-        assert [line["loss"] for line in metrics] == pytest.approx([line["loss"] for line in reference], rel=1e-5)
+        job = run(launch, 2, f"often-{len(overrides)}", [often, *overrides])
+        assert all("validationLoss" in line for line in job.metrics())
+        assert job.losses() == pytest.approx(reference.losses(), rel=1e-5)

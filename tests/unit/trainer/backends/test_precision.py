@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from trainium_trainer.backends.optimizers.adamw import update
 from trainium_trainer.backends.rounding import noise_generator, noise_like, round_into
 
 if TYPE_CHECKING:
-    from conftest import Launcher
+    from conftest import Launcher, Undisturbed
 
 
 pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
@@ -76,12 +76,6 @@ def test_an_update_too_small_for_bfloat16_arrives_on_average() -> None:
     assert weight.double().mean().item() - 1 == pytest.approx(1e-4 * steps, rel=5 / (count * steps / 80) ** 0.5)
 
 
-def finish(launch: Launcher, ranks: int, name: str, overrides: list[str]) -> list[dict[str, Any]]:
-    job = launch(ranks, name, overrides)
-    assert job.wait() == [0] * ranks, job.log()
-    return job.metrics()
-
-
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
@@ -92,19 +86,19 @@ def finish(launch: Launcher, ranks: int, name: str, overrides: list[str]) -> lis
         pytest.param(2, ["precision=BFloat16", "dataParallel=FullySharded"], id="master weights, sharded"),
     ],
 )
-def test_narrow_formats_stay_close_to_full_precision(launch: Launcher, ranks: int, overrides: list[str]) -> None:
-    whole = finish(launch, 1, "whole", ["steps=6"])
-    narrow = finish(launch, ranks, "narrow", ["steps=6", *overrides])
-    assert narrow[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=0.02)
-    assert narrow[-1]["loss"] != whole[-1]["loss"]
+def test_narrow_formats_stay_close_to_full_precision(
+    launch: Launcher, undisturbed: Undisturbed, ranks: int, overrides: list[str]
+) -> None:
+    whole = undisturbed(1).losses()
+    narrow = launch(ranks, "narrow", overrides).finish().losses()
+    assert narrow[-1] == pytest.approx(whole[-1], rel=0.02)
+    assert narrow[-1] != whole[-1]
 
 
 def test_a_run_that_rounds_at_random_can_be_repeated_and_its_checkpoint_is_half_as_large(launch: Launcher) -> None:
-    first, again = (finish(launch, 2, name, ["steps=3", STOCHASTIC]) for name in ("first", "again"))
-    assert [line["loss"] for line in first] == [line["loss"] for line in again]
-    job = launch(2, "first", ["steps=3", STOCHASTIC])
-    assert job.wait() == [0, 0]
-    (path,) = job.folder.glob("step-3/**/index.json")
+    first, again = (launch(2, name, ["steps=3", STOCHASTIC]).finish() for name in ("first", "again"))
+    assert first.losses() == again.losses()
+    (path,) = first.folder.glob("step-3/**/index.json")
     kinds = {name: entry["dtype"] for name, entry in json.loads(path.read_text())["tensors"].items()}
     assert kinds.pop("optimizer.step") == "I64"
     assert set(kinds.values()) == {"BF16"}
@@ -113,7 +107,8 @@ def test_a_run_that_rounds_at_random_can_be_repeated_and_its_checkpoint_is_half_
 def test_a_checkpoint_goes_on_in_another_number_format(launch: Launcher) -> None:
     formats = ["Float32", "BFloat16Stochastic", "BFloat16"]
     for number, precision in enumerate(formats, start=1):
-        metrics = finish(launch, 2, "run", [f"steps={2 * number}", f"precision={precision}", "schedule.finalRatio=1"])
-    whole = finish(launch, 1, "whole", ["steps=6", "schedule.finalRatio=1"])
-    assert [line["step"] for line in metrics] == list(range(1, 7))
-    assert metrics[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=0.02)
+        overrides = [f"steps={2 * number}", f"precision={precision}", "schedule.finalRatio=1"]
+        job = launch(2, "run", overrides).finish()
+    whole = launch(1, "whole", ["steps=6", "schedule.finalRatio=1"]).finish()
+    assert [line["step"] for line in job.metrics()] == list(range(1, 7))
+    assert job.losses()[-1] == pytest.approx(whole.losses()[-1], rel=0.02)

@@ -1,24 +1,25 @@
-"""Data in real runs: masks, validation and online tokenisation are the same at every size and layout."""
+"""Data in real runs: masks, validation, online tokenisation and examples give the same numbers in every layout."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.testing.trainer.example_files import records, write_records
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from conftest import Job, Launcher
+    from conftest import Launcher
 
-    Curve = list[tuple[float, float | None]]
 
 pytestmark = pytest.mark.timeout(300)  # real processes; the first test also waits for the imports
-
-PATIENCE = 120.0
 
 
 @pytest.fixture
@@ -31,55 +32,43 @@ def documents(tmp_path: Path) -> list[str]:
     return [f"data.source={tmp_path / 'd.jsonl'}", cache, "data.workers=1", "data.validation.fraction=0.1"]
 
 
-def curve(job: Job, ranks: int) -> Curve:
-    assert job.wait(PATIENCE) == [0] * ranks, job.log()
-    return [(line["loss"], line.get("validationLoss")) for line in job.metrics()]
-
-
-def assert_same(found: Curve, expected: Curve) -> None:
-    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
-    assert [held is None for _, held in found] == [held is None for _, held in expected]
-    assert [held for _, held in found if held] == pytest.approx([held for _, held in expected if held], rel=1e-5)
-
-
 def test_masked_documents_and_validation_give_the_same_numbers_in_every_layout(
     launch: Launcher, documents: list[str]
 ) -> None:
     masked = [*documents, "data.maskDocuments=true", "data.validation.everySteps=4", "data.validation.samples=13"]
-    reference = curve(launch(1, "one", masked), 1)
-    assert [step for step, (_, loss) in enumerate(reference, start=1) if loss is not None] == [4, 6]
+    reference = launch(1, "one", masked).finish()
+    assert [line["step"] for line in reference.metrics() if "validationLoss" in line] == [4, 6]
     layouts = {
         "tensor": (2, ["parallelism.tensor=2", "parallelism.sequence=true"]),
         "pipeline": (2, ["parallelism.pipeline=2"]),
         "sharded": (2, ["dataParallel=FullySharded", "recompute=Selective"]),
     }
     for name, (ranks, overrides) in layouts.items():
-        assert_same(curve(launch(ranks, name, [*masked, *overrides]), ranks), reference)
+        launch(ranks, name, [*masked, *overrides]).finish().assert_same_curve(reference)
 
 
 def test_a_run_that_tokenises_online_goes_on_at_another_size_as_if_nothing_had_happened(
     launch: Launcher, documents: list[str]
 ) -> None:
     online = [*documents, "data.tokenization=Online", "steps=12"]
-    whole = curve(launch(1, "whole", online), 1)
+    whole = launch(1, "whole", online).finish()
     first = launch(2, "run", [*online, "checkpoint.durable.everySteps=1000"])
-    first.wait_for_step(3, PATIENCE)
+    first.wait_for_step(3)
     os.kill(first.pids[1], signal.SIGTERM)
-    assert first.wait(PATIENCE) == [75, 75], first.log()
+    assert first.wait() == [75, 75], first.log()
     assert len(first.metrics()) < 12
     assert list((first.folder / "data").glob("blocks-*-[01].idx"))
-    second = launch(1, "run", online)
-    assert_same(curve(second, 1), whole)
+    launch(1, "run", online).finish().assert_same_curve(whole)
 
 
 def test_a_tokenising_process_that_is_killed_ends_the_run_with_its_reason(
     launch: Launcher, documents: list[str]
 ) -> None:
     job = launch(1, "run", [*documents, "data.tokenization=Online", "steps=100000"])
-    job.wait_for_step(3, PATIENCE)
+    job.wait_for_step(3)
     (worker,) = children(job.pids[0])
     os.kill(worker, signal.SIGKILL)
-    assert job.wait(PATIENCE) == [1], job.log()
+    assert job.wait() == [1], job.log()
     assert "a tokenising process was killed by SIGKILL" in job.log()
 
 
@@ -100,13 +89,13 @@ def test_ranks_that_train_on_the_same_samples_tokenise_them_once(
     launch: Launcher, documents: list[str], ranks: int, overrides: list[str], makers: list[int]
 ) -> None:
     online = [*documents, "data.tokenization=Online"]
-    whole = curve(launch(1, "whole", online), 1)
-    assert_same(curve(launch(ranks, "divided", [*online, *overrides]), ranks), whole)
+    whole = launch(1, "whole", online).finish()
+    launch(ranks, "divided", [*online, *overrides]).finish().assert_same_curve(whole)
     job = launch(ranks, "endless", [*online, *overrides, "steps=100000"])
-    job.wait_for_step(3, PATIENCE)
+    job.wait_for_step(3)
     assert [len(children(pid)) for pid in job.pids] == makers
     os.kill(job.pids[-1], signal.SIGTERM)
-    assert job.wait(PATIENCE) == [75] * ranks, job.log()
+    assert job.wait() == [75] * ranks, job.log()
 
 
 def test_an_error_of_the_rank_that_tokenises_ends_all_that_train_on_its_samples(
@@ -116,7 +105,7 @@ def test_an_error_of_the_rank_that_tokenises_ends_all_that_train_on_its_samples(
         stream.write("\n{oops\n" * 40)
     bad = [*documents, "data.tokenization=Online", "data.maxBadLines=0", "parallelism.tensor=2", "steps=100000"]
     job = launch(2, "run", bad)
-    assert job.wait(PATIENCE) == [64, 64], job.log()
+    assert job.wait() == [64, 64], job.log()
     for rank in range(2):
         assert "not JSON" in job.log(rank).splitlines()[-1]
 
@@ -125,7 +114,7 @@ def test_bad_lines_end_a_run_with_64_and_their_place(launch: Launcher, tmp_path:
     with (tmp_path / "d.jsonl").open("a") as stream:
         stream.write("\n{oops\n")
     job = launch(1, "run", [*documents, "data.maxBadLines=0"])
-    assert job.wait(PATIENCE) == [64]
+    assert job.wait() == [64]
     assert f"{tmp_path / 'd.jsonl'} line 201: not JSON" in job.log().splitlines()[-1]
 
 
@@ -133,9 +122,71 @@ def test_a_rank_that_is_killed_leaves_no_tokenising_process(launch: Launcher, do
     import psutil
 
     job = launch(1, "run", [*documents, "data.tokenization=Online", "steps=100000"])
-    job.wait_for_step(2, PATIENCE)
+    job.wait_for_step(2)
     (worker,) = children(job.pids[0])
     process = psutil.Process(worker)
     os.kill(job.pids[0], signal.SIGKILL)
-    job.wait(PATIENCE)
+    job.wait()
     process.wait(timeout=20)
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> list[str]:
+    """Settings of a run on 60 examples, none of which is too long."""
+    source = write_records(tmp_path / "d.jsonl", records(60))
+    return [
+        f"data.source={source}",
+        f"data.cacheDirectory={tmp_path / 'cache'}",
+        "data.format=Instruction",
+        "data.sequenceLength=128",
+        "data.tokenizer.vocabSize=340",
+        "data.workers=1",
+    ]
+
+
+@pytest.mark.parametrize("packing", ["true", pytest.param("false", marks=pytest.mark.long)])
+def test_examples_give_the_same_numbers_in_every_layout(launch: Launcher, examples: list[str], packing: str) -> None:
+    given = [*examples, f"data.examples.packing={packing}", "data.validation.fraction=0.2"]
+    given += ["data.validation.everySteps=3", "data.validation.samples=7"]
+    reference = launch(1, "one", given).finish()
+    assert [line["step"] for line in reference.metrics() if "validationLoss" in line] == [3, 6]
+    layouts = {
+        "data": (2, []),
+        "tensor": (2, ["parallelism.tensor=2", "parallelism.sequence=true"]),
+        "pipeline": (2, ["parallelism.pipeline=2"]),
+        "sharded": (2, ["dataParallel=FullySharded", "recompute=Selective"]),
+    }
+    for name, (ranks, overrides) in layouts.items():
+        launch(ranks, name, [*given, *overrides]).finish().assert_same_curve(reference)
+
+
+def test_packed_examples_do_not_see_each_other_so_their_loss_is_that_of_each_alone(
+    launch: Launcher, examples: list[str]
+) -> None:
+    whole = [
+        *examples,
+        "monitor.recordSamples=true",
+        "epochs=1",
+        "batch.globalSize=60",
+        "batch.microSize=10",
+        "schedule.warmupSteps=0",
+    ]
+    alone = launch(1, "alone", whole).finish()
+    packed = launch(2, "packed", [*whole, "data.examples.packing=true"]).finish()
+    assert packed.losses() == pytest.approx(alone.losses(), rel=1e-5)
+    assert 10 < len(packed.samples()[1]) < 30
+
+
+def test_each_example_is_seen_once_an_epoch_also_when_the_run_goes_on_at_another_size(
+    launch: Launcher, examples: list[str]
+) -> None:
+    given = [*examples, "epochs=3", "monitor.recordSamples=true", "schedule.warmupSteps=0"]
+    whole = launch(1, "whole", given).finish()
+    assert len(whole.losses()) == 24, "60 samples in batches of 8"
+    first = launch(2, "run", [*given, "checkpoint.durable.everySteps=1000"])
+    first.wait_for_step(3)
+    os.kill(first.pids[1], signal.SIGTERM)
+    assert first.wait() == [75, 75], first.log()
+    second = launch(1, "run", given).finish()
+    second.assert_same_curve(whole)
+    assert Counter(itertools.chain(*second.samples().values())) == dict.fromkeys(range(60), 3)

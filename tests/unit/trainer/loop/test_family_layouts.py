@@ -11,18 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.testing.trainer.base_models import save_family
-from trainium_trainer.checkpoint.format.contents import Contents
-from trainium_trainer.checkpoint.root.selection import choose
-from trainium_trainer.storage.opening import open_storage
-from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from conftest import Job, Undisturbed
-
-    Launcher = Callable[..., Job]
+    from conftest import Launcher, Undisturbed
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -70,12 +64,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Callable[[s
     return folder
 
 
-def trained(job: Job) -> dict[str, torch.Tensor]:
-    storage = open_storage(str(job.folder))
-    contents = Contents(storage, choose(storage, str(job.folder), None, milestones=False), Retry())
-    return {name: contents.read(name) for name in contents.tensors if name.startswith("model.")}
-
-
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
@@ -96,15 +84,9 @@ def test_the_curve_of_a_family_is_the_same_in_every_layout(
     start = [f"model.weights={folders(family)}", tuning, FLOAT32]
     whole = undisturbed(1, start)
     ranks, overrides = LAYOUTS[layout]
-    job = launch(ranks, "other", [*start, *overrides])
-    assert job.wait() == [0] * ranks, job.log()
-    for line, expected in zip(job.metrics(), whole.metrics(), strict=True):
-        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
-    ours, theirs = trained(job), trained(whole)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
+    job = launch(ranks, "other", [*start, *overrides]).finish()
+    job.assert_same_curve(whole)
+    torch.testing.assert_close(job.weights(), whole.weights(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name

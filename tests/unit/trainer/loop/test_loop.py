@@ -156,51 +156,36 @@ def test_a_second_job_in_the_folder_ends_with_the_name_of_the_first_which_trains
 
 
 def test_a_run_that_yielded_goes_on_where_it_left_bit_for_bit(launch: Launcher) -> None:
-    whole = launch(2, "whole", ["steps=40"])
-    assert whole.wait() == [0, 0], whole.log()
+    whole = launch(2, "whole", ["steps=40"]).finish()
     job = launch(2, "parts", ["steps=40"], memory=True)
     job.wait_for_step(3)
     os.kill(job.pids[0], signal.SIGTERM)
     codes = job.wait()
     assert codes == [75, 75], job.log()
-    again = launch(2, "parts", ["steps=40"], memory=True)
-    assert again.wait() == [0, 0], again.log()
+    again = launch(2, "parts", ["steps=40"], memory=True).finish()
     assert curve(again) == curve(whole)
 
 
 def test_a_killed_run_resumes_and_its_files_are_the_final_history(launch: Launcher, tmp_path: Path) -> None:
     overrides = ["steps=40", "monitor.recordSamples=true"]
-    whole = launch(2, "whole", overrides)
-    assert whole.wait() == [0, 0], whole.log()
+    whole = launch(2, "whole", overrides).finish()
     job = launch(2, "parts", overrides, memory=True)
     job.wait_for_step(5)
     os.kill(job.pids[1], signal.SIGKILL)
     assert job.wait() == [76, -9], job.log()
     with (job.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step":900,"loss":1}\n{"step":9')  # of a step that the state does not have, and a torn one
-    again = launch(1, "parts", overrides, memory=True)  # at another size
-    assert again.wait() == [0], again.log()
+    again = launch(1, "parts", overrides, memory=True).finish()  # at another size
     assert [line["step"] for line in again.metrics()] == list(range(1, 41))
     for line, expected in zip(again.metrics(), whole.metrics(), strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert samples_by_step(job.folder) == samples_by_step(whole.folder)
-
-
-def samples_by_step(folder: Path) -> dict[int, list[int]]:
-    found = {}
-    for path in sorted(folder.glob("samples-*.jsonl")):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            found.setdefault(record["step"], []).extend(record["samples"])
-    return {step: sorted(samples) for step, samples in found.items()}
+    assert job.samples() == whole.samples()
 
 
 def test_a_finished_run_finishes_again_without_a_step(launch: Launcher) -> None:
-    first = launch(1, "run", ["steps=3"])
-    assert first.wait() == [0], first.log()
+    first = launch(1, "run", ["steps=3"]).finish()
     before = curve(first)
-    second = launch(1, "run", ["steps=3"])
-    assert second.wait() == [0], second.log()
+    second = launch(1, "run", ["steps=3"]).finish()
     assert curve(second) == before
 
 
@@ -243,11 +228,10 @@ def test_numbers_of_one_rank_are_attributed_to_it_wherever_they_began(
     launch: Launcher, tmp_path: Path, overrides: list[str], ranks: int, broken: int, named: str, part: str
 ) -> None:
     progress = tmp_path / "r0"
-    job = launch(
+    launch(
         ranks, "run", [*overrides, "nonFiniteTolerance=1", "steps=4"], FORGE_BROKEN_RANK=str(broken),
         FORGE_BROKEN_STEP="2", FORGE_BROKEN_PART=part, TRAINIUM_PROGRESS_FILE=str(progress),
-    )  # fmt: skip
-    assert job.wait(90) == [0] * ranks, job.log()
+    ).finish()  # fmt: skip
     alert = json.loads(alerts_path(progress).read_text())["StepSkipped"]
     assert alert["message"].startswith(f"step 2: loss is {'nan' if part == 'forward' else ''}")
     assert f"(not finite on {named})" in alert["message"]
@@ -278,8 +262,7 @@ def test_a_gradient_that_is_not_finite_is_named(launch: Launcher, overrides: lis
 
 def test_progress_is_in_shared_memory_while_the_run_goes_on(launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "progress" / "r0"
-    job = launch(1, "run", ["steps=5"], TRAINIUM_PROGRESS_FILE=str(file), TRAINIUM_GENERATION="4")
-    assert job.wait() == [0], job.log()
+    job = launch(1, "run", ["steps=5"], TRAINIUM_PROGRESS_FILE=str(file), TRAINIUM_GENERATION="4").finish()
     record = read_progress(file)
     assert record.phase is ProgressPhase.FINISHED
     assert (record.generation, record.step, record.resume_step, record.samples) == (4, 5, 0, 40)
@@ -289,9 +272,8 @@ def test_progress_is_in_shared_memory_while_the_run_goes_on(launch: Launcher, tm
 
 def test_an_alarm_about_the_loss_is_logged_and_left_for_the_agent(launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "r0"
-    assert launch(1, "run", ["steps=110", "schedule.kind=Constant"]).wait() == [0]
-    job = launch(1, "run", ["steps=220", "optimizer.learningRate=1"], TRAINIUM_PROGRESS_FILE=str(file))
-    assert job.wait() == [0], job.log()
+    launch(1, "run", ["steps=110", "schedule.kind=Constant"]).finish()
+    job = launch(1, "run", ["steps=220", "optimizer.learningRate=1"], TRAINIUM_PROGRESS_FILE=str(file)).finish()
     (raised, *_) = [line["step"] for line in job.metrics() if line["alarm"]]
     alert = json.loads(alerts_path(file).read_text())["LossAlarm"]
     assert alert["step"] == raised
@@ -304,8 +286,7 @@ def test_ordinary_training_at_a_tiny_batch_reports_no_alarm_and_no_spike(
 ) -> None:
     file = tmp_path / "r0"
     overrides = [f"seed={seed}", "batch.globalSize=1", "batch.microSize=1", "steps=400"]
-    job = launch(1, "run", overrides, TRAINIUM_PROGRESS_FILE=str(file))
-    assert job.wait() == [0], job.log()
+    job = launch(1, "run", overrides, TRAINIUM_PROGRESS_FILE=str(file)).finish()
     norms = [line["gradNorm"] for line in job.metrics()]
     assert max(norms) > 3 * min(norms), "it is no quiet run"
     assert not any(line["alarm"] for line in job.metrics())
@@ -323,8 +304,7 @@ def test_a_failed_run_reports_it_in_its_progress(launch: Launcher, tmp_path: Pat
 def test_ranks_that_read_different_text_refuse_to_train(
     launch: Launcher, tmp_path: Path, text_file: Path, forge: Forge, base_config: dict[str, Any]
 ) -> None:
-    first = launch(2, "same", ["steps=3"])
-    assert first.wait() == [0, 0]
+    launch(2, "same", ["steps=3"]).finish()
     # One rank's cache holds other tokens under the same name, as a node with another build of Python would.
     cache = text_file.parent / "cache"
     (folder,) = (path.parent for path in cache.glob("tokens-*/manifest.json"))
@@ -348,7 +328,7 @@ def test_another_tokenizer_than_the_checkpoints_is_refused_by_name(
     launch: Launcher, tmp_path: Path, text_file: Path
 ) -> None:
     saved = ["steps=3", "checkpoint.durable.everySteps=3"]
-    assert launch(1, "run", saved).wait() == [0]
+    launch(1, "run", saved).finish()
     file = next((text_file.parent / "cache").glob("tokenizer-*/tokenizer.json"))
     document = json.loads(file.read_text())
     document["added_tokens"][0]["special"] = False
@@ -377,8 +357,7 @@ def torchrun(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_start_up_reports_where_its_time_went(launch: Launcher) -> None:
-    job = launch(1, "run", ["steps=3"])
-    assert job.wait() == [0]
+    job = launch(1, "run", ["steps=3"]).finish()
     line = next(line for line in job.log().splitlines() if "start-up:" in line)
     assert all(part in line for part in ("data ", "process group ", "model ", "state ", "together "))
 

@@ -27,8 +27,7 @@ def test_every_milestone_leaves_the_model_of_its_step(launch: Callable[..., Job]
     # Steps of 256 tokens; a milestone that is due waits for a save that is under way.
     artifacts = "artifacts={atMilestones: true, precision: Float32}"
     milestones = "checkpoint.milestones={everyTokens: 512}"
-    job = launch(2, "run", [f"model={{weights: {base}}}", artifacts, milestones])
-    assert job.wait() == [0, 0], job.log()
+    job = launch(2, "run", [f"model={{weights: {base}}}", artifacts, milestones]).finish()
     milestone_steps = {int(path.name.removeprefix("milestone-")) for path in job.folder.glob("milestone-*")}
     steps = sorted(milestone_steps | {6})
     assert len(steps) > 1

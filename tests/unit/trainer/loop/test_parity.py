@@ -45,8 +45,7 @@ def test_the_curve_is_that_of_transformers_and_the_exported_model_too(
         against = reference.train_reference(config)
     finally:
         torch.use_deterministic_algorithms(deterministic)
-    job = launch(1, "run", overrides)
-    assert job.wait() == [0], job.log()
+    job = launch(1, "run", overrides).finish()
     assert job.losses() == pytest.approx(against.losses, rel=1e-5)
     assert job.losses()[-1] < job.losses()[0] - 0.3
     (tmp_path / "of").mkdir()
@@ -68,8 +67,7 @@ def test_the_export_command_writes_any_step_with_its_tokenizer(
 
     from trainium_trainer import cli
 
-    job = launch(1, "run", ["steps=4", "checkpoint.durable.everySteps=2"])
-    assert job.wait() == [0], job.log()
+    job = launch(1, "run", ["steps=4", "checkpoint.durable.everySteps=2"]).finish()
     tokenizer = next((text_file.parent / "cache").glob("*/tokenizer.json"))
     argv = ["export", str(job.folder)]
     out = tmp_path / "model"

@@ -63,9 +63,7 @@ def pairs(tmp_path: Path, base: Path) -> list[str]:
 
 
 def run(launch: Launcher, ranks: int, name: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    job = launch(ranks, name, overrides)
-    assert job.wait(120) == [0] * ranks, job.log()
-    return job.metrics()
+    return launch(ranks, name, overrides).finish().metrics()
 
 
 def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -114,8 +112,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit_and_computes_no_reference_
     for pid in job.pids:
         os.kill(pid, signal.SIGKILL)
     job.wait()
-    again = launch(2, "half", [*given, "checkpoint.durable={everySteps: 2}"])
-    assert again.wait(120) == [0, 0], again.log()
+    again = launch(2, "half", [*given, "checkpoint.durable={everySteps: 2}"]).finish()
     assert "reference: " not in again.log()
     assert [line["loss"] for line in again.metrics()] == [line["loss"] for line in whole]
 
@@ -131,8 +128,7 @@ def test_only_pairs_that_no_rank_knows_are_computed(
     assert np.isfinite(values).all()
     values[10:30] = np.nan
     values.tofile(file)
-    job = launch(2, "again", [*pairs, TUNINGS["full"], *layout])
-    assert job.wait(120) == [0, 0], job.log()
+    job = launch(2, "again", [*pairs, TUNINGS["full"], *layout]).finish()
     assert "reference: 0 of 10 pairs" in job.log()
     assert_same(job.metrics(), whole)
 
@@ -168,7 +164,7 @@ def test_a_reference_that_does_not_fit_is_refused_in_one_sentence(
 ) -> None:
     folder = saved(tmp_path / "other", base, **fields)
     job = launch(1, "refused", [*pairs, f"tuning={{objective: {{reference: {folder}}}}}"])
-    assert job.wait(120) == [64], job.log()
+    assert job.wait() == [64], job.log()
     assert sentence in job.log().splitlines()[-1]
 
 
@@ -178,5 +174,5 @@ def test_a_resume_with_another_reference_is_refused(
     given = [*pairs, f"tuning={{objective: {{reference: {saved(tmp_path / 'other', base)}}}}}", "steps=2"]
     run(launch, 1, "run", given)
     again = launch(1, "run", [*pairs, "tuning={objective: {kind: DPO}}", "steps=3"])
-    assert again.wait(120) == [64], again.log()
+    assert again.wait() == [64], again.log()
     assert "reference" in again.log().splitlines()[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -43,30 +42,7 @@ RECORDED = [VALIDATION, "monitor.recordSamples=true"]
 
 
 def run(launch: Launcher, ranks: int, name: str, overrides: Sequence[str] = ()) -> Job:
-    job = launch(ranks, name, [*RECORDED, *overrides])
-    assert job.wait(90) == [0] * ranks, "\n".join(job.log(rank) for rank in range(ranks))
-    return job
-
-
-def samples_of(job: Job) -> dict[int, list[int]]:
-    """Step -> the samples that all ranks recorded for it."""
-    seen: dict[int, list[int]] = {}
-    for path in job.folder.glob("samples-*.jsonl"):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            seen.setdefault(record["step"], []).extend(record["samples"])
-    return {step: sorted(samples) for step, samples in seen.items()}
-
-
-def assert_same_history(job: Job, reference: Job) -> None:
-    assert samples_of(job) == samples_of(reference)
-    metrics, expected = job.metrics(), reference.metrics()
-    assert [line["tokens"] for line in metrics] == [line["tokens"] for line in expected], "masked rows are no tokens"
-    for key in ("loss", "gradNorm", "validationLoss"):
-        values = [line.get(key, 0.0) for line in metrics]
-        assert values == pytest.approx(
-            [line.get(key, 0.0) for line in expected], rel=1e-3 if key == "gradNorm" else 1e-5
-        )
+    return launch(ranks, name, [*RECORDED, *overrides]).finish()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +69,9 @@ def test_the_curve_and_the_samples_are_those_of_one_rank(
     launch: Launcher, undisturbed: Undisturbed, ranks: int, overrides: list[str]
 ) -> None:
     same = [text for text in overrides if text.startswith(("batch=", "data."))]
-    assert_same_history(run(launch, ranks, "uneven", overrides), undisturbed(1, [*RECORDED, *same]))
+    job, one = run(launch, ranks, "uneven", overrides), undisturbed(1, [*RECORDED, *same])
+    assert job.samples() == one.samples()
+    job.assert_same_curve(one)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +97,8 @@ def test_a_run_goes_from_size_to_size_through_its_checkpoints(
     for ranks, steps in ((4, 2), (3, 4), (2, 6), (4, 8)):
         job = run(launch, ranks, "resized", [ONE, mode, DURABLE, f"steps={steps}", constant])
         assert job.metrics()[-1]["step"] == steps
-    assert samples_of(job) == samples_of(whole)
-    losses = [line["loss"] for line in job.metrics()]
-    assert losses == pytest.approx([line["loss"] for line in whole.metrics()], rel=1e-5)
+    assert job.samples() == whole.samples()
+    assert job.losses() == pytest.approx(whole.losses(), rel=1e-5)
 
 
 # --- a batch near the global one (batch.tolerance)
@@ -150,11 +127,11 @@ def test_with_a_tolerance_the_same_history_of_sizes_gives_the_same_curve_and_eve
     assert history == [[line.get(key) for key in (*KEYS, "batch")] for line in second.metrics()]
     assert [line["batch"] for line in first.metrics()] == [8, 8, 8, 9, 9, 9, 8, 8, 8, 5]
     assert [line["samples"] for line in first.metrics()] == [8, 16, 24, 33, 42, 51, 59, 67, 75, 80]
-    seen = samples_of(first)
+    seen = first.samples()
     assert [len(seen[step]) for step in range(1, 11)] == [8, 8, 8, 9, 9, 9, 8, 8, 8, 5]
     whole = run(launch, 1, "whole", [ONE, "steps=10"])
     flat = [sample for step in range(1, 11) for sample in seen[step]]
-    assert sorted(flat) == sorted(sample for samples in samples_of(whole).values() for sample in samples)
+    assert sorted(flat) == sorted(sample for samples in whole.samples().values() for sample in samples)
     assert first.metrics()[-1]["learningRate"] == whole.metrics()[-1]["learningRate"]
     assert first.metrics()[-1]["validationLoss"] == pytest.approx(whole.metrics()[-1]["validationLoss"], rel=0.05)
 
@@ -164,7 +141,7 @@ def test_at_a_size_that_comes_out_even_a_tolerance_changes_no_bit(launch: Launch
     assert [[line.get(key) for key in KEYS] for line in near.metrics()] == [
         [line.get(key) for key in KEYS] for line in exact.metrics()
     ]
-    assert samples_of(near) == samples_of(exact)
+    assert near.samples() == exact.samples()
 
 
 @pytest.mark.parametrize(
@@ -184,7 +161,7 @@ def test_a_near_batch_is_that_of_one_rank_with_as_many_samples(
     one = undisturbed(1, [*RECORDED, "batch={globalSize: 9, microSize: 1}", CONSTANT, "steps=3"])
     assert [line["batch"] for line in near.metrics()] == [9, 9, 9, 5]
     assert near.losses()[:3] == pytest.approx(one.losses(), rel=1e-5)
-    assert {step: samples_of(near)[step] for step in (1, 2, 3)} == samples_of(one)
+    assert {step: near.samples()[step] for step in (1, 2, 3)} == one.samples()
 
 
 def test_an_epoch_has_each_sample_once_where_steps_have_near_batches(launch: Launcher) -> None:
@@ -192,22 +169,20 @@ def test_an_epoch_has_each_sample_once_where_steps_have_near_batches(launch: Lau
         run(launch, 3, name, [*batch, "epochs=1", "data.sequenceLength=16"])
         for name, batch in (("near", [NEAR]), ("exact", [ONE]))
     )
-    seen, expected = (sorted(sample for step in samples_of(job).values() for sample in step) for job in (near, exact))
+    seen, expected = (sorted(sample for step in job.samples().values() for sample in step) for job in (near, exact))
     assert seen == expected == sorted(set(seen))
     assert near.metrics()[0]["batch"] == 9
 
 
 def test_the_record_of_a_step_that_a_lost_rank_did_not_write_has_its_own_batch(launch: Launcher) -> None:
     """The last step took 5 samples where the global batch is 8, and the size makes it 9."""
-    job = launch(3, "mended", [NEAR, CONSTANT, "steps=4", "monitor.recordSamples=true"], memory=True)
-    assert job.wait(90) == [0] * 3
-    whole, seen = job.metrics(), samples_of(job)
+    job = launch(3, "mended", [NEAR, CONSTANT, "steps=4", "monitor.recordSamples=true"], memory=True).finish()
+    whole, seen = job.metrics(), job.samples()
     for path in job.folder.glob("*.jsonl"):
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    job = launch(3, "mended", [NEAR, CONSTANT, "steps=4", "monitor.recordSamples=true"], memory=True)
-    assert job.wait(90) == [0] * 3
+    job = launch(3, "mended", [NEAR, CONSTANT, "steps=4", "monitor.recordSamples=true"], memory=True).finish()
     assert "from memory" in job.log()
     assert [[line[key] for key in ("step", "samples", "batch", "loss")] for line in job.metrics()] == [
         [line[key] for key in ("step", "samples", "batch", "loss")] for line in whole
     ]
-    assert samples_of(job) == seen
+    assert job.samples() == seen
