@@ -34,9 +34,7 @@ needs_torch_xla = pytest.mark.torch_xla
 
 
 def run(launch: Callable[..., Any], ranks: int, name: str, overrides: Sequence[str] = (), **given: Any) -> Metrics:
-    job = launch(ranks, name, list(overrides), **given)
-    assert job.wait(300) == [0] * ranks, job.log()
-    return job.metrics()
+    return launch(ranks, name, list(overrides), **given).finish(300).metrics()
 
 
 def assert_same_curve(metrics: Metrics, reference: Metrics, rel: float = 1e-5) -> None:

@@ -13,10 +13,6 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.testing.trainer.base_models import save_family
-from trainium_trainer.checkpoint.format.contents import Contents
-from trainium_trainer.checkpoint.root.survey import survey
-from trainium_trainer.storage.posix import PosixStorage
-from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,21 +49,13 @@ TUNINGS = {
 needs_torch_xla = pytest.mark.torch_xla
 
 
-def trained(folder: Path) -> Trained:
-    """The weights in the newest checkpoint."""
-    storage = PosixStorage(folder)
-    contents = Contents(storage, survey(storage).committed[0], Retry(()))
-    return {name: contents.read(name) for name in contents.tensors if name.startswith("model.")}
-
-
 @pytest.fixture
 def run(launch: Launcher, base: Path) -> Run:
     """Tune a base to the end: the metrics and what was trained."""
 
     def start(ranks: int, name: str, *overrides: str, weights: Path = base, **given: Any) -> tuple[Metrics, Trained]:
-        job = launch(ranks, name, [f"model.weights={weights}", *overrides], **given)
-        assert job.wait(300) == [0] * ranks, job.log()
-        return job.metrics(), trained(job.folder)
+        job = launch(ranks, name, [f"model.weights={weights}", *overrides], **given).finish(300)
+        return job.metrics(), job.weights()
 
     return start
 

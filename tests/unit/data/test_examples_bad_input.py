@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
 
 GOOD = {"instruction": "do", "context": "", "response": "done", "category": "open_qa"}
 CLASS = {"format": "Classification"}
+
+
+def refusal(tmp_path: Path, rows: Any, **settings: Any) -> str:
+    """What records, or a source of them, are refused with."""
+    source = write_records(tmp_path / "d.jsonl", rows) if isinstance(rows, list) else rows
+    with pytest.raises(UserError) as refused:
+        opened(config(tmp_path, source, **settings))
+    assert refused.value.code is ExitCode.USER_ERROR
+    return str(refused.value)
 
 
 def chat(*contents: tuple[str, str]) -> dict[str, Any]:
@@ -43,15 +53,9 @@ def test_a_record_that_cannot_be_used_is_named_by_its_line(
 
 
 def test_a_template_with_an_unknown_field_names_the_nearest_one(tmp_path: Path) -> None:
-    source = write_records(tmp_path / "d.jsonl", [GOOD] * 3)
-    template = {"prompt": "{instructon}\n"}
-    with pytest.raises(UserError) as refusal:
-        opened(config(tmp_path, source, examples={"template": template}))
-    assert "holds no example: 3 records were skipped, the first:" in str(refusal.value)
-    assert "has no field 'instructon', which data.examples.template.prompt names (it has 'instruction'," in str(
-        refusal.value
-    )
-    assert refusal.value.code is ExitCode.USER_ERROR
+    said = refusal(tmp_path, [GOOD] * 3, examples={"template": {"prompt": "{instructon}\n"}})
+    assert "holds no example: 3 records were skipped, the first:" in said
+    assert "has no field 'instructon', which data.examples.template.prompt names (it has 'instruction'," in said
 
 
 @pytest.mark.parametrize(
@@ -64,24 +68,19 @@ def test_a_template_with_an_unknown_field_names_the_nearest_one(tmp_path: Path) 
     ],
 )
 def test_a_template_that_is_none_is_refused(tmp_path: Path, prompt: str, sentence: str) -> None:
-    source = write_records(tmp_path / "d.jsonl", [GOOD])
-    with pytest.raises(UserError) as refusal:
-        opened(config(tmp_path, source, examples={"template": {"prompt": prompt}}))
-    assert sentence in str(refusal.value)
+    assert sentence in refusal(tmp_path, [GOOD], examples={"template": {"prompt": prompt}})
 
 
 def test_a_template_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    source = write_records(tmp_path / "d.jsonl", [GOOD])
     (tmp_path / "template.json").write_text('{"prompt": "{instruction}"}')
-    with pytest.raises(UserError, match=r"template.json: is no template: write an object with the texts `prompt` and"):
-        opened(config(tmp_path, source))
+    said = refusal(tmp_path, [GOOD])
+    assert "template.json: is no template: write an object with the texts `prompt` and" in said
 
 
 @pytest.mark.parametrize("label", [2, -1, "maybe", 0.5, None])
 def test_a_label_outside_the_list_is_refused(tmp_path: Path, label: Any) -> None:
-    source = write_records(tmp_path / "d.jsonl", [{"question": "a", "sentence": "b", "label": label}])
-    with pytest.raises(UserError, match=r"line 1: the label '.*' is neither one of .* \(entailment, not_entailment\)"):
-        opened(config(tmp_path, source, format="Classification"))
+    said = refusal(tmp_path, [{"question": "a", "sentence": "b", "label": label}], format="Classification")
+    assert re.search(r"line 1: the label '.*' is neither one of .* \(entailment, not_entailment\)", said)
 
 
 @pytest.mark.parametrize(
@@ -103,25 +102,21 @@ def test_a_label_outside_the_list_is_refused(tmp_path: Path, label: Any) -> None
 def test_a_function_that_fails_is_named_with_file_and_line(tmp_path: Path, code: str, sentence: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(code)
-    source = write_records(tmp_path / "d.jsonl", [GOOD])
-    with pytest.raises(UserError) as refusal:
-        opened(config(tmp_path, source, format="Function", examples={"function": f"{file}:f"}))
-    assert sentence.replace("FILE", str(file)).replace("DATA", str(source)) in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+    said = refusal(tmp_path, [GOOD], format="Function", examples={"function": f"{file}:f"})
+    assert sentence.replace("FILE", str(file)).replace("DATA", str(tmp_path / "d.jsonl")) in said
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize("place", ["/nowhere/mine.py:f", "no.such.module:f"])
 def test_a_function_that_is_not_there_is_refused(tmp_path: Path, place: str) -> None:
-    source = write_records(tmp_path / "d.jsonl", [GOOD])
-    with pytest.raises(UserError, match=rf"data.examples.function {place}: there is no (such file|module)"):
-        opened(config(tmp_path, source, format="Function", examples={"function": place}))
+    said = refusal(tmp_path, [GOOD], format="Function", examples={"function": place})
+    assert re.search(rf"data.examples.function {place}: there is no (such file|module)", said)
 
 
 def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer", chat=None)
-    source = write_records(tmp_path / "d.jsonl", [chat(("user", "a"), ("assistant", "b"))])
-    with pytest.raises(UserError, match=r"needs a chat template, but beside .*tokenizer.json is none: give data.exam"):
-        opened(config(tmp_path, source, format="Chat"))
+    said = refusal(tmp_path, [chat(("user", "a"), ("assistant", "b"))], format="Chat")
+    assert re.search(r"needs a chat template, but beside .*tokenizer.json is none: give data.exam", said)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +131,7 @@ def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
 )
 def test_a_conversation_that_cannot_be_used_is_refused(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    source = write_records(tmp_path / "d.jsonl", [row])
-    with pytest.raises(UserError) as refusal:
-        opened(config(tmp_path, source, format="Chat"))
-    assert f"line 1: {sentence}" in str(refusal.value)
+    assert f"line 1: {sentence}" in refusal(tmp_path, [row], format="Chat")
 
 
 @pytest.mark.parametrize(
@@ -156,17 +148,13 @@ def test_a_chat_template_that_does_not_work_or_wants_out_of_its_sandbox_is_refus
 ) -> None:
     (tmp_path / "chat.jinja").write_text(template)
     write_tokenizer(tmp_path / "tokenizer")
-    source = write_records(tmp_path / "d.jsonl", [chat(("user", "a"), ("assistant", "b"))])
     given = {"chat": {"template": str(tmp_path / "chat.jinja")}}
-    with pytest.raises(UserError) as refusal:
-        opened(config(tmp_path, source, format="Chat", examples=given))
-    assert sentence in str(refusal.value)
+    assert sentence in refusal(tmp_path, [chat(("user", "a"), ("assistant", "b"))], format="Chat", examples=given)
 
 
 def test_examples_that_are_all_too_long_are_refused(tmp_path: Path) -> None:
-    source = write_records(tmp_path / "d.jsonl", records(5))
-    with pytest.raises(UserError, match=r"all of its 5 examples are longer than data.sequenceLength 8 \(the shortest "):
-        opened(config(tmp_path, source, sequence_length=8))
+    said = refusal(tmp_path, records(5), sequence_length=8)
+    assert "all of its 5 examples are longer than data.sequenceLength 8 (the shortest " in said
 
 
 @pytest.mark.parametrize(
@@ -178,17 +166,12 @@ def test_examples_that_are_all_too_long_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_filter_that_leaves_nothing_is_refused(tmp_path: Path, where: dict[str, str], sentence: str) -> None:
-    source = write_records(tmp_path / "d.jsonl", records(6))
-    with pytest.raises(UserError) as refusal:
-        opened(config(tmp_path, source, examples={"where": where}))
-    assert sentence in str(refusal.value)
+    assert sentence in refusal(tmp_path, records(6), examples={"where": where})
 
 
 def test_a_tokenizer_whose_files_do_not_belong_together_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer", eos_token="<|other|>")
-    source = write_records(tmp_path / "d.jsonl", [GOOD])
-    with pytest.raises(UserError, match=r"has no entry for eos_token '<\|other\|>' of the tokenizer_config.json"):
-        opened(config(tmp_path, source))
+    assert "has no entry for eos_token '<|other|>' of the tokenizer_config.json" in refusal(tmp_path, [GOOD])
 
 
 @pytest.mark.parametrize(
@@ -202,26 +185,21 @@ def test_a_tokenizer_whose_files_do_not_belong_together_is_refused(tmp_path: Pat
 def test_files_without_records_are_refused(tmp_path: Path, name: str, content: str, sentence: str) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=sentence):
-        opened(config(tmp_path, tmp_path / name))
+    assert re.search(sentence, refusal(tmp_path, tmp_path / name))
 
 
 def test_what_is_no_record_or_cannot_wait_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    source = write_records(tmp_path / "d.jsonl", records(9))
-    with pytest.raises(UserError, match=r"data.source python-docs: is running text"):
-        opened(config(tmp_path, "python-docs"))
-    with pytest.raises(UserError, match=r"data.tokenization is Online, but data.format Instruction is always encoded"):
-        opened(config(tmp_path, source, tokenization="Online"))
-    with pytest.raises(UserError, match=r"d.jsonl has no example to hold back: raise data.validation.fraction"):
-        opened(config(tmp_path, source, validation={"fraction": 0.0001}))
-    with pytest.raises(UserError, match=r"all of its examples are held back: lower data.validation.fraction"):
-        opened(config(tmp_path, source, validation={"fraction": 0.9999}))
+    assert "data.source python-docs: is running text" in refusal(tmp_path, "python-docs")
+    online = refusal(tmp_path, records(9), tokenization="Online")
+    assert "data.tokenization is Online, but data.format Instruction is always encoded" in online
+    none = refusal(tmp_path, records(9), validation={"fraction": 0.0001})
+    assert "d.jsonl has no example to hold back: raise data.validation.fraction" in none
+    everything = refusal(tmp_path, records(9), validation={"fraction": 0.9999})
+    assert "all of its examples are held back: lower data.validation.fraction" in everything
 
 
 def test_nothing_is_left_in_the_cache_of_what_was_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    source = write_records(tmp_path / "d.jsonl", [GOOD | {"response": ""}])
-    with pytest.raises(UserError):
-        opened(config(tmp_path, source))
+    assert "the answer is empty" in refusal(tmp_path, [GOOD | {"response": ""}])
     assert not list((tmp_path / "cache").glob("examples-*"))

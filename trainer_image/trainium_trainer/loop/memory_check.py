@@ -2,12 +2,14 @@
 
 Guarantees:
 - A configuration that does not fit a core is refused.
+- The memory of a device is what the machine reports, never a guess.
 - One that does not fit /dev/shm or a node gets a warning with what is switched off or ends by it.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING
 
 from trainium_contract.models.parameters import EMBEDDING, find_parameter
@@ -18,11 +20,14 @@ from trainium_contract.requirements.memory_estimate import (
     estimate_memory,
 )
 from trainium_contract.requirements.worker_requests import SHARED_SHARE, memory_setting
-from trainium_trainer.backends.device_memory import device_memory
+from trainium_contract.sizes import INSTANCES
 from trainium_trainer.exits import UserError
+from trainium_trainer.neuron_environment import LOGICAL_CORE, PRODUCT_NAME
 from trainium_trainer.tuning.choice import LORA_A, is_adapter
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from trainium_contract.models.shape import ModelShape
@@ -80,6 +85,23 @@ def _is_divided(shape: ModelShape, name: str) -> bool:
         return find_parameter(shape, name).dimension is not None
     projection, matrix, _ = name.rsplit(".", 2)
     return find_parameter(shape, f"{projection}.weight").dimension == (1 if matrix == LORA_A else 0)
+
+
+def device_memory(device: torch.device, *, product_name: Path = PRODUCT_NAME) -> int | None:
+    """Bytes of this process's device; None for a CPU and where nobody knows. `product_name`: file with the type."""
+    if device.type == "cuda":
+        import torch  # noqa: PLC0415 - `check` needs no device
+
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type not in ("neuron", "xla"):
+        return None
+    try:
+        instance = INSTANCES.get(product_name.read_text(encoding="utf-8").strip())
+    except OSError:
+        return None
+    if instance is None or not instance.core_bytes:
+        return None
+    return instance.core_memory(1 if os.environ.get(LOGICAL_CORE) == "1" else None)
 
 
 def warnings_at_start(settings: Settings, device: torch.device) -> list[str]:

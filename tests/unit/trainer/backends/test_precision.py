@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from trainium_contract.trainer.optimizer import OptimizerConfig
-from trainium_trainer.backends.optimizers import Rounding, Slot
+from trainium_trainer.backends.optimizers import Rounding, Slot, noise_generator, noise_like, round_into
 from trainium_trainer.backends.optimizers.adamw import update
-from trainium_trainer.backends.rounding import noise_generator, noise_like, round_into
 
 if TYPE_CHECKING:
     from conftest import Launcher, Undisturbed

@@ -13,14 +13,19 @@ from trainium_contract.models.parameters import parameter_sizes
 from trainium_contract.requirements.memory_estimate import Trained
 from trainium_contract.sizes import Instance
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_trainer.backends.device_memory import device_memory
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.compile.rehearsal import launch_at
 from trainium_trainer.configuration.config import Settings
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
-from trainium_trainer.loop.memory_check import needs_of, refuse_too_small, trained_of_rank, warnings_at_start
+from trainium_trainer.loop.memory_check import (
+    device_memory,
+    needs_of,
+    refuse_too_small,
+    trained_of_rank,
+    warnings_at_start,
+)
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.tuning.apply import apply_tuning
 from trainium_trainer.tuning.choice import choose
