@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 import traceback
@@ -283,7 +284,7 @@ def _child(
         torch.set_num_threads(1)
         if size > 1:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
+                "gloo", init_method=f"file://{store}/file", rank=rank, world_size=size, timeout=timedelta(seconds=30)
             )
         place = place_of(rank, size, tp, DataParallelMode(mode))
         results.put((rank, function(place, *arguments), None))
@@ -297,23 +298,21 @@ def _child(
 
 
 def run_world(
-    folder: Path,
     size: int,
     function: Callable[..., Any],
-    arguments: Any,
-    *,
+    *arguments: Any,
     tp: int = 1,
     mode: str = "Replicated",
     timeout: float = 40.0,
     killed: int = 0,
 ) -> list[Any]:
-    """Results of `function(place, *arguments)` by rank; raises when a rank failed.
+    """Results of `function(place, *arguments)` in gloo processes, by rank; raises when one failed.
 
     `killed`: so many of the last ranks do not live to give one.
     """
     context = multiprocessing.get_context("forkserver")
     results = context.Queue()
-    store = tempfile.mktemp(dir=folder, prefix="store-")
+    store = tempfile.mkdtemp()
     processes = [
         context.Process(target=_child, args=(function, rank, size, tp, mode, store, arguments, results), daemon=True)
         for rank in range(size)
@@ -336,4 +335,5 @@ def run_world(
             process.join()
             process.close()
         results.close()
+        shutil.rmtree(store)
     return [outcome[rank] for rank in range(size - killed)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.testing.trainer.base_models import save_base
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.choice import choose
@@ -29,7 +30,7 @@ pytestmark = [
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def save(folder: Path, save_base: Callable[..., Any], *, base: dict[str, Any] | None = None, **fields: Any) -> Any:
+def save(folder: Path, *, base: dict[str, Any] | None = None, **fields: Any) -> Any:
     """An adapter of random numbers, saved by peft beside its base."""
     from peft import LoraConfig, get_peft_model
 
@@ -67,11 +68,9 @@ def refusal(folder: Path, name: str = "adapter") -> str:
 @pytest.mark.parametrize("stabilized", [False, True])
 @pytest.mark.filterwarnings("ignore:.*embedding.*")
 def test_what_peft_saves_is_read_under_the_names_of_our_parameters(
-    tmp_path: Path, save_base: Callable[..., Any], targets: list[str], *, stabilized: bool
+    tmp_path: Path, targets: list[str], *, stabilized: bool
 ) -> None:
-    model = save(
-        tmp_path, save_base, target_modules=targets, use_rslora=stabilized, base={"tie_word_embeddings": False}
-    )
+    model = save(tmp_path, target_modules=targets, use_rslora=stabilized, base={"tie_word_embeddings": False})
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
     assert (adapter.rank, adapter.alpha, adapter.rank_stabilized) == (4, 12, stabilized)
     shape = shape_of(str(tmp_path / "base"))
@@ -92,12 +91,9 @@ def test_what_peft_saves_is_read_under_the_names_of_our_parameters(
     assert settings.lora.scale_of(chosen.adapters[0]) == layer.scaling["default"]
 
 
-def test_ranks_alphas_and_lengths_of_single_targets_are_read_as_peft_saves_them(
-    tmp_path: Path, save_base: Callable[..., Any]
-) -> None:
+def test_ranks_alphas_and_lengths_of_single_targets_are_read_as_peft_saves_them(tmp_path: Path) -> None:
     model = save(
         tmp_path,
-        save_base,
         target_modules=["q_proj", "v_proj", "down_proj"],
         rank_pattern={"down_proj": 2, "layers.1.self_attn.q_proj": 8},
         alpha_pattern={r".*v_proj": 5},
@@ -127,13 +123,11 @@ def test_ranks_alphas_and_lengths_of_single_targets_are_read_as_peft_saves_them(
             adapter.check(other, shape)
 
 
-def test_lengths_that_the_configuration_does_not_name_are_refused(
-    tmp_path: Path, save_base: Callable[..., Any]
-) -> None:
-    save(tmp_path, save_base, use_dora=True)
+def test_lengths_that_the_configuration_does_not_name_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, use_dora=True)
     edit(tmp_path / "adapter", use_dora=False)
     assert "has no use_dora: set it to true there" in refusal(tmp_path)
-    save(tmp_path, save_base)
+    save(tmp_path)
     edit(tmp_path / "adapter", use_dora=True)
     assert "lora_magnitude_vector.weight: copy or fetch the folder again" in refusal(tmp_path)
     edit(tmp_path / "adapter", use_dora=False, lora_bias=True)
@@ -142,10 +136,8 @@ def test_lengths_that_the_configuration_does_not_name_are_refused(
 
 @pytest.mark.filterwarnings("ignore:Adapter 'default'")  # peft takes a bias for a part of a divided matrix
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
-def test_biases_of_an_adapter_are_read_where_the_base_has_biases_too(
-    tmp_path: Path, save_base: Callable[..., Any]
-) -> None:
-    model = save(tmp_path / "biased", save_base, lora_bias=True, base={"attention_bias": True})
+def test_biases_of_an_adapter_are_read_where_the_base_has_biases_too(tmp_path: Path) -> None:
+    model = save(tmp_path / "biased", lora_bias=True, base={"attention_bias": True})
     adapter = AdapterWeights.open(str(tmp_path / "biased" / "adapter"))
     settings, shape = tuning(bias=True), shape_of(str(tmp_path / "biased" / "base"))
     assert set(adapter.names) == set(choose(shape, settings).sizes)
@@ -155,7 +147,7 @@ def test_biases_of_an_adapter_are_read_where_the_base_has_biases_too(
     adapter.check(settings, shape)
     with pytest.raises(UserError, match="was made with bias true"):
         adapter.check(tuning(), shape)
-    save(tmp_path / "bare", save_base, lora_bias=True)
+    save(tmp_path / "bare", lora_bias=True)
     bare = shape_of(str(tmp_path / "bare" / "base"))
     with pytest.raises(UserError, match="has no bias that it could be merged into: " + PLAIN):
         AdapterWeights.open(str(tmp_path / "bare" / "adapter")).check_base(bare)
@@ -163,10 +155,8 @@ def test_biases_of_an_adapter_are_read_where_the_base_has_biases_too(
         choose(bare, settings)
 
 
-def test_modules_that_peft_saves_whole_are_read_under_their_own_names(
-    tmp_path: Path, save_base: Callable[..., Any]
-) -> None:
-    save(tmp_path, save_base, modules_to_save=["lm_head", "embed_tokens"], base={"tie_word_embeddings": False})
+def test_modules_that_peft_saves_whole_are_read_under_their_own_names(tmp_path: Path) -> None:
+    save(tmp_path, modules_to_save=["lm_head", "embed_tokens"], base={"tie_word_embeddings": False})
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
     assert set(adapter.whole) == {"lm_head.weight", "model.embed_tokens.weight"}
     base = load_file(tmp_path / "base" / "model.safetensors")
@@ -179,8 +169,8 @@ def test_modules_that_peft_saves_whole_are_read_under_their_own_names(
     adapter.check(tuning(trainable=["lm_head", "embed_tokens"]), shape)
 
 
-def test_the_digest_is_of_the_numbers(tmp_path: Path, save_base: Callable[..., Any]) -> None:
-    save(tmp_path, save_base)
+def test_the_digest_is_of_the_numbers(tmp_path: Path) -> None:
+    save(tmp_path)
     first = AdapterWeights.open(str(tmp_path / "adapter")).digest
     assert first == AdapterWeights.open(str(tmp_path / "adapter")).digest
     tensors = load_file(tmp_path / "adapter" / TENSORS)
@@ -210,21 +200,19 @@ PLAIN = "train a plain LoRA adapter instead, because peft cannot merge this kind
     ids=str,
 )
 def test_adapters_of_other_arithmetic_are_refused(
-    tmp_path: Path, save_base: Callable[..., Any], fields: dict[str, Any], sentence: str, advice: str
+    tmp_path: Path, fields: dict[str, Any], sentence: str, advice: str
 ) -> None:
-    save(tmp_path, save_base)
+    save(tmp_path)
     edit(tmp_path / "adapter", **fields)
     message = refusal(tmp_path)
     assert sentence in message
     assert advice in message
 
 
-def test_every_default_of_peft_and_every_field_that_changes_no_number_is_accepted(
-    tmp_path: Path, save_base: Callable[..., Any]
-) -> None:
+def test_every_default_of_peft_and_every_field_that_changes_no_number_is_accepted(tmp_path: Path) -> None:
     from peft import LoraConfig
 
-    save(tmp_path, save_base)
+    save(tmp_path)
     folder = tmp_path / "adapter"
     saved = json.loads((folder / CONFIG).read_text())
     edit(folder, **{name: value for name, value in LoraConfig().to_dict().items() if name not in saved})
@@ -234,7 +222,7 @@ def test_every_default_of_peft_and_every_field_that_changes_no_number_is_accepte
         AdapterWeights.open(str(folder)).check_base(shape_of(str(tmp_path / "base")))
 
 
-def test_other_kinds_that_peft_saves_are_refused(tmp_path: Path, save_base: Callable[..., Any]) -> None:
+def test_other_kinds_that_peft_saves_are_refused(tmp_path: Path) -> None:
     from peft import IA3Config, get_peft_model
 
     for name, fields, sentence in (
@@ -242,7 +230,7 @@ def test_other_kinds_that_peft_saves_are_refused(tmp_path: Path, save_base: Call
         ("tokens", {"trainable_token_indices": [1, 2]}, "trains single rows of the embedding"),
         ("embedding", {"target_modules": ["embed_tokens"]}, "is no part of a plain LoRA adapter of linear layers"),
     ):
-        save(tmp_path / name, save_base, **fields)
+        save(tmp_path / name, **fields)
         assert sentence in refusal(tmp_path / name)
     config = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
     get_peft_model(save_base(tmp_path / "ia3" / "base"), config).save_pretrained(tmp_path / "ia3" / "adapter")
@@ -262,10 +250,8 @@ def test_other_kinds_that_peft_saves_are_refused(tmp_path: Path, save_base: Call
     ],
     ids=str,
 )
-def test_a_file_that_lacks_what_its_configuration_names_is_refused(
-    tmp_path: Path, save_base: Callable[..., Any], fields: dict[str, Any]
-) -> None:
-    save(tmp_path, save_base, base={"tie_word_embeddings": False}, **fields)
+def test_a_file_that_lacks_what_its_configuration_names_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    save(tmp_path, base={"tie_word_embeddings": False}, **fields)
     shape = shape_of(str(tmp_path / "base"))
     AdapterWeights.open(str(tmp_path / "adapter")).check_base(shape)  # whole, as peft saved it
     tensors = load_file(tmp_path / "adapter" / TENSORS)
@@ -277,12 +263,10 @@ def test_a_file_that_lacks_what_its_configuration_names_is_refused(
                 AdapterWeights.open(str(tmp_path / "adapter")).check_base(shape)
 
 
-def test_a_new_embedding_beside_a_tied_base_must_be_its_output_projection_too(
-    tmp_path: Path, save_base: Callable[..., Any]
-) -> None:
+def test_a_new_embedding_beside_a_tied_base_must_be_its_output_projection_too(tmp_path: Path) -> None:
     for tied in (False, True):
         save(
-            tmp_path / str(tied), save_base, base={"tie_word_embeddings": True},
+            tmp_path / str(tied), base={"tie_word_embeddings": True},
             modules_to_save=["embed_tokens"], ensure_weight_tying=tied,
         )  # fmt: skip
         adapter, shape = (
@@ -295,8 +279,8 @@ def test_a_new_embedding_beside_a_tied_base_must_be_its_output_projection_too(
                 adapter.check_base(shape)
 
 
-def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path, save_base: Callable[..., Any]) -> None:
-    save(tmp_path, save_base)
+def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
     assert "has no adapter_config.json: name the folder of an adapter" in refusal(tmp_path, "base")
     tensors = load_file(tmp_path / "adapter" / TENSORS)
     (tmp_path / "adapter" / TENSORS).unlink()
@@ -322,17 +306,17 @@ def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path, save_base: Calla
     ids=["half a pair", "strange name", "other rank", "nothing"],
 )
 def test_matrices_that_do_not_belong_together_are_refused(
-    tmp_path: Path, save_base: Callable[..., Any], alter: Callable[[dict[str, torch.Tensor]], object], sentence: str
+    tmp_path: Path, alter: Callable[[dict[str, torch.Tensor]], object], sentence: str
 ) -> None:
-    save(tmp_path, save_base)
+    save(tmp_path)
     tensors = load_file(tmp_path / "adapter" / TENSORS)
     alter(tensors)
     save_file(tensors, tmp_path / "adapter" / TENSORS)
     assert re.search(sentence, refusal(tmp_path))
 
 
-def test_a_truncated_adapter_is_refused(tmp_path: Path, save_base: Callable[..., Any]) -> None:
-    save(tmp_path, save_base)
+def test_a_truncated_adapter_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
     file = tmp_path / "adapter" / TENSORS
     file.write_bytes(file.read_bytes()[:-1])
     assert f"{TENSORS} is cut short" in refusal(tmp_path)
@@ -350,18 +334,16 @@ def test_a_truncated_adapter_is_refused(tmp_path: Path, save_base: Callable[...,
     ids=["rank", "alpha", "scale", "more targets", "fewer targets"],
 )
 def test_an_adapter_that_the_configuration_does_not_describe_is_refused(
-    tmp_path: Path, save_base: Callable[..., Any], settings: dict[str, Any], sentence: str
+    tmp_path: Path, settings: dict[str, Any], sentence: str
 ) -> None:
-    save(tmp_path, save_base)
+    save(tmp_path)
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
     with pytest.raises(UserError, match=re.escape(sentence)):
         adapter.check(tuning(**settings), shape_of(str(tmp_path / "base")))
 
 
-def test_an_adapter_of_another_base_is_refused_by_size_and_by_digest(
-    tmp_path: Path, save_base: Callable[..., Any]
-) -> None:
-    save(tmp_path, save_base)
+def test_an_adapter_of_another_base_is_refused_by_size_and_by_digest(tmp_path: Path) -> None:
+    save(tmp_path)
     save_base(tmp_path / "wide", hidden_size=64)
     save_base(tmp_path / "short", num_hidden_layers=1)
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.testing.trainer.base_models import save_base
 from trainium_contract.models.parameters import parameter_sizes
 from trainium_contract.models.shape import ModelShape
 from trainium_trainer.weights import BaseWeights, shape_of, tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -29,9 +29,7 @@ def whole(weights: BaseWeights, name: str, dtype: torch.dtype | None = None) -> 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("largest", ["5GB", "20KB"], ids=["one file", "several files"])
-def test_every_parameter_is_read_as_transformers_saved_it(
-    tmp_path: Path, save_base: Callable[..., Any], largest: str, *, tied: bool
-) -> None:
+def test_every_parameter_is_read_as_transformers_saved_it(tmp_path: Path, largest: str, *, tied: bool) -> None:
     model = save_base(tmp_path, largest=largest, tie_word_embeddings=tied)
     assert (tmp_path / "model.safetensors.index.json").exists() == (largest == "20KB")
     weights = BaseWeights.open(str(tmp_path))
@@ -47,7 +45,7 @@ def test_every_parameter_is_read_as_transformers_saved_it(
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16], ids=str)
 def test_every_floating_point_type_becomes_the_one_that_is_asked_for(
-    tmp_path: Path, save_base: Callable[..., Any], stored: torch.dtype, wanted: torch.dtype
+    tmp_path: Path, stored: torch.dtype, wanted: torch.dtype
 ) -> None:
     model = save_base(tmp_path, dtype=stored)
     weights = BaseWeights.open(str(tmp_path))
@@ -57,7 +55,7 @@ def test_every_floating_point_type_becomes_the_one_that_is_asked_for(
 
 
 def test_boxes_put_together_are_the_whole_however_it_is_divided(
-    tmp_path: Path, save_base: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensors, "CHUNK_BYTES", 500)  # several chunks for a box, ends within rows of others
     model = save_base(tmp_path)
@@ -82,7 +80,7 @@ def test_boxes_put_together_are_the_whole_however_it_is_divided(
             assert torch.equal(target, value), name
 
 
-def test_rows_beyond_the_files_are_the_mean_of_its_rows(tmp_path: Path, save_base: Callable[..., Any]) -> None:
+def test_rows_beyond_the_files_are_the_mean_of_its_rows(tmp_path: Path) -> None:
     model = save_base(tmp_path, tie_word_embeddings=False)
     weights = BaseWeights.open(str(tmp_path))
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -111,16 +109,14 @@ def test_rows_beyond_the_files_are_the_mean_of_its_rows(tmp_path: Path, save_bas
     ],
 )
 def test_a_box_outside_the_parameter_is_a_mistake_of_the_caller(
-    tmp_path: Path, save_base: Callable[..., Any], name: str, offsets: tuple[int, ...], size: tuple[int, ...]
+    tmp_path: Path, name: str, offsets: tuple[int, ...], size: tuple[int, ...]
 ) -> None:
     save_base(tmp_path)
     with pytest.raises(ValueError, match=r"dimensions|not within"):
         BaseWeights.open(str(tmp_path)).fill(name, offsets, torch.empty(size))
 
 
-def test_old_files_with_rotary_buffers_a_copied_output_and_odd_alignment_are_read(
-    tmp_path: Path, save_base: Callable[..., Any]
-) -> None:
+def test_old_files_with_rotary_buffers_a_copied_output_and_odd_alignment_are_read(tmp_path: Path) -> None:
     model = save_base(tmp_path, tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -150,9 +146,7 @@ def test_old_files_with_rotary_buffers_a_copied_output_and_odd_alignment_are_rea
     ],
     ids=["3", "3.1 and 3.2"],
 )
-def test_the_shape_is_the_folders_with_its_rotary_scaling(
-    tmp_path: Path, save_base: Callable[..., Any], scaling: dict[str, Any]
-) -> None:
+def test_the_shape_is_the_folders_with_its_rotary_scaling(tmp_path: Path, scaling: dict[str, Any]) -> None:
     save_base(tmp_path, rope_parameters=scaling)
     shape = shape_of(str(tmp_path))
     assert isinstance(shape, ModelShape)
@@ -164,9 +158,7 @@ def test_the_shape_is_the_folders_with_its_rotary_scaling(
         assert shape.rope_stretch.original_max_positions == 64
 
 
-def test_the_digest_is_of_the_weights_and_the_shape_and_not_of_the_files(
-    tmp_path: Path, save_base: Callable[..., Any]
-) -> None:
+def test_the_digest_is_of_the_weights_and_the_shape_and_not_of_the_files(tmp_path: Path) -> None:
     save_base(tmp_path / "a")
     save_base(tmp_path / "parts", largest="20KB")
     save_base(tmp_path / "other", seed=1)
@@ -178,9 +170,7 @@ def test_the_digest_is_of_the_weights_and_the_shape_and_not_of_the_files(
     assert all(len(digest) == 64 for digest in digests)
 
 
-def test_a_base_in_s3_is_read_in_ranges(
-    tmp_path: Path, save_base: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_in_s3_is_read_in_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.testing.trainer.s3_gateway import serving
 
     model = save_base(tmp_path / "base", largest="20KB")
@@ -231,7 +221,7 @@ print(json.dumps({"peak": high() - before, "shard": shard, "largest": largest}))
 
 @pytest.mark.parametrize("rank", [0, 7])
 def test_a_rank_of_tensor_8_and_fully_sharded_needs_its_shard_and_no_more_than_one_tensor(
-    tmp_path: Path, save_base: Callable[..., Any], rank: int
+    tmp_path: Path, rank: int
 ) -> None:
     save_base(
         tmp_path,

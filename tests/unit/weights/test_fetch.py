@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.testing.trainer.base_models import save_base
 from tests.testing.trainer.hub_server import COMMIT, HubServer
 from trainium_trainer import cli
 from trainium_trainer.weights import BaseWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 TOKEN = "hf_token_that_must_never_be_shown"
@@ -39,7 +40,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
 
 
 @pytest.fixture
-def files(tmp_path: Path, save_base: Callable[..., Any]) -> dict[str, bytes]:
+def files(tmp_path: Path) -> dict[str, bytes]:
     save_base(tmp_path / "made", largest="20KB")
     return {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
 

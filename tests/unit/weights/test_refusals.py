@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.testing.trainer.base_models import save_base
 from trainium_trainer.exits import StorageError, TrainerError, UserError
 from trainium_trainer.weights import BaseWeights, shape_of
 
@@ -36,14 +37,14 @@ def refusal(location: str | Path) -> str:
 
 
 @pytest.fixture
-def parts(tmp_path: Path, save_base: Callable[..., Any]) -> Path:
+def parts(tmp_path: Path) -> Path:
     """A base in several files."""
     save_base(tmp_path / "base", largest="20KB")
     return tmp_path / "base"
 
 
 @pytest.fixture
-def single(tmp_path: Path, save_base: Callable[..., Any]) -> Path:
+def single(tmp_path: Path) -> Path:
     """A base in one file."""
     save_base(tmp_path / "base")
     return tmp_path / "base"
@@ -190,7 +191,7 @@ def test_tensors_that_the_model_has_no_place_for_are_not_left_out_silently(singl
 
 
 def test_an_output_layer_that_the_configuration_ties_to_the_embedding_but_that_differs_is_refused(
-    tmp_path: Path, save_base: Callable[..., Any]
+    tmp_path: Path,
 ) -> None:
     save_base(tmp_path, tie_word_embeddings=False)
     edit(tmp_path / "config.json", tie_word_embeddings=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from checkpoint_scenarios import (
@@ -13,14 +13,11 @@ from checkpoint_scenarios import (
     save_as_a_peer_dies,
     scatter_with_failures,
 )
+from checkpoint_world import run_world
 
 from trainium_trainer.checkpoint.memory.snapshot import read_header
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.storage.posix import PosixStorage
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 # The first test pays for importing torch in the server that ranks are forked from.
 pytestmark = pytest.mark.timeout(180)
@@ -45,117 +42,101 @@ def assert_right(reports: list[dict[str, Any]], step: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["Replicated", "FullySharded"])
-def test_a_durable_checkpoint_is_resumed_at_any_data_parallel_size(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path, mode: str
-) -> None:
+def test_a_durable_checkpoint_is_resumed_at_any_data_parallel_size(tmp_path: Path, mode: str) -> None:
     root = tmp_path / "root"
     reached = None
     for size, to in ((4, 2), (2, 3), (3, 5), (4, 6)):
-        reports = world(size, report_after, root, None, to, {"save_at": (to,)}, mode=mode)
+        reports = run_world(size, report_after, root, None, to, {"save_at": (to,)}, mode=mode)
         assert_right(reports, reached)
         reached = to
         assert {report["durable"] for report in reports} == {to}
 
 
-def test_a_durable_checkpoint_is_resumed_at_another_tensor_parallel_size(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_a_durable_checkpoint_is_resumed_at_another_tensor_parallel_size(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    world(2, report_after, root, None, 2, {"save_at": (2,)}, tp=2)
-    assert_right(world(1, report_after, root, None, 3, {"save_at": (3,)}), 2)
-    assert_right(world(4, report_after, root, None, 4, {"save_at": (4,)}, tp=2, mode="FullySharded"), 3)
-    assert_right(world(2, report_after, root, None, 4, {}), 4)
+    run_world(2, report_after, root, None, 2, {"save_at": (2,)}, tp=2)
+    assert_right(run_world(1, report_after, root, None, 3, {"save_at": (3,)}), 2)
+    assert_right(run_world(4, report_after, root, None, 4, {"save_at": (4,)}, tp=2, mode="FullySharded"), 3)
+    assert_right(run_world(2, report_after, root, None, 4, {}), 4)
 
 
-def test_ranks_that_are_wired_in_another_order_save_what_any_order_resumes(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_ranks_that_are_wired_in_another_order_save_what_any_order_resumes(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    assert_right(world(3, report_after, root, None, 2, {"save_at": (2,), "wired_backwards": True}), None)
-    assert_right(world(3, report_after, root, None, 3, {"save_at": (3,)}), 2)
-    assert_right(world(2, report_after, root, None, 3, {"wired_backwards": True}), 3)
+    assert_right(run_world(3, report_after, root, None, 2, {"save_at": (2,), "wired_backwards": True}), None)
+    assert_right(run_world(3, report_after, root, None, 3, {"save_at": (3,)}), 2)
+    assert_right(run_world(2, report_after, root, None, 3, {"wired_backwards": True}), 3)
 
 
-def test_a_rank_without_a_snapshot_gets_it_from_a_peer_also_at_another_size(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_a_rank_without_a_snapshot_gets_it_from_a_peer_also_at_another_size(tmp_path: Path) -> None:
     root, nodes = tmp_path / "root", memories(tmp_path, 2)
-    world(2, report_after, root, nodes, 5, {"generation": 1})
+    run_world(2, report_after, root, nodes, 5, {"generation": 1})
     wider = [*nodes, *memories(tmp_path, 2, prefix="spare")]
-    reports = world(4, report_after, root, wider, 7, {"generation": 2})
+    reports = run_world(4, report_after, root, wider, 7, {"generation": 2})
     assert_right(reports, 5)
     assert [report["source"] for report in reports] == ["memory", "memory", "peer", "peer"]
     # A spare without any memory folder, and the old nodes gone.
-    reports = world(3, report_after, root, [tmp_path / "new", wider[3], None], 8, {"generation": 3})
+    reports = run_world(3, report_after, root, [tmp_path / "new", wider[3], None], 8, {"generation": 3})
     assert_right(reports, 7)
     assert [report["source"] for report in reports] == ["peer", "memory", "peer"]
 
 
-def test_ranks_that_share_a_node_share_one_snapshot(world: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_ranks_that_share_a_node_share_one_snapshot(tmp_path: Path) -> None:
     node = tmp_path / "node"
-    world(2, report_after, tmp_path / "root", [node, node], 4, {})
+    run_world(2, report_after, tmp_path / "root", [node, node], 4, {})
     assert len(list(node.rglob("*.snapshot"))) == 3
-    reports = world(2, report_after, tmp_path / "root", [node, node], 5, {})
+    reports = run_world(2, report_after, tmp_path / "root", [node, node], 5, {})
     assert_right(reports, 4)
     assert [report["source"] for report in reports] == ["memory", "memory"]
 
 
 @pytest.mark.parametrize(("buddies", "resumed"), [(0, 4), (1, 5)])
-def test_the_newest_step_that_every_shard_has_is_resumed(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path, buddies: int, resumed: int
-) -> None:
+def test_the_newest_step_that_every_shard_has_is_resumed(tmp_path: Path, buddies: int, resumed: int) -> None:
     root, nodes = tmp_path / "root", memories(tmp_path, 2)
     settings = {"buddies": buddies}
-    world(2, report_after, root, nodes, 5, settings, mode="FullySharded")
+    run_world(2, report_after, root, nodes, 5, settings, mode="FullySharded")
     for path in nodes[1].rglob("*-d1of2-*.snapshot"):
         data = bytearray(path.read_bytes())
         if b'"step": 5,' in bytes(data[:200]):
             data[4200] ^= 1
             path.write_bytes(data)
-    reports = world(2, report_after, root, nodes, 6, settings, mode="FullySharded")
+    reports = run_world(2, report_after, root, nodes, 6, settings, mode="FullySharded")
     assert_right(reports, resumed)
     assert reports[1]["source"] == ("peer" if buddies else "memory")
     assert all(any("damaged" in w and "rank 1" in w for w in report["warnings"]) for report in reports)
 
 
 @pytest.mark.parametrize("buddies", [0, 1])
-def test_sharded_ranks_that_changed_places_exchange_their_snapshots(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path, buddies: int
-) -> None:
+def test_sharded_ranks_that_changed_places_exchange_their_snapshots(tmp_path: Path, buddies: int) -> None:
     root, nodes = tmp_path / "root", memories(tmp_path, 2)
     settings = {"buddies": buddies}
-    world(2, report_after, root, nodes, 5, settings, mode="FullySharded")
-    reports = world(2, report_after, root, nodes[::-1], 9, settings | {"generation": 2}, mode="FullySharded")
+    run_world(2, report_after, root, nodes, 5, settings, mode="FullySharded")
+    reports = run_world(2, report_after, root, nodes[::-1], 9, settings | {"generation": 2}, mode="FullySharded")
     assert_right(reports, 5)
     # The other node has a copy already, if there are copies.
     assert [report["source"] for report in reports] == (["memory"] * 2 if buddies else ["peer"] * 2)
     assert [len(list(node.rglob("*.snapshot"))) for node in nodes] == [3 + 2 * buddies] * 2
 
 
-def test_a_lost_shard_without_a_copy_means_the_durable_tier(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_a_lost_shard_without_a_copy_means_the_durable_tier(tmp_path: Path) -> None:
     root, nodes = tmp_path / "root", memories(tmp_path, 2)
     alone = {"buddies": 0}
-    world(2, report_after, root, nodes, 5, {"save_at": (3,), **alone}, mode="FullySharded")
-    reports = world(2, report_after, root, [nodes[0], tmp_path / "new"], 4, alone, mode="FullySharded")
+    run_world(2, report_after, root, nodes, 5, {"save_at": (3,), **alone}, mode="FullySharded")
+    reports = run_world(2, report_after, root, [nodes[0], tmp_path / "new"], 4, alone, mode="FullySharded")
     assert_right(reports, 3)
     assert {report["source"] for report in reports} == {"durable"}
-    reports = world(2, report_after, root, [nodes[0], tmp_path / "new"], 4, alone, mode="FullySharded")
+    reports = run_world(2, report_after, root, [nodes[0], tmp_path / "new"], 4, alone, mode="FullySharded")
     assert_right(reports, 4)
 
 
 @pytest.mark.parametrize(("size", "tp", "mode"), [(3, 1, "FullySharded"), (2, 2, "Replicated")])
-def test_the_shard_of_a_lost_node_comes_from_its_buddy(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path, size: int, tp: int, mode: str
-) -> None:
+def test_the_shard_of_a_lost_node_comes_from_its_buddy(tmp_path: Path, size: int, tp: int, mode: str) -> None:
     root, nodes = tmp_path / "root", memories(tmp_path, size)
     settings = {"save_at": (2,)}
-    reports = world(size, report_after, root, nodes, 5, settings, tp=tp, mode=mode)
+    reports = run_world(size, report_after, root, nodes, 5, settings, tp=tp, mode=mode)
     assert [report["guarded"] for report in reports] == [5] * size
     for lost in range(size):
         nodes[lost] = tmp_path / f"instead-of-{lost}"
-        reports = world(size, report_after, root, nodes, 7 + lost, {}, tp=tp, mode=mode)
+        reports = run_world(size, report_after, root, nodes, 7 + lost, {}, tp=tp, mode=mode)
         assert_right(reports, 5 if lost == 0 else 6 + lost)
         assert [report["source"] for report in reports] == ["peer" if r == lost else "memory" for r in range(size)]
         assert [report["warnings"] for report in reports] == [[]] * size
@@ -163,89 +144,73 @@ def test_the_shard_of_a_lost_node_comes_from_its_buddy(
     assert [len(list(node.rglob("*.snapshot"))) for node in nodes] == [5] * size
 
 
-def test_a_damaged_copy_on_a_node_of_two_ranks_turns_all_ranks_to_the_step_before(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_a_damaged_copy_on_a_node_of_two_ranks_turns_all_ranks_to_the_step_before(tmp_path: Path) -> None:
     root, nodes = tmp_path / "root", memories(tmp_path, 3)
     both = [nodes[0], nodes[0], nodes[1], nodes[1]]
-    reports = world(4, report_after, root, both, 5, {}, mode="FullySharded")
+    reports = run_world(4, report_after, root, both, 5, {}, mode="FullySharded")
     assert [report["guarded"] for report in reports] == [5] * 4
     (copy,) = (path for path in nodes[0].rglob("*-d2of4-*") if step_in(path) == 5)
     data = bytearray(copy.read_bytes())
     data[-1] ^= 1
     copy.write_bytes(data)
-    reports = world(4, report_after, root, [nodes[0], nodes[0], nodes[2], nodes[2]], 7, {}, mode="FullySharded")
+    reports = run_world(4, report_after, root, [nodes[0], nodes[0], nodes[2], nodes[2]], 7, {}, mode="FullySharded")
     assert_right(reports, 4)
     assert [report["source"] for report in reports] == ["memory", "memory", "peer", "peer"]
     assert all(any("damaged" in warning for warning in report["warnings"]) for report in reports)
 
 
-def test_a_node_without_capacity_for_copies_warns_and_continues(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_a_node_without_capacity_for_copies_warns_and_continues(tmp_path: Path) -> None:
     nodes = memories(tmp_path, 2)
-    reports = world(2, report_after, tmp_path / "root", nodes, 3, {"snapshots": 3}, mode="FullySharded")
+    reports = run_world(2, report_after, tmp_path / "root", nodes, 3, {"snapshots": 3}, mode="FullySharded")
     assert [report["guarded"] for report in reports] == [-1, -1]
     assert any("keeps no copies of another's snapshots" in warning for warning in reports[0]["warnings"])
-    assert_right(world(2, report_after, tmp_path / "root", nodes, 3, {}, mode="FullySharded"), 3)
+    assert_right(run_world(2, report_after, tmp_path / "root", nodes, 3, {}, mode="FullySharded"), 3)
 
 
-def test_damage_that_one_rank_finds_turns_all_ranks_to_the_previous_checkpoint(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_damage_that_one_rank_finds_turns_all_ranks_to_the_previous_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    world(2, report_after, root, None, 4, {"save_at": (2, 4)}, tp=2)
+    run_world(2, report_after, root, None, 4, {"save_at": (2, 4)}, tp=2)
     path = next(Path(root / "step-4").glob("*/shard-00001.safetensors"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    reports = world(2, report_after, root, None, 5, {"save_at": (5,)}, tp=2)
+    reports = run_world(2, report_after, root, None, 5, {"save_at": (5,)}, tp=2)
     assert_right(reports, 2)
     assert all(len(report["warnings"]) == 1 for report in reports)
 
 
-def test_a_peer_that_dies_before_it_receives_the_commit_takes_nothing_of_the_checkpoint_away(
-    world: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    (failure,) = world(2, save_as_a_peer_dies, tmp_path / "root", killed=1)
+def test_a_peer_that_dies_before_it_receives_the_commit_takes_nothing_of_the_checkpoint_away(tmp_path: Path) -> None:
+    (failure,) = run_world(2, save_as_a_peer_dies, tmp_path / "root", killed=1)
     assert failure, "rank 0 has not noticed"
     found = survey(PosixStorage(tmp_path / "root"))
     assert (found.damaged, [item.step for item in found.committed]) == ({}, [1])
-    assert_right(world(2, report_after, tmp_path / "root", None, 1, {}), 1)
+    assert_right(run_world(2, report_after, tmp_path / "root", None, 1, {}), 1)
 
 
-def test_all_ranks_report_that_the_store_cannot_be_used(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_all_ranks_report_that_the_store_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(AssertionError, match="StorageError: checkpoint storage"):
-        world(2, report_after, tmp_path / "file" / "root", None, 1, {})
+        run_world(2, report_after, tmp_path / "file" / "root", None, 1, {})
 
 
-def test_tensor_parallel_replicas_resume_from_memory_and_peers(
-    world: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_tensor_parallel_replicas_resume_from_memory_and_peers(tmp_path: Path) -> None:
     root, nodes = tmp_path / "root", memories(tmp_path, 2)
     both = [nodes[0], nodes[0], nodes[1], nodes[1]]
-    world(4, report_after, root, both, 3, {}, tp=2)
-    reports = world(4, report_after, root, [nodes[0], nodes[0], tmp_path / "new", tmp_path / "new"], 4, {}, tp=2)
+    run_world(4, report_after, root, both, 3, {}, tp=2)
+    reports = run_world(4, report_after, root, [nodes[0], nodes[0], tmp_path / "new", tmp_path / "new"], 4, {}, tp=2)
     assert_right(reports, 3)
     assert [report["source"] for report in reports] == ["memory", "memory", "peer", "peer"]
     assert len(list(nodes[0].rglob("*"))) == 1 + 2 * 3 + 2
 
 
 @pytest.mark.parametrize("sizes", [[3, 0], [0, 100_000, 7], [1, 2, 3, 4], [5, 0, 1, 70_000, 2]])
-def test_every_rank_receives_the_texts_of_all_ranks_in_order_of_any_length(
-    world: Callable[..., list[list[str]]], sizes: list[int]
-) -> None:
+def test_every_rank_receives_the_texts_of_all_ranks_in_order_of_any_length(sizes: list[int]) -> None:
     expected = ["abcde"[rank] * size for rank, size in enumerate(sizes)]
-    assert world(len(sizes), gather_texts, sizes) == [expected] * len(sizes)
+    assert run_world(len(sizes), gather_texts, sizes) == [expected] * len(sizes)
 
 
-def test_all_ranks_receive_what_the_first_decides_and_the_first_error_with_a_sentence(
-    world: Callable[..., list[list[str]]],
-) -> None:
-    first, *others = world(3, reduce_with_failures)
+def test_all_ranks_receive_what_the_first_decides_and_the_first_error_with_a_sentence() -> None:
+    first, *others = run_world(3, reduce_with_failures)
     assert others == [first, first]
     assert first[:5] == [
         "3",
@@ -264,11 +229,9 @@ def test_all_ranks_receive_what_the_first_decides_and_the_first_error_with_a_sen
 
 
 @pytest.mark.parametrize("size", [3, 5, 8])
-def test_each_rank_gets_its_own_answer_and_all_get_the_same_error(
-    world: Callable[..., list[list[str]]], size: int
-) -> None:
+def test_each_rank_gets_its_own_answer_and_all_get_the_same_error(size: int) -> None:
     letters = "abcdefgh"[:size]
-    results = world(size, scatter_with_failures)
+    results = run_world(size, scatter_with_failures)
     for rank, found in enumerate(results):
         assert found[0] == found[5] == f"{rank} of {letters}{'x' * 50_000 * (rank == 1)}"
     assert [found[1:5] for found in results] == [results[0][1:5]] * size
@@ -280,7 +243,5 @@ def test_each_rank_gets_its_own_answer_and_all_get_the_same_error(
     assert results[0][4].startswith("RuntimeError")  # what cannot travel is an error of all, no silence
 
 
-def test_no_search_for_circles_of_objects_while_the_first_rank_decides_and_one_afterwards(
-    world: Callable[..., list[list[str]]],
-) -> None:
-    assert [found[6] for found in world(2, scatter_with_failures)] == ["FalseTrue"] * 2
+def test_no_search_for_circles_of_objects_while_the_first_rank_decides_and_one_afterwards() -> None:
+    assert [found[6] for found in run_world(2, scatter_with_failures)] == ["FalseTrue"] * 2
