@@ -6,20 +6,23 @@ write_run(tmp_path / "run", shape, {"model.norm.weight": tensor}, step=7, settin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainium_contract.models.shape import ModelShape
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
 from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.storage.protocol import Retry
+from trainium_trainer.tuning.choice import choose
+from trainium_trainer.weights import BaseWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    from trainium_contract.models.shape import ModelShape
 
 TINY: dict[str, Any] = {
     "vocab_size": 72,
@@ -81,3 +84,57 @@ def write_run(
     position = Position(step=step, samples=step * 8, tokens=step * 100)
     fixed = {"model": shape.to_json(), "seed": 0, "data": "d" * 64, "globalBatch": 8} | dict(settings or {})
     write_whole(open_storage(str(root)), sources, position, fixed, Retry())
+
+
+@dataclass
+class Tuned:
+    """A run of LoRA that has ended, with its base."""
+
+    folder: Path
+    base: Any
+    """The model of `transformers`."""
+    config: TrainingConfig
+    shape: ModelShape
+    trained: dict[str, torch.Tensor]
+    step: int = 7
+
+    @property
+    def root(self) -> str:
+        return str(self.folder / "run")
+
+    @property
+    def weights(self) -> BaseWeights:
+        return BaseWeights.open(str(self.folder / "base"))
+
+
+def save_tuned(
+    folder: Path,
+    *,
+    base: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
+    trainable: list[str] | None = None,
+    vocabulary: int = 72,
+    padding: int = 0,
+    artifacts: dict[str, Any] | None = None,
+) -> Tuned:
+    """A tuned model in a folder: `save_tuned(tmp_path, lora={"targets": ["lm_head"]}, artifacts={...})`."""
+    model = save_base(folder / "base", **base or {})
+    opened = BaseWeights.open(str(folder / "base"))
+    config = TrainingConfig.model_validate(
+        {
+            "model": {"weights": str(folder / "base")},
+            "tuning": {"method": "LoRA", "trainable": trainable, "lora": {"rank": 4, "alpha": 12} | (lora or {})},
+            "artifacts": {"precision": "Float32"} | (artifacts or {}),
+            "checkpoint": {"path": str(folder / "run")},
+        }
+    )
+    shape = ModelShape(
+        **{name: getattr(opened.shape, name) for name in ModelShape.__slots__}
+        | {"vocab_size": vocabulary + padding, "vocab_padding": padding}
+    )
+    generator = torch.Generator().manual_seed(5)
+    sizes = choose(shape, config.tuning).sizes
+    trained = {name: torch.randn(size, generator=generator) * 0.2 for name, size in sizes.items()}
+    settings = {"weights": opened.digest, "tuning": config.tuning.to_wire()}
+    write_run(folder / "run", shape, trained, settings=settings)
+    return Tuned(folder, model, config, shape, trained)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.testing.trainer.base_models import save_tuned
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_trainer import cli
 from trainium_trainer.artifacts.export import export, merge
@@ -17,7 +18,6 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.weights.adapter import AdapterWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [
@@ -82,12 +82,10 @@ def load(folder: Path) -> Any:
         "a whole module with its bias",
     ],
 )
-def test_peft_loads_our_adapter_and_merges_it_to_our_model(
-    tmp_path: Path, tuned: Callable[..., Any], given: dict[str, Any]
-) -> None:
+def test_peft_loads_our_adapter_and_merges_it_to_our_model(tmp_path: Path, given: dict[str, Any]) -> None:
     from peft import PeftModel
 
-    run = tuned(**given)
+    run = save_tuned(tmp_path, **given)
     base = str(tmp_path / "base")
     export(run.root, tmp_path / "adapter", base=base, kind=ArtifactKind.ADAPTER)
     export(run.root, tmp_path / "model", base=base, precision=FLOAT32)
@@ -99,8 +97,8 @@ def test_peft_loads_our_adapter_and_merges_it_to_our_model(
     assert float((merged - logits(load(tmp_path / "base"))).abs().max()) > 0.05 * scale
 
 
-def test_the_adapter_file_holds_what_was_trained_in_float32(tmp_path: Path, tuned: Callable[..., Any]) -> None:
-    run = tuned(lora={"dropout": 0.1})
+def test_the_adapter_file_holds_what_was_trained_in_float32(tmp_path: Path) -> None:
+    run = save_tuned(tmp_path, lora={"dropout": 0.1})
     export(run.root, tmp_path / "adapter", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
     found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert found.keys() == {f"base_model.model.{name}" for name in run.trained}
@@ -122,22 +120,20 @@ def test_the_adapter_file_holds_what_was_trained_in_float32(tmp_path: Path, tune
     again.check(run.config.tuning, run.shape, run.weights)
 
 
-def test_every_field_of_the_configuration_is_one_that_peft_knows(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+def test_every_field_of_the_configuration_is_one_that_peft_knows(tmp_path: Path) -> None:
     from peft import LoraConfig
 
-    run = tuned()
+    run = save_tuned(tmp_path)
     export(run.root, tmp_path / "adapter", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config.keys() <= LoraConfig().to_dict().keys()
 
 
 @pytest.mark.parametrize("lora", [{}, {"dora": True, "rankPattern": {"up_proj": 2}}], ids=["plain", "DoRA"])
-def test_merging_what_peft_saved_is_what_peft_merges(
-    tmp_path: Path, tuned: Callable[..., Any], lora: dict[str, Any]
-) -> None:
+def test_merging_what_peft_saved_is_what_peft_merges(tmp_path: Path, lora: dict[str, Any]) -> None:
     from peft import PeftModel
 
-    run = tuned(lora={"targets": ["*_proj"]} | lora, base=UNTIED, trainable=["model.norm"])
+    run = save_tuned(tmp_path, lora={"targets": ["*_proj"]} | lora, base=UNTIED, trainable=["model.norm"])
     export(run.root, tmp_path / "ours", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
     with_peft = PeftModel.from_pretrained(load(tmp_path / "base"), str(tmp_path / "ours"))
     with_peft.save_pretrained(tmp_path / "theirs")
@@ -149,8 +145,8 @@ def test_merging_what_peft_saved_is_what_peft_merges(
     assert files[0] == files[1]
 
 
-def test_merging_into_a_file_of_half_precision_rounds_once(tmp_path: Path, tuned: Callable[..., Any]) -> None:
-    run = tuned(base={"dtype": torch.bfloat16})
+def test_merging_into_a_file_of_half_precision_rounds_once(tmp_path: Path) -> None:
+    run = save_tuned(tmp_path, base={"dtype": torch.bfloat16})
     export(run.root, tmp_path / "model", base=str(tmp_path / "base"), precision=ArtifactPrecision.BFLOAT16)
     found = load_file(tmp_path / "model" / "model.safetensors")
     for name, before in run.base.named_parameters():
@@ -163,10 +159,10 @@ def test_merging_into_a_file_of_half_precision_rounds_once(tmp_path: Path, tuned
             assert torch.equal(found[name], before.detach())
 
 
-def test_grown_rows_are_kept_and_rows_of_padding_left_out(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+def test_grown_rows_are_kept_and_rows_of_padding_left_out(tmp_path: Path) -> None:
     from peft import PeftModel
 
-    run = tuned(base=UNTIED, vocabulary=75, padding=5, trainable=["lm_head", "embed_tokens"])
+    run = save_tuned(tmp_path, base=UNTIED, vocabulary=75, padding=5, trainable=["lm_head", "embed_tokens"])
     base = str(tmp_path / "base")
     export(run.root, tmp_path / "model", base=base, precision=FLOAT32)
     export(run.root, tmp_path / "adapter", base=base, kind=ArtifactKind.ADAPTER)
@@ -181,10 +177,10 @@ def test_grown_rows_are_kept_and_rows_of_padding_left_out(tmp_path: Path, tuned:
     assert "base.resize_token_embeddings(base.config.vocab_size + 3)" in (tmp_path / "adapter/README.md").read_text()
 
 
-def test_what_does_not_belong_together_is_not_merged(tmp_path: Path, tuned: Callable[..., Any]) -> None:
+def test_what_does_not_belong_together_is_not_merged(tmp_path: Path) -> None:
     from tests.testing.trainer.base_models import save_base
 
-    run = tuned()
+    run = save_tuned(tmp_path)
     export(run.root, tmp_path / "adapter", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
     save_base(tmp_path / "sibling", seed=9)
     save_base(tmp_path / "quantised")
@@ -201,10 +197,8 @@ def test_what_does_not_belong_together_is_not_merged(tmp_path: Path, tuned: Call
         assert not (tmp_path / "out").exists()
 
 
-def test_the_commands_merge_and_export_adapters(
-    tmp_path: Path, tuned: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tuned()
+def test_the_commands_merge_and_export_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = save_tuned(tmp_path)
     base, adapter, out = (str(tmp_path / name) for name in ("base", "adapter", "out"))
     assert cli.run(["export", run.root, adapter, "--base", base, "--adapter"]) == 0
     assert cli.run(["merge", "--base", base, "--adapter", adapter, out, "--dtype", "float32"]) == 0

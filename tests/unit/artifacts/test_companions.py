@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.testing.trainer.base_models import save_base, write_run
+from tests.testing.trainer.base_models import save_base, save_tuned, write_run
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.export import export, merge
@@ -19,7 +19,6 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.weights import BaseWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 FLOAT32 = ArtifactPrecision.FLOAT32
@@ -182,8 +181,8 @@ def test_a_model_without_a_tokenizer_names_no_end_rather_than_a_wrong_one(tmp_pa
     assert found.generation_config.eos_token_id is None
 
 
-def test_merging_keeps_the_tokenizer_that_came_with_the_adapter(tmp_path: Path, tuned: Callable[..., Any]) -> None:
-    run = tuned(base={"tie_word_embeddings": False}, trainable=["lm_head", "embed_tokens", "model.norm"])
+def test_merging_keeps_the_tokenizer_that_came_with_the_adapter(tmp_path: Path) -> None:
+    run = save_tuned(tmp_path, base={"tie_word_embeddings": False}, trainable=["lm_head", "embed_tokens", "model.norm"])
     run.base.load_state_dict(always_ends(run.base))
     run.base.save_pretrained(tmp_path / "base")
     ends = {name: value for name, value in always_ends(run.base).items() if name in run.trained}
@@ -230,8 +229,8 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_the_card_shows_settings_data_losses_and_goodput(tmp_path: Path, tuned: Callable[..., Any]) -> None:
-    run = tuned(lora={"dropout": 0.1})
+def test_the_card_shows_settings_data_losses_and_goodput(tmp_path: Path) -> None:
+    run = save_tuned(tmp_path, lora={"dropout": 0.1})
     lines = [{"step": n, "loss": 4.0 / n, "goodput": 0.875, "time": 0.0} for n in range(1, 21)]
     lines[6]["validationLoss"] = 0.75
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 21, "lo'

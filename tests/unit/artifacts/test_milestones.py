@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.trainer.base_models import write_run
+from tests.testing.trainer.base_models import save_tuned, write_run
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, milestone_name
 from trainium_trainer.artifacts.manifest import MANIFEST_NAME, PLAN_NAME, UNFINISHED, ArtifactManifest, WritePlan
 from trainium_trainer.artifacts.stage import write_artifacts, write_milestones
 from trainium_trainer.peers import Peers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from trainium_contract.status.results import ArtifactReport, RunStage
 
 STEPS = (2, 4, 6, 8)
@@ -41,9 +39,9 @@ class RecordedProgress(Silent):
 
 
 @pytest.fixture
-def run(tuned: Callable[..., Any], tmp_path: Path) -> Any:
+def run(tmp_path: Path) -> Any:
     """A run of four milestones."""
-    run = tuned(artifacts={"atMilestones": True})
+    run = save_tuned(tmp_path, artifacts={"atMilestones": True})
     for step in STEPS:
         write_run(tmp_path / "one", run.shape, run.trained, step=step, settings={"weights": run.weights.digest})
         folder = next(path for path in (tmp_path / "one").glob("step-*") if (path / COMMIT_NAME).exists())

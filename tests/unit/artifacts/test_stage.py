@@ -15,7 +15,7 @@ import pytest
 import torch
 from artifact_ranks import run_command, start, write_as_rank
 
-from tests.testing.trainer.base_models import write_run
+from tests.testing.trainer.base_models import save_tuned, write_run
 from tests.testing.trainer.s3_gateway import Fault, S3Gateway, serving
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
@@ -160,8 +160,8 @@ def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "LARGEST", 6_000)
 
 
-def test_a_run_of_lora_leaves_an_adapter_and_a_merged_model(tmp_path: Path, tuned: Callable[..., Any]) -> None:
-    run, progress = tuned(), Progress()
+def test_a_run_of_lora_leaves_an_adapter_and_a_merged_model(tmp_path: Path) -> None:
+    run, progress = save_tuned(tmp_path), Progress()
     reports = write(run, 2, progress)
     assert [report.kind for report in reports] == ["Adapter", "Model"]
     assert [report.path for report in reports] == [
@@ -184,22 +184,18 @@ def test_a_run_of_lora_leaves_an_adapter_and_a_merged_model(tmp_path: Path, tune
     assert BaseWeights.open(reports[1].path).shape == run.weights.shape
 
 
-def test_a_writer_that_was_killed_in_its_first_file_has_taken_no_folder(
-    tmp_path: Path, tuned: Callable[..., Any]
-) -> None:
+def test_a_writer_that_was_killed_in_its_first_file_has_taken_no_folder(tmp_path: Path) -> None:
     for name in ("adapter", "model"):
         unfinished = tmp_path / "run/artifacts/step-7" / name / "unfinished"
         unfinished.mkdir(parents=True)
         (unfinished / ".draft-0123456789ab").write_bytes(b"{")
-    for report in write(tuned()):
+    for report in write(save_tuned(tmp_path)):
         assert Path(report.path).name in ("adapter", "model")
         assert not [path.name for path in Path(report.path).rglob("*") if path.name.startswith((".", "unfinished"))]
 
 
-def test_the_same_files_come_from_any_number_of_ranks_as_far_as_they_are_divided_alike(
-    tmp_path: Path, tuned: Callable[..., Any]
-) -> None:
-    run = tuned()
+def test_the_same_files_come_from_any_number_of_ranks_as_far_as_they_are_divided_alike(tmp_path: Path) -> None:
+    run = save_tuned(tmp_path)
     tensors: list[dict[str, torch.Tensor]] = []
     for ranks in (1, 2, 5):
         config = run.config.model_copy(
@@ -216,9 +212,9 @@ def test_the_same_files_come_from_any_number_of_ranks_as_far_as_they_are_divided
 
 
 def test_a_stage_that_is_killed_at_any_instant_goes_on_where_it_was(
-    tmp_path: Path, tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tuned(base={"num_hidden_layers": 1})
+    run = save_tuned(tmp_path, base={"num_hidden_layers": 1})
     undisturbed = World(monkeypatch)
     write(run, 2)
     folder = tmp_path / "run" / "artifacts"
@@ -247,10 +243,10 @@ def test_a_stage_that_is_killed_at_any_instant_goes_on_where_it_was(
 
 
 def test_a_writer_that_was_replaced_while_it_slept_harms_nothing_when_it_wakes_up(
-    tmp_path: Path, tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node was frozen: its ranks go on for a moment, with the next file, before their agent ends them."""
-    run = tuned(artifacts={"kinds": ["Model"]})
+    run = save_tuned(tmp_path, artifacts={"kinds": ["Model"]})
     asleep, awake = threading.Event(), threading.Event()
 
     class Slept(World):
@@ -277,10 +273,8 @@ def test_a_writer_that_was_replaced_while_it_slept_harms_nothing_when_it_wakes_u
     }
 
 
-def test_a_folder_with_something_else_is_left_alone_and_the_next_one_taken(
-    tmp_path: Path, tuned: Callable[..., Any]
-) -> None:
-    run = tuned(artifacts={"kinds": ["Model"]})
+def test_a_folder_with_something_else_is_left_alone_and_the_next_one_taken(tmp_path: Path) -> None:
+    run = save_tuned(tmp_path, artifacts={"kinds": ["Model"]})
     theirs = tmp_path / "run/artifacts/step-7/model"
     theirs.mkdir(parents=True)
     (theirs / "config.json").write_text("{}")
@@ -295,10 +289,8 @@ def test_a_folder_with_something_else_is_left_alone_and_the_next_one_taken(
     assert write(run)[0] == report
 
 
-def test_real_ranks_that_are_killed_while_they_write_are_continued_by_fewer(
-    tmp_path: Path, tuned: Callable[..., Any]
-) -> None:
-    run = tuned(artifacts={"kinds": ["Model"]})
+def test_real_ranks_that_are_killed_while_they_write_are_continued_by_fewer(tmp_path: Path) -> None:
+    run = save_tuned(tmp_path, artifacts={"kinds": ["Model"]})
     text = json.dumps(run.config.to_wire())
     notes, folder = tmp_path / "notes", tmp_path / "run/artifacts/step-7/model"
     ranks = [start(write_as_rank, text, rank, 3, str(tmp_path / "rendezvous-1"), str(notes)) for rank in range(3)]
@@ -322,9 +314,9 @@ def test_real_ranks_that_are_killed_while_they_write_are_continued_by_fewer(
 
 @pytest.mark.parametrize("limit", [5_000, *(pytest.param(limit, marks=pytest.mark.long) for limit in (300, 9_000))])
 def test_a_full_disk_ends_with_a_sentence_and_no_folder_that_could_be_taken_for_a_whole_one(
-    tmp_path: Path, tuned: Callable[..., Any], limit: int
+    tmp_path: Path, limit: int
 ) -> None:
-    run = tuned(artifacts={"kinds": ["Model"]})
+    run = save_tuned(tmp_path, artifacts={"kinds": ["Model"]})
     (tmp_path / "mine.txt").write_text("mine")
     out, log = tmp_path / "out", tmp_path / "log"
     command = ["export", run.root, str(out), "--base", str(tmp_path / "base"), "--dtype", "float32"]
@@ -344,8 +336,8 @@ def test_a_full_disk_ends_with_a_sentence_and_no_folder_that_could_be_taken_for_
     assert BaseWeights.open(str(out)).shape == run.weights.shape
 
 
-def test_an_error_of_one_rank_is_the_error_of_all(tmp_path: Path, tuned: Callable[..., Any]) -> None:
-    run = tuned()
+def test_an_error_of_one_rank_is_the_error_of_all(tmp_path: Path) -> None:
+    run = save_tuned(tmp_path)
     shard = next((tmp_path / "run").glob("step-7/*/shard-*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
@@ -365,8 +357,8 @@ def test_an_error_of_one_rank_is_the_error_of_all(tmp_path: Path, tuned: Callabl
     assert all("does not have the contents that were written" in str(error) for error in errors)
 
 
-def test_a_step_without_a_checkpoint_has_no_artifacts(tuned: Callable[..., Any]) -> None:
-    run = tuned()
+def test_a_step_without_a_checkpoint_has_no_artifacts(tmp_path: Path) -> None:
+    run = save_tuned(tmp_path)
     with pytest.raises(UserError, match="there is no committed checkpoint of step 8 to make artifacts from"):
         write_artifacts(run.config, run.root, 8, _Rank(Ranks(1), 0), Progress(), retry=NO_RETRY)
 
@@ -383,10 +375,8 @@ def upload(server: S3Gateway, folder: Path, prefix: str) -> None:
             server.put("bucket", f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
 
 
-def test_artifacts_in_a_bucket_equal_those_in_a_folder(
-    tmp_path: Path, tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = tuned()
+def test_artifacts_in_a_bucket_equal_those_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = save_tuned(tmp_path)
     expected = write(run, 2)
     folder = tmp_path / "run/artifacts/step-7"
     weights = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
@@ -418,9 +408,9 @@ def test_artifacts_in_a_bucket_equal_those_in_a_folder(
 
 
 def test_a_bucket_that_refuses_writes_leaves_no_adapter_and_the_next_start_completes_it(
-    tmp_path: Path, tuned: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tuned()
+    run = save_tuned(tmp_path)
     expected = write(run, 2)
     with serving(tmp_path, monkeypatch) as server:
         config = in_bucket(run)

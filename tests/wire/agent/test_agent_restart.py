@@ -128,8 +128,7 @@ async def test_new_steps_refill_the_budget_of_restarts(world: World) -> None:
 
 
 async def test_a_device_fault_withdraws_its_pod_and_the_others_wait_for_the_replacement(world: World) -> None:
-    world.start("spare")
-    await world.train("a", "b", step=3)
+    await world.train("a", "b", spares=("spare",), step=3)
     world.command("exit-1", "80")
     await world.phase("Failed", "b")
     assert world.jobs.last("b").verdict.exit_code == 80
@@ -150,8 +149,7 @@ async def test_ranks_that_yielded_though_nobody_called_go_on_in_place(world: Wor
 
 
 async def test_the_loss_of_the_store_leaves_the_others_waiting_for_a_newer_generation(world: World) -> None:
-    world.start("spare")
-    await world.train("a", "b", "c", step=3)
+    await world.train("a", "b", "c", spares=("spare",), step=3)
     world.agents["a"].signal(signal.SIGKILL)
     await world.ended("a")
     await world.until(lambda: not is_alive(world.starts(rank=0)[0]["pid"]), "its rank ended with it")
