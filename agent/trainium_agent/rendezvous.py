@@ -168,7 +168,9 @@ class GenerationRendezvous:
             self._stop_when_interrupted()
             if time.monotonic() > next_listing:
                 next_listing += _MISSING_SECONDS
-                self._take_missing(attempt)
+                key = self.store.key(attempt, "missing")
+                if self.store.has(key):  # node 0 publishes it
+                    self._waiting_for(tuple(int(rank) for rank in self.store.get(key).split(",") if rank))
             if self._is_over(attempt, self._newest(observations, _TURN_PATIENCE_SECONDS)):
                 return False
             observations = self._watcher.observations
@@ -216,13 +218,6 @@ class GenerationRendezvous:
         self.store.set(self.store.key(attempt, "missing"), ",".join(map(str, listed)))
         self._waiting_for(listed)
         return absent
-
-    def _take_missing(self, attempt: int) -> None:
-        """Return what node 0 published, if it did."""
-        key = self.store.key(attempt, "missing")
-        if self.store.has(key):
-            text = self.store.get(key)
-            self._waiting_for(tuple(int(rank) for rank in text.split(",") if rank))
 
     def _stop_when_interrupted(self) -> None:
         if self._interrupted():

@@ -74,9 +74,10 @@ def variables(config: TrainingConfig, *, nxd: bool, given: Mapping[str, str]) ->
     Compiler flags of the user are kept beside ours. Raises UserError where `given` contradicts the configuration.
     """
     neuron = config.neuron
+    rounds = config.precision.keeps_half if neuron.stochastic_rounding is None else neuron.stochastic_rounding
     found = {
         "NEURON_FUSE_SOFTMAX": str(int(neuron.fuse_softmax)),
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN": str(int(_rounds_stochastically(config))),
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": str(int(rounds)),
         "NEURON_RT_STOCHASTIC_ROUNDING_SEED": str(neuron.stochastic_rounding_seed),
         "NEURON_RT_EXEC_TIMEOUT": str(neuron.exec_timeout_seconds),
     }
@@ -121,11 +122,6 @@ def uses_neuron(config: TrainingConfig, devices: Path = Path("/dev")) -> bool:
     """Return whether this process may use Neuron devices: they are requested, or here and not excluded."""
     asked = config.backend is BackendChoice.NXD or config.device is DeviceChoice.NEURON
     return asked or (config.device is DeviceChoice.AUTO and any(devices.glob(DEVICE_FILES)))
-
-
-def _rounds_stochastically(config: TrainingConfig) -> bool:
-    chosen = config.neuron.stochastic_rounding
-    return config.precision.keeps_half if chosen is None else chosen
 
 
 def _merged(ours: list[str], given: str) -> list[str]:

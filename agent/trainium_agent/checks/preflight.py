@@ -57,7 +57,11 @@ def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[Prefli
     findings = [*_memory_directory(settings.memory_directory)]
     if settings.program is None:
         findings += _config(settings.config_path)
-    findings += _open_files(settings.largest_nodes, settings.processes_per_node)
+    # Any worker may become the first, which everybody connects to, so each needs the limit that the first does.
+    nodes = settings.largest_nodes
+    sentence = explain_shortage(read_limit(), nodes * settings.processes_per_node, nodes) if nodes else ""
+    if sentence:
+        findings.append(PreflightFinding(ExitCode.USER_ERROR, f"Too few open files: {sentence}."))
     if PreflightCheck.DEVICES in settings.checks:
         findings += _devices(settings.neuron_devices, devices)
         findings += _versions(settings.neuron_devices)
@@ -155,13 +159,6 @@ def _config(path: Path) -> Iterator[PreflightFinding]:
         return
     if empty:
         yield PreflightFinding(ExitCode.USER_ERROR, f"The trainer configuration {path} is empty.")
-
-
-def _open_files(nodes: int, processes: int) -> Iterator[PreflightFinding]:
-    """Any worker may become the first, which everybody connects to, so each needs the limit that the first does."""
-    sentence = explain_shortage(read_limit(), nodes * processes, nodes) if nodes else ""
-    if sentence:
-        yield PreflightFinding(ExitCode.USER_ERROR, f"Too few open files: {sentence}.")
 
 
 def _devices(expected: int, devices: Path) -> Iterator[PreflightFinding]:

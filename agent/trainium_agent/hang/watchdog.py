@@ -82,7 +82,8 @@ class HangWatch:
             samples.append(sample)
             timings.append(timing)
             pids.add(process.pid)
-        self.timing = _slowest(timings)
+        known = (timing for timing in timings if timing is not None)
+        self.timing = max(known, key=lambda timing: timing.own_seconds, default=None)  # of the rank with the most work
         self._waits.forget_others(frozenset(pids))
         return self._watch.sample(now, samples)
 
@@ -165,9 +166,3 @@ def timing_of(steps: tuple[tuple[float, float], ...], cpu_wait: float | None = N
         own_seconds=round(percentile([own for _, own in newest], 0.5), 6),
         cpu_wait=cpu_wait,
     )
-
-
-def _slowest(timings: list[StepTiming | None]) -> StepTiming | None:
-    """Return the timing of the rank with the most work."""
-    known = [timing for timing in timings if timing is not None]
-    return max(known, key=lambda timing: timing.own_seconds, default=None)

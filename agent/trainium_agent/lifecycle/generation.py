@@ -141,7 +141,10 @@ def _result(terms: GenerationLimits, life: LocalGeneration, task: do.Task, resul
         case on.RanksSampled():
             return _ranks_sampled(terms, life, result, now)
         case on.InquiryUpdated():
-            return _inquiry_updated(life, result, now)
+            life = replace(life, inquiring=result.open, deadline=now + _POLL_SECONDS)
+            if result.stuck is None:
+                return life, ()
+            return replace(life, stuck_reported_at=now), (do.ReportStuck(result.stuck),)
         case on.HangFound():
             return _hang_found(terms, life, result, now)
         case on.HangCounted():
@@ -272,13 +275,6 @@ def _ranks_sampled(terms: GenerationLimits, life: LocalGeneration, sampled: on.R
     if sampled.overdue or life.stuck_reported_at is None or now < life.stuck_reported_at + _REPORT_STUCK_SECONDS:
         return life, (timed,)
     return replace(life, stuck_reported_at=None), (timed, do.ReportStuck(()))
-
-
-def _inquiry_updated(life: LocalGeneration, updated: on.InquiryUpdated, now: float) -> _Answer:
-    life = replace(life, inquiring=updated.open, deadline=now + _POLL_SECONDS)
-    if updated.stuck is None:
-        return life, ()
-    return replace(life, stuck_reported_at=now), (do.ReportStuck(updated.stuck),)
 
 
 def _hang_found(terms: GenerationLimits, life: LocalGeneration, found: on.HangFound, now: float) -> _Answer:

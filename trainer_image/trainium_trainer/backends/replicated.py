@@ -202,16 +202,13 @@ class ReplicatedStore:
         In bfloat16 by parameter, because noise goes by name: a tied weight has copies in other places.
         """
         if self._half:
-            yield from self._slots_by_name()
+            for entry in self._entries:
+                at = slice(entry.offset, entry.offset + entry.local_size.numel())
+                key = f"{entry.name}:{self._tp_rank if entry.divided else 0}"
+                yield self._slot(at, is_matrix=len(entry.size) > 1, key=key)
             return
         for start, end, is_matrix in self._slot_bounds:
             yield self._slot(slice(start, end), is_matrix=is_matrix)
-
-    def _slots_by_name(self) -> Iterator[Slot]:
-        for entry in self._entries:
-            at = slice(entry.offset, entry.offset + entry.local_size.numel())
-            key = f"{entry.name}:{self._tp_rank if entry.divided else 0}"
-            yield self._slot(at, is_matrix=len(entry.size) > 1, key=key)
 
     def _slot(self, at: slice, *, is_matrix: bool, key: str = "") -> Slot:
         weight, *moments = (flat[at] for flat in self._flat.values())

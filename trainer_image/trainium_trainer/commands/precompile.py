@@ -34,7 +34,7 @@ from trainium_trainer.compile import graphs
 from trainium_trainer.compile.crew import Crew
 from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
 from trainium_trainer.compile.rehearsal import places as places_of
-from trainium_trainer.compile.sizes import Sizes, read_sizes
+from trainium_trainer.compile.sizes import read_sizes
 from trainium_trainer.configuration.config import Settings, resolve_settings
 from trainium_trainer.exits import StorageError, TrainerError, UserError
 
@@ -75,7 +75,11 @@ def precompile(
     """Compile the graphs of every size of a job before it runs, into this node's cache and the shared one."""
     asked = _numbers(sizes)
     plan = read_sizes(config, overrides or (), asked=asked, cores_per_node=cores_per_node)
-    launches = list(_launches(plan))  # what is wrong with a size is found before the first one is compiled
+    launches = []
+    for nodes in plan.nodes:  # what is wrong with a size is found before the first one is compiled
+        settings = resolve_settings(plan.config, launch_at(0, nodes * plan.cores_per_node, plan.cores_per_node))
+        refuse_what_it_cannot(settings)
+        launches.append(settings)
     neuron_environment.apply(plan.config)
     local, shared = graphs.local_cache(plan.config), graphs.shared_cache(plan.config)
     for nodes, settings in zip(plan.nodes, launches, strict=True):
@@ -194,13 +198,6 @@ def _places(settings: Settings) -> tuple[Place, ...]:
 
 def _is_nxd(settings: Settings) -> bool:
     return choose(settings.config.backend, settings.config.device) is BackendChoice.NXD
-
-
-def _launches(plan: Sizes) -> Iterator[Settings]:
-    for nodes in plan.nodes:
-        settings = resolve_settings(plan.config, launch_at(0, nodes * plan.cores_per_node, plan.cores_per_node))
-        refuse_what_it_cannot(settings)
-        yield settings
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from trainium_trainer.backends.base import Evaluation, StepOutcome
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.loop.stop import StopRequest
-    from trainium_trainer.monitor.watch import MonitorAlert
 
 _log = logging.getLogger("trainium.train")
 _SECONDS_BETWEEN_LINES = 1.0
@@ -135,7 +134,10 @@ def loop(run: Run) -> ExitCode:
             if done.applied:
                 manager.after_step(run.position, totals.votes)
         run.progress.step_done(figures, seconds=seconds)
-        _report_alerts(run, step, alerts)
+        if run.backend.mesh.rank == 0:  # only its monitors know the whole history
+            for alert in alerts:
+                _log.warning("%s", alert.sentence)
+                run.progress.alert(alert.kind, step, alert.sentence)
         run.progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
         warned = report_warnings(manager, run.progress, warned)
         if run.backend.mesh.rank == 0 and (last or totals.stop or now - last_line >= _SECONDS_BETWEEN_LINES):
@@ -169,14 +171,6 @@ def _validate(run: Run, step: int, *, last: bool) -> Evaluation | None:
     if mesh.rank == 0:
         _log.info("step %d: validation loss %.4f on %d samples", step, found.loss, data.num_samples)
     return found
-
-
-def _report_alerts(run: Run, step: int, alerts: tuple[MonitorAlert, ...]) -> None:
-    """Pass on what the monitors of rank 0 have found: only they know the whole history."""
-    if run.backend.mesh.rank == 0:
-        for alert in alerts:
-            _log.warning("%s", alert.sentence)
-            run.progress.alert(alert.kind, step, alert.sentence)
 
 
 def _leave(run: Run, *, memory_ends: bool) -> ExitCode:

@@ -39,10 +39,11 @@ def apply_tuning(model: Llama, choice: Choice, lora: LoraConfig, *, frozen: torc
                     AdaptedLinear(name, old.in_features, old.out_features, lora, bias=old.bias is not None),
                 )
     seen: dict[int, nn.Parameter] = {}
+    tied = model.shape.tie_embeddings and "model.embed_tokens.weight" in choice.weights
     for owner, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):  # noqa: SLF001 - where parameters are replaced
             name = f"{owner}.{leaf}"
-            if parameter is None or name in choice.sizes or _is_tied(model, name, choice):
+            if parameter is None or name in choice.sizes or (tied and name == "lm_head.weight"):
                 continue
             kept = parameter.detach() if frozen is None else parameter.detach().to(frozen)
             module.register_parameter(leaf, seen.setdefault(id(parameter), nn.Parameter(kept, requires_grad=False)))
@@ -54,11 +55,6 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name) if name else model
     except AttributeError:
         return None
-
-
-def _is_tied(model: Llama, name: str, choice: Choice) -> bool:
-    """Return whether this is the second name of an embedding that is trained."""
-    return name == "lm_head.weight" and model.shape.tie_embeddings and "model.embed_tokens.weight" in choice.weights
 
 
 def initial_adapter(name: str, size: torch.Size, seed: int) -> Tensor:

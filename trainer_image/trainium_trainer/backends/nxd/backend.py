@@ -78,16 +78,13 @@ class NxdBackend:
             self._groups = join(settings, self._device.device)
         self.mesh = self._groups.mesh
         self._sequence = settings.config.parallelism.sequence and self.mesh.tp_size > 1
-        self._columns = self._known_columns()
+        share = self._shape.vocab_size // self.mesh.tp_size
+        known = self._shape.vocab_size - self._shape.vocab_padding - self.mesh.tp_rank * share
+        self._columns = None if known >= share else max(0, known)
+        """How many of this rank's rows of the vocabulary have a token; None for all."""
         self._tokens = 0
         self._noted: list[float] = []
         self._derived = False
-
-    def _known_columns(self) -> int | None:
-        """Return how many of this rank's rows of the vocabulary have a token; None for all."""
-        share = self._shape.vocab_size // self.mesh.tp_size
-        known = self._shape.vocab_size - self._shape.vocab_padding - self.mesh.tp_rank * share
-        return None if known >= share else max(0, known)
 
     def build(self) -> None:
         """Create the divided model without values, and allocate this rank's state. Collective."""

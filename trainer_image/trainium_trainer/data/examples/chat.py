@@ -114,7 +114,9 @@ class Chat:
         """Return a message as the template gets it: content is a text or null, and nothing else is null."""
         message: dict[str, Any] = self._hidden(without_nulls(given)) | {"role": given["role"]}
         content = message.get("content")
-        if isinstance(content, list) and all(map(_is_part, content)):
+        if isinstance(content, list) and all(
+            isinstance(part, str) or (isinstance(part, dict) and "type" in part) for part in content
+        ):
             parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
             other = next((part["type"] for part in parts if part["type"] not in _TEXT_PARTS), None)
             if other is not None:
@@ -181,10 +183,6 @@ def _from_json(value: Any) -> Any:
         return json.loads(value)
     except ValueError:
         return None
-
-
-def _is_part(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, dict) and "type" in value)
 
 
 def _has_answer(message: Mapping[str, Any]) -> bool:
