@@ -47,7 +47,7 @@ class Stage(StrEnum):
 
 
 class Then(StrEnum):
-    """What follows when no rank is left, without details."""
+    """Name what follows when no rank is left, without details."""
 
     JOIN_AGAIN = "JoinAgain"
     """The next attempt."""

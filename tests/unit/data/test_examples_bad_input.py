@@ -20,7 +20,7 @@ CLASS = {"format": "Classification"}
 
 
 def refusal(tmp_path: Path, rows: Any, **settings: Any) -> str:
-    """What records, or a source of them, are refused with."""
+    """Return what records, or a source of them, are refused with."""
     source = write_records(tmp_path / "d.jsonl", rows) if isinstance(rows, list) else rows
     with pytest.raises(UserError) as refused:
         opened(config(tmp_path, source, **settings))
@@ -53,9 +53,9 @@ def test_a_record_that_cannot_be_used_is_named_by_its_line(
 
 
 def test_a_template_with_an_unknown_field_names_the_nearest_one(tmp_path: Path) -> None:
-    said = refusal(tmp_path, [GOOD] * 3, examples={"template": {"prompt": "{instructon}\n"}})
-    assert "holds no example: 3 records were skipped, the first:" in said
-    assert "has no field 'instructon', which data.examples.template.prompt names (it has 'instruction'," in said
+    message = refusal(tmp_path, [GOOD] * 3, examples={"template": {"prompt": "{instructon}\n"}})
+    assert "holds no example: 3 records were skipped, the first:" in message
+    assert "has no field 'instructon', which data.examples.template.prompt names (it has 'instruction'," in message
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_a_template_that_is_none_is_refused(tmp_path: Path, prompt: str, sentenc
 
 def test_a_template_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "template.json").write_text('{"prompt": "{instruction}"}')
-    said = refusal(tmp_path, [GOOD])
-    assert "template.json: is no template: write an object with the texts `prompt` and" in said
+    message = refusal(tmp_path, [GOOD])
+    assert "template.json: is no template: write an object with the texts `prompt` and" in message
 
 
 @pytest.mark.parametrize("label", [2, -1, "maybe", 0.5, None])
 def test_a_label_outside_the_list_is_refused(tmp_path: Path, label: Any) -> None:
-    said = refusal(tmp_path, [{"question": "a", "sentence": "b", "label": label}], format="Classification")
-    assert re.search(r"line 1: the label '.*' is neither one of .* \(entailment, not_entailment\)", said)
+    message = refusal(tmp_path, [{"question": "a", "sentence": "b", "label": label}], format="Classification")
+    assert re.search(r"line 1: the label '.*' is neither one of .* \(entailment, not_entailment\)", message)
 
 
 @pytest.mark.parametrize(
@@ -102,21 +102,21 @@ def test_a_label_outside_the_list_is_refused(tmp_path: Path, label: Any) -> None
 def test_a_function_that_fails_is_named_with_file_and_line(tmp_path: Path, code: str, sentence: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(code)
-    said = refusal(tmp_path, [GOOD], format="Function", examples={"function": f"{file}:f"})
-    assert sentence.replace("FILE", str(file)).replace("DATA", str(tmp_path / "d.jsonl")) in said
-    assert "\n" not in said
+    message = refusal(tmp_path, [GOOD], format="Function", examples={"function": f"{file}:f"})
+    assert sentence.replace("FILE", str(file)).replace("DATA", str(tmp_path / "d.jsonl")) in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("place", ["/nowhere/mine.py:f", "no.such.module:f"])
 def test_a_function_that_is_not_there_is_refused(tmp_path: Path, place: str) -> None:
-    said = refusal(tmp_path, [GOOD], format="Function", examples={"function": place})
-    assert re.search(rf"data.examples.function {place}: there is no (such file|module)", said)
+    message = refusal(tmp_path, [GOOD], format="Function", examples={"function": place})
+    assert re.search(rf"data.examples.function {place}: there is no (such file|module)", message)
 
 
 def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer", chat=None)
-    said = refusal(tmp_path, [chat(("user", "a"), ("assistant", "b"))], format="Chat")
-    assert re.search(r"needs a chat template, but beside .*tokenizer.json is none: give data.exam", said)
+    message = refusal(tmp_path, [chat(("user", "a"), ("assistant", "b"))], format="Chat")
+    assert re.search(r"needs a chat template, but beside .*tokenizer.json is none: give data.exam", message)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_a_chat_template_that_does_not_work_or_wants_out_of_its_sandbox_is_refus
 
 
 def test_examples_that_are_all_too_long_are_refused(tmp_path: Path) -> None:
-    said = refusal(tmp_path, records(5), sequence_length=8)
-    assert "all of its 5 examples are longer than data.sequenceLength 8 (the shortest " in said
+    message = refusal(tmp_path, records(5), sequence_length=8)
+    assert "all of its 5 examples are longer than data.sequenceLength 8 (the shortest " in message
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class Job:
         return {name: contents.read(name) for name in contents.tensors if name.startswith("model.")}
 
     def assert_same_curve(self, other: Job) -> None:
-        """Whether it is the curve of a run of another layout, but for the order of sums."""
+        """Compare with the curve of a run of another layout: equal but for the order of sums."""
         metrics, expected = self.metrics(), other.metrics()
         assert [line["tokens"] for line in metrics] == [line["tokens"] for line in expected]
         for key, rel in {"loss": 1e-5, "gradNorm": 1e-3, "validationLoss": 1e-5, "parameterNorm": 1e-5}.items():
