@@ -251,7 +251,8 @@ class ProgramMonitor(Workload):
             lost = max(0, before[0].step - step)
             productive = max(0.0, before[0].productive_seconds - lost * before[0].step_seconds)
         writer = ProgressWriter(path, generation=rank.generation, attempt=rank.attempt)
-        resumed = self.durable_step if self.durable_step < step else -1
+        # Without a known checkpoint it went on right before the first step that it prints.
+        resumed = self.durable_step if 0 <= self.durable_step < step else step - 1
         writer.publish(phase=ProgressPhase.TRAINING, resume_step=resumed, productive_seconds=productive)
         writer.pulse.begin_steps()
         return writer

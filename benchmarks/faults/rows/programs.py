@@ -26,6 +26,7 @@ program:
       --steps {STEPS} --save-every {_SAVE_EVERY} --seconds-per-step 0.15
   progress: {{pattern: 'step: (?P<step>\d+) loss: (?P<loss>\S+)'}}
   batch: {{globalSize: 12}}
+recovery: {{hang: {{saveSeconds: 5}}}}
 """
 
 

@@ -203,9 +203,9 @@ class Demo(ABC):
         before = run.status["membership"]["size"]
         self.view.log(f"kubectl scale trainingjob {run.name} --replicas={size}")
         command = ("scale", "trainingjob", run.name, "-n", NAMESPACE, f"--replicas={size}")
-        self._measure(run, f"resize {before} to {size}", lambda: self.cluster.kubectl(*command), resize=True)
+        self._measure(run, f"resize {before} to {size}", lambda: self.cluster.kubectl(*command))
 
-    def _measure(self, run: Run, kind: str, act: Callable[[], object], *, resize: bool = False) -> None:
+    def _measure(self, run: Run, kind: str, act: Callable[[], object]) -> None:
         before = {(item["generation"], item.get("attempt", 0)) for item in run.history()}
         run.log.refresh()
         step = run.log.newest
@@ -224,8 +224,8 @@ class Demo(ABC):
         entry = answer()
         assert entry is not None
         run.log.refresh()
-        # A program may not report the step that it resumed from.
-        last = entry.get("resumeStep", step) if resize else max(step, entry["stepBefore"])
+        # The trainer saves what it makes after a resize was decided; a program repeats it.
+        last = max(step, entry["stepBefore"], entry.get("resumeStep", 0))
         resumed = run.log.time_of(last + 1)
         ended = run.log.time_of(last)
         fault = Fault(

@@ -73,7 +73,7 @@ def test_steps_and_losses_in_output_become_a_record_with_their_times(followed: F
     found = followed.monitor.read(followed.path())
     assert found is not None
     record, pulse = found
-    assert (record.phase, record.step, record.loss, record.resume_step) == (ProgressPhase.TRAINING, 2, 2.25, -1)
+    assert (record.phase, record.step, record.loss, record.resume_step) == (ProgressPhase.TRAINING, 2, 2.25, 0)
     assert pulse is not None
     assert pulse.first_step_seconds > 0
     assert abs(record.updated - time.time()) < 5
@@ -95,6 +95,7 @@ def test_a_restart_keeps_the_productive_time_of_steps_that_are_not_repeated(foll
     after = followed.record()
     assert after.attempt == 1
     assert after.productive_seconds == pytest.approx(before.productive_seconds / 2, rel=0.01)
+    assert after.resume_step == 5, "no checkpoint is known, so it went on before the first step that it printed"
 
 
 def test_the_library_takes_precedence_over_the_pattern(followed: Followed) -> None:
