@@ -232,6 +232,14 @@ _RULES: tuple[Rule, ...] = (
         ".trainer.artifacts.kinds",
     ),
     Rule(
+        """!has(self.trainer.artifacts.push) || (has(self.trainer.artifacts.path)
+        ? !self.trainer.artifacts.path.contains('://')
+        : !has(self.checkpoint.storage) || !has(self.checkpoint.storage.uri))""",
+        "trainer.artifacts.push uploads a folder, but artifacts are written to an object store: set "
+        "trainer.artifacts.path to a mounted folder",
+        ".trainer.artifacts.path",
+    ),
+    Rule(
         "self.trainer.data.format != 'Function' || has(self.trainer.data.examples.function)",
         "trainer.data.format is Function but trainer.data.examples.function is not given: name module:function",
         ".trainer.data.examples.function",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel
+from trainium_contract.base import ContractModel, Matching
 
 _Path = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -29,6 +29,24 @@ class ArtifactPrecision(StrEnum):
     FLOAT16 = "Float16"
 
 
+class PushConfig(ContractModel):
+    """A repository of the Hugging Face hub that gets an artifact of the last step, after the evaluation.
+
+    Its token is the environment variable HF_TOKEN, from a Secret. The repository is created before the first step.
+    """
+
+    repo: Annotated[
+        str,
+        Field(min_length=1, max_length=128),
+        Matching(r"[\w.-]+/[\w.-]+", "write the name of a repository on the hub, owner/name"),
+    ]
+    """Name of the repository, for instance acme/llama3-support."""
+    private: bool = True
+    """Whether a repository that does not exist yet is created as a private one."""
+    kind: ArtifactKind | None = None
+    """Artifact that is pushed; omitted: `Model` if the run writes one, else `Adapter`."""
+
+
 class ArtifactsConfig(ContractModel):
     """Artifacts that all ranks write together after the last step."""
 
@@ -40,3 +58,5 @@ class ArtifactsConfig(ContractModel):
     """Folder or s3://bucket/prefix to write below; omitted: `artifacts` below the checkpoints."""
     at_milestones: bool = False
     """Also at each milestone (checkpoint.milestones), during training."""
+    push: PushConfig | None = None
+    """Repository on the Hugging Face hub; omitted: none."""

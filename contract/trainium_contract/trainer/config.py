@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel, derived
 from trainium_contract.sizes import BatchShape, SizeRule
+from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.artifacts import ArtifactsConfig
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.data import SMALLEST_VOCABULARY, DataConfig, Tokenization
@@ -152,6 +153,11 @@ class TrainingConfig(TrainerSpec):
                 f"tuning.lora.dora is true but dataParallel is {self.data_parallel} and precision {self.precision}, "
                 "which would round the trained lengths to bfloat16: set dataParallel to Replicated, or precision to "
                 "Float32"
+            )
+        if self.artifacts.push is not None and is_address(self.artifacts.path or self.checkpoint.path):
+            raise ValueError(
+                "artifacts.push uploads a folder, but artifacts are written to an object store: set artifacts.path to "
+                "a mounted folder"
             )
         if self.evaluate.enabled and self.data.validation is None:
             raise ValueError("evaluate.enabled is true but no examples are held back: give data.validation")

@@ -205,6 +205,8 @@ BAD_AT_CREATION = {
     "trainer: {model: {ropeScaling: {lowFrequencyFactor: 4, highFrequencyFactor: 4}}}": "must be less than",
     "trainer: {schedule: {warmupSteps: 10, decaySteps: 95}}": "must together not be above trainer.steps",
     "trainer: {data: {validation: {everySteps: 5}}}": "data.validation needs one of fraction, source and hub",
+    "trainer: {artifacts: {push: {repo: tuned}}}": "write the name of a repository on the hub, owner/name",
+    "trainer: {artifacts: {push: {repo: a/b}, path: 's3://bucket/a'}}": "trainer.artifacts.push uploads a folder, but",
     "trainer: {data: {validation: {hubSplit: test}}}": "hubSplit is a split of trainer.data.hub, which is not given",
     "trainer: {data: {sources: [{weight: 2}]}}": "each of trainer.data.sources needs either source or hub",
     "trainer: {data: {sources: [{source: a, weight: 0}]}}": "weight in body should be greater than 0",

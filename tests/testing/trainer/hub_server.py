@@ -12,6 +12,7 @@ files with ranges, error codes. A data set is added as `datasets/owner/name`.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -60,6 +61,10 @@ class HubServer:
         """File -> bytes after which its next download breaks off."""
         self.refused: set[str] = set()
         """Files that nobody gets."""
+        self.writer = ""
+        """Token that may create repositories."""
+        self.created: list[dict[str, Any]] = []
+        """Requests for new repositories."""
         self.status: int | None = None
         """Answer everything with this."""
         self._http = LoopbackServer(type("Handler", (_Handler,), {"hub": self}))
@@ -122,6 +127,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.status is not None:
             self._error(self.hub.status, None)
             return
+        if self.command == "POST" and path in ("api/repos/create", "api/validate-yaml"):
+            self._create(json.loads(sent)) if path.endswith("create") else self._json({"errors": [], "warnings": []})
+            return
         information = path.startswith("api/")
         short = path.removeprefix("api/").removeprefix("models/")
         name = "/".join(short.split("/")[: 3 if short.startswith("datasets/") else 2])
@@ -142,6 +150,13 @@ class _Handler(BaseHTTPRequestHandler):
         elif what == "paths-info":
             wanted = parse_qs(sent.decode())["paths"]
             self._json([entry for entry in _tree(files, "", recursive=True) if entry["path"] in wanted])
+        elif what in ("preupload", "commit"):
+            if what == "commit":
+                self.hub.add(name, files | dict(map(_added, sent.decode().splitlines()[1:])))
+                self._json({"commitUrl": f"{self.hub.url}/{name}/commit/{repository.commit('main')}", "commitOid": "x"})
+                return
+            wanted = [file["path"] for file in json.loads(sent)["files"]]
+            self._json({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in wanted]})
         elif information:
             siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
             about = {"id": name.removeprefix("datasets/"), "sha": repository.commit(revision), "siblings": siblings}
@@ -149,8 +164,19 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._file(files, file, repository.commit(revision), body=body)
 
-    def _json(self, content: Any) -> None:
-        self._answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"}, body=True)
+    def _create(self, wanted: dict[str, Any]) -> None:
+        name = f"{wanted['organization']}/{wanted['name']}"
+        if self.headers.get("Authorization") != f"Bearer {self.hub.writer}":
+            self._error(403, None)
+        elif name in self.hub.repositories:
+            self._json({"url": f"{self.hub.url}/{name}"}, 409)
+        else:
+            self.hub.add(name, {})
+            self.hub.created.append(wanted)
+            self._json({"url": f"{self.hub.url}/{name}"})
+
+    def _json(self, content: Any, status: int = 200) -> None:
+        self._answer(status, json.dumps(content).encode(), {"Content-Type": "application/json"}, body=True)
 
     def _file(self, files: dict[str, bytes], file: str, commit: str, *, body: bool) -> None:
         data = files.get(file)
@@ -183,6 +209,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _error(self, status: int, code: str | None) -> None:
         self._answer(status, b"", {"X-Error-Code": code} if code else {}, body=True)
+
+
+def _added(line: str) -> tuple[str, bytes]:
+    """Return path and contents of a file in a commit."""
+    value = json.loads(line)["value"]
+    return value["path"], base64.b64decode(value["content"])
 
 
 def _tree(files: dict[str, bytes], folder: str, *, recursive: bool = False) -> list[dict[str, Any]]:

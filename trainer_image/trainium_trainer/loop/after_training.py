@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.results import EvaluationFigure, RunStage
+from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
 from trainium_trainer.artifacts.stage import kinds_of, write_artifacts, write_milestones
+from trainium_trainer.artifacts.writer import together
 from trainium_trainer.peers import Peers
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def run_stages(
     node_rank: int,
     trained_loss: float | None,
 ) -> None:
-    """Write the artifacts of the last step, then measure them. Collective. Raises UserError, StorageError.
+    """Write the artifacts of the last step, measure and push them. Collective. Raises UserError, StorageError.
 
     `node_rank` is this process's number within its node, `trained_loss` the training model's newest validation loss.
     """
@@ -56,8 +57,26 @@ def run_stages(
     )
     for artifact in artifacts if mesh.rank == 0 else ():
         _log.info("%s of step %d: %s", artifact.kind, artifact.step, artifact.path)
-    if not config.evaluate.enabled:
+    if config.evaluate.enabled:
+        _evaluate(config, artifacts, mesh, peers, progress, trained_loss)
+    push = config.artifacts.push
+    if push is None:
         return
+    from trainium_trainer.artifacts.push import push_artifact  # noqa: PLC0415 - imports the library of the hub
+
+    (address, *_) = together(peers, (lambda: push_artifact(push, artifacts, alive)) if peers.rank == 0 else None)
+    if mesh.rank == 0:
+        _log.info("pushed to %s", address)
+
+
+def _evaluate(
+    config: TrainingConfig,
+    artifacts: tuple[ArtifactReport, ...],
+    mesh: Mesh,
+    peers: Peers,
+    progress: ProgressWriter,
+    trained_loss: float | None,
+) -> None:
     from trainium_trainer.evaluate.stage import evaluate_artifacts  # noqa: PLC0415 - imports transformers
 
     result = evaluate_artifacts(

@@ -93,8 +93,12 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     stopwatch = Stopwatch()
     # What is wrong with packages, devices or data is found before a device or a process group is touched.
     choice = find_backend(settings)
+    given = settings.config
+    if launch.rank == 0 and given.artifacts.push is not None:
+        from trainium_trainer.artifacts.push import open_repository  # noqa: PLC0415 - few runs ask the hub
+
+        open_repository(given)
     with watching(launch.local_rank, launch.local_world_size):
-        given = settings.config
         data = open_data(
             given.data, given.batch.global_size, epochs=given.epochs, steps_differ=given.batch.tolerance > 0
         )

@@ -1,0 +1,103 @@
+"""Artifacts are pushed to a hub that answers on loopback, through the hub's own library."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.testing.trainer.hub_server import HubServer
+from trainium_contract.status.results import ArtifactReport
+from trainium_contract.trainer.config import TrainingConfig
+from trainium_trainer.artifacts.push import open_repository, push_artifact
+from trainium_trainer.exits import StorageError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TOKEN = "hf_token_that_must_never_be_shown"
+REPO = "acme/tuned"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with HubServer() as running:
+        running.writer = TOKEN
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        yield running
+
+
+def config(**push: Any) -> TrainingConfig:
+    tuning = {"method": "LoRA"}
+    return TrainingConfig.model_validate(
+        {"model": {"weights": "/base"}, "tuning": tuning, "artifacts": {"push": {"repo": REPO} | push}}
+    )
+
+
+def written(tmp_path: Path) -> list[ArtifactReport]:
+    found = []
+    for kind in ("Adapter", "Model"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "README.md").write_text(f"---\nlicense: mit\n---\n{kind}")
+        (folder / "weights.safetensors").write_bytes(kind.encode())
+        found.append(ArtifactReport(kind=kind, path=str(folder), step=7))
+    return found
+
+
+def test_a_push_is_one_commit_and_the_same_files_are_none(
+    hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    push = config().artifacts.push
+    assert push is not None
+    for _ in range(2):
+        open_repository(config())
+    (created,) = hub.created
+    assert created["visibility"] == "private"
+    artifacts = written(tmp_path)
+    address = push_artifact(push, artifacts, lambda: None)
+    assert address.startswith(f"{hub.url}/{REPO}/commit/")
+    (_, commit) = hub.repositories[REPO].commits.values()
+    assert {name: data for name, data in commit.items() if name != ".gitattributes"} == {
+        file.name: file.read_bytes() for file in (tmp_path / "Model").iterdir()
+    }
+    adapter = config(kind="Adapter").artifacts.push
+    assert adapter is not None
+    push_artifact(adapter, artifacts, lambda: None)
+    assert [*hub.repositories[REPO].commits.values()][-1]["weights.safetensors"] == b"Adapter"
+    assert TOKEN not in caplog.text
+    assert {each.token for each in hub.requests if each.method == "POST"} <= {f"Bearer {TOKEN}", None}
+
+
+def test_what_cannot_be_pushed_is_refused_before_the_first_step(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.writer = "another"
+    with pytest.raises(UserError, match=rf"artifacts.push {REPO}: the hub refused the token: set HF_TOKEN to one that"):
+        open_repository(config())
+    full = TrainingConfig.model_validate({"artifacts": {"push": {"repo": REPO}}})
+    with pytest.raises(UserError, match=r"the run writes no Adapter: add it to artifacts.kinds"):
+        open_repository(full)
+    hub.status = 500
+    with pytest.raises(StorageError, match="the hub answered 500"):
+        open_repository(config())
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UserError, match=r"needs a token: set the environment variable HF_TOKEN from a Secret"):
+        open_repository(config())
+
+
+@pytest.mark.parametrize(
+    ("artifacts", "sentence"),
+    [
+        ({"push": {"repo": "tuned"}}, "write the name of a repository on the hub, owner/name"),
+        ({"push": {"repo": REPO}, "path": "s3://bucket/a"}, "set artifacts.path to a mounted folder"),
+    ],
+)
+def test_a_wrong_push_is_refused(artifacts: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        TrainingConfig.model_validate({"artifacts": artifacts})
