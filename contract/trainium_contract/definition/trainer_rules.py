@@ -138,6 +138,14 @@ _RULES: tuple[Rule, ...] = (
         ".trainer.model.path",
     ),
     Rule(
+        """!has(self.trainer.model.ropeScaling) || has(self.trainer.model.ropeScaling.factor)
+        || self.trainer.model.ropeScaling.kind in ['Llama3', 'Unscaled']""",
+        "trainer.model.ropeScaling.factor is not given, but the kind of the scaling needs it: give the ratio of the "
+        "longest sequence to that before scaling",
+        ".trainer.model.ropeScaling.factor",
+        reason=RefusalReason.REQUIRED,
+    ),
+    Rule(
         """!has(self.trainer.model.ropeScaling) || !has(self.trainer.model.ropeScaling.lowFrequencyFactor)
         || !has(self.trainer.model.ropeScaling.highFrequencyFactor)
         || self.trainer.model.ropeScaling.lowFrequencyFactor < self.trainer.model.ropeScaling.highFrequencyFactor""",

@@ -62,13 +62,18 @@ class ModelPreset(StrEnum):
     SMOLLM3_3B = "SmolLM3-3B"
 
 
+_LLAMA_FACTOR = 8.0
+"""Factor of Llama 3.1."""
+
+
 class RopeScaling(ContractModel):
     """Scaling of the rotary embedding; the defaults are Llama 3.1's."""
 
     kind: RopeScalingKind = RopeScalingKind.LLAMA3
     """`Llama3`, `YaRN`, `Dynamic`, `Linear`, or `Unscaled` to switch off what the preset or the file has."""
-    factor: Annotated[float, Field(ge=1, le=1024)] = 8.0
-    """By how much low frequencies are divided, or with `Dynamic` how much longer sequences may be; a ratio."""
+    factor: Annotated[float, Field(ge=1, le=1024)] | None = None
+    """By how much low frequencies are divided, or with `Dynamic` how much longer sequences may be; a ratio. Omitted: 8
+    with `Llama3`; `YaRN`, `Dynamic` and `Linear` need it."""
     low_frequency_factor: float = derived(1.0, gt=0, lt=1024)
     """Waves longer than originalMaxPositions over this are divided by the whole factor; a ratio, less than
     highFrequencyFactor, `Llama3` only. Omitted: 1, or a quarter of a highFrequencyFactor below 4."""
@@ -86,6 +91,11 @@ class RopeScaling(ContractModel):
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> Self:
+        if self.factor is None and self.kind not in (RopeScalingKind.LLAMA3, RopeScalingKind.UNSCALED):
+            raise ValueError(
+                f"model.ropeScaling.factor is not given, but model.ropeScaling.kind is {self.kind}: give the ratio of "
+                "the longest sequence to that before scaling"
+            )
         self.fit_default("low_frequency_factor", min(1.0, self.high_frequency_factor / 4))
         self.fit_default("high_frequency_factor", min(1024.0, max(4.0, self.low_frequency_factor * 4)))
         if self.low_frequency_factor >= self.high_frequency_factor:
@@ -106,24 +116,25 @@ class RopeScaling(ContractModel):
 
     def stretch(self) -> RopeStretch | None:
         """Return the scaling as a shape has it; None for none."""
+        factor = self.factor or _LLAMA_FACTOR
         match self.kind:
             case RopeScalingKind.UNSCALED:
                 return None
             case RopeScalingKind.LINEAR | RopeScalingKind.DYNAMIC:
-                return RopeStretch(kind=self.kind, factor=self.factor)
+                return RopeStretch(kind=self.kind, factor=factor)
             case RopeScalingKind.YARN:
                 return RopeStretch(
                     kind=self.kind,
-                    factor=self.factor,
+                    factor=factor,
                     original_max_positions=self.original_max_positions,
                     fast_turns=self.fast_turns,
                     slow_turns=self.slow_turns,
-                    attention_factor=self.attention_factor or yarn_attention_factor(self.factor),
+                    attention_factor=self.attention_factor or yarn_attention_factor(factor),
                 )
             case RopeScalingKind.LLAMA3:
                 return RopeStretch(
                     kind=self.kind,
-                    factor=self.factor,
+                    factor=factor,
                     low_frequency_factor=self.low_frequency_factor,
                     high_frequency_factor=self.high_frequency_factor,
                     original_max_positions=self.original_max_positions,

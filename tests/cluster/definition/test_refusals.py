@@ -202,6 +202,7 @@ BAD_AT_CREATION = {
         "numKeyValueHeads 6 neither is divisible by parallelism.tensor 4 nor divides it"
     ),
     "trainer: {model: {preset: Small, path: /model}}": "preset and trainer.model.path both name a shape",
+    "trainer: {model: {ropeScaling: {kind: YaRN}}}": "trainer.model.ropeScaling.factor is not given",
     "trainer: {model: {ropeScaling: {lowFrequencyFactor: 4, highFrequencyFactor: 4}}}": "must be less than",
     "trainer: {schedule: {warmupSteps: 10, decaySteps: 95}}": "must together not be above trainer.steps",
     "trainer: {data: {validation: {everySteps: 5}}}": "data.validation needs one of fraction, source and hub",

@@ -72,6 +72,11 @@ def pairs(objective: dict[str, Any], **examples: Any) -> dict[str, Any]:
         ({"optimizer": {"beta1": 1}}, None, "optimizer.beta1 is 1: use a number of at least 0 and less than 1"),
         ({"seed": 2**31}, None, "seed is 2147483648: use a number of at least 0 and at most 2147483647"),
         ({"model": {"initialStd": 2}}, None, "model.initialStd is 2: use a number greater than 0 and at most 1"),
+        (
+            {"model": {"ropeScaling": {"kind": "YaRN"}}},
+            None,
+            "model.ropeScaling.factor is not given, but model.ropeScaling.kind is YaRN: give the ratio",
+        ),
         ({"model": {"ropeScaling": {"factr": 2}}}, None, "model.ropeScaling.factr is not a field: did you mean factor"),
         (
             {"model": {"ropeScaling": {"lowFrequencyFactor": 4, "highFrequencyFactor": 4}}},
@@ -98,7 +103,7 @@ def pairs(objective: dict[str, Any], **examples: Any) -> dict[str, Any]:
         (
             {"data": {"sources": [{"source": "a", "weight": 0}]}},
             None,
-            "data.sources.0.weight is 0: use a number above 0",
+            "data.sources.0.weight is 0: use a number greater than 0",
         ),
         (
             {"data": {"hub": {"dataset": "a/b"}, "sources": [{"source": "a"}]}},
