@@ -25,6 +25,9 @@ from benchmarks.parity.ours import compare_curves, export_newest, run_trainer
 from benchmarks.parity.rows import BASE, LOGITS_TOLERANCE, ROWS, SETTINGS, TOLERANCE, Row, Settings, write_config
 from benchmarks.parity.tuning_rows import (
     ADAPTER_TOLERANCE,
+    FAMILY_ROWS,
+    FAMILY_SETTINGS,
+    FAMILY_STEPS,
     MERGED_TOLERANCE,
     PREFERENCE_ROWS,
     PREFERENCE_SETTINGS,
@@ -55,7 +58,7 @@ def main() -> int:
     parser.add_argument("--no-document", action="store_true", help="leave docs/ alone")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-    every = (*ROWS, *TUNING_ROWS, *PREFERENCE_ROWS)
+    every = (*ROWS, *TUNING_ROWS, *PREFERENCE_ROWS, *FAMILY_ROWS)
     rows = [row for row in every if options.rows in row.name]
     if not rows:
         _print(f"No row has {options.rows!r} in its name; there are {', '.join(row.name for row in every)}.")
@@ -68,7 +71,7 @@ def main() -> int:
         shutil.rmtree(options.out / made, ignore_errors=True)
     report = _initial_report(options)
     report["trl"] = trl or report.get("trl")
-    for settings in (*SETTINGS, *TUNING_SETTINGS, *PREFERENCE_SETTINGS):
+    for settings in (*SETTINGS, *TUNING_SETTINGS, *PREFERENCE_SETTINGS, *FAMILY_SETTINGS):
         mine = [row for row in rows if row.settings is settings]
         if not mine:
             continue
@@ -98,6 +101,8 @@ def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
         "settings": {settings.name: settings.about for settings in SETTINGS},
         "tunings": {settings.name: settings.about for settings in TUNING_SETTINGS},
         "preferences": {settings.name: settings.about for settings in PREFERENCE_SETTINGS},
+        "families": {settings.name: settings.about for settings in FAMILY_SETTINGS},
+        "familySteps": min(options.steps, FAMILY_STEPS),
         "adaptersOfPeft": {},
         "references": {},
         "rows": [],
@@ -144,7 +149,8 @@ def _tuned(settings: Settings, rows: list[Row], options: argparse.Namespace) -> 
     assert settings.base is not None
     begin = material.base_model(settings.base, options.out)
     made = getattr(material, settings.records)(options.out / f"{settings.records}.jsonl") if settings.records else None
-    file = write_config(settings, options.out, options.steps, begin, made)
+    steps = min(options.steps, settings.most_steps or options.steps)
+    file = write_config(settings, options.out, steps, begin, made)
     folder = options.out / "runs" / settings.slug
 
     def train(config: TrainingConfig) -> tuned.Tuned:

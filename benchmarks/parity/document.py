@@ -17,8 +17,8 @@ _HEAD = """# Parity with the reference
 Written by `make parity`; do not edit.
 
 Model: {model}. Text: the
-documentation that ships with Python. Made {date} with {versions} on
-{machine}.
+documentation that ships with Python. Made {date} with
+{versions} on {machine}.
 
 ![Loss curves and their differences](images/parity.png)
 """
@@ -50,6 +50,12 @@ The same with pairs of answers, once by trl {trl} and once in this trainer: `DPO
 `ORPOTrainer` on one pair at a time, because its loss weighs the likelihood of longer pairs more within a batch. Rows
 have {steps} steps, and pass by the tolerances of fine-tuning. Pairs are made from the docstrings of the standard
 library.
+"""
+
+_FAMILIES = """## Families
+
+Fine-tuning of a model of each family with random weights, in the same way and with the same tolerances, in
+{familySteps} steps of running text.
 """
 
 
@@ -84,6 +90,9 @@ def _page(report: dict[str, Any]) -> str:
     compared = report.get("preferences", {})
     if shown & compared.keys():
         parts += [_PREFERENCES.format(**report), *_tables(report, "preferences")]
+    families = report.get("families", {})
+    if shown & families.keys():
+        parts += [_FAMILIES.format(**report), *_tables(report, "families")]
     return "\n".join(parts)
 
 
@@ -134,6 +143,7 @@ _COLUMNS = {
     "settings": {"export": "exportedLogits", "trained": "trainedLogits"},
     "tunings": _TUNED_COLUMNS,
     "preferences": _TUNED_COLUMNS,
+    "families": _TUNED_COLUMNS,
 }
 """Headings and fields of the comparisons; a column without a value is omitted."""
 
@@ -163,9 +173,9 @@ _WORDS = {
 
 def _draw(report: dict[str, Any], picture: Path) -> None:
     figure, (curves, differences) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
-    steps = range(1, report["steps"] + 1)
     for number, (name, losses) in enumerate(report["references"].items()):
         rows = [row for row in report["rows"] if row["settings"] == name and "losses" in row]
+        steps = range(1, len(losses) + 1)
         for row in rows:
             curves.plot(steps, row["losses"], color=f"C{number}", linewidth=0.8)
             share = [max(abs(a - b) / b, 1e-9) for a, b in zip(row["losses"], losses, strict=True)]

@@ -51,6 +51,8 @@ class Settings:
     """Function of `material` that creates the examples of a fine-tuning run; empty for text."""
     family: dict[str, Any] = field(default_factory=dict)
     """Fields of `transformers`' configuration of a base that is random instead of trained for a while."""
+    most_steps: int | None = None
+    """Steps of a run, where fewer than those of the other settings are enough."""
 
     @property
     def slug(self) -> str:

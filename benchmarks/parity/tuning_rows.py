@@ -14,6 +14,7 @@ ADAPTER_TOLERANCE = 1e-4
 """Allowed difference of two trained numbers."""
 MERGED_TOLERANCE = 1e-5
 """Allowed difference of two logits of an adapter that is merged here and by peft."""
+FAMILY_STEPS = 100
 
 _RATE = {"optimizer.learningRate": 1e-3}
 _EXAMPLES = {"data.format": "Instruction", "data.sequenceLength": 128}
@@ -168,25 +169,21 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 _BASES = {name: Settings(f"{name} base", "", family=_SMALL | fields) for name, (_, fields) in _FAMILIES.items()}
 _ALL_PROJECTIONS = {"tuning": {"method": "LoRA", "lora": {"rank": 4, "alpha": 8.0, "targets": ["*_proj"]}}, **_RATE}
 FAMILIES_FULL = tuple(
-    Settings(f"{name}, full", f"{about}; all weights, running text", base=_BASES[name])
+    Settings(f"{name}, full", f"{about}; all weights, running text", base=_BASES[name], most_steps=FAMILY_STEPS)
     for name, (about, _) in _FAMILIES.items()
 )
 FAMILIES_LORA = tuple(
-    Settings(f"{name}, LoRA", f"{about}; rank 4 and alpha 8 on all projections", _ALL_PROJECTIONS, _BASES[name])
+    Settings(
+        f"{name}, LoRA",
+        f"{about}; rank 4 and alpha 8 on all projections",
+        _ALL_PROJECTIONS,
+        _BASES[name],
+        most_steps=FAMILY_STEPS,
+    )
     for name, (about, _) in _FAMILIES.items()
 )
-TUNING_SETTINGS = (
-    FULL,
-    LORA,
-    LORA_ALL,
-    DORA,
-    FULL_ANSWERS,
-    ANSWERS,
-    PACKED,
-    LABELS,
-    *FAMILIES_FULL,
-    *FAMILIES_LORA,
-)
+TUNING_SETTINGS = (FULL, LORA, LORA_ALL, DORA, FULL_ANSWERS, ANSWERS, PACKED, LABELS)
+FAMILY_SETTINGS = (*FAMILIES_FULL, *FAMILIES_LORA)
 
 _SHARDED = "dataParallel=FullySharded"
 _ZERO = "dataParallel=ShardedOptimizer"
@@ -233,16 +230,16 @@ TUNING_ROWS = (
     Row(DORA, pipeline=2, accumulation=4),
     Row(LABELS),
     Row(LABELS, data=2, tensor=2),
-    *(
-        row
-        for settings in (*FAMILIES_FULL, *FAMILIES_LORA)
-        for row in (
-            Row(settings),
-            Row(settings, data=2, overrides=(_SHARDED,)),
-            Row(settings, tensor=2, overrides=(_SEQUENCE,)),
-            Row(settings, pipeline=2, accumulation=4),
-        )
-    ),
+)
+FAMILY_ROWS = tuple(
+    row
+    for settings in FAMILY_SETTINGS
+    for row in (
+        Row(settings),
+        Row(settings, data=2, overrides=(_SHARDED,)),
+        Row(settings, tensor=2, overrides=(_SEQUENCE,)),
+        Row(settings, pipeline=2, accumulation=4),
+    )
 )
 PREFERENCE_ROWS = tuple(
     Row(settings, data=data, tensor=tensor, overrides=overrides)

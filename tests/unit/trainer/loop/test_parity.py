@@ -92,12 +92,17 @@ def test_the_export_command_writes_any_step_with_its_tokenizer(
 
 def test_every_row_has_a_separate_name_and_the_passes_that_it_states() -> None:
     from benchmarks.parity.rows import BASE, ROWS
-    from benchmarks.parity.tuning_rows import TUNING_ROWS, TUNING_SETTINGS
+    from benchmarks.parity.tuning_rows import FAMILY_ROWS, FAMILY_SETTINGS, FAMILY_STEPS, TUNING_ROWS, TUNING_SETTINGS
+    from trainium_contract.models.families import FAMILIES
     from trainium_contract.sizes import passes
 
-    rows = (*ROWS, *TUNING_ROWS)
+    rows = (*ROWS, *TUNING_ROWS, *FAMILY_ROWS)
     assert len({row.name for row in rows}) == len(rows)
     assert {row.settings.name for row in TUNING_ROWS} == {settings.name for settings in TUNING_SETTINGS}
+    assert {row.settings.name for row in FAMILY_ROWS} == {settings.name for settings in FAMILY_SETTINGS}
+    compared = {settings.base.family["model_type"] for settings in FAMILY_SETTINGS if settings.base}
+    assert compared == FAMILIES.keys()
+    assert {settings.most_steps for settings in FAMILY_SETTINGS} == {FAMILY_STEPS} == {100}
     for row in rows:
         micro = int(row.set_options[0].removeprefix("batch.microSize="))
         assert passes(BASE["batch"]["globalSize"], micro, row.data) == row.accumulation
@@ -125,14 +130,20 @@ def test_the_page_shows_rows_that_failed(tmp_path: Path) -> None:
         "references": {"A": [2.0, 1.1], "C": [2.0, 1.1]},
         "rows": [row | {"passed": False, "problem": "rank 1 ended with 76"}, row | measured | {"passed": True}],
         "tunings": {"C": "tuned"},
+        "families": {"D": "a family"},
+        "familySteps": 1,
         "adapterTolerance": 1e-4,
         "mergedTolerance": 1e-5,
         "adaptersOfPeft": {"C": 1e-7},
     }
     tuned = row | measured | {"settings": "C", "trainedNumbers": 2e-3, "accuracy": 0.75, "passed": False}
     report["rows"] += [tuned, row | {"settings": "C", "passed": False, "problem": "rank 0 ended with 64"}]
+    report["references"]["D"] = [2.0]
+    report["rows"] += [tuned | {"settings": "D", "losses": [2.0], "passed": True}]
     write(report, tmp_path / "parity.md", tmp_path / "parity.png")
     page = (tmp_path / "parity.md").read_text()
+    assert "1 steps of running text." in page
+    assert page.endswith("| 2 | 1 | 3 | 1 | `x=y` | 1.0000 | 5.0e-01 | 2 | 2.0e-03 | 1.0e-01 | 0.750 | passed |\n")
     assert "| 2 | 1 | 3 | 1 | `x=y` | rank 1 ended with 76 | | | | | **failed** |" in page
     assert "| 2 | 1 | 3 | 1 | `x=y` | 1.0000 | 5.0e-01 | 2 | 2.0e-03 | 1.0e-01 | 0.750 | **failed** |" in page
     assert "| 2 | 1 | 3 | 1 | `x=y` | rank 0 ended with 64 | | | | | | **failed** |" in page
