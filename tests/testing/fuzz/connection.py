@@ -116,11 +116,6 @@ class Talk:
         for at in range(0, len(data), size):
             self.transport.receive(data[at : at + size])
 
-    @property
-    def upgraded(self) -> bool:
-        """It is a stream by now."""
-        return UPGRADED in self.transport.written
-
     def is_sound(self, allowed: Callable[[int], int]) -> None:
         """Every answer is one of those that there are, and all of them are no more than `allowed(sent)` bytes."""
         written = bytes(self.transport.written)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from tests.testing.api.recorded_jobs import RECORDED, ApiServer
+from tests.testing.api.recorded_jobs import ApiServer
 from trainium_client import pod_exec
 from trainium_client.commands import inspect, logs
 from trainium_client.commands.main import main
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from trainium_client.api import Api
 
-FIRST_JOB = RECORDED / "first-job"
 WIDTH = 110
 """Columns of the terminal that a page shows."""
 _DROPPED = ("fieldsV1", "description", "nodeInfo")
