@@ -56,7 +56,7 @@ async def test_it_is_written_once_behind_the_first_pods_and_deleted_with_the_job
         assert policy["apiVersion"] == "networking.k8s.io/v1"
         assert policy["spec"]["ingress"][1]["from"][0]["podSelector"] == {"matchLabels": {"app": "operator"}}
         await scenario.recovers()
-        await asyncio.sleep(1300)  # past lists and resyncs
+        await asyncio.sleep(700)  # past a list and a resync
         assert scenario.applied() == {}
         assert (scenario.writes("POST"), scenario.writes("PATCH")) == (1, 0)
         paths = [write.path for write in scenario.cluster.writes if write.method == "POST"]
