@@ -156,10 +156,15 @@ def _consistent(spec: Json) -> Json:
     for key in ("uri", "persistentVolumeClaim"):
         storage.pop(key, None)
     spec["trainer"]["tuning"]["lora"].pop("adapter", None)
-    spec["trainer"]["data"]["validation"].pop("source", None)
+    data = spec["trainer"]["data"]
+    for key in ("source", "hubSplit"):
+        data["validation"].pop(key, None)
+    data.pop("hub", None)
+    (each,) = data["sources"]
+    data["sources"] = [{key: each[key] for key in each if key != left_out} for left_out in ("source", "hub")]
     model["ropeScaling"] |= {"highFrequencyFactor": 4, "fastTurns": 2}
     storage["hostPath"]["path"], storage["takeOver"] = "/a", "team/other"
-    spec["trainer"]["data"]["examples"]["function"] = "module:function"
+    data["examples"]["function"] = "module:function"
     spec["trainer"]["neuron"]["extraCompilerFlags"] = ["--a"]
     spec["recovery"]["budgets"]["byCause"] = {"Hang": {"maxFailures": 3}}
     spec["suspend"] = False
