@@ -41,10 +41,10 @@ _SPEED = Task(
     compiled=False,
 )
 _NARROW = {
-    "hiddenSize": 128,
+    "hiddenSize": 64,
     "intermediateSize": 4096,
     "numLayers": 2,
-    "numAttentionHeads": 2,
+    "numAttentionHeads": 1,
     "numKeyValueHeads": 1,
     "vocabSize": 4096,
     "maxPositions": LONG,
@@ -91,7 +91,7 @@ def measure_speed(rounds: int) -> dict[str, Any]:
 
 def measure_memory(degree: int) -> dict[str, Any]:
     """Return the bytes of a rank alone and of one of those that divide the sequence, and their ratio."""
-    task = replace(_SPEED, model=_NARROW, length=LONG, micro=1, steps=2)
+    task = replace(_SPEED, model=_NARROW, length=LONG, micro=1, steps=1)
     alone = _run(replace(task, ranks=1), "parallelism.context=1").host_bytes
     divided = _run(replace(task, ranks=degree), f"parallelism.context={degree}").host_bytes
     ratio = round(divided / alone, 3)

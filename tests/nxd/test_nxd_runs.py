@@ -79,6 +79,22 @@ def test_the_curve_is_that_of_the_native_backend(
     assert_same_curve(run(launch, ranks, "nxd", [NXD, *overrides]), reference)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(1, [], id="one"),
+        pytest.param(2, [TP, SP, "recompute=Selective"], id="tp2, sequence, selective recompute"),
+        pytest.param(4, [TP, "recompute=Full"], id="dp2 tp2, full recompute"),
+    ],
+)
+def test_masked_documents_make_the_curve_of_the_native_backend(
+    launch: Callable[..., Any], reference: Metrics, ranks: int, overrides: list[str]
+) -> None:
+    masked = run(launch, 1, "masked", ["backend=Native", "data.maskDocuments=true"])
+    assert [line["loss"] for line in masked] != [line["loss"] for line in reference]
+    assert_same_curve(run(launch, ranks, "nxd", [NXD, "data.maskDocuments=true", *overrides]), masked)
+
+
 def test_heads_repeated_as_on_trn2_make_the_same_curve(launch: Callable[..., Any], reference: Metrics) -> None:
     assert_same_curve(run(launch, 4, "nxd", [NXD, TP4], TEST_NXD_TARGET="trn2"), reference)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -234,3 +235,17 @@ def test_what_is_frozen_has_no_gradient_no_moments_and_no_master_weights(
         assert found["strange"] == [], "adapters alone are held and have gradients, in float32"
         assert found["frozen"] == ["torch.bfloat16"]
         assert found["same"], "the base is as it was"
+
+
+@pytest.mark.parametrize("tuning", [LORA, "tuning={method: Full}"], ids=["LoRA", "full"])
+def test_packed_examples_are_kept_apart_as_on_the_native_backend(run: Run, tmp_path: Path, tuning: str) -> None:
+    examples = tmp_path / "examples.jsonl"
+    lines = [{"instruction": f"step {number}", "response": "loss " * (1 + number % 4)} for number in range(40)]
+    examples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    packed = [f"data.source={examples}", "data.format=Instruction", "data.examples.packing=true", tuning]
+    theirs = run(1, "native", NATIVE, *packed)
+    assert_same(run(2, "divided", NXD, *packed, TP, SP, "recompute=Selective"), theirs)
+    joined = [*packed, "data.examples.maskExamples=false"]
+    others = run(1, "joined", NATIVE, *joined)
+    assert others[0][0]["loss"] != theirs[0][0]["loss"]
+    assert_same(run(2, "joined and divided", NXD, *joined, TP), others)

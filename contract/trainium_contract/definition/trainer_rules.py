@@ -108,11 +108,6 @@ _RULES: tuple[Rule, ...] = (
         ".parallelism.context",
     ),
     Rule(
-        f"{_ON_NXD} || !self.trainer.data.maskDocuments",
-        "trainer.data.maskDocuments cannot be had on trn1: its backend Nxd has no such mask; leave it out",
-        ".trainer.data.maskDocuments",
-    ),
-    Rule(
         """!has(self.trainer.model.numAttentionHeads) || !has(self.trainer.model.numKeyValueHeads)
         || self.trainer.model.numKeyValueHeads < 1
         || self.trainer.model.numAttentionHeads % self.trainer.model.numKeyValueHeads == 0""",
@@ -258,12 +253,6 @@ _RULES: tuple[Rule, ...] = (
         "trainer.evaluate.enabled is true but no examples are held back: give trainer.data.validation",
         ".trainer.data.validation",
         reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        f"{_ON_NXD} || self.trainer.data.format == 'Text' || !self.trainer.data.examples.packing",
-        "trainer.data.examples.packing cannot be had on trn1: its backend Nxd has no mask that keeps examples apart; "
-        "leave it out",
-        ".trainer.data.examples.packing",
     ),
     Rule(
         f"!({_PAIRS}) || {_OBJECTIVE}",

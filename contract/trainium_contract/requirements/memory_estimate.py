@@ -76,6 +76,8 @@ class MemorySetting:
     """Ranks that divide a sequence among the data-parallel ones."""
     micro_batches: int
     """In a step, of one rank."""
+    masked: bool = False
+    """Samples hold stretches that do not see each other."""
     whole_logits: bool = False
     """The loss needs the logits of a micro-batch as a whole (pairs of answers)."""
     snapshots: bool
@@ -191,7 +193,12 @@ def _activations(model: ModelShape, setting: MemorySetting) -> int:
     if setting.context > 1:
         # Of one layer: keys and values of all ranks, their gradients in float32 and as they are sent.
         gathered = (3 * size + 4) * setting.micro_size * setting.length * key_value / tensor + _TILE
-    return int(layers * each * flying + whole + logits + gathered)
+    scores = 0.0
+    if setting.masked and setting.layouts is Layouts.NXD:
+        # NxD's fused kernel has no mask: scores of all pairs of positions, their shares in float32 and as used.
+        kept = layers if setting.recompute is Recompute.NONE else 1
+        scores = kept * (2 * size + 4) * tokens * setting.length * model.num_attention_heads / tensor
+    return int(layers * each * flying + whole + logits + gathered + scores)
 
 
 def _shards_of_a_node(setting: MemorySetting, *, sharded: bool) -> int:

@@ -75,6 +75,7 @@ def memory_setting(
         pipeline=config.parallelism.pipeline,
         data_parallel=data_parallel * config.parallelism.context,
         context=config.parallelism.context,
+        masked=config.data.masked,
         whole_logits=config.tuning.objective is not None,
         processes_per_node=processes_per_node,
         mode=config.data_parallel,

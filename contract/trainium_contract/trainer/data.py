@@ -191,4 +191,5 @@ class DataConfig(ContractModel):
     @property
     def masked(self) -> bool:
         """Return whether a sample holds several stretches that do not see each other."""
-        return self.mask_documents if self.format is DataFormat.TEXT else self.examples.packing
+        examples = self.examples.packing and self.examples.mask_examples
+        return self.mask_documents if self.format is DataFormat.TEXT else examples

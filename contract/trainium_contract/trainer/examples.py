@@ -130,6 +130,9 @@ class ExamplesConfig(ContractModel):
     loss: LossOn = LossOn.ANSWER
     """Which tokens are learned."""
     packing: bool = False
-    """Put several examples into one sequence, none of which sees another; else each has a separate sequence."""
+    """Put several examples into one sequence; else each has a separate sequence."""
+    mask_examples: bool = True
+    """Keep packed examples apart: none sees another, and each starts at position 0. False: they are joined behind each
+    other's end tokens, and see those before them."""
     too_long: TooLong = TooLong.DROP
     """Treatment of examples that are longer than a sequence."""

@@ -193,8 +193,6 @@ BAD_AT_CREATION = {
     """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}}, parallelism: {pipeline: 4},
     trainer: {batch: {globalSize: 1024}}}""": "parallelism.pipeline must be 1 on trn1: its backend Nxd has no pipeline",
     """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}},
-    trainer: {batch: {globalSize: 1024}, data: {maskDocuments: true}}}""": "maskDocuments cannot be had on trn1",
-    """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}},
     trainer: {batch: {globalSize: 1024}, torchCompile: Layers}}""": "torchCompile must be None on trn1",
     "trainer: {model: {numAttentionHeads: 6, numKeyValueHeads: 4}}": "must be divisible by numKeyValueHeads",
     "trainer: {model: {numAttentionHeads: 6, hiddenSize: 64}}": "hiddenSize must be divisible by numAttentionHeads",
@@ -242,10 +240,6 @@ BAD_AT_CREATION = {
     "trainer: {evaluate: {enabled: true}}": "no examples are held back: give trainer.data.validation",
     "trainer: {epochs: -1}": "spec.trainer.epochs in body should be greater than or equal to 0",
     "trainer: {schedule: {warmupRatio: 0}}": "warmupRatio in body should be greater than 0",
-    """{workers: {replicas: 4, accelerator: {device: neuron, instanceType: trn1.32xlarge}},
-    trainer: {batch: {globalSize: 1024}, data: {format: Instruction, examples: {packing: true}}}}""": (
-        "examples.packing cannot be had on trn1"
-    ),
     # Rules and budgets of recovery.
     "recovery: {rules: [{cause: UserCode, action: Stop}]}": "a rule needs a condition: give exitCodes, reason or mess",
     "recovery: {rules: [{exitCodes: [], cause: UserCode, action: Stop}]}": "a rule needs a condition",

@@ -126,3 +126,15 @@ def test_a_divided_sequence_divides_activations_and_never_holds_the_logits_of_al
     assert estimate_memory(model, divided).state == estimate_memory(model, whole).state
     logits = 10 * (131_072 - stretch_tokens(model.vocab_size // 8)) * model.vocab_size // 8
     assert estimate_memory(model, replace(whole, whole_logits=True)).activations - activations == logits
+
+
+def test_a_mask_on_nxd_costs_the_scores_of_one_layer_or_of_all_without_recompute() -> None:
+    model = PRESETS["Llama3-8B"]
+    plain = replace(SETTING, tensor=8, length=4096, layouts=Layouts.NXD)
+    for recompute, layers in ((Recompute.FULL, 1), (Recompute.NONE, model.num_layers)):
+        without = replace(plain, recompute=recompute)
+        more = estimate_memory(model, replace(without, masked=True)).activations
+        more -= estimate_memory(model, without).activations
+        assert more == layers * 12 * 4096**2 * model.num_attention_heads // 8
+    native = replace(plain, layouts=Layouts.NATIVE)
+    assert estimate_memory(model, replace(native, masked=True)) == estimate_memory(model, native)

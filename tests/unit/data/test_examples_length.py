@@ -147,6 +147,31 @@ def test_packed_examples_begin_at_position_0_and_learn_what_they_learn_alone(tmp
     assert data.report.used == tokens / (count * 160) > 0.9
 
 
+def test_examples_joined_without_a_mask_keep_their_end_tokens_and_learn_the_same(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    source = write_records(tmp_path / "d.jsonl", records(40))
+    joined = {"packing": True, "maskExamples": False, "loss": "All"}
+    data = opened(config(tmp_path, source, sequence_length=160, examples=joined))
+    stored = data.sources[0].stored
+    count = data.training.num_samples
+    batch = rows_of(data, count)
+    assert batch.positions is None
+    seen: list[int] = []
+    for row, number in enumerate(data.training.numbers(0, count)):
+        members = data.training.parts[0].members(number)
+        seen += members
+        examples = [stored.example(member) for member in members]
+        tokens = [int(token) for ids, _ in examples for token in ids]
+        # Nobody has to guess how the next example begins.
+        learned = [place > 0 and bool(one) for _, trained in examples for place, one in enumerate(trained)]
+        assert len(tokens) <= 161
+        assert batch.inputs[row, : len(tokens) - 1].tolist() == tokens[:-1]
+        expected = [token if one else -100 for token, one in zip(tokens[1:], learned[1:], strict=True)]
+        assert batch.labels[row].tolist() == expected + [-100] * (161 - len(tokens))
+    assert sorted(seen) == list(range(40)), "each example exactly once"
+    assert any(len(data.training.parts[0].members(number)) > 1 for number in range(count))
+
+
 def test_packing_and_samples_are_a_function_of_data_and_seed(tmp_path: Path) -> None:
     rows = records(60)
     write_tokenizer(tmp_path / "tokenizer")

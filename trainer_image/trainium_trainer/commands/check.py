@@ -264,6 +264,8 @@ def find_settings_without_effect(config: TrainingConfig) -> list[str]:
         found.append("schedule.decaySteps has no effect: schedule.kind Constant does not decay")
     if config.optimizer.weight_decay == 0 and config.optimizer.decay_scope is not WeightDecayScope.ALL:
         found.append("optimizer.decayScope has no effect: optimizer.weightDecay is 0")
+    if not config.data.examples.mask_examples and not config.data.examples.packing:
+        found.append("data.examples.maskExamples has no effect: data.examples.packing is false")
     if degrees.sequence and degrees.tensor == 1:
         found.append("parallelism.sequence has no effect: parallelism.tensor is 1")
     return found

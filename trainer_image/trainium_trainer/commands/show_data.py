@@ -136,7 +136,8 @@ def _print_sample(
     console.print(Text(head, "bold cyan"))
     for index, one in enumerate(shown):
         if index:
-            other = f"example {index + 1} of this sample, which does not see the one before"
+            sees = "does not see" if config.masked else "sees"
+            other = f"example {index + 1} of this sample, which {sees} the one before"
             console.print(Text(f"── {'the answer that is not preferred' if pairs else other} ──", "dim"))
         console.print(_coloured(display, one), soft_wrap=True)
         if display.ids:

@@ -202,6 +202,7 @@ class NxdBackend:
             batch.labels.to(device),
             sequence=self._sequence,
             columns=self._columns,
+            positions=None if batch.positions is None else batch.positions.to(device),
             samples=samples,
         )
 

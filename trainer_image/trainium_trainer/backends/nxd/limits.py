@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.trainer.examples import DataFormat
 from trainium_contract.trainer.optimizer import OptimizerKind
 from trainium_contract.trainer.parallelism import BackendChoice, DataParallelMode, DeviceChoice, TorchCompile
 from trainium_contract.trainer.tuning import TuningMethod
@@ -53,9 +52,6 @@ def check_limits(config: TrainingConfig, dp_size: int) -> None:
             f"optimizer.kind is {config.optimizer.kind}, but backend Nxd has AdamW only: use AdamW, or set backend to "
             "Native"
         )
-    if config.data.masked:
-        name = "data.maskDocuments" if config.data.format is DataFormat.TEXT else "data.examples.packing"
-        raise UserError(f"{name} cannot be had with the Nxd backend: leave it out, or set backend to Native")
     if config.tuning.objective is not None:
         raise UserError(
             f"tuning.objective is {config.tuning.objective.kind}, but backend Nxd has no loss on pairs: set backend to "

@@ -52,7 +52,8 @@ class CoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """[batch, heads, sequence, width] each, fewer heads in key and value, to the query's size.
 
-        `mask` is [sequence, sequence], whether a position (first) sees another (last); None: all earlier ones.
+        `mask` is [sequence, sequence] or [batch, 1, sequence, sequence], whether a position (next to last) sees another
+        (last); None: all earlier ones. The library's fused kernel knows no mask but the causal one.
         """
         shared = query.shape[1] // key.shape[1]
         if shared > 1:
@@ -109,7 +110,7 @@ class NxdAttention(nn.Module):
         query, key, value = (
             self._heads(each, norm) for each, norm in zip(projected, (self.q_norm, self.k_norm, None), strict=True)
         )
-        mask = window_mask(context, self._window)
+        mask = mask_of(context, self._window)
         mixed = self.core(rotate(query, context), rotate(key, context), value, mask)
         joined = mixed.permute(2, 0, 1, 3) if self._sequence else mixed.transpose(1, 2)
         out: Tensor = self.o_proj(joined.flatten(2).contiguous())
@@ -131,9 +132,9 @@ def head_norms(shape: ModelShape, dtype: torch.dtype) -> tuple[RMSNorm | None, R
     return query, key
 
 
-def window_mask(context: Context, window: int | None) -> Tensor | None:
-    """Return the mask of a layer with this window; None where it sees all earlier positions."""
-    return None if window is None or context.windowed is None else context.windowed.mask
+def mask_of(context: Context, window: int | None) -> Tensor | None:
+    """Return the mask of a layer with this window or none; None where it sees all earlier positions."""
+    return context.mask if window is None or context.windowed is None else context.windowed.mask
 
 
 class NxdMLP(nn.Module):
@@ -236,14 +237,16 @@ def loss_sum(
     *,
     sequence: bool,
     columns: int | None = None,
+    positions: Tensor | None = None,
     samples: Tensor | None = None,
 ) -> Tensor:
     """Sum of the token losses of a micro-batch, [batch, sequence] each, in float32; the same on all tensor ranks.
 
-    Of this rank's part of the vocabulary only the first `columns` are tokens, if that is given; `samples` as `Llama`
-    takes them.
+    Of this rank's part of the vocabulary only the first `columns` are tokens, if that is given; `positions` and
+    `samples` as `Llama` takes them.
     """
-    logits = _ContiguousGradient.apply(model(tokens, samples=samples)).float()  # type: ignore[no-untyped-call]
+    out = model(tokens, positions=positions, samples=samples)
+    logits = _ContiguousGradient.apply(out).float()  # type: ignore[no-untyped-call]
     if columns is not None:
         known = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device) < columns
         logits = torch.where(known, logits, torch.finfo(logits.dtype).min)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
 from trainium_contract.models.parameters import EMBEDDING, HEAD
-from trainium_trainer.backends.nxd.llama import CoreAttention, window_mask
+from trainium_trainer.backends.nxd.llama import CoreAttention, mask_of
 from trainium_trainer.models.llama import MLP, Attention, Linear, Llama, RMSNorm
 from trainium_trainer.models.lora import AdaptedLinear
 from trainium_trainer.models.rope import rotate
@@ -127,7 +127,7 @@ class TunedAttention(nn.Module):
         query, key, value = (
             self._heads(each, norm) for each, norm in zip(projected, (self.q_norm, self.k_norm, None), strict=True)
         )
-        mask = window_mask(context, self._window)
+        mask = mask_of(context, self._window)
         mixed = self.core(rotate(query, context), rotate(key, context), value, mask)
         joined = mixed.permute(2, 0, 1, 3) if self._region.sequence else mixed.transpose(1, 2)
         return self._region.leave(self.o_proj(joined.flatten(2), context))

@@ -163,7 +163,7 @@ def open_examples(
     rules = SampleRules(
         sequence_length=config.sequence_length,
         vocabulary=count_entries(tokenizer),
-        packed=examples.packing,
+        packed=config.masked,
         rows=config.rows_per_sample,
         padding=sources[0].stored.manifest.end_of_document,
     )
@@ -172,7 +172,12 @@ def open_examples(
         if pairs:
             return PairPart(source.recipe.source, source.stored, chosen, whole=examples.loss is LossOn.ALL)
         return ExamplePart(
-            source.recipe.source, source.stored, chosen, config.sequence_length, packing=examples.packing
+            source.recipe.source,
+            source.stored,
+            chosen,
+            config.sequence_length,
+            packing=examples.packing,
+            masked=config.masked,
         )
 
     parts = [part(source, ~source.held) for source in sources]
@@ -297,6 +302,7 @@ def _identity(config: DataConfig, sources: Sequence[ExampleSource], tokenizer: P
         "weights": [source.weight for source in sources],
         "validation": [fraction, held.split] if held is not None and fraction is not None else None,
         "packing": config.examples.packing,
+        "masks": config.masked,
         "epochs": batch,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -2,7 +2,8 @@
 
 Guarantees:
 - A sample is a pure function of its number.
-- To the model an example is alone, with positions from 0, whatever shares its sequence.
+- To the model an example is alone, with positions from 0, whatever shares its sequence, unless examples are joined
+  without a mask.
 - Packing is a pure function of the lengths. Each example is in exactly one sequence, as a whole; examples of equal
   length keep their order.
 """
@@ -66,12 +67,19 @@ class ExampleSample:
     """Tokens of each, and which of them are learned."""
 
     def rows(self, rules: SampleRules) -> tuple[Row, ...]:
-        """See `Sample.rows`; the last token of an example is only predicted."""
+        """See `Sample.rows`; the last token of an example is only predicted.
+
+        Without a mask it is followed by the next example, whose first token nobody has to guess.
+        """
+        if not rules.packed:
+            joined = np.concatenate([ids for ids, _ in self.examples])
+            borders = np.cumsum([0, *(len(ids) for ids, _ in self.examples[:-1])])
+            predicted = np.concatenate([trained for _, trained in self.examples])
+            predicted[borders] = False
+            return (Row(joined[:-1], joined[1:], predicted[1:], None),)
         inputs = np.concatenate([ids[:-1] for ids, _ in self.examples])
         targets = np.concatenate([ids[1:] for ids, _ in self.examples])
         learned = np.concatenate([trained[1:] for _, trained in self.examples])
-        if not rules.packed:
-            return (Row(inputs, targets, learned, None),)
         left = rules.sequence_length - len(inputs)  # sees nothing either
         positions = np.concatenate([*(np.arange(len(ids) - 1) for ids, _ in self.examples), np.arange(left)])
         padding = np.full(left, rules.padding)
@@ -88,7 +96,14 @@ class ExamplePart:
     """Examples of one source."""
 
     def __init__(
-        self, name: str, stored: StoredExamples, chosen: NDArray[np.bool_], capacity: int, *, packing: bool
+        self,
+        name: str,
+        stored: StoredExamples,
+        chosen: NDArray[np.bool_],
+        capacity: int,
+        *,
+        packing: bool,
+        masked: bool,
     ) -> None:
         """Take the examples that are `chosen`, in sequences of `capacity` tokens."""
         self.name = name
@@ -98,7 +113,8 @@ class ExamplePart:
         """Positions that each example takes."""
         self._members, self._starts = rows, np.arange(len(rows) + 1)
         if packing:
-            order, self._starts = pack_examples(self.used, capacity)
+            # Joined, all but the last example of a sequence have their last token in it.
+            order, self._starts = pack_examples(self.used + (not masked), capacity + (not masked))
             self._members = rows[order]
 
     @property

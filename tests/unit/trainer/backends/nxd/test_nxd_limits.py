@@ -37,19 +37,23 @@ def settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: An
         (2, {"parallelism": {"pipeline": 2}}, "parallelism.pipeline is 2, but backend Nxd has no pipeline: use 1"),
         (1, {"device": "Cpu"}, "device is Cpu, but backend Nxd computes on NeuronCores only: leave device out"),
         (2, {"precision": "BFloat16Stochastic"}, "drift apart; set dataParallel to ShardedOptimizer"),
-        (1, {"data": TEXT | {"maskDocuments": True}}, "data.maskDocuments cannot be had with the Nxd backend: leave"),
+        (2, {"parallelism": {"context": 2}}, "parallelism.context is 2, but backend Nxd does not divide sequences"),
         (
             1,
             {"torchCompile": "Layers"},
             "torchCompile is Layers, but backend Nxd compiles whole steps by itself: leave",
         ),
-        (1, {"data": PACKED}, "data.examples.packing cannot be had with the Nxd backend: leave it out"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_the_configuration(ranks: int, fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as refused:
         refuse_what_it_cannot(settings(ranks, **fields))
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("data", [PACKED, TEXT | {"maskDocuments": True}])
+def test_packed_examples_and_masked_documents_need_no_other_backend(data: dict[str, Any]) -> None:
+    refuse_what_it_cannot(settings(data=data))
 
 
 @pytest.mark.parametrize(
