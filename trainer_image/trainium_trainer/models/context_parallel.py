@@ -82,6 +82,10 @@ class DividedAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, table: Context) -> Tensor:
         """[batch, heads, this rank's tokens, width] each to the same; keys and values may have fewer heads."""
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        if torch.is_autocast_enabled(query.device.type):
+            # Torch's attention converts there; a function of ours has to.
+            narrow = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
         out: Tensor = _Attend.apply(query, key, value, table.first, self, scale)  # type: ignore[no-untyped-call]
         return out
 

@@ -70,6 +70,16 @@ def test_the_curve_does_not_depend_on_the_division_of_the_sequence(
     assert_same_curve(finish(launch, ranks, "other", [VALIDATION, *overrides]), reference)
 
 
+@pytest.mark.parametrize("precision", ["BFloat16", "BFloat16Stochastic"])
+def test_half_precision_stays_close_to_that_of_one_rank(
+    launch: Launcher, undisturbed: Undisturbed, precision: str
+) -> None:
+    whole = undisturbed(1, [f"precision={precision}"]).losses()
+    divided = [line["loss"] for line in finish(launch, 2, "half", [CP, f"precision={precision}"])]
+    assert divided == pytest.approx(whole, rel=5e-3)
+    assert divided[-1] < divided[0]
+
+
 @pytest.mark.long
 def test_a_history_goes_through_context_tensor_and_data_parallel_sizes_by_its_checkpoints(launch: Launcher) -> None:
     flat = ["schedule.finalRatio=1"]
