@@ -37,6 +37,7 @@ def _load(path: Path, name: str) -> ModuleType:
 
 _trainer = _load(HERE.parent / "unit" / "trainer" / "conftest.py", "trainer_conftest")
 text_file, base_config, launch = _trainer.text_file, _trainer.base_config, _trainer.launch
+documents = _trainer.documents
 
 
 def _reason() -> str | None:

@@ -88,11 +88,13 @@ def test_the_curve_is_that_of_the_native_backend(
     ],
 )
 def test_masked_documents_make_the_curve_of_the_native_backend(
-    launch: Callable[..., Any], reference: Metrics, ranks: int, overrides: list[str]
+    launch: Callable[..., Any], documents: Path, ranks: int, overrides: list[str]
 ) -> None:
-    masked = run(launch, 1, "masked", ["backend=Native", "data.maskDocuments=true"])
-    assert [line["loss"] for line in masked] != [line["loss"] for line in reference]
-    assert_same_curve(run(launch, ranks, "nxd", [NXD, "data.maskDocuments=true", *overrides]), masked)
+    text, masked = f"data.source={documents}", "data.maskDocuments=true"
+    whole = run(launch, 1, "whole", ["backend=Native", text])
+    apart = run(launch, 1, "apart", ["backend=Native", text, masked])
+    assert [line["loss"] for line in apart] != [line["loss"] for line in whole]
+    assert_same_curve(run(launch, ranks, "nxd", [NXD, text, masked, *overrides]), apart)
 
 
 def test_heads_repeated_as_on_trn2_make_the_same_curve(launch: Callable[..., Any], reference: Metrics) -> None:

@@ -242,7 +242,8 @@ def test_packed_examples_are_kept_apart_as_on_the_native_backend(run: Run, tmp_p
     examples = tmp_path / "examples.jsonl"
     lines = [{"instruction": f"step {number}", "response": "loss " * (1 + number % 4)} for number in range(40)]
     examples.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    packed = [f"data.source={examples}", "data.format=Instruction", "data.examples.packing=true", tuning]
+    template = "data.examples.template={prompt: '{instruction}', completion: ' {response}'}"
+    packed = [f"data.source={examples}", "data.format=Instruction", template, "data.examples.packing=true", tuning]
     theirs = run(1, "native", NATIVE, *packed)
     assert_same(run(2, "divided", NXD, *packed, TP, SP, "recompute=Selective"), theirs)
     joined = [*packed, "data.examples.maskExamples=false"]

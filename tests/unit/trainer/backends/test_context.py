@@ -19,6 +19,8 @@ from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from conftest import Launcher, Undisturbed
 
     from trainium_contract.models.shape import ModelShape
@@ -62,12 +64,17 @@ def assert_same_curve(metrics: list[dict[str, Any]], reference: list[dict[str, A
     ],
 )
 def test_the_curve_does_not_depend_on_the_division_of_the_sequence(
-    launch: Launcher, undisturbed: Undisturbed, ranks: int, overrides: list[str]
+    launch: Launcher, undisturbed: Undisturbed, documents: Path, ranks: int, overrides: list[str]
 ) -> None:
-    data = [override for override in overrides if override.startswith("data.")]
-    reference = undisturbed(1, [VALIDATION, *data]).metrics()
+    data = [VALIDATION, f"data.source={documents}", *(each for each in overrides if each.startswith("data."))]
+    reference = undisturbed(1, data).metrics()
     assert "validationLoss" in reference[-1]
-    assert_same_curve(finish(launch, ranks, "other", [VALIDATION, *overrides]), reference)
+    assert_same_curve(finish(launch, ranks, "other", [*data, *overrides]), reference)
+
+
+def test_masks_of_documents_change_the_curve(undisturbed: Undisturbed, documents: Path) -> None:
+    data = [VALIDATION, f"data.source={documents}"]
+    assert undisturbed(1, [*data, PACKED]).losses() != undisturbed(1, data).losses()
 
 
 @pytest.mark.parametrize("precision", ["BFloat16", "BFloat16Stochastic"])
