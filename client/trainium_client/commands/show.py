@@ -10,9 +10,9 @@ import typer
 
 from trainium_client.commands.options import JobName, Session
 from trainium_client.read import read_interruption, read_screen
-from trainium_contract.views.goodput import cost_view, goodput_view
+from trainium_contract.views.goodput import goodput_view
 from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.job import build_job_view
+from trainium_contract.views.job import build_job_view, cost_view
 from trainium_contract.views.status_reader import public_status
 
 

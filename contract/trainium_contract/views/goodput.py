@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
-    from trainium_contract.views.job import JobView
     from trainium_contract.views.status_reader import StatusReader
 
 
@@ -83,24 +82,4 @@ def goodput_view(status: StatusReader[PublicStatus], now: float) -> GoodputView:
             for each in part.parts("sizes")
         ),
         counted_seconds_ago=None if until is None else max(0.0, now - until),
-    )
-
-
-def cost_view(view: JobView, price: float) -> CostView:
-    """Return the cost of a job at a price of a node-hour."""
-    goodput, hourly = view.goodput, price / 3600
-    productive = hourly * goodput.node_seconds * (goodput.fleet_ratio or 0.0)
-    rest = hourly * goodput.node_seconds - productive
-    # What is held beside the members is held in lost time too, so lost time is charged for all that is held.
-    held = goodput.node_seconds / goodput.wall_seconds if goodput.wall_seconds else 0.0
-    lost = {cause: hourly * held * seconds for cause, seconds in goodput.lost_seconds.items()}
-    share = min(1.0, rest / sum(lost.values())) if any(lost.values()) else 0.0
-    lost = {cause: share * cost for cause, cost in lost.items()}
-    return CostView(
-        price=price,
-        so_far=hourly * goodput.node_seconds,
-        productive=productive,
-        lost=lost,
-        idle=rest - sum(lost.values()),
-        to_end=None if view.eta_seconds is None else hourly * view.eta_seconds * (view.size + view.spares),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.spec.managed_by import is_managed_here
-from trainium_contract.views.goodput import GoodputView, goodput_view
+from trainium_contract.views.goodput import CostView, GoodputView, goodput_view
 from trainium_contract.views.interruptions import InterruptionView, interruptions
 from trainium_contract.views.raw import mapping, objects, plain, seconds_of, text, whole
 from trainium_contract.views.status_reader import public_status
@@ -258,12 +258,27 @@ def build_job_view(
         not_shown=not_shown,
         status=status,
     )
-    return with_advice(view)
-
-
-def with_advice(view: JobView) -> JobView:
-    """Add what to do to the view."""
     return replace(view, advice=advise(view))
+
+
+def cost_view(view: JobView, price: float) -> CostView:
+    """Return the cost of a job at a price of a node-hour."""
+    goodput, hourly = view.goodput, price / 3600
+    productive = hourly * goodput.node_seconds * (goodput.fleet_ratio or 0.0)
+    rest = hourly * goodput.node_seconds - productive
+    # What is held beside the members is held in lost time too, so lost time is charged for all that is held.
+    held = goodput.node_seconds / goodput.wall_seconds if goodput.wall_seconds else 0.0
+    lost = {cause: hourly * held * seconds for cause, seconds in goodput.lost_seconds.items()}
+    share = min(1.0, rest / sum(lost.values())) if any(lost.values()) else 0.0
+    lost = {cause: share * cost for cause, cost in lost.items()}
+    return CostView(
+        price=price,
+        so_far=hourly * goodput.node_seconds,
+        productive=productive,
+        lost=lost,
+        idle=rest - sum(lost.values()),
+        to_end=None if view.eta_seconds is None else hourly * view.eta_seconds * (view.size + view.spares),
+    )
 
 
 _LONGEST_COMMAND = 60

@@ -33,9 +33,8 @@ from trainium_contract.pages.facts import job_facts
 from trainium_contract.pages.formatting import duration
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.views.events import event_views
-from trainium_contract.views.goodput import cost_view
 from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.job import STALE_SECONDS, build_job_view
+from trainium_contract.views.job import STALE_SECONDS, build_job_view, cost_view
 from trainium_contract.views.raw import plain, seconds_of
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import Members, members_view, pod_rows, rank_rows, workers_view
