@@ -12,21 +12,21 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from trainium_contract.pages.facts import job_facts
-from trainium_contract.pages.formatting import clock, duration, figure, shortened, size
+from trainium_contract.pages.formatting import clock, duration, figure, plural, shortened, size
 from trainium_contract.pages.html import document, section, table
 from trainium_contract.pages.live import LIVE_SCRIPT
 from trainium_contract.pages.node_map import node_map_html
 from trainium_contract.pages.svg import BAD, COLOURS, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
-from trainium_contract.pages.worker_times import worker_times_html
 from trainium_contract.program_output import drop_noise
 from trainium_contract.views.interruptions import ranks_text, stage_words
-from trainium_contract.views.timeline import timeline_of
+from trainium_contract.views.timeline import WorkerState, timeline_of
 
 if TYPE_CHECKING:
     from trainium_contract.views.checkpoints import CheckpointRow
     from trainium_contract.views.curve import CurvePoint
     from trainium_contract.views.interruptions import InterruptionView
     from trainium_contract.views.job import JobView
+    from trainium_contract.views.timeline import Timeline
     from trainium_contract.views.workers import Members, PodRow
 
 MOST_ROWS = 2_000
@@ -36,6 +36,19 @@ _LONGEST = 240
 """Characters of an interruption: what a worker printed at length is for `kubectl trn why`."""
 _MOMENTS = 200
 """Into so many the time of a job is divided where its pictures end now."""
+_SPARE, _MEMBER = 3, 7
+_STATE_COLOURS = {
+    WorkerState.TRAINED: GOOD,
+    WorkerState.MEMBER: _MEMBER,
+    WorkerState.SPARE: _SPARE,
+    WorkerState.WAITED: WAITS,
+    WorkerState.HERE: OTHER,
+    WorkerState.LOST: BAD,
+}
+_NOT_RECORDED = (
+    "Known are the workers that are there, who is a member since the generation in force began, and whom the history "
+    "names; what else a worker was before, and workers that went without an interruption, are not recorded."
+)
 _KEY = "green: runs (members, where that is known); grey: runs, no member; yellow: pending; red: anything else"
 
 
@@ -171,7 +184,35 @@ def _times(report: JobReport, now: float) -> str:
         first_step=report.view.started_at,
         over=report.view.ended,
     )
-    return worker_times_html(found, begin, end)
+    return _worker_times(found, begin, end)
+
+
+def _worker_times(found: Timeline, begin: float, end: float) -> str:
+    """Render one row for each worker with recorded changes between two moments; empty without any."""
+    rows = [
+        (row.name, [(each.since, each.until, _STATE_COLOURS[each.state], each.text) for each in row.segments])
+        for row in found.rows
+    ]
+    drawn = timeline(begin, end, rows, "Workers by time")
+    if not drawn:
+        return ""
+    seen = {each.state for row in found.rows for each in row.segments}
+    keys = (
+        f'<span class="key"><i class="c{_STATE_COLOURS[state]}"></i>{escape(state)}</span>'
+        for state in WorkerState
+        if state in seen
+    )
+    notes = "".join(f"<p class=soft>{escape(each)}</p>" for each in (_left_out(found), _NOT_RECORDED) if each)
+    return f'<h2>Who was what when</h2>{drawn}<p class="legend">{"".join(keys)}</p>{notes}'
+
+
+def _left_out(found: Timeline) -> str:
+    parts = [
+        f"{plural(found.quiet, 'member')} to which nothing happened that is recorded" if found.quiet else "",
+        plural(found.left_out, "other worker") if found.left_out else "",
+    ]
+    text = " and ".join(filter(None, parts))
+    return f"… and {text}." if text else ""
 
 
 def _ranks_of(report: JobReport) -> dict[str, str]:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from math import ceil, log2
 
-USUAL_LIMIT = 1024
-"""The soft limit of a process that nobody changed."""
 _RANK_BASE = 64
 """Standard streams, data, records, snapshots, device files and the listeners of the groups; 20 were found on a CPU."""
 _GROUPS = 3
@@ -38,14 +36,10 @@ def needed_by_first_rank(world_size: int) -> int:
     return needed_by_most_ranks(world_size) + _PER_PEER_OF_THE_FIRST * (world_size - 1)
 
 
-def needed_by_first_agent(world_size: int, nodes: int) -> int:
-    """Descriptors of the agent that serves the store."""
-    return _AGENT_BASE + world_size + _PER_AGENT * nodes
-
-
 def needed(world_size: int, nodes: int = 1) -> int:
     """Return the limit of open files that every process of the job needs: that of the hub."""
-    return max(needed_by_first_rank(world_size), needed_by_first_agent(world_size, nodes))
+    by_first_agent = _AGENT_BASE + world_size + _PER_AGENT * nodes  # which serves the store
+    return max(needed_by_first_rank(world_size), by_first_agent)
 
 
 def explain_shortage(limit: int, world_size: int, nodes: int = 1) -> str:

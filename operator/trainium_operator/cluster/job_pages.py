@@ -25,6 +25,7 @@ from trainium_contract.views.workers import PodRow, members_view, workers_view
 from trainium_contract.wire.worker_env import KIND
 from trainium_operator.cluster.api.errors import ApiError, ForbiddenError
 from trainium_operator.cluster.api.resources import CORE_EVENTS
+from trainium_operator.newest import Newest
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import PodPhase, PodView
 
@@ -68,7 +69,7 @@ class JobPageData:
         self._clock = clock
         self._curves: OrderedDict[str, tuple[float, LiveCurve]] = OrderedDict()
         """By uid, with the time of the first look."""
-        self._events: OrderedDict[str, tuple[float, tuple[EventView, ...] | str]] = OrderedDict()
+        self._events: Newest[str, tuple[float, tuple[EventView, ...] | str]] = Newest(REMEMBERED_EVENTS)
         self._failed = (float("-inf"), "")
         """When the API server last gave no answer: then nobody waits for the next."""
         self._asking = asyncio.Lock()
@@ -143,9 +144,6 @@ class JobPageData:
             if known is None or self._clock() - known[0] >= EVENTS_SECONDS:
                 found = await self._ask(namespace, name, record.uid)
                 known = self._events[record.uid] = (self._clock(), found)
-                self._events.move_to_end(record.uid)
-                while len(self._events) > REMEMBERED_EVENTS:
-                    self._events.popitem(last=False)
         return known[1]
 
     async def _ask(self, namespace: str, name: str, uid: str) -> tuple[EventView, ...] | str:

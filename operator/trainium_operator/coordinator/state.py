@@ -291,7 +291,8 @@ class CoordinatorState:
         current = job.generation
         if current and request.generation > current + FARTHEST_AHEAD:
             raise FutureGenerationError(request.generation, current)
-        if 0 < request.generation < current and not self._is_outsider(job, request):
+        is_spare = request.pod_uid not in job.members and request.phase in _OUTSIDER_PHASES
+        if 0 < request.generation < current and not is_spare:  # to which its generation does not matter
             raise OldGenerationError(request.generation, current)
         agent = job.agents[request.pod_uid]
         old = agent.view.heartbeat
@@ -302,14 +303,17 @@ class CoordinatorState:
         first_step = stepped and agent.stepped != (request.generation, request.attempt)
         if stepped:
             agent.stepped = (request.generation, request.attempt)
-        agent.view = _with_heartbeat(agent.view, request, steps=_step(request) - agent.step, first_step=first_step)
+        agent.view = replace(agent.view, heartbeat=request, joining_since=_joining_since(agent.view, request))
+        if _step(request) > agent.step:
+            agent.view = _with_steps(agent.view, _step(request) - agent.step, first_step=first_step)
         agent.step = _step(request)
-        news = old is None or first_step or _has_news(old, request) or _results(old) != _results(request)
+        news = (
+            old is None
+            or first_step
+            or _reported_fields(old) != _reported_fields(request)
+            or _results(old) != _results(request)
+        )
         return Accepted(matters=news, progressed=moved, before=old)
-
-    def _is_outsider(self, job: _Job, request: HeartbeatRequest) -> bool:
-        """Return whether a spare sent it, whose generation does not matter."""
-        return request.pod_uid not in job.members and request.phase in _OUTSIDER_PHASES
 
     def _job(self, job_id: JobId) -> _Job:
         return self._jobs.setdefault(job_id, _Job())
@@ -327,12 +331,6 @@ def _results(heartbeat: HeartbeatRequest) -> tuple[object, ...]:
     """Return the part of the progress that a plan should see at once."""
     progress = heartbeat.progress
     return () if progress is None else (progress.stage, progress.artifacts, progress.evaluation)
-
-
-def _with_heartbeat(view: AgentView, request: HeartbeatRequest, *, steps: int, first_step: bool) -> AgentView:
-    """Return the view after this heartbeat; `view.last_seen` is now."""
-    view = replace(view, heartbeat=request, joining_since=_joining_since(view, request))
-    return _with_steps(view, steps, first_step=first_step) if steps > 0 else view
 
 
 def _with_steps(view: AgentView, steps: int, *, first_step: bool) -> AgentView:

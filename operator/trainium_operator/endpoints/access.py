@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainium_operator.http.errors import RefusedError, UnauthenticatedError
 from trainium_operator.http.reviews import Accepted, ClientKey, ReviewCache, ReviewRequest, TokenReviewQueue
 from trainium_operator.http.tokens import bearer_token, token_digest, unverified_claims, unverified_expiry
+from trainium_operator.newest import Newest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -109,7 +109,7 @@ class Access:
         queue = TokenReviewQueue(wall_clock, at_once=AT_ONCE, anonymous_at_once=ANONYMOUS_AT_ONCE)
         self._users: ReviewCache[User] = ReviewCache(queue, wall_clock, remembered=REMEMBERED)
         self._allowed: ReviewCache[bool] = ReviewCache(queue, wall_clock, remembered=REMEMBERED)
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: Newest[str, None] = Newest(REMEMBERED)
         """Names of users who were allowed something, most recent last."""
 
     async def admit(self, authorization: str, attributes: ResourceAttributes, source: str) -> User:
@@ -121,9 +121,6 @@ class Access:
         if not await self.may(user, attributes, source, counts=True):
             raise RefusedError(f"{user.name} may not {attributes}")
         self._known[user.name] = None
-        self._known.move_to_end(user.name)
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
         return user
 
     async def _user(self, authorization: str, source: str) -> User:

@@ -15,9 +15,10 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from trainium_operator.newest import Newest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +39,7 @@ class ClientConnection:
     """One connection; `close` ends it at once."""
 
     source: str
-    close: Callable[[], None]
+    close: Callable[[], object]
     holder: str = ""
     refusals: int = 0
     """Requests that were refused while it was anonymous."""
@@ -56,7 +57,7 @@ class ConnectionLimiter:
         """By address, oldest first."""
         self._count = 0
         self._of_holder: dict[str, dict[ClientConnection, None]] = {}
-        self._failed: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._failed: Newest[str, tuple[float, int]] = Newest(REMEMBERED)
         self._capacity = asyncio.Event()
         self._capacity.set()
 
@@ -139,10 +140,8 @@ class ConnectionLimiter:
 
     def _count_failure(self, source: str) -> None:
         now = asyncio.get_running_loop().time()
-        since, times = self._failed.pop(source, (now, 0))
+        since, times = self._failed.get(source, (now, 0))
         self._failed[source] = (since, times + 1) if now - since < WINDOW_SECONDS else (now, 1)
-        while len(self._failed) > REMEMBERED:
-            self._failed.popitem(last=False)
 
     @staticmethod
     def _drop(among: dict[str, dict[ClientConnection, None]], key: str, client: ClientConnection) -> None:

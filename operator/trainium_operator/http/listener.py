@@ -142,7 +142,7 @@ class LimitedListener:
                 connection.close()
                 continue
             handshake = self._spawn(self._handshake(connection, client, server, context))
-            client.close = partial(_cancel, handshake)
+            client.close = handshake.cancel
 
     async def _handshake(
         self, connection: socket.socket, client: ClientConnection, server: web.Server, context: ssl.SSLContext | None
@@ -185,7 +185,3 @@ async def _wait_for_first_byte(connection: socket.socket) -> None:
 def _set(readable: asyncio.Future[None]) -> None:
     if not readable.done():
         readable.set_result(None)
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()

@@ -17,17 +17,18 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from trainium_operator.http.errors import FloodedError, ReviewUnavailableError
+from trainium_operator.newest import Newest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 T = TypeVar("T")
-_V = TypeVar("_V")
 
 AT_ONCE = 16
 ANONYMOUS_AT_ONCE = 4
@@ -77,7 +78,7 @@ class TokenReviewQueue:
         self._waiting_anonymous = 0
         self._running = 0
         self._anonymous_running = 0
-        self._refused: OrderedDict[ClientKey, _Refused] = OrderedDict()
+        self._refused: Newest[ClientKey, _Refused] = Newest(REFUSALS_REMEMBERED)
 
     async def ask(self, client: ClientKey, review: Callable[[], Awaitable[T]]) -> T:
         """Run the review in its turn. Raises FloodedError at once."""
@@ -92,12 +93,10 @@ class TokenReviewQueue:
 
     def refused(self, client: ClientKey) -> None:
         """Count a token of this client that was not valid."""
-        known, now = self._refused.pop(client, None), self._clock()
+        known, now = self._refused.get(client), self._clock()
         if known is None or now - known.since >= WINDOW_SECONDS:
             known = _Refused(now, 0)
         self._refused[client] = _Refused(known.since, known.times + 1)
-        while len(self._refused) > REFUSALS_REMEMBERED:
-            self._refused.popitem(last=False)
 
     def _reject_floods(self, client: ClientKey, *, full: bool = False) -> None:
         known = self._refused.get(client)
@@ -162,7 +161,7 @@ class ReviewRequest(Generic[T]):
 class _Remembered(Generic[T]):
     value: T
     reviewed: float
-    expires: float | None
+    expires: float
 
 
 class ReviewCache(Generic[T]):
@@ -172,11 +171,10 @@ class ReviewCache(Generic[T]):
         self, queue: TokenReviewQueue, wall_clock: Callable[[], float], *, remembered: int = REMEMBERED
     ) -> None:
         """`remembered` bounds the accepted answers that are kept."""
-        self._remembered = remembered
         self._queue = queue
         self._wall_clock = wall_clock
-        self._known: OrderedDict[bytes, _Remembered[T]] = OrderedDict()
-        self._refused: OrderedDict[bytes, float] = OrderedDict()
+        self._known: Newest[bytes, _Remembered[T]] = Newest(remembered)
+        self._refused: Newest[bytes, float] = Newest(REFUSALS_REMEMBERED)
         """When the API server last refused it."""
         self._pending: dict[bytes, asyncio.Future[T | None]] = {}
 
@@ -186,7 +184,7 @@ class ReviewCache(Generic[T]):
         if now - self._refused.get(digest, -REFUSAL_SECONDS) < REFUSAL_SECONDS:
             return None
         known = self._known.get(digest)
-        if known is None or not _is_fresh(known, now):
+        if known is None or now >= min(known.reviewed + CACHE_SECONDS, known.expires):
             return await self._await_review(request, known)
         self._known.move_to_end(digest)
         if now >= known.reviewed + _RENEW_AFTER[digest[0] % len(_RENEW_AFTER)]:
@@ -200,8 +198,7 @@ class ReviewCache(Generic[T]):
             return await asyncio.shield(pending)
         except (ReviewUnavailableError, FloodedError):
             now = self._wall_clock()
-            usable = known is not None and now - known.reviewed < STALE_SECONDS
-            if known is not None and usable and (known.expires is None or now < known.expires):
+            if known is not None and now < min(known.reviewed + STALE_SECONDS, known.expires):
                 # A restart of the API server must not refuse clients that were accepted.
                 return known.value
             raise
@@ -225,23 +222,12 @@ class ReviewCache(Generic[T]):
         now, digest = self._wall_clock(), request.digest
         if accepted is None:
             self._known.pop(digest, None)
-            _remember(self._refused, digest, now, REFUSALS_REMEMBERED)
+            self._refused[digest] = now
             if request.counts:
                 self._queue.refused(client)
             return None
         # The API server has just accepted it, so an expiry in the past means that our clock is wrong.
-        expires = None if accepted.expires is not None and accepted.expires <= now else accepted.expires
+        expires = math.inf if accepted.expires is None or accepted.expires <= now else accepted.expires
         self._refused.pop(digest, None)
-        _remember(self._known, digest, _Remembered(accepted.value, now, expires), self._remembered)
+        self._known[digest] = _Remembered(accepted.value, now, expires)
         return accepted.value
-
-
-def _remember(among: OrderedDict[bytes, _V], digest: bytes, value: _V, most: int) -> None:
-    among[digest] = value
-    among.move_to_end(digest)
-    while len(among) > most:
-        among.popitem(last=False)
-
-
-def _is_fresh(known: _Remembered[T], now: float) -> bool:
-    return now - known.reviewed < CACHE_SECONDS and (known.expires is None or now < known.expires)

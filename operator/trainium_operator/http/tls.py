@@ -92,16 +92,13 @@ class CertificateFolder:
                 return
             self.tls.load(*found)
         except (OSError, UnusableCertificateError) as error:
-            self._warn_once(f"{self._folder}: {error}; a pair tls.crt and tls.key is needed there")
+            problem = f"{self._folder}: {error}; a pair tls.crt and tls.key is needed there"
+            if problem != self._warned:
+                logger.warning("certificate: %s", problem)
+            self._warned = problem
             return
         logger.info("serving with the certificate in %s", self._folder)
         self._held, self._warned = found, ""
-
-    def _warn_once(self, problem: str) -> None:
-        """Log the problem unless it is the last one."""
-        if problem != self._warned:
-            logger.warning("certificate: %s", problem)
-        self._warned = problem
 
 
 def _read(folder: Path) -> tuple[bytes, bytes]:

@@ -135,16 +135,14 @@ def _close_all(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
 
 
 def _summarized(facts: Facts, result: PolicyResult) -> PolicyResult:
-    return result if _membership_is_stale(facts) else result.then(summary.summarize(facts, result.status))
-
-
-def _membership_is_stale(facts: Facts) -> bool:
-    """Return whether the status reports a newer generation than the record that this process has seen.
+    """Add the summary, unless the status reports a newer generation than the record that this process has seen.
 
     Either that record is about to be written, and the next plan counts; or another operator wrote it, and counts from
     here would overwrite its counts, time after time.
     """
-    return facts.current is not None and facts.current.generation < facts.job.status.membership.generation
+    if facts.current is not None and facts.current.generation < facts.job.status.membership.generation:
+        return result
+    return result.then(summary.summarize(facts, result.status))
 
 
 def _initial_result(facts: Facts, diagnosis: losses.Diagnosis) -> PolicyResult:

@@ -49,10 +49,6 @@ def _ignore(_verb: str, _status: int, _seconds: float) -> None:
     return
 
 
-def _always() -> bool:
-    return True
-
-
 class Api:
     """One API server; safe for concurrent use within one event loop."""
 
@@ -61,7 +57,7 @@ class Api:
         transport: Transport,
         *,
         on_request: Callable[[str, int, float], None] = _ignore,
-        may_write: Callable[[], bool] = _always,
+        may_write: Callable[[], bool] = lambda: True,
         jitter: Callable[[], float] = random.random,
         now: Callable[[], float] = time.monotonic,
     ) -> None:

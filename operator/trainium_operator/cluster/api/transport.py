@@ -121,7 +121,8 @@ class KubernetesTransport:
         from kubernetes.aio.client.rest import RESTClientObject  # noqa: PLC0415
 
         self._configuration = configuration
-        if not _proxied(configuration.host):
+        server = urlsplit(configuration.host)
+        if server.scheme not in getproxies() or proxy_bypass(server.hostname or ""):
             # Else each request would look for a proxy in the environment again, in a thread.
             configuration.client_session_kwargs = {"trust_env": False}
         self._client: Any = RESTClientObject(configuration)
@@ -209,12 +210,6 @@ def _failures_of(method: str, path: str) -> Iterator[None]:
         yield
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise ConnectionFailedError(f"{method} {path}: {error or type(error).__name__}") from error
-
-
-def _proxied(server: str) -> bool:
-    """Return whether the environment names a proxy for the API server."""
-    parts = urlsplit(server)
-    return parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")
 
 
 async def connect(kubeconfig: str | None) -> KubernetesTransport:

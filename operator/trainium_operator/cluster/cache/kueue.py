@@ -97,7 +97,9 @@ class Kueue:
     def quota(self, job: JobView) -> QuotaView | None:
         """Return what is known of a job's quota; None when Kueue cannot be asked, or the job has no part in it."""
         owned = self.workloads.store.owned_by(job.id).values()
-        if not (owned or job.spec.scheduling.queue_name) or not self._knows(job.namespace):
+        listed = self._namespaces.is_open(job.namespace) and self.workloads.is_listed_since(job.namespace, self._since)
+        known = self.offered.state is ApiState.READY and listed  # an absent list is no empty list
+        if not known or not (owned or job.spec.scheduling.queue_name):
             return None
         workloads = sorted(owned, key=lambda each: (each.part, each.name))
         named = {flavor for each in workloads for grant in each.grants for flavor in grant.flavors}
@@ -107,11 +109,6 @@ class Kueue:
             flavors={name: flavor for name, flavor in found if flavor is not None},
             priority=self._priority(job.spec.scheduling.priority_class_name),
         )
-
-    def _knows(self, namespace: str) -> bool:
-        """Return whether all Workloads of this namespace are here; an absent list is no empty list."""
-        listed = self._namespaces.is_open(namespace) and self.workloads.is_listed_since(namespace, self._since)
-        return self.offered.state is ApiState.READY and listed
 
     def _priority(self, name: str) -> int | None:
         if name:

@@ -13,13 +13,13 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, NotFoundError
 from trainium_operator.cluster.api.resources import EVENTS, JOBS
+from trainium_operator.newest import Newest
 from trainium_operator.plan.model.actions import EventIntent, EventKind, EventType
 from trainium_operator.plan.model.reasons import Reason
 
@@ -121,8 +121,8 @@ class EventRecorder:
         self._instance = instance[:128]
         self._wall_clock = wall_clock
         self._queue: asyncio.Queue[Note] = asyncio.Queue(QUEUED)
-        self._series: OrderedDict[tuple[str, str, str], _Series] = OrderedDict()
-        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._series: Newest[tuple[str, str, str], _Series] = Newest(REMEMBERED)
+        self._buckets: Newest[str, _Bucket] = Newest(REMEMBERED)
 
     def record(self, note: Note) -> None:
         """Queue the event, unless the job's limit is used up."""
@@ -157,10 +157,7 @@ class EventRecorder:
 
     def _allowed(self, uid: str) -> bool:
         now = asyncio.get_running_loop().time()
-        bucket = self._buckets.setdefault(uid, _Bucket(BUCKET, now))
-        self._buckets.move_to_end(uid)
-        if len(self._buckets) > REMEMBERED:
-            self._buckets.popitem(last=False)
+        bucket = self._buckets[uid] = self._buckets.get(uid) or _Bucket(BUCKET, now)
         bucket.tokens = min(BUCKET, bucket.tokens + (now - bucket.at) / REFILL_SECONDS)
         bucket.at = now
         if bucket.tokens < 1:
@@ -188,9 +185,6 @@ class EventRecorder:
         digest = hashlib.sha256(repr((*note.identity(), round(now, 3))).encode()).hexdigest()[:16]
         name = f"{note.regarding.get('name', 'object')[:200]}.{digest}"
         self._series[identity] = _Series(name, 1, now, now)
-        self._series.move_to_end(identity)
-        if len(self._series) > REMEMBERED:
-            self._series.popitem(last=False)
         try:
             await self._api.create(EVENTS, note.namespace, self._body(note, name, now))
         except AlreadyExistsError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -27,13 +28,13 @@ from trainium_operator.cluster.api.resources import (
     WORKLOADS,
     resource_of,
 )
+from trainium_operator.cluster.cache.kueue_views import with_conditions
 from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.execute.concurrency import OF_ONE, WriteSlots, run_all, run_growing
 from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter, ForceDeleteLimitError
 from trainium_operator.cluster.execute.events import EventRecorder, note_of, write_failed
 from trainium_operator.cluster.execute.membership_writes import MembershipWrites
 from trainium_operator.cluster.execute.merge_patch import replace_content
-from trainium_operator.cluster.execute.optional_api_writes import drop_quota, drop_template, write_quota_conditions
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 from trainium_operator.plan.model.actions import (
     ApplyGroup,
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
     from trainium_operator.cluster.queue.observe import Caches
     from trainium_operator.coordinator.state import CoordinatorState
-    from trainium_operator.plan.model.actions import Action, Plan
+    from trainium_operator.plan.model.actions import Action, DeletionAction, Plan
     from trainium_operator.plan.model.observed import JobView
 
 REPORT_FROM_PAUSE = 2.0
@@ -122,7 +123,8 @@ class Executor:
             elif kind is CreatePod:
                 started = True
                 try:
-                    await self._creating(job, (PODS.kind, self._create_pods(job, actions)))
+                    creations = run_growing(partial(self._create_pod, job, action) for action in actions)
+                    await self._creating(job, (PODS.kind, creations))
                 except errors.ApiError as error:
                     refused = error  # what has ended goes, also while nothing may be created
             elif kind is ApplyObject:
@@ -194,11 +196,11 @@ class Executor:
             workloads = self._caches.kueue.workloads
             workloads.write_through(await self._own(job, WORKLOADS, action.manifest, workloads.store))
         elif isinstance(action, SetQuotaConditions):
-            await write_quota_conditions(self._api, self._caches.kueue, job, action)
+            await self._set_quota_conditions(job, action)
         elif isinstance(action, DeleteWorkload):
-            await drop_quota(self._api, self._caches.kueue, job, action)
+            await self._delete(job, self._caches.kueue.workloads, action)
         elif isinstance(action, DeleteTemplate):
-            await drop_template(self._api, self._caches.dra, job, action)
+            await self._delete(job, self._caches.dra.templates, action)
         elif isinstance(action, DeleteJob):
             await self._delete_job(job, action)
 
@@ -253,6 +255,43 @@ class Executor:
             self._creation_backoff.record_name_conflict(job.uid, place, sentence)
         raise errors.NotOursError(sentence, status=409)
 
+    async def _set_quota_conditions(self, job: JobView, action: SetQuotaConditions) -> None:
+        """Write conditions of a Workload, and release its quota if the plan decides so. Raises ConflictError.
+
+        A merge patch replaces the whole list and removes the admission, whichever manager wrote them; the version keeps
+        it from overwriting anything that the plan did not see.
+        """
+        workloads = self._caches.kueue.workloads
+        try:
+            current = await self._api.get(WORKLOADS, job.namespace, action.name)
+        except errors.NotFoundError:
+            workloads.store.forget((job.namespace, action.name), action.uid)
+            return
+        metadata = current["metadata"]
+        if (metadata["uid"], metadata["resourceVersion"]) != (action.uid, action.version):
+            workloads.observe(current, deleted=False)
+            raise errors.ConflictError(f"Workload {action.name} has changed since it was looked at", status=409)
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        old = (current.get("status") or {}).get("conditions") or ()
+        status = {"conditions": with_conditions(old, action.conditions, now)}
+        body = {
+            "metadata": {"resourceVersion": action.version, "uid": action.uid},
+            "status": {**status, "admission": None} if action.returns else status,
+        }
+        raw = await self._api.merge(WORKLOADS, job.namespace, action.name, body, subresource="status")
+        workloads.write_through(raw)
+
+    async def _delete(self, job: JobView, lister: Lister[Any], action: DeletionAction) -> None:
+        """Delete a Workload or a template; one that is gone, or another incarnation, counts as done."""
+        try:
+            raw = await self._api.delete(lister.resource, job.namespace, action.name, uid=action.uid)
+        except (errors.NotFoundError, errors.ConflictError):
+            raw = {}
+        if raw.get("kind") == lister.resource.kind and "deletionTimestamp" in raw["metadata"]:
+            lister.write_through(raw)
+        else:
+            lister.store.forget((job.namespace, action.name), action.uid)
+
     async def _delete_job(self, job: JobView, action: DeleteJob) -> None:
         """Delete the job as it was observed, not one that was created again or changed since."""
         try:
@@ -271,9 +310,6 @@ class Executor:
         known = self._caches.jobs.store.entry((job.namespace, job.name))
         if known is not None and known.uid == job.uid:  # else it was deleted meanwhile, and must leave nothing behind
             self._publisher.publish(job.id, action.membership)
-
-    async def _create_pods(self, job: JobView, actions: Sequence[CreatePod]) -> None:
-        await run_growing(partial(self._create_pod, job, action) for action in actions)
 
     async def _create_pod(self, job: JobView, action: CreatePod) -> None:
         name = action.manifest["metadata"]["name"]

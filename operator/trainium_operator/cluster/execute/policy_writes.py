@@ -8,10 +8,10 @@ no pauses of pods; what a new plan may answer (a conflict, an API server that is
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import ApiError, ConflictError, NotOursError, UnavailableError
+from trainium_operator.newest import Newest
 from trainium_operator.plan.model.observed import PolicyRefusal
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class PolicyWrites:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._refusals: OrderedDict[str, tuple[PolicyRefusal, float]] = OrderedDict()
+        self._refusals: Newest[str, tuple[PolicyRefusal, float]] = Newest(REMEMBERED)
         """With the pause that was given."""
 
     def refusal(self, job_uid: str) -> PolicyRefusal | None:
@@ -60,6 +60,3 @@ class PolicyWrites:
         known = self._refusals.get(job_uid)
         pause = FIRST_PAUSE if known is None else min(LONGEST_PAUSE, 2.0 * known[1])
         self._refusals[job_uid] = PolicyRefusal(sentence, taken, self._clock() + pause), pause
-        self._refusals.move_to_end(job_uid)
-        while len(self._refusals) > REMEMBERED:
-            self._refusals.popitem(last=False)

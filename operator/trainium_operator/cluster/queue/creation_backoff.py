@@ -9,11 +9,11 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.resources import PODS
+from trainium_operator.newest import Newest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,9 +38,9 @@ class CreationBackoff:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._pauses: OrderedDict[str, dict[str, _Pause]] = OrderedDict()
+        self._pauses: Newest[str, Newest[str, _Pause]] = Newest(REMEMBERED)
         """By job and place: `Kind/name`, and all pods as one."""
-        self._name_conflicts: OrderedDict[str, dict[str, str]] = OrderedDict()
+        self._name_conflicts: Newest[str, dict[str, str]] = Newest(REMEMBERED)
 
     def blocked_until(self, job_uid: str) -> float:
         """Return when something may be created for the job again; 0 when nothing was refused."""
@@ -48,7 +48,7 @@ class CreationBackoff:
 
     def refusal(self, job_uid: str) -> str:
         """Return why the API server refuses what the job needs, of pods first; empty when nothing was refused."""
-        places = self._pauses.get(job_uid, {})
+        places: dict[str, _Pause] = self._pauses.get(job_uid, {})
         return next((places[place].message for place in sorted(places, key=lambda place: place != PODS.kind)), "")
 
     def name_conflicts(self, job_uid: str) -> Mapping[str, str]:
@@ -58,10 +58,7 @@ class CreationBackoff:
 
     def record_name_conflict(self, job_uid: str, place: str, refusal: str) -> None:
         """Record that the object at `place` (`Kind/name`) is not the job's."""
-        known = self._name_conflicts.pop(job_uid, None) or {}
-        self._name_conflicts[job_uid] = {**known, place: refusal}
-        while len(self._name_conflicts) > REMEMBERED:
-            self._name_conflicts.popitem(last=False)
+        self._name_conflicts[job_uid] = {**self._name_conflicts.get(job_uid, {}), place: refusal}
 
     def clear_name_conflict(self, job_uid: str, place: str) -> None:
         """Record that the object at `place` is the job's."""
@@ -71,22 +68,18 @@ class CreationBackoff:
 
     def record_refusal(self, job_uid: str, place: str, refusal: str) -> float:
         """Record that a creation was refused; several of one moment count once. Return the pause in seconds."""
-        places, now = self._pauses.setdefault(job_uid, {}), self._clock()
-        known = places.pop(place, None)
+        places, now = self._pauses.setdefault(job_uid, Newest(PLACES)), self._clock()
+        known = places.get(place)
         if known is None or now >= known.until:
             seconds = FIRST_SECONDS if known is None else min(LONGEST_SECONDS, 2.0 * known.seconds)
             known = _Pause(now + seconds, seconds, "")
             self._pauses.move_to_end(job_uid)
         places[place] = replace(known, message=refusal)
-        while len(places) > PLACES:
-            del places[next(iter(places))]
-        while len(self._pauses) > REMEMBERED:
-            self._pauses.popitem(last=False)
         return known.seconds
 
     def record_success(self, job_uid: str, place: str) -> None:
         """End the pause of `place`: the object was written."""
-        places = self._pauses.get(job_uid, {})
+        places: dict[str, _Pause] = self._pauses.get(job_uid, {})
         places.pop(place, None)
         if not places:
             self._pauses.pop(job_uid, None)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from trainium_operator.cluster.api.errors import ApiError
 from trainium_operator.cluster.api.resources import CORE_EVENTS
 from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of
 from trainium_operator.cluster.cache.views import seconds
+from trainium_operator.newest import Newest
 from trainium_operator.plan.model.observed import STARTING_REASONS, JobView, PodPhase, PodView
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class PodWarnings:
         self._api = api
         self._pods = pods
         self._clock = clock
-        self._read: OrderedDict[str, tuple[float, _Warning]] = OrderedDict()
+        self._read: Newest[str, tuple[float, _Warning]] = Newest(REMEMBERED)
 
     async def refresh(self, job: JobView) -> None:
         """Read the newest warning about the first pod of the job that starts slowly."""
@@ -67,9 +67,6 @@ class PodWarnings:
             return
         pod = min(slow, key=lambda pod: pod.ordinal)
         self._read[job.uid] = (now, await self._warning_about(job.namespace, pod, now))
-        self._read.move_to_end(job.uid)
-        if len(self._read) > REMEMBERED:
-            self._read.popitem(last=False)
 
     def next_in(self, job: JobView) -> float | None:
         """Return after how many seconds `refresh` should be called again; None when nothing starts."""

@@ -124,13 +124,10 @@ def _over(status: PublicStatus, reason: Reason, limit: int) -> str:
         return f"The job has been active for {limit} s, as long as activeDeadlineSeconds allows."
     kinds = (ConditionType.PODS_READY, ConditionType.ADMITTED, ConditionType.RUNNING)
     found = (find_condition(status, kind) for kind in kinds)
-    waits = next((each.message for each in found if each is not None and _gives_reason(each.status, each.message)), "")
+    unmet = (each for each in found if each is not None and each.status is ConditionStatus.FALSE)
+    waits = next((each.message for each in unmet if each.message), "")
     why = f": {waits.rstrip('. ')}" if waits else ""
     return f"The job has made no step within {limit} s, as long as startupDeadlineSeconds allows{why}."
-
-
-def _gives_reason(status: ConditionStatus, message: str) -> bool:
-    return status is ConditionStatus.FALSE and bool(message)
 
 
 def _verdict(status: PublicStatus) -> StopVerdict:

@@ -36,11 +36,6 @@ _FIRST_PAUSE_SECONDS = 30.0
 _LONGEST_PAUSE_SECONDS = 600.0
 
 
-def least_pods(facts: Facts) -> int:
-    """Return the smallest size that the job may begin at; spares are not part of it. 0 when there is none."""
-    return needed_workers(facts.size)
-
-
 def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, PolicyResult]:
     """Return whether no pod may be made now; releases what a partial gang has held for too long."""
     gang = status.gang
@@ -51,7 +46,7 @@ def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Policy
         return False, PolicyResult(status=status.replaced(gang=gang))
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return True, _release_workers(facts, status, gang.retry_at)
-    if not _is_partial(facts):
+    if not 0 < len(_bound(facts)) < needed_workers(facts.size):  # nothing is held, or enough for a start
         return False, PolicyResult(status=status.replaced(gang=gang.replaced(holding_since=None)))
     since = facts.now if gang.holding_since is None else gang.holding_since
     deadline = since + facts.job.spec.scheduling.gang_timeout_seconds
@@ -118,12 +113,6 @@ def _timed_out(facts: Facts, gang: GangStatus) -> str:
 
 def _bound(facts: Facts) -> list[Worker]:
     return [worker for worker in facts.workers.values() if worker.alive and worker.pod.node]
-
-
-def _is_partial(facts: Facts) -> bool:
-    """Return whether some workers hold nodes, and too few for a start."""
-    bound = len(_bound(facts))
-    return 0 < bound < least_pods(facts)
 
 
 def _release_workers(facts: Facts, status: TrainingJobStatus, retry_at: float) -> PolicyResult:

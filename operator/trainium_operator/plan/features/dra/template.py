@@ -49,7 +49,9 @@ def claiming(job: JobView) -> tuple[Json, Json]:
 def _devices(accelerator: AcceleratorSpec, claim: ClaimSpec) -> Json:
     count = accelerator.claimed_devices()
     exactly: Json = {"deviceClassName": claim.device_class_name, "allocationMode": "ExactCount", "count": count}
-    conditions = [*_whole_node(claim), *claim.selectors]
+    conditions = [*claim.selectors]
+    if claim.ultra_server_node:
+        conditions.insert(0, f"device.attributes['{DRIVER}'].resourceType == 'neuron_node'")
     if conditions:
         exactly["selectors"] = [{"cel": {"expression": each}} for each in conditions]
     devices: Json = {"requests": [{"name": CLAIM, "exactly": exactly}]}
@@ -59,10 +61,6 @@ def _devices(accelerator: AcceleratorSpec, claim: ClaimSpec) -> Json:
         opaque = {"driver": DRIVER, "parameters": {"apiVersion": _PARAMETERS, **parameters}}
         devices["config"] = [{"requests": [CLAIM], "opaque": opaque}]
     return devices
-
-
-def _whole_node(claim: ClaimSpec) -> list[str]:
-    return [f"device.attributes['{DRIVER}'].resourceType == 'neuron_node'"] if claim.ultra_server_node else []
 
 
 def _parameters(claim: ClaimSpec) -> Json:

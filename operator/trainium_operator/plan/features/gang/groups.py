@@ -63,7 +63,8 @@ def mark(pod: Json, api: GangApi, group: str) -> Json:
         return {**pod, "spec": {**pod["spec"], "schedulingGroup": {"podGroupName": group}}}
     if api is GangApi.WORKLOAD_REF:
         return {**pod, "spec": {**pod["spec"], "workloadRef": {"name": group, "podGroup": _WORKLOAD_GROUP}}}
-    return _labelled(pod, {_COSCHEDULING_LABEL: group})
+    labels = {**pod["metadata"].get("labels", {}), _COSCHEDULING_LABEL: group}
+    return {**pod, "metadata": {**pod["metadata"], "labels": labels}}
 
 
 def _object(job: JobView, api_version: str, kind: str, spec: Json) -> Json:
@@ -75,10 +76,6 @@ def _object(job: JobView, api_version: str, kind: str, spec: Json) -> Json:
         "ownerReferences": [owner_reference(job)],
     }
     return {**content, "metadata": metadata}
-
-
-def _labelled(pod: Json, labels: dict[str, str]) -> Json:
-    return {**pod, "metadata": {**pod["metadata"], "labels": {**pod["metadata"].get("labels", {}), **labels}}}
 
 
 def gang_api(facts: Facts) -> GangApi:

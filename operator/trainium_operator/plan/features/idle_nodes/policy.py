@@ -119,7 +119,7 @@ def _kept(
     idle, limit = status.idle_nodes, limits.most - limits.base
     if limit <= 0:
         return _NEVER, ()
-    alive = extras_alive(facts)
+    alive = [worker for worker in facts.workers.values() if worker.pod.extra and worker.alive]
     bound = sum(bool(worker.pod.node) for worker in alive)
     useful = facts.size.legal_at_most(min(limits.base + bound, limits.most)) - limits.base
     held = max(0, min(useful, bound))
@@ -173,11 +173,6 @@ def _trains_on(facts: Facts, status: PublicStatus) -> bool:
     """Everybody trains, no size was asked for, and steps are left."""
     finished = any(worker is not None and worker.finished for _, worker in facts.members)
     return is_settled(facts) and not finished and not is_true(status, ConditionType.RESIZING) and not past_steps(status)
-
-
-def extras_alive(facts: Facts) -> tuple[Worker, ...]:
-    """Return extras that are there or may come, by ordinal."""
-    return tuple(worker for worker in facts.workers.values() if worker.pod.extra and worker.alive)
 
 
 def extras_usable(facts: Facts, lost: Collection[str]) -> tuple[Worker, ...]:
