@@ -20,13 +20,11 @@ from tests.testing.fuzz.connection import Talk, Transport
 from tests.testing.fuzz.promises import promise
 from tests.testing.fuzz.schemas import edges, everything
 from tests.testing.fuzz.world import NOW, World
-from trainium_contract.faults.causes import Cause
+from tests.testing.operator.wire_messages import member, membership
 from trainium_contract.wire.messages import (
     HeartbeatRequest,
-    Member,
     Membership,
     RegisterRequest,
-    Transition,
 )
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
@@ -207,24 +205,7 @@ def _train(world: World, generation: int) -> None:
 
 
 def _membership(generation: int) -> Membership:
-    members = tuple(
-        Member(
-            pod_uid=f"uid-{rank}",
-            pod_name=f"llama-w-{rank}",
-            pod_ip=f"10.0.0.{rank}",
-            node_name="n",
-            node_rank=rank,
-            rendezvous_port=29400,
-        )
-        for rank in range(2)
-    )
-    return Membership(
-        generation=generation,
-        transition=Transition.IMMEDIATE,
-        cause=Cause.RESIZE,
-        members=members,
-        processes_per_node=1,
-    )
+    return membership(generation, *(member(f"llama-w-{rank}", pod_uid=f"uid-{rank}") for rank in range(2)))
 
 
 class _OpenListener:

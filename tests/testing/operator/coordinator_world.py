@@ -6,9 +6,8 @@ import ssl
 import time
 from typing import TYPE_CHECKING, Any
 
+from tests.testing.operator import wire_messages
 from tests.testing.operator.stream_client import SWITCHING, StreamClient
-from trainium_contract.faults.causes import Cause
-from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_contract.wire.stream import FrameKind
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.coordinator.authentication import Authenticator
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Awaitable, Callable
 
+    from trainium_contract.wire.messages import Membership
+
     Review = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 LLAMA = JobId("team", "llama", "job-uid")
@@ -30,19 +31,7 @@ JOB = {"namespace": "team", "job": "llama"}
 
 
 def membership(generation: int, *pods: str) -> Membership:
-    members = tuple(
-        Member(
-            pod_uid=f"uid-{pod}", pod_name=pod, pod_ip="127.0.0.2", node_name="n", node_rank=rank, rendezvous_port=29500
-        )
-        for rank, pod in enumerate(pods or ("w-0", "w-1"))
-    )
-    return Membership(
-        generation=generation,
-        transition=Transition.IMMEDIATE,
-        cause=Cause.RESIZE,
-        members=members,
-        processes_per_node=1,
-    )
+    return wire_messages.membership(generation, *map(wire_messages.member, pods or ("w-0", "w-1")))
 
 
 def register(pod: str = "w-0", **changes: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tests.testing.operator.wire_messages import member, registration
 from tests.testing.virtual.operator_process import wall_clock
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
@@ -26,7 +27,6 @@ from trainium_contract.wire.messages import (
     Membership,
     ProcessFailure,
     Progress,
-    RegisterRequest,
     RestartRecord,
     StepTiming,
     WorkerPhase,
@@ -288,7 +288,8 @@ class Workers:
                         (agent.job_id.namespace, agent.job), process.runtime.settings.status_interval
                     )
         except NotRegisteredError:
-            if state.register(agent.job_id, _registration(agent)):
+            of = member(agent.name, pod_uid=agent.uid, pod_ip=agent.ip, node_name=agent.node)
+            if state.register(agent.job_id, registration(of, agent.job_id.namespace, agent.job)):
                 process.runtime.queue.put((agent.job_id.namespace, agent.job))
 
     def _follow_membership(self, agent: Agent, membership: Membership | None) -> None:
@@ -327,19 +328,6 @@ class Workers:
 
 
 _ALIVE = ("Pending", "Running")
-
-
-def _registration(agent: Agent) -> RegisterRequest:
-    return RegisterRequest(
-        namespace=agent.job_id.namespace,
-        job=agent.job,
-        pod_name=agent.name,
-        pod_uid=agent.uid,
-        pod_ip=agent.ip,
-        node_name=agent.node,
-        rendezvous_port=29500,
-        agent_version="1",
-    )
 
 
 def lose_node(workers: Workers, node: str) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.testing.operator import wire_messages
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.internal import WINDOW
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import MAX_SIZES
-from trainium_contract.status.public import MembershipStatus
+from trainium_contract.status.public import MembershipStatus, PublicStatus
 from trainium_contract.wire import messages
 from trainium_operator.plan.features import registry
 from trainium_operator.plan.manifests import config_maps
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import Action, CreatePod, DeletePod, Plan, PublishMembership
+from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import (
     AgentView,
     JobView,
@@ -32,6 +34,9 @@ from trainium_operator.plan.plan import plan
 from trainium_operator.plan.pods import disruption_budget
 from trainium_operator.plan.view.facts import Facts, sort_facts
 from trainium_operator.plan.view.size import decide_size
+
+if TYPE_CHECKING:
+    from trainium_contract.status.conditions import Condition, ConditionType
 
 NOW = 1_800_000_000.0
 SETTINGS = PlanSettings(
@@ -78,7 +83,7 @@ def pod(ordinal: int, **changes: Any) -> PodView:
         uid=f"uid-{ordinal}",
         ordinal=ordinal,
         phase=PodPhase.RUNNING,
-        ip=f"10.{ordinal >> 16}.{ordinal >> 8 & 255}.{ordinal & 255}",
+        ip=pod_ip(ordinal),
         node=f"node-{ordinal}",
         ready=True,
         created=NOW - 60,
@@ -90,10 +95,8 @@ def pod(ordinal: int, **changes: Any) -> PodView:
 def heartbeat(
     ordinal: int, phase: messages.WorkerPhase = messages.WorkerPhase.STANDBY, **changes: Any
 ) -> messages.HeartbeatRequest:
-    fields = {"generation": 0, "ready": True, **changes}
-    return messages.HeartbeatRequest(
-        namespace="default", job="demo", pod_name=f"demo-w-{ordinal}", pod_uid=f"uid-{ordinal}", phase=phase, **fields
-    )
+    fields = {"generation": 0, "ready": True, "pod_uid": f"uid-{ordinal}", **changes}
+    return wire_messages.heartbeat(f"demo-w-{ordinal}", namespace="default", job="demo", phase=phase, **fields)
 
 
 def agent(
@@ -106,16 +109,7 @@ def agent(
         if name in changes
     }
     return AgentView(
-        registration=messages.RegisterRequest(
-            namespace="default",
-            job="demo",
-            pod_name=f"demo-w-{ordinal}",
-            pod_uid=f"uid-{ordinal}",
-            pod_ip=f"10.{ordinal >> 16}.{ordinal >> 8 & 255}.{ordinal & 255}",
-            node_name=f"node-{ordinal}",
-            rendezvous_port=29500,
-            agent_version="1",
-        ),
+        registration=wire_messages.registration(_member(ordinal), "default", "demo"),
         last_seen=NOW - silent,
         first_seen=NOW - 50,
         heartbeat=heartbeat(ordinal, phase, **changes),
@@ -140,24 +134,17 @@ def restart(attempt: int, cause: Cause = Cause.CRASH, **changes: Any) -> message
 
 
 def membership(*ordinals: int, generation: int = 1) -> messages.Membership:
-    members = tuple(
-        messages.Member(
-            pod_uid=f"uid-{ordinal}",
-            pod_name=f"demo-w-{ordinal}",
-            pod_ip=f"10.{ordinal >> 16}.{ordinal >> 8 & 255}.{ordinal & 255}",
-            node_name=f"node-{ordinal}",
-            node_rank=rank,
-            rendezvous_port=29500,
-        )
-        for rank, ordinal in enumerate(ordinals)
+    return wire_messages.membership(generation, *map(_member, ordinals))
+
+
+def _member(ordinal: int) -> messages.Member:
+    return wire_messages.member(
+        f"demo-w-{ordinal}", pod_uid=f"uid-{ordinal}", pod_ip=pod_ip(ordinal), node_name=f"node-{ordinal}"
     )
-    return messages.Membership(
-        generation=generation,
-        transition=messages.Transition.IMMEDIATE,
-        cause=Cause.RESIZE,
-        members=members,
-        processes_per_node=1,
-    )
+
+
+def pod_ip(ordinal: int) -> str:
+    return f"10.{ordinal >> 16}.{ordinal >> 8 & 255}.{ordinal & 255}"
 
 
 def node(name: str, ready: NodeReadiness = NodeReadiness.TRUE) -> NodeView:
@@ -258,6 +245,12 @@ def with_status(seen: Observed, status: TrainingJobStatus | None = None, **field
 def written(seen: Observed) -> Observed:
     """The same after its plan's status was written."""
     return with_status(seen, planned(seen).status)
+
+
+def condition_of(status: PublicStatus, kind: ConditionType) -> Condition:
+    found = find_condition(status, kind)
+    assert found is not None
+    return found
 
 
 def check_ledger(goodput: GoodputStatus) -> None:

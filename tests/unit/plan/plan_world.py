@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from plan_builders import NOW
+from plan_builders import NOW, pod_ip
 
+from tests.testing.operator.wire_messages import member, registration
 from trainium_contract.faults.classify import stops_job
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.results import ArtifactReport
@@ -191,10 +192,9 @@ class FakeWorld:
                     each.view = replace(each.view, phase=PodPhase.FAILED, exit_code=75, reason="Error", ready=False)
                     each.agent = None
             elif each.view.phase is PodPhase.PENDING and self.now - each.since >= START_SECONDS:
-                number = each.view.ordinal
-                ip = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
-                each.view = replace(each.view, phase=PodPhase.RUNNING, ready=True, ip=ip)
-                each.agent = Agent(self._registration(each.view))
+                view = replace(each.view, phase=PodPhase.RUNNING, ready=True, ip=pod_ip(each.view.ordinal))
+                of = member(view.name, pod_uid=view.uid, pod_ip=view.ip, node_name=view.node)
+                each.view, each.agent = view, Agent(registration(of, "default", self.name))
             elif each.agent is not None and each.agent.phase is WorkerPhase.FINISHED:
                 each.view = replace(each.view, phase=PodPhase.SUCCEEDED, exit_code=0, ready=False)
                 each.agent = None
@@ -208,18 +208,6 @@ class FakeWorld:
         if verdict is None or agent.phase is not WorkerPhase.FAILED or not stops_job(verdict.exit_code):
             return 0
         return verdict.exit_code if self.operator_up and self.now >= verdict.at + VERDICT_SECONDS else 0
-
-    def _registration(self, view: PodView) -> RegisterRequest:
-        return RegisterRequest(
-            namespace="default",
-            job=self.name,
-            pod_name=view.name,
-            pod_uid=view.uid,
-            pod_ip=view.ip or "10.0.0.1",
-            node_name=view.node,
-            rendezvous_port=29500,
-            agent_version="1",
-        )
 
     def _working(self) -> list[tuple[Pod, Agent]]:
         return [

@@ -4,13 +4,13 @@ import re
 from typing import Any
 
 import pytest
-from plan_builders import spec
+from plan_builders import condition_of, spec
 from plan_cluster import FakeCluster, names_of
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.interruptions import Rung
-from trainium_operator.plan.model.conditions import find_condition, is_true
+from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
 
 
@@ -215,8 +215,7 @@ def test_a_worker_that_never_starts_ends_the_job_within_two_tries(reason: str, a
     assert "No module named 'trainer'" in cluster.status.verdict
     assert "2 worker pods ended before they could train" in cluster.status.verdict
     assert advice in cluster.status.verdict
-    admitted = find_condition(cluster.status, ConditionType.ADMITTED)
-    assert admitted is not None
+    admitted = condition_of(cluster.status, ConditionType.ADMITTED)
     assert admitted.message == "the job has ended"
     assert cluster.status.avoided_nodes == ()
     assert cluster.status.next_pod_ordinal == 2

@@ -13,6 +13,7 @@ from plan_builders import (
     SETTINGS,
     agent,
     check_ledger,
+    condition_of,
     failure,
     interruption,
     job,
@@ -176,15 +177,13 @@ def silent(at: int, *, started: float = NOW - 5, **changes: Any) -> Any:
 def test_the_status_shows_how_hangs_are_detected_and_whether_steps_can_be_read() -> None:
     spec = program_spec()
     result = planned(running(4, job_spec=spec, agents={at: silent(at) for at in range(4)}))
-    condition = find_condition(result.status, ConditionType.PROGRESS_REPORTED)
-    assert condition is not None
+    condition = condition_of(result.status, ConditionType.PROGRESS_REPORTED)
     assert (result.status.hang_detection, condition.status) == ("Output", ConditionStatus.UNKNOWN)
     assert condition.message.startswith("no step was reported yet: give program.progress.pattern")
     problem = "the pattern matches no line of the last minute; the last line is: loss 2.1"
     seen = running(4, job_spec=spec, agents={0: silent(0, problem=problem)})
     result = planned(seen)
-    condition = find_condition(result.status, ConditionType.PROGRESS_REPORTED)
-    assert condition is not None
+    condition = condition_of(result.status, ConditionType.PROGRESS_REPORTED)
     assert (condition.status, condition.message) == (ConditionStatus.FALSE, problem)
     assert [event.note for event in result.events if event.reason == Reason.PROGRESS_UNREADABLE] == [problem]
     again = planned(with_status(seen, result.status))
@@ -207,10 +206,8 @@ def test_checkpoints_of_a_program_count_where_they_are_known(checkpoints: Any) -
     spec = program_spec(program={"checkpoints": checkpoints} if checkpoints else {})
     none = {at: training(at, progress=Progress(step=900, updated=NOW - 0.5)) for at in range(4)}
     result = planned(running(4, job_spec=spec, agents=none, status={"start_time": "2027-01-15T06:00:00Z"}))
-    allowed = find_condition(result.status, ConditionType.DISRUPTION_ALLOWED)
-    assert allowed is not None
-    health = find_condition(result.status, ConditionType.CHECKPOINT_HEALTHY)
-    assert health is not None
+    allowed = condition_of(result.status, ConditionType.DISRUPTION_ALLOWED)
+    health = condition_of(result.status, ConditionType.CHECKPOINT_HEALTHY)
     if checkpoints:
         assert "the newest durable checkpoint (none since" in allowed.message
         assert health.message == "no durable checkpoint is known yet"
@@ -222,8 +219,7 @@ def test_checkpoints_of_a_program_count_where_they_are_known(checkpoints: Any) -
 def test_a_program_is_complete_when_it_ended_with_code_0_on_all_workers() -> None:
     done = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(4)}
     result = planned(running(4, job_spec=program_spec(), agents=done))
-    complete = find_condition(result.status, ConditionType.COMPLETE)
-    assert complete is not None
+    complete = condition_of(result.status, ConditionType.COMPLETE)
     assert complete.message == "the program ended with code 0 on all workers"
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.testing.operator import wire_messages
+from tests.testing.operator.wire_messages import member
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.membership_change import (
     MembershipChange,
@@ -13,29 +17,14 @@ from trainium_contract.wire.membership_change import (
     apply_change,
     diff_memberships,
 )
-from trainium_contract.wire.messages import Member, Membership, Transition
+from trainium_contract.wire.messages import Membership, Transition
 
 PODS = st.lists(st.integers(0, 400), min_size=1, max_size=40, unique=True)
 
 
-def membership(
-    generation: int, *pods: int, cause: Cause = Cause.RESIZE, processes: int = 32, accumulation: int = 0
-) -> Membership:
-    members = tuple(
-        Member(
-            pod_uid=f"uid-{pod}", pod_name=f"w-{pod}", pod_ip=f"10.0.{pod >> 8}.{pod & 255}", node_name=f"n-{pod}",
-            node_rank=rank, rendezvous_port=29500,
-        )
-        for rank, pod in enumerate(pods)
-    )  # fmt: skip
-    return Membership(
-        generation=generation,
-        transition=Transition.GRACEFUL,
-        cause=cause,
-        members=members,
-        processes_per_node=processes,
-        accumulation=accumulation,
-    )
+def membership(generation: int, *pods: int, processes: int = 32, **changes: Any) -> Membership:
+    changes = {"transition": Transition.GRACEFUL, "processes_per_node": processes, **changes}
+    return wire_messages.membership(generation, *(member(f"w-{pod}", node_name=f"n-{pod}") for pod in pods), **changes)
 
 
 def told(change: MembershipChange) -> MembershipChange:

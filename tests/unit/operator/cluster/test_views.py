@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.testing.api.recorded_jobs import recorded
 from tests.testing.fuzz.objects import NODE, POD
 from tests.testing.fuzz.promises import is_of_its_type
+from tests.testing.operator import wire_messages
 from tests.testing.suite.any_json import PATIENT, as_sent, changed
-from trainium_contract.faults.causes import Cause
 from trainium_contract.wire import worker_env
-from trainium_contract.wire.messages import LATEST_GENERATION, Member, Membership, Transition
+from trainium_contract.wire.messages import LATEST_GENERATION, Membership
 from trainium_operator.cluster.cache import views
 from trainium_operator.cluster.cache.membership_record import LARGEST_TEXT, membership_of
 from trainium_operator.plan.faults.node_signals import Demand, problems_of
@@ -264,20 +264,16 @@ def test_a_membership_that_cannot_be_read_counts_as_none() -> None:
 
 
 def test_a_membership_of_any_size_is_packed_and_read_again() -> None:
-    many = tuple(
-        Member(
+    many = (
+        wire_messages.member(
+            f"{'j' * 50}-w-{rank}",
             pod_uid=str(uuid.UUID(int=rank * 7919)),
-            pod_name=f"{'j' * 50}-w-{rank}",
             pod_ip=f"10.0.{rank // 256}.{rank % 256}",
             node_name=f"ip-10-0-{rank // 256}-{rank % 256}.us-west-2.compute.internal",
-            node_rank=rank,
-            rendezvous_port=29500,
         )
         for rank in range(5000)
     )
-    membership = Membership(
-        generation=3, transition=Transition.IMMEDIATE, cause=Cause.RESIZE, members=many, processes_per_node=32
-    )
+    membership = wire_messages.membership(3, *many, processes_per_node=32)
     job = views.job_record(
         {"metadata": {"name": "j", "namespace": "ns", "uid": "u", "resourceVersion": "1"}, "spec": {}}
     )
@@ -287,7 +283,7 @@ def test_a_membership_of_any_size_is_packed_and_read_again() -> None:
     assert "data" not in manifest
     assert manifest == membership_map(job.view, membership)
     assert membership_of(manifest) == membership
-    small = membership_map(job.view, membership.model_copy(update={"members": many[:100]}))
+    small = membership_map(job.view, membership.model_copy(update={"members": membership.members[:100]}))
     assert small.keys() == manifest.keys(), "one form at any size"
     assert membership_of({**manifest, "data": {names.MEMBERSHIP_KEY: "{"}}) == membership
     for text in ("!", "aGVsbG8=", manifest["binaryData"][names.MEMBERSHIP_PACKED_KEY][:1000]):

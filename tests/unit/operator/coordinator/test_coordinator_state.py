@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trainium_contract.faults.causes import Cause
+from tests.testing.operator.wire_messages import heartbeat, member, membership, registration
 from trainium_contract.status.results import ArtifactReport
 from trainium_contract.wire import messages
 from trainium_operator.coordinator.state import CoordinatorState
@@ -13,43 +13,12 @@ from trainium_operator.plan.model.names import JobId
 JOB = JobId("ns", "job", "job-uid")
 
 
-def membership(generation: int, *pods: str) -> messages.Membership:
-    members = tuple(
-        messages.Member(pod_uid=pod, pod_name=pod, pod_ip="10.0.0.1", node_name="n", node_rank=rank, rendezvous_port=1)
-        for rank, pod in enumerate(pods or ("a",))
-    )
-    return messages.Membership(
-        generation=generation,
-        transition=messages.Transition.IMMEDIATE,
-        cause=Cause.RESIZE,
-        members=members,
-        processes_per_node=1,
-    )
-
-
-def registration(pod: str) -> messages.RegisterRequest:
-    return messages.RegisterRequest(
-        namespace="ns",
-        job="j",
-        pod_name=pod,
-        pod_uid=pod,
-        pod_ip="10.0.0.1",
-        node_name="n",
-        rendezvous_port=1,
-        agent_version="1",
-    )
+def at(pod: str) -> messages.Member:
+    return member(pod, pod_uid=pod)
 
 
 def step(pod: str, number: int) -> messages.HeartbeatRequest:
-    return messages.HeartbeatRequest(
-        namespace="ns",
-        job="j",
-        pod_name=pod,
-        pod_uid=pod,
-        generation=1,
-        phase=messages.WorkerPhase.TRAINING,
-        progress=messages.Progress(step=number),
-    )
+    return heartbeat(pod, pod_uid=pod, progress=messages.Progress(step=number))
 
 
 class Clock:
@@ -70,20 +39,20 @@ def state(clock: Clock) -> CoordinatorState:
 
 
 def test_a_served_generation_never_goes_back(state: CoordinatorState) -> None:
-    state.publish(JOB, membership(3))
-    state.publish(JOB, membership(2))
+    state.publish(JOB, membership(3, at("a")))
+    state.publish(JOB, membership(2, at("a")))
     assert state.published(JOB) == 3
 
 
 def test_a_new_job_of_the_same_name_inherits_nothing(state: CoordinatorState) -> None:
-    state.publish(JobId("ns", "job", "old"), membership(7))
+    state.publish(JobId("ns", "job", "old"), membership(7, at("a")))
     assert state.published(JobId("ns", "job", "new")) == 0
     state.forget_job(JobId("ns", "job", "old"))
     assert state.published(JobId("ns", "job", "old")) == 0
 
 
 def test_seconds_per_step_come_from_the_operators_own_clock(state: CoordinatorState, clock: Clock) -> None:
-    state.register(JOB, registration("a"))
+    state.register(JOB, registration(at("a")))
     state.heartbeat(JOB, step("a", 10))
     clock.now += 4
     state.heartbeat(JOB, step("a", 12))
@@ -96,7 +65,7 @@ def test_seconds_per_step_come_from_the_operators_own_clock(state: CoordinatorSt
 
 
 def test_signs_of_life_report_steps_as_heartbeats_do(state: CoordinatorState, clock: Clock) -> None:
-    state.register(JOB, registration("a"))
+    state.register(JOB, registration(at("a")))
     state.alive(JOB, "a", 7)
     assert state.agents(JOB)["a"].progressed is None, "no heartbeat has reported a step"
     state.heartbeat(JOB, step("a", 10))
@@ -114,7 +83,7 @@ def test_signs_of_life_report_steps_as_heartbeats_do(state: CoordinatorState, cl
 
 def test_what_stopped_the_job_before_an_attempt_is_no_part_of_its_steps(state: CoordinatorState, clock: Clock) -> None:
     """A long fault would otherwise delay the detection of a hang after it."""
-    state.register(JOB, registration("a"))
+    state.register(JOB, registration(at("a")))
     for seconds, number in ((0, 10), (4, 12)):
         clock.now += seconds
         state.heartbeat(JOB, step("a", number))
@@ -130,7 +99,7 @@ def test_what_stopped_the_job_before_an_attempt_is_no_part_of_its_steps(state: C
 def test_a_plan_sees_stages_and_results_at_once_and_the_progress_of_a_stage_as_that_of_steps(
     state: CoordinatorState,
 ) -> None:
-    state.register(JOB, registration("a"))
+    state.register(JOB, registration(at("a")))
 
     def accepted(**fields: Any) -> tuple[bool, bool]:
         result = state.heartbeat(
@@ -157,7 +126,7 @@ def test_the_wait_of_an_agent_counts_from_its_first_report_of_joining_in_an_atte
         state.heartbeat(JOB, step("a", 1).model_copy(update={"phase": phase, "attempt": attempt}))
         return state.agents(JOB)["a"].joining_since
 
-    state.register(JOB, registration("a"))
+    state.register(JOB, registration(at("a")))
     first = since(0)
     assert first == clock.now
     assert since(0) == first
@@ -167,11 +136,11 @@ def test_the_wait_of_an_agent_counts_from_its_first_report_of_joining_in_an_atte
 
 
 def test_the_last_report_of_a_failed_member_is_kept_until_the_next_generation(state: CoordinatorState) -> None:
-    state.publish(JOB, membership(1, "a", "b"))
+    state.publish(JOB, membership(1, at("a"), at("b")))
     for pod in ("a", "b", "spare"):
-        state.register(JOB, registration(pod))
+        state.register(JOB, registration(at(pod)))
     state.forget_pod(JOB, "b")
     state.forget_pod(JOB, "spare")
     assert set(state.agents(JOB)) == {"a", "b"}
-    state.publish(JOB, membership(2, "a"))
+    state.publish(JOB, membership(2, at("a")))
     assert set(state.agents(JOB)) == {"a"}

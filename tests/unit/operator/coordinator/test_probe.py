@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.testing.operator.wire_messages import heartbeat, member, membership, registration
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
-from trainium_contract.faults.causes import Cause
-from trainium_contract.wire import messages
 from trainium_operator.coordinator.probe import Prober
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.model.names import JobId
+
+if TYPE_CHECKING:
+    from trainium_contract.wire.messages import Member
 
 JOB = JobId("ns", "job", "job-uid")
 
@@ -22,39 +25,8 @@ SILENCE = [("ns", "j", True)]
 PODS_OF = {ip: pod for pod, ip in IPS.items()}
 
 
-def member(pod: str, pod_ip: str = "", *, rank: int = 0, port: int = 4000) -> messages.Member:
-    return messages.Member(
-        pod_uid=pod, pod_name=pod, pod_ip=pod_ip or IPS[pod], node_name="n", node_rank=rank, rendezvous_port=port
-    )
-
-
-def membership(*members: messages.Member) -> messages.Membership:
-    return messages.Membership(
-        generation=1,
-        transition=messages.Transition.IMMEDIATE,
-        cause=Cause.RESIZE,
-        members=members,
-        processes_per_node=1,
-    )
-
-
-def registration(member: messages.Member, job: str = "j") -> messages.RegisterRequest:
-    return messages.RegisterRequest(
-        namespace="ns",
-        job=job,
-        pod_name=member.pod_name,
-        pod_uid=member.pod_uid,
-        pod_ip=member.pod_ip,
-        node_name=member.node_name,
-        rendezvous_port=member.rendezvous_port,
-        agent_version="1",
-    )
-
-
-def heartbeat(pod: str, job: str = "j") -> messages.HeartbeatRequest:
-    return messages.HeartbeatRequest(
-        namespace="ns", job=job, pod_name=pod, pod_uid=pod, generation=1, phase=messages.WorkerPhase.TRAINING
-    )
+def at(pod: str, pod_ip: str = "", port: int = 4000) -> Member:
+    return member(pod, pod_uid=pod, pod_ip=pod_ip or IPS[pod], rendezvous_port=port)
 
 
 class Network:
@@ -89,17 +61,16 @@ class World:
             address_of=lambda target: self.addresses[target.pod],
             connect=self.network.connect,
         )
-        members = [member(pod, rank=rank) for rank, pod in enumerate(PODS)]
-        self.state.publish(JOB, membership(*members))
+        self.state.publish(JOB, membership(1, *map(at, PODS)))
         for pod in PODS:
             self.register(pod)
 
     def register(self, pod: str) -> None:
-        self.state.register(JOB, registration(member(pod)))
+        self.state.register(JOB, registration(at(pod)))
 
     def beat(self, *pods: str) -> None:
         for pod in pods:
-            self.state.heartbeat(JOB, heartbeat(pod))
+            self.state.heartbeat(JOB, heartbeat(pod, pod_uid=pod))
 
     def probe(self) -> list[str]:
         """Probe once and return the pods that were connected to."""
@@ -207,7 +178,7 @@ def test_an_address_that_is_not_the_pods_own_is_never_connected_to(world: World,
 
 
 def test_one_address_may_be_written_in_several_ways(world: World) -> None:
-    world.state.register(JOB, registration(member("b", "fd00::2")))
+    world.state.register(JOB, registration(at("b", "fd00::2")))
     PODS_OF["fd00:0:0::2"] = "b"
     world.addresses["b"] = "fd00:0:0::2"
     assert world.probe() == ["a", "b"]
@@ -224,10 +195,10 @@ class TwoJobs:
         self.at_once = 0
         self.small_exited = False
         for job, pod_ip, count in (("dark", "10.0.0.1", 1000), ("small", "10.0.0.2", 1)):
-            members = [member(f"{job}-{rank}", pod_ip, rank=rank) for rank in range(count)]
-            self.state.publish(JobId("ns", job, job), membership(*members))
+            members = [at(f"{job}-{rank}", pod_ip) for rank in range(count)]
+            self.state.publish(JobId("ns", job, job), membership(1, *members))
             for each in members:
-                self.state.register(JobId("ns", job, job), registration(each, job))
+                self.state.register(JobId("ns", job, job), registration(each, job=job))
         self.prober = Prober(
             self.state,
             is_serving=lambda: True,
@@ -256,7 +227,7 @@ class TwoJobs:
         await asyncio.sleep(1)
         self.silent = True
         for _ in range(10):
-            self.state.heartbeat(JobId("ns", "small", "small"), heartbeat("small-0", "small"))
+            self.state.heartbeat(JobId("ns", "small", "small"), heartbeat("small-0", pod_uid="small-0", job="small"))
             await asyncio.sleep(0.5)
         self.small_exited = True
         await asyncio.sleep(4)
@@ -299,7 +270,7 @@ async def test_a_real_port_answers_while_it_is_open_and_refuses_afterwards() -> 
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     world = World()
-    world.state.register(JOB, registration(member("b", "127.0.0.1", port=port)))
+    world.state.register(JOB, registration(at("b", "127.0.0.1", port)))
     prober = Prober(
         world.state,
         is_serving=lambda: True,

@@ -9,6 +9,7 @@ import pytest
 from plan_builders import (
     NOW,
     agent,
+    condition_of,
     created,
     deleted,
     membership,
@@ -32,7 +33,6 @@ from trainium_contract.status.internal import FailureRecord
 from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
 from trainium_contract.wire.worker_env import ANNOTATION_AVOIDED_NODES
 from trainium_operator.plan.model.actions import CreatePod, Plan
-from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, NodeView, Observed, PodPhase
 
 DEVICE = NodeCondition("NeuronHealth", NodeReadiness.TRUE, "NeuronHasError_DMA_ERROR", "nd0 nc1", NOW - 1)
@@ -62,8 +62,7 @@ def forbidden(result: Plan) -> list[str]:
 
 
 def healthy(result: Plan) -> tuple[ConditionStatus, str]:
-    found = find_condition(result.status, ConditionType.NODES_HEALTHY)
-    assert found is not None
+    found = condition_of(result.status, ConditionType.NODES_HEALTHY)
     return found.status, found.message
 
 
@@ -75,8 +74,7 @@ def test_a_wrong_clock_is_reported_with_its_node_and_costs_nothing_but_the_prefe
         detail="The node's clock is 3600.0 s ahead of the coordinator's; check its NTP.",
     )
     result = planned(running(4, spares=1, agents={1: training(1, checks=(wrong,))}))
-    condition = find_condition(result.status, ConditionType.NODES_HEALTHY)
-    assert condition is not None
+    condition = condition_of(result.status, ConditionType.NODES_HEALTHY)
     assert condition.status is ConditionStatus.FALSE
     assert "node-1: check Clock (The node's clock is 3600.0 s ahead of the coordinator's; check its NTP)" in (
         condition.message

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, SETTINGS, created, planned, running, spec, with_status
+from plan_builders import NOW, SETTINGS, condition_of, created, planned, running, spec, with_status
 from plan_cluster import FakeCluster, names_of, rungs, size
 
 from trainium_contract.faults.causes import Cause
@@ -16,7 +16,7 @@ from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.model.actions import CreatePod
-from trainium_operator.plan.model.conditions import find_condition, is_true
+from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.plan import plan
 
 REST = 30
@@ -314,8 +314,7 @@ def test_a_size_between_the_bounds_is_worked_towards_and_one_outside_is_cut_to_t
     cluster.change(replicas=6)
     cluster.run(20)
     assert size(cluster) == 4
-    legal = find_condition(cluster.status, ConditionType.SIZE_LEGAL)
-    assert legal is not None
+    legal = condition_of(cluster.status, ConditionType.SIZE_LEGAL)
     assert "maxReplicas" in legal.message
     assert not is_true(cluster.status, ConditionType.RESIZING)
 

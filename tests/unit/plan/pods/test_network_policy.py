@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, SETTINGS, created, job, observed, pod, running, spec, with_status
+from plan_builders import NOW, SETTINGS, condition_of, created, job, observed, pod, running, spec, with_status
 
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.features.network_policy.policy import KIND, network_policy
@@ -88,8 +88,7 @@ def test_a_refusal_is_reported_once_and_retried_after_its_pause_while_the_job_co
     assert "others can reach the workers' ports: may not create it" in problem[2]
     assert [each.reason for each in result.events].count(reason) == 1
     assert not any(each.reason == "Stalled" and each.status == "True" for each in result.status.conditions)
-    stalled = find_condition(result.status, ConditionType.STALLED)
-    assert stalled is not None
+    stalled = condition_of(result.status, ConditionType.STALLED)
     assert stalled.status.value == "False"
     again = planned(after(seen, result))
     assert not [each for each in again.events if each.reason == reason]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plan_builders import spec
+from plan_builders import condition_of, spec
 from plan_cluster import FakeCluster
 
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.start_failures import StartFailuresStatus
-from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.pods.refused_pods import next_creation_at
 
@@ -56,8 +55,7 @@ def test_of_a_job_whose_pods_are_refused_at_once_few_are_made_and_ever_fewer(rea
     cluster.reason = reason
     cluster.run(60, TICK)
     assert len(cluster.made) <= 12, "it was 74"
-    ready = find_condition(cluster.status, ConditionType.PODS_READY)
-    assert ready is not None
+    ready = condition_of(cluster.status, ConditionType.PODS_READY)
     assert "6 times in a row" in ready.message
     cluster.run(1800, TICK)
     assert len(cluster.made) <= 12 + 2 * 9
@@ -195,8 +193,7 @@ def test_of_a_job_that_all_nodes_refuse_a_quarter_of_its_size_is_kept_away_from(
     cluster.reason = "OutOfcpu"
     cluster.run(120, TICK)
     assert len(cluster.status.avoided_nodes) <= 2
-    ready = find_condition(cluster.status, ConditionType.PODS_READY)
-    assert ready is not None
+    ready = condition_of(cluster.status, ConditionType.PODS_READY)
     assert "new pods avoid node-" in ready.message
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, SETTINGS, created, deleted, job, observed, pod, running, spec, training
+from plan_builders import NOW, SETTINGS, condition_of, created, deleted, job, observed, pod, running, spec, training
 
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.activity import ActivityStatus
@@ -104,9 +104,7 @@ def asked(result: Plan) -> dict[str, dict[str, int]]:
 
 
 def condition(result: Plan) -> Condition:
-    found = find_condition(result.status, ConditionType.ADMITTED)
-    assert found is not None
-    return found
+    return condition_of(result.status, ConditionType.ADMITTED)
 
 
 def test_a_new_job_asks_for_its_workers_and_spares_and_makes_no_pod() -> None:

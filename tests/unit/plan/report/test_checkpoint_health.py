@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from plan_builders import NOW, agent, interruption, planned, running, training, with_status
+from plan_builders import NOW, agent, condition_of, interruption, planned, running, training, with_status
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.storage import JobCheckpointSpec
@@ -115,8 +115,7 @@ def test_storage_that_refused_is_unhealthy_until_a_commit_also_when_training_goe
     seen = with_status(seen, again)
     overdue = planned(later(seen, 400, step=90)).status
     assert healthy(overdue) == ("False", "CheckpointOverdue")
-    found = find_condition(overdue, ConditionType.CHECKPOINT_HEALTHY)
-    assert found is not None
+    found = condition_of(overdue, ConditionType.CHECKPOINT_HEALTHY)
     assert "Permission denied" in found.message
     assert "too slow" not in found.message
 
@@ -124,6 +123,5 @@ def test_storage_that_refused_is_unhealthy_until_a_commit_also_when_training_goe
 def test_the_sentence_of_an_alarm_is_what_the_ranks_report() -> None:
     error = "checkpoint storage /data: [Errno 28] No space left on device; training goes on, and saves as soon as"
     result = planned(later(saving(every_seconds=60), 181, notice=error))
-    found = find_condition(result.status, ConditionType.CHECKPOINT_HEALTHY)
-    assert found is not None
+    found = condition_of(result.status, ConditionType.CHECKPOINT_HEALTHY)
     assert "No space left on device" in found.message

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_builders import NOW, check_ledger, planned, running, spec, training, with_status, written
+from plan_builders import NOW, check_ledger, condition_of, planned, running, spec, training, with_status, written
 from plan_cluster import FakeCluster
 
 from tests.testing.suite.trials import trials
@@ -57,8 +57,7 @@ def test_each_stage_shows_and_its_seconds_are_kept_apart_from_training() -> None
     until(cluster, "Export")
     export_since = cluster.now
     assert cluster.status.progress.step == STEPS
-    message = find_condition(cluster.status, ConditionType.RUNNING)
-    assert message is not None
+    message = condition_of(cluster.status, ConditionType.RUNNING)
     assert message.message == "writing artifacts on 3 nodes"
     trained = cluster.status.goodput.wall_seconds
     cluster.run(40)
@@ -295,8 +294,7 @@ def test_the_end_names_the_steps_that_were_made() -> None:
         for uid, known in seen.agents.items()
         if known.heartbeat is not None
     }
-    complete = find_condition(planned(replace(seen, agents=agents)).status, ConditionType.COMPLETE)
-    assert complete is not None
+    complete = condition_of(planned(replace(seen, agents=agents)).status, ConditionType.COMPLETE)
     assert complete.message == "all 375 steps are done"
 
 

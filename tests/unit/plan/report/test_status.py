@@ -6,6 +6,7 @@ from plan_builders import (
     NOW,
     SETTINGS,
     agent,
+    condition_of,
     deleted,
     job,
     membership,
@@ -210,11 +211,9 @@ def test_the_phase_before_a_generation_is_pending_and_names_what_is_missing() ->
 
 
 def test_pods_are_ready_when_as_many_workers_as_are_wanted_are_registered() -> None:
-    condition = find_condition(planned(running(4)).status, ConditionType.PODS_READY)
-    assert condition is not None
+    condition = condition_of(planned(running(4)).status, ConditionType.PODS_READY)
     assert (condition.status, condition.message) == (ConditionStatus.TRUE, "4 workers are registered")
-    condition = find_condition(planned(without(running(4), 3)).status, ConditionType.PODS_READY)
-    assert condition is not None
+    condition = condition_of(planned(without(running(4), 3)).status, ConditionType.PODS_READY)
     assert condition.status is ConditionStatus.FALSE
     assert condition.message.startswith("3 of 4 workers are registered")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plan_builders import NOW, job, observed, planned, running, training
+from plan_builders import NOW, condition_of, job, observed, planned, running, training
 
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
@@ -53,8 +53,7 @@ def test_what_only_a_person_can_mend_is_stalled_and_not_what_time_mends() -> Non
 def test_the_first_status_of_a_job_shows_that_it_is_not_ready() -> None:
     result = planned(observed(job()))
 
-    ready = find_condition(result.status, ConditionType.READY)
-    assert ready is not None
+    ready = condition_of(result.status, ConditionType.READY)
     assert ready.status is ConditionStatus.FALSE
 
 

@@ -2,10 +2,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import created, deleted, job, observed, planned, running, spec, with_status
+from plan_builders import condition_of, created, deleted, job, observed, planned, running, spec, with_status
 
 from trainium_contract.status.conditions import ConditionType, Phase
-from trainium_operator.plan.model.conditions import find_condition, is_true
+from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.size import decide_size
 
@@ -67,8 +67,7 @@ def test_a_size_that_leaves_model_parallel_groups_incomplete_is_floored_to_whole
 def test_nodes_in_reserve_are_reported_in_the_status_and_in_an_event_and_get_pods() -> None:
     seen = observed(job(spec(workers={"replicas": 7})))
     result = planned(seen)
-    condition = find_condition(result.status, ConditionType.SIZE_LEGAL)
-    assert condition is not None
+    condition = condition_of(result.status, ConditionType.SIZE_LEGAL)
     assert is_true(result.status, ConditionType.SIZE_LEGAL)
     assert condition.message == (
         "7 nodes were requested; 6 of them train: 4 passes a step, 100% of their rows filled. 1 in reserve: more would "
@@ -101,8 +100,7 @@ def test_a_requested_size_is_floored_to_an_even_one_within_the_bounds_where_only
 
 def test_a_floored_size_is_explained_in_the_status_and_in_an_event() -> None:
     result = planned(observed(job(spec(workers={"replicas": 5}, **EVEN))))
-    condition = find_condition(result.status, ConditionType.SIZE_LEGAL)
-    assert condition is not None
+    condition = condition_of(result.status, ConditionType.SIZE_LEGAL)
     assert condition.reason == "FlooredToLegalSize"
     assert condition.message.startswith("5 nodes were requested; 4 is the largest legal size.")
     assert result.status.desired == 4
@@ -144,8 +142,7 @@ def test_a_model_that_fits_no_core_is_refused_before_a_pod_is_made() -> None:
     assert decision.message.startswith("A core of trn1.32xlarge has 16.0 GiB, but on 4 nodes a process needs 100.4 GiB")
     result = planned(observed(job(spec(**TOO_LARGE)), ()))
     assert created(result) == []
-    condition = find_condition(result.status, ConditionType.SIZE_LEGAL)
-    assert condition is not None
+    condition = condition_of(result.status, ConditionType.SIZE_LEGAL)
     assert condition.message == decision.message
 
 
@@ -176,8 +173,7 @@ def test_an_elastic_job_does_not_shrink_to_where_its_divided_state_fits_no_core(
     )
     assert [decision.legal_at_most(nodes) for nodes in (4, 3, 2, 1)] == [4, 3, 0, 0]
     seen = planned(observed(job(sharded(replicas=8, minReplicas=1)), ()))
-    condition = find_condition(seen.status, ConditionType.SIZE_LEGAL)
-    assert condition is not None
+    condition = condition_of(seen.status, ConditionType.SIZE_LEGAL)
     assert (is_true(seen.status, ConditionType.SIZE_LEGAL), condition.message) == (True, decision.message)
 
 

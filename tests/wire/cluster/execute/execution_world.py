@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.operator.wire_messages import member, membership
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.operator_process import training_job
-from trainium_contract.faults.causes import Cause
-from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 from trainium_operator.cluster.execute.events import EventRecorder
@@ -26,6 +25,7 @@ from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 if TYPE_CHECKING:
+    from trainium_contract.wire.messages import Membership
     from trainium_operator.coordinator.state import CoordinatorState
     from trainium_operator.plan.model.names import JobId
     from trainium_operator.plan.model.observed import JobView
@@ -80,15 +80,8 @@ class World:
         return tuple(CreatePod(self.owned(f"j-w-{number}", spec=spec)) for number in range(count))
 
     def publication(self, generation: int, replaces: int, ip: str = "10.0.0.1") -> PublishMembership:
-        member = Member(pod_uid="u", pod_name="j-w-0", pod_ip=ip, node_name="n", node_rank=0, rendezvous_port=1)
-        membership = Membership(
-            generation=generation,
-            transition=Transition.IMMEDIATE,
-            cause=Cause.RESIZE,
-            members=(member,),
-            processes_per_node=1,
-        )
-        return PublishMembership(membership, membership_map(self.job, membership), replaces)
+        new = membership(generation, member("j-w-0", pod_ip=ip))
+        return PublishMembership(new, membership_map(self.job, new), replaces)
 
     def uids(self) -> dict[str, str]:
         """The uids of the pods that exist, by name."""

@@ -1,0 +1,30 @@
+"""Messages between the coordinator and agents, with defaults for what a test does not care about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.wire import messages
+
+
+def member(pod: str = "w-0", **changes: Any) -> messages.Member:
+    about = {"pod_uid": f"uid-{pod}", "pod_ip": "127.0.0.2", "node_name": "n", "rendezvous_port": 29500}
+    return messages.Member(**{"pod_name": pod, "node_rank": 0, **about, **changes})
+
+
+def membership(generation: int, *members: messages.Member, **changes: Any) -> messages.Membership:
+    """Of these members, whose ranks are their places."""
+    ranked = tuple(each.model_copy(update={"node_rank": rank}) for rank, each in enumerate(members))
+    about = {"transition": messages.Transition.IMMEDIATE, "cause": Cause.RESIZE, "processes_per_node": 1}
+    return messages.Membership(generation=generation, members=ranked, **{**about, **changes})
+
+
+def registration(of: messages.Member, namespace: str = "ns", job: str = "j") -> messages.RegisterRequest:
+    about = of.model_dump(include={"pod_name", "pod_uid", "pod_ip", "node_name", "rendezvous_port"})
+    return messages.RegisterRequest(namespace=namespace, job=job, agent_version="1", **about)
+
+
+def heartbeat(pod: str = "w-0", **changes: Any) -> messages.HeartbeatRequest:
+    about = {"namespace": "ns", "job": "j", "pod_name": pod, "pod_uid": f"uid-{pod}", "generation": 1}
+    return messages.HeartbeatRequest(**{"phase": messages.WorkerPhase.TRAINING, **about, **changes})
