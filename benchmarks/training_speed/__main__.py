@@ -1,13 +1,14 @@
 """Compare speed, memory and start of the trainer with peers: `python -m benchmarks.training_speed`.
 
     python -m benchmarks.training_speed [--peer-python VENV/bin/python] [--modes plain,lora] [--ranks 1 2] [--quick]
+    python -m benchmarks.training_speed --families          # one process, each family of models, uncompiled
 
-Both train a Llama of one shape from random weights with AdamW, clipping and a cosine, on as many processes, with
-torch's fused kernels; in the mode `lora` a LoRA adapter of rank 16 on all projections, by the peer with peft. The
-second peer is the first with its `torch_compile`. Runs alternate, so that whatever else the machine does hits all
-alike; a figure is the median of the runs' median steps. transformers.Trainer needs transformers and accelerate in the
-interpreter of `--peer-python`; what is missing there, or does not run here, is reported and not measured. Nothing is
-estimated.
+Both train a model of one shape, Llama or another family, from random weights with AdamW, clipping and a cosine, on as
+many processes, with torch's fused kernels; in the mode `lora` a LoRA adapter of rank 16 on all projections, by the
+peer with peft. The second peer is the first with its `torch_compile`. Runs alternate, so that whatever else the
+machine does hits all alike; a figure is the median of the runs' median steps. transformers.Trainer needs transformers
+and accelerate in the interpreter of `--peer-python`; what is missing there, or does not run here, is reported and not
+measured. Nothing is estimated.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from benchmarks.training_speed.runs import (
     text_file,
 )
 from benchmarks.training_speed.start import measure_start
+from trainium_contract.models.families import FAMILIES
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -48,6 +50,8 @@ MODES: dict[str, dict[str, Any]] = {
     "compiled": {"compiled": True},
     "lora": {},
 }
+COMMON_MODES = tuple(MODES)
+MODES |= {family: {"family": family} for family in FAMILIES}
 SHAPES: dict[str, dict[str, int]] = {
     "cpu": {
         "hiddenSize": 384,
@@ -130,7 +134,8 @@ def main() -> int:
         for mode in options.modes.split(",")
         if not (mode == "sharded" and ranks == 1)
     ]
-    report["start"] = [_start(replace(base, ranks=ranks), options.rounds, peer_python) for ranks in options.ranks]
+    starts = () if options.families else options.ranks
+    report["start"] = [_start(replace(base, ranks=ranks), options.rounds, peer_python) for ranks in starts]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(any("error" in row for row in report["rows"] + report["start"]))
@@ -143,7 +148,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     peers = os.environ.get("PEER_PYTHON", sys.executable)
     parser.add_argument("--peer-python", default=peers, help="the interpreter that has the peers (PEER_PYTHON)")
-    parser.add_argument("--modes", default=",".join(MODES), help=f"some of {','.join(MODES)}")
+    parser.add_argument("--modes", default=",".join(COMMON_MODES), help=f"some of {','.join(MODES)}")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each trainer")
     parser.add_argument("--steps", type=int, default=15, help="optimizer steps of a run")
@@ -152,7 +157,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C", help="of our trainer")
     parser.add_argument("--quick", action="store_true", help="one short run of a tiny model: whether it works")
     parser.add_argument("--json", type=Path, default=Path("out/bench/training_speed.json"))
+    parser.add_argument("--families", action="store_true", help="the families in place of modes and starts")
     options = parser.parse_args()
+    if options.families:
+        options.modes, options.ranks, options.rounds = ",".join(FAMILIES), [1], 2
+        options.json = options.json.with_name("family_speed.json")
     if options.quick:
         options.rounds, options.steps, options.length = 1, WARM_STEPS + 3, 64
     if options.steps <= WARM_STEPS:
@@ -188,7 +197,7 @@ def _row(mode: str, task: Task, options: argparse.Namespace, peer_python: str | 
                 if peer_python is None:
                     continue
                 found["peer"].append(run_peer(each, folders["peer"], peer_python))
-                if not task.compiled:
+                if not task.compiled and not options.families:
                     compiled = replace(each, compiled=True)
                     found["compiledPeer"].append(run_peer(compiled, folders["compiledPeer"], peer_python))
     except RunFailedError as error:

@@ -1,4 +1,4 @@
-"""Run a rank of `transformers.Trainer` (with accelerate) on a Llama of given shape, as the peer of the benchmark.
+"""Run a rank of `transformers.Trainer` (with accelerate) on a model of given shape, as the peer of the benchmark.
 
 Run by `benchmarks.training_speed` in an environment that has transformers and accelerate; it imports nothing from
 here. The task is a JSON object in the environment variable TASK; rank 0 prints when each step ended as one JSON line.
@@ -46,8 +46,11 @@ class Clock(transformers.TrainerCallback):
 def _model(task: dict[str, Any]) -> torch.nn.Module:
     """Create the model with random weights or from a folder, with an adapter if one is trained."""
     if "weights" not in task:
-        options: dict[str, Any] = {**task["model"], "attn_implementation": "sdpa", "use_cache": False}
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
+        config = transformers.AutoConfig.for_model(**task["model"], use_cache=False)
+        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, attn_implementation="sdpa"
+        )
+        return model
     base = transformers.LlamaForCausalLM.from_pretrained(
         task["weights"], dtype=torch.float32, attn_implementation="sdpa", use_cache=False
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from benchmarks.ranks import Ended, run_ranks
+from trainium_contract.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,8 @@ class Task:
     sharded: bool
     recompute: bool
     compiled: bool
+    family: str = "llama"
+    """`model_type` of `transformers`."""
     base: Path | None = None
     """Hugging Face folder whose LoRA adapter is trained on all projections; None: all weights, from random ones."""
 
@@ -91,7 +94,7 @@ def write_config(task: Task, folder: Path, text: Path) -> Path:
             "cacheDirectory": str(text.parent / "cache"),
             "tokenizer": {"vocabSize": task.model["vocabSize"]},
         },
-        "model": {"weights": str(task.base)} if task.base else task.model | {"tieEmbeddings": False},
+        "model": {"weights": str(task.base)} if task.base else {"path": str(_write_shape(task, folder))},
         "schedule": {"warmupSteps": 0},
         "checkpoint": {"path": str(folder / "run"), "durable": {"everySeconds": None}},
         "monitor": {"tensorboard": False},
@@ -109,6 +112,16 @@ def write_config(task: Task, folder: Path, text: Path) -> Path:
     file = folder / "trainer.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
+
+
+def _write_shape(task: Task, folder: Path) -> Path:
+    """Write the `config.json` of the task's model."""
+    from transformers import AutoConfig  # noqa: PLC0415 - the runs are separate processes
+
+    config = AutoConfig.for_model(**model_options(task))
+    config.architectures = [FAMILIES[task.family].architecture]
+    config.save_pretrained(folder)
+    return folder / "config.json"
 
 
 def run_ours(task: Task, folder: Path, text: Path, overrides: Sequence[str] = ()) -> Result:
@@ -132,9 +145,10 @@ def _result(seconds: tuple[float, ...], ended: Ended, device_bytes: int, first_s
 
 
 def model_options(task: Task) -> dict[str, Any]:
-    """Return the fields of `transformers.LlamaConfig`."""
+    """Return the fields of `transformers`' configuration."""
     model = task.model
     return {
+        "model_type": task.family,
         "vocab_size": model["vocabSize"],
         "hidden_size": model["hiddenSize"],
         "intermediate_size": model["intermediateSize"],
@@ -143,16 +157,18 @@ def model_options(task: Task) -> dict[str, Any]:
         "num_key_value_heads": model["numKeyValueHeads"],
         "max_position_embeddings": task.length,
         "tie_word_embeddings": False,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),  # a family's may be beyond the vocabulary
     }
 
 
 def make_base(task: Task, folder: Path) -> Path:
     """Write a Hugging Face folder with random weights of the task's shape."""
     import torch  # noqa: PLC0415 - the runs are separate processes
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**model_options(task))).save_pretrained(folder)
+    config = AutoConfig.for_model(**model_options(task))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
     return folder
 
 
