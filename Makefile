@@ -6,6 +6,7 @@ DOCS_VENV ?= .venv-docs
 MUTANTS_VENV ?= .venv-mutants
 COVERAGE_VENV ?= .venv-coverage
 FUZZ_VENV ?= .venv-fuzz
+TRACKERS_VENV ?= .venv-trackers
 BIN := $(VENV)/bin
 CLUSTER ?= local
 # Test processes side by side: one has the tests that share a cluster and waits much, the others the rest by files, so
@@ -24,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 # Compiled code is kept, whatever the shell says: each lane would compile the 350 files of tests anew, nine seconds of it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-nxd check docs format generate bench bench-check faults explore mutants coverage fuzz parity proof soak bench-training clean
+.PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-nxd test-trackers check docs format generate bench bench-check faults explore mutants coverage fuzz parity proof soak bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -65,6 +66,10 @@ test-nxd:  ## The nxd backend on the real neuronx-distributed, torch and torch_x
 	@test -d "$(NXD_SRC)/neuronx_distributed" || { echo "NXD_SRC is to be the src folder of a checkout of neuronx-distributed (docs/backends.md)" >&2; exit 2; }
 	@scripts/nxd_environment.sh $(NXD_VENV)
 	@NXD_SRC="$(NXD_SRC)" PJRT_DEVICE=CPU $(NXD_VENV)/bin/python -m pytest tests/nxd $(ARGS)
+
+test-trackers: setup  ## Runs in MLflow (its server, with a database), Weights & Biases and Trackio
+	@scripts/tool_venv.sh $(TRACKERS_VENV) $(abspath $(BIN))/python scripts/trackers_requirements.txt
+	@$(TRACKERS_VENV)/bin/python -m pytest tests/unit/trainer/trackers $(ARGS)
 
 check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff check .
@@ -129,7 +134,7 @@ proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/re
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all
-	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) $(FUZZ_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) $(FUZZ_VENV) $(TRACKERS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Programs of the cluster that are prepared while a new machine installs packages: `ahead` and options of
 # `trainium-devcluster binaries`, for the targets below and what they need.

@@ -36,6 +36,10 @@ PARTS = {
 """Part -> its distribution."""
 
 
+SEPARATE = frozenset({"mlflow", "wandb", "trackio"})
+"""Extras that the environment of the tests lacks: they have one of their own (Makefile)."""
+
+
 def blocks(text: str) -> dict[str, str]:
     """Package name -> its lines of constraints.txt, hashes and marker included; all of a name that is pinned twice."""
     found: dict[str, str] = {}
@@ -83,7 +87,10 @@ def wanted(part: str) -> list[str]:
         return sorted({need for each in known.values() for need in each["build-system"]["requires"]})
     if part != "dev":
         return sorted(needs(PARTS[part], known))
-    extras = {name: ",".join(each["project"].get("optional-dependencies", ())) for name, each in known.items()}
+    extras = {
+        name: ",".join(each["project"].get("optional-dependencies", {}).keys() - SEPARATE)
+        for name, each in known.items()
+    }
     found = {each for name, chosen in extras.items() for each in needs(f"{name}[{chosen}]", known)}
     groups = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
     return sorted({*found, *groups["dev"]})

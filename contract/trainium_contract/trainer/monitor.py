@@ -5,11 +5,20 @@ All fields may change while a job runs. The defaults of the spike rule are HLAT'
 
 from __future__ import annotations
 
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel
+
+
+class Tracker(StrEnum):
+    """A program that shows the runs of a team."""
+
+    MLFLOW = "MLflow"
+    WANDB = "WandB"
+    TRACKIO = "Trackio"
 
 
 class MonitorConfig(ContractModel):
@@ -34,3 +43,14 @@ class MonitorConfig(ContractModel):
     peak_tflops: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Peak of the device of one process, TFLOP/s in bfloat16, for the model FLOPs utilisation (MFU); omitted: that of
     known devices, none for a CPU."""
+    trackers: Annotated[tuple[Tracker, ...], Field(max_length=3)] | None = None
+    """Trackers that also get the run. Their addresses and keys come from their variables in the environment of the
+    workers, such as MLFLOW_TRACKING_URI and WANDB_API_KEY."""
+    tracker_project: Annotated[str, Field(max_length=128)] = ""
+    """Project or experiment of the run in the trackers; omitted: the namespace of the job."""
+
+    @model_validator(mode="after")
+    def _names_each_tracker_once(self) -> Self:
+        if self.trackers and len(set(self.trackers)) < len(self.trackers):
+            raise ValueError("monitor.trackers names a tracker twice: name each once")
+        return self

@@ -40,6 +40,7 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
 from trainium_trainer.loop.memory_check import needs_of, refuse_too_small
 from trainium_trainer.loop.schedule import learning_rate
+from trainium_trainer.trackers.process import find_missing_trackers
 from trainium_trainer.tuning.choice import is_reference_in_model
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def find_missing(config: TrainingConfig) -> list[str]:
             choose(config.backend, config.device)
         except UserError as error:
             found.append(str(error))
-    return found
+    return [*found, *find_missing_trackers(config.monitor.trackers)]
 
 
 def find_unread_weights(model: ModelConfig) -> list[str]:

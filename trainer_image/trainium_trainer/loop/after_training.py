@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.backends.base import Mesh
     from trainium_trainer.monitor.progress import ProgressWriter
+    from trainium_trainer.trackers.process import TrackerProcess
     from trainium_trainer.weights.initial import InitialWeights
 
 _log = logging.getLogger("trainium.after")
@@ -43,6 +44,7 @@ def run_stages(
     tokenizer: Path,
     node_rank: int,
     trained_loss: float | None,
+    trackers: TrackerProcess | None = None,
 ) -> None:
     """Write the artifacts of the last step, measure and push them. Collective. Raises UserError, StorageError.
 
@@ -57,6 +59,8 @@ def run_stages(
     )
     for artifact in artifacts if mesh.rank == 0 else ():
         _log.info("%s of step %d: %s", artifact.kind, artifact.step, artifact.path)
+        if trackers is not None:
+            trackers.link(artifact)
     if config.evaluate.enabled:
         _evaluate(config, artifacts, mesh, peers, progress, trained_loss)
     push = config.artifacts.push

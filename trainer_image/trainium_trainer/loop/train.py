@@ -46,6 +46,8 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
             _run_stages(run, launch.local_rank)
         progress.phase(ProgressPhase.FINISHED if code is ExitCode.FINISHED else ProgressPhase.YIELDED)
         run.backend.barrier()
+        if run.trackers is not None:
+            run.trackers.close(finished=code is ExitCode.FINISHED)
         run.manager.close()
         run.recorder.close()
         run.loader.close()
@@ -71,6 +73,7 @@ def _run_stages(run: Run, node_rank: int) -> None:
             tokenizer=run.data.tokenizer,
             node_rank=node_rank,
             trained_loss=run.validation_loss,
+            trackers=run.trackers,
         )
 
 

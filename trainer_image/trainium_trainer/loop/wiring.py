@@ -35,6 +35,7 @@ from trainium_trainer.loop.memory_check import warnings_at_start
 from trainium_trainer.loop.references import load_references
 from trainium_trainer.loop.run_progress import RunProgress
 from trainium_trainer.monitor.writers import Recorder
+from trainium_trainer.trackers.process import TrackerProcess, refuse_missing_trackers
 from trainium_trainer.weights.initial import InitialWeights
 from trainium_worker import Activity
 
@@ -83,6 +84,8 @@ class Run:
     stopwatch: Stopwatch
     stop: StopRequest
     begin: InitialWeights
+    trackers: TrackerProcess | None = None
+    """Of rank 0, where there are trackers."""
     validation_loss: float | None = None
     """The newest one that this process has measured."""
 
@@ -92,6 +95,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     launch = settings.launch
     stopwatch = Stopwatch()
     # What is wrong with packages, devices or data is found before a device or a process group is touched.
+    refuse_missing_trackers(settings.config.monitor.trackers)
     choice = find_backend(settings)
     given = settings.config
     if launch.rank == 0 and given.artifacts.push is not None:
@@ -131,6 +135,13 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     if begin.base is not None and config.tuning.freezes:
         backend.load_frozen(begin.base)
         stopwatch.lap("base")
+    fixed = settings.fixed(
+        data.identity,
+        digest_of(data.tokenizer),
+        weights=begin.base_digest,
+        adapter=begin.adapter_digest,
+        reference=begin.reference_digest,
+    )
     manager = CheckpointManager(
         config.checkpoint,
         state=backend.state,
@@ -138,13 +149,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         start=Start(launch.generation, launch.job, launch.run_id),
         memory_directory=launch.memory_directory,
         after_milestone=at_milestones(config, backend.mesh, progress, base=begin.base, tokenizer=data.tokenizer),
-        settings=settings.fixed(
-            data.identity,
-            digest_of(data.tokenizer),
-            weights=begin.base_digest,
-            adapter=begin.adapter_digest,
-            reference=begin.reference_digest,
-        ),
+        settings=fixed,
     )
     with progress.pulse.work_with_collectives:
         position = manager.resume()
@@ -169,6 +174,8 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         aside=history.aside,
         notify=history.notify,
     )
+    tracked = mesh.rank == 0 and config.monitor.trackers
+    trackers = TrackerProcess(settings, root, fixed, step=position.step) if tracked else None
     loader = open_loader(
         data,
         Share(
@@ -202,7 +209,20 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         manager.resumed_from,
     )
     return Run(
-        config, course, backend, data, loader, manager, recorder, watch, progress, position, stopwatch, stop, begin
+        config,
+        course,
+        backend,
+        data,
+        loader,
+        manager,
+        recorder,
+        watch,
+        progress,
+        position,
+        stopwatch,
+        stop,
+        begin,
+        trackers,
     )
 
 

@@ -1,0 +1,289 @@
+"""Runs in trackers: each step once over restarts, and a tracker that is away stops nothing.
+
+Tests of a tracker need its package and are skipped without: `make test-trackers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.testing.suite.patience import patient
+from trainium_contract.trainer.monitor import MonitorConfig, Tracker
+from trainium_trainer.cli import run as command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+RUN_ID = "0b5ae7a2-5d7f-4d53-9d0c-3f1c0f9f7a11"
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+def wait_for(holds: Any, what: str, seconds: float = 60.0) -> None:
+    end = time.monotonic() + patient(seconds)
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+def line(step: int, **changes: Any) -> str:
+    return json.dumps({"step": step, "time": 1000.0 + step, "loss": 9.0 / step, "tokens": step * 10} | changes) + "\n"
+
+
+class Sending:
+    """The process of the trackers, started as rank 0 starts it."""
+
+    def __init__(self, root: Path, tracker: Tracker, start: str = "after step 0 on 1 node", **environment: str) -> None:
+        run = {
+            "trackers": [tracker], "project": "team", "name": "llama", "run_id": RUN_ID, "notice": str(root / "r0"),
+            "metrics": str(root / "metrics.jsonl"), "config": {"steps": 20, "batch": {"globalSize": 8}},
+            "facts": {"data": "abc123"}, "start": start,
+        }  # fmt: skip
+        with (root / "log").open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trainium_trainer.trackers"],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log, text=True,
+                env=os.environ | environment,
+            )  # fmt: skip
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
+        self.send({"run": run})
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._stdin.write(json.dumps(message) + "\n")
+        self._stdin.flush()
+
+    def finish(self) -> None:
+        self.send({"finish": True})
+        assert self._process.wait(patient(90)) == 0
+        self._stdin.close()
+
+    def lose_rank_0(self) -> None:
+        self._stdin.close()
+        assert self._process.wait(patient(30)) == 1
+
+
+def sent(root: Path, tracker: Tracker) -> int:
+    try:
+        return int(json.loads((root / "trackers.json").read_text()).get("steps", {}).get(tracker, 0))
+    except (OSError, ValueError):
+        return 0
+
+
+def interrupted(root: Path, tracker: Tracker, **environment: str) -> None:
+    """A run that is killed after step 8, goes on after step 5, and ends with step 20."""
+    root.mkdir()
+    metrics = root / "metrics.jsonl"
+    metrics.write_text("".join(line(step) for step in range(1, 9)))
+    first = Sending(root, tracker, **environment)
+    wait_for(lambda: sent(root, tracker) == 8, (root / "log").read_text())
+    first.lose_rank_0()
+    again = [line(step, loss=7.0, **{"resumed": True} if step == 6 else {}) for step in range(6, 21)]
+    metrics.write_text("".join([*(line(step) for step in range(1, 6)), *again]))
+    second = Sending(root, tracker, "after step 5 on 2 nodes", **environment)
+    second.send({"artifact": {"kind": "Model", "step": 20, "path": "/models/llama", "digest": "d1", "bytes": 3}})
+    second.finish()
+
+
+@pytest.fixture
+def mlflow_server(tmp_path: Path) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            [
+                sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+                "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db",
+                "--artifacts-destination", str(tmp_path / "artifacts"),
+            ],
+            stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+        return False
+
+    try:
+        wait_for(answers, (tmp_path / "server.log").read_text(), 120)
+        yield address
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@needs("mlflow")
+def test_mlflow_has_each_step_once_over_a_restart_and_shows_starts_and_artifacts(
+    tmp_path: Path, mlflow_server: str
+) -> None:
+    from mlflow import MlflowClient
+
+    root = tmp_path / "run"
+    interrupted(root, Tracker.MLFLOW, MLFLOW_TRACKING_URI=mlflow_server)
+    client = MlflowClient(mlflow_server)
+    experiment = client.get_experiment_by_name("team")
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "loss")
+
+    assert [each.step for each in history] == list(range(1, 21))
+    assert [each.value for each in history[:8]] == [9.0 / step for step in range(1, 9)], "sent before the restart"
+    assert [each.timestamp for each in history] == [1000 * (1000 + step) for step in range(1, 21)]
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"steps": "20", "batch.globalSize": "8", "data": "abc123"}
+    text = run.data.tags["mlflow.note.content"]
+    assert "- start 1: after step 0 on 1 node\n- start 2: after step 5 on 2 nodes" in text
+    assert "Model of step 20: `/models/llama` (digest `d1`)" in text
+
+
+@needs("mlflow")
+def test_a_server_that_was_away_gets_the_steps_that_it_has_missed(tmp_path: Path, mlflow_server: str) -> None:
+    from mlflow import MlflowClient
+
+    proxy = Gate(mlflow_server)
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 201)))
+    sending = Sending(root, Tracker.MLFLOW, MLFLOW_TRACKING_URI=proxy.address)
+    wait_for((root / "r0.notice").exists, "nothing is reported")
+    notice = (root / "r0.notice").read_text()
+    assert notice.startswith("monitor.trackers: MLflow does not take this run (")
+    assert "training goes on" in notice
+    proxy.open = True
+    wait_for(lambda: sent(root, Tracker.MLFLOW) == 200, (root / "log").read_text(), 90)
+    sending.finish()
+    proxy.close()
+    client = MlflowClient(mlflow_server)
+    (run,) = client.search_runs([client.get_experiment_by_name("team").experiment_id])
+    assert [each.step for each in client.get_metric_history(run.info.run_id, "loss")] == list(range(1, 201))
+
+
+class Gate:
+    """A proxy that refuses everything with 403 until it is opened: a server to which the key has no rights."""
+
+    def __init__(self, behind: str) -> None:
+        gate = self
+        self.open = False
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or None
+                status, content = 403, b'{"error_code": "PERMISSION_DENIED", "message": "Permission denied"}'
+                if gate.open:
+                    headers = {"Content-Type": self.headers.get("Content-Type") or "application/json"}
+                    request = urllib.request.Request(behind + self.path, body, headers, method=self.command)
+                    try:
+                        with urllib.request.urlopen(request, timeout=30) as answer:
+                            status, content = answer.status, answer.read()
+                    except urllib.error.HTTPError as error:
+                        status, content = error.code, error.read()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.send_header("Content-Type", "application/json")
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_POST = do_PATCH = do_GET  # noqa: N815 - names of http.server
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@needs("trackio")
+def test_trackio_has_each_step_once_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "run"
+    interrupted(root, Tracker.TRACKIO)
+    monkeypatch.setenv("TRACKIO_DIR", str(root / "trackio"))
+    script = (
+        "import json\nfrom trackio.sqlite_storage import SQLiteStorage as S\n"
+        "(run,) = S.get_runs('team')\nprint(json.dumps([run, [each['step'] for each in S.get_logs('team', run)]]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [f"llama-{RUN_ID[:8]}", list(range(1, 21))]
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of an offline run: a header, then blocks of LevelDB's log format."""
+    place, record = 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            yield record
+            record = b""
+
+
+@needs("wandb")
+def test_wandb_has_each_step_once_over_a_restart(tmp_path: Path) -> None:
+    from wandb.proto import wandb_internal_pb2
+
+    root = tmp_path / "run"
+    interrupted(root, Tracker.WANDB, WANDB_MODE="offline")
+    steps = []
+    for file in sorted(root.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
+        assert RUN_ID in file.name
+        for data in wandb_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                steps.append(record.history.step.num)
+    assert steps == list(range(1, 21))
+
+
+@pytest.mark.parametrize("tracker", Tracker)
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_touched(
+    tmp_path: Path, tracker: Tracker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = {Tracker.MLFLOW: "mlflow", Tracker.WANDB: "wandb", Tracker.TRACKIO: "trackio"}[tracker]
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    (tmp_path / "text.txt").write_text("a text\n" * 100)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"data: {{source: {tmp_path}/text.txt, sequenceLength: 16}}\nsteps: 2\n"
+        f"checkpoint: {{path: {tmp_path}/run}}\nmonitor: {{trackers: [{tracker}]}}\n"
+    )
+    for verb in ("check", "train"):
+        assert command([verb, "--config", str(config)]) == 64
+        assert f"pip install 'trainium-trainer[{package}]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_is_named_once() -> None:
+    with pytest.raises(ValueError, match="names a tracker twice"):
+        MonitorConfig.model_validate({"trackers": ["MLflow", "MLflow"]})
+    with pytest.raises(ValueError, match="MLflow"):
+        MonitorConfig.model_validate({"trackers": ["TensorBoard"]})

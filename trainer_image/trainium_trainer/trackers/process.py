@@ -1,0 +1,119 @@
+"""Start the process that sends a run to its trackers, and tell it what is not in metrics.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.trainer.monitor import Tracker
+from trainium_trainer.exits import UserError
+from trainium_trainer.monitor.writers import METRICS_NAME
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_contract.status.results import ArtifactReport
+    from trainium_trainer.configuration.config import Settings
+
+_MODULES = {Tracker.MLFLOW: "mlflow", Tracker.WANDB: "wandb", Tracker.TRACKIO: "trackio"}
+_FINISH_SECONDS = 30.0
+"""The run waits so long at its end for its last lines to be sent."""
+_PROJECT = "trainium"
+
+_log = logging.getLogger("trainium.trackers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """The run as trackers show it; sent to their process as JSON."""
+
+    trackers: tuple[str, ...]
+    project: str
+    name: str
+    run_id: str
+    """Identity over all restarts; empty: the process draws one and keeps it beside the metrics."""
+    metrics: str
+    """Path of metrics.jsonl."""
+    notice: str
+    """Path of the progress record, beside which notices for people are left; empty for none."""
+    config: dict[str, Any]
+    facts: dict[str, Any]
+    """Digests of data, tokenizer and base, as checkpoints name them."""
+    start: str
+    """Description of this start."""
+
+
+def find_missing_trackers(trackers: tuple[Tracker, ...] | None) -> list[str]:
+    """Return a sentence for each tracker whose package is not installed here."""
+    return [
+        f"monitor.trackers: {tracker} needs the package {_MODULES[tracker]}, which is not installed here: "
+        f"pip install 'trainium-trainer[{_MODULES[tracker]}]' in the image, or remove {tracker}"
+        for tracker in trackers or ()
+        if importlib.util.find_spec(_MODULES[tracker]) is None
+    ]
+
+
+def refuse_missing_trackers(trackers: tuple[Tracker, ...] | None) -> None:
+    """Raise UserError where a package is missing."""
+    if missing := find_missing_trackers(trackers):
+        raise UserError("; ".join(missing))
+
+
+class TrackerProcess:
+    """The process of rank 0 that sends the run. It ends with rank 0; what it did not send, the next start's sends."""
+
+    def __init__(self, settings: Settings, root: Path, facts: dict[str, Any], *, step: int) -> None:
+        """Start it. Training goes on where that fails."""
+        launch, monitor = settings.launch, settings.config.monitor
+        nodes = launch.world_size // launch.local_world_size
+        run = TrackedRun(
+            trackers=tuple(monitor.trackers or ()),
+            project=monitor.tracker_project or launch.job.namespace or _PROJECT,
+            name=launch.job.name or root.name,
+            run_id=launch.run_id,
+            metrics=str(root / METRICS_NAME),
+            notice="" if launch.progress_file is None else str(launch.progress_file),
+            config=settings.config.to_wire(),
+            facts=facts,
+            start=f"after step {step} on {nodes} node{'s' * (nodes > 1)}"
+            + (f", generation {launch.generation}.{launch.attempt}" if launch.generation else ""),
+        )
+        command = [sys.executable, "-m", "trainium_trainer.trackers"]
+        self._process: subprocess.Popen[str] | None = None
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        except OSError as error:
+            _log.warning("trackers: %s cannot be started (%s): training goes on without", command[0], error.strerror)
+        self._write({"run": {name: getattr(run, name) for name in run.__slots__}})
+
+    def link(self, artifact: ArtifactReport) -> None:
+        """Show an artifact of the run."""
+        self._write({"artifact": artifact.to_wire()})
+
+    def close(self, *, finished: bool) -> None:
+        """End it; after the run has `finished`, once it has sent the last lines."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        try:
+            if finished:
+                self._write({"finish": True})
+                process.wait(_FINISH_SECONDS)
+        except subprocess.TimeoutExpired:
+            _log.warning("trackers: not all was sent in %.0f s; metrics.jsonl has it", _FINISH_SECONDS)
+        process.kill()
+        process.wait()
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+
+    def _write(self, message: dict[str, Any]) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # it has ended, and has reported why
+                self._process.stdin.write(json.dumps(message) + "\n")
+                self._process.stdin.flush()

@@ -1,0 +1,198 @@
+"""What each tracker is asked for; its package is imported when its run is opened."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainium_contract.trainer.monitor import Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from trainium_trainer.trackers.process import TrackedRun
+
+_RUN_TAG = "trainium.run"
+_LONGEST_VALUE = 500
+_MOST_AT_ONCE = 100
+"""Parameters and tags of a request to MLflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The figures of a completed step."""
+
+    number: int
+    at: float
+    """Unix seconds of its end."""
+    figures: Mapping[str, float]
+
+
+class Service(Protocol):
+    """A tracker. Its methods raise what its library raises."""
+
+    def open(self, run: TrackedRun, run_id: str) -> int | None:
+        """Create the run or open it again; return its newest step, 0 for none and None where that is not known."""
+
+    def send(self, steps: Sequence[Step]) -> None:
+        """Add steps, in order."""
+
+    def describe(self, text: str) -> None:
+        """Replace the description of the run."""
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+
+    def leave(self) -> None:
+        """Write out what the library keeps in memory: rank 0 has ended and the run has not."""
+
+
+class MLflow:
+    """A run of an MLflow server, found by a tag with the identity of the run."""
+
+    def open(self, run: TrackedRun, run_id: str) -> int:
+        """See the protocol."""
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        from mlflow import MlflowClient  # noqa: PLC0415 - an extra
+
+        self._client = MlflowClient()
+        project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
+        experiment = self._client.get_experiment_by_name(project)
+        place = self._client.create_experiment(project) if experiment is None else experiment.experiment_id
+        found = self._client.search_runs([place], f"tags.`{_RUN_TAG}` = '{run_id}'", max_results=1)
+        there = found[0] if found else self._client.create_run(place, tags={_RUN_TAG: run_id}, run_name=run.name)
+        self._id = there.info.run_id
+        self._client.update_run(self._id, status="RUNNING")
+        self._add_parameters(run, there.data.params)
+        return int(there.data.metrics.get("step", 0))
+
+    def _add_parameters(self, run: TrackedRun, known: Mapping[str, str]) -> None:
+        """Log the configuration. A parameter keeps its first value; a later one is a tag."""
+        from mlflow.entities import Param, RunTag  # noqa: PLC0415 - an extra
+
+        values = {**_flattened(run.config), **_flattened(run.facts)}
+        new = [Param(name, value) for name, value in values.items() if name not in known]
+        tags = [RunTag(f"changed.{name}", value) for name, value in values.items() if known.get(name, value) != value]
+        for begin in range(0, max(len(new), len(tags)), _MOST_AT_ONCE):
+            part = slice(begin, begin + _MOST_AT_ONCE)
+            self._client.log_batch(self._id, params=new[part], tags=tags[part])
+
+    def send(self, steps: Sequence[Step]) -> None:
+        """See the protocol. The metric `step` is what `open` goes on after."""
+        from mlflow.entities import Metric  # noqa: PLC0415 - an extra
+
+        metrics = [
+            Metric(name, value, int(step.at * 1000), step.number)
+            for step in steps
+            for name, value in (*step.figures.items(), ("step", step.number))
+        ]
+        for begin in range(0, len(metrics), 1000):
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + 1000])
+
+    def describe(self, text: str) -> None:
+        """See the protocol."""
+        self._client.set_tag(self._id, "mlflow.note.content", text)
+
+    def close(self) -> None:
+        """See the protocol."""
+        self._client.set_terminated(self._id, "FINISHED")
+
+    def leave(self) -> None:
+        """See the protocol: each request was answered."""
+
+
+class WandB:
+    """A run of Weights & Biases; offline, a run of each start in the folder of the records."""
+
+    def open(self, run: TrackedRun, run_id: str) -> int | None:
+        """See the protocol."""
+        import wandb  # noqa: PLC0415 - an extra
+
+        folder = os.environ.get("WANDB_DIR") or str(Path(run.metrics).parent)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or run.project,
+            name=run.name,
+            id=run_id,
+            resume="allow",
+            dir=folder,
+            config={**run.config, "facts": run.facts},
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=30),
+        )
+        if self._run.offline:
+            return None
+        return int(self._run.starting_step) - 1 if self._run.resumed else 0
+
+    def send(self, steps: Sequence[Step]) -> None:
+        """See the protocol."""
+        for step in steps:
+            self._run.log(dict(step.figures), step=step.number)
+
+    def describe(self, text: str) -> None:
+        """See the protocol."""
+        self._run.notes = text
+
+    def close(self) -> None:
+        """See the protocol."""
+        self._run.finish()
+
+    def leave(self) -> None:
+        """See the protocol."""
+        self._run.finish(exit_code=1)
+
+
+class Trackio:
+    """A run of Trackio, in the folder of the records unless its variables name a server or a space."""
+
+    def open(self, run: TrackedRun, run_id: str) -> int:
+        """See the protocol."""
+        os.environ.setdefault("TRACKIO_DIR", str(Path(run.metrics).parent / "trackio"))
+        import trackio  # noqa: PLC0415 - an extra
+
+        self._run = trackio.init(
+            run.project,
+            name=f"{run.name}-{run_id[:8]}",
+            config={**_flattened(run.config), **_flattened(run.facts)},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        return max(0, int(self._run._next_step) - 1)  # noqa: SLF001 - it has no public name
+
+    def send(self, steps: Sequence[Step]) -> None:
+        """See the protocol."""
+        for step in steps:
+            self._run.log(dict(step.figures), step=step.number)
+
+    def describe(self, text: str) -> None:
+        """See the protocol: a description is an alert, as runs have none."""
+        self._run.alert(title="Run", text=text)
+
+    def close(self) -> None:
+        """See the protocol."""
+        self._run.finish()
+
+    def leave(self) -> None:
+        """See the protocol."""
+        self._run.finish()
+
+
+SERVICES: dict[str, Callable[[], Service]] = {
+    Tracker.MLFLOW: MLflow,
+    Tracker.WANDB: WandB,
+    Tracker.TRACKIO: Trackio,
+}
+
+
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested settings by their dotted names, each a short text."""
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= _flattened(value, f"{prefix}{name}.")
+        elif value is not None:
+            found[f"{prefix}{name}"] = str(value)[:_LONGEST_VALUE]
+    return found
