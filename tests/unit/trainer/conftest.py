@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +41,13 @@ class Job:
     def finish(self, seconds: float = PATIENCE) -> Job:
         """Wait until all ranks have trained to the end."""
         assert self.wait(seconds) == [0] * len(self.pids), "\n".join(self.log(rank) for rank in range(len(self.pids)))
+        return self
+
+    def leave(self, rank: int = 0, *, step: int = 1) -> Job:
+        """Ask one rank to leave after a step, and wait until all have left."""
+        self.wait_for_step(step)
+        os.kill(self.pids[rank], signal.SIGTERM)
+        assert self.wait() == [75] * len(self.pids), self.log()
         return self
 
     def wait_for(self, rank: int, seconds: float = PATIENCE) -> int | None:

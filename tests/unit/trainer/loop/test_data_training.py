@@ -52,10 +52,7 @@ def test_a_run_that_tokenises_online_goes_on_at_another_size_as_if_nothing_had_h
 ) -> None:
     online = [*documents, "data.tokenization=Online", "steps=12"]
     whole = launch(1, "whole", online).finish()
-    first = launch(2, "run", [*online, "checkpoint.durable.everySteps=1000"])
-    first.wait_for_step(3)
-    os.kill(first.pids[1], signal.SIGTERM)
-    assert first.wait() == [75, 75], first.log()
+    first = launch(2, "run", [*online, "checkpoint.durable.everySteps=1000"]).leave(1, step=3)
     assert len(first.metrics()) < 12
     assert list((first.folder / "data").glob("blocks-*-[01].idx"))
     launch(1, "run", online).finish().assert_same_curve(whole)
@@ -94,8 +91,7 @@ def test_ranks_that_train_on_the_same_samples_tokenise_them_once(
     job = launch(ranks, "endless", [*online, *overrides, "steps=100000"])
     job.wait_for_step(3)
     assert [len(children(pid)) for pid in job.pids] == makers
-    os.kill(job.pids[-1], signal.SIGTERM)
-    assert job.wait() == [75] * ranks, job.log()
+    job.leave(-1)
 
 
 def test_an_error_of_the_rank_that_tokenises_ends_all_that_train_on_its_samples(
@@ -183,10 +179,7 @@ def test_each_example_is_seen_once_an_epoch_also_when_the_run_goes_on_at_another
     given = [*examples, "epochs=3", "monitor.recordSamples=true", "schedule.warmupSteps=0"]
     whole = launch(1, "whole", given).finish()
     assert len(whole.losses()) == 24, "60 samples in batches of 8"
-    first = launch(2, "run", [*given, "checkpoint.durable.everySteps=1000"])
-    first.wait_for_step(3)
-    os.kill(first.pids[1], signal.SIGTERM)
-    assert first.wait() == [75, 75], first.log()
+    launch(2, "run", [*given, "checkpoint.durable.everySteps=1000"]).leave(1, step=3)
     second = launch(1, "run", given).finish()
     second.assert_same_curve(whole)
     assert Counter(itertools.chain(*second.samples().values())) == dict.fromkeys(range(60), 3)

@@ -201,9 +201,7 @@ def test_a_run_trains_through_a_full_disk_and_a_restart_on_it_and_its_history_is
     assert read_notice(progress)
     disk.empty()
     newest = step()
-    again.wait_for_step(newest + 1)
-    os.kill(again.pids[0], signal.SIGTERM)
-    assert again.wait() == [75], again.log()
+    again.leave(step=newest + 1)
     recorded = [line["step"] for line in again.metrics()]
     assert recorded == list(range(1, len(recorded) + 1)), "a line of each step, once and in order"
     samples = [json.loads(line) for line in (disk.root / "samples-0.jsonl").read_text().splitlines()]

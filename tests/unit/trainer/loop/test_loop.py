@@ -35,10 +35,7 @@ def curve(job: Job) -> list[tuple[Any, ...]]:
 
 
 def test_sigterm_on_one_rank_makes_all_ranks_leave_with_75_at_one_step(launch: Launcher, tmp_path: Path) -> None:
-    job = launch(2, "run", ["steps=100000"], memory=True)
-    job.wait_for_step(3)
-    os.kill(job.pids[1], signal.SIGTERM)
-    assert job.wait() == [75, 75], job.log()
+    job = launch(2, "run", ["steps=100000"], memory=True).leave(1, step=3)
     assert "saved step" in job.log(0)
     step = job.metrics()[-1]["step"]
     assert f"saved step {step}" in job.log(0)
@@ -47,10 +44,7 @@ def test_sigterm_on_one_rank_makes_all_ranks_leave_with_75_at_one_step(launch: L
 
 def test_a_rank_whose_memory_ends_makes_all_ranks_save_durably_before_they_leave(launch: Launcher) -> None:
     overrides = ["steps=100000", "checkpoint.durable.everySteps=100000"]
-    staying = launch(2, "staying", overrides, memory=True)
-    staying.wait_for_step(3)
-    os.kill(staying.pids[1], signal.SIGTERM)
-    assert staying.wait() == [75, 75], staying.log()
+    staying = launch(2, "staying", overrides, memory=True).leave(1, step=3)
     assert not list(staying.folder.glob("step-*/COMMITTED")), "memory that stays is enough"
 
     leaving = launch(2, "leaving", overrides, memory=True)
@@ -112,8 +106,7 @@ def test_a_late_zombie_neither_writes_snapshots_nor_commits(launch: Launcher) ->
     manifests = [json.loads(path.read_text()) for path in successor.folder.glob("step-*/*/manifest.json")]
     assert {m["generation"] for m in manifests if m["step"] > resumed} == {2}
     assert (successor.folder / "GENERATION").exists()
-    os.kill(successor.pids[0], signal.SIGTERM)
-    assert successor.wait() == [75], successor.log()
+    successor.leave()
 
 
 def test_a_rank_whose_collective_ends_long_after_it_began_records_nothing_if_the_run_went_on_elsewhere(
@@ -149,19 +142,14 @@ def test_a_second_job_in_the_folder_ends_with_the_name_of_the_first_which_trains
     while max(int(path.parent.name.split("-")[1]) for path in first.folder.glob("step-*/COMMITTED")) <= reached:
         assert time.monotonic() < deadline, f"its commits are fenced out: {first.log()}"
         time.sleep(0.05)
-    os.kill(first.pids[0], signal.SIGTERM)
-    assert first.wait() == [75], first.log()
+    first.leave()
     steps = [line["step"] for line in first.metrics()]
     assert steps == list(range(1, len(steps) + 1))
 
 
 def test_a_run_that_yielded_goes_on_where_it_left_bit_for_bit(launch: Launcher) -> None:
     whole = launch(2, "whole", ["steps=40"]).finish()
-    job = launch(2, "parts", ["steps=40"], memory=True)
-    job.wait_for_step(3)
-    os.kill(job.pids[0], signal.SIGTERM)
-    codes = job.wait()
-    assert codes == [75, 75], job.log()
+    launch(2, "parts", ["steps=40"], memory=True).leave(step=3)
     again = launch(2, "parts", ["steps=40"], memory=True).finish()
     assert curve(again) == curve(whole)
 
