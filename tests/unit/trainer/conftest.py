@@ -148,7 +148,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def documents(text_file: Path) -> Path:
-    """The lines of the text, each a document of its own."""
+    """The lines of the text, each a separate document."""
     path = text_file.with_name("documents.jsonl")
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in text_file.read_text().splitlines()))
     return path
