@@ -14,6 +14,8 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.testing.trainer.hub_server import HubServer
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -88,6 +90,22 @@ def test_a_run_leaves_an_adapter_a_merged_model_and_figures_behind(
     figures = json.loads((folder / "evaluation.json").read_text())["figures"]
     assert all(figure["before"] is not None and figure["after"] is not None for figure in figures)
     assert "| figure | before | after |" in (folder / "model" / "README.md").read_text()
+
+
+def test_the_adapter_is_pushed_with_the_figures_of_its_evaluation(launch: Launcher, options: list[str]) -> None:
+    with HubServer() as hub:
+        hub.writer = "hf_token_that_must_never_be_shown"
+        given = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.writer, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        job = launch(2, "pushed", [*options, "artifacts.push={repo: acme/sums, kind: Adapter}"], **given)
+        assert job.wait(120) == [0, 0], job.log()
+        (_, pushed) = hub.repositories["acme/sums"].commits.values()
+    folder = job.folder / "artifacts" / "step-6" / "adapter"
+    assert {name: data for name, data in pushed.items() if name != ".gitattributes"} == {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    }
+    assert b"| figure | before | after |" in pushed["README.md"]
+    assert hub.writer not in job.log()
+    assert f"pushed to {hub.url}/acme/sums/commit/" in job.log()
 
 
 @pytest.mark.parametrize(
