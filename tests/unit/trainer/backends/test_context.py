@@ -31,7 +31,7 @@ CP, CP4 = "parallelism.context=2", "parallelism.context=4"
 TP, PP, SEQUENCE = "parallelism.tensor=2", "parallelism.pipeline=2", "parallelism.sequence=true"
 SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
 VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, samples: 5}"
-PACKED, ONLINE = "data.maskDocuments=true", "data.tokenization=Online"
+PACKED = "data.maskDocuments=true"
 
 
 def finish(launch: Launcher, ranks: int, name: str, overrides: list[str]) -> list[dict[str, Any]]:
@@ -60,7 +60,6 @@ def assert_same_curve(metrics: list[dict[str, Any]], reference: list[dict[str, A
         pytest.param(4, [CP, TP], id="cp2 tp2", marks=pytest.mark.long),
         pytest.param(4, [CP, PACKED, ZERO], id="cp2 dp2, packed", marks=pytest.mark.long),
         pytest.param(4, [CP, PP, PACKED], id="cp2 pp2, packed"),
-        pytest.param(4, [CP, TP, ONLINE], id="cp2 tp2, tokenized while training", marks=pytest.mark.long),
     ],
 )
 def test_the_curve_does_not_depend_on_the_division_of_the_sequence(

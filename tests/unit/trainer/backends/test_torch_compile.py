@@ -57,7 +57,6 @@ VALIDATED = "data.validation={fraction: 0.2, split: Tail, everySteps: 2, samples
         pytest.param(2, SHARDED, id="sharded, selective recompute", marks=pytest.mark.long),
         pytest.param(2, TENSOR, id="tp2, sequence", marks=pytest.mark.long),
         pytest.param(2, ["parallelism.pipeline=2"], id="pp2", marks=pytest.mark.long),
-        pytest.param(2, [*MASKED, "parallelism.context=2"], id="cp2, masked documents", marks=pytest.mark.long),
     ],
 )
 def test_the_curve_is_that_of_the_uncompiled_run(
