@@ -27,7 +27,7 @@ from trainium_contract.wire.worker_env import AGENT_INTERPRETER
 ASKED_UNASKED = 64
 """Most workers that are asked for their steps by default: more of them load the API server."""
 _SHOWN = 40
-_MONITOR = ("python", "-m", "trainium_trainer.monitor")
+_RANKS = ("-m", "trainium_agent.show_ranks")
 _STACKS = ("-m", "trainium_agent.show_stacks")
 _LIST_SECONDS, _VERIFY_SECONDS = 60.0, 3600.0
 
@@ -54,16 +54,10 @@ def ranks(
     job = api.job(name)
     answers: dict[str, Any] = {}
     ended = public_status(job).text("phase") in {"Completed", "Failed"}
-    program = bool(mapping(mapping(job, "spec"), "program"))
-    if program and steps:
-        raise ClientError(
-            f"a program's steps are known for the job alone, not for each rank: kubectl trn status {name}"
-        )
-    asks = steps if steps is not None else len(members.rows) <= ASKED_UNASKED and not ended and not program
+    asks = steps if steps is not None else len(members.rows) <= ASKED_UNASKED and not ended
     if asks:
-        answers = for_each_pod(
-            [row.pod for row in members.rows], lambda pod: json_lines(run_in_pod(api, pod, _MONITOR))
-        )
+        command = (*_interpreter(job), *_RANKS)
+        answers = for_each_pod([row.pod for row in members.rows], lambda pod: json_lines(run_in_pod(api, pod, command)))
     rows = rank_rows(members, answers, public_status(job), time.time())
 
     def page(value: Any, _now: float, width: int) -> Any:
@@ -74,7 +68,6 @@ def ranks(
     session.emit(rows, page)
     if not asks and steps is None and session.output is Format.TEXT:
         notify("the job has ended, so nobody was asked for a step" if ended
-            else f"a program's steps are known for the job alone: kubectl trn status {name}" if program
             else f"{len(members.rows)} workers were not asked for their steps; --steps asks them")  # fmt: skip
 
 
@@ -92,8 +85,7 @@ def stacks(
         if row is None:
             raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
         wanted = (row,)
-    program = bool(mapping(mapping(api.job(name), "spec"), "program"))
-    command = (*(AGENT_INTERPRETER if program else ("python",)), *_STACKS)
+    command = (*_interpreter(api.job(name)), *_STACKS)
     answers = for_each_pod([row.pod for row in wanted], lambda pod: json_lines(run_in_pod(api, pod, command)))
     found: list[dict[str, Any]] = []
     for row in wanted:
@@ -112,6 +104,11 @@ def stacks(
         head = f"rank {each['rank']}" if each["rank"] is not None else "no rank"
         stack = _current_first(str(each["stack"])) or each["whyNot"]
         sys.stdout.write(f"--- {head} in {each['pod']} on {each['node']}\n{stack}\n")
+
+
+def _interpreter(job: dict[str, Any]) -> tuple[str, ...]:
+    """Return what runs a module of the agent in a worker: a program's image may have no Python."""
+    return tuple(AGENT_INTERPRETER) if mapping(mapping(job, "spec"), "program") else ("python",)
 
 
 def _current_first(stack: str) -> str:

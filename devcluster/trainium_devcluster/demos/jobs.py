@@ -174,7 +174,7 @@ class Demo(ABC):
 
     def find_process(self, pod: str) -> int:
         """Return the pid of the training process in the worker."""
-        return int(json.loads(self.inside(pod, "python", "-m", "trainium_trainer.monitor").splitlines()[0])["pid"])
+        return int(json.loads(self.inside(pod, "python", "-m", "trainium_agent.show_ranks").splitlines()[0])["pid"])
 
     def inside(self, pod: str, *command: str) -> str:
         """Run a command in the worker; return its output."""

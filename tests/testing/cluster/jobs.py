@@ -197,7 +197,7 @@ class Job:
     def kill_rank(self, node_rank: int) -> str:
         """SIGKILL the training process of a member; returns its pod."""
         pod: str = self.members()[node_rank]["podName"]
-        record = self.inside(pod, "python", "-m", "trainium_trainer.monitor").splitlines()[0]
+        record = self.inside(pod, "python", "-m", "trainium_agent.show_ranks").splitlines()[0]
         # The shell has its own kill; slim images have no program of that name.
         self.inside(pod, "sh", "-c", f"kill -KILL {json.loads(record)['pid']}")
         return pod

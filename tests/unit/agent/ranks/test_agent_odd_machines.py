@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trainium_agent import show_stacks
+from trainium_agent import show_ranks, show_stacks
 from trainium_agent.checks import preflight
 from trainium_agent.exits import kernel_log
 from trainium_agent.exits.diagnosis import Signs
@@ -298,3 +298,19 @@ def test_the_stacks_of_the_newest_generation_are_printed_as_lines_of_json(
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["localRank"] for each in shown] == [0, 1]
     assert {each["pid"] for each in shown} == {os.getpid()}
+
+
+def test_the_steps_of_ranks_are_those_that_they_report_or_that_were_found_in_their_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "progress"
+    folder.mkdir()
+    monkeypatch.setenv("TRAINIUM_MEMORY_DIR", str(tmp_path))
+    for name, step in (("g1-r0", 90), ("g2-r0.output", 7), ("g2-r1", 5), ("g2-r1.output", 4)):
+        ProgressWriter(folder / name).publish(step=step)
+    show_ranks.main()
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["localRank"], each["step"]) for each in shown] == [(0, 7), (1, 5)]
+    show_stacks.main()
+    (stack,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert stack["localRank"] == 1, "the process that wrote the other record is the agent"

@@ -1,0 +1,55 @@
+"""Print the current state of this pod's ranks, one JSON object a line: `python -m trainium_agent.show_ranks`.
+
+For `kubectl trn ranks`. Reads the progress records of the newest generation; a pod without ranks prints nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainium_contract.wire import worker_env
+from trainium_worker import read_progress
+
+if TYPE_CHECKING:
+    from trainium_worker import ProgressRecord
+
+_FILE = re.compile(r"g(\d+)-r(\d+)(\.output)?")
+"""The record that a rank writes, and the one of the steps that were found in its output."""
+
+
+def newest_records(*, found_in_output: bool) -> dict[int, tuple[ProgressRecord, Path]]:
+    """Return the records of the newest generation by local rank, in order; of two that with the higher step.
+
+    `found_in_output`: those too that the agent wrote, whose pid is the agent's.
+    """
+    folder = Path(os.environ.get(worker_env.ENV_MEMORY_DIRECTORY, worker_env.MEMORY_DIRECTORY)) / "progress"
+    named = [
+        (int(match[1]), int(match[2]), path) for path in folder.glob("g*") if (match := _FILE.fullmatch(path.name))
+    ]
+    newest = max((generation for generation, _, _ in named), default=0)
+    found: dict[int, tuple[ProgressRecord, Path]] = {}
+    for generation, local_rank, path in sorted(named):
+        record = read_progress(path)
+        if generation != newest or record is None or (path.suffix and not found_in_output):
+            continue
+        if local_rank not in found or record.step > found[local_rank][0].step:
+            found[local_rank] = (record, path)
+    return found
+
+
+def main() -> None:
+    """Print the records in the order of the local ranks."""
+    for local_rank, (record, _) in newest_records(found_in_output=True).items():
+        shown = {"localRank": local_rank, **asdict(record), "phase": record.phase.name}
+        shown = {key: None if value != value else value for key, value in shown.items()}  # noqa: PLR0124 - NaN
+        sys.stdout.write(json.dumps(shown) + "\n")
+
+
+if __name__ == "__main__":
+    main()
