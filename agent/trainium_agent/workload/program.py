@@ -115,6 +115,7 @@ class Program(ProgramMonitor):
         defaults = neuron_environment(layout, local_rank, self._settings.neuron_devices)
         if layout.on_a_node > 1:
             defaults["OMP_NUM_THREADS"] = "1"  # as torchrun does
+        defaults["PYTHONUNBUFFERED"] = "1"  # else Python keeps back what it prints to a pipe, and steps are seen late
         defaults["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
         if layout.accumulation:
             found[worker_env.ENV_ACCUMULATION] = str(layout.accumulation)

@@ -41,6 +41,7 @@ def test_a_rank_gets_the_environment_of_torchrun_and_what_the_job_set_stays(tmp_
     assert (found["TORCHELASTIC_RESTART_COUNT"], found["TRAINIUM_GENERATION"]) == ("1", "3")
     assert found["TRAINIUM_ACCUMULATION"] == "8"
     assert "OMP_NUM_THREADS" not in found, "the job has set it"
+    assert found["PYTHONUNBUFFERED"] == "1"
     assert not [name for name in found if name.startswith("NEURON")], "the node has no device"
 
 
