@@ -349,7 +349,7 @@ def test_the_ledger_shows_the_cost_of_each_part_where_a_price_is_given() -> None
     assert "COST" not in text_of(goodput_page(view.goodput, 120))
 
 
-def test_a_job_that_has_not_begun_costs_nothing_yet() -> None:
+def test_a_job_that_has_not_started_costs_nothing_yet() -> None:
     cost = cost_view(screen(goodput={}, progress={}), price=10.0)
     assert (cost.so_far, cost.productive, cost.lost, cost.idle, cost.to_end) == (0, 0, {}, 0, None)
 

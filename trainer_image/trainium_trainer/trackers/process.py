@@ -1,4 +1,4 @@
-"""Start the process that sends a run to its trackers, and tell it what is not in metrics.jsonl."""
+"""Start the process that sends a run to its trackers, and send it what is not in metrics.jsonl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each tracker is asked for; its package is imported when its run is opened."""
+"""Send a run to each tracker; the package of a tracker is imported when its run is opened."""
 
 from __future__ import annotations
 
