@@ -39,7 +39,7 @@ _NO_METRICS = frozenset({"step", "time"})
 
 
 class Notes:
-    """What the run's description shows: starts and artifacts. Shared by the threads of all trackers."""
+    """Keep the starts and artifacts that the description of the run shows, for the threads of all trackers."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._path = Path(run.metrics).with_name(_STATE_NAME)
