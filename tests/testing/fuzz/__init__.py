@@ -1,1 +1,1 @@
-"""Hostile input: cases as JSON that is changed at random, and what plays them against real parts of the operator."""
+"""Hostile input: cases as JSON that is changed at random, and targets that run them against the operator."""

@@ -1,8 +1,8 @@
 """Every watched object as a tenant, a driver or a broken controller may have written it: views, plans and pages.
 
-A case is a list of objects as the watch brings them, with what agents said, the memory of bad machines, the Lease and
-events. Promised: an object is kept as what it is said to be or left out; each job that is kept is planned, and what is
-planned can be carried out; a page of each job can be made, and none of its size in markup.
+A case is a list of objects as the watch delivers them, with messages of agents, the memory of bad machines, the Lease
+and events. Invariants: an object is kept as the kind that it names, or left out; each job that is kept is planned, and
+the plan can be executed; a page of each job can be rendered, with bounded markup.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from tests.testing.api.recorded_jobs import recorded
 from tests.testing.fuzz import objects
-from tests.testing.fuzz.promises import is_of_its_type, promise
+from tests.testing.fuzz.invariants import check_type, require
 from tests.testing.fuzz.schemas import edges, everything
 from tests.testing.fuzz.world import NAMESPACE, OPERATOR_NAMESPACE, World, stored
 from trainium_contract.job import TrainingJobStatus
@@ -44,7 +44,7 @@ LARGEST_MEMORY = 1 << 20
 _FEW = ("desired", "membership", "nextPodOrdinal", "conditions")
 """Of a job's status in the cases of single objects, which are ten times as many for it."""
 EXPECTED = frozenset({"trainium_operator.cluster.cache.reflector"})
-"""Who may log an error: an object that cannot be read is told there."""
+"""Loggers that may log an error: they report an object that cannot be read."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class ClusterTarget:
                 *({"kind": "Pod", "object": _worker(number)} for number in range(3)),
                 *({"kind": kind, "object": found} for kind, found in _ONE_OF_EACH.items()),
             ],
-            "heard": [objects.HEARTBEAT],
+            "received": [objects.HEARTBEAT],
             "memory": {"data": {"ip-10-0-0-1": objects.MACHINE, "accounted": {objects.JOB_UID: 1.8e9}}},
             "lease": objects.LEASE,
             "events": [objects.EVENT],
@@ -91,7 +91,7 @@ class ClusterTarget:
             found[key] = [True]
         return found
 
-    async def play(self, case: Any) -> None:
+    async def run_case(self, case: Any) -> None:
         """Raises whatever should not happen."""
         if not isinstance(case, dict):
             return
@@ -101,9 +101,9 @@ class ClusterTarget:
             kind = _text(each.get("kind"))
             if kind in world.kinds():
                 world.see(kind, _packed(each.get("object")), deleted=each.get("deleted") is True)
-        for each in _list(case, "heard"):
-            _hear(world, each)
-        world.views_are_sound()
+        for each in _list(case, "received"):
+            _receive(world, each)
+        world.check_views()
         await _remember(world, case.get("memory"))
         plans = world.planned()
         if case.get("again") is True:
@@ -161,8 +161,8 @@ def _worker(number: int) -> Json:
     }
 
 
-def _hear(world: World, message: Json) -> None:
-    """An agent of one of the job's pods says something; whether it may is another target's question."""
+def _receive(world: World, message: Json) -> None:
+    """Receive a message of an agent of the job's pods; another target checks whether it may send it."""
     for job in world.observed():
         ours = {"namespace": job.job.namespace, "job": job.job.name}
         for pod in job.pods[:4]:
@@ -192,14 +192,14 @@ async def _remember(world: World, memory: Any) -> None:
     if memory is not None:
         await world.fleet._reconcile()
         await world.fleet._reconcile()  # what was written is read again
-    is_of_its_type(world.fleet.view)
+    check_type(world.fleet.view)
     for written in world.api.written:
         size = sum(map(len, (written.get("data") or {}).values()))
-        promise(size <= 2 * LARGEST_MEMORY, f"a memory of {size} bytes")
+        require(size <= 2 * LARGEST_MEMORY, f"a memory of {size} bytes")
 
 
 async def _lead(world: World, lease: Any) -> None:
-    """The Lease as another holder may have left it: looked at, waited for, taken."""
+    """Read, wait for and take the Lease as another holder may have left it."""
     world.api.objects[LEASES.plural] = stored(lease, kind="Lease", namespaced=True, version=1)
     elector = LeaseElector(
         cast("Api", world.api), OPERATOR_NAMESPACE, "trainium-operator", "ours", wall_clock=world.clock
@@ -225,7 +225,7 @@ def _show(world: World, events: list[Json]) -> None:
         if report is not None:
             pages.append(live_job_html(report(now=world.now, events=found, notes=()), world.now, jobs="/ui/team"))
     for page in pages:
-        promise(len(page) <= LARGEST_PAGE, f"a page of {len(page)} characters")
+        require(len(page) <= LARGEST_PAGE, f"a page of {len(page)} characters")
         page.encode()
 
 

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.testing.fuzz.promises import promise
+from tests.testing.fuzz.invariants import require
 from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, head_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ UPGRADED = b"HTTP/1.1 101 "
 
 
 class Transport(asyncio.Transport):
-    """What the server writes is in `written`; `stalled`: whoever is at the other end takes nothing."""
+    """Keep what the server writes in `written`; `stalled`: the other end reads nothing."""
 
     def __init__(self, source: str, *, stalled: bool = False) -> None:
         super().__init__({"peername": (source, 40_000), "sockname": ("10.0.0.100", 8443)})
@@ -116,25 +116,25 @@ class Talk:
         for at in range(0, len(data), size):
             self.transport.receive(data[at : at + size])
 
-    def is_sound(self, allowed: Callable[[int], int]) -> None:
-        """Every answer is one of those that there are, and all of them are no more than `allowed(sent)` bytes."""
+    def check(self, allowed: Callable[[int], int]) -> None:
+        """Check that every answer is one of the protocol's, and all of them no more than `allowed(sent)` bytes."""
         written = bytes(self.transport.written)
-        promise(len(written) <= allowed(self.sent), f"{len(written)} bytes for {self.sent}")
+        require(len(written) <= allowed(self.sent), f"{len(written)} bytes for {self.sent}")
         plain, upgrade, frames = written.partition(UPGRADED)
         for status in _HEAD.findall(plain):
-            promise(int(status) in _STATUSES, f"status {status.decode()}")
+            require(int(status) in _STATUSES, f"status {status.decode()}")
         if upgrade:
-            _frames_are_sound(frames.partition(b"\r\n\r\n")[2])
+            _check_frames(frames.partition(b"\r\n\r\n")[2])
 
 
-def _frames_are_sound(data: bytes) -> None:
+def _check_frames(data: bytes) -> None:
     at = 0
     while at < len(data):
         kind, length = head_of(data[at : at + HEAD_BYTES])
         payload = data[at + HEAD_BYTES : at + HEAD_BYTES + length]
-        promise(len(payload) == length, "a frame that is cut short")
+        require(len(payload) == length, "a frame that is cut short")
         at += HEAD_BYTES + length
         if kind == FrameKind.ERROR:
             refusal = json.loads(payload)
-            promise(refusal["status"] != 500, "a defect in the coordinator")
-            promise(len(refusal["error"]) <= LONGEST_SENTENCE, f"a sentence of {len(refusal['error'])} characters")
+            require(refusal["status"] != 500, "a defect in the coordinator")
+            require(len(refusal["error"]) <= LONGEST_SENTENCE, f"a sentence of {len(refusal['error'])} characters")

@@ -1,10 +1,10 @@
-"""Everything that an agent, or whoever reaches the port, can send to the coordinator: requests, tokens, frames.
+"""Everything that an agent, or any client of the port, can send to the coordinator: requests, tokens, frames.
 
 A case is a list of connections, each with what is sent over it: requests put together of a method, a path, headers, a
 token and a body, frames of the stream, raw text, and pauses. Behind them are the operator's own server (without TLS),
-authenticator and caches, and its plan of the job. Promised: every answer is one that the protocol has, and bounded by
-what was sent; nobody is heard who did not show a token of his pod; what agents said is planned with; in the end no
-connection is left.
+authenticator and caches, and its plan of the job. Invariants: every answer is one of the protocol's, and bounded by
+what was sent; no message is accepted without a token of its pod; the plan uses the messages of agents; no connection
+is left at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode
 
 from tests.testing.fuzz import objects
 from tests.testing.fuzz.connection import Talk, Transport
-from tests.testing.fuzz.promises import promise
+from tests.testing.fuzz.invariants import require
 from tests.testing.fuzz.schemas import edges, everything
 from tests.testing.fuzz.world import NOW, World
 from tests.testing.operator.wire_messages import member, membership
@@ -50,12 +50,12 @@ PODS = 3
 MOST_CONNECTIONS, MOST_SENDS = 8, 24
 LONGEST_PAUSE = 120.0
 LONGEST_ADDRESS = 64
-"""Characters: the kernel says where a connection comes from, with an interface behind it at most."""
+"""Characters: the kernel gives the address of a connection, with an interface behind it at most."""
 _OF_ANSWERS, _OF_EACH_BYTE = 64 << 10, 64
 """Bytes of answers in any case, and for each byte that was sent: a refusal is longer than the shortest request."""
 _METRICS = Metrics(named_jobs=4)
 MOST_SERIES = 500
-_LOOKS_AT_METRICS = 256
+_METRICS_EVERY = 256
 """Every so many cases; all cases share them."""
 _PLENTY = 5.0
 
@@ -71,10 +71,10 @@ class CoordinatorTarget:
         self._known: dict[str, dict[Key, Entry[Any]]] = {}
         """The job as it trains in `_generation`."""
         self._generation = 0
-        self._played = 0
+        self._runs = 0
 
     def seeds(self) -> list[Any]:
-        """What agents say, and what strangers send."""
+        """Return messages of agents, and of strangers."""
         full = {**everything(HeartbeatRequest.model_json_schema(by_alias=True)), **objects.HEARTBEAT}
         hello = {"frame": {"kind": FrameKind.REGISTER, "body": objects.REGISTER}}
         beat = {"frame": {"kind": FrameKind.HEARTBEAT, "body": objects.HEARTBEAT}}
@@ -133,7 +133,7 @@ class CoordinatorTarget:
         found["Connection"] = ["close", "keep-alive", "Upgrade"]
         return found
 
-    async def play(self, case: Any) -> None:
+    async def run_case(self, case: Any) -> None:
         """Raises whatever should not happen."""
         if not isinstance(case, dict):
             return
@@ -153,13 +153,13 @@ class CoordinatorTarget:
             if isinstance(each, dict):
                 await front.talk(each)
         await front.close()
-        front.is_sound()
+        front.check()
         if case.get("plan") is True and world.state.agent_count():
             world.planned()
-        self._played += 1
-        if self._played % _LOOKS_AT_METRICS == 0:
+        self._runs += 1
+        if self._runs % _METRICS_EVERY == 0:
             series = sum(len(metric.samples) for metric in _METRICS.registry.collect())
-            promise(series <= MOST_SERIES, f"{series} time series: metrics grow with what strangers send")
+            require(series <= MOST_SERIES, f"{series} time series: metrics grow with what strangers send")
 
 
 def _asked(method: str, path: str, *, query: Json | None = None, body: Any = None, upgrade: str = "") -> Json:
@@ -169,7 +169,7 @@ def _asked(method: str, path: str, *, query: Json | None = None, body: Any = Non
 
 
 def _claimed(claims: Json) -> Json:
-    """A request with a token that says much of itself."""
+    """Return a request with a token of many claims."""
     pod = {"kubernetes.io": {"namespace": "team", "pod": {"name": "llama-w-1", "uid": "uid-1"}}}
     return {
         "request": {
@@ -251,13 +251,13 @@ class _Front:
         for talk in self._talks:
             talk.transport.hang_up()
         await asyncio.sleep(_PLENTY)
-        promise(not self._server.streams.opened, "a stream is left open")
-        promise(self._server.http.limiter.anonymous == 0, "a stranger is still counted")
-        promise(self._server.http.connections == 0, "a connection is left open")
+        require(not self._server.streams.opened, "a stream is left open")
+        require(self._server.http.limiter.anonymous == 0, "a stranger is still counted")
+        require(self._server.http.connections == 0, "a connection is left open")
         await self._server.stop()
 
     async def talk(self, each: Json) -> None:
-        """One connection; a stranger's address is counted as at the real door."""
+        """One connection; a stranger's address is counted as by the real listener."""
         limiter = self._server.http.limiter
         source = (_text(each.get("from")) or "10.0.0.1")[:LONGEST_ADDRESS]
         transport = Transport(source, stalled=each.get("stalled") is True)
@@ -332,17 +332,17 @@ class _Front:
         user = {"username": "system:serviceaccount:team:default", "extra": extra}
         return {"authenticated": True, "audiences": [TOKEN_AUDIENCE], "user": user}
 
-    def is_sound(self) -> None:
-        """Raises BrokenPromiseError."""
+    def check(self) -> None:
+        """Raises InvariantError."""
         for talk in self._talks:
-            talk.is_sound(lambda sent: _OF_ANSWERS + _OF_EACH_BYTE * sent)
+            talk.check(lambda sent: _OF_ANSWERS + _OF_EACH_BYTE * sent)
         agents = self._world.state.agents(JOB)
-        promise(agents.keys() <= self._shown, f"heard of {agents.keys() - self._shown} without a token")
-        promise(self._world.state.agent_count() == len(agents), "agents of a job that there is not")
+        require(agents.keys() <= self._shown, f"received {agents.keys() - self._shown} without a token")
+        require(self._world.state.agent_count() == len(agents), "agents of a job that there is not")
         for uid, view in agents.items():
-            promise(view.registration.pod_uid == uid, "one pod speaks for another")
+            require(view.registration.pod_uid == uid, "one pod speaks for another")
             heartbeat_changed = view.heartbeat
-            promise(
+            require(
                 heartbeat_changed is None or len(heartbeat_changed.model_dump_json()) <= LONGEST_FRAME,
                 "more is kept than may be sent",
             )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.testing.fuzz.cluster_target import ClusterTarget
 from tests.testing.fuzz.coordinator_target import CoordinatorTarget
-from tests.testing.fuzz.promises import BrokenPromiseError, Listener, promise
+from tests.testing.fuzz.invariants import InvariantError, Listener, require
 from tests.testing.fuzz.spec_target import SpecTarget
 from tests.testing.suite.any_json import as_sent, as_stored
 from tests.testing.suite.virtual_time import VirtualLoop
@@ -49,7 +49,7 @@ class Target(Protocol):
         """Valid and invalid values by the name of a field."""
         ...
 
-    async def play(self, case: Any) -> None:
+    async def run_case(self, case: Any) -> None:
         """Run a case. Raises whatever should not happen."""
         ...
 
@@ -74,13 +74,13 @@ def run_case(target: Target, case: Any) -> None:
     with _only_handler(listener):
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             runner.get_loop().set_exception_handler(lambda _, context: unhandled.append(context))
-            runner.run(target.play(whole))
+            runner.run(target.run_case(whole))
         gc.collect(0)  # a task that nobody awaited reports its error when it is collected
-    listener.heard()
+    listener.check()
     for context in unhandled:
-        raise BrokenPromiseError(f"a task failed: {context['message']}") from context.get("exception")
+        raise InvariantError(f"a task failed: {context['message']}") from context.get("exception")
     seconds = time.process_time() - started
-    promise(seconds < SLOW_SECONDS, f"{seconds:.1f} s of a processor")
+    require(seconds < SLOW_SECONDS, f"{seconds:.1f} s of a processor")
 
 
 @contextmanager

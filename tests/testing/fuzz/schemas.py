@@ -1,7 +1,7 @@
-"""What a schema says of its fields, as cases use it: an object with every field, and the values at each field's edges.
+"""Build cases from a schema: an object with every field, and the values at each field's edges.
 
 Invariant: the schema is the generated one (of the definition, or of a message's model), so a new field is in the cases
-without a word here.
+without a change here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def everything(schema: Schema) -> Any:
 
 
 def edges(schema: Schema) -> dict[str, list[Any]]:
-    """By name of a field: its smallest, its largest, one beyond each, every word of an enumeration."""
+    """Return by name of a field: its smallest, its largest, one beyond each, every value of an enumeration."""
     reading = _Reading(schema)
     reading.collect(schema)
     return reading.found

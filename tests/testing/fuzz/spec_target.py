@@ -1,6 +1,6 @@
 """Every field of the definition, as a person may write it: read, ruled on, planned from nothing, and written out.
 
-A case is a job's spec and status, labels and annotations, and which gang API the cluster has. Promised: the job is
+A case is a job's spec and status, labels and annotations, and which gang API the cluster has. Invariants: the job is
 read, or refused in one bounded sentence; its size is decided; its plans, from the first pods to the first generation,
 can be carried out; the trainer's own reader takes the configuration that is written for it; and the spec reads back as
 it was written.
@@ -14,7 +14,7 @@ import yaml
 
 from tests.testing.api.recorded_jobs import recorded
 from tests.testing.fuzz import objects
-from tests.testing.fuzz.promises import promise
+from tests.testing.fuzz.invariants import require
 from tests.testing.fuzz.schemas import edges, everything
 from tests.testing.fuzz.world import World
 from trainium_contract.definition.crd import object_schema
@@ -45,7 +45,7 @@ class SpecTarget:
     storable = True
 
     def seeds(self) -> list[Any]:
-        """A job that says little, the examples' kinds of jobs, and one that says everything."""
+        """Return a job with few fields, the examples' kinds of jobs, and one with every field."""
         schema = object_schema()["properties"]["spec"]
         spec = recorded("job")["spec"]
         every = everything(schema)
@@ -68,7 +68,7 @@ class SpecTarget:
             found.setdefault(key, []).extend(values)
         return found
 
-    async def play(self, case: Any) -> None:
+    async def run_case(self, case: Any) -> None:
         """Raises whatever should not happen."""
         if not isinstance(case, dict):
             return
@@ -83,8 +83,8 @@ class SpecTarget:
         for entry in world.caches.jobs.store.snapshot().values():
             record = entry.view
             if record.view is None:
-                promise(bool(record.error or record.elsewhere), "a job is refused without a word")
-                promise(len(record.error) <= LONGEST_REFUSAL, f"a refusal of {len(record.error)} characters")
+                require(bool(record.error or record.elsewhere), "a job is refused without a word")
+                require(len(record.error) <= LONGEST_REFUSAL, f"a refusal of {len(record.error)} characters")
             else:
                 _ruled(record.view)
         again = case.get("again") is True
@@ -95,7 +95,7 @@ class SpecTarget:
                     world.obey(job, made)
             world.now += _BETWEEN
             _register_all(world)
-        world.views_are_sound()
+        world.check_views()
 
 
 _EXAMPLES: tuple[Json, ...] = (
@@ -193,12 +193,12 @@ def _ruled(job: JobView) -> None:
     """The rules that Python evaluates, and the wire form."""
     decide_size(job.spec)
     wire = job.spec.to_wire()
-    promise(TrainingJobSpec.model_validate(wire).to_wire() == wire, "a spec that reads back as another")
+    require(TrainingJobSpec.model_validate(wire).to_wire() == wire, "a spec that reads back as another")
     try:
         job.spec.sizes_to_compile()
         job.spec.sizes_for_spares()
     except ValueError:
-        return  # it contradicts itself, which is told in SizeLegal
+        return  # it contradicts itself, which SizeLegal reports
 
 
 def _configured(made: Plan, *, as_yaml: bool) -> None:

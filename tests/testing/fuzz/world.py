@@ -1,7 +1,7 @@
-"""The operator's own caches, observer and plan around objects that a case brings, without a server and without time.
+"""The operator's own caches, observer and plan around the objects of a case, without a server and without time.
 
-Invariant: of an object only what the API server writes itself is put right (`stored`): its name, namespace, uid and
-version. All else is what the case says.
+Invariant: of an object only what the API server writes itself is corrected (`stored`): its name, namespace, uid and
+version. All else is as in the case.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from tests.testing.fuzz.promises import is_of_its_type, is_sound, promise
+from tests.testing.fuzz.invariants import check_plan, check_type, require
 from trainium_operator.cluster.api.errors import NotFoundError
 from trainium_operator.cluster.cache.kueue_views import with_conditions
 from trainium_operator.cluster.fleet.fleet_reconciler import FleetReconciler
@@ -173,11 +173,11 @@ class World:
         self.state.since -= 1000.0
 
     def kinds(self) -> tuple[str, ...]:
-        """What can be seen."""
+        """Kinds that are watched."""
         return tuple(self._listers)
 
     def see(self, kind: str, raw: Any, *, deleted: bool = False) -> Json:
-        """The watch of this kind brings an object, as the API server would store it; which is returned."""
+        """Deliver an object to the watch of its kind, as the API server would store it; return that."""
         lister = self._listers[kind]
         self._version += 1
         found = stored(raw, kind=kind, namespaced=lister.resource.namespaced, version=self._version)
@@ -185,7 +185,7 @@ class World:
         kept = lister.store.entry((found["metadata"].get("namespace", ""), found["metadata"]["name"]))
         if kept is not None and kind not in ("TrainingJob", "ConfigMap"):
             size = len(repr(kept.view))
-            promise(size <= 4 * len(json.dumps(found)) + EMPTY_VIEW, f"a view of {size} characters of a {kind}")
+            require(size <= 4 * len(json.dumps(found)) + EMPTY_VIEW, f"a view of {size} characters of a {kind}")
         return found
 
     def entries(self) -> dict[str, dict[Key, Entry[Any]]]:
@@ -193,21 +193,21 @@ class World:
         return {kind: lister.store.snapshot() for kind, lister in self._listers.items()}
 
     def know(self, entries: dict[str, dict[Key, Entry[Any]]]) -> None:
-        """What another world has read is known here without reading it again."""
+        """Copy what another world has read."""
         for kind, found in entries.items():
             for key, entry in found.items():
                 self._listers[kind].store.put(key, entry)
                 self._version = max(self._version, entry.version)
 
-    def views_are_sound(self) -> None:
-        """Whatever is kept is of its type. Raises BrokenPromiseError."""
+    def check_views(self) -> None:
+        """Whatever is kept is of its type. Raises InvariantError."""
         for lister in self._listers.values():
             for entry in lister.store.snapshot().values():
-                is_of_its_type(entry.view)
+                check_type(entry.view)
         for job in self.caches.jobs.store.snapshot().values():
             unread = len(job.view.error)
-            promise(unread <= LONGEST_SENTENCE, f"{unread} characters on why a job cannot be read")
-            promise((unread == 0) == (job.view.view is not None), "a job that is not read, without a reason")
+            require(unread <= LONGEST_SENTENCE, f"{unread} characters on why a job cannot be read")
+            require((unread == 0) == (job.view.view is not None), "a job that is not read, without a reason")
 
     def observed(self) -> Iterator[Observed]:
         """Each job that can be planned."""
@@ -216,7 +216,7 @@ class World:
                 yield self.observer.observe(entry.view.view)
 
     def planned(self) -> list[tuple[JobView, Plan]]:
-        """What is to be done about each job. Raises BrokenPromiseError for a plan that nobody could carry out."""
+        """Return the plan of each job. Raises InvariantError for a plan that cannot be executed."""
         settings = replace(
             plan_settings(SETTINGS, OPERATOR_NAMESPACE),
             gang_apis=_GANGS.get(self._gang, {}),
@@ -230,7 +230,7 @@ class World:
             made = plan(seen, settings)
             workers = seen.job.spec.workers
             may_be = max(workers.replicas, workers.max_replicas or 0) + workers.spares
-            is_sound(made, may_be + len(seen.pods))
+            check_plan(made, may_be + len(seen.pods))
             found.append((seen.job, made))
         return found
 
@@ -288,7 +288,7 @@ def _matches(pattern: re.Pattern[str], value: Any) -> bool:
 
 
 def _started(manifest: Json) -> Json:
-    """A pod that its kubelet has started at once, on a node of its own."""
+    """Return a pod that its kubelet has started at once, on a separate node."""
     name = manifest["metadata"]["name"]
     number = int(name.rpartition("-")[2]) % 250 + 1
     spec = {**manifest["spec"], "nodeName": f"node-{number}"}

@@ -170,7 +170,7 @@ def as_sent(value: Any) -> Any:
 
 
 def as_stored(value: Any) -> Any:
-    """As the API server has it, whose numbers have 64 bits, or a fraction and an end; read as the operator reads it."""
+    """Return the value as the operator reads it from the API server, whose numbers have 64 bits or a fraction."""
     numbers = json.loads(
         json.dumps(value),
         parse_int=lambda digits: min(max(int(digits), -_INT64), _INT64 - 1),

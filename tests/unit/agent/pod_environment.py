@@ -1,4 +1,4 @@
-"""What the operator gives a worker's pod in its environment, for tests of the agent."""
+"""Environment that the operator gives a worker's pod, for tests of the agent."""
 
 from __future__ import annotations
 

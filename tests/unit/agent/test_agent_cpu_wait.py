@@ -33,7 +33,7 @@ def test_the_share_is_that_of_the_newest_sample_over_all_threads(tmp_path: Path)
     assert waits.share(5, 112.1) is None
 
 
-def test_a_process_that_is_gone_or_a_kernel_that_does_not_tell_is_no_error(tmp_path: Path) -> None:
+def test_an_ended_process_or_a_kernel_without_the_file_is_no_error(tmp_path: Path) -> None:
     waits = CpuWait(tmp_path)
     (tmp_path / "5" / "task" / "5").mkdir(parents=True)
     (tmp_path / "5" / "task" / "5" / "schedstat").write_text("\n")
@@ -41,8 +41,8 @@ def test_a_process_that_is_gone_or_a_kernel_that_does_not_tell_is_no_error(tmp_p
 
 
 def test_two_processes_that_share_one_processor_wait_for_each_other() -> None:
-    told = Path("/proc/self/schedstat")
-    if not told.exists() or not told.read_text().strip():
+    reported = Path("/proc/self/schedstat")
+    if not reported.exists() or not reported.read_text().strip():
         pytest.skip("the kernel does not tell")
     one = min(os.sched_getaffinity(0))
     spin = f"import os; os.sched_setaffinity(0, {{{one}}})\nwhile True: pass"

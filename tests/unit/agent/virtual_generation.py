@@ -26,7 +26,7 @@ TERMS = GenerationLimits(generation=3, grace_seconds=20.0, sample_seconds=2.0)
 LOCAL_RANKS = 3
 FAILURES = (1, 64, 66, 76, 80, 81, 137)
 PEACEFUL = (0, 75)
-LONGEST_ERRAND_SECONDS = 6.0
+LONGEST_TASK_SECONDS = 6.0
 ENOUGH_SECONDS = 90.0
 """After an order: grace, the longest tasks, and every kill."""
 
@@ -43,7 +43,7 @@ class Rank:
 
 
 @dataclass(order=True)
-class _Due:
+class _Pending:
     at: float
     number: int
     what: Callable[[], None] = field(compare=False)
@@ -56,7 +56,7 @@ class Generation:
         self.random = random.Random(seed)
         self.now = 0.0
         self.life = LocalGeneration()
-        self.shared = self.told = GenerationState()
+        self.shared = self.reported = GenerationState()
         self.ranks: list[Rank] = []
         self.all_ranks: list[Rank] = []
         self.task: do.Task | None = None
@@ -68,7 +68,7 @@ class Generation:
         self.finished_attempt = -1
         self.broken = False
         self.steps = 0
-        self._queue: list[_Due] = []
+        self._queue: list[_Pending] = []
         self._number = 0
         self._alarm = 0
         self.unkillable = self.random.random() < 0.01
@@ -79,14 +79,14 @@ class Generation:
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
         self._number += 1
-        heapq.heappush(self._queue, _Due(self.now + seconds, self._number, what))
+        heapq.heappush(self._queue, _Pending(self.now + seconds, self._number, what))
 
     def soon(self, longest: float) -> float:
         """A duration: often none at all, so that many things happen in one moment."""
         return self.random.choice((0.0, 0.001, longest * self.random.random() ** 3))
 
     def run(self) -> None:
-        """Until the generation is over, which an order brings about in the end."""
+        """Run until the generation is over, which an order causes in the end."""
         self.take(on.Notice.BEGIN)
         for _ in range(self.random.randrange(4)):
             self.after(self.random.uniform(0, 40), self.another_agent)
@@ -96,9 +96,9 @@ class Generation:
             self.after(ordered, lambda order=order: self.take(on.LeaveOrdered(order, 4)))
             ordered += self.soon(30)
         while self._queue and self.life.stage is not Stage.OVER:
-            due = heapq.heappop(self._queue)
-            self.now = due.at
-            due.what()
+            pending = heapq.heappop(self._queue)
+            self.now = pending.at
+            pending.what()
             self.steps += 1
             assert self.steps < 20_000, "it turns in a circle"
         self.check_end(ordered)
@@ -117,23 +117,23 @@ class Generation:
             self.carry_out(action)
         self.check_nothing_is_lost(event)
         self._alarm += 1
-        due = wake_at(self.life)
-        if due is not None:
-            assert due > self.now, "a wake in the past would turn in a circle"
-            self.after(due - self.now, lambda number=self._alarm: self.tick(number))
+        wake_time = wake_at(self.life)
+        if wake_time is not None:
+            assert wake_time > self.now, "a wake in the past would turn in a circle"
+            self.after(wake_time - self.now, lambda number=self._alarm: self.tick(number))
 
     def check_nothing_is_lost(self, event: on.Event) -> None:
-        """Whenever nothing is under way, all that was told has been answered."""
+        """Check that all reports have been answered whenever nothing is under way."""
         life = self.life
         if isinstance(event, on.SharedChanged):
-            self.told = event.state
+            self.reported = event.state
         if life.busy is not None or life.stage not in (Stage.RUNNING, Stage.YIELDED, Stage.FINISHED):
             return
         assert not life.pending
         assert life.alive == (life.stage is Stage.RUNNING)
         assert not [end for end in life.ends if not end.asked and end.code not in PEACEFUL], "a failure was lost"
-        assert self.told.stopped is None, "the end of the generation was lost"
-        assert self.told.attempt <= life.attempt, "a newer attempt was lost"
+        assert self.reported.stopped is None, "the end of the generation was lost"
+        assert self.reported.attempt <= life.attempt, "a newer attempt was lost"
         assert life.order is Order.NONE, "an order was lost"
 
     def tick(self, number: int) -> None:
@@ -206,7 +206,7 @@ class Generation:
     # Other agents.
 
     def another_agent(self) -> None:
-        """Changes the shared state: a failure of its own, a hang, a question, the end of it all."""
+        """Change the shared state: its failure, a hang, a question, the end of the generation."""
         state, pick = self.shared, self.random.random()
         if state.stopped is None and pick < 0.5:
             cause = self.random.choice((Cause.CRASH, Cause.HANG, Cause.YIELDED))
@@ -234,7 +234,7 @@ class Generation:
                 return
             case do.StartRanks():
                 self.start(self.life.attempt)
-        longest = LONGEST_ERRAND_SECONDS if self.random.random() < 0.05 else 0.6
+        longest = LONGEST_TASK_SECONDS if self.random.random() < 0.05 else 0.6
         self.after(self.soon(longest), lambda: self.finish(self.outcome(task)))
 
     def join(self) -> None:
@@ -281,13 +281,13 @@ class Generation:
             case do.ReadFinding(after):
                 return self.hung(after)
             case do.SimpleTask.CHECK_FINISHED:
-                return self.finish_looked(attempt)
+                return self.finish_checked(attempt)
             case do.SimpleTask.CHECK_YIELDED:
                 return on.YieldChecked(self.bumped(attempt, Cause.YIELDED) if chance() < 0.3 else None)
             case _:
                 return on.Outcome.DONE
 
-    def finish_looked(self, attempt: int) -> on.FinishChecked:
+    def finish_checked(self, attempt: int) -> on.FinishChecked:
         parted = self.random.random() < 0.3
         self.parted += parted
         self.finished_attempt = attempt

@@ -1,4 +1,4 @@
-"""What begins as an address does is one; a folder whose name has `://` further on is none."""
+"""A text that begins as an address does is one; a folder whose name has `://` further on is none."""
 
 from __future__ import annotations
 

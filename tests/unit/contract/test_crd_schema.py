@@ -26,7 +26,7 @@ NODES = [(path, node) for path, node in every_node(object_schema()) if not path.
 
 
 def with_defaults(schema: dict[str, Any], value: Any) -> Any:
-    """What the API server stores: defaults filled in from the schema, outside in."""
+    """Return what the API server stores: defaults filled in from the schema, outside in."""
     if not isinstance(value, dict):
         return value
     properties = schema.get("properties", {})
@@ -35,14 +35,14 @@ def with_defaults(schema: dict[str, Any], value: Any) -> Any:
 
 
 def without_empty(value: Any) -> Any:
-    """The same without empty objects, which say nothing."""
+    """Return the same without empty objects, which mean nothing."""
     if not isinstance(value, dict):
         return value
     return {name: kept for name, item in value.items() if (kept := without_empty(item)) != {}}
 
 
 def holds(stored: Any, expected: Any) -> bool:
-    """Whether every expected field is stored with its value."""
+    """Return whether every expected field is stored with its value."""
     if not isinstance(expected, dict):
         return bool(stored == expected)
     return all(name in stored and holds(stored[name], item) for name, item in expected.items())
@@ -80,7 +80,7 @@ def test_a_derived_default_is_neither_stored_nor_written() -> None:
         size: int = 8
         """First."""
         tolerance: float = derived(0.0, ge=0, le=0.5)
-        """Of its own."""
+        """A separate one."""
 
     schema = model_schema(Batch, "spec.batch", strict=True)
     assert "default" in schema["properties"]["size"]
@@ -163,7 +163,7 @@ def test_conditions_are_a_map_by_type_and_other_lists_are_atomic() -> None:
     assert status["failures"]["x-kubernetes-list-type"] == "atomic"
 
 
-def test_an_older_definition_accepts_a_status_word_of_a_newer_operator() -> None:
+def test_an_older_definition_accepts_a_status_value_from_a_newer_operator() -> None:
     status = [node for path, node in NODES if path.startswith(".status")]
     assert [node for node in status if "enum" in node or "default" in node] == []
 
@@ -179,7 +179,7 @@ def test_exclusive_bounds_are_written_in_the_dialect_of_kubernetes() -> None:
     assert (rate["minimum"], rate["exclusiveMinimum"], rate["maximum"]) == (0, True, 1)
 
 
-def test_a_range_is_told_in_the_description() -> None:
+def test_a_range_is_in_the_description() -> None:
     trainer = spec_schema()["properties"]["trainer"]["properties"]
     ends = {
         path: node["properties"][name]["description"].rpartition("Range: ")[2]

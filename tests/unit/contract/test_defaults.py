@@ -1,4 +1,4 @@
-"""A default never makes a valid file invalid: what one field says alone is accepted, whatever the others default to."""
+"""A default never makes a valid file invalid: a single field is accepted, whatever the others default to."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ OUTPUT = {
 
 
 def statuses() -> Iterator[tuple[int, str]]:
-    """Number and name of each status of the runtime, the most telling first."""
+    """Number and name of each status of the runtime, the most specific first."""
     return ((sign.number, sign.key) for sign in RUNTIME_STATUSES)
 
 
@@ -172,14 +172,14 @@ def values_of(cause: Cause) -> tuple[str, str]:
 # --- what is made of them
 
 
-def told(verdict: Verdict) -> str:
+def reported(verdict: Verdict) -> str:
     """The whole of a verdict but its sentence."""
     again = f", then {verdict.repeated}" if verdict.repeated is not verdict.response else ""
     return f"{verdict.cause} {verdict.blame} {verdict.response}{again}{' indirect' if verdict.indirect else ''}"
 
 
-def agent_says(process: RankProcess, line: str = "") -> str:
-    """What the agent makes of it at first, again without a step in between, on a node that had it, before any step."""
+def agent_meaning(process: RankProcess, line: str = "") -> str:
+    """Return the agent's reading at first, again without a step in between, on a node that had it, before any step."""
     signs = Signs(None, lambda: None)
     if line:
         signs.kernel.take(line, process.ended_at)
@@ -187,7 +187,7 @@ def agent_says(process: RankProcess, line: str = "") -> str:
     seen = signs.diagnose(process).seen_before
     code = process.exit_code or 0
     if verdict.cause in NO_FAULT_CAUSES:
-        return told(verdict)
+        return reported(verdict)
     first = judge(code, 0, 7, GenerationState(), 3, verdict=verdict)
     again = judge(code, 1, 7, first.state, 3, verdict=verdict)
     elsewhere = judge(code, 0, 7, GenerationState(), 3, verdict=verdict, seen_before=True)
@@ -197,7 +197,7 @@ def agent_says(process: RankProcess, line: str = "") -> str:
     decisions = ">".join(
         f"{each.decision}{f'+{each.backoff_seconds:g}' * bool(each.backoff_seconds)}" for each in outcomes
     )
-    return f"{told(verdict)} | {decisions} {''.join(map(str, map(int, weight(verdict))))}{' seen' if seen else ''}"
+    return f"{reported(verdict)} | {decisions} {''.join(map(str, map(int, weight(verdict))))}{' seen' if seen else ''}"
 
 
 def ended(code: int, output: str = "") -> RankProcess:
@@ -216,24 +216,24 @@ def beat(failure: ProcessFailure | None = None, line: str = "") -> HeartbeatRequ
     )  # fmt: skip
 
 
-def operator_says(code: int, status: int | None = None, line: str = "", output: str = "") -> str:
-    """What the operator makes of a process's end: meaning, and whether it waited for others."""
+def operator_meaning(code: int, status: int | None = None, line: str = "", output: str = "") -> str:
+    """Return the operator's reading of a process's end: meaning, and whether it waited for others."""
     failure = ProcessFailure(
         sequence=0, generation=1, attempt=0, rank=0, exit_code=code, runtime_status=status, output_line=output, at=AT,
         message="m",
     )  # fmt: skip
     verdict = meaning_of_failure(beat(failure, line), failure, ())
     waited = " waited" if losses._waited_in_collective(failure) else ""
-    return f"{told(verdict)}{waited} | {verdict.sentence}"
+    return f"{reported(verdict)}{waited} | {verdict.sentence}"
 
 
-def pod_says(reason: str, code: int | None, *, disrupted: bool = False) -> str:
+def pod_meaning(reason: str, code: int | None, *, disrupted: bool = False) -> str:
     pod = PodView(
         name="demo-w-0", uid="uid-0", ordinal=0, phase=PodPhase.FAILED, node="n", reason=reason, exit_code=code,
         disrupted=disrupted,
     )  # fmt: skip
     verdict = classify_pod_failure(pod, ())
-    return f"{told(verdict)}{' by itself' if died_by_itself(pod) else ''}, {verdict.sentence}"
+    return f"{reported(verdict)}{' by itself' if died_by_itself(pod) else ''}, {verdict.sentence}"
 
 
 def problem_text(node: NodeView, demand: Demand | None = None) -> str:
@@ -265,10 +265,10 @@ def cause_rows() -> Iterator[str]:
 
 def code_rows() -> Iterator[str]:
     for code in CODES:
-        pod = pod_says("Error", code)
+        pod = pod_meaning("Error", code)
         plain = classify_exit_code(code)
-        assert told(plain) in operator_says(code)
-        yield f"{code} | agent: {agent_says(ended(code))} | operator: {operator_says(code)} | its pod: {pod}"
+        assert reported(plain) in operator_meaning(code)
+        yield f"{code} | agent: {agent_meaning(ended(code))} | operator: {operator_meaning(code)} | its pod: {pod}"
         if code and code <= 128:
             assert describe_exit(ended(code)) == plain.sentence
 
@@ -276,39 +276,40 @@ def code_rows() -> Iterator[str]:
 def status_rows() -> Iterator[str]:
     for status, name in statuses():
         output = f"nrt_execute: status={status}"
-        by_name = agent_says(ended(1, f"Failure: {name} in nrt_load()"))
-        assert agent_says(ended(1, output)) == by_name
-        heard = [code for code in CODES if classify_exit(code, runtime_status=status) != classify_exit_code(code)]
-        yield f"{status} {name} | agent: {by_name} | operator: {operator_says(1, status)} | explains {codes(heard)}"
+        by_name = agent_meaning(ended(1, f"Failure: {name} in nrt_load()"))
+        assert agent_meaning(ended(1, output)) == by_name
+        received = [code for code in CODES if classify_exit(code, runtime_status=status) != classify_exit_code(code)]
+        operator = operator_meaning(1, status)
+        yield f"{status} {name} | agent: {by_name} | operator: {operator} | explains {codes(received)}"
 
 
 def output_rows() -> Iterator[str]:
     for sign in OUTPUT_LINES:
-        heard = [code for code in CODES if classify_exit(code, output_line=sign.key) != classify_exit(code)]
-        by_agent = {agent_says(ended(1, f"step 7\n{line}\nbye")) for line in OUTPUT[sign.key]}
+        received = [code for code in CODES if classify_exit(code, output_line=sign.key) != classify_exit(code)]
+        by_agent = {agent_meaning(ended(1, f"step 7\n{line}\nbye")) for line in OUTPUT[sign.key]}
         beside = classify_exit(1, output_line=sign.key, runtime_status=6).cause
         yield (
-            f"{sign.key} | agent: {' '.join(by_agent)} | operator: {operator_says(1, output=sign.key)} | explains "
-            f"{codes(heard)}, with status 6 {beside}"
+            f"{sign.key} | agent: {' '.join(by_agent)} | operator: {operator_meaning(1, output=sign.key)} | explains "
+            f"{codes(received)}, with status 6 {beside}"
         )
 
 
 def kernel_rows() -> Iterator[str]:
     for name, decisive in kernel_lines():
         line = LINES.get(name, name)
-        heard = [code for code in CODES if classify_exit(code, kernel=(line,)) != classify_exit_code(code)]
-        code = 137 if 1 not in heard else 1
+        received = [code for code in CODES if classify_exit(code, kernel=(line,)) != classify_exit_code(code)]
+        code = 137 if 1 not in received else 1
         problem = kernel_problem(beat(line=line), ())
         bad = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem}"
         beside = classify_exit(code, runtime_status=5, kernel=(line,)).cause
         yield (
-            f"{name}{' (decisive)' * decisive} | agent: {agent_says(ended(code), line)} | operator: "
-            f"{operator_says(code, line=line)} | explains {codes(heard)}, with status 5 {beside} | node: {bad}"
+            f"{name}{' (decisive)' * decisive} | agent: {agent_meaning(ended(code), line)} | operator: "
+            f"{operator_meaning(code, line=line)} | explains {codes(received)}, with status 5 {beside} | node: {bad}"
         )
 
 
-def codes(heard: list[int]) -> str:
-    return ",".join(map(str, heard)) or "nothing"
+def codes(received: list[int]) -> str:
+    return ",".join(map(str, received)) or "nothing"
 
 
 def pod_rows() -> Iterator[str]:
@@ -316,10 +317,10 @@ def pod_rows() -> Iterator[str]:
         given = f"{reason[:-1]}cpu" if reason.endswith("*") else reason
         found: dict[str, list[str]] = {}
         for code in (None, *CODES):
-            found.setdefault(pod_says(given, code), []).append(str(code))
+            found.setdefault(pod_meaning(given, code), []).append(str(code))
         everything = [f"{'any code' if len(found) == 1 else ','.join(some)}: {text}" for text, some in found.items()]
         yield f"{reason or '(none)'} | {' | '.join(everything)}"
-    yield f"(disrupted) | {pod_says('Error', 64, disrupted=True)}"
+    yield f"(disrupted) | {pod_meaning('Error', 64, disrupted=True)}"
 
 
 def condition_rows() -> Iterator[str]:
@@ -360,7 +361,7 @@ def disruption_rows() -> Iterator[str]:
         pod = PodView(
             name="p", uid="u", ordinal=0, phase=PodPhase.FAILED, exit_code=75, disrupted=True, disruption=reason
         )
-        yield f"{reason} | leaves for {cause_of_leaving(pod)} | ended: {told(classify_pod_failure(pod, ()))}"
+        yield f"{reason} | leaves for {cause_of_leaving(pod)} | ended: {reported(classify_pod_failure(pod, ()))}"
 
 
 def device_rows() -> Iterator[str]:
@@ -379,7 +380,7 @@ def rule_rows() -> Iterator[str]:
         made = [
             match_rules((RecoveryRule(exit_codes=(3,), cause=cause, action=action),), code=3) for action in RuleAction
         ]
-        yield f"{cause} | " + " | ".join("-" if each is None else f"{told(each)}, {each.sentence}" for each in made)
+        yield f"{cause} | " + " | ".join("-" if each is None else f"{reported(each)}, {each.sentence}" for each in made)
 
 
 def table() -> str:
@@ -401,7 +402,7 @@ def table() -> str:
     return "\n".join(line for title, rows in parts.items() for line in (f"# {title}", *rows)) + "\n"
 
 
-def test_every_sign_means_what_the_table_says() -> None:
+def test_every_sign_means_what_the_table_has() -> None:
     written, found = TABLE.read_text(encoding="utf-8").splitlines(), table().splitlines()
     assert [line for line in found if line not in written] == [], "signs that mean something else, or are new"
     assert [line for line in written if line not in found] == [], "signs that are gone"

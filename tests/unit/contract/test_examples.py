@@ -72,7 +72,7 @@ HLAT = {
     "checkpoints: steps between, kept": (1000, 5),
     "weights alone: steps between": 23_842,
 }
-"""The 7B column of the paper (arXiv 2404.10630) and what its text adds; the decay's end has a test of its own."""
+"""The 7B column of the paper (arXiv 2404.10630) and what its text adds; the decay's end has a separate test."""
 
 
 def spec_of(example: str) -> TrainingJobSpec:
@@ -85,7 +85,7 @@ def trainer_of(spec: TrainingJobSpec) -> TrainerSpec:
 
 
 def base_folder(shape: ModelShape, folder: Path) -> Path:
-    """What the shape of a published model is read from."""
+    """Return the folder from which the shape of a published model is read."""
     folder.mkdir(exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -214,7 +214,7 @@ def test_the_hlat_example_rounds_at_random_and_saves_by_steps_alone() -> None:
     assert config.checkpoint.durable.every_seconds == 86_400
 
 
-def test_what_the_hlat_example_does_otherwise_is_what_its_comments_say() -> None:
+def test_what_the_hlat_example_does_otherwise_is_in_its_comments() -> None:
     spec = spec_of("hlat-7b.yaml")
     untouched = {"model", "data", "batch", "steps", "optimizer", "schedule", "precision", "recompute"}
     assert trainer_of(spec).model_fields_set - untouched == {"data_parallel", "non_finite_tolerance"}
@@ -266,7 +266,7 @@ def mounted(document: dict[str, Any], example: str) -> dict[str, str]:
     return {each["mountPath"]: claims[each["name"]] for each in pod["containers"][0]["volumeMounts"]}
 
 
-def test_what_is_fetched_lies_where_the_examples_look_for_it_and_the_token_comes_from_a_secret() -> None:
+def test_what_is_fetched_lies_where_the_examples_read_it_and_the_token_comes_from_a_secret() -> None:
     fetch = DOCUMENTS["fetch-model.yaml"]
     (container,) = fetch["spec"]["template"]["spec"]["containers"]
     assert container["command"][:2] == ["trainium-trainer", "fetch-model"]

@@ -51,7 +51,7 @@ def test_what_a_sign_stands_for_follows_from_its_cause(sign: Sign) -> None:
         assert row.suspects_node
 
 
-def test_responses_of_a_sign_say_more_than_those_of_its_cause() -> None:
+def test_responses_of_a_sign_are_more_specific_than_those_of_its_cause() -> None:
     same = [
         sign.key
         for sign in SIGNS
@@ -72,7 +72,7 @@ def test_every_condition_has_a_polarity() -> None:
     assert {sign.key for sign in CONDITIONS} - {"Ready"} == set(POLARITIES)
 
 
-def test_a_lost_peer_is_the_least_telling_cause_and_a_users_error_the_most() -> None:
+def test_a_lost_peer_is_the_least_specific_cause_and_a_users_error_the_most() -> None:
     assert severity(Cause.PEER_LOST) == len(Cause) - 1
     assert severity(Cause.USER_CODE) == 0
     assert severity(Cause.DEVICE) < severity(Cause.CRASH) < severity(Cause.NODE_LOST) < severity(Cause.POD_LOST)

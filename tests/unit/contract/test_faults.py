@@ -50,7 +50,7 @@ def test_a_status_that_is_not_in_the_table_means_nothing() -> None:
         ("blk_update_request: I/O error, dev nvme1n1, sector 0 op 0x0:(READ)", Cause.HOST, False),
     ],
 )
-def test_other_forms_of_kernel_lines_that_tell_of_a_fault_are_known(line: str, cause: Cause, decisive: bool) -> None:
+def test_other_forms_of_kernel_lines_that_report_of_a_fault_are_known(line: str, cause: Cause, decisive: bool) -> None:
     sign = match_kernel_line(line)
     assert sign is not None
     assert (sign.cause, sign.decisive) == (cause, decisive)
@@ -95,7 +95,7 @@ def test_other_kernel_lines_mean_nothing(line: str) -> None:
         (1, 1003, (DISK,), Cause.NUMERICAL),
     ],
 )
-def test_all_signs_together_say_what_happened(
+def test_all_signs_together_show_what_happened(
     code: int, status: int | None, kernel: tuple[str, ...], cause: Cause
 ) -> None:
     assert classify_exit(code, runtime_status=status, kernel=kernel).cause is cause

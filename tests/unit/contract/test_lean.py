@@ -1,4 +1,4 @@
-"""Messages that are kept for long: what they say stays the same, and what they bring is noted once for all of them."""
+"""Messages that are kept for long: their values stay the same, and the names of their fields are kept once for all."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from trainium_contract.wire.messages import HeartbeatRequest
 
 
 def heartbeat(step: int, **more: object) -> HeartbeatRequest:
-    said = {
+    reported = {
         "namespace": "team", "job": "llama", "podName": f"w-{step}", "podUid": f"uid-{step}", "generation": 1,
         "phase": "Training", "progress": {"step": step, "loss": 2.0, "samples": 1, "memoryStep": 1, "durableStep": 0},
     }  # fmt: skip
-    return HeartbeatRequest.model_validate(said | more)
+    return HeartbeatRequest.model_validate(reported | more)
 
 
-def test_messages_that_bring_the_same_fields_share_the_note_of_them_also_in_their_parts() -> None:
+def test_messages_with_the_same_fields_share_the_record_of_them_also_in_their_parts() -> None:
     first, second = heartbeat(1).lean(), heartbeat(2).lean()
     assert first.__pydantic_fields_set__ is second.__pydantic_fields_set__
     assert first.progress is not None
@@ -28,7 +28,7 @@ def test_parts_in_a_list_are_made_lean_too() -> None:
     assert one.failures[0].__pydantic_fields_set__ is other.failures[0].__pydantic_fields_set__
 
 
-def test_a_lean_message_says_what_it_said_and_its_copies_do_not_change_it() -> None:
+def test_a_lean_message_keeps_its_values_and_its_copies_do_not_change_it() -> None:
     lean = heartbeat(1).lean()
     assert lean == heartbeat(1)
     assert lean.to_wire() == heartbeat(1).to_wire()

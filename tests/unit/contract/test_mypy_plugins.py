@@ -1,6 +1,6 @@
-"""What mypy checks by the project's plugins, although Python itself takes any name.
+"""Names that mypy checks by the project's plugins, although Python itself takes any name.
 
-Which fields of a model are changed (`replaced`), and which are read of a status as JSON (`StatusReader`).
+The fields of a model that are changed (`replaced`), and those that are read of a status as JSON (`StatusReader`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checked(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """What mypy says about a file with this text."""
+    """Return the messages of mypy about a file with this text."""
     program = folder / "program.py"
     program.write_text(text, encoding="utf-8")
     settings = folder / "pyproject.toml"
@@ -107,8 +107,8 @@ def test_a_copy_is_the_one_that_pydantic_would_make_and_leaves_the_model_as_it_w
 def test_the_operator_and_the_contract_change_models_in_no_other_way() -> None:
     untyped = [
         str(path.relative_to(ROOT))
-        for room in ("contract", "operator")
-        for path in sorted((ROOT / room).rglob("*.py"))
+        for folder in ("contract", "operator")
+        for path in sorted((ROOT / folder).rglob("*.py"))
         if "model_copy(" in path.read_text(encoding="utf-8")
     ]
     assert untyped == []

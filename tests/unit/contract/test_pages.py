@@ -1,4 +1,4 @@
-"""What both sides show of a job: the list, the style and script that a browser lets in, and a curve that is watched."""
+"""Pages of jobs on both sides: the list, the style and script that a browser accepts, and a live curve."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_jobs_that_have_not_ended_come_first_and_what_is_left_out_is_counted() -
     assert page.open == []
 
 
-def test_words_of_others_are_text_in_the_list_and_in_the_form() -> None:
+def test_texts_of_others_are_escaped_in_the_list_and_in_the_form() -> None:
     row = JobRow(HOSTILE, HOSTILE, phase=HOSTILE, note=HOSTILE)
     listed = Page(live_jobs_html([row], 0.0, where=HOSTILE, root="/ui"))
     assert listed.tags.count("script") == 1

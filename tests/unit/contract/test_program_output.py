@@ -24,7 +24,7 @@ ADVICE = "Correct the configuration, the data or the image and run the job again
         "*** End stack trace ***",
     ],
 )
-def test_a_frame_of_cpp_does_not_say_why(line: str) -> None:
+def test_a_frame_of_cpp_shows_no_reason(line: str) -> None:
     assert is_native_frame(line)
     assert not explains_exit(line)
 
@@ -43,7 +43,7 @@ def test_a_frame_of_cpp_does_not_say_why(line: str) -> None:
         "",
     ],
 )
-def test_what_a_program_says_in_words_is_kept(line: str) -> None:
+def test_what_a_program_writes_in_words_is_kept(line: str) -> None:
     assert explains_exit(line)
 
 
@@ -54,16 +54,16 @@ def test_what_a_program_says_in_words_is_kept(line: str) -> None:
         "23:11:29 rank 1 INFO start-up: data 0.11 s, process group 0.07 s, model 0.07 s, state 0.23 s, files 0.00 s",
     ],
 )
-def test_what_went_well_does_not_say_why_but_is_no_frame(line: str) -> None:
+def test_what_went_well_shows_no_reason_but_is_no_frame(line: str) -> None:
     assert not explains_exit(line)
     assert not is_native_frame(line)
 
 
 def test_of_a_sentence_first_and_last_words_stay_and_what_is_left_out_is_marked_once() -> None:
-    said = (
+    reported = (
         f"Rank 3 ended: ValueError: no such column | {TORCH} | {TORCH} | File train.py | step 7/9: loss 2.1. {ADVICE}"
     )
-    assert drop_noise(said) == f"Rank 3 ended: ValueError: no such column | … | File train.py | … {ADVICE}"
+    assert drop_noise(reported) == f"Rank 3 ended: ValueError: no such column | … | File train.py | … {ADVICE}"
     assert drop_noise(f"killed by signal 9 | {TORCH}") == "killed by signal 9 | …"
     assert drop_noise(f"as it is | was. {ADVICE}") == f"as it is | was. {ADVICE}"
     assert drop_noise("") == ""

@@ -1,4 +1,4 @@
-"""Who was what when: what is known of each worker's past, what is not, and how it is drawn."""
+"""Timeline of workers: what is known of each worker's past, what is not, and how it is drawn."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_pod_that_is_not_well_comes_first() -> None:
     assert times(found, "w-3")[-1][0] is WorkerState.LOST
 
 
-def test_members_of_a_job_that_has_ended_trained_until_then_and_those_of_a_suspended_one_are_gone() -> None:
+def test_members_of_a_job_that_has_ended_trained_until_then_and_those_of_a_suspended_one_are_deleted() -> None:
     assert times(shown([], [], members("w-0"), over=True), "w-0") == [(WorkerState.TRAINED, BEGIN, END)]
     assert shown([], [], members("w-0")).rows == ()
 
@@ -98,7 +98,7 @@ def test_without_a_membership_nobody_is_called_a_spare() -> None:
     assert times(shown([], [pod("w-0")], None), "w-0") == [(WorkerState.HERE, BEGIN, END)]
 
 
-def test_of_a_thousand_workers_those_are_shown_that_have_something_to_tell() -> None:
+def test_of_a_thousand_workers_those_with_something_to_report_are_shown() -> None:
     names = [f"w-{at}" for at in range(1_000)]
     pods = [pod(name) for name in names]
     found = shown([entry(2_000.0 + at, f"w-{at}", "InPlace") for at in range(30)], pods, members(*names))
@@ -122,10 +122,10 @@ def test_of_a_thousand_workers_those_are_shown_that_have_something_to_tell() -> 
     st.booleans(),
 )  # fmt: skip
 def test_times_of_a_worker_ascend_lie_within_the_picture_and_never_overlap(
-    told: list[Any], pods: list[Any], generation: int | None, over: bool
+    reported: list[Any], pods: list[Any], generation: int | None, over: bool
 ) -> None:
     who = None if generation is None else members("a", "d", generation=generation)
-    found = shown([entry(*each) for each in told], [pod(*each) for each in pods], who, over=over)
+    found = shown([entry(*each) for each in reported], [pod(*each) for each in pods], who, over=over)
     for row in found.rows:
         at = BEGIN
         for each in row.segments:
@@ -133,13 +133,13 @@ def test_times_of_a_worker_ascend_lie_within_the_picture_and_never_overlap(
             at = each.until
 
 
-def test_a_table_of_kubectl_tells_since_when_a_pod_is_there() -> None:
+def test_a_table_of_kubectl_shows_since_when_a_pod_exists() -> None:
     found = {row.name: row.created for row in pod_rows(recorded("pods"), NOW)}
     assert found == {"llama-w-0": NOW - 214, "llama-w-2": NOW - 214, "llama-w-3": NOW - 97}
     assert {row.created for row in pod_rows(recorded("pods"))} == {None}
 
 
-def test_a_page_says_who_was_what_and_what_is_not_recorded() -> None:
+def test_a_page_shows_each_workers_states_and_what_is_not_recorded() -> None:
     job, pods = recorded("job"), pod_rows(recorded("pods"), NOW)
     who = Members(2, 1, (MemberRow(0, "llama-w-0", "node-2"), MemberRow(1, "llama-w-2", "node-1")))
     view = build_job_view(job, now=NOW, workers=workers_view(pods, who))
@@ -165,7 +165,7 @@ def test_a_page_says_who_was_what_and_what_is_not_recorded() -> None:
 )
 def test_an_axis_has_round_times_and_names_a_day_where_it_begins(begin: float, length: float, words: list[str]) -> None:
     marks = time_marks(begin, begin + length)
-    assert [told for _, told in marks][: len(words)] == words
+    assert [reported for _, reported in marks][: len(words)] == words
     assert 2 <= len(marks) <= 9
 
 

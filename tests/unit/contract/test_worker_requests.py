@@ -1,4 +1,4 @@
-"""What a worker pod asks of its node, and what an instance type cannot hold."""
+"""Requests of a worker pod, and refusals of what an instance type cannot hold."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def test_what_is_asked_for_does_not_change_with_the_number_of_workers(replicas: 
     kind=st.sampled_from(["trn1.2xlarge", "trn1.32xlarge", "trn1n.32xlarge", "trn2.48xlarge"]),
     mode=st.sampled_from(["Replicated", "ShardedOptimizer", "FullySharded"]),
 )
-def test_what_is_asked_for_always_leaves_room_on_the_node(
-    preset: ModelPreset, tensor: int, kind: str, mode: str
-) -> None:
+def test_requests_always_leave_space_on_the_node(preset: ModelPreset, tensor: int, kind: str, mode: str) -> None:
     job = spec({"instanceType": kind}, tensor=tensor, model={"preset": preset}, dataParallel=mode)
     instance, found = job.workers.accelerator.instance(), asked(job)
     assert instance is not None
@@ -121,9 +119,9 @@ def test_a_larger_model_asks_for_more() -> None:
 
 
 def test_weights_that_fit_no_core_are_refused_with_what_to_do() -> None:
-    told = refusal(spec(tensor=1, **HLAT))
-    assert told.startswith("A core of trn1.32xlarge has 16.0 GiB, but on 4 nodes a process needs ")
-    assert "raise parallelism.tensor" in told
+    reported = refusal(spec(tensor=1, **HLAT))
+    assert reported.startswith("A core of trn1.32xlarge has 16.0 GiB, but on 4 nodes a process needs ")
+    assert "raise parallelism.tensor" in reported
     assert refusal(spec(tensor=32, **HLAT)) == ""
 
 

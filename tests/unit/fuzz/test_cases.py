@@ -1,4 +1,4 @@
-"""How cases are changed and drawn from schemas."""
+"""Cases are changed and drawn from schemas."""
 
 from __future__ import annotations
 

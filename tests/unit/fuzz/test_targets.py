@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.testing.fuzz.promises import LONGEST_LINE, BrokenPromiseError, promise
+from tests.testing.fuzz.invariants import LONGEST_LINE, InvariantError, require
 from tests.testing.fuzz.runner import TARGETS, run_case
 from tests.testing.suite.any_json import changed, donations_of
 from tests.testing.suite.trials import trials
@@ -53,7 +53,7 @@ def test_hostile_cases_are_handled(name: str) -> None:
 
 
 class EchoTarget:
-    """A target that does what a case says."""
+    """A target that does what a case asks for."""
 
     expected = frozenset({"expected"})
     storable = False
@@ -64,12 +64,12 @@ class EchoTarget:
     def values(self) -> dict[str, list[Any]]:
         return {}
 
-    async def play(self, case: Any) -> None:
+    async def run_case(self, case: Any) -> None:
         match case:
             case {"raise": str(what)}:
                 raise ValueError(what)
             case {"break": int(number)}:
-                promise(False, f"{number} are too many")
+                require(False, f"{number} are too many")
             case {"log": str(who), "line": str(line)}:
                 logging.getLogger(who).error(line)
             case {"callback": str(what)}:
@@ -82,10 +82,10 @@ class EchoTarget:
     ("case", "error"),
     [
         ({"raise": "an error"}, ValueError),
-        ({"break": 7}, BrokenPromiseError),
-        ({"log": "another", "line": "an error"}, BrokenPromiseError),
-        ({"log": "another", "line": "x" * (LONGEST_LINE + 1)}, BrokenPromiseError),
-        ({"callback": "failed"}, BrokenPromiseError),
+        ({"break": 7}, InvariantError),
+        ({"log": "another", "line": "an error"}, InvariantError),
+        ({"log": "another", "line": "x" * (LONGEST_LINE + 1)}, InvariantError),
+        ({"callback": "failed"}, InvariantError),
     ],
 )
 def test_an_error_a_logged_error_and_a_failed_callback_fail_a_case_and_not_the_next(

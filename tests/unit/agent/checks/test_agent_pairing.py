@@ -73,14 +73,14 @@ def test_when_nobody_can_exchange_nobody_is_to_blame() -> None:
     assert disconnected(hold(64, set(range(64)))) == frozenset()
 
 
-def test_a_node_that_says_nothing_failed() -> None:
+def test_a_node_that_reports_nothing_failed() -> None:
     first = WaveResults(
         ((0, 1), (2, 3)), {0: PairingResult(passed=True), 1: PairingResult(passed=True), 2: PairingResult(passed=True)}
     )
     assert next_wave(4, [first]) == ((0, 2), (1, 3))
 
 
-def test_wrong_numbers_of_its_own_convict_a_node_at_once() -> None:
+def test_a_nodes_own_wrong_numbers_convict_it_at_once() -> None:
     wrong = {0: PairingResult(passed=True), 1: PairingResult(passed=True, healthy=False)}
     assert unhealthy([WaveResults(((0, 1),), wrong)]) == {1}
 

@@ -62,7 +62,7 @@ def test_a_check_that_is_not_asked_for_is_not_made(tmp_path: Path) -> None:
     assert not [finding for finding in preflight.preflight(found) if finding.check is Check.DEVICES]
 
 
-def test_a_scratch_folder_that_cannot_be_written_stops_nothing_but_is_told(tmp_path: Path) -> None:
+def test_a_scratch_folder_that_cannot_be_written_stops_nothing_but_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = settings(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file" / "cache"))
     (finding,) = [each for each in preflight.preflight(found) if each.check is Check.DISK]
@@ -82,7 +82,7 @@ def test_a_scratch_folder_that_cannot_be_written_stops_nothing_but_is_told(tmp_p
         (None, 0),
     ],
 )
-def test_host_memory_that_cannot_be_read_says_nothing(tmp_path: Path, text: str | None, findings: int) -> None:
+def test_host_memory_that_cannot_be_read_reports_nothing(tmp_path: Path, text: str | None, findings: int) -> None:
     meminfo = tmp_path / "meminfo"
     if text is not None:
         meminfo.write_text(text)
@@ -123,7 +123,7 @@ class Process:
 
 
 class Keeper:
-    """A standby whose processes leave what the test says, in place of outcomes of their own."""
+    """A standby whose processes leave the given outcomes in place of real ones."""
 
     def __init__(self, texts: list[str | None], *, ends: bool = True, warm: bool = True) -> None:
         self.texts, self.ends, self.warm = texts, ends, warm
@@ -143,9 +143,9 @@ class Keeper:
 
 
 def checked(found: AgentSettings, keeper: Keeper) -> tuple[str, dict[str, CheckResult]]:
-    told: dict[str, CheckResult] = {}
-    checks = NodeChecks(found, keeper, report=lambda result: told.update({result.check.value: result}))
-    return checks.run(), told
+    reported: dict[str, CheckResult] = {}
+    checks = NodeChecks(found, keeper, report=lambda result: reported.update({result.check.value: result}))
+    return checks.run(), reported
 
 
 GOOD = '{"matmul": true, "loopback": true}'
@@ -161,9 +161,9 @@ def active(tmp_path: Path, seconds: float = 5.0, processes: int = 2) -> AgentSet
 
 
 def test_right_numbers_make_a_node_fit(tmp_path: Path) -> None:
-    unfit, told = checked(active(tmp_path), Keeper([GOOD, GOOD]))
+    unfit, reported = checked(active(tmp_path), Keeper([GOOD, GOOD]))
     assert unfit == ""
-    assert {name: (result.passed, result.detail) for name, result in told.items()} == {
+    assert {name: (result.passed, result.detail) for name, result in reported.items()} == {
         "Matmul": (True, ""),
         "Loopback": (True, ""),
     }
@@ -171,20 +171,20 @@ def test_right_numbers_make_a_node_fit(tmp_path: Path) -> None:
 
 
 def test_wrong_numbers_name_the_core(tmp_path: Path) -> None:
-    unfit, told = checked(active(tmp_path), Keeper([GOOD, '{"matmul": false, "loopback": null}']))
+    unfit, reported = checked(active(tmp_path), Keeper([GOOD, '{"matmul": false, "loopback": null}']))
     assert unfit == "node node-3: a matrix product is wrong on core 1"
-    assert not told["Matmul"].passed
-    assert told["Loopback"].passed
+    assert not reported["Matmul"].passed
+    assert reported["Loopback"].passed
 
 
 @pytest.mark.parametrize(
     "text", [None, "", "{", "[]", "null", '{"matmul": "false"}', '{"matmul": 0}', '{"matmul": null}', "\x00"]
 )
-def test_an_outcome_that_cannot_be_read_counts_as_passed_and_says_so(tmp_path: Path, text: str | None) -> None:
-    unfit, told = checked(active(tmp_path), Keeper([GOOD, text]))
+def test_an_outcome_that_cannot_be_read_counts_as_passed_and_is_reported(tmp_path: Path, text: str | None) -> None:
+    unfit, reported = checked(active(tmp_path), Keeper([GOOD, text]))
     assert unfit == ""
-    assert told["Matmul"].passed
-    assert "counts as passed" in told["Matmul"].detail
+    assert reported["Matmul"].passed
+    assert "counts as passed" in reported["Matmul"].detail
 
 
 @given(st.text('{}[]:,"matmul 019.eE-\\', max_size=40))
@@ -203,22 +203,22 @@ class _Task:
 
 def test_what_does_not_end_within_the_budget_is_ended_and_counts_as_passed(tmp_path: Path) -> None:
     keeper = Keeper([None, None], ends=False)
-    unfit, told = checked(active(tmp_path, seconds=0.1), keeper)
+    unfit, reported = checked(active(tmp_path, seconds=0.1), keeper)
     assert unfit == ""
     assert keeper.killed == 2
-    assert "did not end in time" in told["Matmul"].detail
+    assert "did not end in time" in reported["Matmul"].detail
 
 
 @pytest.mark.parametrize("keeper", [Keeper([]), Keeper([GOOD, GOOD], warm=False)])
 def test_a_standby_that_is_lost_or_never_warm_fails_no_node(tmp_path: Path, keeper: Keeper) -> None:
-    unfit, told = checked(active(tmp_path, seconds=0.1), keeper)
+    unfit, reported = checked(active(tmp_path, seconds=0.1), keeper)
     assert unfit == ""
-    assert all(result.passed for result in told.values())
+    assert all(result.passed for result in reported.values())
 
 
 def test_one_process_alone_has_nobody_to_sum_with(tmp_path: Path) -> None:
-    _, told = checked(active(tmp_path, processes=1), Keeper([GOOD]))
-    assert set(told) == {"Matmul"}
+    _, reported = checked(active(tmp_path, processes=1), Keeper([GOOD]))
+    assert set(reported) == {"Matmul"}
 
 
 def test_without_such_checks_a_node_is_fit_at_once(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_pod_that_ends_does_not_wait_for_its_checks(tmp_path: Path) -> None:
     assert keeper.killed in (0, 2)
 
 
-def test_a_worker_that_may_open_too_few_files_for_the_jobs_size_says_what_is_needed(
+def test_a_worker_that_may_open_too_few_files_for_the_jobs_size_reports_what_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "read_limit", lambda: 1024)
@@ -309,7 +309,7 @@ Version: 1:1.3
         ((2, 26), None, ""),
     ],
 )
-def test_pairs_that_do_not_work_together_are_told_with_what_to_do(
+def test_pairs_that_do_not_work_together_are_reported_with_what_to_do(
     driver: tuple[int, int] | None, runtime: tuple[int, int] | None, advice: str
 ) -> None:
     sentence = mismatch(driver, runtime)
@@ -327,14 +327,14 @@ def test_versions_are_read_of_the_module_and_of_the_package(tmp_path: Path) -> N
 
 
 @given(st.text(max_size=300))
-def test_whatever_stands_there_is_no_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_any_content_is_no_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "odd"
     path.write_text(text, encoding="utf-8", errors="replace")
     assert driver_version(path) is None or "." in text
     runtime_version(path)
 
 
-def test_a_pair_that_does_not_work_is_told_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_that_does_not_work_is_reported_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "driver_version", lambda: (2, 26))
     monkeypatch.setattr(preflight, "runtime_version", lambda: (2, 32))
     (finding,) = preflight._versions(16)

@@ -18,7 +18,7 @@ NAME = "coordinator.svc"
 
 
 class Resolver:
-    """Stands in for the host's."""
+    """Replace the host's resolver."""
 
     def __init__(self) -> None:
         self.answer: list[str] | None = ["10.0.0.1", "10.0.0.2", "10.0.0.1"]

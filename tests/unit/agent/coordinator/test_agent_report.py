@@ -91,7 +91,7 @@ def ended(code: int, attempt: int = 0, output: bytes = b"") -> RankProcess:
     return process
 
 
-def test_a_pod_trains_once_its_first_rank_says_so(report: PodReport, ranks: Ranks) -> None:
+def test_a_pod_trains_once_its_first_rank_reports_it(report: PodReport, ranks: Ranks) -> None:
     ranks.at(0, phase="LOADING")
     assert report.heartbeat().phase is WorkerPhase.LOADING
     ranks.at(0)
@@ -254,7 +254,7 @@ def test_output_is_prefixed_line_by_line_and_its_end_is_kept() -> None:
     assert len(tail.text(1000).split("\n")) == 20
 
 
-def test_a_restart_tells_anew_when_its_processes_were_up_and_had_loaded(report: PodReport, ranks: Ranks) -> None:
+def test_a_restart_reports_again_when_its_processes_were_up_and_had_loaded(report: PodReport, ranks: Ranks) -> None:
     ranks.at(5)
     first = report.heartbeat().progress
     assert first is not None
@@ -288,13 +288,13 @@ def test_alerts_of_the_first_rank_are_passed_on_one_of_each_kind(ranks: Ranks, t
     writer.close()
 
 
-def test_a_restart_of_a_generation_that_is_over_says_nothing_of_the_one_that_has_come(report: PodReport) -> None:
+def test_a_restart_of_a_generation_that_is_over_reports_nothing_of_the_next_one(report: PodReport) -> None:
     report.enter_generation(2, WorkerPhase.JOINING)
     report.restarting(1, 3, Cause.PEER_LOST, 900.0)
     report.enter(WorkerPhase.LOADING, generation=1, attempt=3)
-    told = report.heartbeat()
-    assert (told.generation, told.attempt, told.phase) == (2, 0, WorkerPhase.JOINING)
-    assert [(each.generation, each.attempt) for each in told.restarts] == [(1, 3)], "the ledger has it all the same"
+    reported = report.heartbeat()
+    assert (reported.generation, reported.attempt, reported.phase) == (2, 0, WorkerPhase.JOINING)
+    assert [(each.generation, each.attempt) for each in reported.restarts] == [(1, 3)], "the ledger has it all the same"
     report.enter(WorkerPhase.LOADING, generation=2, attempt=1)
     assert (report.heartbeat().attempt, report.phase) == (1, WorkerPhase.LOADING)
 
@@ -304,9 +304,9 @@ def test_a_verdict_of_a_generation_that_is_over_is_none_of_the_one_that_has_come
     report.failed(1, process)
     report.enter_generation(2, WorkerPhase.JOINING)
     report.give_up(process)
-    told = report.heartbeat()
-    assert (told.phase, told.verdict) == (WorkerPhase.JOINING, None)
-    assert [each.exit_code for each in told.failures] == [64]
+    reported = report.heartbeat()
+    assert (reported.phase, reported.verdict) == (WorkerPhase.JOINING, None)
+    assert [each.exit_code for each in reported.failures] == [64]
 
 
 def test_whom_an_old_generation_lacked_the_new_one_need_not_lack(report: PodReport) -> None:

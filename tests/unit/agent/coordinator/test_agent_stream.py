@@ -1,4 +1,4 @@
-"""What the agent makes of the coordinator's frames: answers, refusals, and words that it does not understand."""
+"""The coordinator's frames as the agent reads them: answers, refusals, and unknown messages."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class Writer:
         self.aborted = True
 
 
-def connected(*said: bytes, ended: bool = False) -> tuple[Stream, Writer]:
-    """A stream on which the coordinator has said this."""
+def connected(*reported: bytes, ended: bool = False) -> tuple[Stream, Writer]:
+    """Return a stream on which the coordinator has sent this."""
     reader, writer = asyncio.StreamReader(limit=1 << 12), Writer()
-    reader.feed_data(b"".join(said))
+    reader.feed_data(b"".join(reported))
     if ended:
         reader.feed_eof()
     return Stream(reader, writer), writer  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ async def test_a_registration_is_answered_with_a_welcome_whatever_comes_before_i
 
 
 @pytest.mark.parametrize(
-    ("said", "sentence"),
+    ("reported", "sentence"),
     [
         ((frame(FrameKind.ERROR, REFUSAL),), "the coordinator answered 403: the pod is gone"),
         ((frame(FrameKind.ERROR, b"no JSON"),), "refused with something that is not understood"),
@@ -106,9 +106,9 @@ async def test_a_registration_is_answered_with_a_welcome_whatever_comes_before_i
     ],
 )
 async def test_a_registration_that_fails_is_one_sentence_and_closes_the_stream(
-    said: tuple[bytes, ...], sentence: str
+    reported: tuple[bytes, ...], sentence: str
 ) -> None:
-    stream, writer = connected(*said, ended=True)
+    stream, writer = connected(*reported, ended=True)
     with pytest.raises(StreamEndedError, match=sentence):
         await stream.register(REQUEST, 5.0)
     assert writer.aborted
@@ -121,7 +121,7 @@ async def test_a_registration_that_nobody_answers_ends() -> None:
     assert writer.aborted
 
 
-async def test_a_connection_that_breaks_while_we_speak_is_one_sentence() -> None:
+async def test_a_connection_that_breaks_while_we_send_is_one_sentence() -> None:
     stream, writer = connected()
     writer.broken = True
     with pytest.raises(StreamEndedError, match=r"the connection broke \(reset by peer\)"):
@@ -135,14 +135,14 @@ async def test_a_packed_membership_comes_unpacked() -> None:
 
 
 class Ears:
-    """What came of the coordinator's words."""
+    """Record what came of the coordinator's messages."""
 
-    def __init__(self, *said: bytes, ended: bool = True) -> None:
+    def __init__(self, *reported: bytes, ended: bool = True) -> None:
         self.acknowledged: list[HeartbeatRequest] = []
         self.memberships: list[Membership] = []
         self.changes: list[MembershipChange] = []
         self.answers = 0
-        self.stream, self.writer = connected(*said, ended=ended)
+        self.stream, self.writer = connected(*reported, ended=ended)
         self.session = Session(
             self.stream,
             self.heartbeat,
@@ -161,7 +161,7 @@ class Ears:
             namespace="team", job="llama", pod_name="w-0", pod_uid="u", generation=3, phase=WorkerPhase.STANDBY
         )
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """A heartbeat is on its way."""
         self.session._unanswered.append(session_module._Sent(self.heartbeat(), 0.0, 0.0))
 
@@ -171,19 +171,21 @@ class Ears:
         return str(caught.value)
 
 
-HEARD = frame(FrameKind.HEARTBEAT_ACK, encoded(HeartbeatResponse(generation=3, full_heartbeat_seconds=9.0, time=1.0)))
+ACKNOWLEDGED = frame(
+    FrameKind.HEARTBEAT_ACK, encoded(HeartbeatResponse(generation=3, full_heartbeat_seconds=9.0, time=1.0))
+)
 
 
 async def test_each_answer_acknowledges_the_oldest_heartbeat_and_one_too_many_does_no_harm() -> None:
-    ears = Ears(HEARD, HEARD)
-    ears.tell()
+    ears = Ears(ACKNOWLEDGED, ACKNOWLEDGED)
+    ears.report()
     assert await ears.listen() == "the coordinator closed the stream"
     assert (len(ears.acknowledged), ears.answers) == (1, 2)
     assert ears.session._detail_seconds == 9.0
 
 
 async def test_a_membership_is_passed_on_and_a_kind_of_a_later_version_is_passed_over() -> None:
-    ears = Ears(frame(FrameKind.MEMBERSHIP, encoded(MEMBERSHIP)), b"\x63\x00\x00\x00\x01x", HEARD)
+    ears = Ears(frame(FrameKind.MEMBERSHIP, encoded(MEMBERSHIP)), b"\x63\x00\x00\x00\x01x", ACKNOWLEDGED)
     await ears.listen()
     assert (ears.memberships, ears.answers) == ([MEMBERSHIP], 1)
 
@@ -197,27 +199,27 @@ async def test_a_change_is_passed_on_as_one() -> None:
 
 
 async def test_a_heartbeat_of_a_generation_that_is_over_is_answered_but_not_acknowledged() -> None:
-    ears = Ears(frame(FrameKind.ERROR, CONFLICT), HEARD, frame(FrameKind.ERROR, CONFLICT))
-    ears.tell()
-    ears.tell()
+    ears = Ears(frame(FrameKind.ERROR, CONFLICT), ACKNOWLEDGED, frame(FrameKind.ERROR, CONFLICT))
+    ears.report()
+    ears.report()
     assert await ears.listen() == "the coordinator closed the stream"
     assert (len(ears.acknowledged), ears.answers) == (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("said", "sentence"),
+    ("reported", "sentence"),
     [
         (frame(FrameKind.ERROR, REFUSAL), "the coordinator answered 403: the pod is gone"),
         (frame(FrameKind.MEMBERSHIP, b"{}"), "validation error"),
     ],
 )
-async def test_a_refusal_or_a_word_that_makes_no_sense_ends_the_stream(said: bytes, sentence: str) -> None:
-    assert sentence in await Ears(said).listen()
+async def test_a_refusal_or_a_word_that_makes_no_sense_ends_the_stream(reported: bytes, sentence: str) -> None:
+    assert sentence in await Ears(reported).listen()
 
 
 async def test_a_coordinator_that_answers_no_heartbeat_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     ears = Ears(ended=False)
-    ears.tell()  # at monotonic time 0: long ago
+    ears.report()  # at monotonic time 0: long ago
     with pytest.raises(CoordinatorUnavailableError, match="a heartbeat was not answered within"):
         await ears.session.send_heartbeats(1.0)
 

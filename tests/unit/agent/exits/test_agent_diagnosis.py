@@ -46,7 +46,9 @@ def signs(rules: Path | None = None) -> Signs:
         (1, "ImportError: torch", Cause.CRASH, Response.RESTART_IN_PLACE),
     ],
 )
-def test_a_runtime_status_says_more_than_a_crash(code: int, output: str, cause: Cause, response: Response) -> None:
+def test_a_runtime_status_is_more_specific_than_a_crash(
+    code: int, output: str, cause: Cause, response: Response
+) -> None:
     verdict = signs().diagnose(ended(code, output)).verdict
     assert (verdict.cause, verdict.response) == (cause, response)
 
@@ -82,7 +84,7 @@ def test_a_device_error_in_the_kernels_log_is_behind_a_crash_and_a_lost_peer_ali
         assert made.diagnose(ended(code, "Connection closed by peer")).verdict.cause is Cause.DEVICE
 
 
-def test_a_kill_by_the_kernel_for_memory_is_told_from_another_kill() -> None:
+def test_a_kill_by_the_kernel_for_memory_is_distinguished_from_another_kill() -> None:
     made = signs()
     assert made.diagnose(ended(137)).verdict.cause is Cause.CRASH
     made.kernel.take("Memory cgroup out of memory: Killed process 12 (python) total-vm:1kB", time.time())
@@ -141,7 +143,7 @@ FULL = (
 )
 
 
-def test_the_last_word_of_a_program_comes_first_and_steps_that_went_well_are_left_out() -> None:
+def test_the_last_message_of_a_program_comes_first_and_steps_that_went_well_are_left_out() -> None:
     steps = "".join(
         f"2026-01-01 12:00:{second:02} INFO step {second}/40: loss 6.7386, 948 tokens/s\n" for second in range(15)
     )
@@ -158,7 +160,7 @@ def test_the_last_word_survives_a_long_output_and_a_short_bound() -> None:
     assert describe_exit(ended(1, f"line\n{word}")) == word[:1024]
 
 
-def test_frames_of_cpp_leave_the_room_to_the_lines_of_python() -> None:
+def test_frames_of_cpp_leave_the_space_to_the_lines_of_python() -> None:
     python = 'Traceback (most recent call last):\n  File "train.py", line 7, in main\nRuntimeError: Connection reset'
     native = "".join(f"frame #{number}: c10d::TCPStore::get() + 0x2 (0x7f12 in libtorch.so)\n" for number in range(30))
     text = describe_exit(
@@ -170,7 +172,7 @@ def test_frames_of_cpp_leave_the_room_to_the_lines_of_python() -> None:
     assert describe_exit(ended(1, native)) == classify_exit_code(1).sentence
 
 
-def test_of_a_process_that_was_killed_the_newest_lines_are_told_in_their_order() -> None:
+def test_of_a_process_that_was_killed_the_newest_lines_are_reported_in_their_order() -> None:
     assert describe_exit(ended(137, "one\ntwo\n")) == "killed by signal 9\none\ntwo"
     text = describe_exit(ended(137, "".join(f"line {number:04} of many\n" for number in range(400))))
     assert re.fullmatch(r"killed by signal 9\n(line \d{4} of many\n)+line 0399 of many", text), "no half line"

@@ -31,7 +31,7 @@ def events() -> KernelEvents:
     return KernelEvents(lambda: None)
 
 
-def test_lines_that_tell_of_a_fault_are_numbered_and_the_others_ignored(events: KernelEvents) -> None:
+def test_lines_of_a_fault_are_numbered_and_the_others_ignored(events: KernelEvents) -> None:
     assert events.take(SRAM, NOW)
     assert not events.take("eth0: renamed from veth1", NOW)
     assert events.take(DISK, NOW)

@@ -1,4 +1,4 @@
-"""Turns on a real store: who waits asks next to nothing, hears at once what changed, and depends on no caller."""
+"""Notifications on a real store: a waiting agent asks next to nothing, sees changes at once, depends on no caller."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Counting(GenerationStore):
 
 
 class Follower:
-    """One agent's watcher and what it told."""
+    """One agent's watcher and its reports."""
 
     def __init__(self, membership: Membership) -> None:
-        self.heard: queue.Queue[GenerationState] = queue.Queue()
+        self.received: queue.Queue[GenerationState] = queue.Queue()
         self.lost = threading.Event()
-        self.watcher = StateWatcher(membership, self.heard.put, self.lost.set)
+        self.watcher = StateWatcher(membership, self.received.put, self.lost.set)
         self.store = self.watcher._store = Counting(membership)
         self.watcher.start()
 
@@ -84,12 +84,12 @@ class Party:
         self.followers.append(Follower(self.membership))
         return self.followers[-1]
 
-    def rendezvous(self, node_rank: int, told: threading.Event | None = None) -> GenerationRendezvous:
+    def rendezvous(self, node_rank: int, reported: threading.Event | None = None) -> GenerationRendezvous:
         handler = GenerationRendezvous(
             self.membership,
             node_rank,
             initial=GenerationState(),
-            interrupted=lambda: self.over.is_set() or (told is not None and told.is_set()),
+            interrupted=lambda: self.over.is_set() or (reported is not None and reported.is_set()),
             waiting_for=lambda _missing: None,
             watcher=self.follower().watcher,
             reserve_port=ReservedPort,
@@ -133,7 +133,7 @@ class Party:
         self.server.close()
 
     def raise_attempt(self) -> None:
-        """As an agent does that dies before it can tell anybody."""
+        """Raise the attempt as an agent does that dies before it can notify any other."""
         self.store.change(lambda state: GenerationState(attempt=state.attempt + 1))
 
     def until(self, condition: Callable[[], object], seconds: float = 20.0) -> float:
@@ -151,23 +151,23 @@ def party() -> Iterator[Party]:
     party.end()
 
 
-def test_a_change_that_its_author_told_nobody_of_is_heard_by_all_before_the_clock_calls(party: Party) -> None:
+def test_a_change_that_its_author_published_to_nobody_is_seen_by_all_before_the_clock_calls(party: Party) -> None:
     party.caller()
     followers = [party.follower() for _ in range(8)]
     for follower in followers:
-        assert follower.heard.get(timeout=20).attempt == 0
+        assert follower.received.get(timeout=20).attempt == 0
     time.sleep(0.2)
     began = time.monotonic()
     party.raise_attempt()
     for follower in followers:
-        assert follower.heard.get(timeout=20).attempt == 1
+        assert follower.received.get(timeout=20).attempt == 1
     assert time.monotonic() - began < SOON
 
 
 def test_who_follows_asks_once_a_turn(party: Party, capfd: pytest.CaptureFixture[str]) -> None:
     party.caller()
     follower = party.follower()
-    follower.heard.get(timeout=20)
+    follower.received.get(timeout=20)
     before = follower.store.asked
     time.sleep(3 * LONGEST_TURN_SECONDS)
     assert 2 <= follower.store.asked - before <= 4
@@ -190,20 +190,20 @@ def test_old_turns_are_forgotten(party: Party, monkeypatch: pytest.MonkeyPatch) 
 def test_a_generation_whose_first_agent_calls_no_turns_is_followed_all_the_same(party: Party) -> None:
     party.store.begin(GenerationState())
     follower = party.follower()
-    assert follower.heard.get(timeout=20).attempt == 0
+    assert follower.received.get(timeout=20).attempt == 0
     party.raise_attempt()
-    assert follower.heard.get(timeout=SOON).attempt == 1
+    assert follower.received.get(timeout=SOON).attempt == 1
 
 
 def test_a_caller_that_leaves_is_done_without_until_another_comes(party: Party) -> None:
     caller = party.caller()
     follower = party.follower()
-    follower.heard.get(timeout=20)
+    follower.received.get(timeout=20)
     caller.stop()
     time.sleep(0.3)
     before = follower.store.asked
     party.raise_attempt()
-    assert follower.heard.get(timeout=SOON).attempt == 1
+    assert follower.received.get(timeout=SOON).attempt == 1
     time.sleep(0.3)
     assert follower.store.asked > before + 6, "it asks at intervals"
     assert not follower.lost.is_set()
@@ -213,7 +213,7 @@ def test_a_caller_that_leaves_is_done_without_until_another_comes(party: Party) 
     time.sleep(LONGEST_TURN_SECONDS)
     assert follower.store.asked - before <= 3
     party.raise_attempt()
-    assert follower.heard.get(timeout=SOON).attempt == 2
+    assert follower.received.get(timeout=SOON).attempt == 2
 
 
 def test_a_caller_that_falls_silent_is_noticed_and_done_without(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,10 +221,10 @@ def test_a_caller_that_falls_silent_is_noticed_and_done_without(party: Party, mo
     party.store.begin(GenerationState())
     party.store.count(party.store.key("turns"), 7)  # as a caller whose thread died
     follower = party.follower()
-    assert follower.heard.get(timeout=20).attempt == 0
+    assert follower.received.get(timeout=20).attempt == 0
     assert follower.lost.wait(5)
     party.raise_attempt()
-    assert follower.heard.get(timeout=5).attempt == 1
+    assert follower.received.get(timeout=5).attempt == 1
     before = follower.store.asked
     time.sleep(1.5)
     assert follower.store.asked > before + 10, "it waits for no turn again"
@@ -234,14 +234,14 @@ def test_a_turn_that_a_stranger_writes_is_not_believed(party: Party) -> None:
     party.store.begin(GenerationState())
     party.store.count(party.store.key("turns"), 1)
     follower = party.follower()
-    assert follower.heard.get(timeout=20).stopped is None
+    assert follower.received.get(timeout=20).stopped is None
     stranger = StoreClient(socket.create_connection(("127.0.0.1", party.server.port)))
     forged = GenerationState(stopped=int(ExitCode.USER_ERROR)).encode()
     stranger.ask(("set", party.store.key("turn", 2), forged), lambda: 5.0)
     assert follower.lost.wait(5)
     party.caller()
     party.raise_attempt()
-    assert follower.heard.get(timeout=20) == GenerationState(attempt=1)
+    assert follower.received.get(timeout=20) == GenerationState(attempt=1)
 
 
 def test_all_begin_together_however_late_the_last_one_is_and_waiting_is_cheap(
@@ -278,7 +278,7 @@ def test_who_waits_for_an_attempt_that_is_over_joins_the_next_at_once(party: Par
     assert party.until(lambda: party.store.has(*again)) < SOON
 
 
-def test_who_waits_hears_at_once_that_the_generation_stopped(party: Party) -> None:
+def test_a_waiting_agent_learns_at_once_that_the_generation_stopped(party: Party) -> None:
     waiting = [party.joins(party.rendezvous(rank)) for rank in range(2)]
     party.until(lambda: party.store.has(*(party.store.key(0, "joined", rank) for rank in range(2))))
     time.sleep(0.3)
@@ -290,22 +290,22 @@ def test_who_waits_hears_at_once_that_the_generation_stopped(party: Party) -> No
     assert time.monotonic() - began < SOON
 
 
-def test_who_waits_leaves_at_once_when_told_to(party: Party) -> None:
+def test_a_waiting_agent_leaves_at_once_when_asked_to(party: Party) -> None:
     party.caller()
-    told = threading.Event()
-    handler = party.rendezvous(1, told)
+    reported = threading.Event()
+    handler = party.rendezvous(1, reported)
     thread, results = party.joins(handler)
     party.until(lambda: party.store.has(party.store.key(0, "joined", 1)))
     time.sleep(0.3)
     began = time.monotonic()
-    told.set()
+    reported.set()
     handler._watcher.nudge()
     thread.join(20)
     assert time.monotonic() - began < 0.2
     assert isinstance(results[0], RendezvousInterruptedError)
 
 
-def test_a_rendezvous_goes_on_when_its_watcher_hears_nothing(party: Party) -> None:
+def test_a_rendezvous_goes_on_when_its_watcher_receives_nothing(party: Party) -> None:
     party.caller()
     handler = party.rendezvous(1)
     handler._watcher = StateWatcher(party.membership, lambda _: None, lambda: None)  # never started

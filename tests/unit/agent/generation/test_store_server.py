@@ -162,15 +162,15 @@ def test_agents_of_a_generation_understand_each_other(server: StoreServer) -> No
     assert one.count(one.key("left"), 2) == 2
 
 
-def test_a_stop_that_a_stranger_writes_is_refused_and_told_once(
+def test_a_stop_that_a_stranger_writes_is_refused_and_reported_once(
     server: StoreServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     membership = membership_at(server.port)
     ours = connected(membership)
     ours.begin(GenerationState())
-    sealed = Stranger(server).get(ours.key("state"))
+    signed = Stranger(server).get(ours.key("state"))
     stopped = GenerationState(attempt=5, stopped=int(ExitCode.USER_ERROR)).encode()
-    for forged in (stopped, "x" * 32 + stopped, "", "\xff" * 40, sealed[:-1], "["):
+    for forged in (stopped, "x" * 32 + stopped, "", "\xff" * 40, signed[:-1], "["):
         Stranger(server).set(ours.key("state"), forged)
         for ask in (ours.state, lambda: ours.change(lambda state: state)):
             if not ours.connected:
@@ -178,22 +178,22 @@ def test_a_stop_that_a_stranger_writes_is_refused_and_told_once(
             with pytest.raises(StoreLostError, match="was not written by an agent of this generation"):
                 ask()
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
-    Stranger(server).set(ours.key("state"), sealed)
+    Stranger(server).set(ours.key("state"), signed)
     assert ours.state() == GenerationState()
 
 
-def test_a_sealed_value_counts_for_its_own_name_and_generation_only(server: StoreServer) -> None:
+def test_a_signed_value_counts_for_its_own_name_and_generation_only(server: StoreServer) -> None:
     ours = connected(membership_at(server.port))
     ours.set(ours.key(0, "port"), "29500")
-    sealed = Stranger(server).get(ours.key(0, "port"))
-    Stranger(server).set(ours.key(1, "port"), sealed)
+    signed = Stranger(server).get(ours.key(0, "port"))
+    Stranger(server).set(ours.key(1, "port"), signed)
     with pytest.raises(StoreLostError):
         ours.get(ours.key(1, "port"))
     next_one = ValueSigner(membership_at(generation=2))
     with pytest.raises(ForgedValueError):
-        next_one.verify(ours.key(0, "port"), sealed)
+        next_one.verify(ours.key(0, "port"), signed)
     with pytest.raises(ForgedValueError):
-        ValueSigner(membership_at(uid="other")).verify(ours.key(0, "port"), sealed)
+        ValueSigner(membership_at(uid="other")).verify(ours.key(0, "port"), signed)
 
 
 def test_a_value_beyond_all_bounds_is_not_read() -> None:
@@ -202,15 +202,15 @@ def test_a_value_beyond_all_bounds_is_not_read() -> None:
 
 
 @given(name=st.text(max_size=40), value=st.text(max_size=200), at=st.integers(0, 250), to=st.characters(codec="utf-8"))
-def test_any_change_of_a_sealed_value_is_noticed(name: str, value: str, at: int, to: str) -> None:
-    seal = ValueSigner(membership_at())
-    sealed = seal.sign(name, value)
-    assert seal.verify(name, sealed) == value
-    at %= len(sealed)
-    changed = sealed[:at] + to + sealed[at + 1 :]
-    if changed != sealed:
+def test_any_change_of_a_signed_value_is_noticed(name: str, value: str, at: int, to: str) -> None:
+    signature = ValueSigner(membership_at())
+    signed = signature.sign(name, value)
+    assert signature.verify(name, signed) == value
+    at %= len(signed)
+    changed = signed[:at] + to + signed[at + 1 :]
+    if changed != signed:
         with pytest.raises(ForgedValueError):
-            seal.verify(name, changed)
+            signature.verify(name, changed)
 
 
 NODES = 100

@@ -130,13 +130,13 @@ def test_a_standstill_grows_while_no_sign_of_life_comes_and_ends_with_one() -> N
     assert sample(watch, 2.0, beats=8).seconds == 0.5
 
 
-def test_time_in_which_the_agent_did_not_look_hardly_counts() -> None:
+def test_time_in_which_the_agent_did_not_sample_hardly_counts() -> None:
     watch = StallWatch()
     sample(watch, 0.0)
     assert sample(watch, 3600.0).seconds == 2.0
 
 
-def test_processor_time_tells_a_loop_from_a_sleep() -> None:
+def test_processor_time_distinguishes_a_loop_from_a_sleep() -> None:
     watch = StallWatch()
     sample(watch, 0.0)
     sample(watch, 1.0, state="R", cpu_seconds=50.0)
@@ -157,7 +157,7 @@ WAITING = {0: (still(0), still(1)), 1: (still(2), still(3))}
         ({0: (still(0, waiting=False, limit=15.0),)}, Finding(FindingKind.STUCK, (0,))),
         ({0: WAITING[0]}, Finding(FindingKind.SILENT, silent=(1,))),
         ({0: (still(0, 3.0), still(1, 3.0)), 1: (still(2, 2.0), still(3, 0.0))}, Finding(FindingKind.MOVING)),
-        # All collectives are inside the work: the processor, then the kernel's word, then nothing tells.
+        # All collectives are inside the work: the processor, then the kernel's state, then nothing distinguishes them.
         ({0: (still(0, waiting=None),), 1: (still(1, waiting=None),)}, Finding(FindingKind.COLLECTIVE)),
         # Ranks of a program that report nothing: no excuse for one that does, and no sign of who is to blame.
         ({0: (still(0, waiting=False),), 1: (UNREPORTED,)}, Finding(FindingKind.COLLECTIVE)),
@@ -237,7 +237,7 @@ def test_an_agents_word_survives_the_store(word: list[Stall]) -> None:
     assert decode(encode(word)) == tuple(word)
 
 
-def test_a_long_stage_is_no_hang_as_long_as_it_tells_of_itself(tmp_path: Path) -> None:
+def test_a_long_stage_is_no_hang_as_long_as_it_reports(tmp_path: Path) -> None:
     writer = ProgressWriter(tmp_path / "r0")
     watch, limit = StallWatch(), limit_of(SAVE, SPEC, Usual())
 
@@ -258,7 +258,7 @@ def test_a_long_stage_is_no_hang_as_long_as_it_tells_of_itself(tmp_path: Path) -
     writer.close()
 
 
-def test_the_word_of_a_rank_that_trains_is_what_earlier_agents_know() -> None:
+def test_the_state_of_a_rank_that_trains_is_what_earlier_agents_know() -> None:
     assert '"stage"' not in encode([still(3)])
     assert decode(encode([still(3, stage=RunStage.EXPORT)]))[0].stage is RunStage.EXPORT
 
@@ -376,7 +376,7 @@ def test_an_inquiry_of_an_earlier_attempt_is_not_answered() -> None:
     assert "0/standstill/1" not in shared.values
 
 
-def test_who_hears_of_another_s_inquiry_does_not_ask_until_that_one_is_overdue(clock: list[float]) -> None:
+def test_an_agent_that_knows_of_anothers_inquiry_does_not_ask_until_that_one_is_overdue(clock: list[float]) -> None:
     shared = Shared()
     first, second = agents(shared)
     first.ask(0)
@@ -390,7 +390,7 @@ def test_who_hears_of_another_s_inquiry_does_not_ask_until_that_one_is_overdue(c
     assert not first.open, "the other took over"
 
 
-def test_who_asks_does_not_ask_again_meanwhile_and_an_attempt_later_anew(clock: list[float]) -> None:
+def test_an_agent_that_asks_does_not_ask_again_meanwhile_but_an_attempt_later(clock: list[float]) -> None:
     shared = Shared()
     first = agents(shared)[0]
     first.ask(0)
@@ -400,7 +400,7 @@ def test_who_asks_does_not_ask_again_meanwhile_and_an_attempt_later_anew(clock: 
     assert not first.open
 
 
-def test_time_is_up_when_one_does_not_answer_and_what_it_said_before_does_not_count(clock: list[float]) -> None:
+def test_time_is_up_when_one_does_not_answer_and_what_it_reported_before_does_not_count(clock: list[float]) -> None:
     shared = Shared()
     first, second, third = agents(shared, 3)
     third.ask(0)
@@ -409,7 +409,7 @@ def test_time_is_up_when_one_does_not_answer_and_what_it_said_before_does_not_co
     finding = third.conclude(0)
     assert finding is not None
     clock[0] += 1000.0
-    second.ask(0)  # what the third said belongs to the first inquiry
+    second.ask(0)  # the third's answer belongs to the first inquiry
     first.answer(shared.state())
     clock[0] += 1000.0
     assert set(second._testimony(shared, 0)) == {0, 1}  # type: ignore[arg-type]

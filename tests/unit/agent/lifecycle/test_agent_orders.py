@@ -48,7 +48,7 @@ def test_a_generation_keeps_its_invariants_in_ten_thousand_random_orders_of_even
 
 
 class VirtualPod:
-    """A pod in random orders of events; its generations, checks and compiler end when the seed says."""
+    """A pod in random orders of events; its generations, checks and compiler end when the seed decides."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -60,7 +60,7 @@ class VirtualPod:
         self.leave_requested = False
         self.checking, self.compiling = True, False
         self.waits_since: float | None = None
-        self.begun: list[int] = []
+        self.launched: list[int] = []
         self.exits: list[int | None] = []
 
     def take(self, event: pod.Event) -> None:
@@ -77,9 +77,9 @@ class VirtualPod:
                 assert not self.pod.unfit
                 waited = self.now - (self.now if self.waits_since is None else self.waits_since)
                 assert not self.checking or waited >= 5.0, "ranks beside the node's checks"
-                assert generation == self.pod.newest.generation > max(self.begun, default=0)
+                assert generation == self.pod.newest.generation > max(self.launched, default=0)
                 self.running, self.leave_requested, self.gave_up = generation, False, False
-                self.begun.append(generation)
+                self.launched.append(generation)
             case pod.Idle(generation):
                 assert not self.running
                 assert generation == self.pod.newest.generation
@@ -145,9 +145,9 @@ def test_a_pod_keeps_its_invariants_in_ten_thousand_random_orders_of_events() ->
 
 def test_a_pod_ends_with_its_verdict_once_that_is_known_unless_the_job_goes_on() -> None:
     came = pod.MembershipReceived(1, member=True)
-    begun, _ = pod.step(replace(pod.Pod(check_seconds=5.0), checked=True), came, 0.0)
-    assert begun.running == 1
-    waiting, actions = pod.step(begun, pod.VerdictAcknowledged(1), 10.0)
+    launched, _ = pod.step(replace(pod.Pod(check_seconds=5.0), checked=True), came, 0.0)
+    assert launched.running == 1
+    waiting, actions = pod.step(launched, pod.VerdictAcknowledged(1), 10.0)
     assert actions == (), "the others read in its store why it stopped"
     assert waiting.wake_at == pytest.approx(13.0)
     assert pod.step(waiting, pod.Notice.TICK, 12.9)[1] == ()
@@ -158,19 +158,19 @@ def test_a_pod_ends_with_its_verdict_once_that_is_known_unless_the_job_goes_on()
     assert pod.step(going_on, pod.VerdictAcknowledged(1), 11.5)[0] == going_on, "it was about the generation before"
 
 
-def test_what_was_told_of_a_standstill_is_taken_back_though_the_next_attempt_is_not_joined_yet() -> None:
+def test_the_report_of_a_standstill_is_withdrawn_though_the_next_attempt_is_not_joined_yet() -> None:
     terms = GenerationLimits(1, grace_seconds=10.0, sample_seconds=0.5)
     life = LocalGeneration(stage=Stage.RUNNING, attempt=2, started=1, busy=do.SimpleTask.CONCLUDE_INQUIRY)
     stuck = (StuckRank(rank=0, phase=TrainerPhase.STEP, step=7, seconds=9.0, waiting=False),)
     found = on.HangFound(GenerationState(attempt=3, cause=Cause.HANG), Cause.HANG, 1.0, named=True, stuck=stuck)
-    life, told = step(terms, life, found, 100.0)
-    assert do.ReportStuck(stuck) in told
+    life, reported = step(terms, life, found, 100.0)
+    assert do.ReportStuck(stuck) in reported
     life, _ = step(terms, life, on.RankEnded(2, 0, 0, 137, asked=True), 100.1)
     assert life.busy == do.SimpleTask.JOIN
-    due = wake_at(life)
-    assert due == 102.5, "a heartbeat carries it first"
-    life, told = step(terms, life, on.Notice.TICK, due)
-    assert told == (do.ReportStuck(()),)
+    wake_time = wake_at(life)
+    assert wake_time == 102.5, "a heartbeat carries it first"
+    life, reported = step(terms, life, on.Notice.TICK, wake_time)
+    assert reported == (do.ReportStuck(()),)
     assert wake_at(life) is None
 
 

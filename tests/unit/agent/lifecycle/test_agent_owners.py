@@ -1,4 +1,4 @@
-"""What the owners of a pod and of a generation do when work fails, clocks differ, or nobody waits for them any more."""
+"""Owners of a pod and of a generation when work fails, clocks differ, or nobody waits for them any more."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_standstill_that_could_not_be_talked_about_is_counted_once_the_store_i
     assert counted.after.attempt == 1
 
 
-def test_what_others_should_know_is_not_worth_an_error_when_nobody_hears_it() -> None:
+def test_a_report_that_nobody_receives_is_no_error() -> None:
     shared = Shared()
     assert work(shared).perform(do.SimpleTask.ANNOUNCE_BROKEN, GIVEN) == on.Outcome.DONE
     assert shared.state().broken
@@ -107,7 +107,7 @@ def test_what_others_should_know_is_not_worth_an_error_when_nobody_hears_it() ->
     assert work(Lost()).perform(do.SimpleTask.CHECK_YIELDED, GIVEN).after is None  # type: ignore[union-attr]
 
 
-def test_a_round_of_pairs_ends_when_the_pod_is_told_to_leave() -> None:
+def test_a_round_of_pairs_ends_when_the_pod_is_asked_to_leave() -> None:
     mine = work()
     mine._stop_when_ordered()
     mine._leave_requested.set()
@@ -142,7 +142,7 @@ def test_work_that_fails_in_a_way_that_nobody_foresaw_ends_the_pod() -> None:
     assert "KeyError: 'unforeseen'" in made.broken[0]
 
 
-def test_what_makes_the_pod_useless_and_what_is_to_be_said_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_makes_the_pod_useless_and_what_to_report_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
     made = owner()
     made._carry_out(do.FailPod("a process did not end"))
     made._carry_out(do.Log("a word"))
@@ -168,7 +168,7 @@ def test_a_generation_ends_once_though_events_come_afterwards() -> None:
 
 
 class Report:
-    """What the pod tells."""
+    """Reports of the pod."""
 
     def __init__(self) -> None:
         self.checks: list[Any] = []
@@ -203,7 +203,7 @@ def supervisor(loop: Any = None, *, checks: Any = (PreflightCheck.CLOCK,)) -> An
     return made
 
 
-def test_a_clock_that_is_wrong_is_told_once_and_again_when_it_is_right(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clock_that_is_wrong_is_reported_once_and_again_when_it_is_right(caplog: pytest.LogCaptureFixture) -> None:
     made = supervisor()
     for theirs in (1000.0, 2000.0, 2000.0, 1000.0, 1000.0):
         made._on_coordinator_time(theirs, 1000.0, 1000.1)
@@ -274,7 +274,7 @@ def test_an_error_while_an_event_is_taken_ends_the_pod() -> None:
     assert made.codes == [supervisor_module._INTERNAL_ERROR]
 
 
-def test_a_pod_without_a_generation_is_told_of_the_next_one_and_ends_when_its_time_is_up() -> None:
+def test_a_pod_without_a_generation_learns_of_the_next_one_and_ends_when_its_time_is_up() -> None:
     calls: list[Any] = []
     made = supervisor(SimpleNamespace(call_later=lambda *call: calls.append(call)))
     made._order(Order.IMMEDIATE, 4)
@@ -325,7 +325,7 @@ STILL = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0,
         (Finding(FindingKind.COLLECTIVE), "all ranks stand alike, nobody is to blame"),
     ],
 )
-def test_the_log_says_who_is_to_blame_for_a_standstill_and_where_each_rank_was(
+def test_the_log_names_the_cause_of_a_standstill_and_where_each_rank_was(
     finding: Finding, summary: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = object.__new__(response.HangResponse)
@@ -344,7 +344,7 @@ def test_the_log_says_who_is_to_blame_for_a_standstill_and_where_each_rank_was(
     assert capsys.readouterr().out == "", "a line of the schema goes the way of all others"
 
 
-def test_a_stack_tells_whether_a_rank_waits_where_nothing_else_does() -> None:
+def test_a_stack_shows_whether_a_rank_waits_where_nothing_else_does() -> None:
     assert response._apply_stack(STILL, None) is STILL
     assert response._apply_stack(STILL, SimpleNamespace(in_collective=None)) is STILL
     assert response._apply_stack(STILL, SimpleNamespace(in_collective=True)).waiting is True
@@ -354,13 +354,13 @@ def test_a_stack_tells_whether_a_rank_waits_where_nothing_else_does() -> None:
 
 NCCOM = """#!/bin/sh
 for last; do :; done
-{say}
+{report}
 exit {code}
 """
 
 
 @pytest.mark.parametrize(
-    ("say", "code", "healthy"),
+    ("report", "code", "healthy"),
     [
         ('echo \'{"results": [{"check": "passed"}]}\' >$last', 0, True),
         ('echo \'{"results": [{"check": "failed"}]}\' >$last', 1, False),
@@ -371,10 +371,10 @@ exit {code}
     ],
 )
 def test_the_vendors_test_of_collectives_fails_a_node_only_by_a_word_that_is_understood(
-    say: str, code: int, healthy: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    report: str, code: int, healthy: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "nccom-test"
-    program.write_text(NCCOM.format(say=say, code=code))
+    program.write_text(NCCOM.format(report=report, code=code))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert pair_test.collectives_check()[0] is healthy
@@ -388,16 +388,16 @@ def ended(rank: int = 0, code: int = 1, *, attempt: int = 1, asked: bool = False
     return on.RankEnded(attempt=attempt, local_rank=rank, rank=rank, code=code, asked=asked)
 
 
-def test_a_pod_that_has_not_begun_waits() -> None:
+def test_a_pod_that_has_not_started_waits() -> None:
     assert step(TERMS, LocalGeneration(), on.Notice.TICK, 0.0) == (LocalGeneration(), ())
     assert wake_at(LocalGeneration()) is None
 
 
-def test_a_rank_of_an_earlier_attempt_that_ends_late_says_nothing() -> None:
+def test_a_rank_of_an_earlier_attempt_that_ends_late_changes_nothing() -> None:
     assert step(TERMS, RUNNING, ended(attempt=0), 1.0) == (RUNNING, ())
 
 
-def test_a_rank_that_was_told_to_end_is_no_failure() -> None:
+def test_a_rank_that_was_asked_to_end_is_no_failure() -> None:
     life, actions = step(TERMS, RUNNING, ended(code=137, asked=True), 1.0)
     assert (life.stage, actions) == (Stage.RUNNING, ())
     life, actions = step(TERMS, RUNNING, ended(code=137), 1.0)
@@ -426,7 +426,7 @@ def test_a_rank_that_does_not_die_of_a_kill_ends_the_pod_and_not_before_its_time
     assert actions == (do.FailPod("a training process did not end within 30 s of SIGKILL"),)
 
 
-def test_what_is_over_hears_nothing() -> None:
+def test_what_is_over_receives_nothing() -> None:
     over = LocalGeneration(stage=Stage.OVER, outcome=GenerationEnd.FINISHED)
     assert step(TERMS, over, on.LeaveOrdered(Order.TERMINATE), 1.0) == (over, ())
     assert wake_at(over) is None

@@ -1,4 +1,4 @@
-"""What an idle spare compiles, and what it does with sizes that fail, a standby that is cold, and orders meanwhile."""
+"""Compilation by an idle spare: its sizes, those that fail, a cold standby, and orders meanwhile."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Spare:
 
     def __init__(self, keeper: Keeper, sizes: tuple[int, ...] = (2, 4, 8)) -> None:
         self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.told: list[int] = []
+        self.reported: list[int] = []
         self.ends = 0
         self.compiler = BackgroundCompiler(
             SimpleNamespace(background_sizes=sizes, processes_per_node=1), keeper, post=self.posted.put,
-            on_compiled=lambda size: self.told.append(size.nodes), on_end=self._end,
+            on_compiled=lambda size: self.reported.append(size.nodes), on_end=self._end,
         )  # fmt: skip
 
     def _end(self) -> None:
@@ -59,25 +59,25 @@ class Spare:
             self.posted.get(timeout=30)()
 
 
-def test_every_size_is_compiled_once_and_told() -> None:
+def test_every_size_is_compiled_once_and_reported() -> None:
     keeper = Keeper(0, 0, 0)
     spare = Spare(keeper)
     spare.compiler.start(4)
     spare.until_the_end()
     assert sorted(keeper.sizes) == [2, 4, 8]
-    assert sorted(spare.told) == [2, 4, 8]
+    assert sorted(spare.reported) == [2, 4, 8]
     spare.compiler.start(4)
     spare.until_the_end()
     assert len(keeper.sizes) == 3, "nothing is left"
 
 
-def test_a_size_that_fails_is_not_told_and_not_tried_again() -> None:
+def test_a_size_that_fails_is_not_reported_and_not_tried_again() -> None:
     keeper = Keeper(0, 70, 0)
     spare = Spare(keeper)
     spare.compiler.start(4)
     spare.until_the_end()
     assert len(keeper.sizes) == 3
-    assert spare.told == [size for size in keeper.sizes if size != keeper.sizes[1]]
+    assert spare.reported == [size for size in keeper.sizes if size != keeper.sizes[1]]
 
 
 def test_a_standby_that_is_lost_ends_the_try_and_the_next_one_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,11 +85,11 @@ def test_a_standby_that_is_lost_ends_the_try_and_the_next_one_goes_on(caplog: py
     spare = Spare(keeper)
     spare.compiler.start(4)
     spare.until_the_end()
-    assert spare.told == []
+    assert spare.reported == []
     assert "could not be compiled: the standby process ended" in caplog.text
     spare.compiler.start(4)
     spare.until_the_end()
-    assert sorted(spare.told) == [2, 4, 8]
+    assert sorted(spare.reported) == [2, 4, 8]
 
 
 def test_a_spare_that_is_called_while_its_standby_is_cold_has_compiled_nothing() -> None:
@@ -99,7 +99,7 @@ def test_a_spare_that_is_called_while_its_standby_is_cold_has_compiled_nothing()
     spare.compiler.start(4)
     spare.compiler.stop()
     spare.until_the_end()
-    assert (keeper.sizes, spare.told) == ([], [])
+    assert (keeper.sizes, spare.reported) == ([], [])
 
 
 def test_a_compilation_waits_for_a_standby_that_becomes_warm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_a_compilation_waits_for_a_standby_that_becomes_warm(monkeypatch: pytest
     spare = Spare(keeper, (4,))
     spare.compiler.start(4)
     spare.until_the_end()
-    assert spare.told == [4]
+    assert spare.reported == [4]
 
 
 def test_the_next_size_is_the_likeliest_for_those_who_train_now() -> None:

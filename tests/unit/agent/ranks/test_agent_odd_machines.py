@@ -1,4 +1,4 @@
-"""What the agent makes of machines that are not as usual: calls that fail, /proc that tells nothing, small volumes."""
+"""The agent on unusual machines: calls that fail, an empty /proc, small volumes."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ def test_on_a_processor_whose_calls_are_not_known_only_the_io_priority_stays(mon
     assert found == [kernel._LOW]
 
 
-@pytest.mark.parametrize("told", [b"", b"1 (x) " + b"S " + b"0 " * 49])
-def test_a_title_that_has_no_room_changes_the_name_of_the_process_at_most(
-    monkeypatch: pytest.MonkeyPatch, told: bytes
+@pytest.mark.parametrize("reported", [b"", b"1 (x) " + b"S " + b"0 " * 49])
+def test_a_title_without_space_changes_the_name_of_the_process_at_most(
+    monkeypatch: pytest.MonkeyPatch, reported: bytes
 ) -> None:
-    monkeypatch.setattr(Path, "read_bytes", lambda _: told)
+    monkeypatch.setattr(Path, "read_bytes", lambda _: reported)
     before = kernel.descendants(os.getpid())
     names: list[tuple[Any, ...]] = []
     monkeypatch.setattr(kernel, "_libc", SimpleNamespace(prctl=lambda *arguments: names.append(arguments)))
     kernel.set_process_title("a title that is longer than fifteen letters")
-    assert [arguments[1][:15] for arguments in names] == ([b"a title that is"] if told else [])
+    assert [arguments[1][:15] for arguments in names] == ([b"a title that is"] if reported else [])
     assert kernel.descendants(os.getpid()) == before
 
 
-def test_of_a_process_that_is_gone_nothing_is_known() -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    assert kernel.state_of(gone.pid) == kernel.ProcessState("", 0.0)
-    assert not kernel.handles(gone.pid, 10)
-    assert kernel.kernel_place(gone.pid) == ""
+def test_of_a_process_that_has_ended_nothing_is_known() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert kernel.state_of(ended.pid) == kernel.ProcessState("", 0.0)
+    assert not kernel.handles(ended.pid, 10)
+    assert kernel.kernel_place(ended.pid) == ""
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ print("done")
 """
 
 
-def test_each_end_of_a_child_is_told_once_and_what_it_started_ends_with_it() -> None:
+def test_each_end_of_a_child_is_reported_once_and_what_it_started_ends_with_it() -> None:
     done = subprocess.run([sys.executable, "-c", REAPING], check=False, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
@@ -182,7 +182,7 @@ def test_a_line_that_never_ends_is_taken_as_it_is(tmp_path: Path, taken: list[st
     assert [len(line) for line in taken] == [kernel_log._LONGEST_PARTIAL + 1, 1]
 
 
-def test_of_more_kinds_than_are_kept_the_least_telling_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_more_kinds_than_are_kept_the_least_specific_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_log, "_KEPT", 1)
     events = KernelEvents(lambda: None)
     hardware = "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR instance-id=i-0 nd-id=0 nc-id=0 action=TERMINATE_INSTANCE"
@@ -264,14 +264,14 @@ def test_a_memory_volume_that_is_nearly_full_is_the_users_error(
     assert "has 100 bytes left" in finding.sentence
 
 
-def test_snapshots_on_a_disk_are_told_and_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_on_a_disk_are_reported_and_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_file_system_of", lambda _: "ext4")
     (finding,) = preflight._memory_directory(tmp_path)
     assert finding.code is None
     assert "is on a disk" in finding.sentence
 
 
-def test_a_scratch_volume_that_is_nearly_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scratch_volume_that_is_nearly_full_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(preflight._disk(None)) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 1 << 40, 3 << 20))
     (finding,) = preflight._disk(tmp_path)

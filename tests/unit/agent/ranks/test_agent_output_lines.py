@@ -1,4 +1,4 @@
-"""What the pod's log gets of a process's output, and what is remembered of it, in both forms."""
+"""Lines of a process in the pod's log, and those that are kept, in both forms."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_a_program_printed_is_wrapped_and_what_the_trainer_logged_is_passed
     assert show(b"  ").log == b"", "an empty line is not logged"
 
 
-def test_a_line_that_claims_to_be_somebody_else_is_told_as_its_speaker_s() -> None:
+def test_a_line_that_claims_another_source_is_attributed_to_its_writer() -> None:
     show = form_of(JSON, RANK)
     (line,) = lines(show(of_a_rank("m", rank=0, job="other", namespace="prod", generation=9, pod="p")).log)
     assert (line.rank, line.job, line.namespace, line.generation) == (3, SETTINGS.job, SETTINGS.namespace, 2)
@@ -80,7 +80,7 @@ def test_a_line_that_claims_to_be_somebody_else_is_told_as_its_speaker_s() -> No
     assert (line.source, line.message) == ("output", claimed.decode())
 
 
-def test_another_program_of_the_pod_speaks_under_its_own_name_and_has_no_rank() -> None:
+def test_another_program_of_the_pod_writes_under_its_own_name_and_has_no_rank() -> None:
     (line,) = lines(form_of(JSON, Speaker("precompile"))(b"2 nodes: ready").log)
     assert (line.logger, line.rank, line.generation, line.message) == ("precompile", None, None, "2 nodes: ready")
 
@@ -88,12 +88,12 @@ def test_another_program_of_the_pod_speaks_under_its_own_name_and_has_no_rank() 
 @given(st.text(st.characters(exclude_characters="\r\n"), max_size=20_000))
 def test_nothing_that_a_program_printed_is_lost_however_long_it_is(text: str) -> None:
     log = form_of(JSON, RANK)(text.encode(errors="replace")).log
-    said = "".join(line.message for line in lines(log))
-    assert said == text.encode(errors="replace").decode() or not text.strip()
+    reported = "".join(line.message for line in lines(log))
+    assert reported == text.encode(errors="replace").decode() or not text.strip()
     assert all(len(line) <= LINE_BYTES for line in log.splitlines())
 
 
-def test_bytes_that_are_no_text_are_told_too() -> None:
+def test_bytes_that_are_no_text_are_logged_too() -> None:
     (line,) = lines(form_of(JSON, RANK)(b"\xff\x00 \xe2\x82").log)
     assert line.message == "\\xff\x00 \\xe2\\x82"
 

@@ -68,7 +68,7 @@ def test_no_bytes_whatsoever_break_the_reader_or_keep_it_busy(data: bytes) -> No
     assert word is None or word.status in {sign.number for sign in RUNTIME_STATUSES}
 
 
-def test_of_several_statuses_the_most_telling_counts() -> None:
+def test_of_several_statuses_the_most_specific_counts() -> None:
     words = RuntimeMessages()
     words.read(b"Uncorrectable HBM memory error is detected. Please terminate this instance", NOW - 3)
     words.read(b"nrt_execute status=5", NOW - 2)
@@ -76,7 +76,7 @@ def test_of_several_statuses_the_most_telling_counts() -> None:
     assert words.last(NOW).status == 1201
 
 
-def test_what_was_said_long_before_the_end_does_not_count() -> None:
+def test_what_was_written_long_before_the_end_does_not_count() -> None:
     words = RuntimeMessages()
     words.read(b"nrt_execute status=1202", NOW - 600)
     assert words.last(NOW) is None

@@ -33,14 +33,14 @@ REQUEST = StartRequest(("--step", "1"), {"RANK": "0"}, "trainium-rank 0 of 1", "
 
 
 class Peer:
-    """A standby of which the test plays the process."""
+    """A standby whose process is the test."""
 
     def __init__(self, pid: int = 100) -> None:
         ours, self.channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.standby = Standby(pid, ours)
         self._ours = ours
 
-    def say(self, **body: Any) -> None:
+    def report(self, **body: Any) -> None:
         self.channel.send(json.dumps(body).encode())
 
     def close(self) -> None:
@@ -62,9 +62,9 @@ def nowhere() -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_a_standby_is_warm_once_it_has_said_so_and_cold_again_when_it_is_gone(peer: Peer) -> None:
+def test_a_standby_is_warm_once_it_has_reported_and_cold_again_when_it_has_ended(peer: Peer) -> None:
     assert not peer.standby.warm
-    peer.say(ready=True, threads=[])
+    peer.report(ready=True, threads=[])
     assert peer.standby.warm
     peer.standby.ended()
     assert not peer.standby.warm
@@ -75,17 +75,19 @@ def test_a_standby_that_ends_before_it_is_warm_never_becomes_it(peer: Peer) -> N
     assert not peer.standby.warm
 
 
-def test_threads_that_a_fork_would_lose_are_told(peer: Peer, nowhere: int, caplog: pytest.LogCaptureFixture) -> None:
-    peer.say(ready=True, threads=["pool-1"])
-    peer.say(pid=7)
+def test_threads_that_a_fork_would_lose_are_reported(
+    peer: Peer, nowhere: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer.report(ready=True, threads=["pool-1"])
+    peer.report(pid=7)
     assert peer.standby.start(REQUEST, nowhere) == 7
     assert "left with threads pool-1" in caplog.text
 
 
 def test_a_start_carries_what_the_rank_is_to_be_and_where_its_output_goes(peer: Peer, nowhere: int) -> None:
-    peer.say(ready=True, threads=[])
+    peer.report(ready=True, threads=[])
     for pid in (7, 8):
-        peer.say(pid=pid)
+        peer.report(pid=pid)
     assert [peer.standby.start(REQUEST, nowhere) for _ in range(2)] == [7, 8]
     packet, descriptors = standby_process.receive(peer.channel)
     received = StartRequest.decode(packet)
@@ -95,7 +97,7 @@ def test_a_start_carries_what_the_rank_is_to_be_and_where_its_output_goes(peer: 
         os.close(descriptor)
 
 
-def test_a_standby_that_is_gone_starts_nothing(peer: Peer, nowhere: int) -> None:
+def test_a_standby_that_has_ended_starts_nothing(peer: Peer, nowhere: int) -> None:
     peer.channel.close()
     for _ in range(2):
         with pytest.raises(StandbyLostError, match="the standby process"):
@@ -103,7 +105,7 @@ def test_a_standby_that_is_gone_starts_nothing(peer: Peer, nowhere: int) -> None
 
 
 def test_a_standby_that_does_not_answer_is_lost(peer: Peer, nowhere: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer.say(ready=True, threads=[])
+    peer.report(ready=True, threads=[])
     monkeypatch.setattr(standby_keeper, "_START_SECONDS", 0.01)
     with pytest.raises(StandbyLostError, match="no answer in 0 s"):
         peer.standby.start(REQUEST, nowhere)
@@ -127,12 +129,12 @@ class Pod:
 
     def _spawn(self, _: Any) -> Standby:
         self.peers.append(Peer(101 + len(self.peers)))
-        self.peers[-1].say(ready=True, threads=[])
-        self.peers[-1].say(pid=7)
+        self.peers[-1].report(ready=True, threads=[])
+        self.peers[-1].report(pid=7)
         return self.peers[-1].standby
 
     def end(self, pid: int) -> None:
-        """The kernel ends a standby, and the reaper hears of it."""
+        """End a standby as the kernel does, and notify the reaper."""
         if self.respawns:
             threading.Thread(target=self.reaper._watched.pop(pid), args=(9,)).start()
 
@@ -153,7 +155,7 @@ def test_a_rank_is_started_by_a_new_standby_when_the_first_one_is_lost(monkeypat
     pod.close()
 
 
-def test_when_no_new_standby_comes_the_pod_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_no_new_standby_comes_the_pod_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
     pod = Pod(monkeypatch, respawns=False)
     pod.peers[0].channel.close()
     monkeypatch.setattr(standby_keeper, "_RESPAWN_SECONDS", 0.01)
@@ -180,27 +182,27 @@ standby.serve(theirs, 1, standby.StandbyPlan(entry="os:abort"))
 """
 
 
-def test_a_standby_whose_agent_is_gone_already_ends_at_once() -> None:
+def test_a_standby_whose_agent_has_ended_already_ends_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", ORPHAN], check=False, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "reported"),
     [
         ("a_module_that_nobody_has:main", "warming up failed; ranks will start cold"),
         ("leaves_when_imported:main", "an import left with 3; ranks will start cold"),
         ("os:abort", ""),
     ],
 )
-def test_what_cannot_be_imported_is_left_for_the_rank_to_tell(
-    entry: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+def test_what_cannot_be_imported_is_left_for_the_rank_to_report(
+    entry: str, reported: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     (tmp_path / "leaves_when_imported.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(standby_process.kernel, "lower_thread_priority", lambda: None)
     standby_process._import_everything(standby_process.StandbyPlan(entry=entry))
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 def test_before_a_rank_of_this_trainer_all_that_it_needs_is_imported(

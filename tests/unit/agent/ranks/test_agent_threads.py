@@ -1,4 +1,4 @@
-"""What the event loop and the threads beside it do in the same moment."""
+"""The event loop and the threads beside it in the same moment."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_a_process_that_ends_at_once_is_missed_by_nobody_while_others_are_starte
     assert first[0].alive
 
 
-def test_a_rank_that_failed_by_itself_is_not_one_that_was_told_to_end() -> None:
-    """Of two that fail in one moment one is seen first, and the other is told to end before its exit is collected."""
+def test_a_rank_that_failed_by_itself_is_not_one_that_was_asked_to_end() -> None:
+    """Two fail in one moment: one is seen first, and the other is asked to end before its exit is collected."""
     processes = []
     for script in ("exit 70", "sleep 60"):
         pid = os.posix_spawn("/bin/sh", ["sh", "-c", script], os.environ, setpgroup=0)

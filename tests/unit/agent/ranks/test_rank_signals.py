@@ -1,4 +1,4 @@
-"""What a forked rank does about signals, whatever its agent did."""
+"""Signals of a forked rank, whatever its agent did."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 from trainium_agent.ranks import standby
 
 
-def test_a_rank_whose_peer_is_gone_gets_an_error_and_does_not_die_of_it() -> None:
+def test_a_rank_whose_peer_has_ended_gets_an_error_and_does_not_die_of_it() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     child = os.fork()

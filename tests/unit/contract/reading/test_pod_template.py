@@ -28,7 +28,7 @@ from trainium_contract.spec.workers import WorkersSpec
         ({"spec": {"affinity": "near"}}, "spec.affinity is a text where an object belongs"),
     ],
 )
-def test_what_has_another_shape_is_told_with_its_place(template: dict[str, Any], sentence: str) -> None:
+def test_what_has_another_shape_is_reported_with_its_place(template: dict[str, Any], sentence: str) -> None:
     assert describe_shape_error(template) == sentence
     with pytest.raises(ValidationError, match="write it as in the template of a Deployment"):
         WorkersSpec(template=template)

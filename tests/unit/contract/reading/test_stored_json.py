@@ -39,7 +39,7 @@ def test_what_a_usual_parser_does_not_read_takes_nothing_else_of_a_list_with_it(
         json.dumps(found)  # nothing that is left is too deep for anybody
 
 
-def test_what_is_too_deep_is_left_out_and_said_to_be() -> None:
+def test_what_is_too_deep_is_left_out_and_reported() -> None:
     found = read_json(nested(10_000).encode())
     for _ in range(DEEPEST):
         found = found["a"]

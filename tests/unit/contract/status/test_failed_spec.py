@@ -1,4 +1,4 @@
-"""What is kept of the spec that a job failed with, and what is said to differ from it."""
+"""The spec that a job failed with is kept, and differences from it are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def changes(was: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str, st
     return [(each.field, each.was, each.now) for each in found]
 
 
-def test_what_was_changed_set_and_taken_out_is_told_by_its_path() -> None:
+def test_what_was_changed_set_and_taken_out_is_reported_by_its_path() -> None:
     was = {"trainer": {"data": {"source": "/a"}, "steps": 5}, "suspend": False}
     now = {"trainer": {"data": {"source": "/b"}, "seed": 7}, "suspend": False}
     assert changes(was, now) == [
@@ -70,7 +70,7 @@ def test_any_spec_can_be_recorded_written_and_read_and_does_not_differ_from_itse
     assert compare_failed_spec(record, spec).changes == ()
 
 
-def test_without_a_record_nothing_is_said_to_be_unchanged() -> None:
+def test_without_a_record_nothing_is_reported_as_unchanged() -> None:
     empty = record_failed_spec({}).replaced(changes=None)
     assert compare_failed_spec(empty, {"a": 1}).changes is None
 

@@ -42,8 +42,8 @@ def test_the_parts_have_no_field_in_common_and_are_the_whole(whole: Any, public:
 def test_client_pages_and_views_name_no_internal_field() -> None:
     """A view could still take the raw status; then it would have to name a field."""
     names = {name for name in internal_fields() if "." not in name}
-    rooms = ("client/trainium_client", "contract/trainium_contract/pages", "contract/trainium_contract/views")
-    files = [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+    folders = ("client/trainium_client", "contract/trainium_contract/pages", "contract/trainium_contract/views")
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(files) > 30
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"

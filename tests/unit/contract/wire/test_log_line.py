@@ -38,7 +38,7 @@ def record(message: str, *args: object, level: int = logging.INFO, **extra: Any)
 
 
 @given(st.text(max_size=3 * MESSAGE_CHARACTERS), st.text(max_size=300), st.integers(0, 10**7))
-def test_whatever_is_said_becomes_one_line_of_ascii_that_reads_as_it_was_written(
+def test_any_message_becomes_one_line_of_ascii_that_reads_as_it_was_written(
     message: str, error: str, rank: int
 ) -> None:
     line = log_line(message, error=error, rank=rank, **FIELDS)
@@ -79,7 +79,7 @@ def test_a_writer_that_names_a_field_that_is_none_is_refused() -> None:
         log_line("m", **{**FIELDS, "time": "now"})
 
 
-def test_what_cannot_be_told_of_a_line_does_not_cost_the_line() -> None:
+def test_a_field_that_cannot_be_written_does_not_cost_the_line() -> None:
     line = log_line("m", **FIELDS, rank=-1, job="x" * 300, namespace="team")
     assert (line.rank, line.job, line.namespace) == (None, None, "team")
 
@@ -106,7 +106,7 @@ def test_no_secret_is_written_in_either_form() -> None:
         assert "***" in written
 
 
-def test_a_record_brings_what_it_is_about_and_its_own_word_wins_over_the_program_s() -> None:
+def test_a_record_has_its_subject_and_its_own_value_wins_over_the_programs() -> None:
     formatter = JsonFormatter(
         LogSource.AGENT, lambda: {"namespace": "team", "job": "llama", "generation": 2, "rank": 0}
     )
@@ -147,5 +147,5 @@ def test_the_form_is_chosen_by_one_variable_and_a_wrong_word_gets_a_sentence() -
         choose_log_format({"TRAINIUM_LOG_FORMAT": "xml"})
 
 
-def test_a_time_is_told_in_utc() -> None:
+def test_a_time_is_written_in_utc() -> None:
     assert moment(0.25) == "1970-01-01T00:00:00.250+00:00"

@@ -1,4 +1,4 @@
-"""A membership that is told as what is another than in the one before."""
+"""A membership that is sent as the difference from the one before."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def membership(generation: int, *pods: int, processes: int = 32, **changes: Any)
     return wire_messages.membership(generation, *(member(f"w-{pod}", node_name=f"n-{pod}") for pod in pods), **changes)
 
 
-def told(change: MembershipChange) -> MembershipChange:
-    """As it comes over the wire."""
+def reported(change: MembershipChange) -> MembershipChange:
+    """Return the change as it comes over the wire."""
     return MembershipChange.model_validate_json(change.model_dump_json(by_alias=True, exclude_none=True))
 
 
@@ -40,7 +40,7 @@ def test_a_change_that_is_applied_to_what_it_was_made_from_gives_the_new_members
     new = membership(8, *after, cause=cause, processes=processes, accumulation=accumulation)
     change = diff_memberships(old, new)
     if change is not None:
-        assert apply_change(told(change), old) == new
+        assert apply_change(reported(change), old) == new
     else:
         assert sum(left != right for left, right in zip(old.members, new.members, strict=False)) > 0
 
@@ -55,7 +55,7 @@ def test_a_change_that_is_applied_to_what_it_was_made_from_gives_the_new_members
     ],
     ids=["one is replaced", "smaller", "larger", "one of two"],
 )
-def test_only_ranks_with_another_member_are_told(before: range, after: tuple[int, ...], ranks: list[int]) -> None:
+def test_only_ranks_with_another_member_are_reported(before: range, after: tuple[int, ...], ranks: list[int]) -> None:
     change = diff_memberships(membership(1, *before), membership(2, *after))
     assert change is not None
     assert [member.node_rank for member in change.members] == ranks
@@ -67,12 +67,12 @@ def test_the_replacement_of_one_of_a_thousand_is_a_few_hundred_bytes() -> None:
     assert len(change.model_dump_json(by_alias=True, exclude_none=True)) < 500
 
 
-def test_where_most_members_are_others_the_whole_is_told() -> None:
+def test_where_most_members_are_others_the_whole_is_reported() -> None:
     assert diff_memberships(membership(1, 0, 1, 2), membership(2, 0, 5, 6)) is None
     assert diff_memberships(membership(1, 0), membership(2, *range(10))) is None
 
 
-def test_a_member_with_the_same_pod_and_another_port_is_told() -> None:
+def test_a_member_with_the_same_pod_and_another_port_is_reported() -> None:
     old = membership(1, 0, 1)
     moved = old.members[1].replaced(rendezvous_port=29501)
     change = diff_memberships(old, old.replaced(generation=2, members=(old.members[0], moved)))
@@ -106,6 +106,6 @@ def test_a_rank_that_nobody_has_is_refused() -> None:
 def test_what_a_later_version_knows_of_a_member_is_no_part_of_the_digest() -> None:
     change = diff_memberships(membership(1, 0, 1), membership(2, 0, 3))
     assert change is not None
-    said = change.to_wire()
-    said["members"][0]["ofALaterVersion"] = True
-    assert apply_change(MembershipChange.model_validate(said), membership(1, 0, 1)) == membership(2, 0, 3)
+    reported = change.to_wire()
+    reported["members"][0]["ofALaterVersion"] = True
+    assert apply_change(MembershipChange.model_validate(reported), membership(1, 0, 1)) == membership(2, 0, 3)

@@ -1,4 +1,4 @@
-"""Frames of an agent's stream, and which heartbeats must be told in full."""
+"""Frames of an agent's stream, and the heartbeats that must be sent in full."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from trainium_contract.wire.stream import (
     st.lists(st.integers(1, 40), min_size=1, max_size=12),
 )
 def test_frames_come_out_as_they_went_in_however_they_were_cut(
-    said: list[tuple[FrameKind, bytes]], cuts: list[int]
+    reported: list[tuple[FrameKind, bytes]], cuts: list[int]
 ) -> None:
-    wire, reader, heard = b"".join(frame(kind, payload) for kind, payload in said), FrameReader(300), []
+    wire, reader, received = b"".join(frame(kind, payload) for kind, payload in reported), FrameReader(300), []
     at = turn = 0
     while at < len(wire):
         piece = cuts[turn % len(cuts)]
-        heard += reader.frames(wire[at : at + piece])
+        received += reader.frames(wire[at : at + piece])
         at, turn = at + piece, turn + 1
-    assert heard == said
+    assert received == reported
 
 
 @given(st.binary(max_size=4_000), st.integers(0, 200))
@@ -69,7 +69,7 @@ STEP_10: dict[str, Any] = STEP_9 | {"step": 10, "loss": 1.9, "memory_step": 10, 
 
 
 @pytest.mark.parametrize(
-    ("told", "now", "news"),
+    ("reported", "now", "news"),
     [
         (None, beat(), True),
         (beat(STEP_9), beat(STEP_9), False),
@@ -87,13 +87,13 @@ STEP_10: dict[str, Any] = STEP_9 | {"step": 10, "loss": 1.9, "memory_step": 10, 
     ],
 )
 def test_only_what_runs_on_with_the_steps_may_wait(
-    told: HeartbeatRequest | None, now: HeartbeatRequest, news: bool
+    reported: HeartbeatRequest | None, now: HeartbeatRequest, news: bool
 ) -> None:
-    assert must_send_now(told, now) is news
+    assert must_send_now(reported, now) is news
 
 
-def test_after_news_of_all_agents_the_newest_step_goes_on_to_be_heard_of() -> None:
-    """A job of 128 that told everything at once: no second of the pause passes without some of them."""
+def test_after_news_of_all_agents_the_newest_step_is_still_received() -> None:
+    """A job of 128 that reported everything at once: no second of the pause passes without some of them."""
     pauses = sorted(10.0 * jitter_fraction(number / 128, after_news=True) for number in range(128))
     assert max(later - before for before, later in pairwise(pauses)) < 1.0
     assert pauses[0] == 0.0

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testing.api.recorded_jobs import recorded
+from tests.testing.fuzz.invariants import check_type
 from tests.testing.fuzz.objects import NODE, POD
-from tests.testing.fuzz.promises import is_of_its_type
 from tests.testing.operator import wire_messages
 from tests.testing.suite.any_json import PATIENT, as_sent, changed
 from trainium_contract.wire import worker_env
@@ -235,10 +235,10 @@ def test_a_part_of_another_type_is_left_out_of_a_pod(wrong: Any) -> None:
         annotations={worker_env.ANNOTATION_TEMPLATE_HASH: wrong, worker_env.ANNOTATION_AVOIDED_NODES: wrong},
     )  # fmt: skip
     whole["spec"] = {"nodeName": wrong, "containers": [{"name": "worker", "image": wrong}]}
-    is_of_its_type(views.pod_view(whole))
+    check_type(views.pod_view(whole))
     assert views.pod_view(whole).ready
     for part in ("spec", "status"):
-        is_of_its_type(views.pod_view({**whole, part: wrong}))
+        check_type(views.pod_view({**whole, part: wrong}))
 
 
 def test_the_reason_and_message_of_a_pod_are_bounded() -> None:

@@ -1,4 +1,4 @@
-"""What is promised of every answer, whatever was asked: it is of its type, it can be written, and it is bounded."""
+"""Check every answer, whatever was asked: it is of its type, it can be written, and it is bounded."""
 
 from __future__ import annotations
 
@@ -34,46 +34,46 @@ MOST_EVENTS = 64
 LONGEST_NOTE = 1000
 _INT64 = 1 << 63
 ALIKE = 2
-"""Of the first and of the last pods of a plan, which share a template, so many are looked at."""
+"""Of the first and of the last pods of a plan, which share a template, so many are checked."""
 MOST_ACTIONS = 32
-"""Of one plan, besides two for each pod that there is or may be."""
+"""Of one plan, besides two for each pod that exists or may be created."""
 
 
-class BrokenPromiseError(AssertionError):
-    """Something was answered that never should be."""
+class InvariantError(AssertionError):
+    """An answer breaks an invariant."""
 
 
-def promise(kept: bool, what: str) -> None:
-    """Raises BrokenPromiseError unless it was kept."""
-    if not kept:
-        raise BrokenPromiseError(what)
+def require(met: bool, what: str) -> None:
+    """Raise InvariantError unless it is met."""
+    if not met:
+        raise InvariantError(what)
 
 
-def is_of_its_type(value: Any) -> None:
-    """Every field of a view, at any depth, holds what its annotation says. Raises BrokenPromiseError."""
+def check_type(value: Any) -> None:
+    """Check that every field of a view, at any depth, has its annotated type. Raises InvariantError."""
     _check(value, type(value), type(value).__name__)
 
 
-def is_sound(plan: Plan, pods: int) -> None:
-    """A plan that can be carried out, with `pods` worker pods that there are or may be. Raises BrokenPromiseError."""
+def check_plan(plan: Plan, pods: int) -> None:
+    """Check that a plan can be executed, with `pods` worker pods that exist or may come. Raises InvariantError."""
     wire = plan.status.to_wire()
     text = json.dumps(wire, allow_nan=False)
-    promise(len(text) <= LARGEST_STATUS, f"a status of {len(text)} bytes")
+    require(len(text) <= LARGEST_STATUS, f"a status of {len(text)} bytes")
     TrainingJobStatus.model_validate(wire)
     _fits_64_bits(wire, "status")
-    promise(len(plan.actions) <= MOST_ACTIONS + 2 * pods, f"{len(plan.actions)} actions for {pods} pods")
-    promise(len(plan.events) <= MOST_EVENTS + pods, f"{len(plan.events)} events for {pods} pods")
+    require(len(plan.actions) <= MOST_ACTIONS + 2 * pods, f"{len(plan.actions)} actions for {pods} pods")
+    require(len(plan.events) <= MOST_EVENTS + pods, f"{len(plan.events)} events for {pods} pods")
     for event in plan.events:
-        promise(len(event.note) <= LONGEST_NOTE, f"an event of {len(event.note)} characters")
+        require(len(event.note) <= LONGEST_NOTE, f"an event of {len(event.note)} characters")
     others = [action for action in plan.actions if not isinstance(action, CreatePod)]
     new = [action for action in plan.actions if isinstance(action, CreatePod)]
     for action in (*others, *new[:ALIKE], *new[-ALIKE:]):
         manifest = getattr(action, "manifest", None)
         if manifest is not None:
             size = len(json.dumps(manifest, allow_nan=False))
-            promise(size <= LARGEST_MANIFEST, f"a {manifest['kind']} of {size} bytes")
+            require(size <= LARGEST_MANIFEST, f"a {manifest['kind']} of {size} bytes")
     again = plan.requeue_after
-    promise(again is None or (math.isfinite(again) and again >= 0), f"looks again after {again} s")
+    require(again is None or (math.isfinite(again) and again >= 0), f"looks again after {again} s")
 
 
 def _fits_64_bits(value: Any, where: str) -> None:
@@ -86,13 +86,13 @@ def _fits_64_bits(value: Any, where: str) -> None:
             for inner in value:
                 _fits_64_bits(inner, f"{where}[]")
         case int():
-            promise(-_INT64 <= value < _INT64, f"{where} is a number of more than 64 bits")
+            require(-_INT64 <= value < _INT64, f"{where} is a number of more than 64 bits")
         case _:
             pass
 
 
 class Listener(logging.Handler):
-    """Hears what is logged: nothing may be an error but what `expected` names, and every line is bounded."""
+    """Collect what is logged: only loggers in `expected` may log an error, and every line is bounded."""
 
     def __init__(self, expected: frozenset[str]) -> None:
         super().__init__(logging.DEBUG)
@@ -108,11 +108,11 @@ class Listener(logging.Handler):
         if record.levelno >= logging.ERROR and record.name not in self._expected:
             self._broken.append((f"{record.name} logs an error: {record.msg}", error))
 
-    def heard(self) -> None:
-        """Forget what was heard since the last time. Raises BrokenPromiseError for the first that was not expected."""
+    def check(self) -> None:
+        """Forget what was logged since the last call. Raises InvariantError for the first that was not expected."""
         broken, self._broken = self._broken, []
         for sentence, error in broken:
-            raise BrokenPromiseError(sentence) from error
+            raise InvariantError(sentence) from error
 
 
 def _check(value: Any, wanted: Any, where: str) -> None:
@@ -122,26 +122,26 @@ def _check(value: Any, wanted: Any, where: str) -> None:
     if origin in (types.UnionType, typing.Union):
         _check_any(value, arguments, where)
     elif origin is tuple:
-        promise(type(value) is tuple, f"{where} is {type(value).__name__}, no tuple")
+        require(type(value) is tuple, f"{where} is {type(value).__name__}, no tuple")
         many = len(arguments) == 2 and arguments[1] is Ellipsis
-        promise(many or len(value) == len(arguments), f"{where} has {len(value)} entries")
+        require(many or len(value) == len(arguments), f"{where} has {len(value)} entries")
         for inner, kind in zip(value, arguments[:1] * len(value) if many else arguments, strict=True):
             _check(inner, kind, where)
     elif origin is frozenset:
-        promise(type(value) is frozenset, f"{where} is {type(value).__name__}, no frozenset")
+        require(type(value) is frozenset, f"{where} is {type(value).__name__}, no frozenset")
         for inner in value:
             _check(inner, arguments[0], where)
     elif origin in (dict, Mapping):
-        promise(isinstance(value, dict), f"{where} is {type(value).__name__}, no mapping")
+        require(isinstance(value, dict), f"{where} is {type(value).__name__}, no mapping")
         for key, inner in value.items():
             _check(key, arguments[0], where)
             _check(inner, arguments[1], where)
     elif wanted is float:
-        promise(type(value) in (int, float) and math.isfinite(value), f"{where} is no finite number")
+        require(type(value) in (int, float) and math.isfinite(value), f"{where} is no finite number")
     elif isinstance(wanted, type) and issubclass(wanted, Enum):
-        promise(isinstance(value, wanted), f"{where} is no {wanted.__name__}")
+        require(isinstance(value, wanted), f"{where} is no {wanted.__name__}")
     else:
-        promise(type(value) is wanted, f"{where} is {type(value).__name__}, no {wanted.__name__}")
+        require(type(value) is wanted, f"{where} is {type(value).__name__}, no {wanted.__name__}")
         if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
             for name, kind in _fields(wanted).items():
                 _check(getattr(value, name), kind, f"{where}.{name}")
@@ -149,7 +149,7 @@ def _check(value: Any, wanted: Any, where: str) -> None:
 
 def _check_any(value: Any, choices: tuple[Any, ...], where: str) -> None:
     if value is None:
-        promise(type(None) in choices, f"{where} is None")
+        require(type(None) in choices, f"{where} is None")
         return
     heartbeat_changed = []
     for choice in choices:
@@ -157,11 +157,11 @@ def _check_any(value: Any, choices: tuple[Any, ...], where: str) -> None:
             continue
         try:
             _check(value, choice, where)
-        except BrokenPromiseError as error:
+        except InvariantError as error:
             heartbeat_changed.append(str(error))
         else:
             return
-    raise BrokenPromiseError(heartbeat_changed[0])
+    raise InvariantError(heartbeat_changed[0])
 
 
 @cache
