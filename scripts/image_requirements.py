@@ -37,7 +37,7 @@ PARTS = {
 
 
 SEPARATE = frozenset({"mlflow", "wandb", "trackio"})
-"""Extras that the environment of the tests lacks: they have one of their own (Makefile)."""
+"""Extras that the environment of the tests lacks: theirs is separate (Makefile)."""
 
 
 def blocks(text: str) -> dict[str, str]:

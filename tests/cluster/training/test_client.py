@@ -145,6 +145,7 @@ def test_a_job_is_shown_to_others_simulated_and_changed_while_it_trains(
 
     assert trn(job, "scale", "1")["nodes"] == 1
     job.until("one worker trains", lambda status: status["replicas"] == 1 and status["phase"] == "Running")
+    until(lambda: {row["nodes"] for row in trn(job, "scaling")} == {1, 2}, lambda: str(trn(job, "scaling")))
     trn(job, "suspend", as_json=False)
     job.until_phase("Suspended")
     assert trn(job, "resume")["changed"]

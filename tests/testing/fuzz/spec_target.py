@@ -164,6 +164,7 @@ def _consistent(spec: Json) -> Json:
     data["sources"] = [{key: each[key] for key in each if key != left_out} for left_out in ("source", "hub")]
     model["ropeScaling"] |= {"highFrequencyFactor": 4, "fastTurns": 2}
     storage["hostPath"]["path"], storage["takeOver"] = "/a", "team/other"
+    spec["trainer"]["artifacts"]["push"]["repo"] = "owner/name"
     data["examples"]["function"] = "module:function"
     spec["trainer"]["neuron"]["extraCompilerFlags"] = ["--a"]
     spec["recovery"]["budgets"]["byCause"] = {"Hang": {"maxFailures": 3}}

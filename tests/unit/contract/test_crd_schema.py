@@ -86,7 +86,7 @@ def test_a_derived_default_is_neither_stored_nor_written() -> None:
     assert "default" in schema["properties"]["size"]
     found = schema["properties"]["tolerance"]
     assert "default" not in found
-    assert found["description"] == "Of its own. Range: 0 to 0.5."
+    assert found["description"] == "A separate one. Range: 0 to 0.5."
     assert Batch().tolerance == 0.0
     assert Batch.model_validate({"tolerance": 0.0}).to_wire() == {"size": 8}
     assert Batch(tolerance=0.1).to_wire() == {"size": 8, "tolerance": 0.1}

@@ -45,7 +45,7 @@ HELD = {
         "trainium_trainer",
         {
             "artifacts", "backends", "checkpoint", "checks", "commands", "compile", "configuration", "data", "evaluate",
-            "loop", "models", "monitor", "storage", "tuning", "weights",
+            "loop", "models", "monitor", "storage", "trackers", "tuning", "weights",
         },
         {"py.typed"},
     ),

@@ -249,9 +249,9 @@ def test_output_is_prefixed_line_by_line_and_its_end_is_kept() -> None:
     assert tail.feed(b"rest") == b""
     assert tail.close() == b"[rank 3] rest\n"
     assert tail.text(100) == "one\ntwo\nrest"
-    for number in range(50):
+    for number in range(100):
         tail.feed(f"{number}\n".encode())
-    assert len(tail.text(1000).split("\n")) == 20
+    assert tail.text(1000).split("\n") == [str(number) for number in range(40, 100)]
 
 
 def test_a_restart_reports_again_when_its_processes_were_up_and_had_loaded(report: PodReport, ranks: Ranks) -> None:
