@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 _NAMES = {"perplexity": "perplexity of the answers", "exactMatch": "exact match", "rougeL": "ROUGE-L"}
 _PAIR_NAMES = {"rewardAccuracy": "accuracy of the rewards", "rewardMargin": "margin of the rewards"}
-_LEAST_ACCURACY = 0.75
-"""Share of held-out pairs whose preferred answer must have the greater reward."""
+_DEVIATIONS = 3
+"""Standard deviations of chance by which the accuracy of the rewards must exceed one half."""
 _PERPLEXITY = 0.5
 """Largest share of the base's perplexity that the tuned model's may be; runs end near a sixth."""
 _GAINS = {"rougeL": 0.12, "exactMatch": 0.1}
@@ -78,7 +79,8 @@ class Evaluation:
         """Whether each of the figures is far better after: more than chance or a bad day could do."""
         figures = {figure.name: figure for figure in self.figures}
         if set(_PAIR_NAMES) <= set(figures):
-            return figures["rewardAccuracy"].after >= _LEAST_ACCURACY and figures["rewardMargin"].after > 0
+            least = 0.5 + _DEVIATIONS * 0.5 / math.sqrt(self.examples)
+            return figures["rewardAccuracy"].after >= least and figures["rewardMargin"].after > 0
         if not set(_NAMES) <= set(figures):
             return False
         perplexity = figures["perplexity"]

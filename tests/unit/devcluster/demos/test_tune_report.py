@@ -77,7 +77,9 @@ def test_a_model_that_is_hardly_better_in_any_figure_fails_the_demo(
     assert "not clearly better" in problem
 
 
-@pytest.mark.parametrize(("accuracy", "margin", "better"), [(0.9, 0.4, True), (0.6, 0.4, False), (0.9, -0.1, False)])
+@pytest.mark.parametrize(
+    ("accuracy", "margin", "better"), [(0.9, 0.4, True), (0.65, 0.2, True), (0.6, 0.4, False), (0.9, -0.1, False)]
+)
 def test_most_preferred_answers_must_have_the_greater_reward(
     result: TuneResult, accuracy: float, margin: float, better: bool
 ) -> None:
