@@ -82,7 +82,7 @@ def shown(readable: Readable, token: str, path: str, words: str) -> str:
 
     def observe() -> str:
         status, text = readable.get(token, path=path)
-        return text if status == 200 and words in Page(text).said else ""
+        return text if status == 200 and words in Page(text).text else ""
 
     found: str = until(observe, lambda: f"{readable.get(token, path=path)} {readable.log.read_text()}")
     return found
@@ -91,12 +91,12 @@ def shown(readable: Readable, token: str, path: str, words: str) -> str:
 def test_who_may_view_one_namespace_sees_its_jobs_and_no_other(readable: Readable) -> None:
     token = token_of(readable.api, "ann", OURS)
     page = Page(shown(readable, token, f"/ui/{OURS}/ours", "Noticed"))
-    assert "0 of 2 nodes" in page.said
-    assert "<b>bold</b>" in page.said
-    assert "Events" in page.said
-    assert "Not shown" not in page.said
+    assert "0 of 2 nodes" in page.text
+    assert "<b>bold</b>" in page.text
+    assert "Events" in page.text
+    assert "Not shown" not in page.text
     listed = Page(shown(readable, token, f"/ui/{OURS}", "ours"))
-    assert "secret" not in listed.said
+    assert "secret" not in listed.text
     who = f"system:serviceaccount:{OURS}:ann"
     for path, verb in ((f"/ui/{THEIRS}", "list"), (f"/ui/{THEIRS}/secret", "get"), (f"/ui/{THEIRS}/nothing", "get")):
         status, text = readable.get(token, path=path)
@@ -121,8 +121,8 @@ def test_a_right_to_jobs_alone_shows_the_job_and_names_what_is_left_out(readable
     token = token_of(api, "few", OURS)
     page = Page(shown(readable, token, f"/ui/{OURS}/ours", "Phase"))
     for part in ("list pods", "get configmaps ours-membership", "list events"):
-        assert f"you may not {part} in namespace {OURS}" in page.said
-    assert "Noticed" not in page.said
+        assert f"you may not {part} in namespace {OURS}" in page.text
+    assert "Noticed" not in page.text
 
 
 @contextmanager
@@ -205,7 +205,7 @@ def test_the_command_shows_the_same_by_a_client_certificate_or_a_token_and_no_mo
     for kubeconfig in (api.variables["KUBECONFIG"], by_token):
         with own_pages(api, kubeconfig, "ours", OURS) as url:
             status, text = fetched(url)
-            assert (status, "Noticed" in Page(text).said) == (200, True)
+            assert (status, "Noticed" in Page(text).text) == (200, True)
             status, text = fetched(url.replace(f"/{OURS}/ours", f"/{THEIRS}/secret"))
             assert status == (403 if kubeconfig == by_token else 200)
             assert fetched(url.replace(f"/{OURS}/ours", "/elsewhere/x/y"))[0] == 404

@@ -150,5 +150,5 @@ def test_the_page_shows_rows_that_failed(tmp_path: Path) -> None:
     assert "saved, from `peft`'s: C 1.0e-07." in page
     assert "| 2 | 1 | 3 | 1 | `x=y` | 1.0000 | 5.0e-01 | 2 | 0.0e+00 | 1.0e-01 | passed |" in page
     assert "no rows" not in page
-    assert "Made 2026-01-01 with torch 1" in page
+    assert "Made 2026-01-01 with\ntorch 1" in page
     assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
