@@ -192,7 +192,7 @@ def _row(mode: str, task: Task, options: argparse.Namespace, peer_python: str | 
                 for folder in folders.values():
                     folder.mkdir()
                 line = text_file(folders["text"])
-                each = replace(task, base=make_base(task, folders["base"])) if mode == "lora" else task
+                each = replace(task, base=make_base(task, folders["base"], line)) if mode == "lora" else task
                 found["ours"].append(run_ours(each, folders["ours"], line, options.overrides))
                 if peer_python is None:
                     continue

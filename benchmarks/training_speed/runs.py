@@ -161,14 +161,19 @@ def model_options(task: Task) -> dict[str, Any]:
     }
 
 
-def make_base(task: Task, folder: Path) -> Path:
-    """Write a Hugging Face folder with random weights of the task's shape."""
+def make_base(task: Task, folder: Path, text: Path) -> Path:
+    """Write a Hugging Face folder with random weights of the task's shape and a tokenizer of the text."""
     import torch  # noqa: PLC0415 - the runs are separate processes
+    from tokenizers import ByteLevelBPETokenizer  # noqa: PLC0415
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(**model_options(task))
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    tokenizer = ByteLevelBPETokenizer()
+    vocabulary = {"vocab_size": task.model["vocabSize"], "special_tokens": ["<|endoftext|>"]}
+    tokenizer.train([str(text)], **vocabulary)
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
