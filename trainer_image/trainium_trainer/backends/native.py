@@ -22,7 +22,8 @@ from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.base import Evaluation, StepOutcome, StepTotals
 from trainium_trainer.backends.compiled import compile_layers
 from trainium_trainer.backends.device import join_process_group, pick_device, use_device
-from trainium_trainer.backends.mesh import make_mesh, place_of
+from trainium_trainer.backends.mesh import make_mesh
+from trainium_trainer.backends.nonfinite import NonfiniteOrigins
 from trainium_trainer.backends.optimizers import Rounding, find_update
 from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.backends.replicated import ReplicatedStore
@@ -75,9 +76,7 @@ class NativeBackend:
         self._pipeline: Pipeline | None = None
         self._waiting: list[MicroBatch] = []
         self._losses: list[Tensor] = []
-        self._stage_outputs: dict[int, list[Tensor]] = {}
-        self._stage_gradients: dict[int, list[Tensor]] = {}
-        """By number of the stage: sums of what it passed on, which show where numbers are not finite."""
+        self._nonfinite = NonfiniteOrigins(self.mesh, self._config.parallelism.stages_per_rank, self._pulse)
         self._tokens = 0
         self._divisor = 0
         self._places: Tensor | None = None
@@ -166,7 +165,7 @@ class NativeBackend:
             for number in range(self.mesh.pp_rank, total, self.mesh.pp_size)
         }
         for number, stage in stages.items():
-            self._watch(number, stage)
+            self._nonfinite.watch(number, stage)
         return list(stages.values())
 
     def _between(self) -> torch.dtype:
@@ -419,71 +418,13 @@ class NativeBackend:
         elif self._alone:  # numbers mean nothing there, and the update is to be compiled
             self._update(learning_rate=learning_rate, gradient_scale=1.0)
         elif math.isfinite(loss):
-            outcome = replace(outcome, culprits=self._nonfinite_parameters(), origins=self._origins(backward=True))
+            origins = self._nonfinite.of_gradients(own_are_finite=self._store.has_finite_own_gradients())
+            outcome = replace(outcome, culprits=self._nonfinite_parameters(), origins=origins)
         else:
-            outcome = replace(outcome, origins=self._origins(backward=False))
+            outcome = replace(outcome, origins=self._nonfinite.of_loss(self._own_loss))
         self._store.zero_grad()
-        self._stage_outputs.clear()
-        self._stage_gradients.clear()
+        self._nonfinite.clear()
         return outcome
-
-    def _origins(self, *, backward: bool) -> tuple[int, ...]:
-        """Return the ranks whose own numbers were not finite before they were summed with those of others. Collective.
-
-        In a pipeline numbers that are not finite reach all later stages forward and all earlier ones backward, so only
-        the first or the last stage with such numbers counts.
-        """
-        mesh = self.mesh
-        mark = self._last_nonfinite_backward() if backward else self._first_nonfinite_forward()
-        marks = torch.zeros(mesh.world_size, dtype=torch.int32)
-        marks[mesh.rank] = mark
-        if mesh.world_size > 1:
-            with self._pulse.peers:
-                dist.all_reduce(marks)
-        by_share: dict[int, list[tuple[int, int]]] = {}
-        for rank, found in enumerate(marks.tolist()):
-            if found:
-                _, part, _ = place_of(rank, dp_size=mesh.dp_size, tp_size=mesh.tp_size)
-                by_share.setdefault(part // mesh.cp_size, []).append((found, rank))
-        choose = max if backward else min
-        wanted = {share: choose(found)[0] for share, found in by_share.items()}
-        return tuple(
-            sorted(rank for share, found in by_share.items() for stage, rank in found if stage == wanted[share])
-        )
-
-    def _first_nonfinite_forward(self) -> int:
-        """Return 1 plus the number of this rank's first stage that gave no finite numbers; 0 for none."""
-        stages = [number for number, sums in self._stage_outputs.items() if not torch.stack(sums).isfinite().all()]
-        if not math.isfinite(self._own_loss):
-            stages.append(self._config.parallelism.stages_per_rank * self.mesh.pp_size - 1)
-        return 1 + min(stages) if stages else 0
-
-    def _last_nonfinite_backward(self) -> int:
-        """Return 1 plus the number of this rank's last stage with gradients that are not finite; 0 for none."""
-        stages = [number for number, sums in self._stage_gradients.items() if not torch.stack(sums).isfinite().all()]
-        if not self._store.has_finite_own_gradients():
-            stages.append(self.mesh.pp_rank)
-        return 1 + max(stages) if stages else 0
-
-    def _watch(self, number: int, stage: LlamaStage) -> None:
-        """Have sums recorded of what a stage passes on, forward and backward."""
-
-        def record(sums: dict[int, list[Tensor]], value: Tensor) -> None:
-            sums.setdefault(number, []).append(local_of(value).sum(dtype=torch.float32))
-
-        def before(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            if stage.is_first or not torch.is_grad_enabled():
-                return None
-            view = given[0].view_as(given[0])  # the pipeline reuses its tensors, and a hook stays with its tensor
-            view.register_hook(lambda gradient: record(self._stage_gradients, gradient))  # type: ignore[no-untyped-call]
-            return (view, *given[1:])
-
-        def after(_: Any, __: Any, output: Tensor) -> None:
-            if not stage.is_last and torch.is_grad_enabled():
-                record(self._stage_outputs, output)
-
-        stage.register_forward_pre_hook(before)
-        stage.register_forward_hook(after)
 
     def _nonfinite_parameters(self) -> tuple[str, ...]:
         """Return the names of parameters whose summed gradient is not finite, from input to output."""
