@@ -73,12 +73,15 @@ def glue() -> dict[str, bytes]:
     }
 
 
+LINES = {"README.md": b"about", "data.jsonl": lines(["a", "b"])}
+
+
 @pytest.fixture(scope="module")
 def hub() -> Iterator[HubServer]:
     with HubServer() as running:
         running.add("datasets/nyu-mll/glue", glue())
         running.add("datasets/owner/renamed", glue())
-        running.add("datasets/owner/lines", {"README.md": b"about", "data.jsonl": lines(["a", "b"])})
+        running.add("datasets/owner/lines", LINES)
         running.add("datasets/owner/script", {"script.py": b"code", "data.jsonl": lines(["a"])})
         running.add("datasets/owner/tabs", {"README.md": TABS, "a.csv": b"text\tother\nx\ty\n"})
         running.add("datasets/owner/pictures", {"README.md": b"about", "a.tar": b"x"})
@@ -162,6 +165,26 @@ def test_a_commit_is_resolved_once_and_a_branch_at_each_start(hub: HubServer, tm
     found = observe(tmp_path, hub, "owner/moving", pinned)
     assert (found["owner/moving"][1], found[pinned][1]) == (["new"], ["old"])
     assert found["owner/moving"][0] != found[pinned][0]
+
+
+def test_files_that_were_looked_up_are_read_though_the_cache_cannot_be_written_any_more(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    (refused,) = observe(tmp_path / "file" / "home", hub, "owner/lines").values()
+    assert refused[0] == "StorageError"
+    assert "cannot be written (Not a directory): set HF_HOME to a folder that can" in refused[1]
+    home, pinned = tmp_path / "home", f"owner/lines@{hub.add('datasets/owner/lines', LINES)}"
+    before = observe(home, hub, pinned)
+    (note,) = (home / "trainium").glob("files-*.json")
+    note.with_suffix(".lock").unlink(missing_ok=True)
+    note.with_suffix(".lock").mkdir()
+    hub.requests.clear()
+    assert observe(home, hub, pinned) == before
+    assert [each.path for each in hub.requests if each.path.startswith("/api/datasets/")] == []
+    note.with_suffix(".lock").rmdir()
+    note.write_text("{")  # cut short
+    assert observe(home, hub, pinned) == before
 
 
 def test_a_token_opens_a_gated_data_set_and_is_never_shown(hub: HubServer, tmp_path: Path) -> None:

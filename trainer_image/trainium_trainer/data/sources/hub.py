@@ -4,17 +4,20 @@
 and without a copy on the disk.
 
 Guarantees:
-- A location with a commit names the same files with the same digests for ever; they are looked up once on a node.
+- A location with a commit names the same files with the same digests for ever; they are looked up once on a node,
+  and read from there also when HF_HOME can no longer be written.
 - The identity of a file is the digest that the hub keeps of its contents, whatever the data set is called.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import io
 import json
+import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +31,8 @@ from trainium_trainer.storage.hub import Repository, api, ask, endpoint, token
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+_log = logging.getLogger("trainium.data")
 
 HUB = "hf://"
 _DATASETS = "hf://datasets/"
@@ -98,19 +103,35 @@ def list_files(location: str) -> tuple[tuple[str, int, str], ...]:
     config = _config_of(pin_revision(location))
     key = hashlib.sha256(f"1\0{endpoint()}\0{location_of(config)}".encode()).hexdigest()[:32]
     note = Path(constants.HF_HOME) / "trainium" / f"files-{key}.json"
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(note.with_suffix(".lock")):
-            if not note.exists():
+    with contextlib.ExitStack() as locked:
+        try:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            locked.enter_context(WeakFileLock(note.with_suffix(".lock")))
+        except OSError as error:
+            _log.warning("%s: cannot be written (%s): what is not in it is asked for again", note.parent, error)
+        found = _read_note(note)
+        if found is None:
+            try:
+                found = _find_files(config)
+            except OSError as error:  # `datasets` keeps what it reads of a repository there
+                raise StorageError(
+                    f"data.hub {config.dataset}: {constants.HF_HOME} cannot be written ({error.strerror or error}): "
+                    "set HF_HOME to a folder that can"
+                ) from error
+            with contextlib.suppress(OSError):  # the next process asks the hub again
                 draft = note.with_suffix(".tmp")
-                draft.write_text(json.dumps(_find_files(config)))
+                draft.write_text(json.dumps(found))
                 draft.replace(note)
-            return tuple((path, size, digest) for path, size, digest in json.loads(note.read_text()))
-    except OSError as error:
-        raise StorageError(
-            f"data.hub {config.dataset}: {note.parent} cannot be written ({error.strerror or error}): set HF_HOME to a "
-            "folder that can"
-        ) from error
+    return tuple((path, size, digest) for path, size, digest in found)
+
+
+def _read_note(note: Path) -> list[tuple[str, int, str]] | None:
+    """Return what another process has found; None for nothing that can be read."""
+    try:
+        found: list[tuple[str, int, str]] = json.loads(note.read_text())
+    except (OSError, ValueError):
+        return None
+    return found
 
 
 def _find_files(config: HubConfig) -> list[tuple[str, int, str]]:
