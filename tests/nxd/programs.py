@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from trainium_trainer.backends.choose import find_backend, make_backend
 from trainium_trainer.backends.nxd.backend import NxdBackend
-from trainium_trainer.backends.nxd.sharing import Sharing
+from trainium_trainer.backends.nxd.stores import Sharing
 from trainium_trainer.configuration.config import Settings, load, read_launch, resolve_settings
 from trainium_trainer.data.batches.loader import MicroBatch
 from trainium_trainer.weights.initial import InitialWeights

@@ -24,7 +24,7 @@ class CostView:
     """Money for the nodes of a job, in the currency of `price`."""
 
     price: float
-    """Of a node-hour."""
+    """Price of a node-hour."""
     so_far: float
     """For all node time that the job held; the parts below together."""
     productive: float
@@ -33,7 +33,7 @@ class CostView:
     idle: float
     """For nodes that did not train while others did: spares, nodes that waited, quarantined ones."""
     to_end: float | None
-    """Until the last step, at the present size and loss of time; None where the time left is not known."""
+    """Cost until the last step, at the present size and loss of time; None where the time left is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,13 +30,13 @@ LARGEST_STATUS = 96 << 10
 LARGEST_MANIFEST = 1 << 20
 """Bytes: of a ConfigMap the API server takes no more."""
 MOST_EVENTS = 64
-"""Of one plan, besides one for each pod."""
+"""Limit of one plan, besides one for each pod."""
 LONGEST_NOTE = 1000
 _INT64 = 1 << 63
 ALIKE = 2
-"""Of the first and of the last pods of a plan, which share a template, so many are checked."""
+"""Number of pods checked at both ends of a plan; all share a template."""
 MOST_ACTIONS = 32
-"""Of one plan, besides two for each pod that exists or may be created."""
+"""Limit of one plan, besides two for each pod that exists or may be created."""
 
 
 class InvariantError(AssertionError):

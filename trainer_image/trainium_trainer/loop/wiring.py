@@ -85,7 +85,7 @@ class Run:
     stop: StopRequest
     begin: InitialWeights
     trackers: TrackerProcess | None = None
-    """Of rank 0, where there are trackers."""
+    """Process of rank 0 for its trackers; None without any."""
     validation_loss: float | None = None
     """The newest one that this process has measured."""
 

@@ -125,7 +125,7 @@ class _Tile:
     rows: slice
     keys: slice
     place: int
-    """Of the first row in the whole sequence."""
+    """Position of the first row in the whole sequence."""
     causal: bool = False
     """Whether the n-th row sees the first n keys."""
     masked: bool = False

@@ -35,7 +35,7 @@ class Context(NamedTuple):
     places: Tensor | None = None
     """[sequence] int64, the places of the tokens where this is a part of the sequence; None: 0, 1, 2, ..."""
     first: Tensor | None = None
-    """Of a part, in place of a mask: [batch or 1, sequence] int64, the first place that each token sees; None: 0."""
+    """First place that each token of a part sees, in place of a mask: [batch or 1, sequence] int64; None: 0."""
 
     def at(self, stretch: slice) -> Context:
         """Return what the output projection needs of some of the tokens."""

@@ -133,7 +133,7 @@ def test_an_address_that_is_not_here_is_refused() -> None:
 
 
 class Stranger:
-    """Somebody who reaches the port and knows how the store is used."""
+    """A client that reaches the port and knows how the store is used."""
 
     def __init__(self, server: StoreServer) -> None:
         self._client = StoreClient(socket.create_connection(("127.0.0.1", server.port), timeout=5))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,21 +32,6 @@ VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, sample
 PACKED = "data.maskDocuments=true"
 
 
-def finish(launch: Launcher, ranks: int, name: str, overrides: list[str]) -> list[dict[str, Any]]:
-    job = launch(ranks, name, overrides)
-    assert job.wait() == [0] * ranks, "\n".join(job.log(rank) for rank in range(ranks))
-    return job.metrics()
-
-
-def assert_same_curve(metrics: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
-    assert [line["tokens"] for line in metrics] == [line["tokens"] for line in reference]
-    for line, expected in zip(metrics, reference, strict=True):
-        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
-        assert line.get("validationLoss", 0) == pytest.approx(expected.get("validationLoss", 0), rel=1e-5)
-        assert line.get("parameterNorm", 0) == pytest.approx(expected.get("parameterNorm", 0), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
@@ -66,9 +49,9 @@ def test_the_curve_does_not_depend_on_the_division_of_the_sequence(
     launch: Launcher, undisturbed: Undisturbed, documents: Path, ranks: int, overrides: list[str]
 ) -> None:
     data = [VALIDATION, f"data.source={documents}", *(each for each in overrides if each.startswith("data."))]
-    reference = undisturbed(1, data).metrics()
-    assert "validationLoss" in reference[-1]
-    assert_same_curve(finish(launch, ranks, "other", [*data, *overrides]), reference)
+    reference = undisturbed(1, data)
+    assert "validationLoss" in reference.metrics()[-1]
+    launch(ranks, "other", [*data, *overrides]).finish().assert_same_curve(reference)
 
 
 def test_masks_of_documents_change_the_curve(undisturbed: Undisturbed, documents: Path) -> None:
@@ -81,7 +64,7 @@ def test_half_precision_stays_close_to_that_of_one_rank(
     launch: Launcher, undisturbed: Undisturbed, precision: str
 ) -> None:
     whole = undisturbed(1, [f"precision={precision}"]).losses()
-    divided = [line["loss"] for line in finish(launch, 2, "half", [CP, f"precision={precision}"])]
+    divided = launch(2, "half", [CP, f"precision={precision}"]).finish().losses()
     assert divided == pytest.approx(whole, rel=5e-3)
     assert divided[-1] < divided[0]
 
@@ -89,24 +72,21 @@ def test_half_precision_stays_close_to_that_of_one_rank(
 @pytest.mark.long
 def test_a_history_goes_through_context_tensor_and_data_parallel_sizes_by_its_checkpoints(launch: Launcher) -> None:
     flat = ["schedule.finalRatio=1"]
-    whole = finish(launch, 1, "whole", [*flat, "steps=12"])
+    whole = launch(1, "whole", [*flat, "steps=12"]).finish()
     sizes = [(2, [CP]), (2, [TP]), (4, [CP, TP]), (4, [CP, SHARDED]), (2, []), (4, [CP4])]
     for number, (ranks, overrides) in enumerate(sizes, start=1):
-        metrics = finish(launch, ranks, "parts", [*flat, f"steps={2 * number}", *overrides])
-    assert_same_curve(metrics, whole)
+        job = launch(ranks, "parts", [*flat, f"steps={2 * number}", *overrides]).finish()
+    job.assert_same_curve(whole)
 
 
 @pytest.mark.parametrize("mode", ["Replicated", "FullySharded"])
 def test_a_divided_sequence_resumes_from_memory_bit_for_bit(launch: Launcher, mode: str) -> None:
     overrides = ["steps=40", CP, f"dataParallel={mode}", "checkpoint.durable.everySteps=1000"]
-    whole = finish(launch, 2, "whole", overrides)
-    job = launch(2, "parts", overrides, memory=True)
-    job.wait_for_step(3)
-    os.kill(job.pids[0], signal.SIGTERM)
-    assert job.wait() == [75, 75], job.log()
-    again = launch(2, "parts", overrides, memory=True)
-    assert again.wait() == [0, 0], again.log()
-    assert [(line["step"], line["loss"]) for line in again.metrics()] == [(w["step"], w["loss"]) for w in whole]
+    whole = launch(2, "whole", overrides).finish()
+    launch(2, "parts", overrides, memory=True).leave(step=3)
+    again = launch(2, "parts", overrides, memory=True).finish()
+    expected = [(line["step"], line["loss"]) for line in whole.metrics()]
+    assert [(line["step"], line["loss"]) for line in again.metrics()] == expected
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,12 @@ from trainium_trainer.backends.nxd.groups import join
 from trainium_trainer.backends.nxd.layout.divisions import divisions
 from trainium_trainer.backends.nxd.llama import apply_recompute, divided_llama, loss_sum
 from trainium_trainer.backends.nxd.regions import NxdRegion
-from trainium_trainer.backends.nxd.sharing import Sharing
 from trainium_trainer.backends.nxd.state import NxdState
 from trainium_trainer.backends.nxd.stores import (
     NamedParameter,
     NxdReplicatedStore,
     NxdStateStore,
+    Sharing,
     Zero1Store,
     square_sum,
 )
@@ -81,7 +81,7 @@ class NxdBackend:
         share = self._shape.vocab_size // self.mesh.tp_size
         known = self._shape.vocab_size - self._shape.vocab_padding - self.mesh.tp_rank * share
         self._columns = None if known >= share else max(0, known)
-        """How many of this rank's rows of the vocabulary have a token; None for all."""
+        """Return the number of this rank's rows of the vocabulary that have a token; None for all."""
         self._tokens = 0
         self._noted: list[float] = []
         self._derived = False
