@@ -227,7 +227,7 @@ class Demo(ABC):
         # The trainer saves what it makes after a resize was decided; a program repeats it.
         last = max(step, entry["stepBefore"], entry.get("resumeStep", 0))
         resumed = run.log.time_of(last + 1)
-        ended = run.log.time_of(last)
+        ended = run.log.first_times.get(last)
         fault = Fault(
             kind=kind,
             step=last,

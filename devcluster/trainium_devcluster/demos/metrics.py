@@ -40,11 +40,14 @@ class StepLog:
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     recomputed: list[tuple[int, float]] = field(default_factory=list)
     """(step, time of the newer record), in the order in which it was noticed."""
+    first_times: dict[int, float] = field(default_factory=dict)
+    """Step -> when it ended for the first time."""
 
     def refresh(self) -> None:
         """Read the file again."""
         fresh = read_steps(self.path)
         for step, record in fresh.items():
+            self.first_times.setdefault(step, float(record["time"]))
             known = self.steps.get(step)
             if known is not None and known["time"] != record["time"]:
                 self.recomputed.append((step, record["time"]))
