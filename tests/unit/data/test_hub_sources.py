@@ -167,7 +167,7 @@ def test_a_commit_is_resolved_once_and_a_branch_at_each_start(hub: HubServer, tm
     assert found["owner/moving"][0] != found[pinned][0]
 
 
-def test_files_that_were_looked_up_are_read_though_the_cache_cannot_be_written_any_more(
+def test_files_that_were_found_are_read_though_the_cache_cannot_be_written_any_more(
     hub: HubServer, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("no folder")

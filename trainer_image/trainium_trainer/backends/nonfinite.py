@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class NonfiniteOrigins:
-    """What this rank's stages passed on since the last update, as sums that show where numbers are not finite."""
+    """Sums of what this rank's stages passed on since the last update, which show where numbers are not finite."""
 
     def __init__(self, mesh: Mesh, stages_per_rank: int, pulse: Pulse) -> None:
         self._mesh = mesh
