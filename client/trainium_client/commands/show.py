@@ -58,9 +58,11 @@ def goodput(
 ) -> None:
     """Show where the time of a job went, and what that cost."""
     job, now = session.open().job(name), time.time()
-    view = goodput_view(public_status(job), now)
-    if price is not None:
-        view = replace(view, cost=cost_view(build_job_view(job, now=now), price))
+    if price is None:
+        view = goodput_view(public_status(job), now)
+    else:
+        whole = build_job_view(job, now=now)
+        view = replace(whole.goodput, cost=cost_view(whole, price))
     session.emit(view, _table("goodput_page"))
 
 

@@ -1,7 +1,7 @@
 """Push an artifact of the last step to a repository of the Hugging Face hub.
 
 Guarantees:
-- A repository that the token may not write to is refused before the first step.
+- A repository that the token may not write to is refused before the first step; a restart does not ask the hub.
 - All files of an artifact are one commit; a repeated push of the same files adds no commit.
 """
 
@@ -35,7 +35,7 @@ def open_repository(config: TrainingConfig) -> None:
         raise UserError(f"{where}: the run writes no {_kind_of(push, kinds)}: add it to artifacts.kinds")
     if not token():
         raise UserError(f"{where}: needs a token: set the environment variable {TOKEN} from a Secret")
-    ask(lambda: api().create_repo(push.repo, private=push.private, exist_ok=True), _repository(push))
+    _create_repository(push)
 
 
 def push_artifact(push: PushConfig, artifacts: Sequence[ArtifactReport], beat: Callable[[], None]) -> str:
@@ -45,6 +45,7 @@ def push_artifact(push: PushConfig, artifacts: Sequence[ArtifactReport], beat: C
     """
     kind = _kind_of(push, [ArtifactKind(artifact.kind) for artifact in artifacts])
     artifact = next(artifact for artifact in artifacts if artifact.kind == kind)
+    _create_repository(push)  # the first start may have ended before it did
     upload = api().upload_folder(
         repo_id=push.repo,
         folder_path=artifact.path,
@@ -58,6 +59,10 @@ def push_artifact(push: PushConfig, artifacts: Sequence[ArtifactReport], beat: C
 
 def _kind_of(push: PushConfig, kinds: Sequence[ArtifactKind]) -> ArtifactKind:
     return push.kind or (ArtifactKind.ADAPTER if ArtifactKind.MODEL not in kinds else ArtifactKind.MODEL)
+
+
+def _create_repository(push: PushConfig) -> None:
+    ask(lambda: api().create_repo(push.repo, private=push.private, exist_ok=True), _repository(push))
 
 
 def _repository(push: PushConfig) -> Repository:

@@ -98,7 +98,7 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     refuse_missing_trackers(settings.config.monitor.trackers)
     choice = find_backend(settings)
     given = settings.config
-    if launch.rank == 0 and given.artifacts.push is not None:
+    if launch.rank == 0 and given.artifacts.push is not None and not launch.is_restart:  # a restart needs no hub
         from trainium_trainer.artifacts.push import open_repository  # noqa: PLC0415 - few runs ask the hub
 
         open_repository(given)

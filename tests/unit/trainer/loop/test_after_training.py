@@ -99,6 +99,11 @@ def test_the_adapter_is_pushed_with_the_figures_of_its_evaluation(launch: Launch
         job = launch(2, "pushed", [*options, "artifacts.push={repo: acme/sums, kind: Adapter}"], **given)
         assert job.wait(120) == [0, 0], job.log()
         (_, pushed) = hub.repositories["acme/sums"].commits.values()
+        hub.status = 500
+        plain = [*options, "evaluate.enabled=false", "artifacts.push={repo: acme/sums, kind: Adapter}"]
+        restarted = launch(1, "restarted", plain, **given, TRAINIUM_ATTEMPT="1")
+        assert restarted.wait(120) == [81], "the hub is needed at the end alone"
+        assert restarted.metrics()[-1]["step"] == 6
     folder = job.folder / "artifacts" / "step-6" / "adapter"
     assert {name: data for name, data in pushed.items() if name != ".gitattributes"} == {
         path.name: path.read_bytes() for path in folder.iterdir()
