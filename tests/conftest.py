@@ -15,7 +15,7 @@ from tests.testing.cluster.installed import RingNeed
 from tests.testing.cluster.sites import Site, open_site
 from tests.testing.suite.lanes import CLUSTER, DEFINITION, LaneScheduling, group_of
 from tests.testing.suite.last_tests import close_after_last, find_last_tests, for_group
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 from tests.testing.suite.times_record import TimesRecord
 from tests.testing.suite.trials import TRIALS, trials
 
@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> object:
     """A test that hangs ends later on a slow machine, where those that do not take longer too."""
-    slow = settings._replace(timeout=patient(settings.timeout))
+    slow = settings._replace(timeout=scaled(settings.timeout))
     return pytest_timeout.pytest_timeout_set_timer(item, slow)
 
 

@@ -241,8 +241,8 @@ class GenerationRunner:
         attempt = self._ranks[0].attempt
         if self._stop is None or self._stop.attempt != attempt:
             records = [progress_file(self._settings, self._generation, process.local_rank) for process in self._ranks]
-            patience = self._settings.grace_seconds / 2
-            self._stop = AgreedStop(self._membership, self._node_rank, attempt, records, patience=patience)
+            timeout = self._settings.grace_seconds / 2
+            self._stop = AgreedStop(self._membership, self._node_rank, attempt, records, timeout=timeout)
             self._stop.start()
         return self._stop
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.01
 _RECONNECT_SECONDS = 0.2
 _LONGEST_BEGIN_SECONDS = 0.5
-_TURN_PATIENCE_SECONDS = 1.5 * LONGEST_TURN_SECONDS
+_TURN_TIMEOUT_SECONDS = 1.5 * LONGEST_TURN_SECONDS
 _MISSING_SECONDS = 0.5
 _LISTED = 64
 _GO = "1"
@@ -171,7 +171,7 @@ class GenerationRendezvous:
                 key = self.store.key(attempt, "missing")
                 if self.store.has(key):  # node 0 publishes it
                     self._waiting_for(tuple(int(rank) for rank in self.store.get(key).split(",") if rank))
-            if self._is_over(attempt, self._newest(observations, _TURN_PATIENCE_SECONDS)):
+            if self._is_over(attempt, self._newest(observations, _TURN_TIMEOUT_SECONDS)):
                 return False
             observations = self._watcher.observations
         return True
@@ -195,7 +195,7 @@ class GenerationRendezvous:
         while not self._is_over(attempt, state):
             observations = self._watcher.observations
             self._stop_when_interrupted()
-            state = self._newest(observations, _TURN_PATIENCE_SECONDS)
+            state = self._newest(observations, _TURN_TIMEOUT_SECONDS)
 
     def _still_missing(self, attempt: int, missing: list[int]) -> list[int]:
         """Those of `missing` from the first one on that has not joined: one question where nobody more has."""

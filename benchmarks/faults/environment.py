@@ -28,7 +28,7 @@ from tests.testing.cluster.access import ROOT
 from tests.testing.cluster.installed import NAMESPACE as OPERATOR_NAMESPACE
 from tests.testing.cluster.installed import RELEASE, install_operator, make_namespace
 from tests.testing.cluster.jobs import Job, merged
-from tests.testing.suite import patience
+from tests.testing.suite import timeouts
 from trainium_contract.api_server.kubeconfig import find_access
 from trainium_devcluster.controlplane.client import ApiClient, ControlPlaneError
 from trainium_devcluster.state import NodeSpec
@@ -83,7 +83,7 @@ class FaultEnvironment:
         self.out = out
         self.log = log
         access = find_access(None, None, os.environ | site.variables)
-        self.api = ApiClient(access, seconds=patience.patient(20))
+        self.api = ApiClient(access, seconds=timeouts.scaled(20))
         self.operator = OperatorPods(site, self.api)
         self._full_size = self.local or len(site.worker_nodes()) >= FULL_SIZE_NODES
         self._references: dict[str, dict[int, float]] = {}
@@ -257,7 +257,7 @@ class FaultEnvironment:
         command = self.site.settings.get("cutOff" if on else "mend")
         if not command:
             raise RowSkippedError("the site's settings have no cutOff and mend commands")
-        subprocess.run(command.format(node=node), shell=True, check=True, timeout=patience.patient(60))
+        subprocess.run(command.format(node=node), shell=True, check=True, timeout=timeouts.scaled(60))
 
     @property
     def faults(self) -> Faults:
@@ -275,7 +275,7 @@ class FaultEnvironment:
         if not shell:
             raise RowSkippedError("the site's settings have no nodeShell command")
         command = f"{shell.format(node=node)} pkill -9 -o -f trainium-agent"
-        subprocess.run(command, shell=True, check=True, timeout=patience.patient(60))
+        subprocess.run(command, shell=True, check=True, timeout=timeouts.scaled(60))
 
     def require_name_servers(self) -> None:
         """Raise RowSkippedError where name servers cannot be stopped."""
@@ -289,11 +289,11 @@ class FaultEnvironment:
         """Stop all name servers of the cluster, after `require_name_servers`."""
         stop, go = (self.site.settings.get(key, "") for key in ("dnsStop", "dnsGo"))
         try:
-            subprocess.run(stop, shell=True, check=True, timeout=patience.patient(60))
+            subprocess.run(stop, shell=True, check=True, timeout=timeouts.scaled(60))
             yield
         finally:
             # A name server that its kubelet has restarted meanwhile needs no signal.
-            subprocess.run(go, shell=True, check=False, timeout=patience.patient(60))
+            subprocess.run(go, shell=True, check=False, timeout=timeouts.scaled(60))
 
     def move_operator_off(self, node: str) -> bool:
         """Move the operator off a node that is about to fail; return whether it had to move."""

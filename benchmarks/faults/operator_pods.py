@@ -7,7 +7,7 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 from tests.testing.cluster.installed import NAMESPACE, RELEASE
-from tests.testing.suite import patience
+from tests.testing.suite import timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ class OperatorPods:
             ready = self._api.get(_DEPLOYMENT)["status"].get("readyReplicas", 0)
             return bool(len(pods) == ready == replicas)
 
-        patience.until(is_scaled, f"the operator has {replicas} replicas", pause=0.2)
+        timeouts.until(is_scaled, f"the operator has {replicas} replicas", pause=0.2)
 
     @contextlib.contextmanager
     def on_nodes(self, nodes: list[str]) -> Iterator[None]:
@@ -85,7 +85,7 @@ class OperatorPods:
         self._await_agents()
 
     def _rolled_out(self, seconds: float) -> None:
-        limit = f"--timeout={patience.patient(seconds):.0f}s"
+        limit = f"--timeout={timeouts.scaled(seconds):.0f}s"
         deployment = ("-n", NAMESPACE, f"deployment/{RELEASE}")
         self._site.kubectl("rollout", "status", *deployment, limit, seconds=seconds + 10)
 
@@ -101,13 +101,13 @@ class OperatorPods:
                 return bool(float(lines["trainingjob_operator_agents"]) >= wanted)
             return False
 
-        patience.until(are_registered, f"{wanted} agents register with the new operator", pause=0.2)
+        timeouts.until(are_registered, f"{wanted} agents register with the new operator", pause=0.2)
 
     def _metrics_of(self, pod: Json) -> str:
         if self._site.cluster is not None:
             # An API server does not proxy to loopback, where pods of the development cluster listen.
             with urllib.request.urlopen(
-                f"http://{pod['status']['podIP']}:8080/metrics", timeout=patience.patient(5)
+                f"http://{pod['status']['podIP']}:8080/metrics", timeout=timeouts.scaled(5)
             ) as answer:
                 return str(answer.read().decode())
         path = f"{_PODS}/{pod['metadata']['name']}:8080/proxy/metrics"

@@ -19,7 +19,7 @@ from benchmarks.faults.record import FaultRun
 from benchmarks.faults.recovery import Run
 from benchmarks.faults.target import StuckError
 from tests.testing.cluster.access import CommandError
-from tests.testing.suite.patience import NotInTimeError
+from tests.testing.suite.timeouts import NotInTimeError
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.testing.suite.patience import Deadline
+from tests.testing.suite.timeouts import Deadline
 from trainium_contract.wire.recorded_membership import members_of
 from trainium_devcluster.controlplane.client import ControlPlaneError
 

@@ -250,7 +250,7 @@ class RuntimeSupervisor:
         await runtime.coordinator.stop()
         await runtime.recorder.flush(2.0)
         self._kopf_stop.set()
-        await self._end("kopf", patience=KOPF_STOP_SECONDS)
+        await self._end("kopf", grace_seconds=KOPF_STOP_SECONDS)
         await self._stop_reading()
         for task in self._tasks:
             task.cancel()
@@ -270,10 +270,10 @@ class RuntimeSupervisor:
             await self._runtime.readers.stop()
         await self._runtime.health.stop()
 
-    async def _end(self, name: str, *, patience: float = 0.0) -> None:
+    async def _end(self, name: str, *, grace_seconds: float = 0.0) -> None:
         task = next(task for task in self._tasks if task.get_name() == name)
-        if patience:
-            await asyncio.wait([task], timeout=patience)
+        if grace_seconds:
+            await asyncio.wait([task], timeout=grace_seconds)
         task.cancel()
         await asyncio.wait([task])
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.testing.suite.patience import patient, until
+from tests.testing.suite.timeouts import scaled, until
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.controlplane.components import Component
 from trainium_devcluster.errors import ClusterError
@@ -76,16 +76,16 @@ def test_kubectl_and_helm_have_the_pinned_versions(cluster: Cluster) -> None:
 def test_a_server_certificate_is_needed_and_verified(cluster: Cluster) -> None:
     url = f"{cluster.ports.server}/version"
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-        urllib.request.urlopen(url, timeout=patient(5), context=ssl.create_default_context())
+        urllib.request.urlopen(url, timeout=scaled(5), context=ssl.create_default_context())
     own = ssl.create_default_context(cafile=str(cluster.paths.pki / "ca.crt"))
-    with urllib.request.urlopen(url, timeout=patient(5), context=own) as answer:
+    with urllib.request.urlopen(url, timeout=scaled(5), context=own) as answer:
         assert json.load(answer)["gitVersion"] == "v1.36.3"
 
 
 def test_etcd_refuses_who_has_no_certificate(cluster: Cluster) -> None:
     own = ssl.create_default_context(cafile=str(cluster.paths.pki / "ca.crt"))
     with pytest.raises((ssl.SSLError, OSError)):
-        urllib.request.urlopen(f"https://127.0.0.1:{cluster.ports.etcd}/health", timeout=patient(5), context=own)
+        urllib.request.urlopen(f"https://127.0.0.1:{cluster.ports.etcd}/health", timeout=scaled(5), context=own)
 
 
 def test_a_token_is_valid_for_its_audience_only_and_its_rights_are_checked(cluster: Cluster) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.suite.patience import patient, until
+from tests.testing.suite.timeouts import scaled, until
 from trainium_devcluster.cluster import Cluster, node_specs
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.processes.process_families import marked
@@ -62,7 +62,7 @@ def pod(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
     }
     cluster.wait_for_nodes(["node-1"])
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
-    cluster.kubectl("wait", "--for=condition=Ready", f"pod/{name}", f"--timeout={patient(30):.0f}s")
+    cluster.kubectl("wait", "--for=condition=Ready", f"pod/{name}", f"--timeout={scaled(30):.0f}s")
     yield name
     cluster.faults.thaw_node("node-1")  # a test that failed meanwhile must not take the next ones along
     cluster.kubectl("delete", "pod", name, "--force", "--grace-period=0", "--ignore-not-found")
@@ -172,7 +172,7 @@ def test_a_stopped_cluster_leaves_no_process_of_its_pods(tmp_path: Path, monkeyp
     with Cluster.start(nodes=node_specs(1)) as cluster:
         root = cluster.paths.root
         cluster.kubectl("run", "busy", "--image=any", "--command", "--", "sh", "-c", "trap '' TERM; sleep 903")
-        cluster.kubectl("wait", "--for=condition=Ready", "pod/busy", f"--timeout={patient(30):.0f}s")
+        cluster.kubectl("wait", "--for=condition=Ready", "pod/busy", f"--timeout={scaled(30):.0f}s")
         assert processes(cluster, "sleep 903")
     assert not marked(MARKER, f"{root}/", prefix=True)
     assert not root.exists()

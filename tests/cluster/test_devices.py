@@ -18,7 +18,7 @@ from tests.testing.cluster.access import ROOT
 from tests.testing.cluster.installed import install_operator
 from tests.testing.cluster.jobs import Job
 from tests.testing.cluster.sites import Site
-from tests.testing.suite.patience import until
+from tests.testing.suite.timeouts import until
 from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
 
 if TYPE_CHECKING:

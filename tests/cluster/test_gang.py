@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.suite.patience import until
+from tests.testing.suite.timeouts import until
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.state import NodeSpec

@@ -16,7 +16,7 @@ import pytest
 
 from tests.testing.cluster.installed import install_operator
 from tests.testing.cluster.sites import Site
-from tests.testing.suite.patience import patient, until
+from tests.testing.suite.timeouts import scaled, until
 from trainium_devcluster.cluster import Cluster, system_node, system_values
 from trainium_operator.coordinator.certificates import renew_material
 
@@ -67,8 +67,8 @@ def addresses(site: Site) -> list[str]:
 
 def get(address: str, trust: ssl.SSLContext, token: str) -> int:
     """Status of /metrics at the HTTPS port of this pod, which shows a certificate of the Service's name."""
-    connection = http.client.HTTPSConnection(address, 8444, timeout=patient(10), context=trust)
-    connection.sock = trust.wrap_socket(socket.create_connection((address, 8444), patient(10)), server_hostname=SERVICE)
+    connection = http.client.HTTPSConnection(address, 8444, timeout=scaled(10), context=trust)
+    connection.sock = trust.wrap_socket(socket.create_connection((address, 8444), scaled(10)), server_hostname=SERVICE)
     try:
         connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"} if token else {})
         return connection.getresponse().status
@@ -101,7 +101,7 @@ def test_a_mounted_certificate_that_comes_late_and_changes_serves_every_replica(
     restarts = secured.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")["items"]
     assert [pod["status"]["containerStatuses"][0]["restartCount"] for pod in restarts] == [0, 0]
     for each in pods:
-        plain = http.client.HTTPConnection(each, 8080, timeout=patient(10))
+        plain = http.client.HTTPConnection(each, 8080, timeout=scaled(10))
         plain.request("GET", "/metrics")
         assert plain.getresponse().status == 404
         plain.close()

@@ -24,7 +24,7 @@ from tests.testing.cluster.leftovers import OccupiedError, refuse_to_disturb, sw
 from tests.testing.cluster.marks import HOLD, LABELS, cordon_of
 from tests.testing.cluster.session_lease import NAME, LeaseHolder, SessionLease, TakenError
 from tests.testing.cluster.sites import Site
-from tests.testing.suite.patience import until
+from tests.testing.suite.timeouts import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.suite.patience import USUAL, patient, until
+from tests.testing.suite.timeouts import USUAL, scaled, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +39,7 @@ def test_its_pods_run_at_once_and_fail_on_request(cluster: Cluster) -> None:
     failed = pod(cluster, "plain")["status"]
     assert failed["phase"] == "Failed"
     assert failed["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 7
-    cluster.kubectl("delete", "pod", "plain", "--wait", f"--timeout={patient(30):.0f}s")
+    cluster.kubectl("delete", "pod", "plain", "--wait", f"--timeout={scaled(30):.0f}s")
 
 
 def test_a_condition_stays_and_a_device_that_vanished_is_missing(cluster: Cluster) -> None:
@@ -83,15 +83,15 @@ async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
                 AgentsProcess(cluster, NAME, addresses=[(operator.host, operator.port)], name=SERVER_NAME) as agents,
             ):
                 await kube.create(JOBS, training_job(4, spares=1))
-                await watch.until_running(5, patient(USUAL))
+                await watch.until_running(5, scaled(USUAL))
                 await agents.ask("start")
-                first = await agents.ask("learned", generation=1, count=4, seconds=patient(USUAL))
-                await until_status(kube, lambda status: status.get("phase") == "Running", patient(USUAL), "it trains")
+                first = await agents.ask("learned", generation=1, count=4, seconds=scaled(USUAL))
+                await until_status(kube, lambda status: status.get("phase") == "Running", scaled(USUAL), "it trains")
                 member = (await membership(kube)).members[1].pod_name
                 await asyncio.to_thread(cluster.fleet.fail_pod, "default", member, exit_code=137)
-                second = await agents.ask("learned", generation=2, count=4, seconds=patient(USUAL))
-                await watch.until(lambda: watch.created == 6, patient(USUAL), "a new spare is made")
-                await until_status(kube, lambda status: status.get("spares", 0) == 1, patient(USUAL), "it is warm")
+                second = await agents.ask("learned", generation=2, count=4, seconds=scaled(USUAL))
+                await watch.until(lambda: watch.created == 6, scaled(USUAL), "a new spare is made")
+                await until_status(kube, lambda status: status.get("spares", 0) == 1, scaled(USUAL), "it is warm")
         finally:
             await operator.stop()
         return [first["newest"], second["newest"]]

@@ -610,7 +610,7 @@ def _unpack(payload: bytes) -> ProgressRecord | None:
 # ---- the reports of a program --------------------------------------------------------------------------------------
 
 _STOP_POLL_SECONDS = 0.005
-_STOP_PATIENCE_SECONDS = 60.0
+_STOP_TIMEOUT_SECONDS = 60.0
 _ACTIVITIES = {
     "Load": Activity.LOAD,
     "Compile": Activity.COMPILE,
@@ -694,7 +694,7 @@ class _Program:
 
     @staticmethod
     def _await_answer(writer: ProgressWriter) -> int:
-        deadline = time.monotonic() + _STOP_PATIENCE_SECONDS
+        deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
         answer = writer.stop_answer()
         while answer == _STOP_PENDING and time.monotonic() < deadline:
             time.sleep(_STOP_POLL_SECONDS)

@@ -191,15 +191,15 @@ def receive_copy(
     tag: int,
     slot: Callable[[bytes], torch.Tensor],
     finish: Callable[[], bool],
-    patience: timedelta | None = None,
+    timeout: timedelta | None = None,
 ) -> bool:
     """Receive what `send_copy` sends; False after a page without a snapshot, the sender's farewell.
 
     slot: returns the memory for the payload, given the text of the header; finish: whether the copy is finished, whole.
-    patience: how long the page may take. RuntimeError when the sender is gone, or sends an altered page.
+    timeout: how long the page may take. RuntimeError when the sender is gone, or sends an altered page.
     """
     page = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-    wait_for(dist.irecv(page, source, group=group, tag=tag), patience)
+    wait_for(dist.irecv(page, source, group=group, tag=tag), timeout)
     try:
         text = parse_page(page.numpy().tobytes(), f"from rank {source}")
     except DamagedSnapshotError as error:

@@ -200,8 +200,8 @@ class PairRound:
 
     def _collect(self, store: GenerationStore, attempt: int, number: int, wave: Wave) -> dict[int, PairingResult]:
         nodes = [node for group in wave for node in group]
-        patience = 2 * (self._seconds + _START_SECONDS) + _OWN_CHECKS_SECONDS + self._nodes * _SECONDS_PER_NODE
-        deadline = time.monotonic() + patience
+        timeout = 2 * (self._seconds + _START_SECONDS) + _OWN_CHECKS_SECONDS + self._nodes * _SECONDS_PER_NODE
+        deadline = time.monotonic() + timeout
         while store.count(self._key(store, attempt, number, "outcomes")) < len(nodes) and time.monotonic() < deadline:
             self._interrupted()
             time.sleep(_POLL_SECONDS)

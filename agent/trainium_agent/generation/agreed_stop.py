@@ -37,7 +37,7 @@ class AgreedStop:
         attempt: int,
         records: Sequence[Path],
         *,
-        patience: float,
+        timeout: float,
         store: GenerationStore | None = None,
     ) -> None:
         """Take part for the ranks of this pod, whose records are given."""
@@ -46,7 +46,7 @@ class AgreedStop:
         self._members = len(membership.members)
         self._node_rank = node_rank
         self._records = tuple(records)
-        self._patience = patience
+        self._timeout = timeout
         self._lock = threading.Lock()
         self._failed = False
         self._signal_ranks: Callable[[], None] | None = None
@@ -102,7 +102,7 @@ class AgreedStop:
             store.connect()
         keys = [store.key(self.attempt, "stop", node_rank) for node_rank in range(self._members)]
         store.set(keys[self._node_rank], str(checks))
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._timeout
         while not store.has(*keys):
             if time.monotonic() > deadline:
                 return None

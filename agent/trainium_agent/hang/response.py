@@ -198,7 +198,7 @@ def _stuck(still: Stall, known: Stacks | None) -> StuckRank:
     )
 
 
-_PATIENCE_SECONDS = 2.0
+_TIMEOUT_SECONDS = 2.0
 _SECONDS_PER_MEMBER = 0.002
 """What the slowest of many agents needs to see the question (see `StateWatcher`) and to answer it."""
 _TAKE_OVER_SECONDS = 10.0
@@ -254,7 +254,7 @@ class Inquiry:
         if (state.asked_in, state.asked_by) != (attempt, own):
             return
         self._asked = state.inquiry
-        self._deadline = now + _PATIENCE_SECONDS + self._members * _SECONDS_PER_MEMBER
+        self._deadline = now + _TIMEOUT_SECONDS + self._members * _SECONDS_PER_MEMBER
         self.answer(state)
 
     def answer(self, state: GenerationState) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.1
 """Seconds between two reads of counters of the store."""
 _RECONNECT_SECONDS = 0.2
-_YIELD_PATIENCE_SECONDS = 5.0
+_YIELD_TIMEOUT_SECONDS = 5.0
 _KILL_SECONDS = 30.0
 _REPORT_STUCK_SECONDS = 2.5
 """What was reports of a standstill stays long enough for a heartbeat to carry it."""
@@ -226,7 +226,7 @@ def _ended(life: LocalGeneration, end: on.RankEnded, now: float) -> _Answer | No
         return None  # the others' ends, or the failure among them, lead on
     finished = life.all_ended_with(ExitCode.FINISHED)
     stage, phase = (Stage.FINISHED, WorkerPhase.FINISHED) if finished else (Stage.YIELDED, WorkerPhase.YIELDED)
-    deadline = now if finished else now + _YIELD_PATIENCE_SECONDS
+    deadline = now if finished else now + _YIELD_TIMEOUT_SECONDS
     return replace(life, stage=stage, deadline=deadline), (
         do.SimpleAction.OBSERVE_PROGRESS,
         do.ReportTiming(None),

@@ -12,7 +12,7 @@ from benchmarks.faults.record import FaultRun, Findings
 from benchmarks.faults.recovery import Run, expect_in_place, expect_node_lost
 from benchmarks.faults.row import Row
 from benchmarks.faults.rows.pods import expect_deleted
-from tests.testing.suite import patience
+from tests.testing.suite import timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,7 +155,7 @@ def _delete_job_during_recovery(run: Run) -> FaultRun:
     time.sleep(run.rng.uniform(0.0, 1.5))
     namespace, name = target.job.namespace, target.job.name
     moment = time.time()
-    timeout = f"--timeout={patience.patient(60):.0f}s"
+    timeout = f"--timeout={timeouts.scaled(60):.0f}s"
     site.kubectl("delete", "trainingjob", name, "-n", namespace, timeout, seconds=70)
     target.until("deletion of its pods", lambda: not target.pods(), 60)
     seconds = time.time() - moment

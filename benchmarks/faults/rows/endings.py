@@ -11,7 +11,7 @@ from benchmarks.faults.environment import FaultEnvironment, RowSkippedError
 from benchmarks.faults.record import FaultRun, Findings
 from benchmarks.faults.recovery import Run, expect_in_place, expect_node_lost
 from benchmarks.faults.row import Row
-from tests.testing.suite.patience import Deadline
+from tests.testing.suite.timeouts import Deadline
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ SAMPLE_SECONDS = 5.0
 MOST_CURVES = 200
 CURVE_POINTS = 400
 EVENTS_SECONDS = 15.0
-EVENTS_PATIENCE_SECONDS = 3.0
+EVENTS_TIMEOUT_SECONDS = 3.0
 EVENTS_ASKED = 500
 """Events of a job are kept for an hour, and a job makes ten a minute at most."""
 REMEMBERED_EVENTS = 64
@@ -149,7 +149,7 @@ class JobPageData:
     async def _ask(self, namespace: str, name: str, uid: str) -> tuple[EventView, ...] | str:
         fields = f"involvedObject.kind={KIND},involvedObject.name={name}"
         try:
-            async with asyncio.timeout(EVENTS_PATIENCE_SECONDS):
+            async with asyncio.timeout(EVENTS_TIMEOUT_SECONDS):
                 page = await self._api.list_page(CORE_EVENTS, namespace, fields=fields, limit=EVENTS_ASKED)
         except (ApiError, TimeoutError) as error:
             forbidden = isinstance(error, ForbiddenError)

@@ -41,7 +41,7 @@ _SETTINGS = PlanSettings(
 )
 _WRITES_ALL = replace(_SETTINGS, status_interval_seconds=0.001)
 _CA = "-----BEGIN CERTIFICATE-----\n"
-_PATIENCE = 0.03
+_DELAY_RATIO = 0.03
 """Share of the time without a change by which a simulated operator may look later than a real one."""
 
 EntryKey = tuple[int, int, int, str]
@@ -183,7 +183,7 @@ class SimulatedOperator:
         The longer nothing has changed, the seldomer; the end of the wait for capacity is met exactly.
         """
         now, since = self._timeline.now, self.status.waiting_since
-        seconds = max(requeue, _PATIENCE * (now - self._news_at))
+        seconds = max(requeue, _DELAY_RATIO * (now - self._news_at))
         deadline = None if since is None else since + self._spec.recovery.rescale_after_seconds - now
         return seconds if deadline is None or not 0 < deadline < seconds else max(requeue, deadline)
 

@@ -16,7 +16,7 @@ from tests.testing.cluster.access import ROOT, Access
 from tests.testing.cluster.installed import apply_definition, make_namespace
 from tests.testing.suite.lanes import DEFINITION
 from tests.testing.suite.last_tests import for_group
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 from trainium_contract.api_server.connection import Connection
 from trainium_contract.api_server.kubeconfig import find_access
 
@@ -95,7 +95,7 @@ class Api:
 
     def _request(self, method: str, path: str, body: dict[str, Any]) -> str:
         """Why a request about jobs was refused, "" when it was not. A kubectl would cost 0.15 processor seconds."""
-        connection = Connection(find_access(self.variables["KUBECONFIG"], None, {}), seconds=patient(60))
+        connection = Connection(find_access(self.variables["KUBECONFIG"], None, {}), seconds=scaled(60))
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         path = f"/apis/trainium.dev/v1alpha1/namespaces/{self.namespace}/trainingjobs{path}"
         answer = connection.request(method, path, body=body, content_type=kind)

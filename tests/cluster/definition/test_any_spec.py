@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 
-from tests.testing.suite.any_json import PATIENT, as_sent, changed
-from tests.testing.suite.patience import patient
+from tests.testing.suite.any_json import SLOW_ALLOWED, as_sent, changed
+from tests.testing.suite.timeouts import scaled
 from tests.testing.suite.trials import trials
 from trainium_contract.api_server.connection import Connection
 from trainium_contract.api_server.kubeconfig import find_access
@@ -36,7 +36,7 @@ def server(defined: Api) -> Iterator[tuple[Connection, str]]:
     """A connection that is kept, and where a job is offered without being kept."""
     if defined.existing:
         pytest.skip("thousands of requests are for a cluster of one's own")
-    connection = Connection(find_access(defined.variables["KUBECONFIG"], None, {}), seconds=patient(60))
+    connection = Connection(find_access(defined.variables["KUBECONFIG"], None, {}), seconds=scaled(60))
     yield connection, f"/apis/trainium.dev/v1alpha1/namespaces/{defined.namespace}/trainingjobs?dryRun=All"
     connection.close()
 
@@ -47,7 +47,7 @@ def test_any_spec_is_taken_and_can_be_read_or_is_refused_with_a_bounded_answer(
     connection, path = server
     taken = 0
 
-    @settings(PATIENT, max_examples=trials(40))
+    @settings(SLOW_ALLOWED, max_examples=trials(40))
     @given(changed(SPEC, most=3))
     def offer(spec: Any) -> None:
         nonlocal taken

@@ -14,7 +14,7 @@ from scripts import generate
 from tests.testing.cluster.installed import make_namespace
 from tests.testing.cluster.marks import SELECTOR
 from tests.testing.operator.rbac import RIGHTS, NamedAfter, Scope
-from tests.testing.suite.patience import until
+from tests.testing.suite.timeouts import until
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.sizes import INSTANCES
 from trainium_operator.coordinator.certificates import server_names

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.testing.suite.patience import async_until
+from tests.testing.suite.timeouts import async_until
 from trainium_operator.cluster.api.client import Api as OperatorApi
 from trainium_operator.cluster.api.transport import connect
 from trainium_operator.cluster.cache.namespaces import ListState

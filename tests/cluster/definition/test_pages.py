@@ -18,7 +18,7 @@ from tests.testing.operator.readable_operator import Readable, kubeconfig_of, re
 from tests.testing.page.browser import CHROMIUM, browser
 from tests.testing.page.html_page import Page
 from tests.testing.suite.loopback_http import LoopbackServer
-from tests.testing.suite.patience import patient, until
+from tests.testing.suite.timeouts import scaled, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +132,7 @@ def signing_proxy(readable: Readable, token: str) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             upstream = http.client.HTTPSConnection(
-                "localhost", readable.port, timeout=patient(30), context=readable.trust
+                "localhost", readable.port, timeout=scaled(30), context=readable.trust
             )
             upstream.request("GET", self.path, headers={"Authorization": f"Bearer {token}"})
             answer = upstream.getresponse()
@@ -183,12 +183,12 @@ def own_pages(api: Api, kubeconfig: str, name: str, namespace: str) -> Iterator[
             yield process.stderr.readline().strip()
         finally:
             process.terminate()
-            process.wait(patient(30))
+            process.wait(scaled(30))
 
 
 def fetched(url: str) -> tuple[int, str]:
     address, path = re.fullmatch(r"http://([^/]+)(/.*)", url).groups()  # type: ignore[union-attr]
-    connection = http.client.HTTPConnection(address, timeout=patient(60))
+    connection = http.client.HTTPConnection(address, timeout=scaled(60))
     try:
         connection.request("GET", path)
         answer = connection.getresponse()

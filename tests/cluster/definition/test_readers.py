@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from tests.testing.operator.readable_operator import Readable, readable_operator, token_of
-from tests.testing.suite.patience import patient, until
+from tests.testing.suite.timeouts import scaled, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -184,7 +184,7 @@ def test_a_real_prometheus_scrapes_with_its_token_and_the_operators_authority(
 
     def scraped() -> list[Any]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{asked}", timeout=patient(5)) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{asked}", timeout=scaled(5)) as answer:
                 found: list[Any] = json.load(answer)["data"]["result"]
         except OSError:
             return []

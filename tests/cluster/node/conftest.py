@@ -9,7 +9,7 @@ import pytest
 
 from tests.testing.cluster.installed import make_namespace
 from tests.testing.cluster.lab import Lab
-from tests.testing.suite.patience import until
+from tests.testing.suite.timeouts import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

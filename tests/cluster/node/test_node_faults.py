@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.testing.cluster.lab import is_ready, status, terminated
-from tests.testing.suite.patience import until
+from tests.testing.suite.timeouts import until
 
 if TYPE_CHECKING:
     from tests.testing.cluster.lab import Lab

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.testing.cluster.lab import status
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 
 if TYPE_CHECKING:
     from tests.testing.cluster.lab import Lab
@@ -137,7 +137,7 @@ def test_followed_logs_arrive_as_they_are_written_and_end_with_the_container(lab
             assert process.stdout.readline() == "line 1\n"  # while the container still runs
             lab.kubectl("exec", name, "--", "touch", "/opt/go")
             assert process.stdout.readlines() == ["line 2\n"]
-            assert process.wait(patient(10)) == 0
+            assert process.wait(scaled(10)) == 0
         finally:
             process.kill()  # leaving waits for it
 

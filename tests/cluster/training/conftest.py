@@ -11,7 +11,7 @@ import pytest
 
 from tests.testing.cluster.installed import RingNeed, make_namespace
 from tests.testing.cluster.jobs import Job
-from tests.testing.suite.patience import until
+from tests.testing.suite.timeouts import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

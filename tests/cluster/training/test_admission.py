@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.suite.patience import until
+from tests.testing.suite.timeouts import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ print(json.dumps(answer))
 def call(job: Job, change: dict[str, Any], *token: str) -> tuple[int, dict[str, Any]]:
     """Register and send a heartbeat from inside a worker pod, with its token or another; the first refusal."""
     pod = job.members()[0]["podName"]
-    status, body = json.loads(job.inside(pod, "python", "-c", CALL, str(patient(10)), json.dumps(change), *token))
+    status, body = json.loads(job.inside(pod, "python", "-c", CALL, str(scaled(10)), json.dumps(change), *token))
     return status, body
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.suite.patience import patient, until
+from tests.testing.suite.timeouts import scaled, until
 from trainium_client.commands.main import main
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def test_a_job_is_shown_to_others_simulated_and_changed_while_it_trains(
 
     with beside(job, "ui", "--no-browser", "--port", "0", to=tmp_path / "ui") as output:
         until(lambda: "served to this machine" in output(), output)
-        with urllib.request.urlopen(output().split()[0], timeout=patient(60)) as answer:
+        with urllib.request.urlopen(output().split()[0], timeout=scaled(60)) as answer:
             assert f"{job.namespace}/{job.name}" in answer.read().decode()
 
     assert json.loads(trn(job, "simulate", "--days", "1", "--seeds", "1", "--output", "json", as_json=False))

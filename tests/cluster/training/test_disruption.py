@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.suite.patience import patient, until
+from tests.testing.suite.timeouts import scaled, until
 
 if TYPE_CHECKING:
     import subprocess
@@ -86,7 +86,7 @@ def test_a_drained_node_is_left_by_its_worker_and_nothing_is_lost(new_job: Calla
     with job.site.cordoned(node):
         job.site.kubectl(
             "drain", node, f"--pod-selector=trainium.dev/job-name={job.name}", "--delete-emptydir-data",
-            "--ignore-daemonsets", "--force", f"--timeout={patient(60):.0f}s",
+            "--ignore-daemonsets", "--force", f"--timeout={scaled(60):.0f}s",
         )  # fmt: skip
         entry = job.until_recovered()
         assert (entry["rung"], entry["cause"], entry["stepsLost"]) == ("Spare", "Preempted", 0)

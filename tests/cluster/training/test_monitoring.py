@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from tests.testing.suite.patience import patient, until
+from tests.testing.suite.timeouts import scaled, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ QUIET = {"What nodes say of themselves"}
 """Panels that are empty while no node has a problem."""
 
 YOUNG = {"TrainiumGoodputLow", "TrainiumNamedJobGoodputLow"}
-"""What fires without patience while the start is most of a job's time."""
+"""What fires without a delay while the start is most of a job's time."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Prometheus:
 
     def query(self, promql: str) -> list[dict[str, Any]]:
         asked = urllib.parse.urlencode({"query": promql})
-        with urllib.request.urlopen(f"{self.url}/api/v1/query?{asked}", timeout=patient(10)) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/query?{asked}", timeout=scaled(10)) as answer:
             found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         return found
 
@@ -57,7 +57,7 @@ class Prometheus:
         return until(lambda: self.query(promql), lambda: f"an answer to {promql}; firing: {self.firing()}", pause=0.5)
 
 
-def impatient(rules: str) -> str:
+def without_delays(rules: str) -> str:
     """The chart's alerts, which here wait for nothing."""
     loaded = yaml.safe_load(rules)
     for group in loaded["groups"]:
@@ -72,7 +72,7 @@ def prometheus(operator: Site, tmp_path: Path) -> Iterator[Prometheus]:
         pytest.skip("the addresses of pods are reached on the development cluster only")
     pods = operator.get("pods", "-n", "trainium-system", "-l", "app.kubernetes.io/component=operator")["items"]
     targets = [f"{pod['status']['podIP']}:8080" for pod in pods]
-    (tmp_path / "alerts.yaml").write_text(impatient((FILES / "alerts.yaml").read_text()))
+    (tmp_path / "alerts.yaml").write_text(without_delays((FILES / "alerts.yaml").read_text()))
     configuration = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": ["alerts.yaml"],
@@ -100,7 +100,7 @@ def free_port() -> int:
 
 def _is_ready(url: str) -> bool:
     try:
-        urllib.request.urlopen(f"{url}/-/ready", timeout=patient(2)).close()
+        urllib.request.urlopen(f"{url}/-/ready", timeout=scaled(2)).close()
     except OSError:
         return False
     return True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.suite.patience import until
+from tests.testing.suite.timeouts import until
 from trainium_devcluster.demos.metrics import every_sample_once
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.cluster.jobs import Job, merged
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 
 if TYPE_CHECKING:
     from tests.testing.cluster.sites import Site
@@ -137,5 +137,5 @@ def test_ranks_that_lose_a_peer_with_its_node_are_no_other_interruption(operator
 
 def test_a_program_that_cannot_be_started_fails_with_a_sentence_that_names_it(operator: Site, namespace: str) -> None:
     job = applied(operator, namespace, "program: {command: [no-such-program]}")
-    status = job.until_phase("Failed", seconds=patient(120))
+    status = job.until_phase("Failed", seconds=scaled(120))
     assert "no-such-program" in status["verdict"], json.dumps(status)

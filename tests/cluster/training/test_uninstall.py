@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.cluster.access import ROOT
-from tests.testing.suite.patience import patient, until
+from tests.testing.suite.timeouts import scaled, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ class Release:
             "--set",
             keep,
             "--wait",
-            f"--timeout={patient(120):.0f}s",
+            f"--timeout={scaled(120):.0f}s",
         )
         self.site.helm("upgrade", "--install", NAME, chart, *common)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from aiohttp import web
 
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 from trainium_operator.cluster.api.resources import ALL
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class FakeServer:
             query=request.query,
             body=json.loads(text) if text else None,
             content_type=request.headers.get("Content-Type", ""),
-            timeout=patient(30),
+            timeout=scaled(30),
         )
         return web.Response(status=answer.status, body=answer.body, content_type="application/json")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.testing.cluster.api_reader import ApiReader, ReadError, path_of
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 
 if TYPE_CHECKING:
     from trainium_devcluster.cluster import Cluster
@@ -49,7 +49,7 @@ class Access:
             text=True,
             capture_output=True,
             check=False,
-            timeout=patient(seconds),
+            timeout=scaled(seconds),
         )
 
     def must(self, *command: str, stdin: str = "", seconds: float = 60) -> str:
@@ -65,7 +65,7 @@ class Access:
 
     def wait(self, what: str, *of: str, seconds: float) -> None:
         """`kubectl wait --for=WHAT OF...`."""
-        self.kubectl("wait", f"--for={what}", *of, f"--timeout={patient(seconds):.0f}s", seconds=seconds + 10)
+        self.kubectl("wait", f"--for={what}", *of, f"--timeout={scaled(seconds):.0f}s", seconds=seconds + 10)
 
     def helm(self, *arguments: str) -> str:
         """Standard output of a helm that must succeed."""

@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 from trainium_contract.api_server.connection import Connection
 from trainium_contract.api_server.errors import NoClusterError
 from trainium_contract.api_server.kubeconfig import find_access
@@ -59,7 +59,7 @@ class ApiReader:
     """Read one object after another, with the error messages of kubectl."""
 
     def __init__(self, kubeconfig: Path) -> None:
-        self._connection = Connection(find_access(str(kubeconfig), None, {}), seconds=patient(60), user_agent="tests")
+        self._connection = Connection(find_access(str(kubeconfig), None, {}), seconds=scaled(60), user_agent="tests")
 
     def get(self, path: str) -> Json:
         """Return an object or a list; raises ReadError."""

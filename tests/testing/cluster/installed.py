@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.testing.cluster.access import ROOT, Access, CommandError
 from tests.testing.cluster.marks import LABELS, is_marked
-from tests.testing.suite.patience import patient, until
+from tests.testing.suite.timeouts import scaled, until
 from trainium_contract.definition.crd import custom_resource_definition
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def install_operator(access: Access, values: Mapping[str, Any] | None = None, *o
     make_namespace(access, NAMESPACE)
     command = ("upgrade", "--install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(file), *options)
     try:
-        access.helm(*command, "--wait", f"--timeout={patient(120):.0f}s")
+        access.helm(*command, "--wait", f"--timeout={scaled(120):.0f}s")
     except CommandError as error:
         # Helm reports only that the operator is not ready; its pod and its log have the reason.
         pods = access.run("kubectl", "get", "pods", "-n", NAMESPACE).stdout

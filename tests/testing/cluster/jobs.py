@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tests.testing.suite.patience import Deadline
+from tests.testing.suite.timeouts import Deadline
 from trainium_contract.wire.recorded_membership import members_of
 from trainium_devcluster.demos.metrics import StepLog
 
@@ -33,7 +33,7 @@ checkpoint: {durable: {everySteps: 20, keepLast: 3}}
 recovery: {rescaleAfterSeconds: 5, gracePeriodSeconds: 20}
 """
 
-PATIENCE_SECONDS = 90.0
+TIMEOUT_SECONDS = 90.0
 """For what comes within seconds on the development cluster; a genuine one notices a lost node after 50."""
 
 
@@ -139,7 +139,7 @@ class Job:
         return [f"{item['reason']}: {item['note']}" for item in items if item["regarding"].get("name") == self.name]
 
     def until(
-        self, what: str, condition: Callable[[dict[str, Any]], bool], seconds: float = PATIENCE_SECONDS
+        self, what: str, condition: Callable[[dict[str, Any]], bool], seconds: float = TIMEOUT_SECONDS
     ) -> dict[str, Any]:
         """The status once `condition` holds for it."""
         deadline = Deadline(seconds)
@@ -163,13 +163,13 @@ class Job:
                 parts.append(self.site.run("kubectl", "logs", "-n", self.namespace, name, "--tail=25").stdout)
         return "\n".join(parts)
 
-    def until_phase(self, phase: str, seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
+    def until_phase(self, phase: str, seconds: float = TIMEOUT_SECONDS) -> dict[str, Any]:
         return self.until(f"phase {phase}", lambda status: status.get("phase") == phase, seconds)
 
-    def until_step(self, step: int, seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
+    def until_step(self, step: int, seconds: float = TIMEOUT_SECONDS) -> dict[str, Any]:
         return self.until(f"step {step}", lambda _: self.log.newest >= step, seconds)
 
-    def until_recovered(self, entries: int = 1, seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
+    def until_recovered(self, entries: int = 1, seconds: float = TIMEOUT_SECONDS) -> dict[str, Any]:
         """The newest history entry, once there are `entries` and it is over."""
         status = self.until(
             f"{entries} finished interruption(s)",

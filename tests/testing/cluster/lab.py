@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.testing.cluster.marks import HOLD
-from tests.testing.suite.patience import until
+from tests.testing.suite.timeouts import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class Lab:
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
-    def patience(self) -> float:
+    def timeout(self) -> float:
         """Seconds that a change of a pod may take on a quiet machine: a genuine kubelet syncs volumes once a minute."""
         return 30.0 if self.site.kind == "local" else 150.0
 
@@ -44,7 +44,7 @@ class Lab:
         return f"{stem}-{next(self._numbers)}"
 
     def kubectl(self, *arguments: str, stdin: str = "") -> str:
-        return self.site.kubectl("-n", self.namespace, *arguments, stdin=stdin, seconds=self.patience + 30)
+        return self.site.kubectl("-n", self.namespace, *arguments, stdin=stdin, seconds=self.timeout + 30)
 
     def create(self, *objects: Json) -> None:
         self.kubectl(
@@ -98,7 +98,7 @@ class Lab:
         def unschedulable() -> str:
             return f"{pod}: waited until {why}; status: {json.dumps(found.get('status'), indent=1)}"
 
-        until(holds, unschedulable, seconds or self.patience)
+        until(holds, unschedulable, seconds or self.timeout)
         return found
 
     def ended(self, pod: str) -> Json:
@@ -127,7 +127,7 @@ class Lab:
             found = done.stdout
             return done.returncode == 0 and text in found
 
-        until(shown, lambda: f"{pod}: {text!r} appears in its log: {found!r}", self.patience)
+        until(shown, lambda: f"{pod}: {text!r} appears in its log: {found!r}", self.timeout)
         return found
 
     def delete(self, pod: str, *arguments: str) -> None:
@@ -142,7 +142,7 @@ class Lab:
         until(
             lambda: not self.kubectl("get", "pod", pod, "--ignore-not-found"),
             f"{pod} is gone",
-            seconds or self.patience,
+            seconds or self.timeout,
         )
 
     def event(self, pod: str, reason: str) -> Json:
@@ -157,7 +157,7 @@ class Lab:
         def others() -> str:
             return f"an event {reason} about {pod}; there are {[item['reason'] for item in seen]}"
 
-        event = until(found, others, self.patience)
+        event = until(found, others, self.timeout)
         assert event is not None
         return event
 

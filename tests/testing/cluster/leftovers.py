@@ -21,7 +21,7 @@ from tests.testing.cluster.marks import (
     is_marked,
     is_of_the_chart,
 )
-from tests.testing.suite.patience import NotInTimeError, until
+from tests.testing.suite.timeouts import NotInTimeError, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

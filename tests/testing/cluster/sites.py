@@ -27,7 +27,7 @@ from tests.testing.cluster.kind_images import load_images
 from tests.testing.cluster.leftovers import OccupiedError, refuse_to_disturb, sweep
 from tests.testing.cluster.marks import POWERED_OFF, cordon_of
 from tests.testing.cluster.session_lease import SessionLease, TakenError
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -80,7 +80,7 @@ class Site(Access):
         else:
             command = self._command("powerOff")
             self._note(POWERED_OFF, "yes", node)
-            subprocess.run(command.format(node=node), shell=True, check=True, timeout=patient(120))
+            subprocess.run(command.format(node=node), shell=True, check=True, timeout=scaled(120))
 
     def power_on(self, node: str) -> None:
         """The node comes back."""
@@ -88,7 +88,7 @@ class Site(Access):
             self.cluster.faults.start_node(node)
         else:
             command = self._command("powerOn")
-            subprocess.run(command.format(node=node), shell=True, check=True, timeout=patient(120))
+            subprocess.run(command.format(node=node), shell=True, check=True, timeout=scaled(120))
             self._forget(POWERED_OFF, node)
         self.powerless.discard(node)
         self.wait("create", f"node/{node}", seconds=90)  # its object may have been deleted meanwhile

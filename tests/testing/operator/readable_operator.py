@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tests.testing.suite.patience import patient, until
+from tests.testing.suite.timeouts import scaled, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Readable:
     def get(self, token: str = "", source: str = "127.0.0.1", path: str = "/metrics") -> tuple[int, str]:
         """Return status and text, over a new connection."""
         connection = http.client.HTTPSConnection(
-            "localhost", self.port, timeout=patient(30), context=self.trust, source_address=(source, 0)
+            "localhost", self.port, timeout=scaled(30), context=self.trust, source_address=(source, 0)
         )
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
@@ -91,7 +91,7 @@ def readable_operator(api: Any, folder: Path, release: str, namespace: str, sett
             yield Readable(api, port, ssl.create_default_context(cadata=authority), authority, process, log)
         finally:
             process.terminate()
-            process.wait(patient(30))
+            process.wait(scaled(30))
     for one in made:
         if one["kind"].startswith("ClusterRole"):
             api.run("kubectl", "delete", one["kind"], one["metadata"]["name"], "--ignore-not-found")

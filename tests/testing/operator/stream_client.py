@@ -7,7 +7,7 @@ import gzip
 import json
 from typing import TYPE_CHECKING, Any, Self
 
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind, FrameReader, frame
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class StreamClient:
 
     async def next(self) -> tuple[int, Any]:
         """Kind and content of the next frame; (0, None) at the end."""
-        async with asyncio.timeout(patient(20)):
+        async with asyncio.timeout(scaled(20)):
             while not self._received:
                 data = await self.reader.read(1 << 16)
                 if not data:

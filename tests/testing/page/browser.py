@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import websocket
 
-from tests.testing.suite.patience import USUAL, patient, until
+from tests.testing.suite.timeouts import USUAL, scaled, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,17 +109,17 @@ def browser() -> Iterator[Browser]:
         ) as process:
             try:
                 port = _port(process)
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=patient(USUAL)) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=scaled(USUAL)) as answer:
                     tabs = json.load(answer)
                 url = next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
-                socket = websocket.create_connection(url, timeout=patient(USUAL), suppress_origin=True)
+                socket = websocket.create_connection(url, timeout=scaled(USUAL), suppress_origin=True)
                 try:
                     yield Browser(socket)
                 finally:
                     socket.close()
             finally:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait(patient(USUAL))
+                process.wait(scaled(USUAL))
 
 
 def _port(process: subprocess.Popen[str]) -> int:

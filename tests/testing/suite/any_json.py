@@ -36,7 +36,7 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-PATIENT = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+SLOW_ALLOWED = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 LARGEST = 2 << 20
 """Characters of a part that was repeated: more than the API server stores of an object."""
 DEEPEST = 190

@@ -32,7 +32,7 @@ class InMemory:
 
 
 @pytest.fixture
-def impatient_threads() -> Iterator[None]:
+def frequent_thread_switches() -> Iterator[None]:
     """Threads take turns as often as the interpreter allows."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-7)
@@ -40,7 +40,7 @@ def impatient_threads() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.usefixtures("impatient_threads")
+@pytest.mark.usefixtures("frequent_thread_switches")
 def test_threads_that_merge_different_weights_each_take_their_own_adapter() -> None:
     frozen = {f"{name}.weight": torch.zeros(SIZE, SIZE) for name in MODULES}
     trained = {f"{name}.lora_A.weight": torch.full((RANK, SIZE), 1.0 + place) for place, name in enumerate(MODULES)}

@@ -16,7 +16,7 @@ from trainium_client import TrainingJob, aio
 from trainium_client.live import NotebookDisplay, TerminalDisplay, notebook_display
 from trainium_contract.views.curve import CurvePoint
 
-PATIENCE_SECONDS = 120
+TIMEOUT_SECONDS = 120
 
 
 class Steps:
@@ -113,7 +113,7 @@ job = TrainingJob("llama", kubeconfig=kubeconfig)
         cells=[nbformat.v4.new_code_cell(begin), nbformat.v4.new_code_cell(f"view = {verb}(seconds=5)\nview.step")]
     )
     server.answers[f"{JOBS}/llama"]["status"]["progress"]["step"] = 500
-    nbclient.NotebookClient(notebook, timeout=PATIENCE_SECONDS).execute()
+    nbclient.NotebookClient(notebook, timeout=TIMEOUT_SECONDS).execute()
     shown, value = notebook.cells[1].outputs
     assert shown.output_type == "display_data"
     assert "step 500/4000" in Page(shown.data["text/html"]).text

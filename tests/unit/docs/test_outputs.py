@@ -20,7 +20,7 @@ from tests.testing.outputs.commands import PAGES, SLOW, output, recording_of
 from tests.testing.outputs.recording import Recording, recorded_now, replayed
 from tests.testing.outputs.tables import age, table
 from tests.testing.suite.loopback_http import LoopbackServer
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 from trainium_client.commands.main import app
 from trainium_contract.wire.log_line import LogSource, read_log_line
 from trainium_simulator.command import app as simulate
@@ -87,7 +87,7 @@ def test_a_connection_that_is_reset_writes_nothing_between_what_a_command_prints
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.sendall(b"GET / HT")
-        assert handled.wait(patient(10))
+        assert handled.wait(scaled(10))
     assert capfd.readouterr() == ("", "")
 
 

@@ -50,14 +50,6 @@ def matches(path: str, pattern: str) -> bool:
     return fnmatch.fnmatch(path, pattern) and path.count("/") == pattern.count("/")
 
 
-def is_checked(path: str) -> bool:
-    return not any(matches(path, pattern) for pattern in LIST["unchecked"])
-
-
-CHECKED_CODE = [path for path in tracked("*.py") if is_checked(path)]
-CHECKED_PAGES = [path for path in tracked("*.md") if is_checked(path)]
-
-
 @cache
 def word_pattern(*sections: str) -> re.Pattern[str]:
     words = [word.replace("_", " ") for section in sections for key in LIST[section] for word in key.split()]
@@ -215,24 +207,19 @@ def long_cells(path: str, text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", CHECKED_CODE)
+@pytest.mark.parametrize("path", tracked("*.py"))
 def test_code_uses_the_standard_words(path: str) -> None:
     assert in_code(path, (ROOT / path).read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("path", CHECKED_PAGES)
+@pytest.mark.parametrize("path", tracked("*.md"))
 def test_a_page_uses_the_standard_words(path: str) -> None:
     assert in_page(path, (ROOT / path).read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("path", [path for path in CHECKED_PAGES if path not in LIST["reference_pages"]])
+@pytest.mark.parametrize("path", [path for path in tracked("*.md") if path not in LIST["reference_pages"]])
 def test_a_table_of_a_page_has_short_cells(path: str) -> None:
     assert long_cells(path, (ROOT / path).read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize("pattern", LIST["unchecked"])
-def test_every_unchecked_package_exists(pattern: str) -> None:
-    assert any(matches(path, pattern) for path in tracked("*.py", "*.md")), "delete the line: it names no file"
 
 
 @pytest.mark.parametrize("exception", LIST["exceptions"], ids=lambda each: each["phrase"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.testing.fuzz.runner import TARGETS
 from tests.testing.fuzz.schemas import edges, everything
 from tests.testing.fuzz.spec_target import SpecTarget
-from tests.testing.suite.any_json import LARGEST, PATIENT, as_stored, changed, donations_of
+from tests.testing.suite.any_json import LARGEST, SLOW_ALLOWED, as_stored, changed, donations_of
 from trainium_contract.definition.crd import object_schema
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 
@@ -28,7 +28,7 @@ def test_changes_leave_a_seed_as_it_is_and_a_case_bounded(name: str) -> None:
     donations = donations_of(seeds, TARGETS[name]().values())
     before, drawn = json.dumps(seeds), set()
 
-    @settings(PATIENT, max_examples=100)
+    @settings(SLOW_ALLOWED, max_examples=100)
     @given(st.sampled_from(seeds).flatmap(lambda seed: changed(seed, 5, donations)))
     def draw(case: Any) -> None:
         text = json.dumps(case)

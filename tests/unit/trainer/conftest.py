@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-PATIENCE = 120.0
+TIMEOUT = 120.0
 """Seconds for what real processes do, the first of which also import torch."""
 _WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
 
@@ -35,10 +35,10 @@ class Job:
     folder: Path
     logs: Path
 
-    def wait(self, seconds: float = PATIENCE) -> list[int | None]:
+    def wait(self, seconds: float = TIMEOUT) -> list[int | None]:
         return self.forge.ask(wait=self.pids, seconds=seconds)["codes"]
 
-    def finish(self, seconds: float = PATIENCE) -> Job:
+    def finish(self, seconds: float = TIMEOUT) -> Job:
         """Wait until all ranks have trained to the end."""
         assert self.wait(seconds) == [0] * len(self.pids), "\n".join(self.log(rank) for rank in range(len(self.pids)))
         return self
@@ -50,7 +50,7 @@ class Job:
         assert self.wait() == [75] * len(self.pids), self.log()
         return self
 
-    def wait_for(self, rank: int, seconds: float = PATIENCE) -> int | None:
+    def wait_for(self, rank: int, seconds: float = TIMEOUT) -> int | None:
         """The exit code of one rank; the others may go on."""
         (code,) = self.forge.ask(wait=[self.pids.pop(rank)], seconds=seconds)["codes"]
         return code
@@ -94,7 +94,7 @@ class Job:
             wanted = {line["step"]: line[key] for line in expected if key in line}
             assert {line["step"]: line[key] for line in metrics if key in line} == pytest.approx(wanted, rel=rel), key
 
-    def wait_for_step(self, step: int, seconds: float = PATIENCE) -> None:
+    def wait_for_step(self, step: int, seconds: float = TIMEOUT) -> None:
         deadline = time.monotonic() + seconds
         while not self.metrics() or self.metrics()[-1]["step"] < step:
             assert time.monotonic() < deadline, self.log()

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 
 CHILD = """
 import ctypes, os, sys
@@ -56,7 +56,7 @@ def test_a_process_that_is_forked_from_one_that_stopped_them_asks_no_name_server
         thread.start()
         port = server.getsockname()[1]
         command = [sys.executable, "-c", CHILD, str(port), "stop" if stop else "go"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), check=False)
         was_asked = asked.is_set()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as waker:
             waker.sendto(b"end", ("127.0.0.1", port))

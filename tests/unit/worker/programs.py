@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 from tests.testing.trainer.fork_server import fork_context
 from trainium_worker.dcp import MemoryReader, MemoryWriter
 from trainium_worker.snapshot import directory_of_run
@@ -186,7 +186,7 @@ class World:
             processes.append(context.Process(target=_child, args=arguments, daemon=True))
         for process in processes:
             process.start()
-        deadline = time.monotonic() + patient(60)
+        deadline = time.monotonic() + scaled(60)
         while any(process.is_alive() for process in processes):
             if any(process.exitcode for process in processes) or time.monotonic() > deadline:
                 for process in processes:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import trainium_worker
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 from trainium_contract.wire import worker_env
 from trainium_worker import Activity, ProgressPhase, Waiting, read_notice, read_progress, read_with_pulse
 from trainium_worker.dcp import session
@@ -194,7 +194,7 @@ class Ranks:
         chance = random.Random(seed * 100 + rank)
         for number in range(1, 2000):
             time.sleep(chance.random() * 0.002)
-            self._barrier.wait(patient(30))
+            self._barrier.wait(scaled(30))
             self.programs[rank].step(number, {}, {})
             if self.programs[rank].should_stop():
                 self.stopped[rank] = number
@@ -217,14 +217,14 @@ def test_all_ranks_stop_after_the_same_step(tmp_path: Path, monkeypatch: pytest.
         time.sleep(chance.random() * 0.01)
         trainium_worker.stop_at(path, max(checks) + 1)
     for thread in threads:
-        thread.join(patient(30))
+        thread.join(scaled(30))
     assert ranks.stopped == [max(checks) + 1] * 3
 
 
 def test_a_request_without_an_answer_does_not_hold_a_rank_for_ever(
     record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainium_worker, "_STOP_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(trainium_worker, "_STOP_TIMEOUT_SECONDS", 0.05)
     trainium_worker.step(1)
     trainium_worker.request_stop(record)
     assert not trainium_worker.should_stop()

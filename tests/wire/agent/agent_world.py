@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from coordinator_server import Authority, Jobs, Server
 
-from tests.testing.suite.patience import async_until, patient
+from tests.testing.suite.timeouts import async_until, scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +82,7 @@ class Factory:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(patient(10))
+        self.process.wait(scaled(10))
         self.process.stdout.close()
 
 

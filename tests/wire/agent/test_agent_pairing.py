@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from test_agent_hang import LIMITS, hide
 
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 
 if TYPE_CHECKING:
     from agent_world import World
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 NODES = ("a", "b", "c", "d")
 
 
-async def two_collective_hangs(world: World, *spares: str, patience: float = 8) -> None:
+async def two_collective_hangs(world: World, *spares: str, seconds: float = 8) -> None:
     extra = {
         "TRAINIUM_RANK_ENTRY": "fake_lockstep:main",
         "TRAINIUM_PAIR_ENTRY": "fake_pairing:main",
-        "TRAINIUM_PAIR_SECONDS": str(patient(patience)),
+        "TRAINIUM_PAIR_SECONDS": str(scaled(seconds)),
         "TRAINIUM_PREFLIGHT": "Pairwise",
         "TRAINIUM_HANG_LIMITS": json.dumps(LIMITS),
     }
@@ -46,7 +46,7 @@ async def test_a_node_that_hides_is_found_and_replaced_and_its_victims_stay(
     world: World, fault: str, code: int
 ) -> None:
     world.command("pair-fault-c", fault)
-    await two_collective_hangs(world, "spare", patience=3 if fault == "drop" else 8)
+    await two_collective_hangs(world, "spare", seconds=3 if fault == "drop" else 8)
     await world.until(lambda: world.jobs.last("c").phase == "Failed", "c withdraws", seconds=60)
     verdict = world.jobs.last("c").verdict
     assert verdict.exit_code == code

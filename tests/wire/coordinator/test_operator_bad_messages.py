@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from tests.testing.fuzz import objects
 from tests.testing.operator import coordinator_world
 from tests.testing.operator.coordinator_world import LLAMA, World, membership, register
-from tests.testing.suite.any_json import ANYTHING, PATIENT, changed
+from tests.testing.suite.any_json import ANYTHING, SLOW_ALLOWED, changed
 from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES
 from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
 from trainium_contract.wire.stream import FrameKind
@@ -159,7 +159,7 @@ async def test_a_flood_of_replayed_messages_takes_no_more_memory(world: World) -
     assert world.state.agent_count() == 1
 
 
-@PATIENT
+@SLOW_ALLOWED
 @given(changed(objects.REGISTER) | ANYTHING, changed(objects.HEARTBEAT, most=8) | ANYTHING)
 def test_any_message_is_taken_or_a_validation_error(register: Any, heartbeat: Any) -> None:
     for model, message in ((RegisterRequest, register), (HeartbeatRequest, heartbeat)):

@@ -25,7 +25,7 @@ from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.operator.coordinator_world import LLAMA, CountedReviews, heartbeat, register, tls_of_server
 from tests.testing.operator.stream_client import SWITCHING, StreamClient
-from tests.testing.suite.patience import async_until
+from tests.testing.suite.timeouts import async_until
 from trainium_contract.wire.stream import STREAM_PATH, FrameKind
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import LEASES, TOKEN_REVIEWS

@@ -237,7 +237,7 @@ async def test_while_the_api_server_is_away_a_known_reader_sees_the_job_and_why_
 ) -> None:
     async with pages_world() as world, world.session() as session:
         assert (await got(world, session, "/ui/team/llama"))[0] == 200
-        monkeypatch.setattr(job_pages, "EVENTS_PATIENCE_SECONDS", 0.2)
+        monkeypatch.setattr(job_pages, "EVENTS_TIMEOUT_SECONDS", 0.2)
         world.cluster.faults.append(lambda _method, path: refuse(503, "Unavailable") if "/events" in path else None)
         world.now += 20
         shown = Page((await got(world, session, "/ui/team/llama"))[1]).text

@@ -15,7 +15,7 @@ from aiohttp import web
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.operator.endpoints import PROMETHEUS, USER, readers_world
-from tests.testing.suite.patience import async_until
+from tests.testing.suite.timeouts import async_until
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.transport import connect
 from trainium_operator.cluster.lease import LeaseElector

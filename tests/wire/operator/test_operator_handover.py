@@ -19,7 +19,7 @@ import pytest
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.patience import async_until, patient
+from tests.testing.suite.timeouts import async_until, scaled
 from tests.testing.virtual.fake_workers import bind
 from tests.testing.virtual.operator_process import training_job
 from trainium_agent.coordinator.client import CoordinatorClient
@@ -207,7 +207,7 @@ async def test_agents_follow_the_leadership_through_an_orderly_and_a_frozen_lead
         await async_until(lambda: site.leader() == "operator-2", "the next one leads")
         await site.are_answered()
         site.replicas[1].process.send_signal(signal.SIGCONT)
-        assert await asyncio.wait_for(site.replicas[1].process.wait(), patient(30)) == 1
+        assert await asyncio.wait_for(site.replicas[1].process.wait(), scaled(30)) == 1
         assert "LeaseLostError" in (tmp_path / "operator-1.log").read_text()
         await site.are_answered()
 

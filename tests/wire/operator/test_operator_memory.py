@@ -13,7 +13,7 @@ import weakref
 from asyncio import sslproto
 from typing import TYPE_CHECKING
 
-from tests.testing.suite.patience import async_until
+from tests.testing.suite.timeouts import async_until
 from trainium_operator import memory
 from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.http.tls import ServerTls

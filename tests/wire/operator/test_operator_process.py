@@ -19,7 +19,7 @@ import pytest
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.patience import async_until, patient
+from tests.testing.suite.timeouts import async_until, scaled
 from tests.testing.virtual.operator_process import training_job
 from trainium_contract.wire.log_line import LogSource, read_log_line
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, LEASES, PODS, SECRETS
@@ -57,7 +57,7 @@ class Operator:
         return str(found()[0])
 
     async def ended(self) -> int:
-        async with asyncio.timeout(patient(20)):
+        async with asyncio.timeout(scaled(20)):
             code = await self.process.wait()
             await self._reader
         return code
@@ -170,7 +170,7 @@ async def test_it_leads_serves_agents_sees_jobs_by_kopf_and_leaves_in_order(tmp_
         stopped = time.monotonic()
         operator.process.send_signal(signal.SIGTERM)
         assert await operator.ended() == 0, operator.log()
-        assert time.monotonic() - stopped < patient(15)
+        assert time.monotonic() - stopped < scaled(15)
         assert cluster.get(LEASES, "system", "trainium-operator")["spec"]["holderIdentity"] == ""
         assert not [line for line in operator.lines if line.get("level") == "error"], operator.log()
         kinds = {write.path.rpartition("/")[2] for write in cluster.writes if write.path.startswith("/api/v1")}

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from tests.testing.operator.coordinator_world import LLAMA, World, membership
-from tests.testing.suite.patience import async_until
+from tests.testing.suite.timeouts import async_until
 from trainium_agent.coordinator import client as client_module
 from trainium_agent.coordinator.client import CoordinatorClient
 from trainium_agent.settings import AgentSettings, Endpoint

@@ -70,8 +70,8 @@ def sums_are_right(task: NodeTask) -> bool:
 
     os.environ[ENV_INTERFACE] = LOOPBACK
     store = dist.FileStore(str(Path(task.folder) / "store"), task.size)  # type: ignore[attr-defined]
-    patience = timedelta(seconds=task.seconds)
-    dist.init_process_group("gloo", store=store, rank=task.index, world_size=task.size, timeout=patience)
+    timeout = timedelta(seconds=task.seconds)
+    dist.init_process_group("gloo", store=store, rank=task.index, world_size=task.size, timeout=timeout)
     values = torch.arange(_VALUES, dtype=torch.float32) % 1024
     sums = values * (task.index + 1)
     dist.all_reduce(sums)

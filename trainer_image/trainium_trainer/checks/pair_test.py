@@ -104,9 +104,9 @@ def exchange(task: PairTask) -> float:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
     use_interface(task.host)
-    patience = timedelta(seconds=task.seconds)
-    store = TCPStore(task.host, task.port, None, False, patience, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=task.index, world_size=task.size, timeout=patience)
+    timeout = timedelta(seconds=task.seconds)
+    store = TCPStore(task.host, task.port, None, False, timeout, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=task.index, world_size=task.size, timeout=timeout)
     values = torch.arange(_VALUES, dtype=torch.float32) % 1024
     right = values * sum(range(1, task.size + 1))
     dist.all_reduce(torch.zeros(1))  # opens the connections

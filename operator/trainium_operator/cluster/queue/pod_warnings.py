@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 SLOW_SECONDS = 15.0
 PAUSE_SECONDS = 30.0
 FRESH_SECONDS = 180.0
-PATIENCE_SECONDS = 3.0
+TIMEOUT_SECONDS = 3.0
 REMEMBERED = 1024
 LONGEST_MESSAGE = 1024
 
@@ -96,7 +96,7 @@ class PodWarnings:
     async def _warning_about(self, namespace: str, pod: PodView, now: float) -> _Warning:
         fields = f"involvedObject.uid={pod.uid},type=Warning"
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 page = await self._api.list_page(CORE_EVENTS, namespace, fields=fields)
         except (ApiError, TimeoutError) as error:
             logger.info("events of pod %s are not read: %s", pod.name, error or "no answer")

@@ -130,8 +130,8 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     if policy is CleanPodPolicy.NONE:
         return PolicyResult(status=status)
     completed = is_true(status, ConditionType.COMPLETE)
-    patience = 0.0 if completed or policy is CleanPodPolicy.ALL else _end_of_patience(facts, status)
-    witnesses = _witnesses(facts, status) if facts.now < patience else frozenset[str]()
+    deadline = 0.0 if completed or policy is CleanPodPolicy.ALL else _log_deadline(facts, status)
+    witnesses = _witnesses(facts, status) if facts.now < deadline else frozenset[str]()
     named = "" if completed else _named(status)
     deletions: list[DeletePod] = []
     for uid, worker in facts.workers.items():
@@ -143,7 +143,7 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
             goes = not ending
         if goes:
             deletions += deletion(worker, force=worker.node_bad)
-    return PolicyResult(status=status, actions=tuple(deletions), requeue_at=(patience,) if witnesses else ())
+    return PolicyResult(status=status, actions=tuple(deletions), requeue_at=(deadline,) if witnesses else ())
 
 
 def _witnesses(facts: Facts, status: PublicStatus) -> frozenset[str]:
@@ -171,7 +171,7 @@ def _ends_by_itself(beat: HeartbeatRequest | None) -> bool:
     return stops_job(beat.verdict.exit_code)
 
 
-def _end_of_patience(facts: Facts, status: PublicStatus) -> float:
+def _log_deadline(facts: Facts, status: PublicStatus) -> float:
     """Return until when such pods may run (Unix seconds).
 
     0 when the end lies in the future, by a clock that was set back.

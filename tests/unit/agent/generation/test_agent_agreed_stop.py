@@ -10,7 +10,7 @@ import pytest
 from shared_store import Shared
 
 import trainium_worker
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 from trainium_agent.generation.agreed_stop import AgreedStop
 from trainium_agent.generation.store import StoreLostError
 
@@ -43,14 +43,14 @@ class Job:
         self._steps = threading.Barrier(nodes)
         self._membership: Any = SimpleNamespace(generation=1, members=(None,) * nodes)
 
-    def stop(self, node: int, *, attempt: int = 2, patience: float = 30.0) -> AgreedStop:
-        stop = AgreedStop(self._membership, node, attempt, [self.records[node]], patience=patience, store=self.store)
+    def stop(self, node: int, *, attempt: int = 2, timeout: float = 30.0) -> AgreedStop:
+        stop = AgreedStop(self._membership, node, attempt, [self.records[node]], timeout=timeout, store=self.store)
         stop.or_signal(lambda: self.signalled.append(node))
         return stop
 
     def train(self, node: int) -> None:
         for step in range(1, 5000):
-            self._steps.wait(patient(30))
+            self._steps.wait(scaled(30))
             if self.programs[node].should_stop():
                 self.stopped[node] = step
                 return
@@ -66,7 +66,7 @@ def run(*parts: Any) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(patient(60))
+        thread.join(scaled(60))
 
 
 def test_ranks_in_the_middle_of_training_stop_after_one_step(job: Job) -> None:
@@ -94,13 +94,13 @@ def test_what_an_earlier_attempt_asked_does_not_count(job: Job) -> None:
 
 def test_without_the_other_agents_the_ranks_are_signalled_and_no_rank_waits(job: Job) -> None:
     job.programs[0].should_stop()
-    job.stop(0, patience=0.0).run()
+    job.stop(0, timeout=0.0).run()
     assert job.signalled == [0]
     assert not job.programs[0].should_stop()
 
 
 def test_an_agent_that_has_to_leave_later_signals_its_ranks_then(job: Job) -> None:
-    stop = AgreedStop(job._membership, 0, 2, [job.records[0]], patience=0.0, store=job.store)
+    stop = AgreedStop(job._membership, 0, 2, [job.records[0]], timeout=0.0, store=job.store)
     stop.run()
     assert job.signalled == []
     stop.or_signal(lambda: job.signalled.append(0))

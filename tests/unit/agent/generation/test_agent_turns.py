@@ -317,13 +317,13 @@ def test_a_rendezvous_goes_on_when_its_watcher_receives_nothing(party: Party) ->
     assert len(results) == 1
 
 
-@pytest.mark.parametrize("patience", [5.0, 0.2], ids=["the server gives up", "we give up first"])
+@pytest.mark.parametrize("timeout", [5.0, 0.2], ids=["the server gives up", "we give up first"])
 def test_a_call_that_fails_leaves_no_connection_and_no_thread_behind(
-    monkeypatch: pytest.MonkeyPatch, patience: float
+    monkeypatch: pytest.MonkeyPatch, timeout: float
 ) -> None:
     """Without the collector: a quiet agent makes so little that it runs once in hours."""
     monkeypatch.setattr(generation_store, "_WAIT_SECONDS", 1.0)
-    monkeypatch.setattr(generation_store, "_HURRIED_SECONDS", patience)
+    monkeypatch.setattr(generation_store, "_HURRIED_SECONDS", timeout)
     server = StoreServer("127.0.0.1")
     process, threads = psutil.Process(), threading.active_count()
 

@@ -124,7 +124,7 @@ def test_a_copy_that_does_not_arrive_is_waited_for_once_and_reported_once(tier: 
     tier._copying = copy
     for _ in range(3):
         tier.wait_for_snapshot()
-    assert copy.waits == [memory_tier._COPY_PATIENCE_SECONDS, 0.0, 0.0]
+    assert copy.waits == [memory_tier._COPY_TIMEOUT_SECONDS, 0.0, 0.0]
     assert len(tier.warnings) == 1
     assert "has not arrived at its buddy" in tier.warnings[0]
     assert tier.buddy_step is None
@@ -134,5 +134,5 @@ def test_a_copy_that_does_not_arrive_is_waited_for_once_and_reported_once(tier: 
     assert tier.buddy_step == 3
     copy.arrived = False
     tier.wait_for_snapshot()
-    assert copy.waits[-1] == memory_tier._COPY_PATIENCE_SECONDS, "the next one gets its time again"
+    assert copy.waits[-1] == memory_tier._COPY_TIMEOUT_SECONDS, "the next one gets its time again"
     assert len(tier.warnings) == 2

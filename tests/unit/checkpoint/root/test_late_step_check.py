@@ -41,9 +41,9 @@ class Store:
 class Steps:
     """A rank whose steps take as long as the test requires."""
 
-    def __init__(self, ask: Callable[[], None], patience: float = 60.0) -> None:
+    def __init__(self, ask: Callable[[], None], timeout: float = 60.0) -> None:
         self._now = 0.0
-        self._owner = OwnershipCheck(ask, patience=patience, clock=lambda: self._now)
+        self._owner = OwnershipCheck(ask, timeout=timeout, clock=lambda: self._now)
 
     def take(self, seconds: float) -> None:
         since, self._now = self._now, self._now + seconds
@@ -100,7 +100,7 @@ def test_long_steps_now_and_then_make_nothing_usual(store: Store) -> None:
 
 
 def test_a_store_that_does_not_answer_is_waited_for_once(store: Store) -> None:
-    rank = Steps(store.ask, patience=0.01)
+    rank = Steps(store.ask, timeout=0.01)
     store.flows.clear()
     for _ in range(MANY):
         rank.take(1.0)
@@ -109,8 +109,8 @@ def test_a_store_that_does_not_answer_is_waited_for_once(store: Store) -> None:
     store.flows.set()
 
 
-def test_an_answer_that_comes_after_the_patience_still_ends_the_rank(store: Store) -> None:
-    rank = Steps(store.ask, patience=0.01)
+def test_an_answer_that_comes_after_the_timeout_still_ends_the_rank(store: Store) -> None:
+    rank = Steps(store.ask, timeout=0.01)
     store.lost = True
     store.flows.clear()
     rank.take(60.0)

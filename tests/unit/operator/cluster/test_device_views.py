@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.any_json import PATIENT, as_sent, changed
+from tests.testing.suite.any_json import SLOW_ALLOWED, as_sent, changed
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.cache import device_views
@@ -141,7 +141,7 @@ def test_what_a_kubelet_or_a_driver_writes_is_bounded() -> None:
     assert (len(view.devices), len(view.devices["d0"])) == (128, 16)
 
 
-@PATIENT
+@SLOW_ALLOWED
 @given(changed(SLICE), changed(CLAIM), changed(POD))
 def test_malformed_parts_of_an_object_are_left_out(a_slice: Any, claim: Any, pod: Any) -> None:
     device_views.slice_view(as_sent(a_slice))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testing.fuzz.objects import MACHINE
-from tests.testing.suite.any_json import ANYTHING, PATIENT, as_sent, changed
+from tests.testing.suite.any_json import ANYTHING, SLOW_ALLOWED, as_sent, changed
 from trainium_contract.faults.causes import Cause
 from trainium_operator.cluster.fleet.fleet_record import ACCOUNTED, decode, encode
 from trainium_operator.plan.fleet.memory import Machine, MachineState, Memory, Strike
@@ -111,7 +111,7 @@ def test_any_memory_survives_being_written(entries: list[Machine]) -> None:
     assert decode(encode(memory)) == memory
 
 
-@PATIENT
+@SLOW_ALLOWED
 @given(
     st.dictionaries(st.sampled_from(["node-1", "aws.us-west-2a.i-0abc", ACCOUNTED]), changed(MACHINE) | ANYTHING),
     st.dictionaries(st.sampled_from(["about", ACCOUNTED, "a", "b"]), st.text() | st.text("{}[]:-'\"!&*?|> \nax0")),

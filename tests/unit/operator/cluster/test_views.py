@@ -17,7 +17,7 @@ from tests.testing.api.recorded_jobs import recorded
 from tests.testing.fuzz.invariants import check_type
 from tests.testing.fuzz.objects import NODE, POD
 from tests.testing.operator import wire_messages
-from tests.testing.suite.any_json import PATIENT, as_sent, changed
+from tests.testing.suite.any_json import SLOW_ALLOWED, as_sent, changed
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.messages import LATEST_GENERATION, Membership
 from trainium_operator.cluster.cache import views
@@ -386,7 +386,7 @@ def test_malformed_parts_are_counted_and_logged_once(caplog: pytest.LogCaptureFi
     assert len(caplog.records) == 2
 
 
-@PATIENT
+@SLOW_ALLOWED
 @given(changed({"data": {names.MEMBERSHIP_KEY: "{}"}, "binaryData": recorded("membership")["binaryData"]}), st.text())
 def test_any_config_map_holds_a_membership_or_none(parts: Any, text: str) -> None:
     raw = {**parts, "metadata": {"annotations": {}}}  # which no object is without
@@ -396,7 +396,7 @@ def test_any_config_map_holds_a_membership_or_none(parts: Any, text: str) -> Non
         assert views.child_record(each).content_hash == ""
 
 
-@PATIENT
+@SLOW_ALLOWED
 @given(changed({**NODE, "metadata": {**NODE["metadata"], "deletionTimestamp": CREATED}}, most=6))
 def test_no_node_however_malformed_hides_itself_or_stops_a_plan(raw: dict[str, Any]) -> None:
     metadata = raw["metadata"] if isinstance(raw.get("metadata"), dict) else {}

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 from trainium_agent.linux.network_interface import ENV_INTERFACE, LOOPBACK, interface_of, use_interface
 from trainium_contract.wire.worker_env import ENV_POD_IP
 
@@ -71,7 +71,7 @@ def test_gloo_takes_the_interface_of_this_hosts_address(tmp_path_factory: pytest
         env={**environment, ENV_POD_IP: address},
         capture_output=True,
         text=True,
-        timeout=patient(60),
+        timeout=scaled(60),
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, f"{interface_of(address)}\n"), done.stderr

@@ -137,12 +137,12 @@ def test_half_a_file_in_the_node_s_folder_is_copied_again(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precompile, "_POLL_SECONDS", 0.02)
     monkeypatch.setattr(precompile, "_LEASE_SECONDS", 1.0)
 
 
-@pytest.mark.usefixtures("_impatient")
+@pytest.mark.usefixtures("_short_intervals")
 def test_only_one_of_many_holds_a_lock_at_a_time(tmp_path: Path) -> None:
     inside: list[int] = []
     most: list[int] = []
@@ -192,7 +192,7 @@ def holder(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         process.communicate()
 
 
-@pytest.mark.usefixtures("_impatient")
+@pytest.mark.usefixtures("_short_intervals")
 def test_the_lock_of_a_process_that_was_killed_is_broken(
     tmp_path: Path, holder: Callable[[str], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +205,7 @@ def test_the_lock_of_a_process_that_was_killed_is_broken(
         assert mine
 
 
-@pytest.mark.usefixtures("_impatient")
+@pytest.mark.usefixtures("_short_intervals")
 def test_the_lock_of_another_machine_is_broken_only_when_it_is_no_longer_renewed(
     tmp_path: Path, holder: Callable[[str], subprocess.Popen[str]]
 ) -> None:

@@ -78,7 +78,7 @@ def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_stalls(laun
     job.wait(0)
 
 
-def test_patience_with_peers_follows_the_steps_and_own_work_is_never_cut_short() -> None:
+def test_timeout_of_peers_follows_the_steps_and_own_work_is_never_cut_short() -> None:
     reading = PulseReading(1, Activity.STEP, Waiting.YES, 2.0, ((1.0, 0.9), (30.0, 1.0)))
     assert max_wait_seconds(reading) == 90.0
     assert max_wait_seconds(replace(reading, steps=())) == 10.0

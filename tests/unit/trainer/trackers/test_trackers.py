@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.suite.patience import patient
+from tests.testing.suite.timeouts import scaled
 from trainium_contract.trainer.monitor import MonitorConfig, Tracker
 from trainium_trainer.cli import run as command
 
@@ -39,7 +39,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def wait_for(holds: Any, what: str, seconds: float = 60.0) -> None:
-    end = time.monotonic() + patient(seconds)
+    end = time.monotonic() + scaled(seconds)
     while not holds():
         assert time.monotonic() < end, what
         time.sleep(0.1)
@@ -74,12 +74,12 @@ class Sending:
 
     def finish(self) -> None:
         self.send({"finish": True})
-        assert self._process.wait(patient(90)) == 0
+        assert self._process.wait(scaled(90)) == 0
         self._stdin.close()
 
     def lose_rank_0(self) -> None:
         self._stdin.close()
-        assert self._process.wait(patient(30)) == 1
+        assert self._process.wait(scaled(30)) == 1
 
 
 def sent(root: Path, tracker: Tracker) -> int:

@@ -40,7 +40,7 @@ _OWN_FILES = 3
 """Two finished snapshots plus the one being written."""
 _KEPT_FILES = 2
 """Of another node's shard: one finished copy plus the one that arrives."""
-_COPY_PATIENCE_SECONDS = 60.0
+_COPY_TIMEOUT_SECONDS = 60.0
 """A step waits so long for a copy; a copy takes less than a step unless the network is ill."""
 
 
@@ -212,12 +212,12 @@ class MemoryTier:
         return claim
 
     def _await_copy(self, copying: Copying) -> None:
-        if not copying.wait(0.0 if self._late else _COPY_PATIENCE_SECONDS):
+        if not copying.wait(0.0 if self._late else _COPY_TIMEOUT_SECONDS):
             if not self._late:
                 self._late = True
                 self.warnings.append(
                     f"the copy of this worker's snapshot has not arrived at its buddy after "
-                    f"{_COPY_PATIENCE_SECONDS:.0f} s: until it does, a lost node costs more than one step"
+                    f"{_COPY_TIMEOUT_SECONDS:.0f} s: until it does, a lost node costs more than one step"
                 )
             return
         self._late = False

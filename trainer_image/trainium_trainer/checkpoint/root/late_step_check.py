@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 LATE_SECONDS = 2.0
 """A rank whose step took so much longer than usual, and no more, has not been replaced meanwhile."""
-PATIENCE_SECONDS = 5.0
+TIMEOUT_SECONDS = 5.0
 """For the answer of a store, which normally takes milliseconds."""
 _WINDOW = 15
 _ENOUGH = 3
@@ -46,12 +46,12 @@ class OwnershipCheck:
         self,
         ask: Callable[[], None],
         *,
-        patience: float = PATIENCE_SECONDS,
+        timeout: float = TIMEOUT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ask` reads the store and raises StaleGenerationError when the run belongs to another start."""
         self._ask = ask
-        self._patience = patience
+        self._timeout = timeout
         self._clock = clock
         self._newest: deque[float] = deque(maxlen=_WINDOW)
         self._asking: threading.Thread | None = None
@@ -78,11 +78,11 @@ class OwnershipCheck:
         # A daemon: a store that never answers does not keep the process from ending either.
         self._asking = threading.Thread(target=self._answer, name="owner", daemon=True)
         self._asking.start()
-        self._asking.join(self._patience)
+        self._asking.join(self._timeout)
         if self._asking.is_alive():
             log.warning(
                 "the store has not answered within %g s who owns the run: this step continues without its answer",
-                self._patience,
+                self._timeout,
             )
 
     def _answer(self) -> None:

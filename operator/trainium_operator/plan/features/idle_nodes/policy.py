@@ -138,7 +138,7 @@ def _kept(
     since = max(idle.retry_at or 0.0, growth_resumes_at(facts, status), facts.observed.creations_from)
     if facts.now < since:
         return idle, (since,)
-    return idle.replaced(wanted=limit, asked_at=facts.now, retry_at=None), (facts.now + _patience(facts),)
+    return idle.replaced(wanted=limit, asked_at=facts.now, retry_at=None), (facts.now + _timeout(facts),)
 
 
 def _asking(
@@ -148,7 +148,7 @@ def _asking(
     assert idle.asked_at is not None
     if bound >= wanted:
         return idle.replaced(wanted=held, asked_at=None), ()
-    over = idle.asked_at + _patience(facts)
+    over = idle.asked_at + _timeout(facts)
     return (idle.replaced(wanted=wanted), (over,)) if facts.now < over else _give_up_request(facts, idle, held)
 
 
@@ -164,7 +164,7 @@ def _failed(worker: Worker) -> bool:
     return not worker.pod.deleting and (worker.gave_up or worker.pod.phase is PodPhase.FAILED)
 
 
-def _patience(facts: Facts) -> float:
+def _timeout(facts: Facts) -> float:
     """Return how long extras may wait for a node (seconds): as long as the job waits for capacity that it needs."""
     return float(facts.job.spec.recovery.rescale_after_seconds)
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.suite import patience
-from tests.testing.suite.patience import (
+from tests.testing.suite import timeouts
+from tests.testing.suite.timeouts import (
     MOST,
     VARIABLE,
     Deadline,
     NotInTimeError,
     async_until,
-    patient,
+    scaled,
     slowness,
     slowness_of,
     until,
@@ -35,8 +35,8 @@ QUICK = 0.001
         (QUICK, 1.9, 2, 1.0),
         (QUICK, 5.0, 1, 2.5),
         (QUICK, 0.3, 9, 4.0),  # the load of this moment, which the average does not know yet
-        (2 * patience._LOOP_SECONDS, 0.0, 1, 2.0),
-        (2 * patience._LOOP_SECONDS, 4.0, 1, 4.0),
+        (2 * timeouts._LOOP_SECONDS, 0.0, 1, 2.0),
+        (2 * timeouts._LOOP_SECONDS, 4.0, 1, 4.0),
         (9.0, 400.0, 500, MOST),
     ],
 )
@@ -53,7 +53,7 @@ def test_this_machine_has_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_factor_can_be_given_and_a_bad_one_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "2.5")
-    assert patient(10) == 25
+    assert scaled(10) == 25
     for bad in ("fast", "0", "-1", "inf", "nan"):
         monkeypatch.setenv(VARIABLE, bad)
         with pytest.raises(ValueError, match=f"{VARIABLE} is '{bad}': give how many times"):
@@ -130,5 +130,5 @@ def test_no_limit_of_a_wait_is_written_where_tests_wait_for_processes() -> None:
         if lines:
             found[str(path.relative_to(ROOT))] = lines
     assert {path: lines for path, lines in found.items() if len(lines) > ALLOWED.get(path, 0)} == {}, (
-        "ask tests.testing.suite.patience how long: until(), Deadline, patient(seconds)"
+        "ask tests.testing.suite.timeouts how long: until(), Deadline, scaled(seconds)"
     )

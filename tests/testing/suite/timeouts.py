@@ -18,7 +18,7 @@ from typing import TypeVar
 T = TypeVar("T")
 Words = str | Callable[[], str]
 
-VARIABLE = "TRAINIUM_TEST_PATIENCE"
+VARIABLE = "TRAINIUM_TEST_TIMEOUT_SCALE"
 """Environment variable: a number that is taken instead of what is measured."""
 MOST = 6.0
 USUAL = 60.0
@@ -46,7 +46,7 @@ def slowness_of(loop_seconds: float, load: float, running: int, processors: int)
     return min(MOST, processor * crowd)
 
 
-def patient(seconds: float) -> float:
+def scaled(seconds: float) -> float:
     """Return the timeout of a call that may take so many seconds on a quiet machine."""
     return seconds * slowness()
 
