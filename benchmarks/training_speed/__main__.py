@@ -107,7 +107,7 @@ def main() -> int:
         micro=options.micro,
         accumulation=1,
         steps=options.steps,
-        half=False,
+        half=options.half,
         sharded=False,
         recompute=False,
         compiled=False,
@@ -124,7 +124,8 @@ def main() -> int:
             "threads": THREADS["OMP_NUM_THREADS"],
             "torch": torch.__version__,
         },
-        "settings": {"model": base.model, "length": base.length, "steps": base.steps, "rounds": options.rounds},
+        "settings": {"model": base.model, "length": base.length, "micro": base.micro, "half": base.half}
+        | {"steps": base.steps, "rounds": options.rounds},
         "goals": {"speed": GOALS[options.device], "memory": MEMORY_GOAL},
         "peers": peers,
     }
@@ -154,6 +155,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=15, help="optimizer steps of a run")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sample")
     parser.add_argument("--micro", type=int, default=8, help="samples of a micro-batch")
+    parser.add_argument("--half", action="store_true", help="bfloat16 in all modes, which is what devices train in")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C", help="of our trainer")
     parser.add_argument("--quick", action="store_true", help="one short run of a tiny model: whether it works")
     parser.add_argument("--json", type=Path, default=Path("out/bench/training_speed.json"))
