@@ -217,7 +217,8 @@ class ProgramMonitor(Workload):
             self._slow += 1
             return
         step = _whole(match, STEP_GROUP)
-        if match is None or step is None:
+        # A step is printed more than once by a program that starts its own ranks, or that prints within a step.
+        if match is None or step is None or step == rank.step:
             return
         if step < rank.step:
             self._backwards = (

@@ -98,6 +98,15 @@ def test_a_restart_keeps_the_productive_time_of_steps_that_are_not_repeated(foll
     assert after.resume_step == 5, "no checkpoint is known, so it went on before the first step that it printed"
 
 
+def test_a_step_that_several_ranks_of_one_process_print_counts_once(followed: Followed) -> None:
+    followed.writes("step 1", "step 1")
+    time.sleep(0.05)
+    followed.writes("step 2 loss 2.0", "step 2 loss 2.5")
+    record = followed.record()
+    assert (record.step, record.loss) == (2, 2.0)
+    assert record.step_seconds >= 0.05, "not the time between the lines of two ranks"
+
+
 def test_the_library_takes_precedence_over_the_pattern(followed: Followed) -> None:
     followed.writes("step 1")
     writer = ProgressWriter(followed.path(), generation=1, attempt=0)
