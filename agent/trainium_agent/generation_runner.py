@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import CheckResult, Membership
 
 _log = logging.getLogger(__name__)
+_LAST_OUTPUT_SECONDS = 0.5
+_POLL_SECONDS = 0.01
 
 
 class GenerationRunner:
@@ -157,8 +159,13 @@ class GenerationRunner:
     def _take_end(self, process: RankProcess) -> None:
         code = process.exit_code
         assert code is not None
+        unread = code == ExitCode.FINISHED and not process.output.complete.is_set()
+        if unread and time.time() < process.ended_at + _LAST_OUTPUT_SECONDS:
+            # The last step of a program may be on its way through the pipe.
+            self._call_at(time.monotonic() + _POLL_SECONDS, lambda: self._take_end(process))
+            return
         if process.asked or (self._stop is not None and self._stop.attempt == process.attempt):
-            self._workload.observe()
+            self._workload.observe(fresh=True)
             code = self._workload.code_after_request(code)
         self._take(on.RankEnded(process.attempt, process.local_rank, process.rank, code, process.asked))
 
@@ -196,7 +203,7 @@ class GenerationRunner:
             case do.ReportWaiting(nodes):
                 report.wait_for(nodes)
             case do.SimpleAction.OBSERVE_PROGRESS:
-                self._workload.observe()
+                self._workload.observe(fresh=True)
                 report.observe()
             case do.ReportStuck(ranks):
                 report.stuck(ranks)

@@ -93,8 +93,8 @@ class Workload(ABC):
         """
         return ""
 
-    def observe(self) -> None:  # noqa: B027
-        """Read what the ranks have published, in the event loop."""
+    def observe(self, *, fresh: bool = False) -> None:  # noqa: B027
+        """Read what the ranks have published, in the event loop; `fresh`: also what was read a moment ago."""
 
     def quiet_sign(self, process: RankProcess, now: float) -> int | None:  # noqa: ARG002
         """Return a number that changes while a rank without steps is active; None where that cannot be known."""

@@ -116,7 +116,7 @@ class ProgramMonitor(Workload):
 
         return take
 
-    def observe(self) -> None:
+    def observe(self, *, fresh: bool = False) -> None:
         """Search the lines that have come since; in the main thread."""
         for rank in self._ranks.values():
             while rank.lines:
@@ -124,7 +124,7 @@ class ProgramMonitor(Workload):
                 if self._pattern is not None and self._slow < _SLOW_SEARCHES:
                     self._search(self._pattern, rank, at, line)
         now = time.monotonic()
-        if now >= self._read_at + _READ_SECONDS:
+        if fresh or now >= self._read_at + _READ_SECONDS:
             self._read_at = now
             found = ((rank, self.read(rank.path)) for rank in self._ranks.values())
             self._records = [(rank, progress[0]) for rank, progress in found if progress is not None]

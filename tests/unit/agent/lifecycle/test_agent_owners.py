@@ -27,6 +27,7 @@ from trainium_agent.lifecycle.generation import step, wake_at
 from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage, Then
 from trainium_agent.ranks import output
 from trainium_agent.ranks.output import Tail
+from trainium_agent.ranks.processes import RankProcess
 from trainium_agent.rendezvous import RendezvousInterruptedError
 from trainium_agent.supervisor import AgentSupervisor
 from trainium_contract.spec.health import PreflightCheck
@@ -140,6 +141,22 @@ def test_work_that_fails_in_a_way_that_nobody_foresaw_ends_the_pod() -> None:
     made._give(do.SimpleTask.ANNOUNCE_BROKEN)
     assert len(made.broken) == 1
     assert "KeyError: 'unforeseen'" in made.broken[0]
+
+
+def test_a_rank_that_succeeded_has_ended_once_its_output_is_read() -> None:
+    made, ended, later = owner(), [], []
+    made._stop, made._take, made._call_at = None, ended.append, lambda _, what: later.append(what)
+    rank = RankProcess(0, 0, 0, 1, Tail(""))
+    rank.ended(0)
+    made._take_end(rank)
+    assert ended == [], "its last step may be in the pipe"
+    rank.output.close()
+    later.pop()()
+    assert [event.code for event in ended] == [0]
+    failed = RankProcess(0, 0, 0, 2, Tail(""))
+    failed.ended(1)
+    made._take_end(failed)
+    assert [event.code for event in ended] == [0, 1], "its diagnosis reads the output"
 
 
 def test_what_makes_the_pod_useless_and_what_to_report_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -107,6 +107,18 @@ def test_a_step_that_several_ranks_of_one_process_print_counts_once(followed: Fo
     assert record.step_seconds >= 0.05, "not the time between the lines of two ranks"
 
 
+def test_the_last_step_is_known_however_shortly_before_the_end_it_was_printed(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed.writes("step 1")
+    monkeypatch.setattr(program_progress, "_READ_SECONDS", 60.0)
+    followed.writes("step 2")
+    newest = [followed.monitor.newest(())]
+    followed.monitor.observe(fresh=True)
+    newest.append(followed.monitor.newest(()))
+    assert [found[0].step for found in newest if found is not None] == [1, 2]
+
+
 def test_the_library_takes_precedence_over_the_pattern(followed: Followed) -> None:
     followed.writes("step 1")
     writer = ProgressWriter(followed.path(), generation=1, attempt=0)
