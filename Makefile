@@ -95,7 +95,7 @@ generate: setup  ## Write the CRD, manifests, reference pages and outputs on pag
 	@$(BIN)/python scripts/doc_outputs.py
 
 explore: setup  ## Explore small models of the plan exhaustively (ARGS="--depth 3")
-	@cd tests/unit/plan && $(abspath $(BIN))/python -m explorer $(ARGS)
+	@PYTHONPATH=tests/unit/plan:. $(BIN)/python -m explorer $(ARGS)
 
 mutants: setup  ## Small faults in a copy of the plan's code: which ones do its tests see? (ARGS="'trainium_operator.plan.view*'")
 	@scripts/tool_venv.sh $(MUTANTS_VENV) $(abspath $(BIN))/python scripts/mutants_requirements.txt

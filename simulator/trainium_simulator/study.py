@@ -20,10 +20,12 @@ from trainium_simulator.virtual.world import Setting, World
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from trainium_contract.faults.causes import Cause
     from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.status.interruptions import Interruption
     from trainium_simulator.stages import StageTimes
     from trainium_simulator.virtual.failures import FailureModel, Mix
-    from trainium_simulator.virtual.outcome import Recovery, SimulationResult
+    from trainium_simulator.virtual.outcome import SimulationResult
 
 HOUR = 3600.0
 MONTH = 30 * DAY
@@ -76,7 +78,7 @@ class Estimate:
 class Recoveries:
     """Interruptions of one cause."""
 
-    cause: str
+    cause: Cause
     a_day: float
     median: float
     slow: float
@@ -108,7 +110,6 @@ class Result:
     """That were simulated."""
     held_node_hours: float
     """Node time that the job held in a month of 30 days, spares included."""
-    plans: int
 
     @property
     def stage_to_shorten(self) -> str:
@@ -162,7 +163,6 @@ def study(case: Case, seeds: int, *, done: Callable[[], None] = lambda: None) ->
         rollbacks=Rollbacks(sum(outcome.rollbacks for outcome in outcomes), wall),
         node_hours=seeds * case.days * 24 * (case.nodes + case.spares),
         held_node_hours=mean(outcome.ledger.node_seconds for outcome in outcomes) / HOUR * MONTH / (case.days * DAY),
-        plans=sum(outcome.plans for outcome in outcomes),
     )
 
 
@@ -181,13 +181,13 @@ def _shares(parts: Iterable[Mapping[Key, float]], whole: float) -> dict[Key, flo
     return {key: seconds / whole for key, seconds in sorted(summed.items(), key=lambda item: -item[1])}
 
 
-def _recoveries(all_of_them: Sequence[Recovery], days: float) -> tuple[Recoveries, ...]:
-    by_cause: dict[str, list[Recovery]] = defaultdict(list)
+def _recoveries(all_of_them: Sequence[Interruption], days: float) -> tuple[Recoveries, ...]:
+    by_cause: dict[Cause, list[Interruption]] = defaultdict(list)
     for each in all_of_them:
         by_cause[each.cause].append(each)
     found = []
     for cause, recoveries in by_cause.items():
-        seconds = sorted(each.seconds for each in recoveries if each.seconds is not None)
+        seconds = sorted(each.recovered_seconds for each in recoveries if each.recovered_seconds is not None)
         if seconds:
             found.append(
                 Recoveries(
@@ -196,7 +196,7 @@ def _recoveries(all_of_them: Sequence[Recovery], days: float) -> tuple[Recoverie
                     median=median(seconds),
                     slow=seconds[min(len(seconds) - 1, math.ceil(0.95 * len(seconds)) - 1)],
                     longest=seconds[-1],
-                    steps_lost=max(each.steps_lost for each in recoveries),
+                    steps_lost=max(each.steps_lost or 0 for each in recoveries),
                 )
             )
     return tuple(sorted(found, key=lambda each: -each.a_day))

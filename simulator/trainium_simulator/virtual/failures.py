@@ -26,7 +26,7 @@ Besides:
   then takes about 3; capacity may be absent). A switch is repaired in 30 minutes.
 * **Shared nodes** are idle for four hours and in use by others for four, on the average (assumed; exponential).
 * **A person** starts a job again that has ended with a verdict, after an hour.
-* **The operator lost, and resizes by a person**: none by default; a soak asks for them (`Mix.EVEN`).
+* **The operator lost**: none by default. Resizes by a person come from a trace alone.
 """
 
 from __future__ import annotations
@@ -81,8 +81,6 @@ class Mix(StrEnum):
     """That of the regime which the rate belongs to."""
     HARDWARE = "Hardware"
     ALL_CAUSES = "AllCauses"
-    EVEN = "Even"
-    """Each class that a soak can run as often as any other; no corruption, which ends the job by design."""
 
 
 _HARDWARE = {
@@ -103,16 +101,7 @@ _ALL_CAUSES = {
     FaultClass.RACK: 0.004,
     FaultClass.CORRUPTION: 0.014,
 }
-_INJECTED = (
-    FaultClass.PROCESS_CRASH,
-    FaultClass.HANG,
-    FaultClass.DEVICE_ERROR,
-    FaultClass.NODE_LOST,
-    FaultClass.MAINTENANCE,
-    FaultClass.RACK,
-)
-_EVEN = {kind: 1 / len(_INJECTED) for kind in _INJECTED}
-SHARES = {Mix.HARDWARE: _HARDWARE, Mix.ALL_CAUSES: _ALL_CAUSES, Mix.EVEN: _EVEN}
+SHARES = {Mix.HARDWARE: _HARDWARE, Mix.ALL_CAUSES: _ALL_CAUSES}
 
 
 def mix_of(rate: float, mix: Mix) -> Mix:
@@ -144,7 +133,6 @@ class FailureModel(ContractModel):
     operator_losses_per_30_days: PerMonth = 0.0
     resize_seconds: Seconds = 3600.0
     """Time until a person who asked for another number of nodes asks for the former one."""
-    resizes_per_30_days: PerMonth = 0.0
     rack_nodes: Annotated[int, Field(ge=1, le=1000)] = 4
     rack_seconds: Seconds = 1800.0
     reboot_seconds: Seconds = 600.0

@@ -66,7 +66,6 @@ class SimulatedOperator:
         """Counts the jobs that a person had to create again."""
         self.entries: dict[EntryKey, Interruption] = {}
         """Every interruption that was ever in the history, as it was last seen."""
-        self.plans = 0
         self.membership: Membership | None = None
         self.workforce: Workforce
         self.run: Run
@@ -189,7 +188,6 @@ class SimulatedOperator:
 
     def _plan_once(self, settings: PlanSettings) -> float | None:
         self._plan_fleet()
-        self.plans += 1
         result = plan(self._observe(), settings)
         if result.actions:
             self._news_at = self._timeline.now

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from trainium_simulator.virtual.schedule import DAY
-from trainium_simulator.virtual.timeline import EPOCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,33 +17,6 @@ if TYPE_CHECKING:
 _DOWN = ("Detect", "Decide", "Restart", "Load", "Startup")
 PERSON = "Person"
 """Time in which a job that had ended waited for a person."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
-    """One interruption, as the history of the job reports it."""
-
-    cause: str
-    rung: str
-    at: float
-    """Seconds from the job's creation to the failure."""
-    seconds: float | None
-    """From the failure to the first new step; None for one that was not over at the end."""
-    steps_lost: int
-    stages: Mapping[str, float]
-
-    @classmethod
-    def of(cls, entry: Interruption) -> Self:
-        """From an entry of the history."""
-        stages = {} if entry.stages is None else entry.stages.model_dump()
-        return cls(
-            cause=entry.cause.value,
-            rung=entry.rung.value,
-            at=(entry.failed_at or EPOCH) - EPOCH,
-            seconds=entry.recovered_seconds,
-            steps_lost=entry.steps_lost or 0,
-            stages={name.capitalize(): seconds for name, seconds in stages.items()},
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +33,12 @@ class SimulationResult:
     """The same, by day."""
     sizes: Mapping[int, float]
     """Seconds in force at each size."""
-    recoveries: tuple[Recovery, ...]
+    recoveries: tuple[Interruption, ...]
+    """Every interruption of the history, those that were not over at the end among them."""
     faults: Mapping[FaultClass, int] = field(default_factory=dict)
     verdicts: int = 0
     rollbacks: int = 0
     """Times that training went on from the durable tier."""
-    plans: int = 0
 
     @property
     def wall(self) -> float:

@@ -10,7 +10,7 @@ import csv
 import itertools
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_simulator.errors import InputError
@@ -55,11 +55,10 @@ def draw(
     mix: Mix,
     model: FailureModel,
     shared: int = 0,
-    sizes: tuple[int, ...] = (),
 ) -> tuple[Fault, ...]:
     """Return the faults of `slots` nodes in so many days, at `rate` interruptions per 1,000 node-days.
 
-    The last `shared` of them are in use by others from time to time; resizes are to one of `sizes`.
+    The last `shared` of them are in use by others from time to time.
     """
     faults: list[Fault] = []
     for slot in range(slots):
@@ -71,12 +70,10 @@ def draw(
     for kind, a_month in (
         (FaultClass.API_OUTAGE, model.outages_per_30_days),
         (FaultClass.OPERATOR_LOST, model.operator_losses_per_30_days),
-        (FaultClass.RESIZE, model.resizes_per_30_days if sizes else 0.0),
     ):
         dice = random.Random(f"{seed}/{kind}")  # noqa: S311 - a simulation
         per_second = a_month / (30 * DAY) if rate > 0 else 0.0
-        for fault in _stream(dice, -1, kind, per_second, days * DAY, model, thinned=False):
-            faults.append(replace(fault, slot=dice.choice(sizes)) if kind is FaultClass.RESIZE else fault)
+        faults += _stream(dice, -1, kind, per_second, days * DAY, model, thinned=False)
     return tuple(sorted(faults))
 
 

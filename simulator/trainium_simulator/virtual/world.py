@@ -16,7 +16,7 @@ from trainium_contract.spec.precompile import CompiledSize
 from trainium_simulator.virtual.failures import OF_MACHINES, OF_THE_CLUSTER, FailureModel, FaultClass
 from trainium_simulator.virtual.nodes import Nodes, Slot
 from trainium_simulator.virtual.operator import SimulatedOperator
-from trainium_simulator.virtual.outcome import Recovery, SimulationResult
+from trainium_simulator.virtual.outcome import SimulationResult
 from trainium_simulator.virtual.run import Run
 from trainium_simulator.virtual.schedule import DAY, Fault, worst_hazard
 from trainium_simulator.virtual.timeline import EPOCH, EventClock
@@ -303,7 +303,6 @@ class World:
         productive = self._productive()
         self._close_ledger()
         assert self._ended is not None
-        recoveries = tuple(Recovery.of(entry) for entry in self.operator.entries.values())
         return SimulationResult(
             days=self._setting.days,
             ledger=self._ended,
@@ -311,11 +310,10 @@ class World:
             work_seconds=productive,
             by_day=tuple(self._days),
             sizes={size: seconds for size, seconds in sorted(self._sizes.items()) if size and seconds},
-            recoveries=recoveries,
+            recoveries=tuple(self.operator.entries.values()),
             faults=dict(sorted(self.faults.items())),
             verdicts=self.operator.incarnation,
             rollbacks=self.run.training.rollbacks,
-            plans=self.operator.plans,
         )
 
 

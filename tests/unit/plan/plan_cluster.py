@@ -15,7 +15,7 @@ from plan_world import STEPS_PER_SECOND, Pod
 from trainium_contract.faults.classify import budget_of
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.interruptions import Rung
-from trainium_contract.wire.worker_env import ANNOTATION_AVOIDED_NODES, LABEL_EXTRA
+from trainium_operator.cluster.cache.views import pod_view
 from trainium_operator.plan.model import actions, names, observed
 from trainium_operator.plan.plan import plan
 from trainium_operator.plan.view.size import decide_size
@@ -187,21 +187,8 @@ class FakeCluster(FaultyWorld):
         assert name not in self.names_used, f"{name} is used twice"
         self.names_used.add(name)
         self.uids += 1
-        ordinal = names.ordinal_of(self.name, name)
-        assert ordinal is not None
-        view = observed.PodView(
-            name=name,
-            uid=f"uid-{self.uids}",
-            ordinal=ordinal,
-            phase=observed.PodPhase.PENDING,
-            created=self.now,
-            template_hash=manifest["metadata"]["annotations"]["trainium.dev/template-hash"],
-            gang=manifest["metadata"]["annotations"].get("trainium.dev/gang", ""),
-            avoided_nodes=frozenset(manifest["metadata"]["annotations"].get(ANNOTATION_AVOIDED_NODES, "").split(","))
-            - {""},
-            extra=LABEL_EXTRA in manifest["metadata"]["labels"],
-        )
-        self.pods[name] = Pod(view, manifest, self.now)
+        view = pod_view({**manifest, "metadata": {**manifest["metadata"], "uid": f"uid-{self.uids}"}})
+        self.pods[name] = Pod(replace(view, created=self.now), manifest, self.now)
 
     def _delete(self, name: str, uid: str, grace: int | None) -> None:
         found = self.pods.get(name)

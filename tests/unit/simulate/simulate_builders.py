@@ -11,7 +11,8 @@ from trainium_simulator.virtual.schedule import Fault
 from trainium_simulator.virtual.world import Setting, World
 
 if TYPE_CHECKING:
-    from trainium_simulator.virtual.outcome import Recovery, SimulationResult
+    from trainium_contract.status.interruptions import Interruption
+    from trainium_simulator.virtual.outcome import SimulationResult
 
 HOUR = 3600.0
 DAY = 24 * HOUR
@@ -37,7 +38,7 @@ def live(*faults: Fault, job: TrainingJobSpec | None = None, days: float = 1.0, 
     return world(job, days=days, **stages).live(faults)
 
 
-def only(outcome: SimulationResult) -> Recovery:
+def only(outcome: SimulationResult) -> Interruption:
     """The one recovery of a run."""
     assert len(outcome.recoveries) == 1, outcome.recoveries
     return outcome.recoveries[0]

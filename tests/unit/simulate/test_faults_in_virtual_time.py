@@ -24,9 +24,9 @@ def test_a_crash_is_answered_in_place_within_a_step_and_the_stages_of_a_start() 
 
     recovery = only(outcome)
     assert (recovery.cause, recovery.rung) == (Cause.CRASH, Rung.IN_PLACE)
-    assert recovery.stages["Restart"] == pytest.approx(3.0, abs=0.1)
-    assert recovery.stages["Load"] == pytest.approx(4.05, abs=0.1)
-    assert recovery.seconds == pytest.approx(2.0 + 3.0 + 4.1, abs=0.2)
+    assert recovery.stages.restart == pytest.approx(3.0, abs=0.1)
+    assert recovery.stages.load == pytest.approx(4.05, abs=0.1)
+    assert recovery.recovered_seconds == pytest.approx(2.0 + 3.0 + 4.1, abs=0.2)
 
 
 def test_a_hang_lasts_as_long_as_the_job_lets_it() -> None:
@@ -35,7 +35,7 @@ def test_a_hang_lasts_as_long_as_the_job_lets_it() -> None:
 
     recovery = only(outcome)
     assert recovery.cause == Cause.HANG
-    assert recovery.stages["Detect"] == pytest.approx(60.0, abs=0.5)
+    assert recovery.stages.detect == pytest.approx(60.0, abs=0.5)
 
 
 def test_a_lost_node_is_replaced_by_the_spare() -> None:
@@ -43,7 +43,7 @@ def test_a_lost_node_is_replaced_by_the_spare() -> None:
 
     recovery = only(outcome)
     assert (recovery.cause, recovery.rung) == (Cause.NODE_LOST, Rung.SPARE)
-    assert recovery.stages["Detect"] < 10
+    assert recovery.stages.detect < 10
     assert set(outcome.sizes) == {4}
 
 
@@ -52,7 +52,7 @@ def test_without_a_spare_a_rigid_job_waits_for_the_repair() -> None:
 
     recovery = only(outcome)
     assert recovery.rung == Rung.REPLACE
-    assert recovery.seconds == pytest.approx(2 * HOUR, rel=0.02)
+    assert recovery.recovered_seconds == pytest.approx(2 * HOUR, rel=0.02)
     assert outcome.work == pytest.approx(22 / 24, abs=0.002)
 
 
@@ -95,7 +95,7 @@ def test_a_notice_costs_no_step() -> None:
 
     recovery = only(outcome)
     assert (recovery.cause, recovery.steps_lost) == (Cause.PREEMPTED, 0)
-    assert recovery.seconds < 10
+    assert recovery.recovered_seconds < 10
 
 
 def test_a_straggler_hands_its_rank_to_a_spare() -> None:
@@ -142,8 +142,8 @@ def test_a_node_that_is_lost_while_no_operator_leads_is_answered_by_the_next() -
     )
 
     assert outcome.faults[FaultClass.OPERATOR_LOST] == 1
-    assert only(outcome).seconds is not None
-    assert 25 < (only(outcome).seconds or 0.0) < 60
+    assert only(outcome).recovered_seconds is not None
+    assert 25 < (only(outcome).recovered_seconds or 0.0) < 60
 
 
 def test_the_first_step_is_longer_where_a_node_is_new() -> None:
@@ -151,7 +151,9 @@ def test_the_first_step_is_longer_where_a_node_is_new() -> None:
     before = live(*faults).recoveries
     after = live(*faults, newcomer_step_seconds=7.0).recoveries
 
-    longer = [(new.seconds or 0.0) - (old.seconds or 0.0) for old, new in zip(before, after, strict=True)]
+    longer = [
+        (new.recovered_seconds or 0.0) - (old.recovered_seconds or 0.0) for old, new in zip(before, after, strict=True)
+    ]
     assert longer == pytest.approx([0.0, 7.0], abs=0.2)
 
 
@@ -206,7 +208,7 @@ def test_a_second_crash_during_a_restart_only_repeats_the_restart() -> None:
         restart_seconds=5.0,
     )
 
-    assert all(each.seconds is not None for each in outcome.recoveries)
+    assert all(each.recovered_seconds is not None for each in outcome.recoveries)
     assert outcome.work > 0.9995
 
 
@@ -215,7 +217,7 @@ def test_a_size_that_was_not_compiled_costs_its_first_step_once() -> None:
     losses = [fault(HOUR, FaultClass.NODE_LOST, lasts=HOUR), fault(5 * HOUR, FaultClass.NODE_LOST, lasts=HOUR)]
     outcome = live(*losses, job=elastic, compile_seconds=900.0)
 
-    shrinks = [each.seconds for each in outcome.recoveries if each.rung == Rung.SHRINK]
+    shrinks = [each.recovered_seconds for each in outcome.recoveries if each.rung == Rung.SHRINK]
     assert shrinks[0] == pytest.approx(900 + 70, rel=0.05)
     assert shrinks[1] < 100
 
@@ -233,5 +235,5 @@ def test_a_job_that_compiles_ahead_pays_for_the_sizes_that_its_spares_have_not_c
     )
     losses = [fault(HOUR, FaultClass.NODE_LOST, slot=0), fault(HOUR + 60, FaultClass.NODE_LOST, slot=1)]
     outcome = live(*losses, job=job, compile_seconds=1200.0)
-    (shrink,) = [each.seconds for each in outcome.recoveries if each.rung == Rung.SHRINK]
+    (shrink,) = [each.recovered_seconds for each in outcome.recoveries if each.rung == Rung.SHRINK]
     assert shrink == pytest.approx(seconds, rel=0.1)
