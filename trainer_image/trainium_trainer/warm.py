@@ -78,13 +78,11 @@ def _configuration(path: str | None) -> TrainingConfig | None:
 def _prepare_data(config: TrainingConfig) -> None:
     """Tokenise what is not in the cache yet; the hub and S3, whose libraries start threads, wait for a rank."""
     from trainium_trainer.data.opening import open_data  # noqa: PLC0415
-    from trainium_trainer.data.prepared.cache import find_validation_source, list_sources  # noqa: PLC0415 - as above
+    from trainium_trainer.data.prepared.cache import list_locations  # noqa: PLC0415 - as above
     from trainium_trainer.data.sources.files import is_in_store  # noqa: PLC0415
 
     data = config.data
-    held = find_validation_source(data)
-    names = [name for name, _, _ in list_sources(data)] + ([held] if held else [])
-    if any(map(is_in_store, names)):
+    if any(map(is_in_store, list_locations(data))):
         return
 
     def prepare() -> None:

@@ -56,7 +56,7 @@ class HubConfig(ContractModel):
     split: _HubPart = "train"
     """Split of the data set."""
     revision: _HubPart = "main"
-    """Commit, tag or branch. A full commit is looked up once on each node and cannot change during a run."""
+    """Commit, tag or branch. The first start of a run resolves it; later starts read the same commit."""
 
 
 class SourceConfig(ContractModel):

@@ -66,7 +66,9 @@ class HubServer:
         self.created: list[dict[str, Any]] = []
         """Requests for new repositories."""
         self.status: int | None = None
-        """Answer everything with this."""
+        """Answer requests below `failing` with this."""
+        self.failing = ""
+        """Start of the paths that `status` is for, without the first slash."""
         self._http = LoopbackServer(type("Handler", (_Handler,), {"hub": self}))
         self._thread = threading.Thread(target=self._http.serve_forever, name="hub-server", daemon=True)
 
@@ -124,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization")
         self.hub.requests.append(Request(self.command, f"/{path}", self.headers.get("Range"), token))
         sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.hub.status is not None:
+        if self.hub.status is not None and path.startswith(self.hub.failing):
             self._error(self.hub.status, None)
             return
         if self.command == "POST" and path in ("api/repos/create", "api/validate-yaml"):

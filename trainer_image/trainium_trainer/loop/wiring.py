@@ -27,6 +27,7 @@ from trainium_trainer.data.batches.loader import Loader, Share
 from trainium_trainer.data.online.streams import Streams
 from trainium_trainer.data.opening import Data, open_data
 from trainium_trainer.data.prepared.prepared import watching
+from trainium_trainer.data.revisions import RunRevisions
 from trainium_trainer.data.streaming import open_loader
 from trainium_trainer.data.tokens.tokenizer import digest_of
 from trainium_trainer.exits import UserError
@@ -35,6 +36,7 @@ from trainium_trainer.loop.memory_check import warnings_at_start
 from trainium_trainer.loop.references import load_references
 from trainium_trainer.loop.run_progress import RunProgress
 from trainium_trainer.monitor.writers import Recorder
+from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.trackers.process import TrackerProcess, refuse_missing_trackers
 from trainium_trainer.weights.initial import InitialWeights
 from trainium_worker import Activity
@@ -102,11 +104,13 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         from trainium_trainer.artifacts.push import open_repository  # noqa: PLC0415 - few runs ask the hub
 
         open_repository(given)
+    revisions = RunRevisions(open_storage(given.checkpoint.path))
+    given = given.model_copy(update={"data": revisions.pin(given.data)})
     with watching(launch.local_rank, launch.local_world_size):
         data = open_data(
             given.data, given.batch.global_size, epochs=given.epochs, steps_differ=given.batch.tolerance > 0
         )
-    config = with_steps(settings.config, data.epoch_samples)
+    config = with_steps(given, data.epoch_samples)
     settings = replace(settings, config=config)
     course = RunProgress.of(settings, data.epoch_samples)
     begin = InitialWeights.open(config, settings.shape)
@@ -153,6 +157,8 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     )
     with progress.pulse.work_with_collectives:
         position = manager.resume()
+    if launch.rank == 0:
+        revisions.write()
     if position is None:
         backend.initialize(config.seed, begin.base, begin.adapter)
         position = Position(step=0, samples=0, tokens=0)

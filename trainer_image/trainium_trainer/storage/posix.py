@@ -209,3 +209,18 @@ def _sync_file_range() -> Callable[..., Any] | None:
     function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     function.restype = ctypes.c_int
     return function
+
+
+def remember(note: Path, content: bytes) -> None:
+    """Write a note of the cache as a whole, without a lock; it is not written where the cache cannot be.
+
+    Neither a process's number nor an object's place in memory distinguishes writers: pods count their processes alike,
+    and ranks are forks of one process.
+    """
+    draft = note.with_name(f".{note.name}.{secrets.token_hex(8)}")
+    with contextlib.suppress(OSError):
+        try:
+            draft.write_bytes(content)
+            draft.replace(note)
+        finally:
+            draft.unlink(missing_ok=True)

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.testing.trainer.example_files import records, write_records
+from tests.testing.trainer.hub_server import HubServer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from conftest import Launcher
+    from conftest import Job, Launcher
 
 
 pytestmark = pytest.mark.timeout(300)  # real processes; the first test also waits for the imports
@@ -56,6 +58,47 @@ def test_a_run_that_tokenises_online_goes_on_at_another_size_as_if_nothing_had_h
     assert len(first.metrics()) < 12
     assert list((first.folder / "data").glob("blocks-*-[01].idx"))
     launch(1, "run", online).finish().assert_same_curve(whole)
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as running:
+        yield running
+
+
+def split_files(word: str) -> dict[str, bytes]:
+    texts = [f"{word} {number} is {'even' if number % 2 else 'odd'} " * 3 for number in range(120)]
+    lines = [json.dumps({"text": text, "instruction": text[:20], "response": text[20:60]}) for text in texts]
+    return {"train.jsonl": "\n".join(lines[20:]).encode(), "validation.jsonl": "\n".join(lines[:20]).encode()}
+
+
+HUB = {"dataset": "owner/moving"}
+FROM_HUB = {
+    "sources": {"sources": [{"hub": HUB, "weight": 3}, {"source": "hf://datasets/owner/moving?split=validation"}]},
+    "streamed": {"hub": HUB, "validation": {"hubSplit": "validation", "everySteps": 12}, "tokenization": "Online"},
+    "examples": {"hub": HUB, "validation": {"hubSplit": "validation", "everySteps": 12}, "format": "Instruction"},
+}
+
+
+@pytest.mark.parametrize("form", ["sources", "streamed", pytest.param("examples", marks=pytest.mark.long)])
+def test_a_restart_reads_the_commit_of_the_first_start_and_asks_the_hub_only_for_text(
+    launch: Launcher, hub: HubServer, tmp_path: Path, form: str
+) -> None:
+    hub.add("datasets/owner/moving", split_files("number"))
+    document = {"sequenceLength": 96, "tokenizer": {"vocabSize": 340}, "cacheDirectory": str(tmp_path / "cache")}
+    given = [f"data={json.dumps(document | {'workers': 1} | FROM_HUB[form])}", "steps=12"]
+
+    def start(ranks: int, name: str, home: str) -> Job:
+        return launch(ranks, name, given, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / home))
+
+    whole = start(1, "whole", "home").finish()
+    start(2, "run", "home").leave(1, step=3)
+    hub.add("datasets/owner/moving", split_files("word"))
+    hub.status, hub.failing = 500, "api/" if form == "streamed" else ""
+    hub.requests.clear()
+    start(1, "run", "another-home").finish().assert_same_curve(whole)
+    assert [each.path for each in hub.requests if each.path.startswith("/api/datasets/")] == []
+    assert bool(hub.requests) == (form == "streamed"), "the rest is in the cache"
 
 
 def test_a_tokenising_process_that_is_killed_ends_the_run_with_its_reason(

@@ -129,6 +129,12 @@ def find_validation_source(config: DataConfig) -> str | None:
     return location_of(config.hub, held.hub_split)
 
 
+def list_locations(config: DataConfig) -> list[str]:
+    """Return the names of all sources, and of the separate source of `data.validation`."""
+    held = find_validation_source(config)
+    return [name for name, _, _ in list_sources(config)] + ([held] if held else [])
+
+
 def find_vocabulary_size(config: DataConfig) -> int:
     """Entries of the tokenizer that the data will have; asks S3 only for data in S3. Raises UserError, StorageError."""
     if config.tokenizer.path is not None:

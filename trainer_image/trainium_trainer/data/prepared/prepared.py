@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from trainium_trainer.data.sources.files import remember
 from trainium_trainer.data.tokens.encoding import Counts, held_back
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE
 from trainium_trainer.exits import UnreadableError, UserError
+from trainium_trainer.storage.posix import remember
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fnmatch
 import functools
@@ -17,7 +16,6 @@ import glob
 import hashlib
 import io
 import os
-import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
 from trainium_trainer.data.sources.hub import HUB, HubFile, list_files
 from trainium_trainer.exits import StorageError, UnreadableError, UserError
+from trainium_trainer.storage.posix import remember
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,21 +124,6 @@ class DataFile:
                 stream.seek(number * (self.size - _PROBE) // (_PROBES - 1))
                 total.update(stream.read(_PROBE))
             return total.hexdigest()
-
-
-def remember(note: Path, content: bytes) -> None:
-    """Write a note of the cache as a whole, without a lock; it is not written where the cache cannot be.
-
-    Neither a process's number nor an object's place in memory distinguishes writers: pods count their processes alike,
-    and ranks are forks of one process.
-    """
-    draft = note.with_name(f".{note.name}.{secrets.token_hex(8)}")
-    with contextlib.suppress(OSError):
-        try:
-            draft.write_bytes(content)
-            draft.replace(note)
-        finally:
-            draft.unlink(missing_ok=True)
 
 
 def read_with_retries(what: str, action: Callable[[], T]) -> T:

@@ -28,12 +28,15 @@ from pydantic import ValidationError
 from trainium_contract.trainer.data import HubConfig
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.storage.hub import Repository, api, ask, endpoint, token
+from trainium_trainer.storage.posix import remember
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _log = logging.getLogger("trainium.data")
 
+HubFiles = tuple[tuple[str, int, str], ...]
+"""Path, bytes and digest of each file of a split."""
 HUB = "hf://"
 _DATASETS = "hf://datasets/"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -50,7 +53,7 @@ def location_of(config: HubConfig, split: str | None = None) -> str:
     return f"{_DATASETS}{config.dataset}@{quote(config.revision, safe='')}?{query}"
 
 
-def _config_of(location: str) -> HubConfig:
+def config_of(location: str) -> HubConfig:
     """Return the parts of a location. Raises UserError."""
     parts = urlsplit(location)
     dataset, _, revision = location.partition("?")[0].removeprefix(_DATASETS).partition("@")
@@ -78,13 +81,13 @@ def pin_revision(location: str) -> str:
     """
     if not location.startswith(HUB):
         return location
-    config = _config_of(location)
-    return location_of(config.model_copy(update={"revision": _commit_of(config)}))
+    config = config_of(location)
+    return location_of(config.model_copy(update={"revision": find_commit(config)}))
 
 
 @functools.lru_cache(maxsize=64)
-def _commit_of(config: HubConfig) -> str:
-    """Return the commit of a revision: the same one as long as this process runs."""
+def find_commit(config: HubConfig) -> str:
+    """Return the commit of a revision: the same one as long as this process runs. Raises UserError and StorageError."""
     if _COMMIT.fullmatch(config.revision):
         return config.revision
     found = ask(lambda: api().dataset_info(config.dataset, revision=config.revision), _repository(config))
@@ -92,17 +95,15 @@ def _commit_of(config: HubConfig) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def list_files(location: str) -> tuple[tuple[str, int, str], ...]:
+def list_files(location: str) -> HubFiles:
     """Return path, bytes and digest of each file of a split, in the order of `datasets`.
 
     Raises UserError and StorageError.
     """
-    from huggingface_hub import constants  # noqa: PLC0415 - only data on the hub pay for it
-    from huggingface_hub.utils import WeakFileLock  # noqa: PLC0415
+    from huggingface_hub.utils import WeakFileLock  # noqa: PLC0415 - only data on the hub pay for it
 
-    config = _config_of(pin_revision(location))
-    key = hashlib.sha256(f"1\0{endpoint()}\0{location_of(config)}".encode()).hexdigest()[:32]
-    note = Path(constants.HF_HOME) / "trainium" / f"files-{key}.json"
+    config = config_of(pin_revision(location))
+    note = _note_of(config)
     with contextlib.ExitStack() as locked:
         try:
             note.parent.mkdir(parents=True, exist_ok=True)
@@ -115,14 +116,27 @@ def list_files(location: str) -> tuple[tuple[str, int, str], ...]:
                 found = _find_files(config)
             except OSError as error:  # `datasets` keeps what it reads of a repository there
                 raise StorageError(
-                    f"data.hub {config.dataset}: {constants.HF_HOME} cannot be written ({error.strerror or error}): "
+                    f"data.hub {config.dataset}: {note.parent.parent} cannot be written ({error.strerror or error}): "
                     "set HF_HOME to a folder that can"
                 ) from error
-            with contextlib.suppress(OSError):  # the next process asks the hub again
-                draft = note.with_suffix(".tmp")
-                draft.write_text(json.dumps(found))
-                draft.replace(note)
+            remember(note, json.dumps(found).encode())
     return tuple((path, size, digest) for path, size, digest in found)
+
+
+def store_files(location: str, files: HubFiles) -> None:
+    """Let `list_files` find the files of a location with a commit on this node, also in processes to come."""
+    note = _note_of(config_of(location))
+    with contextlib.suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+    if _read_note(note) is None:
+        remember(note, json.dumps(files).encode())
+
+
+def _note_of(config: HubConfig) -> Path:
+    from huggingface_hub import constants  # noqa: PLC0415 - as above
+
+    key = hashlib.sha256(f"1\0{endpoint()}\0{location_of(config)}".encode()).hexdigest()[:32]
+    return Path(constants.HF_HOME) / "trainium" / f"files-{key}.json"
 
 
 def _read_note(note: Path) -> list[tuple[str, int, str]] | None:

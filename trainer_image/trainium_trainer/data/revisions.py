@@ -1,0 +1,120 @@
+"""Keep the commits and file lists of the hub's data sets that a run began with below its checkpoints.
+
+Guarantees:
+- A branch that moves changes nothing of a run: every start after the first reads the files of the recorded commits.
+- Such a start asks the hub only for the contents of the files that it still has to read.
+- Only the owner of the checkpoints writes the record.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pydantic import Field, ValidationError
+
+from trainium_contract.base import MessageModel
+from trainium_trainer.data.prepared.cache import list_locations
+from trainium_trainer.data.sources.hub import (
+    HUB,
+    HubFiles,
+    config_of,
+    find_commit,
+    list_files,
+    location_of,
+    store_files,
+)
+from trainium_trainer.exits import UserError
+from trainium_trainer.storage.errors import StorageError
+from trainium_trainer.storage.protocol import Retry, Storage, read_small
+
+if TYPE_CHECKING:
+    from trainium_contract.trainer.data import DataConfig, HubConfig
+
+RECORD_NAME = "DATA-REVISIONS"
+_log = logging.getLogger("trainium.data")
+
+
+class _Record(MessageModel):
+    """Contents of the file."""
+
+    commits: dict[str, str] = Field(default_factory=dict)
+    """Commit by data set and revision, as owner/name@main."""
+    files: dict[str, HubFiles] = Field(default_factory=dict)
+    """Files by location with a commit."""
+
+
+class RunRevisions:
+    """The record of a run, of one start."""
+
+    def __init__(self, storage: Storage, retry: Retry | None = None) -> None:
+        self._storage, self._retry = storage, retry or Retry()
+        self._known = _Record()
+        self._commits: dict[str, str] = {}
+        self._locations: list[str] = []
+
+    def pin(self, config: DataConfig) -> DataConfig:
+        """Return the configuration with the commits of the run, and those of today for what is not recorded.
+
+        Raises UserError and StorageError.
+        """
+        if not any(name.startswith(HUB) for name in list_locations(config)):
+            return config
+        self._known = self._read()
+        held, sources = config.validation, config.sources
+        pinned = config.model_copy(
+            update={
+                "source": self._pin_name(config.source),
+                "hub": config.hub and self._pin_config(config.hub),
+                "sources": sources
+                and tuple(
+                    one.model_copy(
+                        update={
+                            "source": one.source and self._pin_name(one.source),
+                            "hub": one.hub and self._pin_config(one.hub),
+                        }
+                    )
+                    for one in sources
+                ),
+                "validation": held and held.model_copy(update={"source": held.source and self._pin_name(held.source)}),
+            }
+        )
+        self._locations = [name for name in list_locations(pinned) if name.startswith(HUB)]
+        for name in self._locations:
+            if name in self._known.files:
+                store_files(name, self._known.files[name])
+        return pinned
+
+    def write(self) -> None:
+        """Record what `pin` found, on the first rank, once the run has its checkpoints; a full store only warns."""
+        found = _Record(commits=self._commits, files={name: list_files(name) for name in self._locations})
+        if found == self._known:
+            return
+        where = f"{self._storage.location}/{RECORD_NAME}"
+        data = found.model_dump_json(by_alias=True).encode()
+        try:
+            Retry(self._retry.delays[:1], self._retry.sleep).run(lambda: self._storage.write(RECORD_NAME, data), where)
+        except StorageError as error:
+            _log.warning("%s: the next start asks the hub for its data sets again", error)
+
+    def _read(self) -> _Record:
+        where = f"{self._storage.location}/{RECORD_NAME}"
+        data = self._retry.run(lambda: read_small(self._storage, RECORD_NAME), where)
+        try:
+            return _Record() if data is None else _Record.model_validate_json(data)
+        except ValidationError as error:
+            raise UserError(
+                f"{where}: cannot be read, and names the commits of the hub that the run reads: restore the file, or "
+                "remove it and set data.hub.revision to the commit"
+            ) from error
+
+    def _pin_name(self, name: str) -> str:
+        return location_of(self._pin_config(config_of(name))) if name.startswith(HUB) else name
+
+    def _pin_config(self, given: HubConfig) -> HubConfig:
+        name = f"{given.dataset}@{given.revision}"
+        commit = self._known.commits.get(name) or self._commits.get(name) or find_commit(given)
+        if commit != given.revision:
+            self._commits[name] = commit
+            _log.info("data.hub %s: this run reads commit %s", name, commit)
+        return given.model_copy(update={"revision": commit})
