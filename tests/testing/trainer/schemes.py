@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainium_trainer.checkpoint.dividing.cuts import Box, box_at
+from trainium_trainer.checkpoint.dividing import Box, box_at
 
 if TYPE_CHECKING:
-    from trainium_trainer.checkpoint.dividing.scheme import Scheme
+    from trainium_trainer.checkpoint.dividing import Scheme
 
 
 def assert_written_once(scheme: Scheme) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from trainium_contract.wire.checkpoint_manifest import ManifestFile
-    from trainium_trainer.checkpoint.dividing.scheme import Item, Scheme
+    from trainium_trainer.checkpoint.dividing import Item, Scheme
 
 
 SHAPES = {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.models.shape import ModelShape
-    from trainium_trainer.checkpoint.dividing.cuts import Grid
+    from trainium_trainer.checkpoint.dividing import Grid
 
 
 def place_of(grid: Grid, rank: int, dp_mode: DataParallelMode) -> MeshPlace:

@@ -15,3 +15,10 @@ class TooSlowError(StorageError):
 
 class UnusableCheckpointError(UserError):
     """The checkpoints that are there cannot be continued by this configuration; a person must decide."""
+
+
+def explain_failure(error: BaseException, where: str) -> BaseException:
+    """Return the error to raise on the training thread: of a store's failure its sentence."""
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+        return StorageError(f"checkpoint storage {where}: {error}")
+    return error

@@ -22,17 +22,15 @@ import torch.distributed as dist
 from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone, DurableTier
 from trainium_trainer.checkpoint.durable.save_policy import Save, SavePolicy, decided, vote
 from trainium_trainer.checkpoint.errors import TooSlowError
-from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout
 from trainium_trainer.checkpoint.interfaces import MeshPlace, Position, ResumeSource, TrainingState
-from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
+from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, Moment, ShardKey
 from trainium_trainer.checkpoint.resume.resume import ResumeOutcome, Resumption
 from trainium_trainer.checkpoint.root.commit import FenceToken
-from trainium_trainer.checkpoint.root.commit_lease import CommitLease
+from trainium_trainer.checkpoint.root.commit_lease import CommitLease, settings_digest
 from trainium_trainer.checkpoint.root.late_step_check import OwnershipCheck
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
 from trainium_trainer.checkpoint.root.owner import OwnerRecords, Start
-from trainium_trainer.checkpoint.root.run_identity import settings_digest
 from trainium_trainer.checkpoint.session import Session
 from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.opening import open_storage

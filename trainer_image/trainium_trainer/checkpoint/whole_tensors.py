@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name
-from trainium_trainer.checkpoint.dividing.cuts import Grid
-from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
+from trainium_trainer.checkpoint.dividing import Divided, Grid, Scheme
 from trainium_trainer.checkpoint.format.shards import SAFETENSORS_TYPES, WrittenFile, write_shard, write_tables
 from trainium_trainer.checkpoint.root.commit import FenceToken, claim_fence, prepare_commit, publish
 from trainium_trainer.checkpoint.root.survey import survey

@@ -9,8 +9,8 @@ import pytest
 import torch
 from checkpoint_world import written
 
-from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut
-from trainium_trainer.checkpoint.durable import durable_tier
+from trainium_trainer.checkpoint.dividing import Axis, Cut
+from trainium_trainer.checkpoint.format import contents
 from trainium_trainer.checkpoint.format.live_state import Staging, local_of, scheme_of
 from trainium_trainer.checkpoint.format.part import TensorPart
 from trainium_trainer.storage.posix import PosixStorage
@@ -37,7 +37,7 @@ def cut(rows: int, start: int, ranks: int, values: torch.Tensor = WHOLE) -> list
 
 
 class Held:
-    """A state as `durable_tier.load` takes it."""
+    """A state as `contents.load` takes it."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self.tensors = tensors
@@ -64,7 +64,7 @@ def moved(folder: Path, source: list[dict[str, Any]], target: list[dict[str, Any
     assert len({scheme.digest for scheme in schemes}) == 1
     checkpoint = written(folder, schemes[0], lambda rank, item: local_of(source[rank][item.name]))
     for state in target:
-        durable_tier.load(PosixStorage(folder), checkpoint, Held(state), Retry(()))
+        contents.load(PosixStorage(folder), checkpoint, Held(state), Retry(()))
 
 
 @pytest.mark.parametrize("saved", [(14, 0, 1), (5, 0, 3), (3, 4, 6), (9, 8, 3)])

@@ -19,8 +19,7 @@ from tests.testing.suite.trials import trials
 from tests.testing.trainer.schemes import assert_written_once
 from trainium_contract.models.shape import ModelShape
 from trainium_contract.trainer.parallelism import DataParallelMode
-from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, problem_of
-from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme, merged, placed
+from trainium_trainer.checkpoint.dividing import Axis, Box, Cut, Divided, Grid, Scheme, merged, placed, problem_of
 from trainium_trainer.checkpoint.durable.save_plan import SchemeReport, agreed
 from trainium_trainer.checkpoint.format.live_state import box_of, scheme_of
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP

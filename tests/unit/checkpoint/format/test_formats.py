@@ -10,9 +10,8 @@ import torch
 from checkpoint_world import SOLO, State, solo, written
 
 from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, ManifestFile, digest_of
-from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
-from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
-from trainium_trainer.checkpoint.durable import durable_tier
+from trainium_trainer.checkpoint.dividing import Axis, Cut, Divided, Grid, Scheme
+from trainium_trainer.checkpoint.format import contents
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.format.shards import write_shard, write_tables
 from trainium_trainer.checkpoint.root.survey import Committed, survey
@@ -153,8 +152,8 @@ def test_another_state_is_not_loaded(tmp_path: Path) -> None:
     state = State(SOLO)
     state.tensors["model.more"] = torch.zeros(2)
     with pytest.raises(DamagedFileError, match=r"has no model\.more"):
-        durable_tier.load(storage, checkpoint, state, RETRY)
+        contents.load(storage, checkpoint, state, RETRY)
     del state.tensors["model.more"]
     state.tensors["model.norm"] = torch.zeros(11)
     with pytest.raises(ValueError, match=r"model\.norm has the size \[10\] there and \[11\] here"):
-        durable_tier.load(storage, checkpoint, state, RETRY)
+        contents.load(storage, checkpoint, state, RETRY)

@@ -13,9 +13,8 @@ from checkpoint_world import SOLO, State, solo, written
 
 from tests.testing.trainer.s3_gateway import Fault, S3Gateway, serving
 from trainium_contract.wire.checkpoint_manifest import ManifestFile, digest_of
-from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut, Grid
-from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
-from trainium_trainer.checkpoint.durable import durable_tier
+from trainium_trainer.checkpoint.dividing import Axis, Cut, Divided, Grid, Scheme
+from trainium_trainer.checkpoint.format import contents
 from trainium_trainer.checkpoint.format.contents import Contents
 from trainium_trainer.checkpoint.format.shards import INDEX_FORMAT
 from trainium_trainer.checkpoint.root.survey import Committed, survey
@@ -54,7 +53,7 @@ def read_by_all(checkpoint: Committed, limits: Limits) -> list[list[str] | Excep
         storage = ObjectStorage("s3://bucket/run", limits)
         together.wait()
         try:
-            durable_tier.load(storage, checkpoint, state, RETRY)
+            contents.load(storage, checkpoint, state, RETRY)
         except Exception as error:  # noqa: BLE001 - checked by the test
             return error
         return state.wrong(3)

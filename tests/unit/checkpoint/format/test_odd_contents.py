@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from trainium_trainer.checkpoint.collectives import reduce_on_root, without_gc
-from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Grid, meeting
-from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
-from trainium_trainer.checkpoint.format.flat_buffer import copy_all
-from trainium_trainer.checkpoint.format.live_state import flatten
+from trainium_trainer.checkpoint.dividing import Axis, Box, Cut, Divided, Grid, Scheme, meeting
+from trainium_trainer.checkpoint.format.live_state import copy_all, flatten
 from trainium_trainer.checkpoint.inspect import _age
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import pytest
 
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.memory.buddy import Copying
-from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
-from trainium_trainer.checkpoint.memory.snapshot import Header, SnapshotFile
+from trainium_trainer.checkpoint.memory.snapshot import Header, Moment, ShardKey, SnapshotFile
 from trainium_worker.snapshot import parse_page
 
 if TYPE_CHECKING:

@@ -11,10 +11,9 @@ from checkpoint_scenarios import train_until_killed
 from checkpoint_world import SOLO, State, position, solo
 
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout
-from trainium_trainer.checkpoint.memory.claims import Moment, ShardKey
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
-from trainium_trainer.checkpoint.root.run_identity import settings_digest
+from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, Moment, ShardKey
+from trainium_trainer.checkpoint.root.commit_lease import settings_digest
 from trainium_worker.snapshot import checksum, directory_of_run
 
 if TYPE_CHECKING:

@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from checkpoint_world import SOLO, State, position
 
-from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout
 from trainium_trainer.checkpoint.memory import memory_tier
-from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
-from trainium_trainer.checkpoint.memory.slots import Slots
-from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile, read_header
+from trainium_trainer.checkpoint.memory.snapshot import (
+    BufferLayout,
+    Claim,
+    Moment,
+    ShardKey,
+    Slots,
+    SnapshotFile,
+    read_header,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from test_agreement_law import STEPS, plainly, worlds
 
 from tests.testing.suite.trials import trials
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
+from trainium_trainer.checkpoint.memory.snapshot import Claim, Moment, ShardKey
 from trainium_trainer.checkpoint.resume.agreement import (
     Fresh,
     FromDurable,

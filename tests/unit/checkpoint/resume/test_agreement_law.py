@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.testing.suite.trials import trials
 from trainium_trainer.checkpoint.collectives import pack
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
+from trainium_trainer.checkpoint.memory.snapshot import Claim, Moment, ShardKey
 from trainium_trainer.checkpoint.resume import agreement
 from trainium_trainer.checkpoint.resume.agreement import (
     Decision,

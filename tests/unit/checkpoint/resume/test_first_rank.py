@@ -14,7 +14,7 @@ from test_agreement_law import STEPS, fleet, plainly, worlds
 from tests.testing.suite.trials import trials
 from trainium_trainer.checkpoint.collectives import pack, part
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
-from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
+from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey
 from trainium_trainer.checkpoint.resume.agreement import Fresh, FromDurable, FromMemory, RankView, claims_to_report
 from trainium_trainer.checkpoint.resume.first_rank import (
     SHARED_WARNINGS,

@@ -12,10 +12,9 @@ from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, OWNER_PREFIX, Owner
 from trainium_trainer.checkpoint.errors import StaleGenerationError, UnusableCheckpointError
 from trainium_trainer.checkpoint.root.commit import FenceToken, Receipt, claim_fence, publish, read_fence
-from trainium_trainer.checkpoint.root.commit_lease import CommitLease
+from trainium_trainer.checkpoint.root.commit_lease import CommitLease, differences, refuse_foreign
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies, records_folder
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity, OwnerRecords
-from trainium_trainer.checkpoint.root.run_identity import differences, refuse_foreign
 from trainium_trainer.checkpoint.root.selection import choose
 from trainium_trainer.checkpoint.root.survey import Survey, survey
 from trainium_trainer.exits import UserError

@@ -17,7 +17,7 @@ from trainium_contract.requirements.memory_estimate import MemoryEstimate
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
-from trainium_trainer.checkpoint.root.run_identity import settings_digest
+from trainium_trainer.checkpoint.root.commit_lease import settings_digest
 from trainium_trainer.commands.check import find_missing
 from trainium_trainer.configuration.config import Launch, load, read_launch, resolve_settings, with_steps
 from trainium_trainer.exits import UserError

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainium_trainer.backends.nxd.adamw import Controls
     from trainium_trainer.backends.nxd.layout.divisions import StoredRows
     from trainium_trainer.backends.nxd.layout.pieces import Piece
-    from trainium_trainer.checkpoint.dividing.cuts import Division
+    from trainium_trainer.checkpoint.dividing import Division
 
     Decide = Callable[[Tensor], Controls]
     """From this rank's sum of squares of reduced gradients to the numbers of the step."""

@@ -27,9 +27,8 @@ from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest,
 from trainium_trainer.checkpoint.collectives import reduce_on_root
 from trainium_trainer.checkpoint.durable.save_plan import Planner, SavePlan
 from trainium_trainer.checkpoint.durable.save_policy import Save
-from trainium_trainer.checkpoint.errors import TooSlowError
-from trainium_trainer.checkpoint.format.contents import Contents, Wanted
-from trainium_trainer.checkpoint.format.live_state import Staging, box_of, flatten, local_of
+from trainium_trainer.checkpoint.errors import TooSlowError, explain_failure
+from trainium_trainer.checkpoint.format.live_state import Staging, flatten
 from trainium_trainer.checkpoint.format.shards import (
     DigestReport,
     fold_reports,
@@ -39,9 +38,9 @@ from trainium_trainer.checkpoint.format.shards import (
 )
 from trainium_trainer.checkpoint.root.commit import FenceToken, prepare_commit, publish
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
-from trainium_trainer.checkpoint.root.survey import Committed, prune, remove_attempts
+from trainium_trainer.checkpoint.root.survey import prune, remove_attempts
 from trainium_trainer.models.state_dict import parameter_of
-from trainium_trainer.storage.errors import DamagedFileError, StorageError, is_transient
+from trainium_trainer.storage.errors import is_transient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -49,9 +48,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.interfaces import Position, TrainingState
+    from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.checkpoint.session import Session
-    from trainium_trainer.storage.protocol import Retry, Storage
 
 AfterMilestone: TypeAlias = "Callable[[int, ProcessGroup | None, Callable[[], None]], None]"
 """What every rank does in the background after a milestone was committed: called with its step, the group of the saves,
@@ -180,7 +178,7 @@ class DurableTier:
             try:
                 work()
             except BaseException as error:  # noqa: BLE001 - it is raised on the training thread
-                self._error = explain(error, self._storage.location)
+                self._error = explain_failure(error, self._storage.location)
 
         self._started = time.monotonic()
         self._thread = threading.Thread(target=guarded, name=f"checkpoint-{name}", daemon=True)
@@ -266,34 +264,6 @@ class DurableTier:
         publish(self._storage, receipt, self._retry, damaged=folder in self._known_bad)
 
 
-def load(storage: Storage, checkpoint: Committed, state: TrainingState, retry: Retry) -> None:
-    """Fill the live state from a committed checkpoint of any size, verifying what is read; local, no collectives.
-
-    Raises DamagedFileError and StorageError, and ValueError where the checkpoint holds another state.
-    """
-    contents = Contents(storage, checkpoint, retry)
-    live = state.state_dict()
-    wanted: list[Wanted] = []
-    for name, value in flatten(live).items():
-        stored = contents.tensors.get(name)
-        if stored is None:
-            raise DamagedFileError(f"{checkpoint.folder} has no {name}")
-        if stored.shape != tuple(value.shape):
-            raise ValueError(f"{name} has the size {list(stored.shape)} there and {list(value.shape)} here")
-        box = box_of(value)
-        if box.volume:
-            wanted += contents.wanted(name, box.offsets, local_of(value))
-    contents.fill(wanted)
-    state.load_state_dict(live)
-
-
 def is_weight(name: str) -> bool:
     """Return whether a milestone has a tensor of this name."""
     return parameter_of(name) is not None
-
-
-def explain(error: BaseException, where: str) -> BaseException:
-    """Return the error to raise on the training thread: of a store's failure its sentence."""
-    if isinstance(error, OSError) and not isinstance(error, ConnectionError):
-        return StorageError(f"checkpoint storage {where}: {error}")
-    return error

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.checkpoint.collectives import reduce_on_root
-from trainium_trainer.checkpoint.dividing.scheme import Item, Scheme, merged, placed
+from trainium_trainer.checkpoint.dividing import Item, Scheme, merged, placed
 from trainium_trainer.checkpoint.format.live_state import place_of, scheme_of
 
 if TYPE_CHECKING:

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainium_trainer.checkpoint.dividing.cuts import Axis, Box, Cut, Division, Grid, box_at
-from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
-from trainium_trainer.checkpoint.format.flat_buffer import copy_all
+from trainium_trainer.checkpoint.dividing import Axis, Box, Cut, Divided, Division, Grid, Scheme, box_at
 from trainium_trainer.checkpoint.format.part import TensorPart
 from trainium_trainer.checkpoint.format.shards import SAFETENSORS_TYPES
 
@@ -142,6 +140,13 @@ def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             raise TypeError(f"state_dict() must hold tensors only: {prefix}{name} is {type(value).__name__}")
     return flat
+
+
+@torch.no_grad()
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy many tensors, also across devices; on return the copies are complete."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 class Staging:

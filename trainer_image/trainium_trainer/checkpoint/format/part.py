@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainium_trainer.checkpoint.dividing.cuts import Division
+    from trainium_trainer.checkpoint.dividing import Division
 
 
 class TensorPart(torch.Tensor):

@@ -41,7 +41,7 @@ from trainium_contract.wire.checkpoint_manifest import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from trainium_trainer.checkpoint.dividing.scheme import Item, Scheme
+    from trainium_trainer.checkpoint.dividing import Item, Scheme
     from trainium_trainer.storage.protocol import Retry, Storage
 
 INDEX_FORMAT = 3

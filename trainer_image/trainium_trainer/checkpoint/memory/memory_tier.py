@@ -21,10 +21,17 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, copy_all
+from trainium_trainer.checkpoint.format.live_state import copy_all
 from trainium_trainer.checkpoint.memory.buddy import Copying, Keeper, Sender
-from trainium_trainer.checkpoint.memory.slots import SUFFIX, Slots, key_text
-from trainium_trainer.checkpoint.memory.snapshot import Header, SnapshotFile, read_header
+from trainium_trainer.checkpoint.memory.snapshot import (
+    SUFFIX,
+    BufferLayout,
+    Header,
+    Slots,
+    SnapshotFile,
+    key_text,
+    read_header,
+)
 from trainium_worker.snapshot import DamagedSnapshotError, open_payload, store_id
 
 if TYPE_CHECKING:
@@ -34,7 +41,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
+    from trainium_trainer.checkpoint.memory.snapshot import Claim, Moment, ShardKey
 
 _OWN_FILES = 3
 """Two finished snapshots plus the one being written."""

@@ -1,18 +1,123 @@
-"""The snapshots of this trainer's shards: files of `trainium_worker.snapshot` whose headers name shard and position."""
+"""The snapshots of this trainer's shards: layout, identity and header of one, and the few files that rotate.
+
+The files are those of `trainium_worker.snapshot`; their headers name the shard, the moment and the layout.
+
+Guarantees:
+- In a payload, tensors lie in the order of their names at offsets that are multiples of 64 bytes. The payload is a
+  multiple of the checksum's block, so that no byte is outside a block.
+- Equal layouts have equal digests on all machines.
+- File names are `g<generation>-<shard>-<random>.snapshot`.
+- The oldest file is used next, unfinished ones first.
+- Files that earlier processes left for the shard are taken over when they fit and removed when they do not.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
 from trainium_worker import snapshot
-from trainium_worker.snapshot import HEADER_BYTES, DamagedSnapshotError, checksum
+from trainium_worker.snapshot import BLOCK_BYTES, HEADER_BYTES, DamagedSnapshotError, checksum
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    import torch
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ShardKey:
+    """Which part of the state a snapshot holds; replicas share one key (their data-parallel part is 0 of 1)."""
+
+    tp_rank: int
+    tp_size: int
+    dp_rank: int = 0
+    dp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    def same_layout(self, other: ShardKey) -> bool:
+        """Return whether both belong to the same way of cutting up the state."""
+        return (self.tp_size, self.dp_size, self.pp_size) == (other.tp_size, other.dp_size, other.pp_size)
+
+    def __str__(self) -> str:
+        stage = f"p{self.pp_rank}of{self.pp_size}" if self.pp_size > 1 else ""
+        return f"t{self.tp_rank}of{self.tp_size}-d{self.dp_rank}of{self.dp_size}{stage}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Moment:
+    """One state of the whole run: a position as one session reached it."""
+
+    position: Position
+    generation: int
+    session: str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Claim:
+    """A snapshot that a store claims to hold."""
+
+    moment: Moment
+    key: ShardKey
+    layout: str
+    """Digest of names, shapes and types of the shard's tensors."""
+    checksum: str
+
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorSpan:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """The table of contents of a snapshot's payload."""
+
+    parts: tuple[_TensorSpan, ...]
+    payload_bytes: int
+    digest: str
+
+    @staticmethod
+    def of(tensors: Mapping[str, torch.Tensor]) -> BufferLayout:
+        """Return the layout of these tensors; depends on names, types and shapes only."""
+        parts: list[_TensorSpan] = []
+        offset = 0
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            end = offset + tensor.numel() * tensor.element_size()
+            parts.append(_TensorSpan(name, tensor.dtype, tuple(tensor.shape), offset, end))
+            offset = _round_up(end, _ALIGNMENT)
+        text = "\n".join(f"{part.name} {part.dtype} {part.shape}" for part in parts)
+        return BufferLayout(
+            parts=tuple(parts),
+            payload_bytes=max(BLOCK_BYTES, _round_up(offset, BLOCK_BYTES)),
+            digest=hashlib.sha256(text.encode()).hexdigest()[:32],
+        )
+
+    def views(self, payload: torch.Tensor) -> list[torch.Tensor]:
+        """Typed views into a payload buffer, in the layout's order."""
+        return [payload[part.start : part.end].view(part.dtype).view(part.shape) for part in self.parts]
+
+    def ordered(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors in the layout's order; KeyError when one is missing."""
+        return [tensors[part.name].detach() for part in self.parts]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +211,92 @@ class SnapshotFile(snapshot.SnapshotFile):
         self.write_header(header.to_text())
         self.header = header
         return claim
+
+
+SUFFIX = ".snapshot"
+
+
+class Slots:
+    """The files of one shard in one folder, written by one process."""
+
+    def __init__(self, directory: Path, key: ShardKey, *, generation: int, count: int) -> None:
+        self.key = key
+        self._directory = directory
+        self._generation = generation
+        self._count = count
+        self._files: list[SnapshotFile] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all files are there."""
+        return len(self._files) == self._count
+
+    def open(self, *, layout: str, payload_bytes: int, headers: Mapping[Path, Header]) -> None:
+        """Reserve the files; `headers` are those of the finished ones in the folder. OSError when there is no room."""
+        try:
+            if not self._files:
+                self._adopt(layout, payload_bytes, headers)
+            while len(self._files) < self._count:
+                self._files.append(SnapshotFile.create(self._directory / self._name(), payload_bytes))
+        except OSError:
+            for slot in self._files:
+                if slot.header is None:
+                    slot.path.unlink(missing_ok=True)
+            self._files.clear()
+            raise
+
+    def next(self) -> SnapshotFile:
+        """Return the oldest file, declared unfinished, under a name of this process."""
+        slot = min(self._files, key=_age_order)
+        slot.invalidate(self._directory / self._name())
+        return slot
+
+    def forget_after(self, step: int) -> None:
+        """Drop the snapshots of later steps."""
+        for slot in self._files:
+            if slot.header is not None and slot.header.claim.moment.position.step > step:
+                slot.invalidate(slot.path)
+
+    def drop(self, path: Path) -> None:
+        """Declare the file at `path` unfinished, if it is one of these."""
+        for slot in self._files:
+            if slot.path == path:
+                slot.invalidate(path)
+
+    def claims(self) -> list[Claim]:
+        """Return the claims of the finished files."""
+        return [slot.header.claim for slot in self._files if slot.header is not None]
+
+    def close(self) -> None:
+        """Unmap the files."""
+        self._files.clear()
+
+    def _name(self) -> str:
+        return f"g{self._generation}-{self.key}-{secrets.token_hex(4)}{SUFFIX}"
+
+    def _adopt(self, layout: str, payload_bytes: int, headers: Mapping[Path, Header]) -> None:
+        self._files = [
+            SnapshotFile(path, payload_bytes, header)
+            for path, header in headers.items()
+            if header.claim.key == self.key and header.claim.layout == layout and header.payload_bytes == payload_bytes
+        ]
+        for path in self._directory.glob(f"g*-{self.key}-*{SUFFIX}"):
+            if all(slot.path != path for slot in self._files):
+                path.unlink(missing_ok=True)
+        self._files.sort(key=_age_order)
+        for extra in self._files[: -self._count]:
+            extra.path.unlink(missing_ok=True)
+        self._files = self._files[-self._count :]
+
+
+def key_text(path: Path) -> str:
+    """Return the shard in a file name `g<generation>-<shard>-<random>.snapshot`."""
+    return path.name.partition("-")[2].rpartition("-")[0]
+
+
+def _age_order(slot: SnapshotFile) -> tuple[bool, int, int]:
+    """Unfinished files first, then by age."""
+    if slot.header is None:
+        return (False, 0, 0)
+    moment = slot.header.claim.moment
+    return (True, moment.position.step, moment.generation)

@@ -20,7 +20,7 @@ from trainium_worker.snapshot import pair_stores
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from trainium_trainer.checkpoint.memory.claims import Claim, Moment, ShardKey
+    from trainium_trainer.checkpoint.memory.snapshot import Claim, Moment, ShardKey
 
 
 @dataclass(frozen=True, slots=True)

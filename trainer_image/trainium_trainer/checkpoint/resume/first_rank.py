@@ -36,7 +36,7 @@ from trainium_trainer.exits import TrainerError, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
+    from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey
     from trainium_trainer.checkpoint.root.survey import Committed, Survey
     from trainium_trainer.storage.errors import StorageError
 

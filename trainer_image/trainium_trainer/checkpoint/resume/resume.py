@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.checkpoint.collectives import scatter_from_root
-from trainium_trainer.checkpoint.durable import durable_tier
-from trainium_trainer.checkpoint.format.flat_buffer import BufferLayout, copy_all
+from trainium_trainer.checkpoint.errors import explain_failure
+from trainium_trainer.checkpoint.format import contents
+from trainium_trainer.checkpoint.format.live_state import copy_all
 from trainium_trainer.checkpoint.interfaces import ResumeSource
 from trainium_trainer.checkpoint.resume.agreement import FromDurable, FromMemory, RankView, claims_to_report, writers
 from trainium_trainer.checkpoint.resume.first_rank import (
@@ -40,7 +41,7 @@ from trainium_trainer.checkpoint.resume.first_rank import (
     assignments_of,
     tasks_of,
 )
-from trainium_trainer.checkpoint.root.run_identity import refuse_foreign
+from trainium_trainer.checkpoint.root.commit_lease import refuse_foreign
 from trainium_trainer.storage.errors import StorageError, storage_error
 from trainium_worker.snapshot import checksum
 
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.memory.claims import Claim, ShardKey
     from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
+    from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, Claim, ShardKey
     from trainium_trainer.checkpoint.root.commit_lease import CommitLease
     from trainium_trainer.checkpoint.root.survey import Committed
     from trainium_trainer.checkpoint.session import Session
@@ -175,9 +176,9 @@ class Resumption:
     def _load(self, checkpoint: Committed) -> RankReport:
         """Fill the live state from storage; the report has damage, or the error of a store that fails."""
         try:
-            durable_tier.load(self._storage, checkpoint, self._state, self._retry)
+            contents.load(self._storage, checkpoint, self._state, self._retry)
         except BaseException as error:
-            cause = durable_tier.explain(error, self._storage.location)
+            cause = explain_failure(error, self._storage.location)
             if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
                 raise cause from error
             if isinstance(cause, StorageError):

@@ -11,8 +11,7 @@ from trainium_contract.models.shape import ModelShape
 from trainium_trainer.backends.nxd.layout.divisions import divisions, replicated, zero1
 from trainium_trainer.backends.nxd.layout.parameter_names import Projections, parameters_of
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
-from trainium_trainer.checkpoint.dividing.cuts import Grid, box_at
-from trainium_trainer.checkpoint.dividing.scheme import Divided, Scheme
+from trainium_trainer.checkpoint.dividing import Divided, Grid, Scheme, box_at
 
 SHAPE = ModelShape(
     vocab_size=64,

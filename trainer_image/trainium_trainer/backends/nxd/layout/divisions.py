@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainium_trainer.checkpoint.dividing.cuts import Axis, Cut
+from trainium_trainer.checkpoint.dividing import Axis, Cut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainium_trainer.backends.nxd.layout.pieces import Piece, TensorRank
-    from trainium_trainer.checkpoint.dividing.cuts import Division
+    from trainium_trainer.checkpoint.dividing import Division
 
 
 @dataclass(frozen=True, slots=True)
