@@ -27,6 +27,7 @@ from trainium_trainer.commands.prepare_data import prepare_data
 from trainium_trainer.commands.show_data import show_data
 from trainium_trainer.compile import graphs
 from trainium_trainer.configuration.config import load, read_launch, resolve_settings
+from trainium_trainer.loop.profile import capture_folder
 from trainium_trainer.loop.stop import StopRequest
 from trainium_trainer.monitor.plot import plot
 
@@ -70,9 +71,10 @@ def train(
         log_lines.write_as_rank(launch.rank)
         check.refuse_few_files(launch)
         if launch.rank == 0:
-            for sentence in check.find_settings_without_effect(settings.config):
+            for sentence in (*check.find_settings_without_effect(settings.config), *check.find_absent_ranks(settings)):
                 logging.getLogger("trainium.config").warning("%s", sentence)
-        neuron_environment.apply(settings.config)  # before a device library is imported
+        # Before a device library is imported.
+        neuron_environment.apply(settings.config, capture=capture_folder(settings))
         graphs.fill_local_cache(settings)
         from trainium_trainer.loop.train import train as train_now  # noqa: PLC0415 - torch, for a valid configuration
 

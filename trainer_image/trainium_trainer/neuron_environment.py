@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
 
 COMPILER_FLAGS = "NEURON_CC_FLAGS"
+CAPTURE_ENABLED = "NEURON_RT_INSPECT_ENABLE"
+_CAPTURE = {
+    CAPTURE_ENABLED: "1",
+    "NEURON_RT_INSPECT_SYSTEM_PROFILE": "1",  # newest million events of a core, in a ring buffer
+    "NEURON_RT_INSPECT_DEVICE_PROFILE": "1",  # first execution of each graph on each core
+}
+"""Capture by the runtime of a process, from its start (Neuron Explorer Environment Variables, Neuron SDK 2.33)."""
+_CAPTURE_FOLDER = "NEURON_RT_INSPECT_OUTPUT_DIR"
 _MODEL_TYPES = {ModelType.TRANSFORMER: "transformer", ModelType.GENERIC: "generic"}
 _STRATEGIES = {DistributionStrategy.LLM_TRAINING: "llm-training"}
 _AUTO_CASTS = {AutoCast.NONE: "none", AutoCast.MATMULT: "matmult", AutoCast.ALL: "all"}
@@ -104,15 +112,23 @@ def variables(config: TrainingConfig, *, nxd: bool, given: Mapping[str, str]) ->
 
 
 def apply(
-    config: TrainingConfig, environment: MutableMapping[str, str] = os.environ, *, devices: Path = Path("/dev")
+    config: TrainingConfig,
+    environment: MutableMapping[str, str] = os.environ,
+    *,
+    devices: Path = Path("/dev"),
+    capture: Path | None = None,
 ) -> None:
     """Set the variables in this process, where it may use Neuron devices; `devices` is the folder of device files.
 
-    Raises UserError as `variables` does.
+    `capture`: a folder for what the runtime captures of this process; None for nothing. Raises UserError as `variables`
+    does.
     """
     if not uses_neuron(config, devices):
         return
     environment.update(variables(config, nxd=config.backend is not BackendChoice.NATIVE, given=environment))
+    if capture is not None:
+        capture.mkdir(parents=True, exist_ok=True)
+        environment.update(_CAPTURE | {_CAPTURE_FOLDER: str(capture)})
     if config.neuron.malloc_arenas is not None:
         # The C library has read its variables already; this is how it learns later.
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, config.neuron.malloc_arenas)

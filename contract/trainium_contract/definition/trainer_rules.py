@@ -194,6 +194,14 @@ _RULES: tuple[Rule, ...] = (
         "trainer.schedule.warmupSteps and decaySteps must together not be above trainer.steps",
         ".trainer.schedule.decaySteps",
     ),
+    Rule(
+        """!has(self.trainer.monitor.profile) || size(self.trainer.monitor.profile.steps) != 2
+        || self.trainer.monitor.profile.steps[0] <= self.trainer.monitor.profile.steps[1]
+        && self.trainer.monitor.profile.steps[1] < self.trainer.monitor.profile.steps[0] + 20
+        && (self.trainer.epochs > 0.0 || self.trainer.monitor.profile.steps[1] <= self.trainer.steps)""",
+        "trainer.monitor.profile.steps must be the first and the last of at most 20 steps, both within trainer.steps",
+        ".trainer.monitor.profile.steps",
+    ),
     # Fine-tuning.
     Rule(
         f"!{_WEIGHTS} || self.trainer.model.preset == 'Tiny'",

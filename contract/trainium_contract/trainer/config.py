@@ -171,6 +171,16 @@ class TrainingConfig(TrainerSpec):
         return self
 
     @model_validator(mode="after")
+    def _profiles_steps_of_the_run(self) -> Self:
+        profile = self.monitor.profile
+        if profile is not None and not self.epochs and profile.steps[1] > self.steps:
+            raise ValueError(
+                f"monitor.profile.steps ends with step {profile.steps[1]} but the run has {self.steps} steps: name "
+                "steps of the run"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _objective_fits(self) -> Self:
         objective, pairs = self.tuning.objective, self.data.format is DataFormat.PREFERENCE
         if objective is None:

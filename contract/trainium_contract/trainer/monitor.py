@@ -21,6 +21,36 @@ class Tracker(StrEnum):
     TRACKIO = "Trackio"
 
 
+MOST_PROFILED_STEPS = 20
+"""Steps of one trace."""
+_Step = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_Rank = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class ProfileConfig(ContractModel):
+    """Traces of some steps, for Perfetto."""
+
+    steps: Annotated[tuple[_Step, ...], Field(min_length=2, max_length=2)]
+    """First and last recorded step, at most 20. Of steps that are computed again, the newest trace is kept."""
+    ranks: Annotated[tuple[_Rank, ...], Field(min_length=1, max_length=64)] = (0,)
+    """Ranks that record; those that a size of the job does not have are left out."""
+    neuron: bool = False
+    """On Neuron devices, let the runtime of these ranks capture each graph once and its newest events, for Neuron
+    Explorer, from the start of the process, and not torch.profiler the steps: the two conflict."""
+
+    @model_validator(mode="after")
+    def _orders_the_steps(self) -> Self:
+        first, last = self.steps
+        if not first <= last < first + MOST_PROFILED_STEPS:
+            raise ValueError(
+                f"monitor.profile.steps is [{first}, {last}]: give the first and the last step, at most "
+                f"{MOST_PROFILED_STEPS} steps together"
+            )
+        if len(set(self.ranks)) < len(self.ranks):
+            raise ValueError("monitor.profile.ranks names a rank twice: name each once")
+        return self
+
+
 class MonitorConfig(ContractModel):
     """Records and alerts of a run."""
 
@@ -43,6 +73,8 @@ class MonitorConfig(ContractModel):
     peak_tflops: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Peak of the device of one process, TFLOP/s in bfloat16, for the model FLOPs utilisation (MFU); omitted: that of
     known devices, none for a CPU."""
+    profile: ProfileConfig | None = None
+    """Steps of which a trace is recorded; omitted: none. `kubectl trn profile` records steps of a running job."""
     trackers: Annotated[tuple[Tracker, ...], Field(max_length=3)] | None = None
     """Trackers that also get the run. Their addresses and keys come from their variables in the environment of the
     workers, such as MLFLOW_TRACKING_URI and WANDB_API_KEY."""

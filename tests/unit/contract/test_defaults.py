@@ -17,6 +17,7 @@ DECIDED_TOGETHER = {
     "schedule.decaySteps": "no default allows a decay that is longer than the run",
     "tuning.lora.rankPattern": "the numbers are values of a map",
     "tuning.lora.alphaPattern": "the numbers are values of a map",
+    "monitor.profile": "the numbers are in lists",
     "tuning.objective": "a loss on pairs needs data that are pairs",
     "data.validation": "the file says twice, or not at all, where the validation data come from",
 }

@@ -131,7 +131,7 @@ def check(
         refuse_few_files(launch)
     warnings = [*([tokenizer] if tokenizer else ()), *absent, *find_settings_without_effect(settings.config)]
     warnings += find_unread_weights(settings.config.model)
-    warnings += find_idle_ranks(settings)
+    warnings += [*find_idle_ranks(settings), *find_absent_ranks(settings)]
     found = needs_of(settings, max(1, launch.world_size // nodes), instance_type)
     memory = memory_check.lines(found, of_node=bool(instance_type) or not elsewhere)
     if instance_type in INSTANCES:
@@ -255,6 +255,15 @@ def find_idle_ranks(settings: Settings) -> list[str]:
         f"sample in any step, so {samples / ranks:.0%} of the devices do all the work; take fewer workers"
     )
     return [sentence]
+
+
+def find_absent_ranks(settings: Settings) -> list[str]:
+    """Return a sentence about profiled ranks that this size does not have."""
+    profile, ranks = settings.config.monitor.profile, settings.launch.world_size
+    absent = [str(rank) for rank in sorted(profile.ranks) if rank >= ranks] if profile is not None else []
+    if not absent:
+        return []
+    return [f"monitor.profile.ranks names {', '.join(absent)}, which is not there: the ranks are 0 to {ranks - 1}"]
 
 
 def find_settings_without_effect(config: TrainingConfig) -> list[str]:

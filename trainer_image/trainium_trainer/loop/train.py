@@ -20,6 +20,7 @@ from trainium_contract.wire.messages import AlertKind
 from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
 from trainium_trainer.data.batches.loader import validation_batches
 from trainium_trainer.exits import NumericalError
+from trainium_trainer.loop.profile import StepProfiler, step_profiler
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.loop.wiring import Run, report_warnings, start
 from trainium_trainer.monitor.progress import ProgressWriter
@@ -41,7 +42,8 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
     stop.guard(progress.pulse)
     try:
         run = start(settings, progress, stop)
-        code = loop(run)
+        with step_profiler(run, launch.progress_file) as profiler:
+            code = loop(run, profiler)
         if code is ExitCode.FINISHED:
             _run_stages(run, launch.local_rank)
         progress.phase(ProgressPhase.FINISHED if code is ExitCode.FINISHED else ProgressPhase.YIELDED)
@@ -77,7 +79,7 @@ def _run_stages(run: Run, node_rank: int) -> None:
         )
 
 
-def loop(run: Run) -> ExitCode:
+def loop(run: Run, profiler: StepProfiler) -> ExitCode:
     """Run steps until the last one or until any rank is asked to leave. Collective."""
     config, course, manager, pulse = run.config, run.course, run.manager, run.progress.pulse
     steps = course.total_steps(run.position)
@@ -87,6 +89,8 @@ def loop(run: Run) -> ExitCode:
     gc.freeze()  # what start-up made lives as long as the process
     while not course.is_over(run.position):
         step = run.position.step + 1
+        if profiler.windows:
+            began += profiler.before_step(step)
         taken = course.next_batch(run.position.samples)
         batch = run.loader.batch_at(run.position.samples)
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
@@ -148,6 +152,8 @@ def loop(run: Run) -> ExitCode:
             rate = figures.tokens_per_second or 0.0
             digits = 0 if rate >= 10 else 2
             _log.info("step %d/%d: loss %.4f, %.*f tokens/s", step, steps, done.loss, digits, rate)
+        if profiler.windows:
+            began += profiler.after_step(step)
         if totals.stop and not last:
             return _leave(run, memory_ends=totals.memory_ends)
     run.stop.agreed()

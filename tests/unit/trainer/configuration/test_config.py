@@ -444,3 +444,18 @@ def test_check_reports_the_trained_parts(tmp_path: Path, capsys: pytest.CaptureF
     output = capsys.readouterr().out
     assert "tuning: LoRA of rank 4 on 4 layers, scale 2; 2,048 of 344,384 parameters (0.59%) are trained" in output
     assert "run: 3 epochs" in output
+
+
+@pytest.mark.parametrize(
+    ("profile", "message"),
+    [
+        ({"steps": [99, 101]}, "monitor.profile.steps ends with step 101 but the run has 100 steps"),
+        ({"steps": [3, 2]}, "give the first and the last step, at most 20 steps together"),
+        ({"steps": [1, 21]}, "give the first and the last step, at most 20 steps together"),
+        ({"steps": [1, 2], "ranks": [1, 1]}, "monitor.profile.ranks names a rank twice"),
+    ],
+)
+def test_a_profile_that_cannot_be_recorded_is_refused(tmp_path: Path, profile: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load(write(tmp_path, {"monitor": {"profile": profile}}))
+    assert message in str(refused.value)

@@ -9,8 +9,9 @@ import pytest
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import neuron_environment
-from trainium_trainer.configuration.config import load
+from trainium_trainer.configuration.config import load, read_launch, resolve_settings
 from trainium_trainer.exits import UserError
+from trainium_trainer.loop.profile import capture_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,3 +132,20 @@ def test_nothing_is_set_where_no_neuron_device_can_be_used(tmp_path: Path) -> No
         TrainingConfig.model_validate({"neuron": {"mallocArenas": None}}), environment, devices=tmp_path
     )
     assert environment["NEURON_RT_EXEC_TIMEOUT"] == "4000"
+
+
+def test_the_runtime_captures_only_where_that_is_requested_of_this_rank(tmp_path: Path) -> None:
+    (tmp_path / "neuron0").touch()
+    profile = {"steps": [5, 6], "ranks": [1], "neuron": True}
+    config = TrainingConfig.model_validate(
+        {"monitor": {"profile": profile}, "neuron": {"mallocArenas": None}, "checkpoint": {"path": str(tmp_path)}}
+    )
+    other, settings = ({"RANK": rank, "WORLD_SIZE": "2"} for rank in "01")
+    assert capture_folder(resolve_settings(config, read_launch(other), vocabulary=300)) is None
+    folder = capture_folder(resolve_settings(config, read_launch(settings), vocabulary=300))
+    assert folder == tmp_path / "profiles" / "neuron-rank-1"
+    environment: dict[str, str] = {}
+    neuron_environment.apply(config, environment, devices=tmp_path, capture=folder)
+    assert environment["NEURON_RT_INSPECT_ENABLE"] == "1"
+    assert environment["NEURON_RT_INSPECT_OUTPUT_DIR"] == str(folder)
+    assert folder.is_dir()
