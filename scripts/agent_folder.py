@@ -8,11 +8,15 @@ mounted into is used, neither a C library nor a shell:
 
     FOLDER/lib/ld.so --library-path FOLDER/lib FOLDER/bin/python -I -m trainium_agent
 
-Invariant: every shared library that a copied file is linked with is in FOLDER/lib.
+Guarantees:
+- Every shared library that a copied file is linked with is in FOLDER/lib.
+- All modules of FOLDER/lib are compiled: a pod mounts the folder read-only, and each start would compile them again.
 """
 
 from __future__ import annotations
 
+import compileall
+import py_compile
 import re
 import shutil
 import subprocess
@@ -53,6 +57,10 @@ def main(folder: Path, site: Path) -> None:
     for path in linked(python).union(*(linked(file) for file in library.rglob("*.so"))):
         loader = path.name.startswith("ld-")
         shutil.copy2(path.resolve(), folder / "lib" / ("ld.so" if loader else path.name))
+    # Layers of images and copies change the times of files, by which Python would decide that a compiled one is old.
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    if not compileall.compile_dir(library, quiet=1, invalidation_mode=unchecked):
+        sys.exit("a module above cannot be compiled; leave it out, or use a version for this Python")
 
 
 if __name__ == "__main__":

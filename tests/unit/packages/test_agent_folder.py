@@ -69,8 +69,11 @@ def test_the_folder_may_be_moved_and_imports_all_that_the_agent_of_a_program_nee
     done = subprocess.run(command(str(moved), "-c", code), env={}, capture_output=True, text=True, check=True)
     first, kilobytes, *files = done.stdout.splitlines()
     assert first == f"{moved} False False"
-    assert int(kilobytes) < 48 << 10, "it is in the memory of every worker"
+    assert int(kilobytes) < 44 << 10, "it is in the memory of every worker"
     assert [file for file in files if not file.startswith(f"{moved}/")] == []
+    sources = [file for file in files if file.endswith(".py")]
+    assert len(sources) > 100
+    assert [file for file in sources if not Path(importlib.util.cache_from_source(file)).exists()] == []
 
 
 def test_the_library_of_programs_is_apart_from_the_packages_of_the_agent(image: Path) -> None:
