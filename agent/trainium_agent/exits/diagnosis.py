@@ -11,6 +11,7 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from trainium_contract.faults.causes import Blame, Cause
 from trainium_contract.faults.classify import classify_exit, classify_exit_code, select_kernel_lines
 from trainium_contract.faults.responses import Response
 from trainium_contract.faults.rules import RecoveryRule
-from trainium_contract.program_output import explains_exit
+from trainium_contract.program_output import explains_exit, reports_error
 from trainium_contract.redaction import redact_secrets
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ MESSAGE_CHARACTERS = 1024
 """What a failure's message holds at most."""
 _WORD_CHARACTERS = 320
 _SIGNAL_BASE = 128
+_LINES_OF_KILLED = 3
+"""Nothing that a process wrote explains a SIGKILL; its newest lines show how far it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,9 @@ def last_message(process: RankProcess) -> RuntimeMessage | None:
 def describe_exit(process: RankProcess) -> str:
     """Describe why a process ended, without secrets: its last message first, then as many lines before it as fit.
 
-    A program that ends by itself gives the reason in its last line, so that comes first, where no reader that shortens
-    the message cuts it; output of success is no reason. The runtime's message comes first when later output has
-    displaced it from the last lines; without either, the meaning of the code.
+    A program that ends by itself gives the reason in its last error or line, so that comes first, where no reader that
+    shortens the message cuts it; output of success is no reason. The runtime's message comes first when later output
+    has displaced it from the last lines; without either, the meaning of the code.
     """
     code = process.exit_code or 0
     output = _why_first(code, redact_secrets(process.output.text(4 * MESSAGE_CHARACTERS)))
@@ -84,8 +87,12 @@ def describe_exit(process: RankProcess) -> str:
 
 def _why_first(code: int, output: str) -> str:
     lines = [line for line in output.split("\n") if explains_exit(line)] or output.split("\n")
-    if 0 < code <= _SIGNAL_BASE:
-        lines = [lines[-1], *lines[:-1]]
+    if code == _SIGNAL_BASE + signal.SIGKILL:
+        lines = lines[-_LINES_OF_KILLED:]
+    elif 0 < code <= _SIGNAL_BASE:
+        # Launchers and frameworks print advice after the error.
+        error = next((line for line in reversed(lines) if reports_error(line)), lines[-1])
+        lines = [*dict.fromkeys((error, lines[-1])), *(line for line in lines[:-1] if line != error)]
     return "\n".join(lines)
 
 

@@ -174,8 +174,18 @@ def test_frames_of_cpp_leave_the_space_to_the_lines_of_python() -> None:
 
 def test_of_a_process_that_was_killed_the_newest_lines_are_reported_in_their_order() -> None:
     assert describe_exit(ended(137, "one\ntwo\n")) == "killed by signal 9\none\ntwo"
-    text = describe_exit(ended(137, "".join(f"line {number:04} of many\n" for number in range(400))))
-    assert re.fullmatch(r"killed by signal 9\n(line \d{4} of many\n)+line 0399 of many", text), "no half line"
+    lines = "".join(f"line {number:04} of many\n" for number in range(400))
+    text = describe_exit(ended(134, lines))
+    assert re.fullmatch(r"killed by signal 6\n(line \d{4} of many\n)+line 0399 of many", text), "no half line"
+    text = describe_exit(ended(137, lines))
+    assert text == "killed by signal 9\nline 0397 of many\nline 0398 of many\nline 0399 of many", "none explains it"
+
+
+def test_the_error_comes_before_advice_that_is_printed_after_it() -> None:
+    text = describe_exit(
+        ended(1, "Traceback (most recent call last):\n  in load\nEOFError\n\nSet A=1 for a stack trace.\n")
+    )
+    assert text == "EOFError\nSet A=1 for a stack trace.\nTraceback (most recent call last):\n  in load"
 
 
 def test_a_message_holds_no_secret() -> None:
