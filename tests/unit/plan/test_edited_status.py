@@ -15,7 +15,7 @@ from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, Interruption, RestartsStatus, Rung
-from trainium_contract.status.public import MembershipStatus
+from trainium_contract.status.public import MembershipStatus, ProgressStatus
 
 if TYPE_CHECKING:
     from plan_cluster import FakeCluster
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 HOUR = 3600.0
 
 
-def edited(**changes: Any) -> FakeCluster:
-    cluster = trains(spares=1, minReplicas=1)
-    cluster.status = cluster.status.model_copy(update=changes)
+def edited(name: str = "demo", **changes: Any) -> FakeCluster:
+    cluster = trains(spares=1, minReplicas=1, name=name)
+    cluster.status = TrainingJobStatus.model_validate({**cluster.status.model_dump(), **changes})
     cluster.dirty = True
     return cluster
 
@@ -42,8 +42,13 @@ def entry(**changes: Any) -> Interruption:
         {"membership": MembershipStatus(generation=0, attempt=0, size=0)},
         {"membership": MembershipStatus(generation=1, attempt=2**31 - 1, size=2)},
         {"membership": MembershipStatus(generation=1, attempt=0, size=77, data_parallel=77)},
+        {"membership": MembershipStatus(generation=90, size=4)},
         {"desired": 77, "replicas": 0, "ready_replicas": 9},
+        {"desired": 4000},
+        {"desired": -1, "replicas": -1, "spares": -1},
         {"next_pod_ordinal": 0},
+        {"next_pod_ordinal": 10**15},
+        {"next_pod_ordinal": -5},
         {"phase": Phase.SUSPENDED},
         {"conditions": ()},
         {"history": (entry(failed_at=NOW + HOUR),)},
@@ -52,27 +57,23 @@ def entry(**changes: Any) -> Interruption:
         {"avoided_nodes": ("node-0", "node-1", "no-such-node")},
         {"waiting_since": NOW + HOUR},
         {"waiting_since": 0.0},
+        {"waiting_since": NOW + 10**9, "leaving_since": NOW + 10**9},
+        {"progress": ProgressStatus(step=10**9)},
+        TrainingJobStatus().model_dump(),
     ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_the_job_comes_to_rest_again_and_survives_the_next_fault(changes: dict[str, Any]) -> None:
-    cluster = edited(**changes)
+    cluster = edited("j" * 50, **changes)
+    pods, generation = set(cluster.pods), cluster.membership.generation
     cluster.run(60)
     assert at_rest(cluster), describe(cluster)
+    assert set(cluster.pods) == pods, "what is there goes on"
+    assert cluster.membership.generation >= generation
     cluster.kill_pod(cluster.members()[0].view.name)
     cluster.run(90)
     assert at_rest(cluster), describe(cluster)
-
-
-def test_a_status_that_was_emptied_is_rebuilt_from_what_is_there() -> None:
-    cluster = trains(spares=1, minReplicas=1)
-    pods, generation = set(cluster.pods), cluster.membership.generation
-    cluster.status = TrainingJobStatus()
-    cluster.dirty = True
-    cluster.run(60)
-    assert at_rest(cluster), describe(cluster)
-    assert cluster.membership.generation >= generation
-    assert set(cluster.pods) == pods
+    assert all(len(each) <= 63 for each in cluster.pods), "a pod's name is its host's"
 
 
 @pytest.mark.parametrize(

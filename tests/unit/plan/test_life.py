@@ -221,39 +221,6 @@ def test_a_worker_that_never_starts_ends_the_job_within_two_tries(reason: str, a
     assert cluster.status.next_pod_ordinal == 2
 
 
-@pytest.mark.parametrize("writes", range(8))
-def test_an_operator_that_dies_after_any_write_of_the_start_goes_on_from_there(writes: Any) -> None:
-    cluster = FakeCluster(spec(workers={"spares": 1}), 6)
-    cluster.reconcile(crash_after=writes)
-    cluster.run(25)
-    assert cluster.status.phase is Phase.RUNNING
-    assert len(cluster.pods) == 5
-
-
-@pytest.mark.parametrize("writes", range(5))
-def test_an_operator_that_dies_after_any_write_of_a_recovery_goes_on_from_there(writes: Any) -> None:
-    cluster = started()
-    cluster.kill_pod(names_of(cluster)[1])
-    cluster.reconcile(crash_after=writes)
-    cluster.run(25)
-    assert cluster.status.phase is Phase.RUNNING
-    assert len(cluster.status.history) == 1
-    assert cluster.status.restarts.total == 1
-    assert len(cluster.pods) == 5
-    assert names_of(cluster)[::2] == ["demo-w-0", "demo-w-2"]
-
-
-@pytest.mark.parametrize("writes", range(4))
-def test_an_operator_that_dies_after_any_write_of_a_resize_goes_on_from_there(writes: Any) -> None:
-    cluster = started()
-    cluster.change(replicas=3)
-    cluster.reconcile(crash_after=writes)
-    cluster.run(25)
-    assert cluster.status.phase is Phase.RUNNING
-    assert len(names_of(cluster)) == 3
-    assert [entry.rung for entry in cluster.status.history] == [Rung.RESIZE]
-
-
 def test_restarts_in_place_continue_while_the_operator_is_down_and_are_recorded_afterwards() -> None:
     cluster = started()
     cluster.crash_operator(seconds=20)

@@ -14,7 +14,6 @@ from plan_builders import (
     planned,
     pod,
     running,
-    training,
     with_pod,
     with_status,
 )
@@ -25,7 +24,7 @@ from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
-from trainium_operator.plan.model.conditions import find_condition, is_terminal
+from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import PodPhase
 
 
@@ -177,23 +176,6 @@ def test_new_pods_back_off_when_workers_keep_failing() -> None:
     result = planned(without(seen, 1))
     assert created(result) == []
     assert 0 < result.requeue_after <= 8
-
-
-def test_a_terminal_state_is_sticky_and_quiet() -> None:
-    first = planned(running(4, agents={1: gave_up(64)}))
-    seen = running(4, agents={at: training(at) for at in range(4)})
-    again = planned(replace(seen, job=replace(seen.job, status=first.status), pods=()))
-    assert again.status == first.status
-    assert again.actions == ()
-    assert again.events == ()
-    assert again.requeue_after is None
-
-
-def test_a_job_that_is_being_deleted_is_left_alone() -> None:
-    seen = running(4, agents={1: gave_up(64)})
-    result = planned(replace(seen, job=replace(seen.job, deleting=True)))
-    assert result.actions == ()
-    assert not is_terminal(result.status)
 
 
 def with_unfit_spare(seen: Any, code: int) -> Any:

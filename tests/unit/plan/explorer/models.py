@@ -18,19 +18,21 @@ _WARM_SECONDS = 12
 
 
 def _model(
-    nodes: int = NODES, batch: int = 24, deadlines: Mapping[str, int] | None = None, **workers: Any
+    nodes: int = NODES,
+    batch: int = 24,
+    deadlines: Mapping[str, int] | None = None,
+    name: str = "demo",
+    **workers: Any,
 ) -> FakeCluster:
     recovery = {"rescaleAfterSeconds": 30, "budgets": {"process": {"maxFailures": 50}}}
     trainer = {"steps": 10**6, "batch": {"globalSize": batch}}
     made = spec(workers={"replicas": 2, **workers}, recovery=recovery, trainer=trainer, **(deadlines or {}))
-    return FakeCluster(made, nodes)
+    return FakeCluster(made, nodes, name)
 
 
-def trains(
-    nodes: int = NODES, batch: int = 24, deadlines: Mapping[str, int] | None = None, **workers: Any
-) -> FakeCluster:
+def trains(**model: Any) -> FakeCluster:
     """A job that trains."""
-    cluster = _model(nodes, batch, deadlines, **workers)
+    cluster = _model(**model)
     cluster.run(_WARM_SECONDS)
     return cluster
 

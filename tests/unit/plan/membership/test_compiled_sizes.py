@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from plan_builders import spec
 from plan_cluster import FakeCluster, size
 
@@ -100,31 +99,3 @@ def test_a_loss_shrinks_the_job_to_a_size_that_is_compiled_and_it_grows_when_the
     cluster.restore_node("node-7")
     cluster.run(6 * REST)
     assert size(cluster) == 8
-
-
-def test_a_size_that_nobody_compiles_is_taken_when_the_wait_has_cost_as_much() -> None:
-    cluster = started()
-    report_compiled(cluster, 3)
-    cluster.run(2)
-    cluster.lose_node("node-7")
-    cluster.run(REST + 20)
-    began = cluster.now
-    while size(cluster) == 3:
-        cluster.run(10)
-        assert cluster.now < began + 4 * COMPILE
-    # 3 nodes have two thirds of the speed of 4: a third of the time is lost.
-    assert cluster.now - began == pytest.approx(3 * COMPILE, rel=0.05)
-
-
-def test_where_nothing_smaller_is_compiled_the_best_size_is_taken_at_once() -> None:
-    cluster = started("Start")
-    cluster.lose_node("node-7")
-    cluster.run(REST + 20)
-    assert size(cluster) == 4
-
-
-def test_what_a_person_asks_for_is_done_at_once() -> None:
-    cluster = started()
-    cluster.change(replicas=4)
-    cluster.run(20)
-    assert size(cluster) == 4

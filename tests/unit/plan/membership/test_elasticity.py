@@ -12,9 +12,7 @@ from plan_cluster import FakeCluster, names_of, rungs, size
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.internal import FailureRecord
-from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.status.ledger import SizeAccount
-from trainium_contract.wire.messages import Transition
+from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.plan import plan
@@ -204,96 +202,6 @@ def test_a_job_that_asks_for_more_nodes_than_save_a_pass_holds_the_others_in_res
     cluster.change(replicas=8)
     cluster.run(20)
     assert worth(cluster)[:3] == (8, 1, 1.0)
-
-
-@pytest.mark.parametrize(("left", "grows"), [(1000, True), (100, True), (60, False), (1, False)])
-def test_growth_waits_for_nothing_that_the_rest_of_the_run_cannot_repay(left: int, grows: bool) -> None:
-    """From 3 to 4 nodes: 6 instead of 8 passes, so a quarter of a second in each step of one; it costs 20 s."""
-    elastic = spec(workers={"minReplicas": 2, "spares": 1}, recovery={"rescaleAfterSeconds": REST})
-    seen = running(3, spares=1, job_spec=elastic, status={"desired": 4})
-    shrink = interruption(Rung.SHRINK, 3600).replaced(decided_at=NOW - 3600, failed_at=NOW - 3605, recovered_seconds=25)
-    status = seen.job.status
-    status = status.replaced(
-        history=(shrink,),
-        progress=status.progress.replaced(total_steps=1000, step=1000 - left),
-        goodput=status.goodput.replaced(sizes=(SizeAccount(size=3, steps=10, step_seconds=1.0, settled=True),)),
-    )
-    result = planned(with_status(seen, status))
-    assert any(hasattr(action, "membership") for action in result.actions) is grows
-
-
-def test_what_the_user_asks_for_is_done_even_where_it_does_not_pay() -> None:
-    cluster = started(nodes=4, minReplicas=2, replicas=3)
-    cluster.change(replicas=4)
-    cluster.run(20)
-    assert size(cluster) == 4
-
-
-def test_a_job_grows_back_gracefully_after_it_has_rested() -> None:
-    cluster = started(nodes=4, minReplicas=2)
-    cluster.lose_node("node-3")
-    cluster.run(REST + 15)
-    assert size(cluster) == 3
-    shrunk_at = cluster.now
-    cluster.restore_node("node-3")
-    cluster.run(REST - 15)
-    assert size(cluster) == 3, "it has just recovered"
-    while size(cluster) == 3 and cluster.now < shrunk_at + 2 * REST:
-        cluster.run(1)
-    cluster.run(8)
-    assert size(cluster) == 4
-    assert rungs(cluster)[-1] is Rung.GROW
-    assert cluster.membership is not None
-    assert cluster.membership.transition is Transition.GRACEFUL
-    assert cluster.status.history[-1].steps_lost in (0, None)
-
-
-def interruption(rung: Rung, ago: float) -> Interruption:
-    return Interruption(
-        generation=1,
-        time="2027-01-15T08:00:00Z",
-        cause=Cause.NODE_LOST,
-        rung=rung,
-        failed_at=NOW - ago - 5,
-        recovered_seconds=5.0,
-    )
-
-
-@pytest.mark.parametrize(
-    ("history", "rests_until"),
-    [
-        ([(Rung.SHRINK, 10)], 20),
-        ([(Rung.SPARE, 10)], 20),
-        ([(Rung.IN_PLACE, 10)], 20),
-        ([(Rung.SHRINK, 600), (Rung.GROW, 400), (Rung.SHRINK, 10)], 50),
-        ([(Rung.SHRINK, 900), (Rung.SHRINK, 600), (Rung.SHRINK, 10)], 110),
-        ([(Rung.SHRINK, 900)] * 9 + [(Rung.SHRINK, 10)], 230),
-        ([(Rung.SHRINK, 7200), (Rung.SHRINK, 10)], 20),
-        ([(Rung.GROW, 1)], -1),
-        ([(Rung.SHRINK, 31)], -1),
-    ],
-)
-def test_growth_rests_after_a_recovery_and_longer_after_each_further_shrink(
-    history: list[tuple[Rung, float]], rests_until: float
-) -> None:
-    elastic = spec(workers={"minReplicas": 2, "spares": 1}, recovery={"rescaleAfterSeconds": REST})
-    seen = running(3, spares=1, job_spec=elastic, status={"desired": 4})
-    entries = tuple(interruption(rung, ago) for rung, ago in history)
-    seen = with_status(seen, seen.job.status.model_copy(update={"history": entries}))
-    result = planned(seen)
-    grows = any(hasattr(action, "membership") for action in result.actions)
-    assert grows is (rests_until < 0)
-    if not grows:
-        assert result.requeue_after is not None
-        assert result.requeue_after <= rests_until
-
-
-def test_what_the_user_asks_for_does_not_rest() -> None:
-    elastic = spec(workers={"replicas": 4, "minReplicas": 2, "spares": 1}, recovery={"rescaleAfterSeconds": REST})
-    seen = running(3, spares=1, job_spec=elastic)
-    status = seen.job.status.model_copy(update={"history": (interruption(Rung.SHRINK, 1),)})
-    result = planned(with_status(seen, status))
-    assert any(hasattr(action, "membership") for action in result.actions)
 
 
 def test_capacity_that_comes_and_goes_does_not_flap_the_job() -> None:

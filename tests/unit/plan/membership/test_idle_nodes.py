@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -66,54 +65,6 @@ def test_a_job_grows_onto_idle_nodes_and_reports_it() -> None:
     assert cluster.status.membership.speed == 2
 
 
-def test_a_job_that_leaves_idle_nodes_alone_is_as_before() -> None:
-    job = spec(workers={"replicas": 2, "maxReplicas": 4}, trainer={"steps": 10**7})
-    cluster = FakeCluster(job, 6)
-    cluster.run(60)
-    assert size(cluster) == 2
-    assert len(cluster.pods) == 2
-
-
-def test_only_as_many_nodes_are_taken_as_save_a_pass() -> None:
-    cluster = started(nodes=9, replicas=4, most=7, batch=8)  # 8 samples: two passes on 4 to 7 nodes
-    assert size(cluster) == 4
-    assert extras(cluster) == []
-    assert cluster.status.idle_nodes.asked_at is None
-
-
-def test_where_fewer_nodes_are_idle_the_best_size_for_them_is_taken_and_the_rest_is_given_up() -> None:
-    cluster = started(nodes=4, replicas=2, most=8, batch=8)  # with 3 nodes 3 passes, with 4 two, with 8 one
-    assert size(cluster) == 4
-    cluster.run(REST + 30)
-    assert len(extras(cluster)) == 2, "those that find no node go again"
-    assert cluster.status.idle_nodes.failed_requests == 1
-    assert cluster.status.idle_nodes.retry_at is not None
-
-
-def test_an_extra_that_saves_no_pass_is_released() -> None:
-    cluster = started(nodes=5, replicas=4, most=8, batch=8)  # a fifth node saves no pass, eight do
-    cluster.run(REST + 30)
-    assert size(cluster) == 4
-    assert extras(cluster) == []
-
-
-def test_extras_that_find_no_node_are_asked_for_ever_later() -> None:
-    cluster = started(nodes=2)
-    seen: list[float] = []
-    waited = False
-    for _ in range(1500):
-        cluster.run(1)
-        waits = bool(extras(cluster))
-        if waits and not waited:
-            seen.append(cluster.now)
-        waited = waits
-    pauses = [after - before for before, after in itertools.pairwise(seen)]
-    assert len(seen) <= 6
-    assert pauses == sorted(pauses)
-    assert size(cluster) == 2
-    assert cluster.status.phase is Phase.RUNNING
-
-
 def test_who_needs_the_nodes_gets_them_and_no_step_is_lost() -> None:
     cluster = started(nodes=4)
     assert size(cluster) == 4
@@ -128,17 +79,6 @@ def test_who_needs_the_nodes_gets_them_and_no_step_is_lost() -> None:
     assert all(entry.rung in (Rung.GROW, Rung.SHRINK) for entry in cluster.status.history)
     assert {entry.cause for entry in cluster.status.history[1:]} == {Cause.PREEMPTED}
     assert cluster.status.failures == (), "nobody is to blame"
-
-
-def test_nodes_that_are_idle_again_are_taken_again_after_a_rest() -> None:
-    cluster = started(nodes=4)
-    cluster.wishes = 2
-    cluster.run(20)
-    cluster.others.clear()
-    cluster.run(5)
-    assert size(cluster) == 2
-    cluster.run(5 * REST)
-    assert size(cluster) == 4
 
 
 def test_a_gang_that_no_scheduler_preempts_for_gets_its_nodes_by_a_planned_shrink() -> None:
@@ -202,22 +142,6 @@ def test_a_spare_is_no_extra_and_stays_a_spare() -> None:
     assert sum(not pod.view.extra for pod in cluster.pods.values()) == 3
 
 
-def test_nothing_is_asked_for_while_the_job_lacks_what_it_asked_for() -> None:
-    cluster = started(nodes=3, replicas=4, most=6, minReplicas=2)
-    cluster.run(4 * REST)
-    assert size(cluster) == 3
-    assert extras(cluster) == []
-
-
-def test_at_the_end_of_a_run_nothing_is_taken() -> None:
-    cluster = started(nodes=2, steps=1000)
-    cluster.nodes.update({name: node for name, node in FakeCluster(cluster.spec, 4).nodes.items() if name > "node-1"})
-    cluster.run(1000)
-    assert cluster.status.phase is Phase.COMPLETED
-    late = [entry for entry in cluster.status.history if entry.step_before > 900]
-    assert late == []
-
-
 def test_a_person_who_asks_for_more_gets_the_nodes_that_were_taken_as_their_own() -> None:
     cluster = started(nodes=4)
     before = [pod.view.name for pod in cluster.members()]
@@ -244,21 +168,6 @@ def test_a_suspended_job_keeps_nothing() -> None:
     cluster.suspend(False)
     cluster.run(60)
     assert size(cluster) == 4
-
-
-def test_capacity_that_comes_and_goes_every_minute_for_an_hour_does_not_flap_the_job() -> None:
-    cluster = started(nodes=4)
-    for minute in range(60):
-        if minute % 2:
-            cluster.others.clear()
-        else:
-            cluster.wishes = 2
-        cluster.run(60)
-    assert cluster.status.membership.generation <= 30
-    assert is_graceful(cluster)
-    assert cluster.status.failures == (), "nobody is to blame"
-    spent = cluster.status.goodput.lost_seconds
-    assert spent["Capacity"] + spent["Preempted"] < 0.02 * cluster.status.goodput.wall_seconds
 
 
 def test_extras_that_fail_are_not_made_again_at_once_and_cost_no_budget() -> None:

@@ -72,14 +72,6 @@ def test_on_growing_without_spares_pods_are_made_and_waited_for() -> None:
     assert result.status.waiting_since == NOW
 
 
-def test_growth_that_is_only_partly_there_is_taken_after_the_snooze() -> None:
-    seen = scaled(running(2, spares=1), 4)
-    early = planned(with_status(seen, waiting_since=NOW - 119, desired=4))
-    assert published(early) is None
-    late = planned(with_status(scaled(seen, 4, minReplicas=2), waiting_since=NOW - 120, desired=4))
-    assert len(ranks(published(late))) == 3
-
-
 def test_a_job_that_had_to_shrink_reports_it_and_grows_back_when_all_are_there() -> None:
     seen = scaled(running(3, spares=1), 4, minReplicas=2)
     without_spare = replace(seen, pods=seen.pods[:3], agents={u: a for u, a in seen.agents.items() if u != "uid-3"})
@@ -88,16 +80,6 @@ def test_a_job_that_had_to_shrink_reports_it_and_grows_back_when_all_are_there()
     assert small.status.phase is Phase.RUNNING
     grown = planned(with_status(seen, desired=4))
     assert (newest(grown).rung, newest(grown).cause) == (Rung.GROW, Cause.CAPACITY)
-
-
-def test_growth_waits_until_the_generation_in_force_trains() -> None:
-    seen = scaled(running(3, spares=1, agents={1: agent(1, WorkerPhase.LOADING, generation=1)}), 4)
-    assert published(planned(seen)) is None
-
-
-def test_a_finishing_job_is_not_resized_any_more() -> None:
-    seen = scaled(running(4, agents={1: agent(1, WorkerPhase.FINISHED, generation=1)}), 3)
-    assert published(planned(seen)) is None
 
 
 def test_pods_that_never_ran_are_the_first_to_go() -> None:

@@ -360,6 +360,12 @@ def test_an_extra_that_cannot_join_yet_leaves_the_pauses_as_they_are() -> None:
     )
 
 
+def test_extras_that_would_save_no_pass_are_not_asked_for() -> None:
+    answer = decide(job(most=3, trainer={"batch": {"globalSize": 4}}))  # two passes on two nodes and on three
+    assert decided(answer) == (2, 0, 0)
+    assert answer.status.idle_nodes.asked_at is None
+
+
 def test_extras_that_would_save_no_pass_are_released() -> None:
     eight = {"trainer": {"batch": {"globalSize": 8}}}  # 8 samples: 2 nodes 4 passes, 3 three, 4 to 7 two, 8 one
     assert decided(decide(job(extras=4, most=8, **eight), asked(priced(1e4), retry_at=NOW + 9)))[2] == 2
