@@ -90,7 +90,10 @@ def use_device(device: torch.device) -> None:
     """Make it the current device of this process, with deterministic kernels."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
-        torch.backends.cudnn.deterministic = True
+    if device.type == "cuda":  # https://docs.pytorch.org/docs/stable/notes/randomness.html
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(mode=True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def join_process_group(device: torch.device, launch: Launch) -> None:

@@ -11,7 +11,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import inspect
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 
 from trainium_contract.trainer.parallelism import PipelineSchedule
 from trainium_trainer.backends.store import local_of
@@ -189,8 +189,11 @@ def unpack_target(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_torch() -> None:
-    """Raise UserError on a torch whose schedules cannot do this; 2.9 keeps all logits, and does not start on gloo."""
-    if "return_outputs" not in inspect.signature(Schedule1F1B.step).parameters:
+    """Raise UserError on a torch whose schedules cannot do this.
+
+    2.9 keeps all logits, and does not start on gloo; 2.11 cannot train once it evaluated before the first step.
+    """
+    if TorchVersion(torch.__version__) < "2.13":
         raise UserError(
             f"parallelism.pipeline is above 1, which torch {torch.__version__} cannot do well enough: install a newer "
             "torch (2.13 is tested), or set parallelism.pipeline to 1"

@@ -1,9 +1,9 @@
 """The memory tier: the newest snapshots of this rank's shard in a folder that outlives the process.
 
-The training thread copies the state into a mapped, preallocated file, which is the only cost in the step. A thread then
-computes the checksum and writes the header. Where no other node holds the shard, another thread sends it to a buddy
-(`buddy.py`). Three files per shard rotate, so that the newest two finished ones always exist; of a shard with a buddy,
-the buddy's node has two.
+The training thread copies the state into a mapped, preallocated file, which is the only cost in the step; a CUDA device
+copies while it computes the next step. A thread then computes the checksum and writes the header. Where no other node
+holds the shard, another thread sends it to a buddy (`buddy.py`). Three files per shard rotate, so that the newest two
+finished ones always exist; of a shard with a buddy, the buddy's node has two.
 
 Guarantees:
 - A finished snapshot among the newest two is never touched.
@@ -18,6 +18,8 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
+
+import torch
 
 from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.errors import StaleGenerationError
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    import torch
     from torch.distributed import ProcessGroup
 
     from trainium_trainer.checkpoint.memory.snapshot import Claim, Moment, ShardKey
@@ -77,6 +78,7 @@ class MemoryTier:
         self._late = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-snapshot")
         self._finalizing: Future[Claim] | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._rejected: set[Path] = set()
         self._staged_in_session = 0
         self._fence_stamp: tuple[int, int] | None = None
@@ -149,9 +151,15 @@ class MemoryTier:
             for path in self._foreign():
                 path.unlink(missing_ok=True)
         slot = self._own.next()
-        copy_all(self.layout.views(slot.payload), self.layout.ordered(tensors))
+        targets, sources = self.layout.views(slot.payload), self.layout.ordered(tensors)
+        copied: torch.cuda.Event | None = None
+        if sources[0].device.type == "cuda":
+            slot.pin()
+            copied = self._copy_beside_computation(targets, sources)
+        else:
+            copy_all(targets, sources)
         self._staged_in_session += 1
-        self._finalizing = self._thread.submit(self._finalize, slot, moment)
+        self._finalizing = self._thread.submit(self._finalize, slot, moment, copied)
 
     def wait_for_snapshot(self) -> None:
         """Wait until the last staged snapshot is finalized, and its copy too.
@@ -212,7 +220,19 @@ class MemoryTier:
         """Pass each finalized snapshot on to a buddy, from now on."""
         self._copying = Copying(Sender(group, target, number))
 
-    def _finalize(self, slot: SnapshotFile, moment: Moment) -> Claim:
+    def _copy_beside_computation(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> torch.cuda.Event:
+        """Copy on a stream of its own; the state does not change before `wait_for_snapshot`."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(sources[0].device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(sources[0].device))
+        with torch.cuda.stream(self._stream):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        copied: torch.cuda.Event = self._stream.record_event()
+        return copied
+
+    def _finalize(self, slot: SnapshotFile, moment: Moment, copied: torch.cuda.Event | None) -> Claim:
+        if copied is not None:
+            copied.synchronize()
         claim = slot.finalize(moment, self.key, self.layout.digest, self.config_digest)
         if self._copying is not None:
             self._copying.offer(slot, moment.position.step)

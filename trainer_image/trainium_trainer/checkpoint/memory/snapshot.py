@@ -19,6 +19,8 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_worker import snapshot
 from trainium_worker.snapshot import BLOCK_BYTES, HEADER_BYTES, DamagedSnapshotError, checksum
@@ -26,8 +28,6 @@ from trainium_worker.snapshot import BLOCK_BYTES, HEADER_BYTES, DamagedSnapshotE
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    import torch
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -192,12 +192,20 @@ class SnapshotFile(snapshot.SnapshotFile):
     def __init__(self, path: Path, payload_bytes: int, header: Header | None) -> None:
         super().__init__(path, payload_bytes)
         self.header = header
+        self._pinned = False
 
     @staticmethod
     def create(path: Path, payload_bytes: int) -> SnapshotFile:
         """Return a new, unfinished snapshot with all of its space reserved; OSError when there is no room."""
         snapshot.reserve(path, payload_bytes)
         return SnapshotFile(path, payload_bytes, None)
+
+    def pin(self) -> None:
+        """Page-lock the payload, so that a CUDA device copies into it while it computes; until the process ends."""
+        if not self._pinned:
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostRegister(self.payload.data_ptr(), self.payload.numel(), 0)
+            self._pinned = True
 
     def invalidate(self, path: Path) -> None:
         """Declare the file unfinished and give it the name of its next owner."""
