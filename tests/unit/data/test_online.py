@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.testing.trainer.data_files import END, config, json_lines, write_text
+from trainium_trainer.data import opening
 from trainium_trainer.data.batches.loader import Share
 from trainium_trainer.data.batches.order import shuffled
 from trainium_trainer.data.batches.samples import Samples
@@ -263,7 +264,7 @@ def test_small_data_are_tokenised_ahead_unless_asked_otherwise(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(open_online(tmp_path, tokenizer, tokenization="Auto").training, Samples)
-    monkeypatch.setattr(streams, "_WORTH_IT", 1000)
+    monkeypatch.setattr(opening, "_WORTH_STREAMS", 1000)
     assert isinstance(open_online(tmp_path, tokenizer, tokenization="Auto").training, Streams)
     assert isinstance(open_online(tmp_path, tokenizer, tokenization="Ahead").training, Samples)
     with pytest.raises(UserError, match="python-docs: cannot be tokenised while training"):

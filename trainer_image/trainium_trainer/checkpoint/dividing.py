@@ -216,6 +216,7 @@ def problem_of(shape: tuple[int, ...], division: Division, grid: Grid) -> str:
     return ""
 
 
+INDEX_FORMAT = 3
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 """Bytes of a value by safetensors' name of its type."""
 
@@ -416,3 +417,18 @@ def _cut_to_json(cut: Cut) -> dict[str, Any]:
 def _cut_from_json(raw: Mapping[str, Any]) -> Cut:
     order = tuple(raw.get("order", ()))
     return Cut(raw["dimension"], Axis(raw["axis"]), raw.get("rows", 0), raw.get("start", 0), order)
+
+
+def header_of(items: Sequence[Item]) -> tuple[bytes, list[tuple[int, int]]]:
+    """Return the safetensors header of a file and each item's start and end in it, bytes."""
+    entries: dict[str, Any] = {}
+    offset = 0
+    for item in items:
+        end = offset + item.size
+        entries[item.key] = {"dtype": item.dtype, "shape": item.box.sizes, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    base = 8 + len(text)
+    spans = [(base + entry["data_offsets"][0], base + entry["data_offsets"][1]) for entry in entries.values()]
+    return len(text).to_bytes(8, "little") + text, spans

@@ -13,13 +13,13 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.trainer.data import BosToken, DataConfig, ValidationSplit
+from trainium_contract.trainer.data import BosToken, DataConfig, Tokenization, ValidationSplit
 from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.batches.order import Mixture
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart, ValidationSet, refuse_weights
 from trainium_trainer.data.examples.opening import DataReport, open_examples
 from trainium_trainer.data.examples.recipe import build_recipe
-from trainium_trainer.data.online.streams import Streams, open_streams, wants_streams
+from trainium_trainer.data.online.streams import Streams, open_streams
 from trainium_trainer.data.prepared.cache import find_validation_source, list_sources, prepared_folder, with_cache
 from trainium_trainer.data.prepared.origins import (
     Origin,
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_trainer.data.prepared.build import BuildProgress
+
+_WORTH_STREAMS = 256 << 20
+"""Bytes of text from which it is tokenized while training, unless the configuration decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ def open_data(
             end_of_document=find_end_of_document(tokenizer) if config.mask_documents else None,
         )
         training: Samples | Streams
-        if wants_streams(config, origins, epochs=epochs > 0, steps_differ=steps_differ):
+        if _tokenizes_online(config, origins, epochs=epochs > 0, steps_differ=steps_differ):
             training, held, facts = open_streams(config, origins, texts, cache, rules, global_size)
         else:
             whole = [open_tokens(config, origin, texts, cache, progress) for origin in origins]
@@ -155,6 +158,31 @@ def text_prompt_ids(config: DataConfig, texts: Sequence[str]) -> list[tuple[int,
     tokenizer.encode_special_tokens = False  # a prompt may have them
     encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
     return [tuple(known.beginning.prepend_to(one.ids)[0]) for one in encoded]
+
+
+def _tokenizes_online(
+    config: DataConfig, origins: Sequence[Origin], *, epochs: bool = False, steps_differ: bool = False
+) -> bool:
+    """Return whether data are tokenized while training. Raises UserError when they are to be and cannot."""
+    texts = [origin.spec.source for origin in origins if origin.prepared is None]
+    if not texts or config.tokenization is Tokenization.AHEAD:
+        return False
+    if config.tokenization is Tokenization.ONLINE:
+        if epochs:
+            raise UserError(
+                "data.tokenization is Online, which does not know where an epoch ends: set it to Ahead, or set steps "
+                "in place of epochs"
+            )
+        for origin, text in zip((one for one in origins if one.prepared is None), texts, strict=True):
+            if not text.size and not text.divisible:  # of unknown length, and read from its beginning only
+                raise UserError(
+                    f"data.source {origin.spec.name}: cannot be tokenised while training: set data.tokenization to "
+                    "Ahead, or prepare the data"
+                )
+        return True
+    if epochs or steps_differ:
+        return False
+    return all(text.divisible for text in texts) and sum(text.size for text in texts) >= _WORTH_STREAMS
 
 
 def _identity(config: DataConfig, facts: dict[str, Any], origins: Sequence[Origin], tokenizer: Path) -> str:

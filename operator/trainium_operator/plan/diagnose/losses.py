@@ -289,7 +289,7 @@ def find_losses(facts: Facts) -> tuple[tuple[Loss, ...], tuple[float, ...]]:
                 requeue_at.append(_next_check(facts, evidence, worker))
             if join_by is not None:
                 requeue_at.append(join_by)
-    found = hand_overs(facts, evidence, accused(facts, found)) or slowest_to_hand_over(facts)
+    found = hand_overs(facts, evidence, found or accused(facts)) or slowest_to_hand_over(facts)
     if found and len(found) < len(facts.members):
         found += _finished_companions(facts, {loss.member.pod_uid for loss in found})
     return tuple(sorted(found, key=lambda loss: (severity(loss.cause), loss.member.node_rank))), tuple(requeue_at)

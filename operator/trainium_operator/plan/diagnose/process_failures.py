@@ -219,10 +219,8 @@ def reported(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     return _loss(facts, member, worker, failure, meaning, again=", and no other worker did, more than once")
 
 
-def accused(facts: Facts, found: list[Loss]) -> list[Loss]:
-    """Return the losses, or the culprit where an agent gave up that had only lost its peers."""
-    if found:
-        return found
+def accused(facts: Facts) -> list[Loss]:
+    """Return the culprit where an agent gave up that had only lost its peers; empty when nobody is known to be."""
     for _, beat in facts.beats:
         failure = beat.verdict
         if failure is None or not meaning_of_failure(beat, failure, facts.job.spec.recovery.rules).indirect:
@@ -230,7 +228,7 @@ def accused(facts: Facts, found: list[Loss]) -> list[Loss]:
         culprit = find_culprit(facts, failure.attempt, all_reported=True)
         worker = facts.workers.get(culprit.member.pod_uid) if culprit is not None else None
         if culprit is None or worker is None or default_responses(culprit.cause).repeated is not Response.REPLACE_NODE:
-            return found
+            return []
         message = f"pod {culprit.member.pod_name} on node {culprit.member.node_name}: {culprit.why}"
         return [
             Loss(
@@ -241,7 +239,7 @@ def accused(facts: Facts, found: list[Loss]) -> list[Loss]:
                 message=message,
             )
         ]
-    return found
+    return []
 
 
 def given_up_with(facts: Facts, worker: Worker) -> tuple[ProcessFailure, Verdict] | None:

@@ -13,10 +13,9 @@ from checkpoint_world import SOLO, State, solo, written
 
 from tests.testing.trainer.s3_gateway import Fault, S3Gateway, serving
 from trainium_contract.wire.checkpoint_manifest import ManifestFile, digest_of
-from trainium_trainer.checkpoint.dividing import Axis, Cut, Divided, Grid, Scheme
+from trainium_trainer.checkpoint.dividing import INDEX_FORMAT, Axis, Cut, Divided, Grid, Scheme
 from trainium_trainer.checkpoint.format import contents
 from trainium_trainer.checkpoint.format.contents import Contents
-from trainium_trainer.checkpoint.format.shards import INDEX_FORMAT
 from trainium_trainer.checkpoint.root.survey import Committed, survey
 from trainium_trainer.storage.errors import DamagedFileError, StorageError
 from trainium_trainer.storage.object_store import Limits, ObjectStorage

@@ -35,13 +35,9 @@ from trainium_contract.wire.checkpoint_manifest import (
     digest_of,
     shard_name,
 )
-from trainium_trainer.checkpoint.dividing import ITEM_BYTES, Box, Scheme
+from trainium_trainer.checkpoint.dividing import INDEX_FORMAT, ITEM_BYTES, Box, Scheme, header_of
 from trainium_trainer.checkpoint.format.live_state import box_of, flatten, local_of
-from trainium_trainer.checkpoint.format.shards import (
-    INDEX_FORMAT,
-    SAFETENSORS_TYPES,
-    header_of,
-)
+from trainium_trainer.checkpoint.format.shards import SAFETENSORS_TYPES
 from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.storage.protocol import Retry, Storage, read_part, read_small
 

@@ -1,7 +1,7 @@
 """The files of a durable checkpoint: the files that ranks write, and their tables for readers.
 
 Every rank writes one `shard-<rank>.safetensors` that any safetensors reader opens. `index.json` describes how the
-tensors are divided (`dividing.scheme`), from which readers derive the contents of each file: it is as small at 4,096
+tensors are divided (`dividing.Scheme`), from which readers derive the contents of each file: it is as small at 4,096
 ranks as at one. `blocks-<first rank>.json` have size, digest of the header and digests of the blocks of 8 MiB of the
 files of some ranks, so that a reader fetches those of the files that it reads.
 
@@ -37,14 +37,13 @@ from trainium_contract.wire.checkpoint_manifest import (
     digest_of,
     shard_name,
 )
+from trainium_trainer.checkpoint.dividing import INDEX_FORMAT, Item, Scheme, header_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from trainium_trainer.checkpoint.dividing import Item, Scheme
     from trainium_trainer.storage.protocol import Retry, Storage
 
-INDEX_FORMAT = 3
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -291,21 +290,6 @@ def _lower_priority() -> None:
     if sys.platform == "linux":  # where each thread has a priority
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
-
-
-def header_of(items: Sequence[Item]) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the safetensors header of a file and each item's start and end in it, bytes."""
-    entries: dict[str, Any] = {}
-    offset = 0
-    for item in items:
-        end = offset + item.size
-        entries[item.key] = {"dtype": item.dtype, "shape": item.box.sizes, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    base = 8 + len(text)
-    spans = [(base + entry["data_offsets"][0], base + entry["data_offsets"][1]) for entry in entries.values()]
-    return len(text).to_bytes(8, "little") + text, spans
 
 
 def bytes_of(tensor: Any) -> memoryview:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_contract.trainer.data import DataConfig, Tokenization, ValidationSplit
+from trainium_contract.trainer.data import DataConfig, ValidationSplit
 from trainium_trainer.data.batches.samples import SampleRules, TextPart
 from trainium_trainer.data.online.lanes import LanePlan, LaneSource
 from trainium_trainer.data.prepared.build import HeldBack, hold_lock
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-_WORTH_IT = 256 << 20
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64 << 10, 4 << 20
 _BLOCKS_PER_LANE = 16
 _FORMAT = 1
@@ -60,31 +59,6 @@ class Streams:
     def numbers(self, position: int, count: int) -> list[int]:
         """Return the numbers of samples position .. position + count - 1: here their places in the run."""
         return list(range(position, position + count))
-
-
-def wants_streams(
-    config: DataConfig, origins: Sequence[Origin], *, epochs: bool = False, steps_differ: bool = False
-) -> bool:
-    """Return whether data are tokenized while training. Raises UserError when they are to be and cannot."""
-    texts = [origin.spec.source for origin in origins if origin.prepared is None]
-    if not texts or config.tokenization is Tokenization.AHEAD:
-        return False
-    if config.tokenization is Tokenization.ONLINE:
-        if epochs:
-            raise UserError(
-                "data.tokenization is Online, which does not know where an epoch ends: set it to Ahead, or set steps "
-                "in place of epochs"
-            )
-        for origin, text in zip((one for one in origins if one.prepared is None), texts, strict=True):
-            if not text.size and not text.divisible:  # of unknown length, and read from its beginning only
-                raise UserError(
-                    f"data.source {origin.spec.name}: cannot be tokenised while training: set data.tokenization to "
-                    "Ahead, or prepare the data"
-                )
-        return True
-    if epochs or steps_differ:
-        return False
-    return all(text.divisible for text in texts) and sum(text.size for text in texts) >= _WORTH_IT
 
 
 def open_streams(
