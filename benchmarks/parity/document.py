@@ -18,7 +18,7 @@ Written by `make parity`; do not edit.
 
 Model: {model}. Text: the
 documentation that ships with Python. Made {date} with
-{versions} on {machine}.
+{versions}, torch {torch}.
 
 ![Loss curves and their differences](images/parity.png)
 """
@@ -73,7 +73,7 @@ def _page(report: dict[str, Any]) -> str:
         _HEAD.format(
             model="4 layers, 64 wide, 4 query and 2 key/value heads, 1,024 tokens, sequences of 64, 8 samples a step",
             date=" to ".join(sorted({dates[0], dates[-1]})),
-            machine=report["machine"],
+            torch=" and ".join(sorted({row["torch"] for row in report["rows"]})),
             versions=", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         )
     ]

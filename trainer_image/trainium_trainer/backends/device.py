@@ -92,7 +92,7 @@ def use_device(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index or 0)
     if device.type == "cuda":  # https://docs.pytorch.org/docs/stable/notes/randomness.html
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(mode=True, warn_only=True)
+        torch.use_deterministic_algorithms(mode=True)  # with `warn_only`, attention stays as it is
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
