@@ -138,13 +138,15 @@ class ProgramMonitor(Workload):
 
     def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
         """Return the progress of a rank: the library's, else what was found in output, else that the program runs."""
-        reported = read_with_pulse(path)
+        rank = next((each for each in self._ranks.values() if each.path == path), None)
+        reported, found = (
+            progress if progress is not None and (rank is None or rank.attempt <= progress[0].attempt) else None
+            for progress in map(read_with_pulse, (path, _found_path(path)))
+        )
         if reported is not None and reported[0].step >= 0:
             return reported
-        found = read_with_pulse(_found_path(path))
         if found is not None:
             return found
-        rank = next((each for each in self._ranks.values() if each.path == path), None)
         if reported is not None or rank is None:
             return reported
         # Most programs print steps on one rank, the first of all or the last: only the first node waits for one.

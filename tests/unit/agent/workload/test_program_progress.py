@@ -107,6 +107,15 @@ def test_a_step_that_several_ranks_of_one_process_print_counts_once(followed: Fo
     assert record.step_seconds >= 0.05, "not the time between the lines of two ranks"
 
 
+def test_a_rank_that_was_started_again_loads_until_its_first_step(followed: Followed) -> None:
+    followed.writes("step 7")
+    ProgressWriter(followed.path(), generation=1, attempt=0).publish(step=8)
+    followed.begin(attempt=1)
+    assert (followed.record().attempt, followed.record().phase) == (1, ProgressPhase.LOADING)
+    followed.writes("step 6")
+    assert (followed.record().attempt, followed.record().step) == (1, 6)
+
+
 def test_the_last_step_is_known_however_shortly_before_the_end_it_was_printed(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
