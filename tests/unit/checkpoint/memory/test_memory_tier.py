@@ -251,3 +251,30 @@ def test_a_memory_folder_that_cannot_be_made_switches_the_tier_off_with_a_senten
     assert ["memory snapshots are off" in warning for warning in run.manager.warnings] == [True]
     run.manager.save_before_exit(position(2))
     assert run.manager.durable_step == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies beside computation need a CUDA device")
+def test_a_snapshot_of_a_cuda_device_holds_the_state_of_its_step_whatever_is_computed_beside_it(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(64 << 20, device="cuda")}
+    noise = torch.randn(8192, 8192, device="cuda")
+    tier = MemoryTier(
+        tmp_path,
+        key=ShardKey(0, 1),
+        layout=BufferLayout.of(state),
+        generation=1,
+        session="s",
+        config_digest="d",
+    )
+    tier.claim_fence()
+    assert tier.open_slots()
+    for step in range(1, 7):
+        tier.wait_for_snapshot()
+        state["w"].fill_(step)
+        tier.stage(Moment(position(step), 1, "s"), state)
+        noise = torch.tanh(noise @ noise)
+    tier.wait_for_snapshot()
+    for claim in tier.claims():
+        payload = tier.open_claim(claim)
+        assert payload is not None
+        assert (tier.layout.views(payload)[0] == claim.moment.position.step).all()
+    tier.close()
