@@ -16,7 +16,7 @@ from trainium_client.read import Screen, read_screen
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.formatting import size
 from trainium_contract.pages.job_page import JobReport, report_html
-from trainium_contract.views.checkpoints import metrics_path, where_kept
+from trainium_contract.views.checkpoints import checkpoint_root, metrics_path, where_kept
 from trainium_contract.views.curve import CurvePoint, read_curve
 from trainium_contract.views.interruptions import interruptions
 from trainium_contract.views.status_reader import public_status
@@ -68,6 +68,9 @@ def read_curve_of(api: Api, screen: Screen, metrics: Path | None, notes: list[st
                 return read_curve(lines)
         except OSError as error:
             raise ClientError(f"cannot read {metrics}: {error.strerror or error}") from error
+    if not checkpoint_root(screen.job):
+        notes.append("loss curve: it is looked for in spec.program.checkpoints.path; set that, or give --metrics FILE")
+        return ()
     if screen.view.ended or screen.members is None or not screen.members.rows:
         place = where_kept(screen.job, "metrics.jsonl")
         notes.append(

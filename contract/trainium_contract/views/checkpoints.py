@@ -34,8 +34,11 @@ class CheckpointRow:
 
 
 def checkpoint_root(job: Mapping[str, Any]) -> str:
-    """Where this job's checkpoints are, as its workers see them."""
+    """Where this job's checkpoints are, as its workers see them; empty for a program that does not name its folder."""
     metadata, storage = mapping(job, "metadata"), mapping(mapping(mapping(job, "spec"), "checkpoint"), "storage")
+    program = mapping(mapping(job, "spec"), "program")
+    if program:
+        return text(mapping(program, "checkpoints"), "path")
     if not any(storage.get(kind) for kind in _KEPT):
         return CHECKPOINT_MOUNT
     root = text(storage, "uri") or CHECKPOINT_MOUNT
@@ -53,6 +56,9 @@ def where_kept(job: Mapping[str, Any], file: str = "") -> str:
     storage = mapping(mapping(mapping(job, "spec"), "checkpoint"), "storage")
     metadata = mapping(job, "metadata")
     below = text(storage, "subPath") or text(metadata, "namespace") + "/" + text(metadata, "name")
+    if mapping(mapping(job, "spec"), "program"):
+        folder = checkpoint_root(job).removeprefix(CHECKPOINT_MOUNT).strip("/")
+        below = "/".join(filter(None, (text(storage, "subPath"), folder)))
     below += f"/{file}" if file else ""
     if bucket := text(storage, "uri"):
         return f"{bucket}/{below}"

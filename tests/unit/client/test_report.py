@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from tests.testing.api.recorded_jobs import NOW, ApiServer, recorded, recorded_answers
 from tests.testing.page.html_page import Page
 from trainium_client.commands.main import main
+from trainium_client.commands.report import read_curve_of
+from trainium_client.read import Screen
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.pages.svg import LinearScale
 from trainium_contract.views.checkpoints import CheckpointRow, metrics_path, where_kept
@@ -173,3 +175,16 @@ def test_figures_are_beside_the_checkpoints_and_never_in_a_bucket() -> None:
     assert metrics_path(job).endswith("/metrics.jsonl")
     job["spec"]["checkpoint"]["storage"] = {"uri": "s3://bucket/prefix"}
     assert metrics_path(job) == "/checkpoints/metrics.jsonl"
+
+
+def test_figures_of_a_program_are_looked_for_beside_its_checkpoints() -> None:
+    job = recorded("job")
+    job["spec"]["checkpoint"]["storage"] = {"hostPath": {"path": "/data"}}
+    job["spec"]["program"] = {"command": ["a"], "checkpoints": {"path": "/checkpoints/run"}}
+    assert metrics_path(job) == "/checkpoints/run/metrics.jsonl"
+    assert where_kept(job, "metrics.jsonl") == "/data/run/metrics.jsonl on the nodes"
+    del job["spec"]["program"]["checkpoints"]
+    notes: list[str] = []
+    screen = Screen(job=job, view=full().view, members=None, pods=())
+    assert read_curve_of(cast("Any", None), screen, None, notes) == ()
+    assert "set that, or give --metrics FILE" in notes[0]
