@@ -90,19 +90,3 @@ def test_a_token_of_another_job_or_for_another_audience_is_refused(new_job: Call
     status, _ = call(mine, {"generation": 1}, token)
 
     assert status == 401
-
-
-@pytest.mark.long
-def test_a_heartbeat_of_an_old_generation_is_refused_with_the_current_one(new_job: Callable[..., Job]) -> None:
-    # The job must begin with both nodes, however slowly the second one starts.
-    change = "workers: {replicas: 2, minReplicas: 1}\ntrainer: {steps: 5000}\nrecovery: {rescaleAfterSeconds: 60}"
-    job = new_job(change=change)
-    job.until_step(1)
-    job.scale(1)
-    job.until_recovered()
-    current = job.status()["membership"]["generation"]
-
-    status, body = call(job, {"generation": current - 1})
-
-    assert status == 409, body
-    assert body["generation"] == current

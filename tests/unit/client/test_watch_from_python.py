@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 from rich.console import Console
 from rich.live import Live
 
@@ -15,6 +14,9 @@ from tests.testing.page.html_page import Page
 from trainium_client import TrainingJob, aio
 from trainium_client.live import NotebookDisplay, TerminalDisplay, notebook_display
 from trainium_contract.views.curve import CurvePoint
+
+if TYPE_CHECKING:
+    import pytest
 
 TIMEOUT_SECONDS = 120
 
@@ -99,22 +101,21 @@ def test_without_a_kernel_there_is_no_notebook(monkeypatch: pytest.MonkeyPatch) 
     assert notebook_display() is None
 
 
-@pytest.mark.parametrize("verb", ["job.watch", "await aio.TrainingJob('llama', kubeconfig=kubeconfig).watch"])
-def test_in_a_real_kernel_the_cell_shows_the_last_state_alone(server: ApiServer, verb: str) -> None:
+def test_in_a_real_kernel_each_cell_shows_the_last_state_alone(server: ApiServer) -> None:
     import nbclient
     import nbformat
 
     begin = f"""
 from trainium_client import TrainingJob, aio
 kubeconfig = {str(server.kubeconfig)!r}
-job = TrainingJob("llama", kubeconfig=kubeconfig)
 """
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(begin), nbformat.v4.new_code_cell(f"view = {verb}(seconds=5)\nview.step")]
-    )
+    watch = "TrainingJob('llama', kubeconfig=kubeconfig).watch(seconds=5)"
+    cells = [begin, f"view = {watch}\nview.step", f"view = await aio.{watch}\nview.step"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in cells])
     server.answers[f"{JOBS}/llama"]["status"]["progress"]["step"] = 500
     nbclient.NotebookClient(notebook, timeout=TIMEOUT_SECONDS).execute()
-    shown, value = notebook.cells[1].outputs
-    assert shown.output_type == "display_data"
-    assert "step 500/4000" in Page(shown.data["text/html"]).text
-    assert value.data["text/plain"] == "500"
+    for cell in notebook.cells[1:]:
+        shown, value = cell.outputs
+        assert shown.output_type == "display_data"
+        assert "step 500/4000" in Page(shown.data["text/html"]).text
+        assert value.data["text/plain"] == "500"

@@ -68,9 +68,10 @@ async def test_all_ranks_with_a_stuck_collective_restart_in_place_and_none_withd
         beat = world.jobs.last(name)
         assert beat.verdict is None
         assert beat.restarts[-1].cause is Cause.PEER_LOST
+    assert not world.starts(attempt=2), "failures at the same moment count once"
 
 
-async def test_a_kernel_line_reaches_the_coordinator_while_training_goes_on(world: World) -> None:
+async def test_a_device_error_in_the_kernels_log_is_behind_the_lost_peer_of_that_node(world: World) -> None:
     await job(world, "a", "b")
     write_kernel_line(world, "b", "eth0: renamed from veth1")
     write_kernel_line(world, "b", SRAM)
@@ -79,12 +80,6 @@ async def test_a_kernel_line_reaches_the_coordinator_while_training_goes_on(worl
     assert (event.sequence, event.line) == (0, SRAM)
     assert not world.jobs.last("a").kernel
     await world.training("a", "b", step=world.jobs.last("a").progress.step + 3)
-
-
-async def test_a_device_error_in_the_kernels_log_is_behind_the_lost_peer_of_that_node(world: World) -> None:
-    await job(world, "a", "b")
-    write_kernel_line(world, "b", SRAM)
-    await world.until(lambda: world.jobs.last("b").kernel, "a kernel event of b")
     leave(world, 1, 76, "Connection closed by peer")
     await world.until(lambda: world.jobs.last("b").verdict, "the verdict of b")
     assert world.jobs.last("b").restarts == ()

@@ -62,17 +62,6 @@ async def test_a_stopped_rank_is_named_and_all_restart_in_place(world: World) ->
     assert 1.5 <= restart.detected_at - restart.failed_at < 8
 
 
-async def test_a_rank_that_is_stopped_while_it_saves_has_no_longer_than_in_a_step(world: World) -> None:
-    await train(world, "a", "b")
-    block_rank(world, "save", 1)
-    await world.until(lambda: not (world.control / "save-1").exists(), "it waits for storage")
-    os.kill(world.starts(rank=1)[0]["pid"], signal.SIGSTOP)
-    await world.training("a", "b", attempt=1)
-    (failure,) = world.jobs.last("b").failures
-    assert failure.message.startswith("rank 1 of pod b stood still for ")
-    assert "stopped by a signal" in failure.message
-
-
 async def test_a_rank_that_sleeps_in_its_own_work_is_named_with_its_stack(world: World) -> None:
     await train(world, "a", "b", processes=2)
     block_rank(world, "sleep", 3)
@@ -84,15 +73,6 @@ async def test_a_rank_that_sleeps_in_its_own_work_is_named_with_its_stack(world:
     assert "own_work" in failure.message
     assert "[rank 3]   File " in world.agents["b"].log
     assert "all_reduce" in world.agents["b"].log, "the stack of a rank that waits is in the log too"
-
-
-async def test_an_endless_loop_is_named_although_it_uses_the_processor(world: World) -> None:
-    await train(world, "a", "b")
-    block_rank(world, "spin", 0)
-    await world.training("a", "b", attempt=1)
-    (failure,) = world.jobs.last("a").failures
-    assert "not waiting for peers" in failure.message
-    assert failures(world, "a", "b") == {"a": [77], "b": []}
 
 
 async def test_ranks_that_all_wait_restart_without_a_culprit(world: World) -> None:
@@ -115,16 +95,6 @@ async def test_a_long_save_of_one_rank_is_no_hang_of_those_who_wait(world: World
     await world.until(lambda: not world.jobs.last("a").stuck, "nothing stands still any more")
 
 
-async def test_a_hang_is_healed_while_the_coordinator_is_down(world: World) -> None:
-    await train(world, "a", "b")
-    await world.servers[0].stop()
-    os.kill(world.starts(rank=0)[0]["pid"], signal.SIGSTOP)
-    await world.until(lambda: len(world.starts(attempt=1)) == 2, "attempt 1 without a coordinator")
-    await world.servers[0].start()
-    await world.training("a", "b", attempt=1)
-    assert failures(world, "a", "b") == {"a": [77], "b": []}
-
-
 async def test_a_rank_that_hangs_again_and_again_is_given_up_with_a_verdict(world: World) -> None:
     await train(world, "a", "b", TRAINIUM_MAX_IN_PLACE_RESTARTS="0")
     block_rank(world, "sleep", 1)
@@ -132,17 +102,3 @@ async def test_a_rank_that_hangs_again_and_again_is_given_up_with_a_verdict(worl
     assert world.jobs.last("b").verdict.exit_code == 77
     await world.phase("Failed", "a")
     assert world.jobs.last("a").verdict is None
-
-
-async def test_an_agent_that_was_frozen_itself_sees_no_hang(world: World) -> None:
-    await train(world, "a")
-    for pid in (world.agents["a"].pid, world.starts(rank=0)[0]["pid"]):
-        os.kill(pid, signal.SIGSTOP)
-    import asyncio
-
-    await asyncio.sleep(4)
-    for pid in (world.starts(rank=0)[0]["pid"], world.agents["a"].pid):
-        os.kill(pid, signal.SIGCONT)
-    before = world.jobs.last("a").progress.step
-    await world.training("a", attempt=0, step=before + 10)
-    assert not world.starts(attempt=1)

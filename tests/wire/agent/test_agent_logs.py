@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import pytest
 import yaml
 
 from trainium_contract.wire.log_line import LogLine, LogSource, read_log_line
@@ -52,9 +51,7 @@ async def test_lines_of_an_agent_and_of_its_ranks_are_logged_in_the_schema_with_
     assert world.jobs.last("b").verdict.message == "rank 1 leaves with 64"
 
 
-@pytest.fixture
-def real_training(world: World, tmp_path: Path) -> World:
-    """A configuration for the trainer itself, instead of the stand-in for it."""
+async def test_the_trainer_logs_as_much_in_the_schema_as_in_text(world: World, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a step and a loss and a rank. " * 400)
     config = {
         "steps": 3,
@@ -71,11 +68,6 @@ def real_training(world: World, tmp_path: Path) -> World:
         "monitor": {"tensorboard": False},
     }
     (tmp_path / "trainer.yaml").write_text(yaml.safe_dump(config))
-    return world
-
-
-async def test_the_trainer_logs_as_much_in_the_schema_as_in_text(real_training: World) -> None:
-    world = real_training
     trainer = {"TRAINIUM_RANK_ENTRY": "trainium_trainer.cli:main"}
     world.start("json", **trainer, **JSON)
     await world.registered("json")
@@ -88,20 +80,6 @@ async def test_the_trainer_logs_as_much_in_the_schema_as_in_text(real_training: 
     assert [line.message.partition(":")[0] for line in own if line.message.startswith("step ")][-1] == "step 3/3"
     assert {(line.rank, line.generation, line.attempt, line.pod) for line in own} == {(0, 1, 0, "json")}
     assert all(line.as_text().startswith(f"{line.time[11:19]} rank 0 {line.level.upper()} ") for line in own)
-
-
-async def test_an_invalid_configuration_is_logged_as_an_error_in_one_line(real_training: World) -> None:
-    world = real_training
-    (world.folder / "trainer.yaml").write_text("steps: 0\n")
-    world.start("a", TRAINIUM_RANK_ENTRY="trainium_trainer.cli:main", **JSON)
-    await world.registered("a")
-    await world.jobs.publish(["a"])
-    await world.ended("a")
-
-    (line,) = [each for each in read(world.agents["a"]) if each.logger == "trainium.exit"]
-    assert (line.level, line.source, line.rank) == ("error", "trainer", 0)
-    assert "steps is 0: use a number of at least 1" in line.message
-    assert world.jobs.last("a").verdict.message == line.message
 
 
 async def test_a_form_that_does_not_exist_ends_the_agent_with_a_sentence(world: World) -> None:

@@ -52,14 +52,6 @@ async def test_a_rank_restarts_in_place_while_the_coordinator_is_down(world: Wor
     assert [name for name, _ in world.jobs.registrations].count("a") >= 2
 
 
-async def test_failures_at_the_same_moment_count_once(world: World) -> None:
-    await world.train("a", "b", "c", step=3)
-    for rank in (0, 1, 2):
-        kill_rank(world, rank)
-    await world.training("a", "b", "c", attempt=1)
-    assert not world.starts(attempt=2)
-
-
 async def test_several_ranks_of_one_pod_restart_together(world: World) -> None:
     await world.train("a", "b", processes=3, step=1)
     kill_rank(world, 4)
@@ -86,19 +78,6 @@ async def test_a_user_error_stops_the_generation_and_ends_its_pod_with_a_verdict
     assert world.agents["a"].code is None
 
 
-async def test_a_crash_at_start_twice_is_a_verdict_and_there_is_no_third_try(world: World) -> None:
-    world.command("always-exit", "1")
-    world.start("a", "b")
-    await world.ready("a", "b")
-    await world.jobs.publish(["a", "b"])
-    await world.phase("Failed", "a", "b")
-    verdicts = [world.jobs.last(name).verdict for name in ("a", "b") if world.jobs.last(name).verdict]
-    assert verdicts
-    assert {(verdict.exit_code, verdict.step) for verdict in verdicts} == {(1, -1)}
-    assert "the fault is in line 7" in verdicts[0].message
-    assert {row["attempt"] for row in world.starts()} == {0, 1}
-
-
 async def test_a_program_that_cannot_be_imported_is_a_verdict(world: World) -> None:
     world.start("a", TRAINIUM_RANK_ENTRY="fake_broken:main")
     await world.registered("a")
@@ -108,23 +87,6 @@ async def test_a_program_that_cannot_be_imported_is_a_verdict(world: World) -> N
     assert verdict.exit_code == 1
     assert verdict.attempt == 1
     assert "a_module_that_nobody_has" in verdict.message
-
-
-async def test_restarts_without_a_new_step_are_limited(world: World) -> None:
-    await world.train("a", step=3, TRAINIUM_MAX_IN_PLACE_RESTARTS="2")
-    world.command("always-exit", "76")
-    kill_rank(world, 0)
-    await world.phase("Failed", "a")
-    assert world.jobs.last("a").verdict.exit_code == 76
-    assert [row["attempt"] for row in world.starts()] == [0, 1, 2]
-
-
-async def test_new_steps_refill_the_budget_of_restarts(world: World) -> None:
-    await world.train("a", step=3, TRAINIUM_MAX_IN_PLACE_RESTARTS="1")
-    for attempt in (1, 2):
-        kill_rank(world, 0)
-        await world.training("a", attempt=attempt)
-        await world.until(lambda: world.jobs.last("a").restarts[-1].resumed_at, "a new step")
 
 
 async def test_a_device_fault_withdraws_its_pod_and_the_others_wait_for_the_replacement(world: World) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, Write, refuse
-from tests.testing.suite.virtual_time import in_virtual_time, settle
+from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import training_job, until, wall_clock
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
@@ -245,15 +245,6 @@ async def test_a_deleted_memory_is_recreated_empty() -> None:
         await until(lambda: replica.fleet.view.quarantined == frozenset(), POLL_SECONDS + 1, "the release")
         await asyncio.sleep(30)
         assert memory(cluster).machines == {}
-
-
-@in_virtual_time
-async def test_a_node_by_hand_is_kept_out_until_it_is_released() -> None:
-    async with maintained() as (cluster, replica):
-        await settle()
-        text = "machine: aws:///i-7\nstate: Permanent\n"
-        cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].update(mine=text))
-        await until(lambda: replica.fleet.view.quarantined == {"node-7"}, POLL_SECONDS + 1, "the node to be kept out")
 
 
 @in_virtual_time

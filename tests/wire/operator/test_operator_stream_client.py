@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -203,25 +202,6 @@ async def test_a_stream_is_reopened_periodically(tmp_path: Path, monkeypatch: py
         assert [each.generation for each in site.memberships] == [1]
 
 
-async def test_a_coordinator_that_answers_no_heartbeat_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(tmp_path, monkeypatch) as site:
-        deaf = True
-        taken = streams.Stream._handle
-
-        def take(stream: streams.Stream, kind: int, payload: bytes) -> None:
-            if deaf and kind == FrameKind.HEARTBEAT:
-                return
-            taken(stream, kind, payload)
-
-        monkeypatch.setattr(streams.Stream, "_handle", take)
-        await async_until(lambda: site.frames.count(FrameKind.REGISTER) >= 2, "it tries again")
-        assert not site.acknowledged
-        deaf = False
-        await async_until(lambda: bool(site.acknowledged), "it is heard")
-
-
 async def test_an_agent_learns_within_a_second_that_its_job_was_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,18 +211,3 @@ async def test_an_agent_learns_within_a_second_that_its_job_was_deleted(
         site.orphaned.add("w-0")
         site.state.forget_job(LLAMA)
         await async_until(site.deleted.is_set, "it learns that its job was deleted")
-
-
-async def test_a_certificate_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tmp_path, monkeypatch) as site:
-        await async_until(lambda: bool(site.acknowledged), "it talks")
-        good = (tmp_path / "ca.crt").read_bytes()
-        (tmp_path / "ca.crt").write_bytes(renew_material(None, ("localhost",), time.time()).ca_bundle)
-        site.acknowledged.clear()
-        for stream in list(site.server.streams.opened):
-            stream.abort()
-        await asyncio.sleep(0.5)
-        assert not site.acknowledged
-        assert ssl.PEM_cert_to_DER_cert(good.decode())
-        (tmp_path / "ca.crt").write_bytes(good)
-        await async_until(lambda: bool(site.acknowledged), "its authority is read again")

@@ -1,9 +1,8 @@
 """A stand-in for training whose ranks wait for each other in a real all-reduce each step, as training does.
 
 Files in $FAKE_CONTROL, each read once by the rank in its name, block that rank for the seconds that the file holds, or
-forever: `sleep-<rank>` in the rank's work, `spin-<rank>` in its work with the processor busy, `save-<rank>` in a call
-that waits for storage. `hide-<rank>` holds the step before which the rank blocks as if it waited for its peers, and
-`slow-<rank>` the seconds of work in each step.
+forever: `sleep-<rank>` in the rank's work, `save-<rank>` in a call that waits for storage. `hide-<rank>` holds the step
+before which the rank blocks as if it waited for its peers.
 """
 
 from __future__ import annotations
@@ -71,14 +70,9 @@ def main(argv: list[str]) -> int:
 
 
 def own_work(control: Path, rank: int, pulse: Pulse) -> None:
-    slow = control / f"slow-{rank}"
-    time.sleep(float(slow.read_text()) if slow.exists() else STEP_SECONDS)
+    time.sleep(STEP_SECONDS)
     if (seconds := taken(control, "sleep", rank)) is not None:
         time.sleep(seconds)
-    if (seconds := taken(control, "spin", rank)) is not None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            pass
     if (seconds := taken(control, "save", rank)) is not None:
         with pulse.saving:
             time.sleep(seconds)

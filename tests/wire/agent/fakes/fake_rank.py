@@ -1,8 +1,8 @@
 """A stand-in for training where training is not the point: counts steps, keeps them in memory, saves on SIGTERM.
 
-Files in $FAKE_CONTROL control it: `exit-<rank>` holds an exit code and a last message (read once), `always-exit` the
-code of an immediate exit at every start. `last-step` ends the run, after an export of as many pieces as `export` holds;
-exported pieces outlive a process. Every start is written to `starts.jsonl`.
+Files in $FAKE_CONTROL control it: `exit-<rank>` holds an exit code and a last message (read once). `last-step` ends the
+run, after an export of as many pieces as `export` holds; exported pieces outlive a process. Every start is written to
+`starts.jsonl`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -67,9 +66,6 @@ def main(argv: list[str]) -> int:
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     signal.signal(signal.SIGUSR1, lambda *_: stop.append(1))
-    if (control / "always-exit").exists():
-        print("the fault is in line 7 of the user's code", file=sys.stderr)  # noqa: T201 - ranks print
-        return int((control / "always-exit").read_text())
 
     from fake_figures import figures
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
