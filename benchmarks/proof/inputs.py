@@ -92,7 +92,7 @@ class Inputs:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from trainium_trainer.data.prepared.origins import train_for_texts
-        from trainium_trainer.data.tokens.encoding import SourceSpec
+        from trainium_trainer.data.sources.resolve import SourceSpec
 
         torch.manual_seed(0)
         model = LlamaForCausalLM(

@@ -139,7 +139,7 @@ def _in_staging(passes: PassCounter, rng: random.Random) -> None:
 
     place = rng.choice(("copy", "copy", "finalize", "send"))
     # Always: without a memory tier nothing is finalized or sent.
-    live_state.copy_all = halved(live_state.copy_all)  # type: ignore[attr-defined]
+    live_state.copy_all = halved(live_state.copy_all)
     if place == "copy":
         memory_tier.copy_all = halved(memory_tier.copy_all)  # type: ignore[attr-defined]
     elif place == "finalize":

@@ -22,7 +22,8 @@ from trainium_trainer.data.prepared.build import BuildInputs, BuildProgress, Pre
 from trainium_trainer.data.prepared.cache import find_vocabulary_size
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, watching
 from trainium_trainer.data.sources.files import DataFile
-from trainium_trainer.data.tokens.encoding import SourceSpec, held_back
+from trainium_trainer.data.sources.resolve import SourceSpec
+from trainium_trainer.data.tokens.encoding import held_back
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.data.workers.pool import WorkerError, Workers
 from trainium_trainer.exits import UserError
@@ -178,7 +179,7 @@ def test_a_build_that_is_killed_is_continued_and_gives_the_same(tmp_path: Path, 
     many(tmp_path / "d.jsonl")
     script = (
         "import os, signal, sys\nfrom pathlib import Path\nfrom trainium_trainer.data.prepared import build\n"
-        "from trainium_trainer.data.tokens.encoding import SourceSpec\n"
+        "from trainium_trainer.data.sources.resolve import SourceSpec\n"
         "build.BLOCK_BYTES = 3000\ncount = 0\n"
         "def stop(progress):\n    global count\n    count += 1\n"
         "    if count == int(sys.argv[4]): os.kill(os.getpid(), signal.SIGKILL)\n"

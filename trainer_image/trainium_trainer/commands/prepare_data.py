@@ -72,7 +72,7 @@ def prepare_data(
     from trainium_trainer.data.prepared.cache import cache_directory, use_cache  # noqa: PLC0415
     from trainium_trainer.data.prepared.origins import train_for_texts  # noqa: PLC0415
     from trainium_trainer.data.sources.hub import pin_revision  # noqa: PLC0415
-    from trainium_trainer.data.tokens.encoding import SourceSpec  # noqa: PLC0415
+    from trainium_trainer.data.sources.resolve import SourceSpec  # noqa: PLC0415
     from trainium_trainer.data.tokens.tokenizer import (  # noqa: PLC0415
         count_entries,
         find_beginning_of_documents,

@@ -33,7 +33,7 @@ from trainium_trainer.data.prepared.origins import (
 from trainium_trainer.data.prepared.prepared import Prepared, Selection, Stretch
 from trainium_trainer.data.sources.files import is_in_store
 from trainium_trainer.data.sources.hub import pin_revision
-from trainium_trainer.data.tokens.encoding import SourceSpec
+from trainium_trainer.data.sources.resolve import SourceSpec
 from trainium_trainer.data.tokens.tokenizer import (
     count_entries,
     digest_of,

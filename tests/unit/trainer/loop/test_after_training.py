@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(base: Path, text_file: Path, made: Path) -> list[str]:
     """A short tuning on sums, with a base that has a tokenizer."""
     from trainium_trainer.data.prepared.origins import train_for_texts
-    from trainium_trainer.data.tokens.encoding import SourceSpec
+    from trainium_trainer.data.sources.resolve import SourceSpec
 
     folder = made / "base"
     folder.mkdir()

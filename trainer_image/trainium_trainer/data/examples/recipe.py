@@ -29,7 +29,7 @@ from trainium_trainer.data.examples.templates import (
     find_templates,
 )
 from trainium_trainer.data.sources.hub import pin_revision
-from trainium_trainer.data.tokens.encoding import SourceSpec
+from trainium_trainer.data.sources.resolve import SourceSpec
 from trainium_trainer.data.tokens.tokenizer import Special, digest_of, read_special_tokens
 from trainium_trainer.exits import UserError
 

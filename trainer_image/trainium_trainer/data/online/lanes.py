@@ -23,7 +23,7 @@ import numpy as np
 from trainium_trainer.data.batches.order import Mixture, Permutation, shuffled
 from trainium_trainer.data.prepared.prepared import Prepared, watching
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Skipped
-from trainium_trainer.data.tokens.encoding import DocumentEncoder, SourceSpec, held_back
+from trainium_trainer.data.tokens.encoding import DocumentEncoder, held_back
 from trainium_trainer.data.tokens.tokenizer import AS_IT_IS, BosPrefix
 from trainium_trainer.exits import UserError
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from trainium_trainer.data.sources.resolve import SourceSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,6 @@ from trainium_trainer.data.prepared.prepared import (
 from trainium_trainer.data.sources.documents import FileBlock, refuse_skipped, refuse_skipped_share
 from trainium_trainer.data.tokens.encoding import (
     Counts,
-    SourceSpec,
     TokenBlock,
     encode,
     held_back,
@@ -59,6 +58,8 @@ from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from trainium_trainer.data.sources.resolve import SourceSpec
 
 
 _BATCH_TOKENS = 1 << 20

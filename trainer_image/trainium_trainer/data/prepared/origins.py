@@ -19,7 +19,7 @@ from trainium_trainer.data.prepared.cache import list_sources, prepared_folder
 from trainium_trainer.data.prepared.prepared import Prepared, read_manifest
 from trainium_trainer.data.sources.documents import DocumentSource, TextPiece
 from trainium_trainer.data.sources.hub import pin_revision
-from trainium_trainer.data.tokens.encoding import SourceSpec
+from trainium_trainer.data.sources.resolve import SourceSpec
 from trainium_trainer.data.tokens.tokenizer import (
     AS_IT_IS,
     TOKENIZER_FILE,

@@ -9,8 +9,10 @@ Guarantees:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_trainer.data.sources import lines, tables
@@ -99,6 +101,19 @@ def open_source(name: str, text_field: str) -> DocumentSource:
 
         return PythonDocs()
     return Files(find_files(name), text_field)
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """A source as it is named."""
+
+    name: str
+    text_field: str
+
+    @functools.cached_property
+    def source(self) -> DocumentSource:
+        """The source, whose files are listed once. Raises UserError or StorageError."""
+        return open_source(self.name, self.text_field)
 
 
 class Files(DocumentSource):

@@ -9,7 +9,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ import numpy as np
 
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Skipped, TextPiece
 from trainium_trainer.data.sources.files import read_with_retries
-from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.data.tokens.tokenizer import (
     AS_IT_IS,
     BosPrefix,
@@ -34,24 +32,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from trainium_trainer.data.sources.resolve import SourceSpec
+
 
 _PIECES, _CHARACTERS = 512, 4 << 20  # that are tokenised at once
 _TOKENS = 1 << 20  # of one TokenBlock, about
 _UNUSED = 32
 """Names of unused fields that are counted."""
-
-
-@dataclass(frozen=True)
-class SourceSpec:
-    """A source as it is named."""
-
-    name: str
-    text_field: str
-
-    @functools.cached_property
-    def source(self) -> DocumentSource:
-        """The source, whose files are listed once. Raises UserError or StorageError."""
-        return open_source(self.name, self.text_field)
 
 
 @dataclass(slots=True)
