@@ -162,7 +162,8 @@ class HangResponse:
     def _write_log(self, finding: Finding, stalled: tuple[Stall, ...], asked: Mapping[int, Stacks]) -> None:
         match finding.kind:
             case FindingKind.STUCK:
-                summary = f"ranks {', '.join(map(str, finding.culprits))} are to blame"
+                ranks = ", ".join(map(str, finding.culprits))
+                summary = f"rank {ranks} is to blame" if len(finding.culprits) == 1 else f"ranks {ranks} are to blame"
             case FindingKind.SILENT:
                 summary = f"the agents of node ranks {', '.join(map(str, finding.silent))} do not answer"
             case _:

@@ -337,7 +337,8 @@ STILL = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0,
 @pytest.mark.parametrize(
     ("finding", "summary"),
     [
-        (Finding(FindingKind.STUCK, culprits=(1,)), "ranks 1 are to blame"),
+        (Finding(FindingKind.STUCK, culprits=(1,)), "rank 1 is to blame"),
+        (Finding(FindingKind.STUCK, culprits=(1, 3)), "ranks 1, 3 are to blame"),
         (Finding(FindingKind.SILENT, silent=(0, 2)), "the agents of node ranks 0, 2 do not answer"),
         (Finding(FindingKind.COLLECTIVE), "all ranks stand alike, nobody is to blame"),
     ],
