@@ -286,9 +286,12 @@ _LONGEST_COMMAND = 60
 
 def _model(spec: Mapping[str, Any]) -> str:
     """Return the trainer's model, or what the program runs."""
-    given = mapping(spec, "program").get("command")
-    if isinstance(given, list):
-        command = plain(" ".join(map(str, given)))
+    program = mapping(spec, "program")
+    if program:
+        # A script in it has lines, which are no lines of the page.
+        given = (program.get("command"), program.get("args"))
+        words = " ".join(str(word) for part in given if isinstance(part, list) for word in part).split()
+        command = plain(" ".join(words))
         return command if len(command) <= _LONGEST_COMMAND else f"{command[:_LONGEST_COMMAND]}..."
     model = mapping(mapping(spec, "trainer"), "model")
     return text(model, "preset") or plain(str(mapping(model, "weights").get("path") or "")) or "model of its own shape"

@@ -380,6 +380,13 @@ def test_speeds_of_a_program_whose_batch_is_not_known_are_step_times() -> None:
     assert "no step time was measured yet" in text_of(scaling_page((), 100))
 
 
+def test_what_a_program_runs_is_one_line() -> None:
+    job = recorded("job")
+    del job["spec"]["trainer"], job["spec"]["checkpoint"]
+    job["spec"]["program"] = {"image": "x", "command": ["sh", "-c"], "args": ["newest=$(ls)\n  exec python train.py\n"]}
+    assert build_job_view(job, now=NOW).model == "sh -c newest=$(ls) exec python train.py"
+
+
 def test_the_stage_decide_is_shown_as_the_wait_for_a_worker_in_the_report_and_in_the_ledger() -> None:
     job = recorded("job")
     job["status"]["history"][-1]["stages"]["decide"] = 41.0
