@@ -7,6 +7,7 @@ MUTANTS_VENV ?= .venv-mutants
 COVERAGE_VENV ?= .venv-coverage
 FUZZ_VENV ?= .venv-fuzz
 TRACKERS_VENV ?= .venv-trackers
+TASKS_VENV ?= .venv-tasks
 BIN := $(VENV)/bin
 CLUSTER ?= local
 # Test processes side by side: one has the tests that share a cluster and waits much, the others the rest by files, so
@@ -25,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 # Compiled code is kept, whatever the shell says: each lane would compile the 350 files of tests anew, nine seconds of it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-nxd test-trackers check docs format generate bench bench-check faults explore mutants coverage fuzz parity proof soak bench-training clean
+.PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-nxd test-trackers test-tasks check docs format generate bench bench-check faults explore mutants coverage fuzz parity proof soak bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -70,6 +71,10 @@ test-nxd:  ## The nxd backend on the real neuronx-distributed, torch and torch_x
 test-trackers: setup  ## Runs in MLflow (its server, with a database), Weights & Biases and Trackio
 	@scripts/tool_venv.sh $(TRACKERS_VENV) $(abspath $(BIN))/python scripts/trackers_requirements.txt
 	@$(TRACKERS_VENV)/bin/python -m pytest tests/unit/trainer/trackers $(ARGS)
+
+test-tasks: setup  ## Models measured by lm-eval, and answers of a real server (docs/evaluate.md)
+	@scripts/tool_venv.sh $(TASKS_VENV) $(abspath $(BIN))/python scripts/tasks_requirements.txt
+	@$(TASKS_VENV)/bin/python -m pytest tests/unit/evaluate/test_tasks.py $(ARGS)
 
 check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff check .
@@ -134,7 +139,7 @@ proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/re
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all
-	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) $(FUZZ_VENV) $(TRACKERS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) $(FUZZ_VENV) $(TRACKERS_VENV) $(TASKS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Programs of the cluster that are prepared while a new machine installs packages: `ahead` and options of
 # `trainium-devcluster binaries`, for the targets below and what they need.

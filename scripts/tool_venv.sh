@@ -11,7 +11,7 @@ want=$("$python" -VV && cat "$0" "$requirements" | cksum)
 echo "virtual environment in $venv"
 rm -rf "$venv"
 "$python" -m venv "$venv"
-"$venv/bin/python" -m pip install -q --disable-pip-version-check --require-hashes --only-binary :all: -r "$requirements"
+"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r "$requirements"
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 theirs=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "import site; site.addsitedir('$theirs')" >"$packages/project.pth"

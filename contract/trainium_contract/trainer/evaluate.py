@@ -9,6 +9,7 @@ from pydantic import Field
 from trainium_contract.base import ContractModel
 
 _Text = Annotated[str, Field(min_length=1, max_length=256)]
+_TaskName = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class GenerationConfig(ContractModel):
@@ -28,6 +29,29 @@ class GenerationConfig(ContractModel):
     """Seed of the draws."""
     batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Prompts that are answered at once."""
+
+
+class TasksConfig(ContractModel):
+    """Benchmark tasks of lm-evaluation-harness, which `trainium-trainer[tasks]` installs."""
+
+    names: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=128)], ...], Field(min_length=1, max_length=64)
+    ]
+    """Tasks or groups of tasks, for instance `hellaswag` and `mmlu`."""
+    shots: Annotated[int, Field(ge=0, le=100)] | None = None
+    """Solved examples before each question; omitted: as many as the task names."""
+    limit: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Most questions of each task; omitted: all."""
+    batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Questions that are computed at once."""
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    """Seed of the solved examples and of draws; omitted: lm-eval's own seeds."""
+    include_path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    """Folder with more task files (YAML), which may name local data."""
+    chat_template: bool = False
+    """Ask by the chat template of the tokenizer."""
+    keep_samples: bool = False
+    """Also write each question with its answers."""
 
 
 class EvaluateConfig(ContractModel):

@@ -26,7 +26,9 @@ OF_THE_IMAGE = {"trainium-trainer": {"neuronx_distributed", "torch_neuronx", "to
 """Modules of the vendor's images, which no index has: `backends/choose.py` asks before `backends/nxd` is imported."""
 OF_THE_PROGRAM = {"trainium-worker": {"torch", "transformers", "lightning"}}
 """Modules that a training program has, or else imports no module of ours that needs them."""
-OF_AN_EXTRA = {"trainium-trainer": {"mlflow": "mlflow-skinny", "wandb": "wandb", "trackio": "trackio"}}
+OF_AN_EXTRA = {
+    "trainium-trainer": {"mlflow": "mlflow-skinny", "wandb": "wandb", "trackio": "trackio", "lm_eval": "lm-eval"}
+}
 """Modules of extras that the environment of the tests lacks -> the distribution that is declared for each."""
 PROGRAMS_OF = {"trainium-devcluster": {"trainium-operator", "trainium-trainer"}}
 """Not imported but started: pods of the demos run their programs."""

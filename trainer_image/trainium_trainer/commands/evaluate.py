@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
 
-from trainium_contract.trainer.evaluate import GenerationConfig
+from trainium_contract.base import ContractModel
+from trainium_contract.trainer.evaluate import GenerationConfig, TasksConfig
 from trainium_trainer.commands.options import Overrides  # noqa: TC001 - typer reads annotations
 from trainium_trainer.configuration.config import load
 from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, Models
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
     from trainium_trainer.evaluate.exam import Question
-    from trainium_trainer.evaluate.report import EvaluationResult
 
-
+_Checked = TypeVar("_Checked", bound=ContractModel)
 _Model = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="Hugging Face folder, or s3://bucket/prefix.", show_default=False)
 ]
@@ -113,12 +113,35 @@ def generate(
 
 
 def evaluate(
-    model: _Model = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Hugging Face folder, or s3://bucket/prefix; several beside each other with --tasks.",
+            show_default=False,
+        ),
+    ] = None,
     *,
     config: Annotated[
-        Path, typer.Option(help="A TrainingJob or the trainer's configuration, whose data.validation is asked.")
-    ],
+        Path | None, typer.Option(help="A TrainingJob or the trainer's configuration, whose data.validation is asked.")
+    ] = None,
     overrides: Overrides = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Measure by tasks of lm-eval instead, names with commas between: mmlu,hellaswag,gsm8k."),
+    ] = None,
+    shots: Annotated[int | None, typer.Option(help="--tasks: solved examples before each question.")] = None,
+    limit: Annotated[int | None, typer.Option(help="--tasks: most questions of each task.")] = None,
+    seed: Annotated[int | None, typer.Option(help="--tasks: seed of the solved examples and of draws.")] = None,
+    include_path: Annotated[
+        str | None, typer.Option(help="--tasks: folder with more task files, which may name local data.")
+    ] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="--tasks: ask by the chat template of the tokenizer.")
+    ] = False,
+    keep_samples: Annotated[
+        bool, typer.Option("--keep-samples", help="--tasks: write each question and its answers beside --output.")
+    ] = False,
     base: Annotated[
         str | None, typer.Option(help="The model to compare with, also the base of --adapter; the column before.")
     ] = None,
@@ -134,10 +157,38 @@ def evaluate(
     markdown: Annotated[Path | None, typer.Option(help="File to write the table to.")] = None,
     output: Annotated[Path | None, typer.Option(help="File to write figures and answers to, as JSON.")] = None,
 ) -> None:
-    """Measure a model on held-out examples, and its base beside it: perplexity, exact match, ROUGE-L, accuracy."""
+    """Measure a model on held-out examples, its base beside it; or models by the tasks of lm-eval."""
+    given = list(model or ())
+    if tasks is not None:
+        if config is not None:
+            raise UserError("--tasks asks lm-eval's questions, --config the run's: give one of them")
+        if keep_samples and output is None:
+            raise UserError("--keep-samples goes with --output: the samples are written beside that file")
+        settings = {
+            "names": [name.strip() for name in tasks.split(",") if name.strip()],
+            "shots": shots,
+            "limit": limit,
+            "batchSize": batch_size,
+            "seed": seed,
+            "includePath": include_path,
+            "chatTemplate": chat_template,
+            "keepSamples": keep_samples,
+        }
+        wanted = _validated(TasksConfig, {name: value for name, value in settings.items() if value is not None})
+        from trainium_trainer.evaluate.tasks import measure_tasks  # noqa: PLC0415 - torch
+
+        run = measure_tasks(_columns(given, base, adapter), wanted, device=device, precision=precision)
+        typer.echo(run.report.to_markdown(), nl=False)
+        kept_in = output.with_suffix(".samples.jsonl") if output is not None and keep_samples else None
+        _write((markdown, run.report.to_markdown()), (kept_in, run.samples), (output, run.report.to_json()))
+        return
+    if config is None:
+        raise UserError("give --config, whose data.validation is asked, or --tasks")
+    if len(given) > 1:
+        raise UserError(f"{given[1]}: several models are compared by --tasks alone: give one MODEL, and --base")
     training = load(config, overrides or ())
-    models = _measured(model, base, adapter, compared=True)
-    settings = _generation(training, maxNewTokens=max_new_tokens, stop=stop or None, batchSize=batch_size)
+    models = _measured(given[0] if given else None, base, adapter, compared=True)
+    generation = _generation(training, maxNewTokens=max_new_tokens, stop=stop or None, batchSize=batch_size)
     from trainium_trainer.evaluate.questions import measure  # noqa: PLC0415 - torch
 
     with _bar() as beat:
@@ -145,13 +196,21 @@ def evaluate(
             models,
             training.data,
             samples or training.evaluate.samples,
-            settings,
+            generation,
             device=device,
             precision=precision,
             beat=beat,
         )
     typer.echo(result.to_markdown(), nl=False)
-    _write(result, markdown, output)
+    _write((markdown, result.to_markdown()), (output, result.to_json()))
+
+
+def _columns(models: list[str], base: str | None, adapter: str | None) -> list[Models]:
+    """Return the models of a table, the base first."""
+    first = [Models(model=base)] if base is not None else []
+    if adapter is not None or not models:
+        return [*first, _measured(models[0] if models else None, base, adapter)]
+    return [*first, *(Models(model=each) for each in models)]
 
 
 def _measured(model: str | None, base: str | None, adapter: str | None, *, compared: bool = False) -> Models:
@@ -170,11 +229,14 @@ def _measured(model: str | None, base: str | None, adapter: str | None, *, compa
 def _generation(training: TrainingConfig | None, **given: Any) -> GenerationConfig:
     """Return the settings of the configuration, with the options over them. Raises UserError."""
     wire = training.evaluate.generation.to_wire() if training is not None else {}
-    wire |= {name: value for name, value in given.items() if value is not None}
+    return _validated(GenerationConfig, wire | {name: value for name, value in given.items() if value is not None})
+
+
+def _validated(kind: type[_Checked], wire: dict[str, Any]) -> _Checked:
     try:
-        return GenerationConfig.model_validate(wire)
+        return kind.model_validate(wire)
     except ValidationError as error:
-        raise UserError(explain(error, GenerationConfig)) from error
+        raise UserError(explain(error, kind)) from error
 
 
 def _format_answers(
@@ -206,13 +268,13 @@ def _bar() -> Iterator[Any]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def _write(result: EvaluationResult, markdown: Path | None, output: Path | None) -> None:
+def _write(*files: tuple[Path | None, str]) -> None:
     """Whole files or none. Raises StorageError."""
     from trainium_trainer.artifacts.store import kept  # noqa: PLC0415 - as the next
     from trainium_trainer.storage.posix import PosixStorage  # noqa: PLC0415 - only where a file is asked for
     from trainium_trainer.storage.protocol import Retry  # noqa: PLC0415
 
-    for file, text in ((markdown, result.to_markdown()), (output, result.to_json())):
+    for file, text in files:
         if file is not None:
             storage, data = PosixStorage(file.absolute().parent), text.encode()
             kept(lambda: storage.write(file.name, data), str(file), Retry())  # noqa: B023 - called at once

@@ -75,6 +75,8 @@ class Candidate:
     adapter: Path | None
     """Folder of an adapter in peft's format that is put beside the weights."""
     tokenizer: Tokenizer
+    tokenizer_folder: Path
+    """Folder that the tokenizer is from: the adapter's, if it has one."""
     positions: int | None
     """Longest sequence in tokens; None where the folder does not name it."""
     vocabulary: int
@@ -127,6 +129,7 @@ def open_candidate(path: Path, adapter: Path | None = None, *, tokenizer_from: P
         path=path,
         adapter=adapter,
         tokenizer=tokenizer,
+        tokenizer_folder=file.parent,
         positions=_number(config.get("max_position_embeddings")),
         vocabulary=_number(config.get("vocab_size")) or tokenizer.get_vocab_size(),
         endings=tuple(sorted(set(_endings(path, config, settings, tokenizer)))),

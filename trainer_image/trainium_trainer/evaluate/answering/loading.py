@@ -44,9 +44,16 @@ def device_of(choice: ComputeDevice) -> torch.device:
 
 
 def load(
-    folder: Candidate, *, device: ComputeDevice = ComputeDevice.AUTO, precision: ComputeType = ComputeType.AUTO
+    folder: Candidate,
+    *,
+    device: ComputeDevice = ComputeDevice.AUTO,
+    precision: ComputeType = ComputeType.AUTO,
+    recommended: bool = False,
 ) -> LoadedModel:
-    """Load a model, and its adapter beside it. Raises UserError."""
+    """Load a model, and its adapter beside it; `recommended` keeps the folder's settings of generation.
+
+    Raises UserError.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig  # noqa: PLC0415 - seconds
     from transformers.utils import logging  # noqa: PLC0415
 
@@ -71,7 +78,8 @@ def load(
         )
     if folder.adapter is not None:
         network = _with_adapter(network, folder.path, folder.adapter)
-    network.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # what a folder recommends is not what was asked for
+    if not recommended:
+        network.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     return LoadedModel(folder, network.to(place).eval(), place)
 
 

@@ -1,0 +1,242 @@
+"""Models measured by lm-eval: figures as `lm_eval run` gives them on the same folders, and refused input.
+
+Tests of tasks need lm-eval and are skipped without: `make test-tasks`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.testing.suite.timeouts import scaled
+from trainium_trainer.cli import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+HARNESS = importlib.util.find_spec("lm_eval") is not None
+needs_harness = pytest.mark.skipif(not HARNESS, reason="lm-eval is not installed")
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
+]
+_WORDS = ["gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm"]
+CHOICE = """
+task: tiny_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {data}}}}}
+output_type: multiple_choice
+validation_split: validation
+fewshot_split: validation
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+metadata: {{version: 1.0}}
+"""
+COPY = """
+task: tiny_copy
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {data}}}}}
+output_type: generate_until
+validation_split: validation
+fewshot_split: validation
+doc_to_text: "{{{{question}}}}"
+doc_to_target: answer
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 6, do_sample: false}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+metadata: {{version: 1.0}}
+"""
+GROUP = """
+group: tiny
+task: [tiny_choice]
+aggregate_metric_list: [{metric: acc, weight_by_size: true}]
+metadata: {version: 1.0}
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tasks and a group as files, with their data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    draws = random.Random(3)
+    choices = [
+        {"question": draws.choice(_WORDS), "choices": draws.sample(_WORDS, 4), "answer": draws.randrange(4)}
+        for _ in range(30)
+    ]
+    copies = [{"question": f"Repeat {word}:", "answer": word} for word in draws.choices(_WORDS, k=8)]
+    for name, text, records in (("choice", CHOICE, choices), ("copy", COPY, copies)):
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / f"{name}.yaml").write_text(text.format(data=data))
+    (folder / "group.yaml").write_text(GROUP)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return tuple(write_model(folder / f"m{seed}", seed=seed, max_position_embeddings=256) for seed in (1, 2))  # type: ignore[return-value]
+
+
+def by_hand(model: Path, tasks_folder: Path, output: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The results and samples of lm-eval's own command."""
+    command = [
+        *(sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--batch_size", "4"),
+        *("--model_args", f"pretrained={model},dtype=float32", "--tasks", "tiny_choice,tiny_copy"),
+        *("--num_fewshot", "2", "--include_path", str(tasks_folder), "--output_path", str(output), "--log_samples"),
+    ]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # rounding is then as in this process
+    subprocess.run(command, check=True, timeout=scaled(300), capture_output=True, env=one_thread)
+    (results,) = output.rglob("results_*.json")
+    samples = [
+        {"task": task, **json.loads(line)}
+        for task in ("tiny_choice", "tiny_copy")
+        for file in output.rglob(f"samples_{task}_*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
+    return json.loads(results.read_text())["results"], samples
+
+
+@needs_harness
+def test_figures_and_samples_are_those_of_the_harness_run_by_hand(
+    models: tuple[Path, Path], tasks_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "result.json"
+    code = run(
+        [
+            *("evaluate", str(models[1]), "--base", str(models[0]), "--tasks", "tiny_choice, tiny_copy"),
+            *("--shots", "2", "--batch-size", "4", "--include-path", str(tasks_folder), "--device", "cpu"),
+            *("--output", str(output), "--keep-samples", "--markdown", str(tmp_path / "table.md")),
+        ]
+    )
+    shown = capfd.readouterr()
+    assert code == 0, shown.err
+    report = json.loads(output.read_text())
+    samples = [json.loads(line) for line in (tmp_path / "result.samples.jsonl").read_text().splitlines()]
+    rows = (tmp_path / "table.md").read_text().splitlines()
+    assert shown.out.splitlines() == rows
+    assert rows[0] == f"| task | measure | shots | questions | {models[0]} | {models[1]} |"
+    for number, model in enumerate(models):
+        results, expected = by_hand(model, tasks_folder, tmp_path / f"by-hand-{number}")
+        figures = {(each["task"], each["metric"]): each for each in report["models"][number]["figures"]}
+        assert set(figures) == {("tiny_choice", "acc"), ("tiny_choice", "acc_norm"), ("tiny_copy", "exact_match")}
+        for (task, metric), figure in figures.items():
+            assert figure["value"] == results[task][f"{metric},none"]
+            assert figure["standardError"] == results[task][f"{metric}_stderr,none"]
+            assert (figure["shots"], figure["questions"]) == (2, results[task]["sample_len"])
+            row = next(row for row in rows if row.startswith(f"| {task} | {metric} |"))
+            assert f"{figure['value']:.4f} ± {figure['standardError']:.4f}" in row.split(" | ")[4 + number]
+        own = [each for each in samples if each["model"] == str(model)]
+        assert [(each["task"], each["doc_id"], each["prompt_hash"]) for each in own] == [
+            (each["task"], each["doc_id"], each["prompt_hash"]) for each in expected
+        ]
+        for mine, theirs in zip(own, expected, strict=True):
+            responses = [each if isinstance(each, str) else [*map(str, each)] for each in mine["filtered_resps"]]
+            assert responses == theirs["filtered_resps"]
+
+
+@needs_harness
+def test_a_group_stands_for_its_tasks_and_an_adapter_for_its_merged_model(
+    models: tuple[Path, Path], tasks_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(5)
+    tuned = get_peft_model(
+        LlamaForCausalLM.from_pretrained(models[0], dtype=torch.float32),
+        LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    )
+    tuned.save_pretrained(tmp_path / "adapter")
+    tuned.merge_and_unload().save_pretrained(tmp_path / "merged")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "merged" / name).write_bytes((models[0] / name).read_bytes())
+    common = ("--tasks", "tiny", "--include-path", str(tasks_folder), "--device", "cpu", "--limit", "20", "--seed", "7")
+    adapter = ("--base", str(models[0]), "--adapter", str(tmp_path / "adapter"))
+    assert run(["evaluate", *adapter, *common, "--output", str(tmp_path / "a.json")]) == 0
+    assert run(["evaluate", str(tmp_path / "merged"), *common, "--output", str(tmp_path / "b.json")]) == 0
+    shown = capfd.readouterr().out
+    assert "| tiny | acc | 0 | 20 |" in shown
+    assert "| tiny_choice |" not in shown, "the table names what was asked for"
+    (_, beside), (merged,) = (json.loads((tmp_path / name).read_text())["models"] for name in ("a.json", "b.json"))
+    assert beside["model"] == f"{models[0]} with {tmp_path / 'adapter'}"
+    assert beside["figures"] == merged["figures"]
+    assert {(each["task"], each["part"]) for each in merged["figures"]} == {("tiny", False), ("tiny_choice", True)}
+
+
+@needs_harness
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--tasks", "tiny_choise"], "tiny_choise: lm-eval has no such task or group: did you mean tiny_choice"),
+        (["--tasks", "tiny_copy,gsm8k"], "cannot be loaded (Couldn't reach 'openai/gsm8k' on the Hub"),
+        (["--tasks", "broken"], "tasks broken: cannot be loaded"),
+        (["--tasks", "tiny_copy", "--include-path", "/nowhere"], "/nowhere: there is no such folder"),
+    ],
+)
+def test_what_is_not_known_or_not_here_is_refused_in_a_sentence(
+    models: tuple[Path, Path],
+    tasks_folder: Path,
+    tmp_path: Path,
+    options: list[str],
+    sentence: str,
+) -> None:
+    """In a separate process: whether the hub may be reached is read when its library is imported."""
+    (tasks_folder / "broken.yaml").write_text(
+        COPY.format(data=tasks_folder / "absent.jsonl").replace("tiny_copy", "broken")
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "trainium_trainer",
+        "evaluate",
+        str(models[0]),
+        "--include-path",
+        str(tasks_folder),
+    ]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    ended = subprocess.run(
+        [*command, *options], check=False, capture_output=True, text=True, timeout=scaled(170), env=environment
+    )
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (64, 1), ended.stderr
+    assert sentence in ended.stderr
+
+
+@pytest.mark.skipif(HARNESS, reason="lm-eval is installed")
+def test_without_the_harness_a_sentence_says_what_to_install(
+    models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["evaluate", str(models[0]), "--tasks", "gsm8k"]) == 64
+    assert "pip install 'trainium-trainer[tasks]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["MODEL"], "give --config"),
+        (["MODEL", "MODEL", "--config", "run.yaml"], "several models are compared by --tasks alone"),
+        (["--tasks", "tiny_copy"], "give a MODEL folder"),
+        (["MODEL", "--tasks", "tiny_copy", "--shots", "-1"], "shots is -1"),
+        (["MODEL", "--tasks", " , "], "names"),
+        (["MODEL", "--tasks", "tiny_copy", "--keep-samples"], "--keep-samples goes with --output"),
+        (["MODEL", "--tasks", "tiny_copy", "--config", "run.yaml"], "give one of them"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["evaluate", *arguments]) == 64
+    assert sentence in capsys.readouterr().err

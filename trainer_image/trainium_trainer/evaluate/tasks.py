@@ -1,0 +1,255 @@
+"""Measure models beside each other by the tasks of lm-evaluation-harness (the package lm-eval, an extra).
+
+Invariant: figures equal those of `lm_eval run` on the same folder, number format, batch size and seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import logging
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from trainium_contract.base import MessageModel
+from trainium_contract.trainer.evaluate import TasksConfig  # noqa: TC001 - pydantic reads annotations
+from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, Models, local_folder, open_candidate
+from trainium_trainer.evaluate.answering.loading import load
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_NEAR = 3
+_REASON = 300
+_UNFILTERED = "none"
+
+
+class TaskFigure(MessageModel):
+    """One measure of a model on a task or a group of tasks."""
+
+    task: str
+    metric: str
+    """Name of the measure, for instance `acc` or `exact_match`."""
+    filter: str = ""
+    """How lm-eval extracted answers, for instance `strict-match`; empty where there is one way."""
+    shots: int | None = None
+    questions: int | None = None
+    value: float
+    standard_error: float | None = None
+    part: bool = False
+    """Whether a group with this measure has the task: tables leave it out."""
+
+    @property
+    def name(self) -> str:
+        """Return the measure for people."""
+        return f"{self.metric} ({self.filter})" if self.filter else self.metric
+
+
+class ModelFigures(MessageModel):
+    """The figures of one model."""
+
+    model: str
+    computed: str
+    """Number format and device, or the endpoint."""
+    figures: tuple[TaskFigure, ...]
+
+
+class TaskReport(MessageModel):
+    """The figures of models on the same tasks."""
+
+    tasks: TasksConfig
+    lm_eval: str
+    """Version of lm-eval."""
+    models: tuple[ModelFigures, ...]
+
+    def to_json(self) -> str:
+        """Return the contents of the file."""
+        return self.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
+
+    def to_markdown(self) -> str:
+        """Return a table with a column for each model."""
+        columns = [{(each.task, each.name): each for each in model.figures if not each.part} for model in self.models]
+        rows = {key: figure for column in columns for key, figure in column.items()}
+        lines = [
+            f"| task | measure | shots | questions | {' | '.join(model.model for model in self.models)} |",
+            f"|---|---|---:|---:|{'---:|' * len(columns)}",
+        ]
+        for (task, name), any_figure in rows.items():
+            cells = [_cell(column.get((task, name))) for column in columns]
+            lines.append(f"| {task} | {name} | {any_figure.shots} | {any_figure.questions} | {' | '.join(cells)} |")
+        computed = "; ".join(dict.fromkeys(model.computed for model in self.models))
+        return "\n".join([*lines, "", f"Value ± standard error, by lm-eval {self.lm_eval}; {computed}."]) + "\n"
+
+
+def _cell(figure: TaskFigure | None) -> str:
+    if figure is None:
+        return "-"
+    error = "" if figure.standard_error is None else f" ± {figure.standard_error:.4f}"
+    return f"{figure.value:.4f}{error}"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRun:
+    """Hold the figures of models and the samples behind them."""
+
+    report: TaskReport
+    samples: str
+    """A JSON object for each question and model, on lines; empty unless they are to be kept."""
+
+
+def find_missing_harness() -> str | None:
+    """Return a sentence when lm-eval is not installed here."""
+    if importlib.util.find_spec("lm_eval") is None:
+        return "tasks need the package lm-eval, which is not installed here: pip install 'trainium-trainer[tasks]'"
+    return None
+
+
+def measure_tasks(
+    models: Sequence[Models],
+    tasks: TasksConfig,
+    *,
+    device: ComputeDevice = ComputeDevice.AUTO,
+    precision: ComputeType = ComputeType.AUTO,
+    beat: Callable[[], None] = lambda: None,
+) -> TaskRun:
+    """Return the figures of models, one after the other; `beat` is called at each forward pass.
+
+    Raises UserError and StorageError.
+    """
+    found: list[ModelFigures] = []
+    samples: list[str] = []
+    with _quiet():
+        loaded = _load_tasks(tasks)
+        for each in models:
+            _set_seeds(tasks, loaded)
+            with contextlib.ExitStack() as stack:
+                path = stack.enter_context(local_folder(each.model, beat))
+                adapter = stack.enter_context(local_folder(each.adapter, beat)) if each.adapter is not None else None
+                model = load(open_candidate(path, adapter), device=device, precision=precision, recommended=True)
+                model.network.register_forward_pre_hook(lambda *_: beat())
+                from lm_eval.models.huggingface import HFLM  # noqa: PLC0415 - an extra
+
+                network = HFLM(
+                    pretrained=model.network,
+                    tokenizer=str(model.folder.tokenizer_folder),
+                    batch_size=tasks.batch_size,
+                )
+                results = _evaluated(network, tasks, loaded)
+            computed = f"computed in {str(model.network.dtype).removeprefix('torch.')} on {model.device.type}"
+            found.append(ModelFigures(model=each.name, computed=computed, figures=tuple(_figures(results))))
+            samples += _samples(each.name, results)
+    report = TaskReport(tasks=tasks, lm_eval=importlib.metadata.version("lm-eval"), models=tuple(found))
+    return TaskRun(report, "".join(samples))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what lm-eval reports of its progress, and its bars unless a person sees them. Raises UserError."""
+    if missing := find_missing_harness():
+        raise UserError(missing)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def _load_tasks(tasks: TasksConfig) -> dict[str, Any]:
+    """Return lm-eval's tasks and groups with their data. Raises UserError."""
+    from lm_eval.tasks import TaskManager  # noqa: PLC0415 - an extra
+
+    folder = tasks.include_path
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"{folder}: there is no such folder: name one with task files by --include-path (includePath)")
+    # Reading the thousands of files of lm-eval itself takes many seconds.
+    manager = TaskManager(include_path=folder, include_defaults=False) if folder is not None else None
+    if manager is None or not set(tasks.names) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=folder)
+    for name in tasks.names:
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=_NEAR)
+            advice = f"did you mean {' or '.join(near)}?" if near else "lm_eval ls tasks lists them"
+            raise UserError(f"{name}: lm-eval has no such task or group: {advice}")
+    try:
+        loaded: dict[str, Any] = manager.load(list(tasks.names))
+    except Exception as error:  # whatever the code of a task and the libraries of its data raise
+        reason = " ".join(str(error).split())[:_REASON]
+        raise UserError(
+            f"tasks {', '.join(tasks.names)}: cannot be loaded ({reason}): correct the task file; data comes from the "
+            "Hugging Face hub unless it is in the cache (HF_HOME) or in local files that a task file names"
+        ) from error
+    for task in loaded["tasks"].values():
+        own = task.get_config("num_fewshot")
+        if own != 0:  # as in lm-eval: a task that sets 0 is never asked with examples
+            task.set_config(key="num_fewshot", value=(tasks.shots if tasks.shots is not None else own) or 0)
+    return loaded
+
+
+def _set_seeds(tasks: TasksConfig, loaded: dict[str, Any]) -> None:
+    from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED  # noqa: PLC0415 - an extra
+
+    first, other = (tasks.seed, tasks.seed) if tasks.seed is not None else (DEFAULT_RANDOM_SEED, DEFAULT_OTHER_SEED)
+    random.seed(first)
+    np.random.seed(other)  # noqa: NPY002 - what tasks draw from
+    torch.manual_seed(other)
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(seed=other)
+
+
+def _evaluated(model: Any, tasks: TasksConfig, loaded: dict[str, Any]) -> dict[str, Any]:
+    """Return lm-eval's results. Raises UserError for a task that it cannot run."""
+    from lm_eval.evaluator import evaluate  # noqa: PLC0415 - an extra
+
+    try:
+        return dict(
+            evaluate(
+                model,
+                loaded,
+                limit=tasks.limit,
+                log_samples=tasks.keep_samples,
+                apply_chat_template=tasks.chat_template,
+                fewshot_as_multiturn=tasks.chat_template,
+            )
+        )
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:_REASON]
+        raise UserError(
+            f"tasks {', '.join(tasks.names)}: lm-eval cannot run them ({reason}): correct or leave out the task"
+        ) from error
+
+
+def _figures(results: dict[str, Any]) -> Iterator[TaskFigure]:
+    """Yield the measures of lm-eval's results, groups before tasks."""
+    groups = results.get("groups", {})
+    parts = {child for group in groups for child in results["group_subtasks"][group]}
+    for task, found in sorted(results["results"].items(), key=lambda item: item[0] not in groups):
+        for key, value in found.items():
+            metric, comma, filter_name = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                continue
+            error = found.get(f"{metric}_stderr,{filter_name}")
+            yield TaskFigure(
+                task=task,
+                metric=metric,
+                filter="" if filter_name == _UNFILTERED else filter_name,
+                shots=results["n-shot"].get(task),
+                questions=found.get("sample_len"),
+                value=float(value),
+                standard_error=float(error) if isinstance(error, (int, float)) else None,
+                part=task in parts,
+            )
+
+
+def _samples(model: str, results: dict[str, Any]) -> Iterator[str]:
+    for task, samples in results.get("samples", {}).items():
+        for sample in samples:
+            yield json.dumps({"model": model, "task": task, **sample}, default=str, ensure_ascii=False) + "\n"
