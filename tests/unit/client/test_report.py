@@ -177,7 +177,7 @@ def test_figures_are_beside_the_checkpoints_and_never_in_a_bucket() -> None:
     assert metrics_path(job) == "/checkpoints/metrics.jsonl"
 
 
-def test_figures_of_a_program_are_looked_for_beside_its_checkpoints() -> None:
+def test_figures_of_a_program_are_read_beside_its_checkpoints() -> None:
     job = recorded("job")
     job["spec"]["checkpoint"]["storage"] = {"hostPath": {"path": "/data"}}
     job["spec"]["program"] = {"command": ["a"], "checkpoints": {"path": "/checkpoints/run"}}

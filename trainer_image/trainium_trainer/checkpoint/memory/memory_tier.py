@@ -221,7 +221,7 @@ class MemoryTier:
         self._copying = Copying(Sender(group, target, number))
 
     def _copy_beside_computation(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> torch.cuda.Event:
-        """Copy on a stream of its own; the state does not change before `wait_for_snapshot`."""
+        """Copy on a separate stream; the state does not change before `wait_for_snapshot`."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(sources[0].device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(sources[0].device))
