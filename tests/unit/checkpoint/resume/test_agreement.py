@@ -13,8 +13,6 @@ from tests.testing.suite.trials import trials
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.memory.snapshot import Claim, Moment, ShardKey
 from trainium_trainer.checkpoint.resume.agreement import (
-    Fresh,
-    FromDurable,
     FromMemory,
     RankView,
     SnapshotInventory,
@@ -39,62 +37,6 @@ def view(
     return RankView(rank, store or f"node-{rank}", key or ShardKey(0, 1), layout, frozenset(claims))
 
 
-def test_nothing_anywhere_is_a_fresh_start() -> None:
-    assert decide([view(0, []), view(1, [])], []) == Fresh()
-
-
-def test_the_newest_step_that_any_replica_holds_wins() -> None:
-    decision = decide([view(0, [claim(4), claim(5)]), view(1, [claim(5), claim(6)]), view(2, [])], [3])
-    assert isinstance(decision, FromMemory)
-    assert decision.moment.position.step == 6
-    assert [[(t.source, t.target) for t in batch] for batch in decision.rounds] == [[(1, 0)], [(1, 2)]]
-
-
-def test_storage_wins_only_when_it_is_strictly_newer() -> None:
-    views = [view(0, [claim(5)])]
-    assert isinstance(decide(views, [5, 2]), FromMemory)
-    assert decide(views, [6, 2]) == FromDurable(6)
-
-
-def test_a_step_counts_only_when_every_shard_of_it_exists() -> None:
-    left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
-    views = [
-        view(0, [claim(4, left), claim(5, left)], key=left),
-        view(1, [claim(4, right)], key=right),
-    ]
-    decision = decide(views, [])
-    assert isinstance(decision, FromMemory)
-    assert decision.moment.position.step == 4
-    assert decision.rounds == ()
-
-
-def test_shards_of_different_histories_are_never_mixed() -> None:
-    left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
-    views = [
-        view(0, [claim(5, left, "a"), claim(4, left, "a")], key=left),
-        view(1, [claim(5, right, "b"), claim(4, right, "a")], key=right),
-    ]
-    decision = decide(views, [])
-    assert isinstance(decision, FromMemory)
-    assert decision.moment == moment(4, "a")
-
-
-def test_another_layout_cannot_be_used_from_memory() -> None:
-    old = ShardKey(0, 2)
-    assert decide([view(0, [claim(9, old)])], [3]) == FromDurable(3)
-    assert decide([view(0, [claim(9)], layout="other")], []) == Fresh()
-
-
-def test_ranks_that_changed_places_get_their_shard_from_the_node_that_has_it() -> None:
-    left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
-    decision = decide([view(0, [claim(7, right)], key=left), view(1, [claim(7, left)], key=right)], [])
-    assert isinstance(decision, FromMemory)
-    assert sorted((t.source, t.target, t.key) for batch in decision.rounds for t in batch) == [
-        (0, 1, right),
-        (1, 0, left),
-    ]
-
-
 def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it() -> None:
     views = [view(rank, [], store=f"node-{rank // 4}") for rank in range(8)]
     assert writers(views) == {0, 4}
@@ -102,13 +44,6 @@ def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it() -> None:
     sharded = [view(rank, [], store="node", key=ShardKey(rank, 4)) for rank in range(4)]
     assert writers(sharded) == {0, 1, 2, 3}
     assert cleanup_ranks(sharded) == {0}
-
-
-def test_a_node_without_a_snapshot_receives_it_once_for_all_its_ranks() -> None:
-    views = [view(0, [claim(3)], store="a"), view(1, [], store="b"), view(2, [], store="b")]
-    decision = decide(views, [])
-    assert isinstance(decision, FromMemory)
-    assert [[(t.source, t.target) for t in batch] for batch in decision.rounds] == [[(0, 1)]]
 
 
 def test_every_combination_of_two_shards_over_three_ranks_and_two_steps() -> None:

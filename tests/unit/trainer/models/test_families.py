@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.testing.trainer.base_models import SPECIAL_TOKENS, save_family
 from trainium_contract.models.families import FAMILIES, PRESETS
 from trainium_contract.models.parameters import HEAD, count_parameters, parameter_sizes
+from trainium_contract.trainer.model import ModelPreset
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.huggingface import shape_of_document, to_config
 from trainium_trainer.models.llama import Llama
@@ -164,6 +165,14 @@ def test_the_list_of_parameters_is_that_of_the_network(preset: str) -> None:
 @pytest.mark.parametrize(
     ("preset", "parameters"),
     [
+        (ModelPreset.LLAMA2_7B, 6_738_415_616),
+        (ModelPreset.LLAMA2_13B, 13_015_864_320),
+        (ModelPreset.LLAMA2_70B, 68_976_648_192),
+        (ModelPreset.LLAMA3_8B, 8_030_261_248),
+        (ModelPreset.LLAMA3_70B, 70_553_706_496),
+        (ModelPreset.LLAMA31_8B, 8_030_261_248),
+        (ModelPreset.LLAMA31_70B, 70_553_706_496),
+        (ModelPreset.LLAMA32_1B, 1_235_814_400),
         ("Mistral-7B-v0.1", 7_241_732_096),
         ("Mistral-7B-v0.3", 7_248_023_552),
         ("Mistral-Nemo-12B", 12_247_782_400),
