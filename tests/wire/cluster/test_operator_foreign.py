@@ -17,6 +17,7 @@ from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.virtual_time import in_virtual_time, settle
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from tests.testing.virtual.replicas import Scenario
+from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS, Resource
 from trainium_operator.cluster.coordinator_ports import WorkerPods
 from trainium_operator.http.errors import RefusedError
@@ -192,8 +193,8 @@ async def test_a_record_that_unpacks_to_gigabytes_costs_no_more_than_its_own_siz
     """In the job's own namespace it is written over the record itself, which is the worst that a user can do."""
 
     async with while_training() as (cluster, process, workers):
-        packed, step = {names.MEMBERSHIP_PACKED_KEY: bomb(128)}, workers.step
-        assert len(packed[names.MEMBERSHIP_PACKED_KEY]) < 2**20
+        packed, step = {MEMBERSHIP_KEY: bomb(128)}, workers.step
+        assert len(packed[MEMBERSHIP_KEY]) < 2**20
         metadata = {
             "name": "llama-membership",
             "namespace": namespace,

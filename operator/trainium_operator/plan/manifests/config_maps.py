@@ -7,6 +7,7 @@ import gzip
 import json
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY
 from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT, NODES_NAME, RULES_NAME
 from trainium_operator.plan.manifests.owned_object import owned_object
 from trainium_operator.plan.model import names
@@ -38,7 +39,7 @@ def membership_map(job: JobView, membership: Membership) -> Json:
     """Build the durable record of a membership, compressed because a ConfigMap holds 1 MiB; no pod mounts it."""
     text = json.dumps(membership.to_wire(), sort_keys=True)
     packed = base64.b64encode(gzip.compress(text.encode(), compresslevel=4, mtime=0)).decode()
-    content: Json = {"binaryData": {names.MEMBERSHIP_PACKED_KEY: packed}}
+    content: Json = {"binaryData": {MEMBERSHIP_KEY: packed}}
     return owned_object(job, "v1", "ConfigMap", names.membership_name(job.name), content, "membership")
 
 

@@ -11,7 +11,6 @@ from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.errors import ConflictError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS
 from trainium_operator.cluster.cache.membership_record import membership_of
-from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
     from execution_world import World
@@ -63,37 +62,6 @@ async def test_what_somebody_has_put_beside_the_record_goes_with_the_next_genera
     await world.do(world.publication(2, 1))
     assert "theirs" not in world.cluster.get(CONFIG_MAPS, "default", "j-membership").get("data", {})
     assert world.published == [1, 2]
-
-
-@in_virtual_time
-async def test_a_record_in_the_form_of_an_older_operator_is_read_and_the_next_generation_wins(world: World) -> None:
-    """A job that grew from 600 to 1,000 workers has a text first, then a packed generation on top."""
-    first, second = world.publication(1, 0), world.publication(2, 1, "10.0.0.2")
-    text = {names.MEMBERSHIP_KEY: first.membership.model_dump_json(by_alias=True)}
-    world.cluster.add(CONFIG_MAPS, world.owned("j-membership", kind="ConfigMap", data=text))
-    await world.caches.config_maps.refresh()
-    record = world.caches.membership_of(world.job)
-    assert record is not None
-    assert record.membership == first.membership
-    await world.do(second)
-    record = world.caches.membership_of(world.job)
-    assert record is not None
-    assert record.membership == second.membership
-    assert "data" not in world.cluster.get(CONFIG_MAPS, "default", "j-membership")
-    assert world.published == [2]
-
-
-@in_virtual_time
-async def test_of_two_forms_in_one_record_the_newer_generation_counts(world: World) -> None:
-    old, new = world.publication(1, 0), world.publication(2, 1)
-    text = {names.MEMBERSHIP_KEY: old.membership.model_dump_json(by_alias=True)}
-    world.cluster.add(CONFIG_MAPS, {**new.manifest, "data": text})
-    await world.caches.config_maps.refresh()
-    record = world.caches.membership_of(world.job)
-    assert record is not None
-    assert record.membership == new.membership
-    await world.do(world.publication(3, 2))
-    assert world.published == [3]
 
 
 @in_virtual_time
