@@ -50,6 +50,8 @@ _BUSY = 0.05
 _LIST_SECONDS = 10.0
 _LAST_LIST_SECONDS = 5.0
 """Longest wait for the checkpoints that a program has left, since storage may hang."""
+_CREATED_SECONDS = 3600.0
+"""By then a program has saved its first checkpoint."""
 _MOST_ENTRIES = 20_000
 _READ_SECONDS = 0.1
 """Between two reads of all records: a node may have more than a hundred ranks."""
@@ -300,6 +302,7 @@ class _CheckpointFolder:
         self._glob = program.checkpoints.committed.replace("{step}", "*")
         self.newest = -1
         self.problem = ""
+        self._began = time.monotonic()
         self._listing = threading.Lock()
         threading.Thread(target=self._follow, name="checkpoints", daemon=True).start()
 
@@ -327,6 +330,9 @@ class _CheckpointFolder:
     def _newest(self) -> int:
         """Return the newest step whose checkpoint is complete. Raises OSError."""
         if not self._root.is_dir():
+            # A program creates it with its first checkpoint; the volume that it is on is there from the start.
+            if Path(*self._root.parts[:2]).is_dir() and time.monotonic() < self._began + _CREATED_SECONDS:
+                return -1
             raise FileNotFoundError(2, "it is not there")
         newest = -1
         for number, path in enumerate(self._root.glob(self._glob)):

@@ -324,6 +324,24 @@ def test_a_restart_is_over_when_the_rank_with_the_steps_makes_a_new_one_and_not_
     assert entry.recovered_seconds == pytest.approx(2.0)
 
 
+def test_a_crash_before_the_first_step_is_not_over_while_the_rank_with_the_steps_loads() -> None:
+    crashed = {"failures": (failure(1, rank=1),), "restarts": (restart(1, resumed_at=NOW - 1),)}
+
+    def seen(phase: WorkerPhase, record: Any) -> Any:
+        of_attempt = {"generation": 1, "attempt": 1, "progress": Progress(step=0, started=NOW - 2)}
+        first = agent(0, phase, restarts=(record,), **of_attempt)
+        return running(
+            2,
+            job_spec=program_spec(workers={"replicas": 2}),
+            agents={0: first, 1: agent(1, WorkerPhase.TRAINING, **of_attempt, **crashed)},
+        )
+
+    loading = planned(seen(WorkerPhase.LOADING, restart(1)))
+    assert newest(loading).recovered_seconds is None
+    entry = newest(planned(with_status(seen(WorkerPhase.TRAINING, restart(1, resumed_at=NOW)), loading.status)))
+    assert entry.recovered_seconds is not None
+
+
 def test_a_resize_is_over_when_the_rank_with_the_steps_makes_a_new_one() -> None:
     """Its agent shows the last step of the generation before until then, and silent members train at once."""
 

@@ -48,11 +48,21 @@ def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
         if facts.job.spec.program is not None:
             entry = entry.replaced(step_before=max([entry.step_before, *_steps_before(facts, entry)]))  # noqa: PLW2901
             status = replace_entry(status, index, entry)
+            if _awaits_first_step(facts, entry):
+                continue
         resumed = _recorded(facts, entry) or _observed(facts, entry) or _without_steps(facts, entry)
         if resumed is None:
             continue
         status = replace_entry(status, index, _closed(entry, resumed, facts.now))
     return status
+
+
+def _awaits_first_step(facts: Facts, entry: Interruption) -> bool:
+    """Return whether a rank of a program that has made no step yet still loads; ranks that print none run at once."""
+    return not has_reported_steps(facts) and any(
+        beat.phase is WorkerPhase.LOADING or (beat.generation, beat.attempt) <= (entry.generation, entry.attempt)
+        for _, beat in facts.beats
+    )
 
 
 def _steps_before(facts: Facts, entry: Interruption) -> list[int]:

@@ -260,3 +260,14 @@ def test_a_folder_of_checkpoints_that_is_not_there_is_a_problem(tmp_path: Path) 
         "program.checkpoints.path /nowhere/run cannot be listed (it is not there): mount the volume there, or correct "
         "the path"
     )
+
+
+def test_a_folder_that_the_first_checkpoint_creates_is_no_problem_before_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = Followed(tmp_path, checkpoints={"path": str(tmp_path / "run/checkpoint"), "committed": "{step}"})
+    followed.monitor.on_finish(())
+    assert followed.monitor.problem == ""
+    monkeypatch.setattr(program_progress, "_CREATED_SECONDS", 0.0)
+    followed.monitor.on_finish(())
+    assert "cannot be listed (it is not there)" in followed.monitor.problem
