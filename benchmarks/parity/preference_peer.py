@@ -1,14 +1,15 @@
 """Tune a Llama on pairs by trl's DPOTrainer or ORPOTrainer, as the reference of preference tuning.
 
 Run by `benchmarks.parity` in an environment that has trl; it imports nothing from here. The task is a JSON object in
-the environment variable TASK. Losses and rewards of every step are written to `losses.json` in the task's folder, and
-the trained numbers to `trained.safetensors`.
+the environment variable TASK. The losses of all steps are written to `losses.json` in the task's folder, and the
+trained numbers to `trained.safetensors`. The last line of the output says when each step ended, as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,22 @@ class Recorded:
         return loss
 
 
+class Clock(transformers.TrainerCallback):
+    """Times of the optimizer steps, seconds since the epoch."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Record the time of an optimizer step."""
+        self.ends.append(time.time())
+
+
 def main() -> None:
     """Train, and write what came of it."""
     task: dict[str, Any] = json.loads(os.environ["TASK"])
     folder = Path(task["folder"])
-    torch.use_deterministic_algorithms(mode=True)
+    torch.use_deterministic_algorithms(mode=task["deterministic"])
     model = transformers.LlamaForCausalLM.from_pretrained(
         task["weights"], dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -66,6 +78,8 @@ def main() -> None:
     numbers, rates = [one for one in trainer.model.parameters() if one.requires_grad], task["rates"]
     trainer.optimizer = torch.optim.AdamW(numbers, lr=1.0, **task["optimizer"])
     trainer.lr_scheduler = LambdaLR(trainer.optimizer, lambda step: rates[step] if step < len(rates) else 0.0)
+    clock = Clock()
+    trainer.add_callback(clock)
     trainer.train()
     passes = trainer.args.gradient_accumulation_steps
     losses = [sum(trainer.losses[start : start + passes]) / passes for start in range(0, len(trainer.losses), passes)]
@@ -76,6 +90,7 @@ def main() -> None:
         if parameter.requires_grad
     }
     safetensors.torch.save_file(trained, str(folder / "trained.safetensors"))
+    print(json.dumps({"ends": clock.ends, "deviceBytes": 0}), flush=True)
 
 
 def _arguments(task: dict[str, Any]) -> dict[str, Any]:

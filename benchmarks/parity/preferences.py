@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.data.batches.loader import MicroBatch
 
-_PEER = Path(__file__).with_name("preference_peer.py")
+PEER = Path(__file__).with_name("preference_peer.py")
 _END = 0
 """A token of the vocabulary that the peer, which gets ids, takes for its special tokens."""
 
@@ -42,8 +42,8 @@ def trl_version(python: str) -> str | None:
     return asked.stdout.strip() or None
 
 
-def preference_run(config: TrainingConfig, folder: Path, python: str) -> Tuned:
-    """Train with trl and return the results. Raises RunFailedError."""
+def write_task(config: TrainingConfig, folder: Path, *, deterministic: bool = True) -> dict[str, Any]:
+    """Return the task of the peer; its pairs and the first values of an adapter are written into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     tuning, optimizer = config.tuning, config.optimizer
     assert tuning.objective is not None
@@ -64,7 +64,9 @@ def preference_run(config: TrainingConfig, folder: Path, python: str) -> Tuned:
             "betas": [optimizer.beta1, optimizer.beta2],
             "eps": optimizer.eps,
             "weight_decay": optimizer.weight_decay,
+            "fused": not deterministic,
         },
+        "deterministic": deterministic,
         "lora": None,
     }
     if tuning.method is TuningMethod.LORA:
@@ -80,8 +82,13 @@ def preference_run(config: TrainingConfig, folder: Path, python: str) -> Tuned:
             "lora_alpha": tuning.lora.alpha,
             "target_modules": list(choice.adapters),
         }
-    environment = os.environ | {"TASK": json.dumps(task), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([python, str(_PEER)], env=environment, capture_output=True, text=True, check=False)
+    return task
+
+
+def preference_run(config: TrainingConfig, folder: Path, python: str) -> Tuned:
+    """Train with trl and return the results. Raises RunFailedError."""
+    environment = os.environ | {"TASK": json.dumps(write_task(config, folder)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([python, str(PEER)], env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunFailedError(f"trl ended with {done.returncode}: {' / '.join(done.stderr.splitlines()[-3:])}")
     losses: list[float] = json.loads((folder / "losses.json").read_text())

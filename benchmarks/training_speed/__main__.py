@@ -2,13 +2,15 @@
 
     python -m benchmarks.training_speed [--peer-python VENV/bin/python] [--modes plain,lora] [--ranks 1 2] [--quick]
     python -m benchmarks.training_speed --families          # one process, each family of models, uncompiled
+    python -m benchmarks.training_speed --preferences       # one process, DPO beside trl's DPOTrainer
 
 Both train a model of one shape, Llama or another family, from random weights with AdamW, clipping and a cosine, on as
 many processes, with torch's fused kernels; in the mode `lora` a LoRA adapter of rank 16 on all projections, by the
-peer with peft. The second peer is the first with its `torch_compile`. Runs alternate, so that whatever else the
-machine does hits all alike; a figure is the median of the runs' median steps. transformers.Trainer needs transformers
-and accelerate in the interpreter of `--peer-python`; what is missing there, or does not run here, is reported and not
-measured. Nothing is estimated.
+peer with peft. DPO trains on pairs of answers of one length; the seconds that the log-probabilities of the reference
+take ahead of our steps are added to them, because trl computes them in each step. The second peer of the other modes is
+the first with its `torch_compile`. Runs alternate, so that whatever else the machine does hits all alike; a figure is
+the median of the runs' median steps. The peers need transformers, accelerate, peft and trl in the interpreter of
+`--peer-python`; what is missing there, or does not run here, is reported and not measured. Nothing is estimated.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ from typing import Any
 import torch
 
 from benchmarks.ranks import THREADS, RunFailedError
-from benchmarks.training_speed.peers import TRANSFORMERS, state_of_peers
+from benchmarks.training_speed.peers import TRANSFORMERS, TRL, state_of_peers
 from benchmarks.training_speed.runs import (
     WARM_STEPS,
     Result,
     Task,
     make_base,
     run_ours,
+    run_pairs_peer,
     run_peer,
     text_file,
 )
@@ -48,9 +51,11 @@ MODES: dict[str, dict[str, Any]] = {
     "sharded": {"sharded": True},
     "recomputed": {"recompute": True},
     "compiled": {"compiled": True},
-    "lora": {},
+    "lora": {"lora": True},
 }
 COMMON_MODES = tuple(MODES)
+PREFERENCES: dict[str, dict[str, Any]] = {"dpo": {"pairs": True}, "dpo-lora": {"pairs": True, "lora": True}}
+MODES |= PREFERENCES
 MODES |= {family: {"family": family} for family in FAMILIES}
 SHAPES: dict[str, dict[str, int]] = {
     "cpu": {
@@ -76,6 +81,8 @@ SHAPES: dict[str, dict[str, int]] = {
 GOALS = {"cpu": 1.1, "cuda": 1.0}
 """Goal for the tokens per second over those of the peer, by device."""
 MEMORY_GOAL = 1.0
+PREFERENCE_GOALS = {"speed": 1.3, "memory": 0.9}
+"""Goals for the pairs per second and the peak memory over those of trl."""
 QUICK = {
     "hiddenSize": 64,
     "intermediateSize": 128,
@@ -98,7 +105,9 @@ def main() -> int:
     for name, state in peers.items():
         if reason := state.get("missing") or state.get("unable"):
             print(f"{name} is not measured: {reason}", flush=True)
-    peer_python = None if "missing" in peers[TRANSFORMERS] else options.peer_python
+    peer = TRL if options.preferences else TRANSFORMERS
+    peer_python = None if "missing" in peers[peer] else options.peer_python
+    goals = {"speed": GOALS[options.device], "memory": MEMORY_GOAL}
     base = Task(
         ranks=1,
         device=options.device,
@@ -126,7 +135,7 @@ def main() -> int:
         },
         "settings": {"model": base.model, "length": base.length, "micro": base.micro, "half": base.half}
         | {"steps": base.steps, "rounds": options.rounds},
-        "goals": {"speed": GOALS[options.device], "memory": MEMORY_GOAL},
+        "goals": PREFERENCE_GOALS if options.preferences else goals,
         "peers": peers,
     }
     report["rows"] = [
@@ -135,7 +144,7 @@ def main() -> int:
         for mode in options.modes.split(",")
         if not (mode == "sharded" and ranks == 1)
     ]
-    starts = () if options.families else options.ranks
+    starts = () if options.families or options.preferences else options.ranks
     report["start"] = [_start(replace(base, ranks=ranks), options.rounds, peer_python) for ranks in starts]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -160,10 +169,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one short run of a tiny model: whether it works")
     parser.add_argument("--json", type=Path, default=Path("out/bench/training_speed.json"))
     parser.add_argument("--families", action="store_true", help="the families in place of modes and starts")
+    parser.add_argument("--preferences", action="store_true", help="DPO, in place of modes and starts, beside trl")
     options = parser.parse_args()
     if options.families:
         options.modes, options.ranks, options.rounds = ",".join(FAMILIES), [1], 2
         options.json = options.json.with_name("family_speed.json")
+    if options.preferences:
+        options.modes, options.ranks, options.rounds, options.micro = ",".join(PREFERENCES), [1], 2, 4
+        options.steps = WARM_STEPS + 6
+        options.json = options.json.with_name("preference_speed.json")
     if options.quick:
         options.rounds, options.steps, options.length = 1, WARM_STEPS + 3, 64
     if options.steps <= WARM_STEPS:
@@ -194,9 +208,13 @@ def _row(mode: str, task: Task, options: argparse.Namespace, peer_python: str | 
                 for folder in folders.values():
                     folder.mkdir()
                 line = text_file(folders["text"])
-                each = replace(task, base=make_base(task, folders["base"], line)) if mode == "lora" else task
+                tuned = task.lora or task.pairs
+                each = replace(task, base=make_base(task, folders["base"], line)) if tuned else task
                 found["ours"].append(run_ours(each, folders["ours"], line, options.overrides))
                 if peer_python is None:
+                    continue
+                if task.pairs:
+                    found["peer"].append(run_pairs_peer(each, folders["peer"], peer_python, folders["ours"]))
                     continue
                 found["peer"].append(run_peer(each, folders["peer"], peer_python))
                 if not task.compiled and not options.families:
@@ -208,7 +226,10 @@ def _row(mode: str, task: Task, options: argparse.Namespace, peer_python: str | 
     row |= {name: _figures(task, results) for name, results in found.items() if results}
     ours = row["ours"]
     summary = f"{mode:12} {task.ranks} ranks: {ours['tokensPerSecond']:9.0f} tokens/s"
-    for name, title in (("peer", TRANSFORMERS), ("compiledPeer", "with torch_compile")):
+    if task.pairs:
+        row["pairsPerSecond"] = round(ours["tokensPerSecond"] / task.length / 2, 3)
+        summary += f" ({row['pairsPerSecond']:.2f} pairs/s)"
+    for name, title in (("peer", TRL if task.pairs else TRANSFORMERS), ("compiledPeer", "with torch_compile")):
         if name not in row:
             continue
         memory = "deviceBytes" if task.device == "cuda" else "hostBytes"

@@ -6,8 +6,13 @@ import json
 import subprocess
 
 TRANSFORMERS = "transformers.Trainer"
+TRL = "trl's DPOTrainer"
 TORCHTITAN = "torchtitan"
-_NEEDED = {TRANSFORMERS: ("transformers", "accelerate", "torch"), TORCHTITAN: ("torchtitan",)}
+_NEEDED = {
+    TRANSFORMERS: ("transformers", "accelerate", "torch"),
+    TRL: ("trl", "transformers", "accelerate", "peft", "torch"),
+    TORCHTITAN: ("torchtitan",),
+}
 _VERSIONS = """
 import importlib.metadata, json, sys
 found = {}

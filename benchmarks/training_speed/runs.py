@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import statistics
 import sys
 from dataclasses import asdict, dataclass
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from benchmarks.parity.preferences import PEER, write_task
 from benchmarks.ranks import Ended, run_ranks
 from trainium_contract.models.families import FAMILIES
+from trainium_trainer.configuration.config import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,12 +48,16 @@ class Task:
     family: str = "llama"
     """`model_type` of `transformers`."""
     base: Path | None = None
-    """Hugging Face folder whose LoRA adapter is trained on all projections; None: all weights, from random ones."""
+    """Hugging Face folder that is tuned; None: training starts from random weights."""
+    lora: bool = False
+    """Whether adapters on all projections of `base` are trained, not its weights."""
+    pairs: bool = False
+    """Whether a sample is a pair of answers of `length` tokens, for DPO."""
 
     @property
     def tokens(self) -> int:
         """Number of tokens of a step."""
-        return self.ranks * self.micro * self.accumulation * self.length
+        return self.ranks * self.micro * self.accumulation * self.length * (2 if self.pairs else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,20 @@ def text_file(folder: Path) -> Path:
     return path
 
 
+def pairs_file(task: Task, text: Path) -> Path:
+    """Write pairs for all steps: a prompt with two answers, each longer than the length, so that both are cut to it."""
+    lines = text.read_text().splitlines()
+    choose, many = random.Random(0), task.length // 12
+    rows = [
+        {name: " " + " ".join(choose.choices(lines, k=many)) for name in ("chosen", "rejected")}
+        | {"prompt": choose.choice(lines)}
+        for _ in range(task.steps * task.ranks * task.micro * task.accumulation)
+    ]
+    path = text.with_name("pairs.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def write_config(task: Task, folder: Path, text: Path) -> Path:
     """Write the configuration of a run of this repository's trainer into `folder`."""
     config: dict[str, Any] = {
@@ -105,9 +126,15 @@ def write_config(task: Task, folder: Path, text: Path) -> Path:
         "device": "Cpu" if task.device == "cpu" else "Auto",
     }
     if task.base:
-        config |= {
-            "tuning": {"method": "LoRA", "lora": _LORA | {"targets": _PROJECTIONS}},
-            "artifacts": {"kinds": []},
+        config |= {"tuning": {}, "artifacts": {"kinds": []}}
+    if task.lora:
+        config["tuning"] |= {"method": "LoRA", "lora": _LORA | {"targets": _PROJECTIONS}}
+    if task.pairs:
+        config["tuning"]["objective"] = {"kind": "DPO"}
+        config["data"] |= {
+            "source": str(pairs_file(task, text)),
+            "format": "Preference",
+            "examples": {"tooLong": "CutRight"},
         }
     file = folder / "trainer.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -136,7 +163,10 @@ def result_of(folder: Path, ended: Ended) -> Result:
     """Read the measurements of a run of this repository's trainer in `folder`."""
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
-    seconds = tuple(line["seconds"] for line in steps[WARM_STEPS:])
+    # Log-probabilities of the reference are computed ahead; their seconds belong to the steps that need them.
+    ahead = re.search(r"references ([\d.]+) s", (folder / "rank-0.log").read_text())
+    share = float(ahead[1]) / len(steps) if ahead else 0.0
+    seconds = tuple(line["seconds"] + share for line in steps[WARM_STEPS:])
     return _result(seconds, ended, int(steps[-1].get("deviceBytes") or 0), steps[0]["time"])
 
 
@@ -177,10 +207,16 @@ def make_base(task: Task, folder: Path, text: Path) -> Path:
     return folder
 
 
+def run_pairs_peer(task: Task, folder: Path, python: str, ours: Path) -> Result:
+    """Run trl's DPOTrainer on the token ids of our run in the folder `ours`. Raises RunFailedError."""
+    described = write_task(load(ours / "trainer.yaml"), folder / "run", deterministic=False)
+    return peer_result(folder, run_ranks([python, str(PEER)], task.ranks, folder, {"TASK": json.dumps(described)}))
+
+
 def run_peer(task: Task, folder: Path, python: str) -> Result:
     """Run `transformers.Trainer`. Raises RunFailedError."""
     described = asdict(task) | {"folder": str(folder / "run"), "model": model_options(task), "base": None}
-    if task.base:
+    if task.lora:
         lora = {"r": _LORA["rank"], "lora_alpha": _LORA["alpha"], "target_modules": _PROJECTIONS}
         described |= {"weights": str(task.base), "lora": lora}
     argv = [python, str(Path(__file__).with_name("peer.py"))]
