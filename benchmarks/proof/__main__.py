@@ -1,7 +1,7 @@
 """Kill real ranks at seeded points until enough of them were killed, and write the results (`make proof`).
 
-    python -m benchmarks.proof [--uneven | --tuning] [--points 200] [--seed 0] [--json FILE] [--document FILE]
-                                [--folder DIR]
+    python -m benchmarks.proof [--uneven | --tuning | --preferences] [--points 200] [--seed 0] [--json FILE]
+                                [--document FILE] [--folder DIR]
 
 A point counts if a rank was killed there. A trial that fails keeps its folder (logs, metrics, checkpoints).
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.proof.document import replace_section, section, summary
 from benchmarks.proof.runner import Runner
-from benchmarks.proof.suites import PRETRAINING, TUNING, UNEVEN, trial
+from benchmarks.proof.suites import PREFERENCES, PRETRAINING, TUNING, UNEVEN, trial
 
 if TYPE_CHECKING:
     from benchmarks.proof.checks import TrialResult
@@ -32,6 +32,7 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--uneven", action="store_true", help="pretraining at sizes that leave slots of the batch empty")
     which.add_argument("--tuning", action="store_true", help="LoRA and what follows it, in place of pretraining")
+    which.add_argument("--preferences", action="store_true", help="DPO on pairs of answers, in place of pretraining")
     parser.add_argument("--points", type=int, help="ranks that have to die where they should; 200, of the others 100")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial")
     parser.add_argument("--json", type=Path, help="for the figures; below out/bench by default")
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="for the runs; a temporary one by default")
     options = parser.parse_args()
     suite = UNEVEN if options.uneven else TUNING if options.tuning else PRETRAINING
+    suite = PREFERENCES if options.preferences else suite
     points = options.points or (200 if suite is PRETRAINING else 100)
     began = time.time()
     results: list[TrialResult] = []

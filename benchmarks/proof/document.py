@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _UNEVEN_HEAD = "## Batches that are not divisible"
 _TUNING_HEAD = "## Fine-tuning"
+_PREFERENCES_HEAD = "## Preferences"
 _HEAD = """# Recovery proof
 
 Written by `make proof`; do not edit. Ranks of a small model are forked as an agent forks them. One of them is killed
@@ -64,12 +65,24 @@ _TUNING_FOOT = """- Export: in a data file of an artifact; around its plan, rece
 The other columns are those of the first table.
 """
 
-_HEADS = {"pretraining": "# Recovery proof\n", "uneven": _UNEVEN_HEAD, "tuning": _TUNING_HEAD}
+_PREFERENCES_TEXT = f"""{_PREFERENCES_HEAD}
+
+Written by `make proof ARGS=--preferences`. DPO trains all weights of a small base from `transformers` on pairs of
+answers, beside log-probabilities that the base gave before the first step. The conditions are those of the first table.
+"""
+
+_HEADS = {
+    "pretraining": "# Recovery proof\n",
+    "uneven": _UNEVEN_HEAD,
+    "tuning": _TUNING_HEAD,
+    "preferences": _PREFERENCES_HEAD,
+}
 """First line of the section of each suite, in the order of the page."""
 _TEXTS = {
     "pretraining": (_HEAD, _FOOT),
     "uneven": (_UNEVEN_TEXT, _UNEVEN_FOOT),
     "tuning": (_TUNING_TEXT, _TUNING_FOOT),
+    "preferences": (_PREFERENCES_TEXT, "Cells and columns are those of the first table.\n"),
 }
 
 

@@ -33,8 +33,12 @@ class Inputs:
         self._examples = folder / "sums.jsonl"
         rng = random.Random(0)
         self._text.write_text("".join(" ".join(rng.choices(_WORDS, k=12)) + ".\n" for _ in range(60)))
-        if suite.tunes:
-            records = [{"instruction": f"Add {n} and {n + 3}.", "response": str(2 * n + 3)} for n in range(_EXAMPLES)]
+        if suite.tunes or suite.prefers:
+            records = [
+                {"instruction": f"Add {n} and {n + 3}.", "response": str(2 * n + 3)}
+                | {"prompt": f"{n} + 3 =", "chosen": f" {n + 3}", "rejected": f" {n - 3}"}
+                for n in range(_EXAMPLES)
+            ]
             self._examples.write_text("".join(json.dumps(record) + "\n" for record in records))
             self._make_base()
 
@@ -56,6 +60,8 @@ class Inputs:
         }
         if family.milestones:
             common["checkpoint"]["milestones"] = {"everyTokens": _MILESTONE_TOKENS}
+        if suite.prefers:
+            return common | self._preferences()
         return common | (self._tuning(family) if suite.tunes else self._pretraining())
 
     def _pretraining(self) -> dict[str, Any]:
@@ -66,6 +72,21 @@ class Inputs:
             "tokenizer": {"vocabSize": _VOCABULARY},
         }
         return {"steps": self._suite.steps, "data": data, "model": _MODEL}
+
+    def _preferences(self) -> dict[str, Any]:
+        data = {
+            "source": str(self._examples),
+            "format": "Preference",
+            "sequenceLength": 32,
+            "cacheDirectory": str(self._cache),
+        }
+        return {
+            "steps": self._suite.steps,
+            "data": data,
+            "model": {"weights": str(self._base)},
+            "tuning": {"objective": {"kind": "DPO"}},
+            "artifacts": {"kinds": []},
+        }
 
     def _tuning(self, family: Family) -> dict[str, Any]:
         """Return a configuration whose epochs end with an incomplete batch, with validation."""

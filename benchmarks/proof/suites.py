@@ -111,6 +111,8 @@ class Suite:
     save_every: int
     tunes: bool = False
     """Whether adapters of a base are trained on examples, followed by artifacts and an evaluation."""
+    prefers: bool = False
+    """Whether all weights of a base are trained on pairs of answers by DPO."""
 
     @property
     def points(self) -> tuple[Point, ...]:
@@ -232,6 +234,9 @@ PRETRAINING = Suite(
 )
 UNEVEN = replace(PRETRAINING, name="uneven", families=_UNEVEN, global_batch=5)
 """Five samples, one for each rank and pass: no size divides them, and one of six ranks has no sample."""
+PREFERENCES = replace(
+    PRETRAINING, name="preferences", families=tuple(each for each in _PRETRAINING if not each.through_nxd), prefers=True
+)
 TUNING = Suite(
     name="tuning",
     families=_TUNING,
