@@ -2,7 +2,7 @@
 
 Run by `benchmarks.parity` in an environment that has trl; it imports nothing from here. The task is a JSON object in
 the environment variable TASK. The losses of all steps are written to `losses.json` in the task's folder, and the
-trained numbers to `trained.safetensors`. The last line of the output says when each step ended, as JSON.
+trained numbers to `trained.safetensors`. The last line of the output has the time of each step's end, as JSON.
 """
 
 from __future__ import annotations

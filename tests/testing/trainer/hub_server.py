@@ -7,7 +7,8 @@
         assert hub.requests[-1].range == "bytes=1000-"
 
 It speaks what `huggingface_hub` and `datasets` ask for: information, trees and paths of a repository, HEAD and GET of
-files with ranges, error codes. A data set is added as `datasets/owner/name`.
+files with ranges, error codes; and commits, to which safetensors and Parquet are uploaded by the batch API of Git LFS,
+in parts where they are large. A data set is added as `datasets/owner/name`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from tests.testing.suite.loopback_http import LoopbackServer
 
 COMMIT = "c0ffee" + "0" * 34
 PARQUET = "refs/convert/parquet"
+_LARGE = (".parquet", ".safetensors")
+"""Files that Git LFS keeps."""
+PART_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,10 @@ class HubServer:
         """Token that may create repositories."""
         self.created: list[dict[str, Any]] = []
         """Requests for new repositories."""
+        self.objects: dict[str, bytes] = {}
+        """Contents of uploaded large files by SHA-256."""
+        self.parts: dict[str, dict[int, bytes]] = {}
+        """Uploaded parts of a large file by number."""
         self.status: int | None = None
         """Answer requests below `failing` with this."""
         self.failing = ""
@@ -117,6 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._serve(body=True)
 
+    def do_PUT(self) -> None:
+        self._serve(body=True)
+
     def log_message(self, *_: Any) -> None:
         pass
 
@@ -131,6 +142,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.command == "POST" and path in ("api/repos/create", "api/validate-yaml"):
             self._create(json.loads(sent)) if path.endswith("create") else self._json({"errors": [], "warnings": []})
+            return
+        if path.startswith("lfs/"):
+            self._receive(sent, *path.split("/")[1:])
+            return
+        if path.endswith(".git/info/lfs/objects/batch"):
+            self._json({"objects": [self._upload_of(each) for each in json.loads(sent)["objects"]]})
             return
         information = path.startswith("api/")
         short = path.removeprefix("api/").removeprefix("models/")
@@ -154,11 +171,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._json([entry for entry in _tree(files, "", recursive=True) if entry["path"] in wanted])
         elif what in ("preupload", "commit"):
             if what == "commit":
-                self.hub.add(name, files | dict(map(_added, sent.decode().splitlines()[1:])))
+                self.hub.add(name, files | dict(map(self._added, sent.decode().splitlines()[1:])))
                 self._json({"commitUrl": f"{self.hub.url}/{name}/commit/{repository.commit('main')}", "commitOid": "x"})
                 return
-            wanted = [file["path"] for file in json.loads(sent)["files"]]
-            self._json({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in wanted]})
+            known = {entry["path"]: entry for entry in _tree(files, "", recursive=True)}
+            modes = [_mode(file["path"], known.get(file["path"])) for file in json.loads(sent)["files"]]
+            self._json({"files": modes})
         elif information:
             siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
             about = {"id": name.removeprefix("datasets/"), "sha": repository.commit(revision), "siblings": siblings}
@@ -176,6 +194,40 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.add(name, {})
             self.hub.created.append(wanted)
             self._json({"url": f"{self.hub.url}/{name}"})
+
+    def _upload_of(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Return where a large file is sent to; nowhere if it is there."""
+        oid, size = wanted["oid"], wanted["size"]
+        if oid in self.hub.objects:
+            return {"oid": oid, "size": size}
+        address = f"{self.hub.url}/lfs/{oid}"
+        upload: dict[str, Any] = {"href": address}
+        if size > PART_BYTES:
+            numbers = range(1, -(-size // PART_BYTES) + 1)
+            upload["header"] = {"chunk_size": str(PART_BYTES)} | {str(n): f"{address}/{n}" for n in numbers}
+        actions = {"upload": upload, "verify": {"href": f"{address}/verify"}}
+        return {"oid": oid, "size": size, "actions": actions}
+
+    def _receive(self, sent: bytes, oid: str, what: str = "whole") -> None:
+        """Take a large file or a part of it, put the parts together, or compare it with its name."""
+        if what == "verify":
+            self._json({}) if oid in self.hub.objects else self._error(404, None)
+        elif what == "whole":
+            parts = self.hub.parts.pop(oid, {})
+            data = b"".join(parts[number] for number in sorted(parts)) if self.command == "POST" else sent
+            if hashlib.sha256(data).hexdigest() == oid:
+                self.hub.objects[oid] = data
+            self._json({}) if oid in self.hub.objects else self._error(422, None)
+        else:
+            self.hub.parts.setdefault(oid, {})[int(what)] = sent
+            self._answer(200, b"", {"ETag": f'"{what}"'}, body=True)
+
+    def _added(self, line: str) -> tuple[str, bytes]:
+        """Return path and contents of a file in a commit."""
+        entry = json.loads(line)
+        value = entry["value"]
+        large = entry["key"] == "lfsFile"
+        return value["path"], self.hub.objects[value["oid"]] if large else base64.b64decode(value["content"])
 
     def _json(self, content: Any, status: int = 200) -> None:
         self._answer(status, json.dumps(content).encode(), {"Content-Type": "application/json"}, body=True)
@@ -213,10 +265,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, b"", {"X-Error-Code": code} if code else {}, body=True)
 
 
-def _added(line: str) -> tuple[str, bytes]:
-    """Return path and contents of a file in a commit."""
-    value = json.loads(line)["value"]
-    return value["path"], base64.b64decode(value["content"])
+def _mode(path: str, known: dict[str, Any] | None) -> dict[str, Any]:
+    """Return how a file is uploaded, and what the repository has under its name."""
+    mode = "lfs" if path.endswith(_LARGE) else "regular"
+    found = {"path": path, "uploadMode": mode, "shouldIgnore": False}
+    return found | ({"oid": known.get("lfs", known)["oid"]} if known else {})
 
 
 def _tree(files: dict[str, bytes], folder: str, *, recursive: bool = False) -> list[dict[str, Any]]:
@@ -233,7 +286,7 @@ def _tree(files: dict[str, bytes], folder: str, *, recursive: bool = False) -> l
         else:
             blob = hashlib.sha1(b"blob %d\0%b" % (len(data), data)).hexdigest()
             found[path] = {"type": "file", "path": path, "size": len(data), "oid": blob}
-            if path.endswith(".parquet"):
+            if path.endswith(_LARGE):
                 digest = hashlib.sha256(data).hexdigest()
                 found[path]["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 134}
     return [*found.values()]

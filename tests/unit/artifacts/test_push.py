@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.trainer.hub_server import HubServer
+from tests.testing.trainer.hub_server import PART_BYTES, HubServer
 from trainium_contract.status.results import ArtifactReport
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.artifacts.push import open_repository, push_artifact
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the hub's library, of its client
 TOKEN = "hf_token_that_must_never_be_shown"
 REPO = "acme/tuned"
 
@@ -24,6 +25,7 @@ REPO = "acme/tuned"
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # Xet's service is not on loopback
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with HubServer() as running:
         running.writer = TOKEN
@@ -44,7 +46,7 @@ def written(tmp_path: Path) -> list[ArtifactReport]:
         folder = tmp_path / kind
         folder.mkdir()
         (folder / "README.md").write_text(f"---\nlicense: mit\n---\n{kind}")
-        (folder / "weights.safetensors").write_bytes(kind.encode())
+        (folder / "weights.safetensors").write_bytes(kind.encode() * (PART_BYTES // 2))
         found.append(ArtifactReport(kind=kind, path=str(folder), step=7))
     return found
 
@@ -69,7 +71,10 @@ def test_a_push_is_one_commit_and_the_same_files_are_none(
     adapter = config(kind="Adapter").artifacts.push
     assert adapter is not None
     push_artifact(adapter, artifacts, lambda: None)
-    assert [*hub.repositories[REPO].commits.values()][-1]["weights.safetensors"] == b"Adapter"
+    assert [*hub.repositories[REPO].commits.values()][-1]["weights.safetensors"] == b"Adapter" * (PART_BYTES // 2)
+    commits = len(hub.repositories[REPO].commits)
+    push_artifact(adapter, artifacts, lambda: None)
+    assert len(hub.repositories[REPO].commits) == commits
     assert TOKEN not in caplog.text
     assert {each.token for each in hub.requests if each.method == "POST"} <= {f"Bearer {TOKEN}", None}
 
@@ -89,6 +94,27 @@ def test_what_cannot_be_pushed_is_refused_before_the_first_step(
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(UserError, match=r"needs a token: set the environment variable HF_TOKEN from a Secret"):
         open_repository(config())
+
+
+def test_a_broken_upload_commits_nothing_and_a_repeated_one_sends_only_what_is_missing(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    push = config().artifacts.push
+    assert push is not None
+    artifacts = written(tmp_path)
+    hub.status, hub.failing = 403, "lfs/"
+    with pytest.raises(UserError, match=r"the hub refused the token: set HF_TOKEN to one that may write to it"):
+        push_artifact(push, artifacts, lambda: None)
+    hub.status, hub.failing = 500, "api/models/acme/tuned/commit"
+    with pytest.raises(StorageError, match="the hub answered 500"):
+        push_artifact(push, artifacts, lambda: None)
+    assert [*hub.repositories[REPO].commits.values()] == [{}]
+    hub.status = None
+    hub.requests.clear()
+    push_artifact(push, artifacts, lambda: None)
+    assert not [each for each in hub.requests if each.method == "PUT"], "the object is there"
+    (_, commit) = hub.repositories[REPO].commits.values()
+    assert commit["weights.safetensors"] == b"Model" * (PART_BYTES // 2)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,7 @@ def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
     near = f" (batch.globalSize is {batch.global_size})" if settings.batch != batch.global_size else ""
     return [
         f"model: {count_parameters(shape):,} parameters, {shape.num_layers} layers of width {shape.hidden_size}",
+        *_window(settings),
         *_tuned(settings),
         *_objective(config),
         (
@@ -192,6 +193,17 @@ def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
         _rate(config),
         f"open files: up to {needed(settings.launch.world_size, nodes):,} in one process",
     ]
+
+
+def _window(settings: Settings) -> list[str]:
+    """Return a line about the window of attention, where the model has one."""
+    shape, length = settings.shape, settings.config.data.sequence_length
+    window = shape.sliding_window
+    if window is None:
+        return []
+    layers = sum(shape.window_of(layer) is not None for layer in range(shape.num_layers))
+    effect = "" if window < length else f", which a sequence of {length:,} tokens does not exceed: it has no effect"
+    return [f"window: a token sees {window:,} positions in {layers} of {shape.num_layers} layers{effect}"]
 
 
 def _tuned(settings: Settings) -> list[str]:

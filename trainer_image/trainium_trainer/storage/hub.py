@@ -97,5 +97,7 @@ def _explained(error: Exception, about: Repository) -> TrainerError | None:
             return StorageError(f"{where}: the hub answered {status}: start again later, what is there stays")
         case errors.LocalEntryNotFoundError() | ConnectionError() | TimeoutError():
             return lost
+        case RuntimeError(__cause__=Exception() as cause):  # of a large file
+            return _explained(cause, about)
     # By name: the library has changed the client that it asks by before.
     return lost if {kind.__name__ for kind in type(error).__mro__} & _LOST else None

@@ -459,3 +459,24 @@ def test_a_profile_that_cannot_be_recorded_is_refused(tmp_path: Path, profile: d
     with pytest.raises(UserError) as refused:
         load(write(tmp_path, {"monitor": {"profile": profile}}))
     assert message in str(refused.value)
+
+
+UNUSED = "which a sequence of {} tokens does not exceed: it has no effect"
+
+
+@pytest.mark.parametrize(
+    ("preset", "length", "line"),
+    [
+        ("Mistral-7B-v0.1", 2048, f"32 of 32 layers, {UNUSED.format('2,048')}"),
+        ("Mistral-7B-v0.1", 4096, f"32 of 32 layers, {UNUSED.format('4,096')}"),
+        ("OLMo3-7B", 8192, "24 of 32 layers"),
+        ("Mistral-7B-v0.3", 8192, ""),
+    ],
+)
+def test_check_reports_a_window_and_whether_it_has_an_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], preset: str, length: int, line: str
+) -> None:
+    config = {"model": {"preset": preset}, "data": {"sequenceLength": length}}
+    assert cli.run(["check", "--config", str(write(tmp_path, config))]) == 0
+    found = [each for each in capsys.readouterr().out.splitlines() if each.startswith("window: ")]
+    assert found == ([f"window: a token sees 4,096 positions in {line}"] if line else [])

@@ -130,6 +130,10 @@ def test_a_shape_written_as_a_file_is_read_back(tmp_path: Path, preset: ModelPre
         ({"vocab_size": 0}, "vocab_size is 0: use a number of at least 1"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but this trainer has only 'silu'"),
         ({"sliding_window": 64}, "sliding_window is 64, but LlamaForCausalLM has no such field"),
+        (
+            {"architectures": "absent", "model_type": "mistral", "sliding_window": 0},
+            "sliding_window is 0: use a number of at least 1",
+        ),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, but this trainer has only 0.0"),
         (
             {"rope_scaling": {"type": "longrope", "factor": 2.0}},

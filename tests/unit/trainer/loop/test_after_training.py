@@ -96,6 +96,7 @@ def test_the_adapter_is_pushed_with_the_figures_of_its_evaluation(launch: Launch
     with HubServer() as hub:
         hub.writer = "hf_token_that_must_never_be_shown"
         given = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.writer, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        given["HF_HUB_DISABLE_XET"] = "1"
         job = launch(2, "pushed", [*options, "artifacts.push={repo: acme/sums, kind: Adapter}"], **given)
         assert job.wait(120) == [0, 0], job.log()
         (_, pushed) = hub.repositories["acme/sums"].commits.values()
