@@ -24,6 +24,7 @@ from trainium_trainer.commands.inspect import inspect
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.commands.precompile import precompile
 from trainium_trainer.commands.prepare_data import prepare_data
+from trainium_trainer.commands.profile import profile
 from trainium_trainer.commands.show_data import show_data
 from trainium_trainer.compile import graphs
 from trainium_trainer.configuration.config import load, read_launch, resolve_settings
@@ -89,7 +90,7 @@ app.command()(inspect)
 app.add_typer(_convert)
 for _command in (
     artifacts.export, artifacts.merge, artifacts.fetch_model, evaluate.generate, evaluate.evaluate, check.check,
-    prepare_data, show_data, plot, precompile,
+    prepare_data, show_data, plot, profile, precompile,
 ):  # fmt: skip
     app.command()(_command)
 

@@ -17,11 +17,24 @@ if TYPE_CHECKING:
 
 _NO_FILES = ":4"
 _OF_A_JOB = frozenset({
-    "status", "watch", "why", "logs", "ranks", "stacks", "checkpoints", "goodput", "history", "suspend", "resume",
-    "scale", "sizes", "retry", "report", "simulate", "support-bundle",
+    "status", "watch", "why", "logs", "ranks", "stacks", "profile", "checkpoints", "goodput", "history", "suspend",
+    "resume", "scale", "sizes", "retry", "report", "simulate", "support-bundle",
 })  # fmt: skip
 _WITH_VALUE = frozenset(
-    {"-n", "--namespace", "--context", "--kubeconfig", "-o", "--output", "--rank", "--tail", "--entry"}
+    {
+        "-n",
+        "--namespace",
+        "--context",
+        "--kubeconfig",
+        "-o",
+        "--output",
+        "--rank",
+        "--ranks",
+        "--steps",
+        "--file",
+        "--tail",
+        "--entry",
+    }
 )
 
 

@@ -15,7 +15,7 @@ import sys
 
 import typer
 
-from trainium_client.commands import bundle, change, inspect, logs, report, show, simulate, ui, watch
+from trainium_client.commands import bundle, change, inspect, logs, profile, report, show, simulate, ui, watch
 from trainium_client.commands.options import close_connections, with_session
 from trainium_contract.api_server.errors import ClientError
 
@@ -28,9 +28,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _command in (
-    show.status, watch.watch, show.why, logs.logs, inspect.ranks, inspect.stacks, inspect.checkpoints, show.goodput,
-    show.history, show.sizes, show.scaling, inspect.nodes, inspect.release, change.suspend, change.resume, change.scale,
-    change.retry,
+    show.status, watch.watch, show.why, logs.logs, inspect.ranks, inspect.stacks, profile.profile, inspect.checkpoints,
+    show.goodput, show.history, show.sizes, show.scaling, inspect.nodes, inspect.release, change.suspend, change.resume,
+    change.scale, change.retry,
 ):  # fmt: skip
     app.command()(with_session(_command))
 app.command()(with_session(report.report, output=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -231,3 +232,33 @@ def test_a_failed_job_reports_why_and_runs_again_corrected(
     assert trn(job, "why")["entry"]["rank"] == 0
     trn(job, "retry", as_json=False)
     assert job.until_phase("Completed")["progress"]["step"] == 6
+
+
+def test_steps_of_a_running_job_are_recorded_on_two_ranks_at_once(
+    new_job: Callable[..., Job], trn: Trn, tmp_path: Path
+) -> None:
+    job = new_job(change="workers: {replicas: 2}\ntrainer: {steps: 100000}")
+    job.until_step(3)
+    file = tmp_path / "trace.json.gz"
+    recorded = trn(job, "profile", "--steps", "2", "--file", str(file))
+    assert {row["rank"] for row in recorded} == {0, 1}
+    windows = {(row["summary"]["first"], row["summary"]["last"]) for row in recorded}
+    assert len(windows) == 1, "both recorded the same steps"
+    first, last = windows.pop()
+    assert last - first + 1 == 2
+    for row in recorded:
+        assert {"aten::mm", "gloo:all_reduce"} <= {span["name"] for span in row["summary"]["spans"]}
+        assert "forward and backward" in {part["name"] for part in row["summary"]["parts"]}
+        name = f"steps-{first}-{last}-rank-{row['rank']}.json.gz"
+        assert row["stored"].endswith(f"/profiles/{name}")
+        assert (job.folder / "profiles" / name).is_file()
+    with gzip.open(file) as stream:
+        events = json.load(stream)["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    begins = {event["pid"]: event["ts"] for event in spans if event["name"] == f"step {first}"}
+    assert len(begins) == 2, "each rank is a process of the trace"
+    assert max(begins.values()) - min(begins.values()) < 10e6, "on one clock"
+    text = trn(job, "profile", "--steps", "1", "--ranks", "1", "--file", str(file), as_json=False)
+    assert "MILLISECONDS OF A STEP, BY PART" in text
+    assert job.status()["membership"]["generation"] == 1
+    assert not job.history(), "nothing was restarted"

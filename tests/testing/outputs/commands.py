@@ -56,6 +56,7 @@ _RECORDED = {
     "checkpoints llama": "asked/checkpoints",
     "logs llama": "asked/follow",
     "stacks llama": "asked/stacks",
+    "profile llama": "asked/profile",
     "report llama": "asked/report",
     "support-bundle llama": "asked/bundle",
     "simulate llama": "asked/job",

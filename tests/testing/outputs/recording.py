@@ -6,7 +6,9 @@ clock of that moment.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -20,7 +22,7 @@ from unittest import mock
 
 from tests.testing.api.recorded_jobs import ApiServer
 from trainium_client import pod_exec
-from trainium_client.commands import inspect, logs
+from trainium_client.commands import inspect, logs, profile
 from trainium_client.commands.main import main
 from trainium_client.pod_exec import Output
 from trainium_contract.api_server.connection import Answer, Connection, LineStream
@@ -39,6 +41,9 @@ _ANYWHERE = {
     os.uname().release: "6.1.0",
 }
 """Folder of the development cluster's programs, and the one shown for it: a recording names no machine."""
+_GZIP, _PACKED = b"\x1f\x8b", "base64:"
+"""Start of a file that a program printed packed, and of what is kept of it."""
+_SPAN = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
@@ -54,7 +59,7 @@ class Recording:
     """What the API server answered by path (of a write: `METHOD PATH`), one after the other; an object (a refusal is a
     Status) or a text. Empty streams are left out."""
     inside: dict[str, str]
-    """What programs inside of workers printed, by `POD: PROGRAM`."""
+    """What programs inside of workers printed, by `POD: PROGRAM`; packed files in base64."""
     sent: dict[str, list[Any]] = field(default_factory=dict)
     """What the command wrote, by `METHOD PATH`, one after the other."""
 
@@ -116,7 +121,9 @@ def replayed(
     """
 
     def remembered(_: Api, pod: str, command: Sequence[str], **__: Any) -> Output:
-        return Output(recording.inside[f"{pod}: {' '.join(command)}"].encode(), b"")
+        kept = recording.inside[f"{pod}: {' '.join(command)}"]
+        packed = kept.startswith(_PACKED)
+        return Output(base64.b64decode(kept.removeprefix(_PACKED)) if packed else kept.encode(), b"")
 
     answers = _InTurn({path: [*each] for path, each in recording.answers.items()})
     with tempfile.TemporaryDirectory() as folder, ApiServer(answers, Path(folder)).running() as server:
@@ -202,7 +209,8 @@ def _listening(to: Recording, times: list[float]) -> Iterator[None]:
     def running(api: Api, pod: str, command: Sequence[str], **more: Any) -> Output:
         output = run(api, pod, command, **more)
         times.append(time.time())
-        to.inside[f"{pod}: {' '.join(command)}"] = output.out.decode(errors="replace")
+        kept = _spans_of(output.out) if output.out[:2] == _GZIP else output.out.decode(errors="replace")
+        to.inside[f"{pod}: {' '.join(command)}"] = kept
         return output
 
     with (
@@ -214,9 +222,19 @@ def _listening(to: Recording, times: list[float]) -> Iterator[None]:
         yield
 
 
+def _spans_of(trace: bytes) -> str:
+    """Keep the spans of a trace, without their arguments and the name of the machine."""
+    content = json.loads(gzip.decompress(trace))
+    events = [{key: event[key] for key in _SPAN if key in event} for event in content["traceEvents"]]
+    spans = {"trainium": content["trainium"], "traceEvents": [event for event in events if event["ph"] == "X"]}
+    return _PACKED + base64.b64encode(gzip.compress(json.dumps(spans).encode(), mtime=0)).decode()
+
+
 @contextlib.contextmanager
 def _programs(run: Callable[..., Output]) -> Iterator[None]:
-    with mock.patch.object(pod_exec, "run_in_pod", run), mock.patch.object(inspect, "run_in_pod", run):
+    with contextlib.ExitStack() as patched:
+        for module in (pod_exec, inspect, profile):
+            patched.enter_context(mock.patch.object(module, "run_in_pod", run))
         yield
 
 

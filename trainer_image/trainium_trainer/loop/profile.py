@@ -96,6 +96,7 @@ class StepProfiler:
                 if window.first == step + 1:
                     recording.stop()  # the first start in a process loads libraries
                 else:
+                    recording.add_metadata_json("trainium", json.dumps({"rank": self._run.backend.mesh.rank}))
                     self._window, self._began, self._recording = window, step, recording
                     _wrap(self._run, profiler.record_function)
         if self._recording is not None:
@@ -144,8 +145,6 @@ class StepProfiler:
         draft = path.with_suffix(".draft")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            about = {"rank": mesh.rank, "first": self._began, "last": last}
-            recording.add_metadata_json("trainium", json.dumps(about))
             recording.export_chrome_trace(str(draft))
             _compress(draft, path)
             removed = sorted(folder.glob(f"steps-*{suffix}"), key=lambda each: each.stat().st_mtime)[:-_KEPT]
@@ -166,7 +165,7 @@ class StepProfiler:
                 draft.unlink()
         where = f"{address.rstrip('/')}/{TRACES_FOLDER}/{path.name}" if is_address(address) else str(path)
         _log.info("trace of steps %d to %d: %s (%d bytes)", self._began, last, where, path.stat().st_size)
-        return {"file": str(path), "stored": where, **about}
+        return {"file": str(path), "stored": where, "first": self._began, "last": last}
 
 
 @contextlib.contextmanager

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.trainer.s3_gateway import serving
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.views.trace import parse_trace
+from trainium_trainer.cli import run
 from trainium_trainer.loop import profile
 
 if TYPE_CHECKING:
@@ -44,6 +47,17 @@ def answer(memory: Path, *, rank: int, first: int, steps: int) -> dict[str, Any]
     return found
 
 
+def assert_nested(found: list[dict[str, Any]]) -> None:
+    """Check what a viewer of this format requires of a thread: a span ends before the one around it."""
+    around: dict[Any, list[float]] = {}
+    for each in sorted(found, key=lambda each: (each["ts"], -each["dur"])):
+        ends = around.setdefault((each["pid"], each["tid"]), [])
+        while ends and ends[-1] <= each["ts"]:
+            ends.pop()
+        assert not ends or each["ts"] + each["dur"] <= ends[-1] + 0.01, each["name"]
+        ends.append(each["ts"] + each["dur"])
+
+
 def test_the_configured_steps_of_the_named_ranks_are_recorded_and_each_span_lies_within_its_step(
     launch: Launcher,
 ) -> None:
@@ -62,7 +76,30 @@ def test_the_configured_steps_of_the_named_ranks_are_recorded_and_each_span_lies
         assert {"wait for data", "forward and backward", "sum totals", "reduce gradients and update"} <= set(inside)
         assert "aten::mm" in inside
     assert "gloo:all_reduce" in {each["name"] for each in found}
+    assert_nested(found)
+    assert parse_trace(path.read_bytes()).content["trainium"] == {"rank": 1}
     assert job.losses() == launch(2, "without", ["steps=6"]).finish().losses()
+
+
+def test_a_trace_is_shown_and_put_beside_another_one_without_a_cluster(
+    launch: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = launch(2, "run", ["steps=4", "monitor.profile={steps: [3, 4], ranks: [0, 1]}"]).finish()
+    one, other = sorted((job.folder / "profiles").iterdir())
+    merged = tmp_path / "both.json.gz"
+    assert run(["profile", str(other), str(one), "--merge", str(merged)]) == 0
+    out = capsys.readouterr().out
+    assert [line.partition(",")[0] for line in out.splitlines()[:2]] == ["rank 1: steps 3 to 4", "rank 0: steps 3 to 4"]
+    assert "DIFFERENCE" in out
+    assert "\nreduce gradients and update  " in out
+    assert "\naten::" in out
+    both = spans(merged)
+    assert len(both) == len([each for path in (one, other) for each in spans(path) if isinstance(each["pid"], int)])
+    assert_nested(both)
+    for file, reason in ((tmp_path / "none", "cannot be read"), (job.folder / "metrics.jsonl", "is no trace")):
+        assert run(["profile", str(file)]) == ExitCode.USER_ERROR
+        assert reason in capsys.readouterr().err
+    assert run(["profile", str(one), "--merge", str(tmp_path)]) == ExitCode.USER_ERROR
 
 
 def test_a_running_rank_records_requested_steps_and_answers(launch: Launcher, tmp_path: Path) -> None:
