@@ -172,12 +172,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--preferences", action="store_true", help="DPO, in place of modes and starts, beside trl")
     options = parser.parse_args()
     if options.families:
-        options.modes, options.ranks, options.rounds = ",".join(FAMILIES), [1], 2
-        options.json = options.json.with_name("family_speed.json")
+        parser.set_defaults(modes=",".join(FAMILIES), ranks=[1], rounds=2, json=Path("out/bench/family_speed.json"))
     if options.preferences:
-        options.modes, options.ranks, options.rounds, options.micro = ",".join(PREFERENCES), [1], 2, 4
-        options.steps = WARM_STEPS + 6
-        options.json = options.json.with_name("preference_speed.json")
+        few = {"ranks": [1], "rounds": 2, "micro": 4, "steps": WARM_STEPS + 6}
+        parser.set_defaults(modes=",".join(PREFERENCES), json=Path("out/bench/preference_speed.json"), **few)
+    options = parser.parse_args()  # what is given counts
     if options.quick:
         options.rounds, options.steps, options.length = 1, WARM_STEPS + 3, 64
     if options.steps <= WARM_STEPS:
