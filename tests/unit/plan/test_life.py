@@ -35,15 +35,6 @@ def test_a_job_starts_trains_and_completes_and_its_spare_is_released() -> None:
     assert set(cluster.status.goodput.lost_seconds) == {"Startup"}
 
 
-def test_a_plan_for_a_running_job_asks_for_nothing() -> None:
-    cluster = started()
-    before = cluster.status
-    result = cluster.reconcile()
-    assert result.actions == ()
-    assert result.events == ()
-    assert result.status == before
-
-
 def test_a_crashed_process_is_restarted_in_place_and_no_pod_is_touched() -> None:
     cluster = started()
     pods = set(cluster.pods)

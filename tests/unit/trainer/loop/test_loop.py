@@ -192,6 +192,7 @@ def test_numbers_of_one_rank_that_spoil_the_sum_of_all_are_put_down_to_it_by_all
         assert parse_nonfinite_rank(last) == 2, last
 
 
+BATCH = ["batch.globalSize=12"]
 PIPELINE = ["parallelism.pipeline=2", "batch.globalSize=8", "batch.microSize=1"]
 TENSOR = ["parallelism.tensor=2", "batch.globalSize=8"]
 
@@ -199,14 +200,14 @@ TENSOR = ["parallelism.tensor=2", "batch.globalSize=8"]
 @pytest.mark.parametrize(
     ("overrides", "ranks", "broken", "named"),
     [
-        (["batch.globalSize=12"], 3, 2, "rank 2 alone"),
-        (["batch.globalSize=12", "dataParallel=FullySharded"], 3, 2, "rank 2 alone"),
-        (["batch.globalSize=12", "dataParallel=ShardedOptimizer"], 3, 2, "rank 2 alone"),
-        (["batch.globalSize=12", "precision=BFloat16Stochastic"], 3, 2, "rank 2 alone"),
+        (BATCH, 3, 2, "rank 2 alone"),
+        ([*BATCH, "dataParallel=FullySharded"], 3, 2, "rank 2 alone"),
+        pytest.param([*BATCH, "dataParallel=ShardedOptimizer"], 3, 2, "rank 2 alone", marks=pytest.mark.long),
+        pytest.param([*BATCH, "precision=BFloat16Stochastic"], 3, 2, "rank 2 alone", marks=pytest.mark.long),
         # Ranks 0 and 1 have the first stage, ranks 2 and 3 the last one.
-        (PIPELINE, 4, 1, "rank 1 alone"),
+        pytest.param(PIPELINE, 4, 1, "rank 1 alone", marks=pytest.mark.long),
         (PIPELINE, 4, 3, "rank 3 alone"),
-        ([*PIPELINE, "dataParallel=FullySharded"], 4, 3, "rank 3 alone"),
+        pytest.param([*PIPELINE, "dataParallel=FullySharded"], 4, 3, "rank 3 alone", marks=pytest.mark.long),
         ([*PIPELINE, "parallelism.stagesPerRank=2", "model.numLayers=4"], 4, 1, "rank 1 alone"),
         (TENSOR, 4, 3, "ranks 2, 3, finite on the other 2"),
     ],
@@ -236,6 +237,7 @@ def test_tolerated_steps_are_skipped_and_reported(launch: Launcher, tmp_path: Pa
     assert alert["step"] == 2
     assert alert["message"] == "step 2: loss is nan, gradient norm is nan: skipped, 2 of at most 2 in a row"
     assert "step 3: loss is nan" in job.log().splitlines()[-1]
+    assert read_progress(progress).phase is ProgressPhase.FAILED
 
 
 @pytest.mark.parametrize("overrides", [[], ["dataParallel=FullySharded"]], ids=["replicated", "sharded"])
@@ -279,13 +281,6 @@ def test_ordinary_training_at_a_tiny_batch_reports_no_alarm_and_no_spike(
     assert max(norms) > 3 * min(norms), "it is no quiet run"
     assert not any(line["alarm"] for line in job.metrics())
     assert not alerts_path(file).exists()
-
-
-def test_a_failed_run_reports_it_in_its_progress(launch: Launcher, tmp_path: Path) -> None:
-    file = tmp_path / "r0"
-    job = launch(1, "run", ["model.ropeTheta=1e-300"], TRAINIUM_PROGRESS_FILE=str(file))
-    assert job.wait() == [65]
-    assert read_progress(file).phase is ProgressPhase.FAILED
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.testing.trainer.example_files import WORDS, write_records
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from conftest import Launcher
@@ -74,20 +74,35 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
             assert line[name] == pytest.approx(wanted[name], rel=1e-4 if "eward" in name else 1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=TUNINGS)
-def test_the_curve_and_the_rewards_do_not_depend_on_the_layout(launch: Launcher, pairs: list[str], tuning: str) -> None:
+LAYOUTS = {
+    "data": (2, []),
+    "uneven": (3, ["batch.microSize=1"]),
+    "tensor": (2, [TP, SP]),
+    "sharded": (2, [SHARDED, "recompute=Full"]),
+    "zero": (2, [ZERO]),
+    "pipeline": (2, [PP]),
+}
+
+
+@pytest.mark.parametrize(
+    ("tuning", "layouts"),
+    [
+        pytest.param("full", LAYOUTS, id="full"),
+        pytest.param("LoRA", ("uneven", "tensor", "pipeline"), id="LoRA"),
+        pytest.param("LoRA", ("data", "sharded", "zero"), id="LoRA, other layouts", marks=pytest.mark.long),
+        pytest.param("ORPO", ("tensor", "pipeline"), id="ORPO"),
+        pytest.param("ORPO", ("data", "uneven", "sharded", "zero"), id="ORPO, other layouts", marks=pytest.mark.long),
+    ],
+)
+def test_the_curve_and_the_rewards_do_not_depend_on_the_layout(
+    launch: Launcher, pairs: list[str], tuning: str, layouts: Iterable[str]
+) -> None:
+    tuning = TUNINGS[tuning]
     whole = run(launch, 1, "one", [*pairs, tuning])
     assert [line["step"] for line in whole if "validationRewardAccuracy" in line] == [3, 6]
     assert "perplexity" not in whole[0]
-    layouts = {
-        "data": (2, []),
-        "uneven": (3, ["batch.microSize=1"]),
-        "tensor": (2, [TP, SP]),
-        "sharded": (2, [SHARDED, "recompute=Full"]),
-        "zero": (2, [ZERO]),
-        "pipeline": (2, [PP]),
-    }
-    for name, (ranks, overrides) in layouts.items():
+    for name in layouts:
+        ranks, overrides = LAYOUTS[name]
         assert_same(run(launch, ranks, name, [*pairs, tuning, *overrides]), whole)
 
 
