@@ -1,7 +1,7 @@
 """Rendezvous of a generation: all its members, at the ranks that the membership fixes, one attempt after another.
 
-Only node 0 asks who has joined; the others wait for turns (`turns.py`), so that a restart costs each of them as many
-messages at any size and however long it takes.
+Only node 0 asks who has joined; the others wait for changes of the shared state (`state_watcher.py`), so that a restart
+costs each of them as many messages at any size and however long it takes.
 
 Invariants: nobody who is not in the membership can join it; ranks are never negotiated; an attempt begins when every
 member has joined it; while it waits it follows the shared state, so a newer attempt or a verdict is never missed.

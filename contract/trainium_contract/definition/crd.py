@@ -1,6 +1,6 @@
 """The CustomResourceDefinition, generated from the pydantic models of `job.py`; files beside it add the CEL rules.
 
-The result is plain JSON-ready data (the operator's `generate` module writes it as YAML). Invariants of the schema:
+The result is plain JSON-ready data (`scripts/generate.py` writes it as YAML). Invariants of the schema:
 structural (no references, no alternatives), closed but for the status (an unknown field is an error under kubectl's
 strict validation), bounded (so that the cost of the rules can be estimated), and every field has a description; a model
 that breaks one of these stops the generation with a sentence.

@@ -9,7 +9,7 @@ Agent, operator and `docs/causes.md` read the same rows, so that training heals 
 | `responses.py` | cause -> first response, response when it comes again; the only place of a response |
 | `signs.py` | exit code, runtime status, kernel line, pod reason, condition, taint, label -> cause |
 | `node_polarity.py` | condition -> which status is bad, and how bad |
-| `read.py` | the look-ups: rules of the job, then signs, then the rows of their causes |
+| `classify.py` | the look-ups: rules of the job, then signs, then the rows of their causes |
 
 Invariant: causes and exit codes cross the wire between agents and operators of different versions, so names and values
 stay as they are.

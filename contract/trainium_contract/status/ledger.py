@@ -1,8 +1,11 @@
 """`status.goodput`: where the time of a job went (definitions: docs/goodput.md).
 
-What is needed to go on counting is in `memory.py`. Invariants: productive and lost seconds together are the wall time,
-from which the stages after the last step are kept apart; every ratio is between 0 and 1; the object stays small however
-long the job runs (sums, at most eight sizes and one window of samples).
+What is needed to continue counting is in `internal.py`.
+
+Guarantees:
+- Productive and lost seconds together are the wall time, from which the stages after the last step are kept apart.
+- Every ratio is between 0 and 1.
+- The object stays small however long the job runs (sums, at most eight sizes and one window of samples).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One member that cannot go on: what every finder of losses returns (`losses`, `node_health`, ...)."""
+"""One member that cannot go on, as `losses`, `process_failures` and `stragglers` return it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Loss:
     """None when its pod is gone."""
     cause: Cause
     failed_at: float
-    """Unix seconds, as well as it is known; for a silent worker when it was last seen, see `silence.failed_since`."""
+    """Unix seconds, as well as it is known; for a silent worker when it was last seen, see `losses.failed_since`."""
     message: str
     force: bool = False
     """Its node cannot confirm a deletion."""

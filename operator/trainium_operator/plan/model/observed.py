@@ -157,7 +157,7 @@ class PodView:
     init_exit_code: int | None = None
     """Exit code of the init container that ended the pod."""
     gang: str = ""
-    """Value of the annotation `gang_groups.ANNOTATION_GROUP`: the group that it was made for."""
+    """Value of the annotation `names.ANNOTATION_GROUP`: the group that it was made for."""
     pod_set: str = ""
     """Pod set of Kueue that it was made for; empty without a queue."""
     extra: bool = False
