@@ -103,7 +103,7 @@ def test_named_ranks_alone_are_asked_and_steps_near_the_end_begin_at_once(
         (("--steps", "0"), "should be greater than or equal to 1"),
     ],
 )
-def test_ranks_and_steps_that_there_are_not_are_refused(
+def test_ranks_and_steps_that_do_not_exist_are_refused(
     trn: Callable[..., Run], workers: Workers, words: tuple[str, ...], message: str
 ) -> None:
     code, out, err = trn("profile", "llama", *words)

@@ -216,7 +216,7 @@ def test_what_is_not_known_or_not_here_is_refused_in_a_sentence(
 
 
 @pytest.mark.skipif(HARNESS, reason="lm-eval is installed")
-def test_without_the_harness_a_sentence_says_what_to_install(
+def test_without_the_harness_a_sentence_names_what_to_install(
     models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["evaluate", str(models[0]), "--tasks", "gsm8k"]) == 64
