@@ -320,7 +320,7 @@ def _where(still: Stall) -> str:
 
 def encode(standstills: Sequence[Stall]) -> str:
     """Encode an agent's answer about its ranks."""
-    return json.dumps([_body(still) for still in standstills])
+    return json.dumps([asdict(still) for still in standstills])
 
 
 def decode(text: str) -> tuple[Stall, ...]:
@@ -328,16 +328,9 @@ def decode(text: str) -> tuple[Stall, ...]:
     return tuple(_standstill_of(body) for body in json.loads(text))
 
 
-def _body(still: Stall) -> dict[str, Any]:
-    """Encode one standstill; the stage is left out where there is none."""
-    body = asdict(still)
-    return body if still.stage is not RunStage.TRAIN else {name: body[name] for name in body if name != "stage"}
-
-
 def _standstill_of(body: dict[str, Any]) -> Stall:
     known = {name: body[name] for name in Stall.__dataclass_fields__ if name in body}
-    enums = {"phase": TrainerPhase(body["phase"]), "stage": RunStage(body.get("stage", RunStage.TRAIN))}
-    return Stall(**{**known, **enums})
+    return Stall(**{**known, "phase": TrainerPhase(body["phase"]), "stage": RunStage(body["stage"])})
 
 
 @dataclass(slots=True)

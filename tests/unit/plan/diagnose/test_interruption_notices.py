@@ -67,13 +67,6 @@ def test_a_rank_on_a_leaving_node_goes_to_the_spare_at_once_and_nothing_is_lost_
     assert node not in {each.view.node for each in cluster.pods.values()}
 
 
-def test_the_pod_that_hands_over_is_deleted_only_when_the_others_train_without_it() -> None:
-    seen = leaving(running(4, spares=1), 1)
-    result = planned(seen)
-    assert ranks(published(result)) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
-    assert deleted(result) == {}
-
-
 def test_no_warm_worker_goes_while_a_generation_is_left() -> None:
     fewer = spec(workers={"spares": 1})
     seen = running(4, spares=4, job_spec=fewer)

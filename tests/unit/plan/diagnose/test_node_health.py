@@ -95,14 +95,10 @@ def test_a_broken_device_hands_the_rank_to_the_spare_at_once_and_all_save() -> N
     assert "demo-w-2" not in deleted(result), "it still saves"
     assert created(result) == ["demo-w-5"]
     assert forbidden(result) == ["node-2"]
+    assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.DEVICE, "node-2")]
     status, message = healthy(result)
     assert status is ConditionStatus.FALSE
     assert "node-2: condition NeuronHealth (NeuronHasError_DMA_ERROR) since 2027-01-15T07:59:59Z" in message
-
-
-def test_the_failure_is_recorded_against_the_node() -> None:
-    result = planned(bad(running(spares=1), 2, DEVICE))
-    assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.DEVICE, "node-2")]
 
 
 def test_a_broken_device_is_left_even_when_nobody_can_take_the_rank() -> None:
@@ -230,6 +226,8 @@ def test_nodes_in_quarantine_get_no_new_pod_and_their_spares_are_replaced() -> N
     result = planned(seen)
     assert deleted(result) == {"demo-w-4": None}
     assert forbidden(result) == ["node-4", "node-77"]
+    made = next(action.manifest for action in result.actions if isinstance(action, CreatePod))
+    assert made["metadata"]["annotations"][ANNOTATION_AVOIDED_NODES] == "node-4,node-77"
     members = replace(seen, fleet=FleetView(quarantined=frozenset({"node-2"})))
     assert planned(members).actions == (), "who trains there trains on"
 
@@ -278,13 +276,6 @@ def test_a_waiting_pod_is_not_made_again_for_a_node_that_is_still_bad() -> None:
 
     assert deleted(planned(still)) == {}, "its quarantine is over, and the next pod would be taken off at once"
     assert deleted(planned(seen)) == {"demo-w-4": None}
-
-
-def test_pods_record_the_nodes_that_they_avoid() -> None:
-    fleet = FleetView(quarantined=frozenset({"node-4", "node-77"}))
-    result = planned(replace(running(spares=1), fleet=fleet))
-    made = next(action.manifest for action in result.actions if isinstance(action, CreatePod))
-    assert made["metadata"]["annotations"][ANNOTATION_AVOIDED_NODES] == "node-4,node-77"
 
 
 def test_a_job_may_ignore_the_quarantine() -> None:
