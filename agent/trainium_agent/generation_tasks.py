@@ -105,7 +105,7 @@ class GenerationTasks:
         self._on_exit = on_exit
         self._on_started = on_started
         self._diagnosed: tuple[RankProcess, Diagnosis] | None = None
-        pairs = PreflightCheck.PAIRWISE in settings.checks and settings.program is None
+        pair_checks = (PreflightCheck.PAIRWISE, PreflightCheck.BANDWIDTH) if settings.program is None else ()
         self._rendezvous = GenerationRendezvous(
             membership,
             node_rank,
@@ -114,17 +114,20 @@ class GenerationTasks:
             waiting_for=lambda nodes: post_fact(on.WaitingFor(nodes)),
             watcher=watcher,
             reserve_port=workload.reserve_port,
-            pair_round=PairRound(
-                settings,
-                membership,
-                node_rank,
-                keeper,
-                reserve_port=workload.reserve_port,
-                interrupted=self._stop_when_ordered,
-                report=report_check,
-            )
-            if pairs
-            else None,
+            pair_rounds={
+                check: PairRound(
+                    settings,
+                    membership,
+                    node_rank,
+                    keeper,
+                    check=check,
+                    reserve_port=workload.reserve_port,
+                    interrupted=self._stop_when_ordered,
+                    report=report_check,
+                )
+                for check in pair_checks
+                if check in settings.checks
+            },
         )
         self._store = self._rendezvous.store
         self._exit_barrier = ExitBarrier(self._store, node_rank, len(membership.members))

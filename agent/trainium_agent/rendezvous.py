@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from trainium_agent.checks import pairing
 from trainium_agent.generation.state_watcher import LONGEST_TURN_SECONDS, StatePublisher
 from trainium_agent.generation.store import GenerationStore, StoreLostError
+from trainium_contract.spec.health import PreflightCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from trainium_agent.checks.pair_round import PairRound
     from trainium_agent.exits.restart_policy import GenerationState
@@ -32,7 +33,6 @@ _TURN_TIMEOUT_SECONDS = 1.5 * LONGEST_TURN_SECONDS
 _MISSING_SECONDS = 0.5
 _LISTED = 64
 _GO = "1"
-_PAIRS_FIRST = "pairs"
 
 
 class RendezvousInterruptedError(Exception):
@@ -56,15 +56,18 @@ class GenerationRendezvous:
         waiting_for: Callable[[tuple[int, ...]], None],
         watcher: StateWatcher,
         reserve_port: Callable[[str], RankPort],
-        pair_round: PairRound | None = None,
+        pair_rounds: Mapping[str, PairRound],
     ) -> None:
-        """`watcher` is started by who made it, and nudged when `interrupted` becomes true."""
+        """`watcher` is started by who made it, and nudged when `interrupted` becomes true.
+
+        `pair_rounds`: rounds of pairs by the name of their check, which precede some attempts.
+        """
         self._reserve_port = reserve_port
         self._membership = membership
         self._node_rank = node_rank
         self._initial = initial
         self._interrupted = interrupted
-        self._pair_round = pair_round
+        self._pair_rounds = pair_rounds
         self._waiting_for = waiting_for
         self._watcher = watcher
         # Node 0 asks for all others at once: the same bytes a second at any size.
@@ -131,8 +134,9 @@ class GenerationRendezvous:
         store.set(store.key(attempt, "joined", self._node_rank))
         if not (self._gather(attempt) if self._node_rank == 0 else self._await_go(attempt)):
             return None
-        if store.get(go_key) == _PAIRS_FIRST and self._pair_round is not None:
-            verdict = self._pair_round.run(store, attempt)
+        pair_round = self._pair_rounds.get(store.get(go_key))
+        if pair_round is not None:
+            verdict = pair_round.run(store, attempt)
             if verdict.bad:
                 self._await_withdrawal(attempt, verdict.bad)
                 return None
@@ -149,7 +153,7 @@ class GenerationRendezvous:
             missing = self._still_missing(attempt, missing)
             if not missing:
                 # Only now have all members published what they know of the last attempt.
-                store.set(go_key, _PAIRS_FIRST if self._tests_pairs(store.state()) else _GO)
+                store.set(go_key, self._pending_check(store.state()))
                 continue  # a write has no answer: it is there, for everybody, when it is seen
             if time.monotonic() > next_listing:
                 next_listing += _MISSING_SECONDS
@@ -185,8 +189,13 @@ class GenerationRendezvous:
         # What the watcher saw may be older than what this attempt was joined by.
         return state.attempt > attempt or state.stopped is not None
 
-    def _tests_pairs(self, state: GenerationState) -> bool:
-        return self._pair_round is not None and pairing.is_due(state, len(self._membership.members))
+    def _pending_check(self, state: GenerationState) -> str:
+        """Return the check that precedes the attempt, or `_GO`."""
+        nodes = len(self._membership.members)
+        if PreflightCheck.BANDWIDTH in self._pair_rounds and state.attempt == 0 and nodes > 1:
+            return PreflightCheck.BANDWIDTH
+        pending = PreflightCheck.PAIRWISE in self._pair_rounds and pairing.is_due(state, nodes)
+        return PreflightCheck.PAIRWISE if pending else _GO
 
     def _await_withdrawal(self, attempt: int, bad: frozenset[int]) -> None:
         """Wait for the newer generation that replaces a bad node."""

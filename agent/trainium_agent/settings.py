@@ -89,6 +89,8 @@ class AgentSettings:
     kernel_log: Path = DEFAULT_KERNEL_LOG
     checks: frozenset[PreflightCheck] = QUICK_CHECKS
     """What is checked before the pod may join."""
+    minimum_bandwidth: float = 0.0
+    """Lowest bandwidth of an all-reduce, Gbit/s; 0: it is measured only."""
     check_seconds: float = 60.0
     """What those checks may take."""
     check_entry: str = DEFAULT_CHECK_ENTRY
@@ -169,6 +171,9 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         checks=_checks(environment.get(worker_env.ENV_PREFLIGHT)),
         check_seconds=_seconds(
             {worker_env.ENV_PREFLIGHT_SECONDS: "60", **environment}, worker_env.ENV_PREFLIGHT_SECONDS
+        ),
+        minimum_bandwidth=_seconds(
+            {worker_env.ENV_MINIMUM_BANDWIDTH: "0", **environment}, worker_env.ENV_MINIMUM_BANDWIDTH
         ),
         check_entry=environment.get(ENV_CHECK_ENTRY) or DEFAULT_CHECK_ENTRY,
         scratch_directory=Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None,

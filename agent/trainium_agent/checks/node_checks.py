@@ -50,6 +50,8 @@ class NodeTask:
     """Longest wait for its siblings, seconds."""
     matmul: bool = True
     loopback: bool = True
+    bandwidth: bool = False
+    """Measure the all-reduce of `loopback` too."""
 
     def encode(self) -> str:
         """Return the value as text."""
@@ -115,6 +117,7 @@ class NodeChecks:
                 max(1.0, deadline - time.monotonic()),
                 matmul=PreflightCheck.MATMUL in self._checks,
                 loopback=PreflightCheck.LOOPBACK in self._checks,
+                bandwidth=PreflightCheck.BANDWIDTH in self._settings.checks,
             )
             for index in range(size)
         ]
@@ -145,15 +148,24 @@ class NodeChecks:
             reported = [outcome.get(_NAMES[check]) for outcome in outcomes]
             wrong = [index for index, value in enumerate(reported) if value is False]
             detail = ""
-            if wrong:
-                detail = _WRONG[check].format(cores=", ".join(map(str, wrong[:16])))
+            measured = [each["bandwidth"] for each in outcomes if isinstance(each.get("bandwidth"), float)]
+            slowest = min(measured) if measured and check is PreflightCheck.LOOPBACK else None
+            too_slow = slowest is not None and slowest < self._settings.minimum_bandwidth
+            if wrong or too_slow:
+                detail = _WRONG[check].format(cores=", ".join(map(str, wrong[:16]))) if wrong else (
+                    f"an all-reduce among the processes of the node reaches {slowest:.3g} Gbit/s, below "
+                    f"{self._settings.minimum_bandwidth:g}"
+                )  # fmt: skip
                 sentences.append(f"node {self._settings.node_name}: {detail}")
             elif reported.count(True) < self._settings.processes_per_node:
                 reasons = [str(outcome.get(f"{_NAMES[check]}-reason", "")) for outcome in outcomes]
                 why = next((reason for reason in reasons if reason), "it did not end in time")
                 detail = f"not made on all cores ({why}); counts as passed"
-            self._report(CheckResult(check=check, passed=not wrong, seconds=round(seconds, 3), detail=detail[:1024]))
-            _log.log(logging.ERROR if wrong else logging.INFO, "%s: %s", check.value, detail or "passed")
+            elif slowest is not None:
+                detail = f"{slowest:.3g} Gbit/s among {len(measured)} processes"
+            failed = bool(wrong) or too_slow
+            self._report(CheckResult(check=check, passed=not failed, seconds=round(seconds, 3), detail=detail[:1024]))
+            _log.log(logging.ERROR if failed else logging.INFO, "%s: %s", check.value, detail or "passed")
         return "; ".join(sentences)
 
 

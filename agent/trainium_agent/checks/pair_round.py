@@ -59,6 +59,8 @@ class PairTask:
     """Longest wait for the others, seconds."""
     result: str
     """Path of the file for its outcome."""
+    bandwidth: bool = False
+    """Measure the bandwidth of the job's own collectives, and nothing else."""
 
     def encode(self) -> str:
         """Return the value as text."""
@@ -71,6 +73,8 @@ class PairVerdict:
 
     unhealthy: frozenset[int] = frozenset()
     disconnected: frozenset[int] = frozenset()
+    link: str = ""
+    """The slowest link and its bandwidth, where bandwidths were measured."""
 
     @property
     def bad(self) -> frozenset[int]:
@@ -96,11 +100,14 @@ class PairRound:
         node_rank: int,
         keeper: StandbyKeeper,
         *,
+        check: PreflightCheck,
         reserve_port: Callable[[str], RankPort],
         interrupted: Callable[[], None],
         report: Callable[[CheckResult], None],
     ) -> None:
-        """`interrupted` raises when the agent must leave."""
+        """`check` is Pairwise or Bandwidth; `interrupted` raises when the agent must leave."""
+        self._check = check
+        self._minimum = settings.minimum_bandwidth if check is PreflightCheck.BANDWIDTH else None
         self._settings = settings
         self._membership = membership
         self._node_rank = node_rank
@@ -113,7 +120,8 @@ class PairRound:
 
     def run(self, store: GenerationStore, attempt: int) -> PairVerdict:
         """Hold all waves. Raises NodeFailedPairTestError, StoreLostError, and what `interrupted` raises."""
-        _log.warning("collectives failed again and nobody is known to be at fault: testing the nodes in pairs")
+        if self._check is PreflightCheck.PAIRWISE:
+            _log.warning("collectives failed again and nobody is known to be at fault: testing the nodes in pairs")
         began = time.monotonic()
         own: list[PairingResult] = []
         number, wave = 0, pairing.first_wave(self._nodes)
@@ -143,7 +151,8 @@ class PairRound:
         host = self._membership.members[group[0]].pod_ip
         result = self._settings.memory_directory / f"pairing-{attempt}-{number}.json"
         result.unlink(missing_ok=True)
-        task = PairTask(group.index(self._node_rank), len(group), host, port, self._seconds, str(result))
+        bandwidth = self._check is PreflightCheck.BANDWIDTH
+        task = PairTask(group.index(self._node_rank), len(group), host, port, self._seconds, str(result), bandwidth)
         others = ", ".join(str(node) for node in group if node != self._node_rank)
         try:
             return self._outcome_of(task, result, others)
@@ -194,7 +203,8 @@ class PairRound:
             outcome = PairingResult.decode(result.read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError):
             outcome = PairingResult(passed=False, detail="the exchange did not end in time")
-        return replace(outcome, detail=f"with node rank {others}: {outcome.detail}" if outcome.detail else "")
+        found = outcome.detail or (f"{outcome.gigabits:.3g} Gbit/s" if outcome.gigabits else "")
+        return replace(outcome, detail=f"with node rank {others}: {found}" if found else "")
 
     # Node 0.
 
@@ -209,13 +219,14 @@ class PairRound:
         return {node: PairingResult.decode(store.get(key)) for node, key in keys.items() if store.has(key)}
 
     def _announce(self, store: GenerationStore, attempt: int, number: int, held: list[WaveResults]) -> None:
-        wave = pairing.next_wave(self._nodes, held)
+        wave, slowest = pairing.next_wave(self._nodes, held, self._minimum), pairing.slowest_link(held)
         word = {
             "wave": wave,
             "unhealthy": sorted(pairing.unhealthy(held)),
-            "disconnected": sorted(pairing.disconnected(held)),
+            "disconnected": sorted(pairing.disconnected(held, self._minimum)),
+            "link": "" if slowest is None else self._describe_link(*slowest),
         }
-        if wave is None:
+        if wave is None and self._check is PreflightCheck.PAIRWISE:
             store.change(lambda state: replace(state, unexplained=0))
         store.set(self._key(store, attempt, number, "wave"), json.dumps(word))
 
@@ -232,27 +243,30 @@ class PairRound:
         word = json.loads(store.get(key))
         if word["wave"] is not None:
             return tuple(tuple(group) for group in word["wave"]), None
-        return (), PairVerdict(frozenset(word["unhealthy"]), frozenset(word["disconnected"]))
+        return (), PairVerdict(frozenset(word["unhealthy"]), frozenset(word["disconnected"]), word["link"])
+
+    def _describe_link(self, group: pairing.Group, gigabits: float) -> str:
+        names = " and ".join(self._membership.members[node].node_name for node in group)
+        below = f", below {self._minimum:g}" if self._minimum and gigabits < self._minimum else ""
+        return f"the slowest link is that of {names}: {gigabits:.3g} Gbit/s{below}"
 
     def _conclude(self, verdict: PairVerdict, own: list[PairingResult], seconds: float) -> None:
-        detail = "; ".join(outcome.detail for outcome in own if outcome.detail)
+        detail = "; ".join([outcome.detail for outcome in own if outcome.detail] + [verdict.link] * bool(verdict.link))
         bad = self._node_rank in verdict.bad
-        self._report(
-            CheckResult(check=PreflightCheck.PAIRWISE, passed=not bad, seconds=round(seconds, 3), detail=detail[:1000])
-        )
+        self._report(CheckResult(check=self._check, passed=not bad, seconds=round(seconds, 3), detail=detail[:1000]))
         if bad:
-            what = "computes wrong numbers" if self._node_rank in verdict.unhealthy else "cannot exchange with any peer"
+            what = "cannot exchange with any peer" + (f" at {self._minimum:g} Gbit/s" if self._minimum else "")
+            what = "computes wrong numbers" if self._node_rank in verdict.unhealthy else what
             raise NodeFailedPairTestError(
                 ExitCode.DEVICE_FAULT if self._node_rank in verdict.unhealthy else ExitCode.NETWORK_FAULT,
-                f"pairwise test: node {self._settings.node_name} {what}, while others can: {detail}",
+                f"check {self._check}: node {self._settings.node_name} {what}, while others can: {detail}",
             )
-        _log.warning(
-            "pairwise test: %s", f"node ranks {sorted(verdict.bad)} are bad" if verdict.bad else "no node was found bad"
-        )
+        found = f"node ranks {sorted(verdict.bad)} are bad" if verdict.bad else "no node was found bad"
+        level = logging.WARNING if verdict.bad or self._check is PreflightCheck.PAIRWISE else logging.INFO
+        _log.log(level, "check %s: %s%s", self._check, found, f" ({detail})" if verdict.link else "")
 
-    @staticmethod
-    def _key(store: GenerationStore, attempt: int, *parts: object) -> str:
-        return store.key(attempt, "pairing", *parts)
+    def _key(self, store: GenerationStore, attempt: int, *parts: object) -> str:
+        return store.key(attempt, self._check, *parts)
 
 
 def _end(process: RankProcess) -> None:

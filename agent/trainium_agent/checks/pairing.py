@@ -1,4 +1,4 @@
-"""Find a faulty node by rounds of exchanges between pairs of nodes, as pure functions of their results.
+"""Find a faulty or slow node by rounds of exchanges between pairs of nodes, as pure functions of their results.
 
 First all nodes are paired. The nodes of failed pairs are suspects; each of them is paired again with a node whose
 exchange passed, and one that fails again is bad. Two rounds are enough for any number of nodes; with more suspects than
@@ -46,6 +46,8 @@ class PairingResult:
     healthy: bool = True
     """The node's own computation was right."""
     detail: str = ""
+    gigabits: float = 0.0
+    """Bandwidth of the exchange, Gbit/s: what a node sends in a ring, over the time; 0 where it is not known."""
 
     def encode(self) -> str:
         """Return the value as text."""
@@ -79,9 +81,12 @@ def noted(before: GenerationState, after: GenerationState) -> GenerationState:
     return after
 
 
-def next_wave(nodes: int, held: Sequence[WaveResults]) -> Wave | None:
-    """Return the exchanges to hold next; None when the verdict can be read."""
-    plan = _plan(nodes, held)
+def next_wave(nodes: int, held: Sequence[WaveResults], minimum: float | None = None) -> Wave | None:
+    """Return the exchanges to hold next; None when the verdict can be read.
+
+    `minimum`: an exchange below this bandwidth (Gbit/s) failed; None: one that took much longer than others did.
+    """
+    plan = _plan(nodes, held, minimum)
     return plan[len(held)] if len(held) < len(plan) else None
 
 
@@ -90,14 +95,14 @@ def unhealthy(held: Sequence[WaveResults]) -> frozenset[int]:
     return frozenset(node for each in held for node, outcome in each.outcomes.items() if not outcome.healthy)
 
 
-def disconnected(held: Sequence[WaveResults]) -> frozenset[int]:
-    """Nodes that could not exchange with anybody, although others could."""
+def disconnected(held: Sequence[WaveResults], minimum: float | None = None) -> frozenset[int]:
+    """Nodes that could not exchange with anybody, although others could; `minimum` as in `next_wave`."""
     typical = _typical(held)
     tried: dict[int, int] = {}
     passed: set[int] = set()
     for each in held:
         for group in each.wave:
-            well = _went_well(group, each.outcomes, typical)
+            well = _went_well(group, each.outcomes, typical, minimum)
             for node in group:
                 tried[node] = tried.get(node, 0) + 1
                 if well:
@@ -105,6 +110,17 @@ def disconnected(held: Sequence[WaveResults]) -> frozenset[int]:
     if not passed:
         return frozenset()
     return frozenset(node for node, times in tried.items() if times > 1 and node not in passed)
+
+
+def slowest_link(held: Sequence[WaveResults]) -> tuple[Group, float] | None:
+    """Return the group with the lowest bandwidth, in Gbit/s; None where none was measured."""
+    measured = [
+        (min(each.outcomes[node].gigabits for node in group), group)
+        for each in held
+        for group in each.wave
+        if all(node in each.outcomes and each.outcomes[node].gigabits > 0 for node in group)
+    ]
+    return min(measured)[::-1] if measured else None
 
 
 def first_wave(nodes: int) -> Wave:
@@ -115,13 +131,13 @@ def first_wave(nodes: int) -> Wave:
     return tuple(groups)
 
 
-def _plan(nodes: int, held: Sequence[WaveResults]) -> list[Wave]:
+def _plan(nodes: int, held: Sequence[WaveResults], minimum: float | None) -> list[Wave]:
     """All waves as far as they are known by now."""
     first = first_wave(nodes)
     if not held:
         return [first]
     typical = _typical(held[:1])
-    good = [node for group in first if _went_well(group, held[0].outcomes, typical) for node in group]
+    good = [node for group in first if _went_well(group, held[0].outcomes, typical, minimum) for node in group]
     suspects = [node for node in range(nodes) if node not in good]
     if not suspects:
         return [first]
@@ -153,8 +169,12 @@ def _typical(held: Sequence[WaveResults]) -> float | None:
     return lengths[(len(lengths) - 1) // 2] if len(lengths) > 1 else None
 
 
-def _went_well(group: Group, outcomes: Mapping[int, PairingResult], typical: float | None) -> bool:
+def _went_well(
+    group: Group, outcomes: Mapping[int, PairingResult], typical: float | None, minimum: float | None
+) -> bool:
     if any(node not in outcomes or not outcomes[node].passed for node in group):
         return False
+    if minimum is not None:
+        return min(outcomes[node].gigabits for node in group) >= minimum
     longest = max(outcomes[node].seconds for node in group)
     return typical is None or longest <= max(_SLOW_SECONDS, _SLOW_FACTOR * typical)

@@ -30,6 +30,8 @@ class PreflightCheck(StrEnum):
     """An all-reduce among processes of this node gives the right numbers."""
     PAIRWISE = "Pairwise"
     """An all-reduce with another node, when a bad node hides among the members."""
+    BANDWIDTH = "Bandwidth"
+    """The bandwidth of an all-reduce with another node, before the ranks of a generation start."""
 
 
 class PreflightSpec(ContractModel):
@@ -45,6 +47,9 @@ class PreflightSpec(ContractModel):
         PreflightCheck.PAIRWISE,
     )
     """Which checks run."""
+    minimum_bandwidth_gbps: Annotated[float, Field(ge=0, le=1_000_000)] = 0.0
+    """Lowest bandwidth of check Bandwidth, in Gbit/s: of an all-reduce between two nodes, and, with check Loopback,
+    among the processes of a node. 0: it is measured only."""
     timeout_seconds: Annotated[int, Field(ge=1, le=600)] = 60
     """Time limit; a check that has not finished by then counts as passed."""
 

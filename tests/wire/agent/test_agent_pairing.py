@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -72,3 +73,50 @@ async def test_healthy_nodes_pass_the_test_and_continue_in_the_same_attempt(worl
     await world.training(*NODES, attempt=2)
     assert all(world.jobs.last(name).checks[0].passed for name in NODES)
     assert not any(world.jobs.last(name).failures for name in NODES)
+
+
+def with_bandwidth(world: World, *names: str) -> None:
+    world.start(
+        *names,
+        TRAINIUM_PAIR_ENTRY="fake_pairing:main",
+        TRAINIUM_PAIR_SECONDS=str(scaled(10)),
+        TRAINIUM_PREFLIGHT="Bandwidth",
+        TRAINIUM_MINIMUM_BANDWIDTH_GBPS="0.25",
+    )
+
+
+@pytest.mark.timeout(120)
+async def test_a_node_below_the_bandwidth_does_not_train_and_the_slowest_link_is_named(world: World) -> None:
+    world.command("pair-fault-c", "throttle 0.1")
+    with_bandwidth(world, *NODES, "spare")
+    await world.ready(*NODES, "spare")
+    await world.jobs.publish([*NODES])
+    await world.until(lambda: world.jobs.last("c").phase == "Failed", "c withdraws", seconds=60)
+    verdict = world.jobs.last("c").verdict
+    assert verdict.exit_code == 82
+    assert "check Bandwidth: node node-c cannot exchange with any peer at 0.25 Gbit/s" in verdict.message
+    for name in ("a", "b", "d"):
+        (check,) = world.jobs.last(name).checks
+        assert (check.check, check.passed) == ("Bandwidth", True)
+        assert "the slowest link is that of " in check.detail
+        assert "node-c" in check.detail
+        assert "Gbit/s, below 0.25" in check.detail
+    assert not world.starts(attempt=0), "no rank started before"
+    await world.jobs.publish(["a", "b", "spare", "d"])
+    await world.training("a", "b", "spare", "d", generation=2)
+
+
+@pytest.mark.timeout(120)
+async def test_a_slow_link_is_named_and_blamed_on_neither_node(world: World) -> None:
+    with_bandwidth(world, *NODES)
+    world.command("pair-fault-b", f"throttle 0.1 {world.agents['a'].ip}")
+    await world.ready(*NODES)
+    await world.jobs.publish([*NODES])
+    await world.training(*NODES)
+    for name in NODES:
+        (check,) = world.jobs.last(name).checks
+        assert check.passed
+        assert re.search(r"the slowest link is that of node-a and node-b: 0\.(0|1 )", check.detail)
+    (check,) = world.jobs.last("d").checks
+    own = float(check.detail.partition("with node rank 2: ")[2].partition(" Gbit/s")[0])
+    assert own > 0.25, "measured on sockets"

@@ -86,6 +86,11 @@ def _refuse_more_ranks_than(count: int, local_rank: int, what: str) -> None:
         )
 
 
+def group_backend(device: torch.device) -> str:
+    """Return the libraries with which ranks on such a device meet, as torch names them."""
+    return _GROUP_BACKENDS[device.type]
+
+
 def use_device(device: torch.device) -> None:
     """Make it the current device of this process, with deterministic kernels."""
     if device.type != "cpu":
@@ -101,7 +106,7 @@ def join_process_group(device: torch.device, launch: Launch) -> None:
     if launch.alone:
         _join_alone(device, launch)
     else:
-        meet(_GROUP_BACKENDS[device.type], launch)
+        meet(group_backend(device), launch)
 
 
 def meet(backend: str, launch: Launch) -> None:

@@ -33,10 +33,13 @@ def main(argv: Sequence[str]) -> int:
     if task.loopback and task.size > 1:
         _take(outcome, "loopback", lambda: sums_are_right(task))
         _leave(task, outcome)
+        if task.bandwidth:
+            _take(outcome, "bandwidth", lambda: bandwidth_on_node(task))
+            _leave(task, outcome)
     return 0
 
 
-def _take(outcome: dict[str, Any], name: str, check: Callable[[], bool]) -> None:
+def _take(outcome: dict[str, Any], name: str, check: Callable[[], bool | float | None]) -> None:
     try:
         outcome[name] = check()
     except Exception as error:  # noqa: BLE001 - a check that cannot run is no finding
@@ -76,3 +79,16 @@ def sums_are_right(task: NodeTask) -> bool:
     sums = values * (task.index + 1)
     dist.all_reduce(sums)
     return bool(torch.equal(sums, values * sum(range(1, task.size + 1))))
+
+
+def bandwidth_on_node(task: NodeTask) -> float | None:
+    """Return the Gbit/s of an all-reduce among the node's processes; None when the sums were wrong."""
+    from torch import distributed as dist  # noqa: PLC0415 - as above
+
+    from trainium_trainer.backends.device import pick_device  # noqa: PLC0415
+    from trainium_trainer.checks.pair_test import bandwidth, time_sums  # noqa: PLC0415
+
+    dist.destroy_process_group()
+    store = dist.FileStore(str(Path(task.folder) / "bandwidth"), task.size)  # type: ignore[attr-defined]
+    seconds = time_sums(pick_device(task.index), store, task.index, task.size, timedelta(seconds=task.seconds))
+    return bandwidth(task.size, seconds) if seconds > 0 else None

@@ -1,7 +1,8 @@
 """Run one node's part in one exchange of the pairwise test, in a separate process that can be ended.
 
 It sums known numbers with the other node over the network a few times, then multiplies matrices whose product is known,
-and leaves its results in a file as JSON. Invariant: a check that cannot run counts as passed, one that gives wrong
+and leaves its results in a file as JSON. For check Bandwidth it only measures the sums, through the collectives that
+the job's ranks use. Invariant: a check that cannot run counts as passed, one that gives wrong
 numbers does not; the network's check passes only when it ran.
 """
 
@@ -25,8 +26,12 @@ from trainium_agent.linux.network_interface import use_interface
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
 _SIDE = 256
 _VALUES = 1 << 20
+_BANDWIDTH_VALUES = 1 << 22
 _ROUNDS = 4
 _NCCOM_SECONDS = 20.0
 _PORT_SECONDS = 5.0
@@ -38,10 +43,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         seconds = exchange(task)
         detail = "the sums over the network were wrong" if seconds < 0 else ""
-        outcome = PairingResult(passed=seconds >= 0, seconds=max(seconds, 0.0), detail=detail)
+        gigabits = bandwidth(task.size, seconds) if task.bandwidth and seconds > 0 else 0.0
+        outcome = PairingResult(passed=seconds >= 0, seconds=max(seconds, 0.0), detail=detail, gigabits=gigabits)
     except Exception as error:  # noqa: BLE001 - whatever fails is the finding
         outcome = PairingResult(passed=False, detail=" ".join(str(error).split())[:300] or type(error).__name__)
     _leave(outcome, task)  # the node's own checks may take their time, and the others wait for this
+    if task.bandwidth:
+        return 0
     healthy, why = computes_right()
     if not healthy:
         _leave(replace(outcome, healthy=False, detail=why), task)
@@ -100,24 +108,44 @@ def collectives_check() -> tuple[bool, str]:
 def exchange(task: PairTask) -> float:
     """Seconds that the sums took; negative when they were wrong. Raises what torch raises when they do not end."""
     import torch  # noqa: PLC0415 - as above
-    from torch import distributed as dist  # noqa: PLC0415
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
+
+    from trainium_trainer.backends.device import pick_device  # noqa: PLC0415 - as above
 
     use_interface(task.host)
     timeout = timedelta(seconds=task.seconds)
     store = TCPStore(task.host, task.port, None, False, timeout, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=task.index, world_size=task.size, timeout=timeout)
-    values = torch.arange(_VALUES, dtype=torch.float32) % 1024
-    right = values * sum(range(1, task.size + 1))
-    dist.all_reduce(torch.zeros(1))  # opens the connections
+    if not task.bandwidth:
+        return time_sums(torch.device("cpu"), store, task.index, task.size, timeout, values=_VALUES)
+    return time_sums(pick_device(0), store, task.index, task.size, timeout, values=_BANDWIDTH_VALUES)
+
+
+def time_sums(
+    device: torch.device, store: Store, index: int, size: int, timeout: timedelta, *, values: int = _BANDWIDTH_VALUES
+) -> float:
+    """Time a few all-reduces of known float32 numbers; return their seconds, negative when the sums were wrong."""
+    import torch  # noqa: PLC0415 - as above
+    from torch import distributed as dist  # noqa: PLC0415
+
+    from trainium_trainer.backends.device import group_backend  # noqa: PLC0415 - as above
+
+    dist.init_process_group(group_backend(device), store=store, rank=index, world_size=size, timeout=timeout)
+    known = (torch.arange(values, dtype=torch.float32) % 1024).to(device)
+    right = known * sum(range(1, size + 1))
+    dist.all_reduce(known.clone())  # opens the connections; a device compiles the first one of a shape
     began = time.perf_counter()
     wrong = False
     for _ in range(_ROUNDS):
-        sums = values * (task.index + 1)
+        sums = known * (index + 1)
         dist.all_reduce(sums)
         wrong = wrong or not torch.equal(sums, right)
     seconds = time.perf_counter() - began
     return -1.0 if wrong else seconds
+
+
+def bandwidth(size: int, seconds: float) -> float:
+    """Return the Gbit/s that each of `size` processes sent in `time_sums`, as of a ring: 2 (n - 1) / n of the data."""
+    return 32 * _BANDWIDTH_VALUES * _ROUNDS * 2 * (size - 1) / size / seconds / 1e9
 
 
 if __name__ == "__main__":

@@ -524,6 +524,8 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
     if job.spec.program is not None:
         # A kubelet replaces $(NAME) in a value, and $$ stands for a dollar sign.
         values[env.ENV_PROGRAM] = json.dumps(job.spec.program.to_wire()).replace("$", "$$")
+    if job.spec.health.preflight.minimum_bandwidth_gbps:
+        values[env.ENV_MINIMUM_BANDWIDTH] = f"{job.spec.health.preflight.minimum_bandwidth_gbps:g}"
     if settings.cluster:
         values[env.ENV_CLUSTER] = settings.cluster
     if job.spec.precompile.enabled:

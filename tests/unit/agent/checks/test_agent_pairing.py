@@ -17,6 +17,7 @@ from trainium_agent.checks.pairing import (
     is_due,
     next_wave,
     noted,
+    slowest_link,
     unhealthy,
 )
 from trainium_agent.exits.restart_policy import GenerationState, judge
@@ -66,6 +67,38 @@ def test_a_node_that_slows_its_peers_down_is_found_by_comparison() -> None:
 
 def test_a_bad_link_between_two_nodes_is_put_down_to_neither() -> None:
     assert disconnected(hold(8, set(), links=((2, 3),))) == frozenset()
+
+
+def measured(nodes: int, gigabits: dict[int, float], minimum: float) -> list[WaveResults]:
+    """All waves of a test of bandwidth; that of an exchange is the lowest of its nodes."""
+    held: list[WaveResults] = []
+    while (wave := next_wave(nodes, held, minimum)) is not None:
+        outcomes = {
+            node: PairingResult(passed=True, seconds=0.1, gigabits=min(gigabits.get(each, 100.0) for each in group))
+            for group in wave for node in group
+        }  # fmt: skip
+        held.append(WaveResults(wave, outcomes))
+        assert len(held) < 20
+    return held
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 9, 64])
+def test_a_node_below_the_bandwidth_is_found_and_its_link_is_the_slowest(nodes: int) -> None:
+    held = measured(nodes, {1: 3.0}, 10.0)
+    assert disconnected(held, 10.0) == {1}
+    slowest = slowest_link(held)
+    assert slowest is not None
+    assert 1 in slowest[0]
+    assert slowest[1] == 3.0
+    assert len(measured(nodes, {1: 3.0}, 0.0)) == 1, "without a bound the figures are recorded"
+    assert disconnected(measured(nodes, {1: 3.0}, 0.0), 0.0) == frozenset()
+
+
+def test_of_two_slow_nodes_neither_is_blamed_and_what_was_not_measured_is_no_link() -> None:
+    held = measured(2, {1: 3.0}, 10.0)
+    assert disconnected(held, 10.0) == frozenset()
+    assert slowest_link(held) == ((0, 1), 3.0)
+    assert slowest_link(hold(4, {2})) is None
 
 
 def test_when_nobody_can_exchange_nobody_is_to_blame() -> None:

@@ -93,6 +93,7 @@ class Party:
             waiting_for=lambda _missing: None,
             watcher=self.follower().watcher,
             reserve_port=ReservedPort,
+            pair_rounds={},
         )
         handler.store = Counting(self.membership)
         self.handlers.append(handler)

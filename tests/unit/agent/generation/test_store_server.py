@@ -245,6 +245,7 @@ def test_the_first_node_asks_for_all_others_at_once_and_names_who_is_missing() -
         waiting_for=waiting_for,
         watcher=StateWatcher(membership, lambda _: None, lambda: None),
         reserve_port=ReservedPort,
+        pair_rounds={},
     )
     store = handler.store = CountingStore(membership)
     joined = threading.Thread(target=handler.next_rendezvous, daemon=True)

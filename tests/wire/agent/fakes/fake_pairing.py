@@ -1,7 +1,11 @@
-"""The pairwise test with faults: `pair-fault-<pod>` in $FAKE_CONTROL holds drop, slow, wrong or miscompute."""
+"""Exchanges between nodes with faults: `pair-fault-<pod>` in $FAKE_CONTROL holds drop, slow, wrong or miscompute.
+
+Or `throttle GIGABITS [HOST]`: what this node sends in all exchanges, or in those that HOST leads, has that bandwidth.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -20,6 +24,10 @@ def main(argv: list[str]) -> int:
         time.sleep(3600)
     if kind == "miscompute":
         pair_test.computes_right = lambda: (False, "a matrix product on cpu is wrong")
+    if kind.startswith("throttle"):
+        gigabits, *hosts = kind.split()[1:]
+        if json.loads(argv[0])["host"] in hosts or not hosts:
+            throttle(float(gigabits))
     if kind in ("slow", "wrong"):
         from torch import distributed as dist
 
@@ -34,3 +42,18 @@ def main(argv: list[str]) -> int:
 
         dist.all_reduce = faulty
     return pair_test.main(argv)
+
+
+def throttle(gigabits: float) -> None:
+    """Make each all-reduce between two nodes take as long as a link of this bandwidth does."""
+    from torch import distributed as dist
+
+    genuine = dist.all_reduce
+
+    def throttled(tensor: torch.Tensor, *args: Any, **options: Any) -> object:
+        began = time.monotonic()
+        result = genuine(tensor, *args, **options)
+        time.sleep(max(0.0, 8 * tensor.nbytes / (gigabits * 1e9) - (time.monotonic() - began)))
+        return result
+
+    dist.all_reduce = throttled
