@@ -74,7 +74,7 @@ class GenerationRunner:
         self._membership = membership
         self._node_rank = node_rank
         self._generation = membership.generation
-        self._terms = GenerationLimits(membership.generation, settings.grace_seconds, sample_seconds(settings.hang))
+        self._limits = GenerationLimits(membership.generation, settings.grace_seconds, sample_seconds(settings.hang))
         self._report = report
         self._workload = workload
         self._worker = worker
@@ -82,7 +82,7 @@ class GenerationRunner:
         self._call_at = call_at
         self._on_over = on_over
         self._on_broken = on_broken
-        self._life = LocalGeneration()
+        self._local = LocalGeneration()
         self._stop: AgreedStop | None = None
         self._ranks: tuple[RankProcess, ...] = ()
         self._alarm: asyncio.TimerHandle | None = None
@@ -113,46 +113,46 @@ class GenerationRunner:
         """Take part."""
         self._report.timed(None)
         self._watcher.start()
-        self._take(on.Notice.BEGIN)
+        self._handle(on.Notice.BEGIN)
 
     def order(self, order: Order, superseded_by: int = 0) -> None:
         """Leave the generation; `on_over` is called when no rank is alive."""
-        self._take(on.LeaveOrdered(order, superseded_by))
+        self._handle(on.LeaveOrdered(order, superseded_by))
 
     # From any thread.
 
     def _post_event(self, event: on.Event) -> None:
-        self._post(lambda: self._take(event))
+        self._post(lambda: self._handle(event))
 
     def _ended(self, process: RankProcess) -> None:
         self._post(lambda: self._take_end(process))
 
     # In the event loop.
 
-    def _take(self, event: on.Event) -> None:
+    def _handle(self, event: on.Event) -> None:
         assert threading.current_thread() is threading.main_thread(), "threads post, they do not take"
-        before = self._life.stage
-        self._life, actions = step(self._terms, self._life, event, time.monotonic())
+        before = self._local.stage
+        self._local, actions = step(self._limits, self._local, event, time.monotonic())
         for action in actions:
             self._carry_out(action)
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-        if self._life.stage is not Stage.OVER:
-            deadline = wake_at(self._life)
+        if self._local.stage is not Stage.OVER:
+            deadline = wake_at(self._local)
             if deadline is not None:
-                self._alarm = self._call_at(deadline, lambda: self._take(on.Notice.TICK))
+                self._alarm = self._call_at(deadline, lambda: self._handle(on.Notice.TICK))
         elif before is not Stage.OVER:
             self._end()
 
     def _end(self) -> None:
         self._watcher.stop()
         self._report.stuck(())
-        life = self._life
+        local = self._local
 
         def close() -> None:
             self._work.close()
-            self._post(lambda: self._on_over(life))
+            self._post(lambda: self._on_over(local))
 
         self._worker.do(close)
 
@@ -167,7 +167,7 @@ class GenerationRunner:
         if process.asked or (self._stop is not None and self._stop.attempt == process.attempt):
             self._workload.observe(fresh=True)
             code = self._workload.code_after_request(code)
-        self._take(on.RankEnded(process.attempt, process.local_rank, process.rank, code, process.asked))
+        self._handle(on.RankEnded(process.attempt, process.local_rank, process.rank, code, process.asked))
 
     def _adopt(self, ranks: tuple[RankProcess, ...]) -> None:
         self._ranks = ranks
@@ -215,7 +215,7 @@ class GenerationRunner:
                 self._on_broken(sentence)
 
     def _give(self, task: do.Task) -> None:
-        given = TaskContext(self._report.reached, self._ranks, self._life.attempt)
+        given = TaskContext(self._report.reached, self._ranks, self._local.attempt)
 
         def perform() -> None:
             try:
@@ -239,7 +239,7 @@ class GenerationRunner:
     def _shared_changed(self, state: GenerationState) -> None:
         if state.leaving or state.superseded > self._generation:
             self._join_stop()
-        self._take(on.SharedChanged(state))
+        self._handle(on.SharedChanged(state))
 
     def _join_stop(self) -> AgreedStop | None:
         """Take part, once for an attempt, in the choice of its last step; None for ranks that never ask."""

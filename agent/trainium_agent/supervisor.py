@@ -80,7 +80,7 @@ class AgentSupervisor:
             self._keeper,
             post=self._post,
             on_compiled=self._report.compiled,
-            on_end=lambda: self._take(pod.Notice.COMPILER_ENDED),
+            on_end=lambda: self._handle(pod.Notice.COMPILER_ENDED),
         )
         self._checks = NodeChecks(
             settings, self._keeper, report=lambda result: self._post(lambda: self._report.checked(result))
@@ -94,7 +94,7 @@ class AgentSupervisor:
             heartbeat=self._report.heartbeat,
             on_membership=self._on_membership,
             on_acknowledged=self._on_acknowledged,
-            on_job_deleted=lambda: self._take(pod.Notice.JOB_DELETED),
+            on_job_deleted=lambda: self._handle(pod.Notice.JOB_DELETED),
             on_coordinator_time=self._on_coordinator_time,
         )
         self._calibration = Calibration()
@@ -172,13 +172,13 @@ class AgentSupervisor:
         )
         self._membership = membership
         immediate = membership.transition is Transition.IMMEDIATE
-        self._take(pod.MembershipReceived(membership.generation, immediate=immediate, member=node_rank is not None))
+        self._handle(pod.MembershipReceived(membership.generation, immediate=immediate, member=node_rank is not None))
 
     def _on_acknowledged(self, message: HeartbeatRequest) -> None:
         if message.phase is WorkerPhase.FINISHED:
-            self._take(pod.Acknowledged(message.generation))
+            self._handle(pod.Acknowledged(message.generation))
         elif message.phase is WorkerPhase.FAILED and message.verdict and stops_job(message.verdict.exit_code):
-            self._take(pod.VerdictAcknowledged(message.generation))
+            self._handle(pod.VerdictAcknowledged(message.generation))
 
     def _on_coordinator_time(self, theirs: float, asked: float, answered: float) -> None:
         if PreflightCheck.CLOCK not in self._settings.checks:
@@ -195,20 +195,20 @@ class AgentSupervisor:
         if unfit:
             self._give_up(ExitCode.DEVICE_FAULT, unfit)
             return
-        self._take(pod.Notice.NODE_CHECKED)
+        self._handle(pod.Notice.NODE_CHECKED)
         self._client.heartbeat_now()
 
-    def _on_over(self, life: LocalGeneration) -> None:
+    def _on_over(self, local: LocalGeneration) -> None:
         self._running = None
-        self._take(pod.GenerationOver(life.outcome, life.yielded))
+        self._handle(pod.GenerationOver(local.outcome, local.yielded))
 
     def _give_up(self, code: int, sentence: str) -> None:
-        self._take(pod.Notice.NODE_UNFIT)
+        self._handle(pod.Notice.NODE_UNFIT)
         self._report.give_up_with(code, sentence)
 
     def _terminate(self) -> None:
         _log.info("asked to end; the ranks may save for %.0f s", self._settings.grace_seconds)
-        self._take(pod.Notice.TERMINATE)
+        self._handle(pod.Notice.TERMINATE)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -243,7 +243,7 @@ class AgentSupervisor:
     def _call_at(self, deadline: float, what: Callable[[], None]) -> asyncio.TimerHandle:
         return self._loop.call_at(deadline, self._guarded, what)
 
-    def _take(self, event: pod.Event) -> None:
+    def _handle(self, event: pod.Event) -> None:
         assert threading.current_thread() is threading.main_thread(), "threads post, they do not take"
         if self._exit.done():
             return
@@ -253,7 +253,7 @@ class AgentSupervisor:
         if self._alarm is not None:
             self._alarm.cancel()
         deadline = self._pod.wake_at
-        self._alarm = None if deadline is None else self._call_at(deadline, lambda: self._take(pod.Notice.TICK))
+        self._alarm = None if deadline is None else self._call_at(deadline, lambda: self._handle(pod.Notice.TICK))
 
     def _carry_out(self, action: pod.Action) -> None:
         match action:

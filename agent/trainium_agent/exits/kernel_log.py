@@ -156,7 +156,7 @@ class KernelLog:
                     continue  # lines were overwritten before they could be read; the next read goes on after them
                 if not data:
                     break
-                self._take(data)
+                self._handle(data)
             else:
                 self._stop.wait(_POLL_SECONDS)  # a storm; the rest can wait
             if regular:
@@ -176,7 +176,7 @@ class KernelLog:
             return True
         return (now.st_dev, now.st_ino) != (opened.st_dev, opened.st_ino)
 
-    def _take(self, data: bytes) -> None:
+    def _handle(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")
         if len(self._partial) > _LONGEST_PARTIAL:
             lines.append(self._partial)

@@ -40,70 +40,70 @@ _RECONNECT_SECONDS = 0.2
 _YIELD_TIMEOUT_SECONDS = 5.0
 _KILL_SECONDS = 30.0
 _REPORT_STUCK_SECONDS = 2.5
-"""What was reports of a standstill stays long enough for a heartbeat to carry it."""
-_PEACEFUL = (ExitCode.FINISHED, ExitCode.YIELDING)
+"""A reported standstill is kept so long that a heartbeat carries it."""
+_CLEAN_EXITS = (ExitCode.FINISHED, ExitCode.YIELDING)
 
 
 _Answer = tuple[LocalGeneration, tuple[do.Action, ...]]
 
 
-def step(terms: GenerationLimits, life: LocalGeneration, event: on.Event, now: float) -> _Answer:
+def step(limits: GenerationLimits, local: LocalGeneration, event: on.Event, now: float) -> _Answer:
     """Record the event and decide all that can be decided now."""
-    if life.stage is Stage.OVER:
-        return life, ()
-    life, actions = _record(terms, life, event, now)
-    while life.busy is None and life.stage is not Stage.OVER:
-        decided = _decide(terms, life, now)
+    if local.stage is Stage.OVER:
+        return local, ()
+    local, actions = _record(limits, local, event, now)
+    while local.busy is None and local.stage is not Stage.OVER:
+        decided = _decide(limits, local, now)
         if decided is None:
             break
-        life, more = decided
+        local, more = decided
         actions = (*actions, *more)
     if (
-        life.stuck_reported_at is not None
-        and life.stage is not Stage.RUNNING
-        and now >= life.stuck_reported_at + _REPORT_STUCK_SECONDS
+        local.stuck_reported_at is not None
+        and local.stage is not Stage.RUNNING
+        and now >= local.stuck_reported_at + _REPORT_STUCK_SECONDS
     ):
-        return replace(life, stuck_reported_at=None), (*actions, do.ReportStuck(()))
-    return life, actions
+        return replace(local, stuck_reported_at=None), (*actions, do.ReportStuck(()))
+    return local, actions
 
 
-def wake_at(life: LocalGeneration) -> float | None:
+def wake_at(local: LocalGeneration) -> float | None:
     """When a Tick is wanted; None while only events lead on."""
-    dues = []
-    if life.stuck_reported_at is not None and life.stage is not Stage.RUNNING:
-        dues.append(life.stuck_reported_at + _REPORT_STUCK_SECONDS)
-    if life.busy is None:
-        match life.stage:
+    deadlines = []
+    if local.stuck_reported_at is not None and local.stage is not Stage.RUNNING:
+        deadlines.append(local.stuck_reported_at + _REPORT_STUCK_SECONDS)
+    if local.busy is None:
+        match local.stage:
             case Stage.RUNNING:
-                dues.append(min(life.next_sample_at, life.deadline) if life.inquiring else life.next_sample_at)
+                deadlines.append(min(local.next_sample_at, local.deadline) if local.inquiring else local.next_sample_at)
             case Stage.ENDING | Stage.SAVING | Stage.STORE_LOST | Stage.BACKOFF | Stage.YIELDED | Stage.FINISHED:
-                dues.append(life.deadline)
-    return min(dues, default=None) if life.stage is not Stage.OVER else None
+                deadlines.append(local.deadline)
+    return min(deadlines, default=None) if local.stage is not Stage.OVER else None
 
 
 # Recording events.
 
 
-def _record(terms: GenerationLimits, life: LocalGeneration, event: on.Event, now: float) -> _Answer:
+def _record(limits: GenerationLimits, local: LocalGeneration, event: on.Event, now: float) -> _Answer:
     match event:
         case on.Notice.BEGIN:
-            return replace(life, stage=Stage.JOINING), (do.EnterPhase(WorkerPhase.JOINING, 0),)
+            return replace(local, stage=Stage.JOINING), (do.EnterPhase(WorkerPhase.JOINING, 0),)
         case on.LeaveOrdered():
-            order, superseded = max(life.order, event.order), max(life.superseded_by, event.superseded_by)
-            return replace(life, order=order, superseded_by=superseded), (do.SimpleAction.INTERRUPT_TASK,)
+            order, superseded = max(local.order, event.order), max(local.superseded_by, event.superseded_by)
+            return replace(local, order=order, superseded_by=superseded), (do.SimpleAction.INTERRUPT_TASK,)
         case on.RankEnded():
-            if event.attempt != life.attempt:
-                return life, ()
-            return replace(life, ends=(*life.ends, event), pending=(*life.pending, event)), ()
+            if event.attempt != local.attempt:
+                return local, ()
+            return replace(local, ends=(*local.ends, event), pending=(*local.pending, event)), ()
         case on.SharedChanged():
-            return replace(life, pending=_with_newest(life.pending, event)), ()
+            return replace(local, pending=_with_newest(local.pending, event)), ()
         case on.WaitingFor():
-            return life, (do.ReportWaiting(event.nodes),) if life.order is Order.NONE else ()
+            return local, (do.ReportWaiting(event.nodes),) if local.order is Order.NONE else ()
         case on.Notice.TICK:
-            return life, ()
+            return local, ()
         case _:
-            assert life.busy is not None, f"{event} is no task's that is under way"
-            return _result(terms, replace(life, busy=None), life.busy, event, now)
+            assert local.busy is not None, f"{event} is no task's that is under way"
+            return _result(limits, replace(local, busy=None), local.busy, event, now)
 
 
 def _with_newest(
@@ -115,284 +115,284 @@ def _with_newest(
     return tuple(event if isinstance(each, on.SharedChanged) else each for each in pending)
 
 
-def _result(terms: GenerationLimits, life: LocalGeneration, task: do.Task, result: on.Result, now: float) -> _Answer:
+def _result(limits: GenerationLimits, local: LocalGeneration, task: do.Task, result: on.Result, now: float) -> _Answer:
     match result:
         case on.Joined():
-            if life.order is not Order.NONE:
-                return life, ()
+            if local.order is not Order.NONE:
+                return local, ()
             attempt = result.state.attempt
-            joined_state = replace(life, stage=Stage.STARTING, attempt=attempt, started=0, ends=(), signed=False)
+            joined_state = replace(local, stage=Stage.STARTING, attempt=attempt, started=0, ends=(), signed=False)
             return _do(joined_state, do.StartRanks(result.port), do.EnterPhase(WorkerPhase.LOADING, attempt))
         case on.Outcome.INTERRUPTED | on.Outcome.DONE:
-            return life, ()
+            return local, ()
         case on.Outcome.STOPPED:
-            return (life, ()) if life.order is not Order.NONE else _stop(terms, life, now)
+            return (local, ()) if local.order is not Order.NONE else _stop(limits, local, now)
         case on.GaveUp():
             log = do.Log(f"giving up in place: {result.sentence}", severe=True)
-            return _failed(life), (log, do.ReportNodeVerdict(result.code, result.sentence))
+            return _failed(local), (log, do.ReportNodeVerdict(result.code, result.sentence))
         case on.Started():
             return replace(
-                life, stage=Stage.RUNNING, started=result.ranks, next_sample_at=now + terms.sample_seconds
+                local, stage=Stage.RUNNING, started=result.ranks, next_sample_at=now + limits.sample_seconds
             ), ()
         case on.EndsDiagnosed():
-            return _ends_diagnosed(life, result, now)
+            return _ends_diagnosed(local, result, now)
         case on.StoreLost():
-            return _store_lost(terms, life, task, result.reason, now)
+            return _store_lost(limits, local, task, result.reason, now)
         case on.RanksSampled():
-            return _ranks_sampled(terms, life, result, now)
+            return _ranks_sampled(limits, local, result, now)
         case on.InquiryUpdated():
-            life = replace(life, inquiring=result.open, deadline=now + _POLL_SECONDS)
+            local = replace(local, inquiring=result.open, deadline=now + _POLL_SECONDS)
             if result.stuck is None:
-                return life, ()
-            return replace(life, stuck_reported_at=now), (do.ReportStuck(result.stuck),)
+                return local, ()
+            return replace(local, stuck_reported_at=now), (do.ReportStuck(result.stuck),)
         case on.HangFound():
-            return _hang_found(terms, life, result, now)
+            return _hang_found(limits, local, result, now)
         case on.HangCounted():
-            return _follow(terms, life, result.after, now) or (life, ())
+            return _follow(limits, local, result.after, now) or (local, ())
         case on.FinishChecked():
             if result.parted:
-                return replace(life, stage=Stage.OVER, outcome=GenerationEnd.FINISHED, pending=()), ()
-            return replace(life, deadline=now + _POLL_SECONDS), ()
+                return replace(local, stage=Stage.OVER, outcome=GenerationEnd.FINISHED, pending=()), ()
+            return replace(local, deadline=now + _POLL_SECONDS), ()
         case on.YieldChecked():
-            if result.after is None or result.after.attempt <= life.attempt:
-                return replace(life, deadline=now + _POLL_SECONDS), ()
-            return _start_next_attempt(life, result.after.attempt, Cause.YIELDED, None, now)
+            if result.after is None or result.after.attempt <= local.attempt:
+                return replace(local, deadline=now + _POLL_SECONDS), ()
+            return _start_next_attempt(local, result.after.attempt, Cause.YIELDED, None, now)
 
 
 # What decided when no task is under way.
 
 
-def _decide(terms: GenerationLimits, life: LocalGeneration, now: float) -> _Answer | None:
-    match life.stage:
+def _decide(limits: GenerationLimits, local: LocalGeneration, now: float) -> _Answer | None:
+    match local.stage:
         case Stage.ENDING:
-            return _ending(terms, life, now)
+            return _ending(limits, local, now)
         case Stage.SAVING:
-            return _saving(life, now)
+            return _saving(local, now)
         case Stage.NEW | Stage.STARTING | Stage.JUDGING | Stage.OVER:
             return None
-    if life.order is not Order.NONE:
-        return _leave(terms, life, now)
-    match life.stage:
+    if local.order is not Order.NONE:
+        return _leave(limits, local, now)
+    match local.stage:
         case Stage.JOINING:
-            return _do(life, do.SimpleTask.JOIN)
+            return _do(local, do.SimpleTask.JOIN)
         case Stage.RUNNING | Stage.YIELDED | Stage.FINISHED:
-            if life.pending:
-                first, life = life.pending[0], replace(life, pending=life.pending[1:])
-                return _answered(terms, life, first, now) or (life, ())
-            return _running(life, now) if life.stage is Stage.RUNNING else _waiting(life, now)
-        case Stage.STORE_LOST if now >= life.deadline and life.retry is not None:
-            return _do(life, life.retry)
-        case Stage.BACKOFF if now >= life.deadline:
-            return replace(life, stage=Stage.JOINING), ()
+            if local.pending:
+                first, local = local.pending[0], replace(local, pending=local.pending[1:])
+                return _answered(limits, local, first, now) or (local, ())
+            return _running(local, now) if local.stage is Stage.RUNNING else _waiting(local, now)
+        case Stage.STORE_LOST if now >= local.deadline and local.retry is not None:
+            return _do(local, local.retry)
+        case Stage.BACKOFF if now >= local.deadline:
+            return replace(local, stage=Stage.JOINING), ()
         case _:
             return None
 
 
 def _answered(
-    terms: GenerationLimits, life: LocalGeneration, event: on.RankEnded | on.SharedChanged, now: float
+    limits: GenerationLimits, local: LocalGeneration, event: on.RankEnded | on.SharedChanged, now: float
 ) -> _Answer | None:
-    return _ended(life, event, now) if isinstance(event, on.RankEnded) else _follow(terms, life, event.state, now)
+    return _ended(local, event, now) if isinstance(event, on.RankEnded) else _follow(limits, local, event.state, now)
 
 
-def _running(life: LocalGeneration, now: float) -> _Answer | None:
-    if life.overdue:
-        return _do(replace(life, overdue=False), do.SimpleTask.OPEN_INQUIRY)
-    if life.inquiring and now >= life.deadline:
-        return _do(life, do.SimpleTask.CONCLUDE_INQUIRY)
-    if now >= life.next_sample_at:
-        return _do(life, do.SimpleTask.SAMPLE_RANKS)
+def _running(local: LocalGeneration, now: float) -> _Answer | None:
+    if local.overdue:
+        return _do(replace(local, overdue=False), do.SimpleTask.OPEN_INQUIRY)
+    if local.inquiring and now >= local.deadline:
+        return _do(local, do.SimpleTask.CONCLUDE_INQUIRY)
+    if now >= local.next_sample_at:
+        return _do(local, do.SimpleTask.SAMPLE_RANKS)
     return None
 
 
-def _waiting(life: LocalGeneration, now: float) -> _Answer | None:
-    """All local ranks have ended in peace."""
-    finished = life.stage is Stage.FINISHED
-    if not life.signed:
+def _waiting(local: LocalGeneration, now: float) -> _Answer | None:
+    """All local ranks have ended without a failure."""
+    finished = local.stage is Stage.FINISHED
+    if not local.signed:
         phase = WorkerPhase.FINISHED if finished else WorkerPhase.YIELDED
-        return _do(replace(life, signed=True), do.SignExit(phase))
-    if now < life.deadline:
+        return _do(replace(local, signed=True), do.SignExit(phase))
+    if now < local.deadline:
         return None
-    return _do(life, do.SimpleTask.CHECK_FINISHED if finished else do.SimpleTask.CHECK_YIELDED)
+    return _do(local, do.SimpleTask.CHECK_FINISHED if finished else do.SimpleTask.CHECK_YIELDED)
 
 
-def _ended(life: LocalGeneration, end: on.RankEnded, now: float) -> _Answer | None:
+def _ended(local: LocalGeneration, end: on.RankEnded, now: float) -> _Answer | None:
     """Handle the end of a rank."""
-    if end.asked or end.attempt != life.attempt:
+    if end.asked or end.attempt != local.attempt:
         return None
-    if end.code not in _PEACEFUL:
+    if end.code not in _CLEAN_EXITS:
         log = do.Log(f"rank {end.rank} ended with code {end.code} in attempt {end.attempt}")
-        return _end(life, Then.JUDGE_ENDS, now, log)
-    if life.alive or _failures(life):
+        return _end(local, Then.JUDGE_ENDS, now, log)
+    if local.alive or _failures(local):
         return None  # the others' ends, or the failure among them, lead on
-    finished = life.all_ended_with(ExitCode.FINISHED)
+    finished = local.all_ended_with(ExitCode.FINISHED)
     stage, phase = (Stage.FINISHED, WorkerPhase.FINISHED) if finished else (Stage.YIELDED, WorkerPhase.YIELDED)
     deadline = now if finished else now + _YIELD_TIMEOUT_SECONDS
-    return replace(life, stage=stage, deadline=deadline), (
+    return replace(local, stage=stage, deadline=deadline), (
         do.SimpleAction.OBSERVE_PROGRESS,
         do.ReportTiming(None),
         do.EnterPhase(phase),
     )
 
 
-def _failures(life: LocalGeneration) -> tuple[on.RankEnded, ...]:
-    return tuple(end for end in life.ends if not end.asked and end.code not in _PEACEFUL)
+def _failures(local: LocalGeneration) -> tuple[on.RankEnded, ...]:
+    return tuple(end for end in local.ends if not end.asked and end.code not in _CLEAN_EXITS)
 
 
-def _follow(terms: GenerationLimits, life: LocalGeneration, state: GenerationState, now: float) -> _Answer | None:
+def _follow(limits: GenerationLimits, local: LocalGeneration, state: GenerationState, now: float) -> _Answer | None:
     """Handle a change of the shared state."""
     if state.stopped is not None:
         if state.stopped == ExitCode.HUNG:
-            return _do(life, do.ReadFinding(state))
-        return _stop(terms, life, now)
-    if state.attempt > life.attempt:
-        if life.stage is Stage.STORE_LOST:  # its standstill, counted at last
-            return _start_next_attempt(life, state.attempt, Cause.HANG, None, now)
-        if state.cause is Cause.HANG and state.attempt == life.attempt + 1:
-            return _do(life, do.ReadFinding(state))
+            return _do(local, do.ReadFinding(state))
+        return _stop(limits, local, now)
+    if state.attempt > local.attempt:
+        if local.stage is Stage.STORE_LOST:  # its standstill, counted at last
+            return _start_next_attempt(local, state.attempt, Cause.HANG, None, now)
+        if state.cause is Cause.HANG and state.attempt == local.attempt + 1:
+            return _do(local, do.ReadFinding(state))
         cause = Cause.YIELDED if state.cause is Cause.YIELDED else Cause.PEER_LOST
-        return _start_next_attempt(life, state.attempt, cause, None, now)
-    if life.alive and state.attempt == life.attempt == state.asked_in and state.inquiry > life.answered:
-        return _do(replace(life, answered=state.inquiry), do.AnswerQuestion(state))
+        return _start_next_attempt(local, state.attempt, cause, None, now)
+    if local.alive and state.attempt == local.attempt == state.asked_in and state.inquiry > local.answered:
+        return _do(replace(local, answered=state.inquiry), do.AnswerQuestion(state))
     return None
 
 
 # Failures and standstills.
 
 
-def _ends_diagnosed(life: LocalGeneration, diagnosed: on.EndsDiagnosed, now: float) -> _Answer:
+def _ends_diagnosed(local: LocalGeneration, diagnosed: on.EndsDiagnosed, now: float) -> _Answer:
     if diagnosed.withdraw or diagnosed.after.stopped is not None:
         sentence = f"giving up in place: rank {diagnosed.rank} ended with code {diagnosed.code} ({diagnosed.sentence})"
-        return _failed(life), (do.Log(sentence, severe=True), do.ReportVerdict(diagnosed.local_rank))
-    again, reports = _start_next_attempt(life, diagnosed.after.attempt, diagnosed.cause, diagnosed.ended_at, now)
-    if not diagnosed.backoff_seconds or life.order is not Order.NONE:
+        return _failed(local), (do.Log(sentence, severe=True), do.ReportVerdict(diagnosed.local_rank))
+    again, reports = _start_next_attempt(local, diagnosed.after.attempt, diagnosed.cause, diagnosed.ended_at, now)
+    if not diagnosed.backoff_seconds or local.order is not Order.NONE:
         return again, reports
     return replace(again, stage=Stage.BACKOFF, deadline=now + diagnosed.backoff_seconds), reports
 
 
-def _ranks_sampled(terms: GenerationLimits, life: LocalGeneration, sampled: on.RanksSampled, now: float) -> _Answer:
-    life = replace(life, next_sample_at=now + terms.sample_seconds, overdue=sampled.overdue)
+def _ranks_sampled(limits: GenerationLimits, local: LocalGeneration, sampled: on.RanksSampled, now: float) -> _Answer:
+    local = replace(local, next_sample_at=now + limits.sample_seconds, overdue=sampled.overdue)
     timed = do.ReportTiming(sampled.timing)
-    if sampled.overdue or life.stuck_reported_at is None or now < life.stuck_reported_at + _REPORT_STUCK_SECONDS:
-        return life, (timed,)
-    return replace(life, stuck_reported_at=None), (timed, do.ReportStuck(()))
+    if sampled.overdue or local.stuck_reported_at is None or now < local.stuck_reported_at + _REPORT_STUCK_SECONDS:
+        return local, (timed,)
+    return replace(local, stuck_reported_at=None), (timed, do.ReportStuck(()))
 
 
-def _hang_found(terms: GenerationLimits, life: LocalGeneration, found: on.HangFound, now: float) -> _Answer:
+def _hang_found(limits: GenerationLimits, local: LocalGeneration, found: on.HangFound, now: float) -> _Answer:
     reports: tuple[do.Action, ...] = (
         do.ReportStuck(found.stuck),
         *(do.ReportHang(*culprit) for culprit in found.culprits),
     )
-    life = replace(life, stuck_reported_at=now)
+    local = replace(local, stuck_reported_at=now)
     if found.after.stopped is None:
-        again, more = _start_next_attempt(life, found.after.attempt, found.cause, found.failed_at, now)
+        again, more = _start_next_attempt(local, found.after.attempt, found.cause, found.failed_at, now)
     elif found.cause is Cause.HANG and found.named:
-        again, more = _end(life, Fail(do.ReportVerdict()), now)
+        again, more = _end(local, Fail(do.ReportVerdict()), now)
     else:
-        again, more = _stop(terms, life, now)
+        again, more = _stop(limits, local, now)
     return again, (*reports, *more)
 
 
-def _store_lost(terms: GenerationLimits, life: LocalGeneration, task: do.Task, reason: str, now: float) -> _Answer:
+def _store_lost(limits: GenerationLimits, local: LocalGeneration, task: do.Task, reason: str, now: float) -> _Answer:
     """Retry until the store answers or a newer generation arrives: the agent that hosts it is missing or hangs."""
     if task in (do.SimpleTask.OPEN_INQUIRY, do.SimpleTask.CONCLUDE_INQUIRY):
-        return _end(life, CountHang(reason), now)
+        return _end(local, CountHang(reason), now)
     assert isinstance(task, do.DiagnoseEnds | do.SimpleTask), f"{task} is quiet about a lost store"
     again = replace(task, reconnect=True) if isinstance(task, do.DiagnoseEnds) else task
-    return _await_store(terms, life, again, reason, now)
+    return _await_store(limits, local, again, reason, now)
 
 
 def _await_store(
-    terms: GenerationLimits,
-    life: LocalGeneration,
+    limits: GenerationLimits,
+    local: LocalGeneration,
     retry: do.DiagnoseEnds | do.SimpleTask,
     reason: str,
     now: float,
 ) -> _Answer:
     reports: tuple[do.Action, ...] = ()
-    if life.stage is not Stage.STORE_LOST:
-        sentence = f"the store of generation {terms.generation} is sentence ({reason}); waiting for a newer one"
+    if local.stage is not Stage.STORE_LOST:
+        sentence = f"the store of generation {limits.generation} is gone ({reason}); waiting for a newer one"
         reports = (do.Log(sentence), do.EnterPhase(WorkerPhase.JOINING))
-    lost = replace(life, stage=Stage.STORE_LOST, retry=retry, deadline=now + _RECONNECT_SECONDS)
+    lost = replace(local, stage=Stage.STORE_LOST, retry=retry, deadline=now + _RECONNECT_SECONDS)
     return lost, (*reports, do.ReportWaiting((0,)))
 
 
-def _stop(terms: GenerationLimits, life: LocalGeneration, now: float) -> _Answer:
+def _stop(limits: GenerationLimits, local: LocalGeneration, now: float) -> _Answer:
     """Another agent gave up for all."""
-    log = do.Log(f"generation {terms.generation} was stopped by another member", severe=True)
-    return _end(life, Fail(), now, log)
+    log = do.Log(f"generation {limits.generation} was stopped by another member", severe=True)
+    return _end(local, Fail(), now, log)
 
 
-def _failed(life: LocalGeneration) -> LocalGeneration:
-    return replace(life, stage=Stage.FAILED, pending=(), inquiring=False, overdue=False)
+def _failed(local: LocalGeneration) -> LocalGeneration:
+    return replace(local, stage=Stage.FAILED, pending=(), inquiring=False, overdue=False)
 
 
 # The end of an attempt, and of the generation.
 
 
 def _start_next_attempt(
-    life: LocalGeneration, attempt: int, cause: Cause, failed_at: float | None, now: float
+    local: LocalGeneration, attempt: int, cause: Cause, failed_at: float | None, now: float
 ) -> _Answer:
     """Start the next attempt; for a pod whose ranks did not fail the cause is a lost peer."""
     reports = (do.SimpleAction.OBSERVE_PROGRESS, do.ReportRestart(attempt, cause, failed_at))
-    return _end(replace(life, inquiring=False, overdue=False), Then.JOIN_AGAIN, now, *reports)
+    return _end(replace(local, inquiring=False, overdue=False), Then.JOIN_AGAIN, now, *reports)
 
 
-def _end(life: LocalGeneration, after: After, now: float, *reports: do.Action) -> _Answer:
-    return replace(life, stage=Stage.ENDING, after=after, deadline=now + _KILL_SECONDS), (
+def _end(local: LocalGeneration, after: After, now: float, *reports: do.Action) -> _Answer:
+    return replace(local, stage=Stage.ENDING, after=after, deadline=now + _KILL_SECONDS), (
         *reports,
         do.ReportTiming(None),
         do.SimpleAction.KILL,
     )
 
 
-def _ending(terms: GenerationLimits, life: LocalGeneration, now: float) -> _Answer | None:
-    if life.alive:
-        if now < life.deadline:
+def _ending(limits: GenerationLimits, local: LocalGeneration, now: float) -> _Answer | None:
+    if local.alive:
+        if now < local.deadline:
             return None
         # It is stuck in the kernel and holds its device, so that nothing can be started beside it.
         stuck = f"a training process did not end within {_KILL_SECONDS:.0f} s of SIGKILL"
-        return replace(life, stage=Stage.OVER, pending=()), (do.FailPod(stuck),)
-    failures = _failures(life)
-    life = replace(life, pending=tuple(each for each in life.pending if isinstance(each, on.SharedChanged)))
-    match life.after:
+        return replace(local, stage=Stage.OVER, pending=()), (do.FailPod(stuck),)
+    failures = _failures(local)
+    local = replace(local, pending=tuple(each for each in local.pending if isinstance(each, on.SharedChanged)))
+    match local.after:
         case Then.JUDGE_ENDS:
             reports = tuple(do.ReportFailure(end.local_rank) for end in failures)
             judge = do.DiagnoseEnds(tuple(end.local_rank for end in failures))
-            return _do(replace(life, stage=Stage.JUDGING), judge, *reports)
+            return _do(replace(local, stage=Stage.JUDGING), judge, *reports)
         case CountHang(reason):
-            return _await_store(terms, life, do.SimpleTask.COUNT_UNANSWERED_HANG, reason, now)
+            return _await_store(limits, local, do.SimpleTask.COUNT_UNANSWERED_HANG, reason, now)
         case Fail(verdict):
-            return _failed(life), (verdict or do.EnterPhase(WorkerPhase.FAILED),)
+            return _failed(local), (verdict or do.EnterPhase(WorkerPhase.FAILED),)
         case Then.LEAVE_NOW:
-            return replace(life, stage=Stage.OVER, pending=()), ()
+            return replace(local, stage=Stage.OVER, pending=()), ()
         case _:
-            return replace(life, stage=Stage.JOINING), ()
+            return replace(local, stage=Stage.JOINING), ()
 
 
-def _leave(terms: GenerationLimits, life: LocalGeneration, now: float) -> _Answer:
-    if life.order is Order.IMMEDIATE:
-        return _end(life, Then.LEAVE_NOW, now)
-    saving = replace(life, stage=Stage.SAVING, deadline=now + terms.grace_seconds)
-    leaving = life.order is Order.TERMINATE
-    return _do(saving, do.Announce(leaving, life.superseded_by), do.RequestExit(memory_ends=leaving))
+def _leave(limits: GenerationLimits, local: LocalGeneration, now: float) -> _Answer:
+    if local.order is Order.IMMEDIATE:
+        return _end(local, Then.LEAVE_NOW, now)
+    saving = replace(local, stage=Stage.SAVING, deadline=now + limits.grace_seconds)
+    leaving = local.order is Order.TERMINATE
+    return _do(saving, do.Announce(leaving, local.superseded_by), do.RequestExit(memory_ends=leaving))
 
 
-def _saving(life: LocalGeneration, now: float) -> _Answer | None:
+def _saving(local: LocalGeneration, now: float) -> _Answer | None:
     """Wait for the ranks as long as it makes sense."""
-    if life.order is Order.IMMEDIATE:
-        return _end(life, Then.LEAVE_NOW, now)
-    changes = [each.state for each in life.pending if isinstance(each, on.SharedChanged)]
+    if local.order is Order.IMMEDIATE:
+        return _end(local, Then.LEAVE_NOW, now)
+    changes = [each.state for each in local.pending if isinstance(each, on.SharedChanged)]
     cannot_finish = any(state.broken or state.stopped is not None for state in changes)
-    if life.alive and now < life.deadline and not cannot_finish:
-        broken = any(end.code not in _PEACEFUL for end in life.ends)
+    if local.alive and now < local.deadline and not cannot_finish:
+        broken = any(end.code not in _CLEAN_EXITS for end in local.ends)
         return (
-            _do(replace(life, broken_announced=True), do.SimpleTask.ANNOUNCE_BROKEN)
-            if broken and not life.broken_announced
+            _do(replace(local, broken_announced=True), do.SimpleTask.ANNOUNCE_BROKEN)
+            if broken and not local.broken_announced
             else None
         )
-    saved = replace(life, yielded=life.all_ended_with(ExitCode.YIELDING))
+    saved = replace(local, yielded=local.all_ended_with(ExitCode.YIELDING))
     return _end(saved, Then.LEAVE_NOW, now, do.SimpleAction.OBSERVE_PROGRESS)  # what they saved last
 
 
-def _do(life: LocalGeneration, task: do.Task, *reports: do.Action) -> _Answer:
-    return replace(life, busy=task), (*reports, do.RunTask(task))
+def _do(local: LocalGeneration, task: do.Task, *reports: do.Action) -> _Answer:
+    return replace(local, busy=task), (*reports, do.RunTask(task))

@@ -55,7 +55,7 @@ class Generation:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
-        self.life = LocalGeneration()
+        self.local = LocalGeneration()
         self.shared = self.reported = GenerationState()
         self.ranks: list[Rank] = []
         self.all_ranks: list[Rank] = []
@@ -95,7 +95,7 @@ class Generation:
         for order in orders:
             self.after(ordered, lambda order=order: self.take(on.LeaveOrdered(order, 4)))
             ordered += self.soon(30)
-        while self._queue and self.life.stage is not Stage.OVER:
+        while self._queue and self.local.stage is not Stage.OVER:
             pending = heapq.heappop(self._queue)
             self.now = pending.at
             pending.what()
@@ -106,35 +106,35 @@ class Generation:
     # The owner.
 
     def take(self, event: on.Event) -> None:
-        before = self.life
-        self.life, actions = step(TERMS, before, event, self.now)
-        self.stages.add(self.life.stage)
+        before = self.local
+        self.local, actions = step(TERMS, before, event, self.now)
+        self.stages.add(self.local.stage)
         assert sum(isinstance(action, do.RunTask) for action in actions) <= 1
         if before.busy is not None and not isinstance(event, on.Result):
-            assert self.life.busy == before.busy, "an task under way was forgotten"
+            assert self.local.busy == before.busy, "an task under way was forgotten"
             assert not any(isinstance(action, do.RunTask) for action in actions), "two tasks at once"
         for action in actions:
             self.carry_out(action)
         self.check_nothing_is_lost(event)
         self._alarm += 1
-        wake_time = wake_at(self.life)
+        wake_time = wake_at(self.local)
         if wake_time is not None:
             assert wake_time > self.now, "a wake in the past would turn in a circle"
             self.after(wake_time - self.now, lambda number=self._alarm: self.tick(number))
 
     def check_nothing_is_lost(self, event: on.Event) -> None:
         """Check that all reports have been answered whenever nothing is under way."""
-        life = self.life
+        local = self.local
         if isinstance(event, on.SharedChanged):
             self.reported = event.state
-        if life.busy is not None or life.stage not in (Stage.RUNNING, Stage.YIELDED, Stage.FINISHED):
+        if local.busy is not None or local.stage not in (Stage.RUNNING, Stage.YIELDED, Stage.FINISHED):
             return
-        assert not life.pending
-        assert life.alive == (life.stage is Stage.RUNNING)
-        assert not [end for end in life.ends if not end.asked and end.code not in PEACEFUL], "a failure was lost"
+        assert not local.pending
+        assert local.alive == (local.stage is Stage.RUNNING)
+        assert not [end for end in local.ends if not end.asked and end.code not in PEACEFUL], "a failure was lost"
         assert self.reported.stopped is None, "the end of the generation was lost"
-        assert self.reported.attempt <= life.attempt, "a newer attempt was lost"
-        assert life.order is Order.NONE, "an order was lost"
+        assert self.reported.attempt <= local.attempt, "a newer attempt was lost"
+        assert local.order is Order.NONE, "an order was lost"
 
     def tick(self, number: int) -> None:
         if number == self._alarm:
@@ -144,7 +144,7 @@ class Generation:
         match action:
             case do.RunTask(task):
                 assert self.task is None, f"{task} while {self.task} is under way"
-                assert self.life.stage is not Stage.OVER
+                assert self.local.stage is not Stage.OVER
                 self.task = task
                 self.begin(task)
             case do.SimpleAction.INTERRUPT_TASK:
@@ -233,7 +233,7 @@ class Generation:
                 self.after(self.soon(3.0), self.join)
                 return
             case do.StartRanks():
-                self.start(self.life.attempt)
+                self.start(self.local.attempt)
         longest = LONGEST_TASK_SECONDS if self.random.random() < 0.05 else 0.6
         self.after(self.soon(longest), lambda: self.finish(self.outcome(task)))
 
@@ -257,7 +257,7 @@ class Generation:
 
     def outcome(self, task: do.Task) -> on.Result:
         chance = self.random.random
-        attempt, simple = self.life.attempt, do.SimpleTask
+        attempt, simple = self.local.attempt, do.SimpleTask
         needs_store = (simple.COUNT_UNANSWERED_HANG, simple.OPEN_INQUIRY, simple.CONCLUDE_INQUIRY)
         if (isinstance(task, do.DiagnoseEnds) or task in needs_store) and chance() < self.loss:
             return on.StoreLost("it does not answer")
@@ -298,7 +298,7 @@ class Generation:
         decides = self.ranks[self.random.choice(task.local_ranks)]
         assert decides.reports == 1, "what is judged was reported"
         assert not any(rank.code is None for rank in self.ranks), "judged while ranks are alive"
-        attempt = self.life.attempt
+        attempt = self.local.attempt
         withdraw = self.random.random() < 0.05
         stopped = 64 if self.random.random() < 0.05 else self.shared.stopped
         after = self.bumped(attempt, Cause.CRASH)
@@ -327,19 +327,19 @@ class Generation:
     # What must hold at the end.
 
     def check_end(self, ordered: float) -> None:
-        assert self.life.stage is Stage.OVER, f"never over: {self.life}"
+        assert self.local.stage is Stage.OVER, f"never over: {self.local}"
         assert self.now <= ordered + ENOUGH_SECONDS, "an order was forgotten"
         if self.broken:
             return
         assert self.task is None, "over while an task is under way"
         assert not any(rank.code is None for rank in self.all_ranks), "over while a rank is alive"
-        assert self.parted == (self.life.outcome is GenerationEnd.FINISHED), "the agents part at most once"
-        if self.life.outcome is GenerationEnd.FINISHED:
+        assert self.parted == (self.local.outcome is GenerationEnd.FINISHED), "the agents part at most once"
+        if self.local.outcome is GenerationEnd.FINISHED:
             assert self.finished_attempt == self.ranks[0].attempt
             assert all(rank.code == 0 for rank in self.ranks), "finished though a rank had not"
-        if self.life.yielded:
+        if self.local.yielded:
             assert all(rank.code == 75 for rank in self.ranks)
-        before = self.life
+        before = self.local
         for late in (
             on.Notice.TICK,
             on.SharedChanged(self.shared),

@@ -106,6 +106,6 @@ def test_no_bytes_break_the_follower(chunks: list[bytes]) -> None:
     events = KernelEvents(lambda: None)
     log = KernelLog(Path("/nonexistent"), events)
     for chunk in chunks:
-        log._take(chunk)
-    log._take(f"\n{SRAM}\n".encode())
+        log._handle(chunk)
+    log._handle(f"\n{SRAM}\n".encode())
     assert any(event.line == SRAM for event in events.newest)

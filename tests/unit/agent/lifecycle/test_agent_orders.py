@@ -36,10 +36,10 @@ def test_a_generation_keeps_its_invariants_in_ten_thousand_random_orders_of_even
         try:
             history.run()
         except AssertionError as error:
-            error.add_note(f"seed {seed}, second {history.now:.3f}, {history.life}")
+            error.add_note(f"seed {seed}, second {history.now:.3f}, {history.local}")
             raise
         stages.update(history.stages)
-        outcomes[history.life.outcome] += 1
+        outcomes[history.local.outcome] += 1
         restarts += len(history.restarts)
     # The histories are worth something: every stage, both ends and many restarts are among them.
     assert set(stages) >= set(Stage) - {Stage.NEW}
@@ -159,19 +159,19 @@ def test_a_pod_ends_with_its_verdict_once_that_is_known_unless_the_job_goes_on()
 
 
 def test_the_report_of_a_standstill_is_withdrawn_though_the_next_attempt_is_not_joined_yet() -> None:
-    terms = GenerationLimits(1, grace_seconds=10.0, sample_seconds=0.5)
-    life = LocalGeneration(stage=Stage.RUNNING, attempt=2, started=1, busy=do.SimpleTask.CONCLUDE_INQUIRY)
+    limits = GenerationLimits(1, grace_seconds=10.0, sample_seconds=0.5)
+    local = LocalGeneration(stage=Stage.RUNNING, attempt=2, started=1, busy=do.SimpleTask.CONCLUDE_INQUIRY)
     stuck = (StuckRank(rank=0, phase=TrainerPhase.STEP, step=7, seconds=9.0, waiting=False),)
     found = on.HangFound(GenerationState(attempt=3, cause=Cause.HANG), Cause.HANG, 1.0, named=True, stuck=stuck)
-    life, reported = step(terms, life, found, 100.0)
+    local, reported = step(limits, local, found, 100.0)
     assert do.ReportStuck(stuck) in reported
-    life, _ = step(terms, life, on.RankEnded(2, 0, 0, 137, asked=True), 100.1)
-    assert life.busy == do.SimpleTask.JOIN
-    wake_time = wake_at(life)
+    local, _ = step(limits, local, on.RankEnded(2, 0, 0, 137, asked=True), 100.1)
+    assert local.busy == do.SimpleTask.JOIN
+    wake_time = wake_at(local)
     assert wake_time == 102.5, "a heartbeat carries it first"
-    life, reported = step(terms, life, on.Notice.TICK, wake_time)
+    local, reported = step(limits, local, on.Notice.TICK, wake_time)
     assert reported == (do.ReportStuck(()),)
-    assert wake_at(life) is None
+    assert wake_at(local) is None
 
 
 def test_nothing_of_torchs_elastic_agent_is_used() -> None:

@@ -119,10 +119,10 @@ def test_a_round_of_pairs_ends_when_the_pod_is_asked_to_leave() -> None:
 # ---- the owner of a generation --------------------------------------------------------------------------------
 
 
-def owner(life: LocalGeneration = LocalGeneration(stage=Stage.RUNNING), perform: Any = None) -> Any:  # noqa: B008 - frozen
+def owner(local: LocalGeneration = LocalGeneration(stage=Stage.RUNNING), perform: Any = None) -> Any:  # noqa: B008 - frozen
     made = object.__new__(GenerationRunner)
-    made._life, made._alarm, made._ranks, made._generation = life, None, (), 3
-    made._terms = GenerationLimits(generation=3, grace_seconds=1.0, sample_seconds=1.0)
+    made._local, made._alarm, made._ranks, made._generation = local, None, (), 3
+    made._limits = GenerationLimits(generation=3, grace_seconds=1.0, sample_seconds=1.0)
     made._report = SimpleNamespace(reached=0.0, stuck=lambda _: None)
     made._watcher = SimpleNamespace(stop=lambda: None)
     made._work = SimpleNamespace(perform=perform, close=lambda: None)
@@ -145,7 +145,7 @@ def test_work_that_fails_in_a_way_that_nobody_foresaw_ends_the_pod() -> None:
 
 def test_a_rank_that_succeeded_has_ended_once_its_output_is_read() -> None:
     made, ended, later = owner(), [], []
-    made._stop, made._take, made._call_at = None, ended.append, lambda _, what: later.append(what)
+    made._stop, made._handle, made._call_at = None, ended.append, lambda _, what: later.append(what)
     rank = RankProcess(0, 0, 0, 1, Tail(""))
     rank.ended(0)
     made._take_end(rank)
@@ -173,12 +173,12 @@ def test_what_makes_the_pod_useless_and_what_to_report_is_passed_on(caplog: pyte
 
 def test_a_generation_ends_once_though_events_come_afterwards() -> None:
     made = owner(LocalGeneration(stage=Stage.OVER))
-    made._take(on.Notice.TICK)
+    made._handle(on.Notice.TICK)
     assert made.over == []
     made = owner(LocalGeneration(stage=Stage.ENDING, started=1, deadline=0.0))
-    made._take(on.Notice.TICK)
-    made._take(on.Notice.TICK)
-    assert [life.stage for life in made.over] == [Stage.OVER]
+    made._handle(on.Notice.TICK)
+    made._handle(on.Notice.TICK)
+    assert [local.stage for local in made.over] == [Stage.OVER]
 
 
 # ---- the owner of a pod ---------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_after_the_end_nothing_is_taken_any_more() -> None:
     made = supervisor()
     made.codes.append(0)
     before = made._pod
-    made._take(pod.Notice.NODE_CHECKED)
+    made._handle(pod.Notice.NODE_CHECKED)
     assert made._pod is before
 
 
@@ -416,22 +416,22 @@ def test_a_rank_of_an_earlier_attempt_that_ends_late_changes_nothing() -> None:
 
 
 def test_a_rank_that_was_asked_to_end_is_no_failure() -> None:
-    life, actions = step(TERMS, RUNNING, ended(code=137, asked=True), 1.0)
-    assert (life.stage, actions) == (Stage.RUNNING, ())
-    life, actions = step(TERMS, RUNNING, ended(code=137), 1.0)
-    assert (life.stage, life.after) == (Stage.ENDING, Then.JUDGE_ENDS)
+    local, actions = step(TERMS, RUNNING, ended(code=137, asked=True), 1.0)
+    assert (local.stage, actions) == (Stage.RUNNING, ())
+    local, actions = step(TERMS, RUNNING, ended(code=137), 1.0)
+    assert (local.stage, local.after) == (Stage.ENDING, Then.JUDGE_ENDS)
     assert do.SimpleAction.KILL in actions
 
 
 @pytest.mark.parametrize("order", [Order.TERMINATE, Order.GRACEFUL])
 def test_a_pod_that_is_to_leave_starts_no_ranks_though_all_have_joined(order: Order) -> None:
     joining = LocalGeneration(stage=Stage.JOINING, busy=do.SimpleTask.JOIN, order=order)
-    life, actions = step(TERMS, joining, on.Joined(GenerationState(), 29500), 1.0)
-    assert life.stage is not Stage.STARTING
+    local, actions = step(TERMS, joining, on.Joined(GenerationState(), 29500), 1.0)
+    assert local.stage is not Stage.STARTING
     assert not any(isinstance(action, do.StartRanks) for action in actions)
     free = replace(joining, order=Order.NONE)
-    life, actions = step(TERMS, free, on.Joined(GenerationState(attempt=2), 29500), 1.0)
-    assert (life.stage, life.attempt) == (Stage.STARTING, 2)
+    local, actions = step(TERMS, free, on.Joined(GenerationState(attempt=2), 29500), 1.0)
+    assert (local.stage, local.attempt) == (Stage.STARTING, 2)
     assert do.EnterPhase(WorkerPhase.LOADING, 2) in actions
 
 
@@ -439,8 +439,8 @@ def test_a_rank_that_does_not_die_of_a_kill_ends_the_pod_and_not_before_its_time
     ending = replace(RUNNING, stage=Stage.ENDING, after=Then.JOIN_AGAIN, deadline=30.0)
     assert step(TERMS, ending, on.Notice.TICK, 29.9) == (ending, ())
     assert wake_at(ending) == 30.0
-    life, actions = step(TERMS, ending, on.Notice.TICK, 30.0)
-    assert life.stage is Stage.OVER
+    local, actions = step(TERMS, ending, on.Notice.TICK, 30.0)
+    assert local.stage is Stage.OVER
     assert actions == (do.FailPod("a training process did not end within 30 s of SIGKILL"),)
 
 

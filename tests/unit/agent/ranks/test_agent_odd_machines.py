@@ -167,7 +167,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def read(folder: Path, *pieces: bytes) -> None:
     log = follower(folder, KernelEvents(lambda: None))
     for piece in pieces:
-        log._take(piece)
+        log._handle(piece)
 
 
 def test_lines_are_put_together_and_freed_of_what_the_kernel_writes_before_them(
