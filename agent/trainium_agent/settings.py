@@ -88,11 +88,11 @@ class AgentSettings:
     rank_entry: str = DEFAULT_RANK_ENTRY
     kernel_log: Path = DEFAULT_KERNEL_LOG
     checks: frozenset[PreflightCheck] = QUICK_CHECKS
-    """What is checked before the pod may join."""
+    """Checks before the pod may join."""
     minimum_bandwidth: float = 0.0
     """Lowest bandwidth of an all-reduce, Gbit/s; 0: it is measured only."""
     check_seconds: float = 60.0
-    """What those checks may take."""
+    """Limit of those checks."""
     check_entry: str = DEFAULT_CHECK_ENTRY
     scratch_directory: Path | None = None
     """Directory of caches; None when it is not set."""
@@ -102,7 +102,7 @@ class AgentSettings:
     """Numbers of nodes that an idle spare compiles for."""
     pair_entry: str = DEFAULT_PAIR_ENTRY
     pair_seconds: float = 8.0
-    """What one exchange of the pairwise test may take; a second of it is needed."""
+    """Limit of one exchange of the pairwise test, at least a second."""
     log_format: LogFormat = LogFormat.TEXT
     program: ProgramSpec | None = None
     """Program that runs in place of the trainer; None for the trainer."""

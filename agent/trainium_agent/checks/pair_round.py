@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
 _START_SECONDS = 2.0
 _OWN_CHECKS_SECONDS = 15.0
-"""What a node's own checks may take; those that have not ended by then count as passed."""
+"""Limit of a node's own checks; those that have not ended by then count as passed."""
 _SECONDS_PER_NODE = 0.005
 
 

@@ -59,7 +59,7 @@ class _Failure:
     exit_code: int
     step: int
     sentence: str = ""
-    """What happened, where the output does not show it: the agent ended the process itself."""
+    """Reason that the output does not show: the agent ended the process itself."""
     at: float = 0.0
     """Unix seconds, for such a failure."""
 

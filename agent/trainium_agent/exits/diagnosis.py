@@ -42,7 +42,7 @@ _LAST_WORDS_SECONDS = 0.25
 _REMEMBERED = 32
 _MEMORY_SECONDS = 7 * 86_400.0
 MESSAGE_CHARACTERS = 1024
-"""What a failure's message holds at most."""
+"""Longest message of a failure."""
 _WORD_CHARACTERS = 320
 _SIGNAL_BASE = 128
 _LINES_OF_KILLED = 3

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainium_contract.spec.recovery import HangSpec
 
 _LONGEST_SAMPLE_SECONDS = 2.0
-"""What one look may add to a standstill: a longer gap was the agent's own."""
+"""Longest time that a sample adds to a standstill: a longer gap was the agent's own."""
 _ENOUGH_STEPS = 3
 _BUSY = 0.5
 _FIRST_STEP_FLOORS = 4.0
@@ -130,7 +130,7 @@ class Stall:
     busy: float = 0.0
     """Processor time per second of the standstill."""
     stage: RunStage = RunStage.TRAIN
-    """What the run does: steps, or what follows the last one."""
+    """Stage of the run: steps, or one after the last step."""
     unreported: bool = False
     """It is a rank of a program that has reported nothing, so it excuses no rank that has."""
 

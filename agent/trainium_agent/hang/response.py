@@ -201,7 +201,7 @@ def _stuck(still: Stall, known: Stacks | None) -> StuckRank:
 
 _TIMEOUT_SECONDS = 2.0
 _SECONDS_PER_MEMBER = 0.002
-"""What the slowest of many agents needs to see the question (see `StateWatcher`) and to answer it."""
+"""Time in which the slowest of many agents sees the question (see `StateWatcher`) and answers it."""
 _TAKE_OVER_SECONDS = 10.0
 
 

@@ -127,7 +127,7 @@ class EndsDiagnosed:
     """The decision about the ends of an attempt's ranks."""
 
     local_rank: int
-    """Whose end decided."""
+    """Rank of this pod whose end decided."""
     rank: int
     code: int
     cause: Cause
@@ -162,7 +162,7 @@ class InquiryUpdated:
     open: bool
     """It waits for the others' answers."""
     stuck: tuple[StuckRank, ...] | None = None
-    """What was seen of the own ranks; None where it did not look."""
+    """Stuck ranks of this pod; None where it did not look."""
 
 
 @dataclass(frozen=True, slots=True)

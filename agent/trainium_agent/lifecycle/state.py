@@ -85,12 +85,12 @@ class LocalGeneration:
     ends: tuple[on.RankEnded, ...] = ()
     """Those that have ended."""
     pending: tuple[on.RankEnded | on.SharedChanged, ...] = ()
-    """What happened and was not answered yet."""
+    """Events that no decision has answered yet."""
     busy: do.Task | None = None
     order: Order = Order.NONE
     superseded_by: int = 0
     after: After | None = None
-    """What follows when no rank is left."""
+    """Action when no rank is left."""
     retry: do.DiagnoseEnds | do.SimpleTask | None = None
     deadline: float = 0.0
     """When the stage goes on, or is given up; monotonic seconds, as all times here."""

@@ -186,12 +186,12 @@ def _write(data: bytes) -> None:
 
 _ATTRIBUTION = ("namespace", "job", "pod", "node", "generation", "attempt", "rank")
 _MESSAGE_BYTES = LINE_BYTES - 1_600
-"""What all else in a line leaves: four names of 253 characters, and the keys."""
+"""Bytes of a line beside four names of 253 characters and the keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """Whose output it is."""
+    """Job, pod and rank that an output is from."""
 
     label: str
     """`rank 3`, or what else the process is for."""
@@ -212,7 +212,7 @@ class ShownLine:
     words: bytes
     """The text that is remembered, maybe several lines."""
     log: bytes
-    """What the log gets, with the end of each line."""
+    """Text for the log, with the end of each line."""
 
 
 Form = Callable[[bytes], ShownLine]

@@ -44,7 +44,7 @@ class Cause(StrEnum):
 
 
 class Blame(StrEnum):
-    """Whose budget a failure uses, and whether a node is suspected."""
+    """Budget that a failure uses, and whether a node is suspected."""
 
     NOBODY = "Nobody"
     USER = "User"

@@ -40,7 +40,7 @@ def stretch_tokens(width: int) -> int:
 
 
 class Layouts(StrEnum):
-    """Whose rules decide how weights are divided."""
+    """Rules by which weights are divided."""
 
     NATIVE = "native"
     NXD = "nxd"

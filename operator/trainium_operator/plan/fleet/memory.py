@@ -59,12 +59,12 @@ class Strike:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Each who reports it."""
+        """Return all that report it."""
         return tuple(self.by.split("+"))
 
     @property
     def namespaces(self) -> frozenset[str]:
-        """Whose word it is; the node's own is that of no namespace, and goes as an empty one."""
+        """Return the namespaces of the reports; that of the node's own report is empty."""
         return frozenset("" if " " in source else source.partition("/")[0] for source in self.sources)
 
 
