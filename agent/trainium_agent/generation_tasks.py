@@ -105,6 +105,7 @@ class GenerationTasks:
         self._on_exit = on_exit
         self._on_started = on_started
         self._diagnosed: tuple[RankProcess, Diagnosis] | None = None
+        self._cause = membership.cause
         pair_checks = (PreflightCheck.PAIRWISE, PreflightCheck.BANDWIDTH) if settings.program is None else ()
         self._rendezvous = GenerationRendezvous(
             membership,
@@ -182,7 +183,9 @@ class GenerationTasks:
     def _join(self, given: TaskContext) -> on.Result:
         self._hangs.forget()
         try:
-            return on.Joined(*self._rendezvous.next_rendezvous())
+            state, port = self._rendezvous.next_rendezvous()
+            self._cause = state.cause if state.attempt else self._membership.cause
+            return on.Joined(state, port)
         except RendezvousInterruptedError:
             return on.Outcome.INTERRUPTED
         except GenerationStoppedError:
@@ -205,6 +208,7 @@ class GenerationTasks:
             master_ip=members[0].pod_ip,
             master_port=start.port,
             accumulation=self._membership.accumulation,
+            cause="" if generation == 1 and attempt == 0 else self._cause,
         )
         ranks = tuple(self._start_rank(layout, local_rank) for local_rank in range(layout.on_a_node))
         self._on_started(ranks)

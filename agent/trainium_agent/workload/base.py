@@ -117,6 +117,8 @@ class AttemptLayout:
     master_ip: str
     master_port: int
     accumulation: int = 0
+    cause: str = ""
+    """What the attempt follows; empty for the first one of a job."""
 
     def rank(self, local_rank: int) -> int:
         """Ranks are counted node by node."""
@@ -160,5 +162,6 @@ def rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": str(agent_serves),
         worker_env.ENV_GENERATION: str(layout.generation),
         worker_env.ENV_ATTEMPT: str(layout.attempt),
+        **({worker_env.ENV_CAUSE: layout.cause} if layout.cause else {}),
         worker_env.ENV_PROGRESS_FILE: os.fspath(progress_file(settings, layout.generation, local_rank)),
     }

@@ -85,6 +85,8 @@ ENV_PROGRAM = "TRAINIUM_PROGRAM"
 # Set by the agent for each training process.
 ENV_GENERATION = "TRAINIUM_GENERATION"
 ENV_ATTEMPT = "TRAINIUM_ATTEMPT"
+ENV_CAUSE = "TRAINIUM_CAUSE"
+"""What an attempt follows: the cause of the interruption, or Resize; unset for the first one of a job."""
 ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
 ENV_ACCUMULATION = "TRAINIUM_ACCUMULATION"
 """`Membership.accumulation`, for a program that states its batch."""

@@ -56,6 +56,8 @@ class Launch:
     """Processes of this node."""
     job: JobIdentity = NOBODY
     """Owner of the checkpoints; outside of the operator nobody."""
+    cause: str = ""
+    """Interruption that this start follows; empty for none, or where it is not known."""
     alone: bool = False
     """No other rank exists, whatever the world's size: collectives move nothing (compilation)."""
 
@@ -247,6 +249,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         generation=_number(environment, worker_env.ENV_GENERATION, 0),
         attempt=_number(environment, worker_env.ENV_ATTEMPT, _number(environment, "TORCHELASTIC_RESTART_COUNT", 0)),
         run_id=environment.get(worker_env.ENV_RUN_ID, ""),
+        cause=environment.get(worker_env.ENV_CAUSE, ""),
         progress_file=Path(progress) if progress else None,
         memory_directory=Path(memory) if memory else None,
         job=JobIdentity(

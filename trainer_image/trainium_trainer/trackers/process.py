@@ -82,7 +82,8 @@ class TrackerProcess:
             config=settings.config.to_wire(),
             facts=facts,
             start=f"after step {step} on {nodes} node{'s' * (nodes > 1)}"
-            + (f", generation {launch.generation}.{launch.attempt}" if launch.generation else ""),
+            + (f", generation {launch.generation}.{launch.attempt}" if launch.generation else "")
+            + (f", because of {launch.cause}" if launch.cause else ""),
         )
         command = [sys.executable, "-m", "trainium_trainer.trackers"]
         self._process: subprocess.Popen[str] | None = None

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,8 @@ from trainium_agent.settings import SettingsError, settings_from
 from trainium_agent.workload import program as module
 from trainium_agent.workload.base import AttemptLayout
 from trainium_agent.workload.program import Program, ReservedPort, neuron_environment
+from trainium_contract.faults.causes import Cause
+from trainium_trainer.configuration.config import read_launch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +46,13 @@ def test_a_rank_gets_the_environment_of_torchrun_and_what_the_job_set_stays(tmp_
     assert "OMP_NUM_THREADS" not in found, "the job has set it"
     assert found["PYTHONUNBUFFERED"] == "1"
     assert not [name for name in found if name.startswith("NEURON")], "the node has no device"
+
+
+def test_a_rank_gets_the_cause_of_the_interruption_that_its_start_follows(tmp_path: Path) -> None:
+    made = program(tmp_path, {})
+    assert "TRAINIUM_CAUSE" not in made.request(LAYOUT, 0).environment
+    later = made.request(replace(LAYOUT, cause=Cause.NODE_LOST), 0).environment
+    assert read_launch(later).cause == "NodeLost"
 
 
 def test_the_library_is_added_behind_the_modules_of_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,12 +113,15 @@ def mlflow_server(tmp_path: Path) -> Iterator[str]:
     with (tmp_path / "server.log").open("w") as log:
         server = subprocess.Popen(
             [
+                # The pipe ends with this process, and the group of the server with the pipe.
+                "sh", "-c", '"$@" & cat; kill -KILL 0', "server",
                 sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
                 "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db",
                 "--artifacts-destination", str(tmp_path / "artifacts"),
             ],
-            stdout=log, stderr=log, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
+    assert server.stdin is not None
 
     def answers() -> bool:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
@@ -131,6 +134,7 @@ def mlflow_server(tmp_path: Path) -> Iterator[str]:
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+        server.stdin.close()
 
 
 @needs("mlflow")
