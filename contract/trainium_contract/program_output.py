@@ -21,6 +21,8 @@ _NATIVE = re.compile(
     )""",
     re.VERBOSE,
 )
+_RULER = re.compile(r"[\s=\-_*#~^]+")
+"""A line between parts of a report, or below a line of code."""
 _ERROR = re.compile(r"(?:\[rank\d+\]: *)?(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Interrupt))(?:: |:?$)")
 _OF_CHILDREN = frozenset({"ChildFailedError", "CalledProcessError", "ProcessExitedException", "ProcessRaisedException"})
 """Errors of launchers, which report the end of a process that has given the reason before."""
@@ -34,8 +36,8 @@ def is_native_frame(line: str) -> bool:
 
 
 def explains_exit(line: str) -> bool:
-    """Return whether a line may explain the end; a start or a step that went well does not, nor a frame of C++."""
-    return not _STEP.search(line) and not is_native_frame(line)
+    """Return whether a line may explain the end; a start, a step that went well, a frame of C++ or a ruler does not."""
+    return not (_STEP.search(line) or is_native_frame(line) or _RULER.fullmatch(line))
 
 
 def reports_error(line: str) -> bool:

@@ -221,8 +221,9 @@ class ProgramMonitor(Workload):
             self._slow += 1
             return
         step = _whole(match, STEP_GROUP)
-        # A step is printed more than once by a program that starts its own ranks, or that prints within a step.
-        if match is None or step is None or step == rank.step:
+        # A step is printed more than once by a program that starts its own ranks, or that prints within a step. A
+        # progress bar begins at 0, wherever the program resumes.
+        if match is None or not step or step == rank.step:
             return
         if step < rank.step:
             self._backwards = (

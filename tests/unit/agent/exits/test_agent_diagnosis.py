@@ -188,6 +188,11 @@ def test_the_error_comes_before_advice_that_is_printed_after_it() -> None:
     assert text == "EOFError\nSet A=1 for a stack trace.\nTraceback (most recent call last):\n  in load"
 
 
+def test_a_ruler_below_the_report_of_a_launcher_is_no_reason() -> None:
+    report = "Root Cause:\n  exitcode  : -9 (pid: 15)\n  traceback : Signal 9 (SIGKILL) received by PID 15\n" + "=" * 60
+    assert describe_exit(ended(1, report)).split("\n")[0].strip() == "traceback : Signal 9 (SIGKILL) received by PID 15"
+
+
 def test_a_message_holds_no_secret() -> None:
     text = describe_exit(
         ended(1, "AWS_SECRET_ACCESS_KEY=abcdEFGH1234 Authorization: Bearer abc.def-ghi http://u:pw12@h/x")

@@ -244,8 +244,8 @@ def test_the_newest_complete_checkpoint_is_observed(tmp_path: Path) -> None:
     while followed.monitor.durable_step < 0 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert followed.monitor.durable_step == 20
-    followed.writes("step 25")
-    assert followed.record().resume_step == 20
+    followed.writes("step 0", "step 25")
+    assert followed.record().resume_step == 20, "a progress bar begins at 0, wherever the program resumes"
     (folder / "step-30/.metadata").touch()
     assert followed.monitor.on_finish(()) == ""
     assert followed.monitor.durable_step == 30, "the one that is saved at the end, between two listings"
