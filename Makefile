@@ -74,7 +74,7 @@ test-trackers: setup  ## Runs in MLflow (its server, with a database), Weights &
 
 test-tasks: setup  ## Models measured by lm-eval, and answers of a real server (docs/evaluate.md)
 	@scripts/tool_venv.sh $(TASKS_VENV) $(abspath $(BIN))/python scripts/tasks_requirements.txt
-	@$(TASKS_VENV)/bin/python -m pytest tests/unit/evaluate/test_tasks.py $(ARGS)
+	@$(TASKS_VENV)/bin/python -m pytest tests/unit/evaluate/test_tasks.py tests/unit/evaluate/test_endpoint.py $(ARGS)
 
 check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff check .

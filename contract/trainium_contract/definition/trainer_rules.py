@@ -257,8 +257,9 @@ _RULES: tuple[Rule, ...] = (
         reason=RefusalReason.REQUIRED,
     ),
     Rule(
-        "!self.trainer.evaluate.enabled || has(self.trainer.data.validation)",
-        "trainer.evaluate.enabled is true but no examples are held back: give trainer.data.validation",
+        "!self.trainer.evaluate.enabled || has(self.trainer.data.validation) || has(self.trainer.evaluate.tasks)",
+        "trainer.evaluate.enabled is true but no examples are held back: give trainer.data.validation or "
+        "trainer.evaluate.tasks",
         ".trainer.data.validation",
         reason=RefusalReason.REQUIRED,
     ),

@@ -68,8 +68,8 @@ class ArtifactReport(MessageModel):
 class EvaluationFigure(MessageModel):
     """One measure of the evaluation; absent where it could not be taken."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
-    """Which one, for instance `perplexity`, `rougeL`, `accuracy`."""
+    name: Annotated[str, Field(min_length=1, max_length=192)]
+    """Which one, for instance `perplexity`, `rougeL`, `accuracy`, or a task and its measure as in `mmlu acc`."""
     before: Annotated[float | None, BeforeValidator(_finite)] = None
     """Figure of the model that the run started from; absent where it was not measured."""
     after: Annotated[float | None, BeforeValidator(_finite)] = None

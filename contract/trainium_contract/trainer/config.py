@@ -159,8 +159,10 @@ class TrainingConfig(TrainerSpec):
                 "artifacts.push uploads a folder, but artifacts are written to an object store: set artifacts.path to "
                 "a mounted folder"
             )
-        if self.evaluate.enabled and self.data.validation is None:
-            raise ValueError("evaluate.enabled is true but no examples are held back: give data.validation")
+        if self.evaluate.enabled and self.data.validation is None and self.evaluate.tasks is None:
+            raise ValueError(
+                "evaluate.enabled is true but no examples are held back: give data.validation or evaluate.tasks"
+            )
         if self.batch.tolerance and self.data.tokenization is Tokenization.ONLINE:
             raise ValueError(
                 f"batch.tolerance is {self.batch.tolerance:g} but data.tokenization is Online, where each row of the "

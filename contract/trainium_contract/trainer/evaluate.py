@@ -55,7 +55,7 @@ class TasksConfig(ContractModel):
 
 
 class EvaluateConfig(ContractModel):
-    """Measures the tuned model beside the one that it began from, on the examples that data.validation holds back."""
+    """Measures the tuned model beside the one that it began from: on examples that are held back, and by tasks."""
 
     enabled: bool = False
     """Evaluate as the last stage of the run."""
@@ -65,3 +65,5 @@ class EvaluateConfig(ContractModel):
     """Measure also the model that the run began from."""
     generation: GenerationConfig = GenerationConfig()
     """Generation of answers."""
+    tasks: TasksConfig | None = None
+    """Benchmark tasks, which one process runs after the examples; the image needs `trainium-trainer[tasks]`."""

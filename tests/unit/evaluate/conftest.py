@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,43 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 _WORDS = "gradient loss step batch token shard rank node mesh state tensor warm yes no maybe"
+
+_TASK_WORDS = ["gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm"]
+_CHOICE = """
+task: tiny_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {data}}}}}
+output_type: multiple_choice
+validation_split: validation
+fewshot_split: validation
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+metadata: {{version: 1.0}}
+"""
+_COPY = """
+task: tiny_copy
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {data}}}}}
+output_type: generate_until
+validation_split: validation
+fewshot_split: validation
+doc_to_text: "{{{{question}}}}"
+doc_to_target: answer
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 6, do_sample: false}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+metadata: {{version: 1.0}}
+"""
+_GROUP = """
+group: tiny
+task: [tiny_choice]
+aggregate_metric_list: [{metric: acc, weight_by_size: true}]
+metadata: {version: 1.0}
+"""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -69,3 +107,21 @@ def write_model(tokenizer: Tokenizer) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def model_folder(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "random")
+
+
+@pytest.fixture(scope="session")
+def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tasks and a group as files, with their data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    draws = random.Random(3)
+    choices = [
+        {"question": draws.choice(_TASK_WORDS), "choices": draws.sample(_TASK_WORDS, 4), "answer": draws.randrange(4)}
+        for _ in range(30)
+    ]
+    copies = [{"question": f"Repeat {word}:", "answer": word} for word in draws.choices(_TASK_WORDS, k=8)]
+    for name, text, records in (("choice", _CHOICE, choices), ("copy", _COPY, copies)):
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / f"{name}.yaml").write_text(text.format(data=data))
+    (folder / "group.yaml").write_text(_GROUP)
+    return folder

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.suite.timeouts import scaled
+from trainium_agent.ranks.results import read_results
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.cli import run
+from trainium_trainer.evaluate.stage import refuse_unmeasurable, run_evaluation
+from trainium_trainer.exits import UserError
+from trainium_trainer.monitor.progress import ProgressWriter
+from trainium_trainer.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from trainium_trainer.evaluate.report import EvaluationResult
 
 HARNESS = importlib.util.find_spec("lm_eval") is not None
 needs_harness = pytest.mark.skipif(not HARNESS, reason="lm-eval is not installed")
@@ -28,60 +35,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
 ]
-_WORDS = ["gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm"]
-CHOICE = """
-task: tiny_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {data}}}}}
-output_type: multiple_choice
-validation_split: validation
-fewshot_split: validation
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: choices
-doc_to_target: answer
-metric_list:
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
-  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
-metadata: {{version: 1.0}}
-"""
-COPY = """
-task: tiny_copy
-dataset_path: json
-dataset_kwargs: {{data_files: {{validation: {data}}}}}
-output_type: generate_until
-validation_split: validation
-fewshot_split: validation
-doc_to_text: "{{{{question}}}}"
-doc_to_target: answer
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 6, do_sample: false}}
-metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
-metadata: {{version: 1.0}}
-"""
-GROUP = """
-group: tiny
-task: [tiny_choice]
-aggregate_metric_list: [{metric: acc, weight_by_size: true}]
-metadata: {version: 1.0}
-"""
-
-
-@pytest.fixture(scope="module")
-def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tasks and a group as files, with their data."""
-    folder = tmp_path_factory.mktemp("tasks")
-    draws = random.Random(3)
-    choices = [
-        {"question": draws.choice(_WORDS), "choices": draws.sample(_WORDS, 4), "answer": draws.randrange(4)}
-        for _ in range(30)
-    ]
-    copies = [{"question": f"Repeat {word}:", "answer": word} for word in draws.choices(_WORDS, k=8)]
-    for name, text, records in (("choice", CHOICE, choices), ("copy", COPY, copies)):
-        data = folder / f"{name}.jsonl"
-        data.write_text("".join(json.dumps(record) + "\n" for record in records))
-        (folder / f"{name}.yaml").write_text(text.format(data=data))
-    (folder / "group.yaml").write_text(GROUP)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +148,10 @@ def test_what_is_not_known_or_not_here_is_refused_in_a_sentence(
     sentence: str,
 ) -> None:
     """In a separate process: whether the hub may be reached is read when its library is imported."""
-    (tasks_folder / "broken.yaml").write_text(
-        COPY.format(data=tasks_folder / "absent.jsonl").replace("tiny_copy", "broken")
+    broken = (
+        (tasks_folder / "copy.yaml").read_text().replace("copy.jsonl", "absent.jsonl").replace("tiny_copy", "broken")
     )
+    (tasks_folder / "broken.yaml").write_text(broken)
     command = [
         sys.executable,
         "-m",
@@ -240,3 +194,49 @@ def test_arguments_that_do_not_go_together_are_refused(
 ) -> None:
     assert run(["evaluate", *arguments]) == 64
     assert sentence in capsys.readouterr().err
+
+
+@needs_harness
+def test_the_last_stage_of_a_run_measures_tasks_once(
+    models: tuple[Path, Path], tasks_folder: Path, tmp_path: Path
+) -> None:
+    config = TrainingConfig.model_validate(
+        {
+            "data": {"source": "absent", "sequenceLength": 32},
+            "evaluate": {
+                "enabled": True,
+                "tasks": {"names": ["tiny_choice"], "includePath": str(tasks_folder), "limit": 9, "keepSamples": True},
+            },
+        }
+    )
+
+    def stage() -> EvaluationResult:
+        return run_evaluation(
+            config,
+            model_folder=str(models[1]),
+            base_folder=str(models[0]),
+            peers=Peers(rank=0, size=1),
+            progress=ProgressWriter(tmp_path / "progress"),
+            output=str(tmp_path / "out"),
+        )
+
+    result = stage()
+    assert result.tasks is not None
+    first, second = result.tasks.models
+    expected = [("tiny_choice acc", first.figures[0].value, second.figures[0].value)]
+    assert [(each.name, each.before, each.after) for each in result.figures][:1] == expected
+    assert read_results(tmp_path / "progress").evaluation == result.figures
+    table = (tmp_path / "out/evaluation.md").read_text()
+    assert table == result.to_markdown()
+    assert f"| tiny_choice | acc | 0 | 9 | {first.figures[0].value:.4f} ± " in table
+    assert len((tmp_path / "out/task-samples.jsonl").read_text().splitlines()) == 2 * 9
+    written = (tmp_path / "out/evaluation.json").stat().st_mtime_ns
+    assert stage() == result
+    assert (tmp_path / "out/evaluation.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.skipif(HARNESS, reason="lm-eval is installed")
+def test_a_run_that_could_not_measure_its_tasks_is_refused_at_its_start() -> None:
+    refuse_unmeasurable("neuron")
+    with pytest.raises(UserError, match=r"pip install 'trainium-trainer\[tasks\]'"):
+        refuse_unmeasurable("cpu")

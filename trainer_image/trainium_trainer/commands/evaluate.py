@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.evaluate.answering.endpoint import Endpoint
     from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
     from trainium_trainer.evaluate.exam import Question
 
@@ -41,6 +42,12 @@ _Config = Annotated[
 ]
 _Where = Annotated[ComputeDevice, typer.Option(help="Auto takes a GPU if there is one.")]
 _Type = Annotated[ComputeType, typer.Option(help="Auto: float32 on a CPU, the folder's own type on a GPU.")]
+_Endpoint = Annotated[
+    str | None,
+    typer.Option(help="Ask a server with OpenAI's protocol: http://HOST:8000/v1; key: OPENAI_API_KEY."),
+]
+_EndpointModel = Annotated[str | None, typer.Option(help="Name of the model there; omitted: the only one.")]
+_EndpointSeconds = Annotated[float, typer.Option(min=1, max=86_400, help="Longest time of an answer of the endpoint.")]
 _MaxNewTokens = Annotated[int | None, typer.Option(help="Most tokens of an answer; 128.", show_default=False)]
 _Temperature = Annotated[
     float | None, typer.Option(help="0, the default, takes the likeliest token; above, tokens are drawn.")
@@ -57,6 +64,9 @@ def generate(
     *,
     base: Annotated[str | None, typer.Option(help="The base model of --adapter.")] = None,
     adapter: _Adapter = None,
+    endpoint: _Endpoint = None,
+    endpoint_model: _EndpointModel = None,
+    endpoint_seconds: _EndpointSeconds = 300.0,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="File of prompts: one on each line, or .jsonl with a text or a record on each.")
@@ -78,11 +88,12 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each answer, on a line.")] = False,
 ) -> None:
     """Answer prompts with a model; with --config by the template that it was trained with."""
-    models = _measured(model, base, adapter)
     if sum((bool(prompt), prompts is not None, held_out is not None)) != 1:
         raise UserError("give what is to be answered: one of --prompt, --prompts and --held-out")
     if held_out is not None and config is None:
         raise UserError("--held-out needs --config: it names the data")
+    server = _server(endpoint, endpoint_model, endpoint_seconds, model, base, adapter)
+    models = _measured(model, base, adapter) if server is None else None
     training = load(config, overrides or ()) if config is not None else None
     settings = _generation(
         training,
@@ -107,9 +118,12 @@ def generate(
     else:
         asked = list(prompt or ()) or read_prompts(prompts)  # type: ignore[arg-type]  # one of them is given, see above
         questions = questions_of(asked, training.data if training is not None else None)
-    answers = answer(models, questions, settings, device=device, precision=precision)
-    for line in _format_answers(questions, answers, as_json=as_json):
-        typer.echo(line)
+    if models is not None:
+        answers = answer(models, questions, settings, device=device, precision=precision)
+        for line in _format_answers(questions, answers, as_json=as_json):
+            typer.echo(line)
+    elif server is not None:
+        _stream(server, questions, settings, as_json=as_json)
 
 
 def evaluate(
@@ -146,6 +160,9 @@ def evaluate(
         str | None, typer.Option(help="The model to compare with, also the base of --adapter; the column before.")
     ] = None,
     adapter: _Adapter = None,
+    endpoint: _Endpoint = None,
+    endpoint_model: _EndpointModel = None,
+    endpoint_seconds: _EndpointSeconds = 300.0,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Most examples; default: evaluate.samples.", show_default=False)
     ] = None,
@@ -177,7 +194,9 @@ def evaluate(
         wanted = _validated(TasksConfig, {name: value for name, value in settings.items() if value is not None})
         from trainium_trainer.evaluate.tasks import measure_tasks  # noqa: PLC0415 - torch
 
-        run = measure_tasks(_columns(given, base, adapter), wanted, device=device, precision=precision)
+        server = _server(endpoint, endpoint_model, endpoint_seconds, *given[1:], base, adapter)
+        columns = _columns(given, base, adapter) if server is None else [Models(model=given[0] if given else "")]
+        run = measure_tasks(columns, wanted, device=device, precision=precision, endpoint=server)
         typer.echo(run.report.to_markdown(), nl=False)
         kept_in = output.with_suffix(".samples.jsonl") if output is not None and keep_samples else None
         _write((markdown, run.report.to_markdown()), (kept_in, run.samples), (output, run.report.to_json()))
@@ -187,22 +206,30 @@ def evaluate(
     if len(given) > 1:
         raise UserError(f"{given[1]}: several models are compared by --tasks alone: give one MODEL, and --base")
     training = load(config, overrides or ())
-    models = _measured(given[0] if given else None, base, adapter, compared=True)
+    server = _server(endpoint, endpoint_model, endpoint_seconds, *given, base, adapter)
     generation = _generation(training, maxNewTokens=max_new_tokens, stop=stop or None, batchSize=batch_size)
-    from trainium_trainer.evaluate.questions import measure  # noqa: PLC0415 - torch
+    most = samples or training.evaluate.samples
+    from trainium_trainer.evaluate.questions import measure, measure_endpoint  # noqa: PLC0415 - torch
 
     with _bar() as beat:
-        result = measure(
-            models,
-            training.data,
-            samples or training.evaluate.samples,
-            generation,
-            device=device,
-            precision=precision,
-            beat=beat,
-        )
+        if server is not None:
+            result = measure_endpoint(server, training.data, most, generation, beat=beat)
+        else:
+            models = _measured(given[0] if given else None, base, adapter, compared=True)
+            result = measure(models, training.data, most, generation, device=device, precision=precision, beat=beat)
     typer.echo(result.to_markdown(), nl=False)
     _write((markdown, result.to_markdown()), (output, result.to_json()))
+
+
+def _server(url: str | None, model: str | None, seconds: float, *folders: str | None) -> Endpoint | None:
+    """Return the endpoint to ask; None where folders are. Raises UserError, also for both."""
+    if url is None:
+        return None
+    if any(folders):
+        raise UserError("--endpoint asks a server: leave out --base, --adapter and MODEL, which tasks alone may need")
+    from trainium_trainer.evaluate.answering.endpoint import open_endpoint  # noqa: PLC0415 - torch
+
+    return open_endpoint(url, model, seconds)
 
 
 def _columns(models: list[str], base: str | None, adapter: str | None) -> list[Models]:
@@ -245,15 +272,36 @@ def _format_answers(
     """Lines for people, or one object each for programs."""
     for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
         if as_json:
-            found = {"prompt": question.prompt, "answer": answer.text, "tokens": answer.tokens, "ending": answer.ending}
-            yield json.dumps(found | ({"expected": question.answer} if question.answer else {}), ensure_ascii=False)
+            yield _json_line(question, answer)
             continue
-        rule = "" if number == 1 else "\n"
-        yield f"{rule}{typer.style(f'[{number}] prompt', bold=True)}\n{question.prompt}"
-        if question.answer:
-            yield f"{typer.style(f'[{number}] expected', bold=True)}\n{question.answer}"
+        yield from _format_question(number, question)
         length = f"{answer.tokens} tokens, {answer.ending}"
         yield f"{typer.style(f'[{number}] answer', bold=True)} ({length})\n{answer.text}"
+
+
+def _stream(server: Endpoint, questions: Sequence[Question], generation: GenerationConfig, *, as_json: bool) -> None:
+    """Show answers as a server sends them."""
+    for number, question in enumerate(questions, start=1):
+        if as_json:
+            typer.echo(_json_line(question, server.complete(question.prompt, generation)))
+            continue
+        for line in _format_question(number, question):
+            typer.echo(line)
+        typer.echo(f"{typer.style(f'[{number}] answer', bold=True)} of {server.model}")
+        answer = server.complete(question.prompt, generation, lambda part: typer.echo(part, nl=False))
+        typer.echo(f"\n({answer.tokens} tokens, {answer.ending})")
+
+
+def _json_line(question: Question, answer: GeneratedAnswer) -> str:
+    found = {"prompt": question.prompt, "answer": answer.text, "tokens": answer.tokens, "ending": answer.ending}
+    return json.dumps(found | ({"expected": question.answer} if question.answer else {}), ensure_ascii=False)
+
+
+def _format_question(number: int, question: Question) -> Iterator[str]:
+    rule = "" if number == 1 else "\n"
+    yield f"{rule}{typer.style(f'[{number}] prompt', bold=True)}\n{question.prompt}"
+    if question.answer:
+        yield f"{typer.style(f'[{number}] expected', bold=True)}\n{question.answer}"
 
 
 @contextlib.contextmanager

@@ -112,24 +112,40 @@ def _batch(
         prompts = [question.prompt_ids for question in questions]
         answers = list(generate(model, prompts, generation, seeds=seeds, ends=exam.ends, beat=alive))
     chosen = _choices(model, exam, questions, alive) if exam.labels else [None] * len(batch)
-    outcomes = []
-    for number, question, known, answer, choice in zip(batch, questions, truth, answers, chosen, strict=True):
-        text = answer.text if answer is not None else None
-        outcomes.append(
-            QuestionScore(
-                number=number,
-                log_likelihood=known.log,
-                tokens=known.tokens,
-                answer=text,
-                exact=None if text is None else metrics.exact_match(text, question.answer),
-                rouge=None if text is None or exam.labels else metrics.rouge_l(text, question.answer),
-                chosen=None if choice is None else choice == question.label,
-                named=None
-                if text is None or not exam.labels
-                else metrics.label_in(text, exam.labels) == question.label,
-            )
+    return [
+        score_answer(
+            exam,
+            number,
+            answer.text if answer is not None else None,
+            log_likelihood=known.log,
+            tokens=known.tokens,
+            chosen=None if choice is None else choice == exam.questions[number].label,
         )
-    return outcomes
+        for number, known, answer, choice in zip(batch, truth, answers, chosen, strict=True)
+    ]
+
+
+def score_answer(
+    exam: Exam,
+    number: int,
+    text: str | None,
+    *,
+    log_likelihood: float = 0.0,
+    tokens: int = 0,
+    chosen: bool | None = None,
+) -> QuestionScore:
+    """Compare an answer with the expected one."""
+    question = exam.questions[number]
+    return QuestionScore(
+        number=number,
+        log_likelihood=log_likelihood,
+        tokens=tokens,
+        answer=text,
+        exact=None if text is None else metrics.exact_match(text, question.answer),
+        rouge=None if text is None or exam.labels else metrics.rouge_l(text, question.answer),
+        chosen=chosen,
+        named=None if text is None or not exam.labels else metrics.label_in(text, exam.labels) == question.label,
+    )
 
 
 def _choices(model: LoadedModel, exam: Exam, questions: Sequence[Question], alive: Callable[[], None]) -> list[int]:

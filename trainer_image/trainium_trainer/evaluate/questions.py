@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat
@@ -16,7 +17,8 @@ from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeTyp
 from trainium_trainer.evaluate.answering.generation import GeneratedAnswer, check_prompts, generate
 from trainium_trainer.evaluate.answering.loading import load
 from trainium_trainer.evaluate.compare import Asking, compare
-from trainium_trainer.evaluate.exam import Exam, Question
+from trainium_trainer.evaluate.exam import Exam, Question, score_answer
+from trainium_trainer.evaluate.report import EvaluationResult, answers_of, table
 from trainium_trainer.exits import UserError
 from trainium_trainer.peers import Peers
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.data import DataConfig
     from trainium_contract.trainer.evaluate import GenerationConfig
-    from trainium_trainer.evaluate.report import EvaluationResult
+    from trainium_trainer.evaluate.answering.endpoint import Endpoint
 
 
 def exam_of(config: DataConfig, samples: int) -> Exam:
@@ -193,3 +195,32 @@ def measure(
     exam = exam_of(data, samples)
     asking = Asking(generation=generation, device=device, precision=precision)
     return compare(models, exam, asking, Peers(0, 1), beat=beat)
+
+
+def measure_endpoint(
+    endpoint: Endpoint,
+    data: DataConfig,
+    samples: int,
+    generation: GenerationConfig,
+    *,
+    beat: Callable[[float], None],
+) -> EvaluationResult:
+    """Return the figures of a served model on held-out examples, from its answers alone. Raises UserError."""
+    exam = exam_of(data, samples)
+    if not exam.generates:
+        raise UserError("data.format is Text, which has no answers: measure the folder itself")
+    with ThreadPoolExecutor(generation.batch_size) as pool:
+        answered = pool.map(lambda question: endpoint.complete(question.prompt, generation), exam.questions)
+        scores = []
+        for number, answer in enumerate(answered):
+            scores.append(score_answer(exam, number, answer.text))
+            beat(len(scores) / len(exam.questions))
+    return EvaluationResult(
+        model=endpoint.model,
+        examples=len(scores),
+        computed=f"answered by {endpoint.url}",
+        generation=generation,
+        figures=table([], scores),
+        notes=("A server gives answers alone: no perplexity.",),
+        answers=answers_of(exam, [], scores),
+    )

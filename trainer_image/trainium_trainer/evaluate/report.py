@@ -10,6 +10,7 @@ from trainium_contract.base import MessageModel
 from trainium_contract.status.results import EvaluationFigure
 from trainium_contract.trainer.evaluate import GenerationConfig
 from trainium_trainer.evaluate.exam import Exam, QuestionScore, figures
+from trainium_trainer.evaluate.tasks import TaskReport  # noqa: TC001 - pydantic reads annotations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,6 +59,8 @@ class EvaluationResult(MessageModel):
     """Sentences for a person."""
     answers: tuple[AnswerRecord, ...] = ()
     """Answers to the first questions."""
+    tasks: TaskReport | None = None
+    """Figures of benchmark tasks, with their standard errors."""
 
     def to_json(self) -> str:
         """Return the contents of the file."""
@@ -65,13 +68,19 @@ class EvaluationResult(MessageModel):
 
     def to_markdown(self) -> str:
         """Return a table, and the first answers below it."""
+        if self.tasks is not None and not self.examples:
+            return "\n".join([self.tasks.to_markdown(), *self.notes]).rstrip() + "\n"
         before = self.base is not None
         lines = [f"| figure |{' before |' if before else ''} after |", f"|---|{'---:|' if before else ''}---:|"]
+        of_tasks = {each.name for each in self.tasks.compared} if self.tasks is not None else set()
         for figure in self.figures:
+            if figure.name in of_tasks:
+                continue
             cells = [_MEANING.get(figure.name, figure.name), *([_cell(figure.before)] if before else [])]
             lines.append(f"| {' | '.join([*cells, _cell(figure.after)])} |")
         count = f"{self.examples} held-out examples, {self.answer_tokens:,} tokens of answers"
         lines += ["", f"{count}; {self.computed}." if self.computed else f"{count}.", *self.notes]
+        lines += ["", self.tasks.to_markdown().rstrip()] if self.tasks is not None else []
         for answer in self.answers[:_ANSWERS_SHOWN]:
             lines += [*_shown("Prompt", answer.prompt), *_shown("Expected", answer.expected)]
             lines += _shown("Before", answer.before) if answer.before is not None else []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -19,6 +20,7 @@ from trainium_contract.status.results import ArtifactReport, EvaluationFigure, R
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.store import kept
+from trainium_trainer.artifacts.writer import together
 from trainium_trainer.evaluate.answering.folder import ComputeDevice, Models, local_folder
 from trainium_trainer.evaluate.check_folder import check_folder
 from trainium_trainer.evaluate.compare import Asking, compare
@@ -26,6 +28,7 @@ from trainium_trainer.evaluate.memory import available_bytes, readers_that_fit
 from trainium_trainer.evaluate.metrics import perplexity
 from trainium_trainer.evaluate.questions import exam_of
 from trainium_trainer.evaluate.report import JSON_NAME, MARKDOWN_NAME, EvaluationResult
+from trainium_trainer.evaluate.tasks import measure_tasks, refuse_missing_harness
 from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.storage.protocol import Retry, Storage, read_small
 from trainium_trainer.weights import BaseWeights, shape_of
@@ -34,15 +37,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainium_contract.trainer.config import TrainingConfig
+    from trainium_contract.trainer.evaluate import TasksConfig
+    from trainium_trainer.evaluate.tasks import TaskReport
     from trainium_trainer.monitor.progress import ProgressWriter
     from trainium_trainer.peers import Peers
 
 _RUN_TRANSFORMERS = frozenset({"cpu", "cuda"})
 _FLOAT32_BYTES = 4
+SAMPLES_NAME = "task-samples.jsonl"
+_NO_TASKS = "The tasks were not run: serve the folder and run trainium-trainer evaluate --tasks --endpoint."
 _LIMITED = (
     "No answers were generated, since transformers does not run on this device: the perplexity is the training model's "
     "own, and the folder was checked by a forward pass on the host."
 )
+
+
+def refuse_unmeasurable(device: str) -> None:
+    """Raise UserError where the last stage could not run tasks, long before it; elsewhere they are left out."""
+    if device in _RUN_TRANSFORMERS:
+        refuse_missing_harness()
 
 
 def evaluate_artifacts(
@@ -112,7 +125,12 @@ def run_evaluation(
     if earlier:
         result = EvaluationResult.model_validate_json(earlier)
     elif device in _RUN_TRANSFORMERS:
-        result = _measured(config, models, peers, progress, device, readers_per_node)
+        if config.data.validation is not None:
+            result = _measured(config, models, peers, progress, device, readers_per_node)
+        else:
+            result = EvaluationResult(model=models.name, base=models.base, examples=0)
+        if config.evaluate.tasks is not None:
+            result = _add_tasks(result, config.evaluate.tasks, models, peers, progress, device, storage)
     else:
         result = _limited(config, models, peers, progress, trained_loss)
     result = result.model_copy(update={"identity": identity})
@@ -181,11 +199,36 @@ def _measured(
     return compare(models, exam, asking, peers, beat=lambda done: progress.stage(RunStage.EVALUATE, done))
 
 
+def _add_tasks(
+    result: EvaluationResult,
+    tasks: TasksConfig,
+    models: Models,
+    peers: Peers,
+    progress: ProgressWriter,
+    device: str,
+    storage: Storage,
+) -> EvaluationResult:
+    """Return the result with the figures of tasks, which rank 0 computes. Collective."""
+
+    def measure() -> TaskReport:
+        columns = [Models(model=models.base)] if models.base is not None else []
+        columns.append(Models(model=models.model, adapter=models.adapter))
+        alive = partial(progress.stage, RunStage.EVALUATE, 0.5)
+        run = measure_tasks(columns, tasks, device=ComputeDevice(device), beat=alive)
+        if tasks.keep_samples:
+            kept(lambda: storage.write(SAMPLES_NAME, run.samples.encode()), storage.location, Retry())
+        return run.report
+
+    (report, *_) = together(peers, measure if peers.rank == 0 else None)
+    assert report is not None
+    return result.model_copy(update={"tasks": report, "figures": (*result.figures, *report.compared)})
+
+
 def _limited(
     config: TrainingConfig, models: Models, peers: Peers, progress: ProgressWriter, trained_loss: float | None
 ) -> EvaluationResult:
     """Return the result that is possible without `transformers`."""
-    notes = [_LIMITED]
+    notes = [_LIMITED, *([_NO_TASKS] if config.evaluate.tasks is not None else [])]
     problem = ""
     if peers.rank == 0 and models.adapter is None:
         alive: Callable[[], None] = lambda: progress.stage(RunStage.EVALUATE, 0.5)  # noqa: E731 - one line

@@ -22,16 +22,28 @@ import numpy as np
 import torch
 
 from trainium_contract.base import MessageModel
+from trainium_contract.status.results import EvaluationFigure
 from trainium_contract.trainer.evaluate import TasksConfig  # noqa: TC001 - pydantic reads annotations
-from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, Models, local_folder, open_candidate
+from trainium_trainer.evaluate.answering.folder import (
+    ComputeDevice,
+    ComputeType,
+    Models,
+    local_folder,
+    open_candidate,
+    positions_of,
+)
 from trainium_trainer.evaluate.answering.loading import load
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from trainium_trainer.evaluate.answering.endpoint import Endpoint
+
 _NEAR = 3
 _REASON = 300
+_LONGEST_NAME = 192
+_POSITIONS = 2048
 _UNFILTERED = "none"
 
 
@@ -73,6 +85,18 @@ class TaskReport(MessageModel):
     """Version of lm-eval."""
     models: tuple[ModelFigures, ...]
 
+    @property
+    def compared(self) -> tuple[EvaluationFigure, ...]:
+        """The figures of the last model, beside those of the first one where there are two."""
+        columns = [
+            {f"{each.task} {each.name}"[:_LONGEST_NAME]: each.value for each in model.figures if not each.part}
+            for model in self.models
+        ]
+        before = columns[0] if len(columns) > 1 else {}
+        return tuple(
+            EvaluationFigure(name=name, before=before.get(name), after=value) for name, value in columns[-1].items()
+        )
+
     def to_json(self) -> str:
         """Return the contents of the file."""
         return self.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
@@ -108,11 +132,12 @@ class TaskRun:
     """A JSON object for each question and model, on lines; empty unless they are to be kept."""
 
 
-def find_missing_harness() -> str | None:
-    """Return a sentence when lm-eval is not installed here."""
+def refuse_missing_harness() -> None:
+    """Raise UserError where lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        return "tasks need the package lm-eval, which is not installed here: pip install 'trainium-trainer[tasks]'"
-    return None
+        raise UserError(
+            "tasks need the package lm-eval, which is not installed here: pip install 'trainium-trainer[tasks]'"
+        )
 
 
 def measure_tasks(
@@ -121,44 +146,76 @@ def measure_tasks(
     *,
     device: ComputeDevice = ComputeDevice.AUTO,
     precision: ComputeType = ComputeType.AUTO,
+    endpoint: Endpoint | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> TaskRun:
     """Return the figures of models, one after the other; `beat` is called at each forward pass.
+
+    With `endpoint` its model is measured, and the folder of `models` holds its tokenizer.
 
     Raises UserError and StorageError.
     """
     found: list[ModelFigures] = []
     samples: list[str] = []
+    refuse_missing_harness()
     with _quiet():
         loaded = _load_tasks(tasks)
         for each in models:
             _set_seeds(tasks, loaded)
-            with contextlib.ExitStack() as stack:
-                path = stack.enter_context(local_folder(each.model, beat))
-                adapter = stack.enter_context(local_folder(each.adapter, beat)) if each.adapter is not None else None
-                model = load(open_candidate(path, adapter), device=device, precision=precision, recommended=True)
-                model.network.register_forward_pre_hook(lambda *_: beat())
-                from lm_eval.models.huggingface import HFLM  # noqa: PLC0415 - an extra
-
-                network = HFLM(
-                    pretrained=model.network,
-                    tokenizer=str(model.folder.tokenizer_folder),
-                    batch_size=tasks.batch_size,
-                )
-                results = _evaluated(network, tasks, loaded)
-            computed = f"computed in {str(model.network.dtype).removeprefix('torch.')} on {model.device.type}"
-            found.append(ModelFigures(model=each.name, computed=computed, figures=tuple(_figures(results))))
-            samples += _samples(each.name, results)
+            name = each.name if endpoint is None else endpoint.model
+            opened = (
+                _folder(each, tasks, device, precision, beat) if endpoint is None else _served(endpoint, each, tasks)
+            )
+            with opened as (network, computed):
+                results = _evaluated(network, tasks, loaded, endpoint)
+            found.append(ModelFigures(model=name, computed=computed, figures=tuple(_figures(results))))
+            samples += _samples(name, results)
     report = TaskReport(tasks=tasks, lm_eval=importlib.metadata.version("lm-eval"), models=tuple(found))
     return TaskRun(report, "".join(samples))
 
 
 @contextlib.contextmanager
+def _folder(
+    models: Models, tasks: TasksConfig, device: ComputeDevice, precision: ComputeType, beat: Callable[[], None]
+) -> Iterator[tuple[Any, str]]:
+    """Yield lm-eval's view of a folder, and how it computes."""
+    from lm_eval.models.huggingface import HFLM  # noqa: PLC0415 - an extra
+
+    with contextlib.ExitStack() as stack:
+        path = stack.enter_context(local_folder(models.model, beat))
+        adapter = stack.enter_context(local_folder(models.adapter, beat)) if models.adapter is not None else None
+        model = load(open_candidate(path, adapter), device=device, precision=precision, recommended=True)
+        model.network.register_forward_pre_hook(lambda *_: beat())
+        tokenizer = str(model.folder.tokenizer_folder)
+        network = HFLM(pretrained=model.network, tokenizer=tokenizer, batch_size=tasks.batch_size)
+        yield network, f"computed in {str(model.network.dtype).removeprefix('torch.')} on {model.device.type}"
+
+
+@contextlib.contextmanager
+def _served(endpoint: Endpoint, tokenizer: Models, tasks: TasksConfig) -> Iterator[tuple[Any, str]]:
+    """Yield lm-eval's view of a server; without a tokenizer it can only generate."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI  # noqa: PLC0415 - an extra
+
+    with local_folder(tokenizer.model) as folder:
+        settings: dict[str, Any] = {"tokenizer_backend": "none"}
+        if tokenizer.model:
+            settings = {"tokenizer_backend": "huggingface", "tokenizer": str(folder)}
+            settings["max_length"] = positions_of(folder) or _POSITIONS
+        network = LocalCompletionsAPI(
+            model=endpoint.model,
+            base_url=f"{endpoint.url}/completions",
+            num_concurrent=max(2, tasks.batch_size),  # one alone has no limit of its whole time
+            timeout=int(endpoint.seconds),
+            **settings,
+        )
+        yield network, f"answered by {endpoint.url}"
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what lm-eval reports of its progress, and its bars unless a person sees them. Raises UserError."""
-    if missing := find_missing_harness():
-        raise UserError(missing)
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    """Leave out what lm-eval reports of its progress, and its bars unless a person sees them."""
+    for name in ("lm_eval", "asyncio"):  # the other reports each request that was left behind an error
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
         yield
 
@@ -205,8 +262,11 @@ def _set_seeds(tasks: TasksConfig, loaded: dict[str, Any]) -> None:
         task.set_fewshot_seed(seed=other)
 
 
-def _evaluated(model: Any, tasks: TasksConfig, loaded: dict[str, Any]) -> dict[str, Any]:
-    """Return lm-eval's results. Raises UserError for a task that it cannot run."""
+def _evaluated(model: Any, tasks: TasksConfig, loaded: dict[str, Any], endpoint: Endpoint | None) -> dict[str, Any]:
+    """Return lm-eval's results. Raises UserError for a task that it cannot run, and for an endpoint that fails."""
+    weighed = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
+    if endpoint is not None and weighed and model.tokenizer is None:
+        raise UserError(f"{weighed[0]}: compares likelihoods of tokens: give also a MODEL folder with the tokenizer")
     from lm_eval.evaluator import evaluate  # noqa: PLC0415 - an extra
 
     try:
@@ -220,11 +280,18 @@ def _evaluated(model: Any, tasks: TasksConfig, loaded: dict[str, Any]) -> dict[s
                 fewshot_as_multiturn=tasks.chat_template,
             )
         )
-    except ValueError as error:
-        reason = " ".join(str(error).split())[:_REASON]
-        raise UserError(
-            f"tasks {', '.join(tasks.names)}: lm-eval cannot run them ({reason}): correct or leave out the task"
-        ) from error
+    except Exception as error:
+        reason = " ".join((str(error) or type(error).__name__).split())[:_REASON]
+        if endpoint is not None:  # whatever its answers make lm-eval raise
+            raise UserError(
+                f"{endpoint.url}: lm-eval cannot read its answers ({reason}): likelihoods need a server that returns "
+                "them for the prompt (echo with logprobs), as vLLM does"
+            ) from error
+        if isinstance(error, ValueError):
+            raise UserError(
+                f"tasks {', '.join(tasks.names)}: lm-eval cannot run them ({reason}): correct or leave out the task"
+            ) from error
+        raise
 
 
 def _figures(results: dict[str, Any]) -> Iterator[TaskFigure]:

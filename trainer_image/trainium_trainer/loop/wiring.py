@@ -117,6 +117,10 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
     stopwatch.lap("data")
     backend = make_backend(choice, settings, progress.pulse)
     stopwatch.lap("process group")
+    if config.evaluate.enabled and config.evaluate.tasks is not None:
+        from trainium_trainer.evaluate.stage import refuse_unmeasurable  # noqa: PLC0415 - imports transformers
+
+        refuse_unmeasurable(backend.mesh.device.type)
     if launch.world_size > 1 and not backend.agree(data.fingerprint):
         raise UserError(
             f"data.source {config.data.source}: the ranks do not read the same tokens: mount the same data everywhere, "

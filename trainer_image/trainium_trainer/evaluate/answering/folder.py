@@ -137,6 +137,11 @@ def open_candidate(path: Path, adapter: Path | None = None, *, tokenizer_from: P
     )
 
 
+def positions_of(path: Path) -> int | None:
+    """Return the longest sequence of a folder's model; None where the folder does not name it. Raises UserError."""
+    return _number(_optional(path / CONFIG).get("max_position_embeddings"))
+
+
 def _check_adapter(adapter: Path) -> None:
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (adapter / name).is_file():

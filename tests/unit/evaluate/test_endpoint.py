@@ -1,0 +1,299 @@
+"""Answers of servers with OpenAI's protocol: a real one, and ones that fail in every way that a server can.
+
+Tests of `transformers serve` and of tasks need packages of `make test-tasks` and are skipped without.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from tests.testing.suite.loopback_http import LoopbackServer
+from tests.testing.suite.timeouts import scaled
+from trainium_trainer.cli import run
+from trainium_trainer.evaluate.answering.folder import Candidate, open_candidate
+from trainium_trainer.evaluate.answering.loading import LoadedModel, load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SERVES = all(importlib.util.find_spec(name) is not None for name in ("fastapi", "uvicorn", "openai"))
+HARNESS = importlib.util.find_spec("lm_eval") is not None
+LISTING = json.dumps({"object": "list", "data": [{"id": "small"}]}).encode()
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
+]
+
+
+@contextmanager
+def server(answer: Callable[[BaseHTTPRequestHandler, dict[str, Any]], None], listing: bytes = LISTING) -> Iterator[str]:
+    """A server that lists models, and answers completions by a function; the URL of its protocol."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            respond(self, listing)
+
+        def do_POST(self) -> None:
+            answer(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with LoopbackServer(Handler).running() as found:
+        yield f"{found.url}/v1"
+
+
+def respond(handler: BaseHTTPRequestHandler, body: bytes, status: int = 200) -> None:
+    handler.send_response(status)
+    handler.send_header("Content-Type", "application/json" if body.startswith(b"{") else "text/event-stream")
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def event(text: str, finish: str | None = None, **more: Any) -> bytes:
+    return f"data: {json.dumps({'choices': [{'text': text, 'finish_reason': finish}], **more})}\n\n".encode()
+
+
+def test_an_answer_is_shown_as_it_arrives_and_settings_and_key_are_sent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests: list[dict[str, Any]] = []
+
+    def answer(handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
+        requests.append(request | {"key": handler.headers["Authorization"], "path": handler.path})
+        respond(handler, b": comment\n\n" + event("two ") + event("words", "length") + b"data: [DONE]\n\ngarbage")
+
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    with server(answer) as url:
+        asked = ("--prompt", "Say", "--max-new-tokens", "2", "--temperature", "0.5", "--top-k", "3", "--stop", "x")
+        assert run(["generate", "--endpoint", url, *asked]) == 0
+        shown = capsys.readouterr()
+        assert shown.out == "[1] prompt\nSay\n[1] answer of small\ntwo words\n(2 tokens, Length)\n"
+        assert run(["generate", "--endpoint", url, "--endpoint-model", "other", "--prompt", "Say", "--json"]) == 0
+        line = json.loads(capsys.readouterr().out)
+    assert line == {"prompt": "Say", "answer": "two words", "tokens": 2, "ending": "Length"}
+    first, second = requests
+    assert (first["model"], second["model"]) == ("small", "other")
+    assert (first["key"], first["path"], first["stream"]) == ("Bearer secret-key", "/v1/completions", True)
+    assert (first["max_tokens"], first["temperature"], first["top_k"], first["stop"]) == (2, 0.5, 3, ["x"])
+    assert "top_k" not in second
+
+
+def _drip(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    while True:  # until the client leaves, as below
+        handler.wfile.write(b"d")
+        time.sleep(0.05)
+
+
+def _silent(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
+    handler.rfile.read(1)  # until the client leaves
+
+
+def _endless(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    while True:
+        handler.wfile.write(event("a" * 60_000))
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (lambda handler, _: respond(handler, b"<html>Sign in</html>"), "sends what is not OpenAI's protocol"),
+        (lambda handler, _: respond(handler, b"data: {\x00\xff\n"), "sends what is not OpenAI's protocol"),
+        (lambda handler, _: respond(handler, b'data: {"choices": 3}\n'), "sends what is not OpenAI's protocol"),
+        (lambda handler, _: respond(handler, b"data: [1]\n"), "sends what is not OpenAI's protocol"),
+        (lambda handler, _: respond(handler, b'data: {"error": {"message": "no memory"}}\n'), "no memory"),
+        (lambda handler, _: respond(handler, event("half")), "the answer breaks off after 1 parts"),
+        (lambda handler, _: respond(handler, b""), "the answer breaks off after 0 parts"),
+        (lambda handler, _: respond(handler, b"wrong key", 401), "answers 401 Unauthorized to completions (wrong key)"),
+        (_drip, "no whole answer in 1 s"),
+        (_silent, "no whole answer in 1 s"),
+        (_endless, "more than 16 MiB"),
+    ],
+)
+def test_a_server_that_fails_gives_a_sentence_in_time(
+    answer: Callable[..., None], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with server(answer) as url:
+        seconds = "60" if answer is _endless else "1"
+        assert run(["generate", "--endpoint", url, "--endpoint-seconds", seconds, "--prompt", "Say"]) == 64
+    shown = capsys.readouterr().err.splitlines()
+    assert sentence in shown[-1]
+    assert url in shown[-1]
+
+
+@pytest.mark.parametrize(
+    ("listing", "sentence"),
+    [
+        (b"{}", "sends what is not OpenAI's protocol"),
+        (b'{"data": []}', "lists 0 models (none): name one by --endpoint-model"),
+        (b'{"data": [{"id": "a"}, {"id": "b"}]}', "lists 2 models (a, b)"),
+    ],
+)
+def test_the_model_of_a_server_is_its_only_one(
+    listing: bytes, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with server(_silent, listing) as url:
+        assert run(["generate", "--endpoint", url, "--prompt", "Say"]) == 64
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_wrong_address_or_key_and_folders_beside_it_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+        for url, sentence in (
+            (nobody, "cannot be asked (Connection refused): start the server"),
+            ("ftp://host", "give a URL such as"),
+            ("http://key@host/v1", "a key in OPENAI_API_KEY"),
+            ("http://host:port/v1", "give a URL such as"),
+        ):
+            assert run(["generate", "--endpoint", url, "--prompt", "Say"]) == 64
+            assert sentence in capsys.readouterr().err
+    assert run(["generate", "MODEL", "--endpoint", nobody, "--prompt", "Say"]) == 64
+    assert "leave out --base, --adapter and MODEL" in capsys.readouterr().err
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\nkey")
+    assert run(["generate", "--endpoint", nobody, "--prompt", "Say"]) == 64
+    shown = capsys.readouterr().err
+    assert "OPENAI_API_KEY has characters" in shown
+    assert "secret" not in shown
+
+
+@pytest.fixture(scope="module")
+def folder(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers in ASCII: a stream cuts other text into parts that are no characters."""
+    made = write_model(tmp_path_factory.mktemp("served") / "model", seed=4, max_position_embeddings=256)
+    candidate, file = open_candidate(made), made / "model.safetensors"
+    weights = load_file(file)
+    for token in range(candidate.vocabulary):
+        if not candidate.decode([token]).isascii():
+            weights["lm_head.weight"][token] = 0
+    save_file(weights, file, metadata={"format": "pt"})
+    return made
+
+
+@pytest.fixture(scope="module")
+def real_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`transformers serve` with the folder."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [*(sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)), "--port", str(port)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*command, "--device", "cpu", "--dtype", "float32"],
+            stdout=file,
+            stderr=file,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        deadline = time.monotonic() + scaled(120)
+        while True:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(not SERVES, reason="packages of transformers serve are not installed")
+def test_a_real_server_answers_as_the_folder_does(
+    real_server: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--prompt", "gradient loss", "--prompt", "step batch", "--max-new-tokens", "8", "--json")
+    assert run(["generate", "--endpoint", real_server, "--endpoint-model", str(folder), *asked]) == 0
+    served = capsys.readouterr().out
+    assert run(["generate", str(folder), "--device", "cpu", *asked]) == 0
+    assert served == capsys.readouterr().out
+    records = [{"instruction": f"Say {word}.", "response": word} for word in ("step", "batch", "token", "shard") * 3]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {
+        "source": str(tmp_path / "data.jsonl"),
+        "format": "Instruction",
+        "sequenceLength": 96,
+        "tokenizer": {"path": str(folder / "tokenizer.json")},
+        "cacheDirectory": str(tmp_path / "cache"),
+        "validation": {"fraction": 0.5, "split": "Tail"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"data": data}))
+    common = ("--config", str(tmp_path / "run.yaml"), "--max-new-tokens", "6", "--output")
+    beside = ("--endpoint", real_server, "--endpoint-model", str(folder))
+    assert run(["evaluate", *beside, *common, str(tmp_path / "served.json")]) == 0
+    assert run(["evaluate", str(folder), "--device", "cpu", *common, str(tmp_path / "folder.json")]) == 0
+    theirs, ours = (json.loads((tmp_path / name).read_text()) for name in ("served.json", "folder.json"))
+    assert [each["after"] for each in theirs["answers"]] == [each["after"] for each in ours["answers"]]
+    assert theirs["figures"] == [each for each in ours["figures"] if each["name"] != "perplexity"]
+
+
+class LikelihoodServer:
+    """Answers completions by a model, with the likelihoods of the prompt (`echo`), as vLLM does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.candidate: Candidate = open_candidate(folder)
+        self.model: LoadedModel = load(self.candidate)
+
+    def __call__(self, handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
+        choices = [self._choice(number, ids, request) for number, ids in enumerate(request["prompt"])]
+        respond(handler, json.dumps({"choices": choices}).encode())
+
+    @torch.no_grad()
+    def _choice(self, number: int, ids: list[int], request: dict[str, Any]) -> dict[str, Any]:
+        if not request.get("echo"):
+            out = self.model.network.generate(
+                torch.tensor([ids]), max_new_tokens=request["max_tokens"], do_sample=False, pad_token_id=0
+            )
+            text = self.candidate.decode(out[0, len(ids) :].tolist())
+            places = [text.find(stop) for stop in request["stop"] if stop in text]
+            return {"index": number, "text": text[: min(places, default=len(text))]}
+        logs = self.model.network(torch.tensor([ids])).logits[0].log_softmax(-1)
+        known = [None, *(float(logs[place, token]) for place, token in enumerate(ids[1:]))]
+        best = [None, *({"best": float(row.max())} for row in logs[:-1])]
+        likelihoods = {"token_logprobs": [*known, 0.0], "top_logprobs": [*best, {"best": 0.0}]}
+        return {"index": number, "text": "", "logprobs": likelihoods}
+
+
+@pytest.mark.skipif(not HARNESS, reason="lm-eval is not installed")
+def test_tasks_of_a_server_give_the_figures_of_its_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tasks_folder: Path
+) -> None:
+    common = ("--tasks", "tiny_choice,tiny_copy", "--shots", "1", "--include-path", str(tasks_folder), "--output")
+    with server(LikelihoodServer(folder)) as url:
+        assert run(["evaluate", str(folder), "--endpoint", url, *common, str(tmp_path / "served.json")]) == 0
+        assert f"answered by {url}." in capsys.readouterr().out
+        assert run(["evaluate", "--endpoint", url, *common, str(tmp_path / "none.json")]) == 64
+        assert "tiny_choice: compares likelihoods of tokens: give also a MODEL folder" in capsys.readouterr().err
+    assert run(["evaluate", str(folder), "--device", "cpu", *common, str(tmp_path / "folder.json")]) == 0
+    theirs, ours = (json.loads((tmp_path / name).read_text())["models"] for name in ("served.json", "folder.json"))
+    assert theirs[0]["model"] == "small"
+    assert theirs[0]["figures"] == ours[0]["figures"]
+    with server(lambda handler, _: respond(handler, b'{"choices": [{"text": "no logprobs", "index": 0}]}')) as url:
+        assert run(["evaluate", str(folder), "--endpoint", url, *common, str(tmp_path / "none.json")]) == 64
+    assert "likelihoods need a server that returns them for the prompt" in capsys.readouterr().err
