@@ -191,7 +191,7 @@ _MESSAGE_BYTES = LINE_BYTES - 1_600
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """Job, pod and rank that an output is from."""
+    """Process that an output is from."""
 
     label: str
     """`rank 3`, or what else the process is for."""
