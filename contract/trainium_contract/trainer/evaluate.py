@@ -34,9 +34,7 @@ class GenerationConfig(ContractModel):
 class TasksConfig(ContractModel):
     """Benchmark tasks of lm-evaluation-harness, which `trainium-trainer[tasks]` installs."""
 
-    names: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=128)], ...], Field(min_length=1, max_length=64)
-    ]
+    names: Annotated[tuple[_TaskName, ...], Field(min_length=1, max_length=64)]
     """Tasks or groups of tasks, for instance `hellaswag` and `mmlu`."""
     shots: Annotated[int, Field(ge=0, le=100)] | None = None
     """Solved examples before each question; omitted: as many as the task names."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -128,6 +129,30 @@ def test_a_group_stands_for_its_tasks_and_an_adapter_for_its_merged_model(
     assert beside["model"] == f"{models[0]} with {tmp_path / 'adapter'}"
     assert beside["figures"] == merged["figures"]
     assert {(each["task"], each["part"]) for each in merged["figures"]} == {("tiny", False), ("tiny_choice", True)}
+
+
+@needs_harness
+def test_artifacts_that_the_report_has_are_not_measured_again_unless_the_tasks_change(
+    models: tuple[Path, Path], tasks_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own_tasks = shutil.copytree(tasks_folder, tmp_path / "tasks")
+    steps = [shutil.copytree(model, tmp_path / f"step-{number}") for number, model in enumerate(models)]
+    for step in steps:
+        (step / "artifact.json").write_text(json.dumps({"step": step.name}))
+    common = ("--tasks", "tiny_choice", "--include-path", str(own_tasks), "--device", "cpu", "--limit", "10")
+    command = ["evaluate", *common, "--output", str(tmp_path / "steps.json")]
+    assert run([*command, str(steps[0])]) == 0
+    (first,) = json.loads((tmp_path / "steps.json").read_text())["models"]
+    (steps[0] / "model.safetensors").unlink()
+    assert run([*command, *map(str, steps)]) == 0, "the weights of the first step are not needed"
+    again, second = json.loads((tmp_path / "steps.json").read_text())["models"]
+    assert again == first
+    assert second["model"] == str(steps[1])
+    for file in own_tasks.rglob("*.yaml"):
+        file.write_text(file.read_text() + "# changed\n")
+    capfd.readouterr()
+    assert run([*command, *map(str, steps)]) == 64
+    assert "there is no safetensors file" in capfd.readouterr().err
 
 
 @needs_harness

@@ -192,11 +192,18 @@ def evaluate(
             "keepSamples": keep_samples,
         }
         wanted = _validated(TasksConfig, {name: value for name, value in settings.items() if value is not None})
-        from trainium_trainer.evaluate.tasks import measure_tasks  # noqa: PLC0415 - torch
+        from trainium_trainer.evaluate.tasks import TaskRun, measure_tasks, read_report  # noqa: PLC0415 - torch
 
         server = _server(endpoint, endpoint_model, endpoint_seconds, *given[1:], base, adapter)
         columns = _columns(given, base, adapter) if server is None else [Models(model=given[0] if given else "")]
-        run = measure_tasks(columns, wanted, device=device, precision=precision, endpoint=server)
+
+        def keep(run: TaskRun) -> None:
+            _write((output, run.report.to_json()))
+
+        known = read_report(output) if output is not None else None
+        run = measure_tasks(
+            columns, wanted, device=device, precision=precision, endpoint=server, known=known, keep=keep
+        )
         typer.echo(run.report.to_markdown(), nl=False)
         kept_in = output.with_suffix(".samples.jsonl") if output is not None and keep_samples else None
         _write((markdown, run.report.to_markdown()), (kept_in, run.samples), (output, run.report.to_json()))

@@ -1,6 +1,8 @@
 """Measure models beside each other by the tasks of lm-evaluation-harness (the package lm-eval, an extra).
 
-Invariant: figures equal those of `lm_eval run` on the same folder, number format, batch size and seeds.
+Guarantees:
+- Figures equal those of `lm_eval run` on the same folder, number format, batch size and seeds.
+- An artifact of a run is measured once by the same tasks, however often the command runs with its report.
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ import json
 import logging
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from trainium_contract.base import MessageModel
 from trainium_contract.status.results import EvaluationFigure
 from trainium_contract.trainer.evaluate import TasksConfig  # noqa: TC001 - pydantic reads annotations
+from trainium_trainer.artifacts.manifest import MANIFEST_NAME, identity_of
 from trainium_trainer.evaluate.answering.folder import (
     ComputeDevice,
     ComputeType,
@@ -74,6 +78,8 @@ class ModelFigures(MessageModel):
     model: str
     computed: str
     """Number format and device, or the endpoint."""
+    identity: str = ""
+    """Digest of an artifact of a run and of the given task files; empty for other models, which may change."""
     figures: tuple[TaskFigure, ...]
 
 
@@ -147,20 +153,31 @@ def measure_tasks(
     device: ComputeDevice = ComputeDevice.AUTO,
     precision: ComputeType = ComputeType.AUTO,
     endpoint: Endpoint | None = None,
+    known: TaskReport | None = None,
+    keep: Callable[[TaskRun], None] = lambda _: None,
     beat: Callable[[], None] = lambda: None,
 ) -> TaskRun:
     """Return the figures of models, one after the other; `beat` is called at each forward pass.
 
-    With `endpoint` its model is measured, and the folder of `models` holds its tokenizer.
+    endpoint: its model is measured, and the folder of `models` holds its tokenizer. known: an earlier report, whose
+    figures of artifacts are taken over if the tasks are the same. keep: called with all figures after each model.
 
     Raises UserError and StorageError.
     """
     found: list[ModelFigures] = []
     samples: list[str] = []
     refuse_missing_harness()
+    harness = importlib.metadata.version("lm-eval")
+    same = known is not None and (known.tasks, known.lm_eval) == (tasks, harness) and not tasks.keep_samples
+    measured = {each.identity: each for each in known.models if each.identity} if known is not None and same else {}
+    run = TaskRun(TaskReport(tasks=tasks, lm_eval=harness, models=()), "")
     with _quiet():
         loaded = _load_tasks(tasks)
         for each in models:
+            identity = _identity(each, tasks) if endpoint is None else ""
+            if identity in measured:
+                found.append(measured[identity])
+                continue
             _set_seeds(tasks, loaded)
             name = each.name if endpoint is None else endpoint.model
             opened = (
@@ -168,10 +185,27 @@ def measure_tasks(
             )
             with opened as (network, computed):
                 results = _evaluated(network, tasks, loaded, endpoint)
-            found.append(ModelFigures(model=name, computed=computed, figures=tuple(_figures(results))))
+            figures = tuple(_figures(results))
+            found.append(ModelFigures(model=name, computed=computed, identity=identity, figures=figures))
             samples += _samples(name, results)
-    report = TaskReport(tasks=tasks, lm_eval=importlib.metadata.version("lm-eval"), models=tuple(found))
-    return TaskRun(report, "".join(samples))
+            keep(replace(run, report=run.report.model_copy(update={"models": tuple(found)})))
+    return TaskRun(run.report.model_copy(update={"models": tuple(found)}), "".join(samples))
+
+
+def read_report(path: Path) -> TaskReport | None:
+    """Return the report in a file; None for anything else."""
+    with contextlib.suppress(OSError, ValidationError):
+        return TaskReport.model_validate_json(path.read_bytes())
+    return None
+
+
+def _identity(models: Models, tasks: TasksConfig) -> str:
+    """Return the digest of an artifact on this machine and of the task files; empty for other models."""
+    manifests = [Path(each) / MANIFEST_NAME for each in (models.model, models.adapter) if each is not None]
+    if not manifests[-1].is_file():
+        return ""
+    files = sorted(Path(tasks.include_path).rglob("*.y*ml")) if tasks.include_path is not None else []
+    return identity_of(each.read_text(errors="replace") for each in (*filter(Path.is_file, manifests), *files))
 
 
 @contextlib.contextmanager
