@@ -14,7 +14,6 @@ from trainium_client.commands.options import JobName, Session, notify
 from trainium_client.pod_exec import for_each_pod, json_lines, run_in_pod
 from trainium_client.read import read_members
 from trainium_contract.api_server.errors import ClientError
-from trainium_contract.trainer.monitor import MOST_PROFILED_STEPS
 from trainium_contract.views.raw import mapping, plain, text, whole
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.trace import (
@@ -58,7 +57,7 @@ class RecordedRank:
 def profile(
     session: Session,
     name: JobName,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=MOST_PROFILED_STEPS, help="Steps to record.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to record, at most 20.")] = 3,
     ranks: Annotated[
         str | None, typer.Option("--ranks", help="Ranks, such as 0,3; default: the slowest one and another.")
     ] = None,
@@ -67,6 +66,10 @@ def profile(
     ] = None,
 ) -> None:
     """Record steps of a running job: the largest spans, and a trace for ui.perfetto.dev; training continues."""
+    from trainium_contract.trainer.monitor import MOST_PROFILED_STEPS  # noqa: PLC0415 - no other command needs pydantic
+
+    if steps > MOST_PROFILED_STEPS:
+        raise ClientError(f"--steps is {steps}: at most {MOST_PROFILED_STEPS} steps are recorded at once")
     api = session.open()
     job = api.job(name)
     phase = public_status(job).text("phase")

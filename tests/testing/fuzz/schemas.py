@@ -50,7 +50,7 @@ class _Reading:
                 values = schema.get("additionalProperties")
                 return fields or ({"key": self.example(values)} if isinstance(values, dict) else {})
             case "array":
-                return [self.example(schema["items"])] if "items" in schema else []
+                return [self.example(schema["items"])] * max(1, schema.get("minItems", 1)) if "items" in schema else []
             case "integer":
                 return max(1, schema.get("minimum", 1))
             case "number":

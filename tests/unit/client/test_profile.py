@@ -99,7 +99,7 @@ def test_named_ranks_alone_are_asked_and_steps_near_the_end_begin_at_once(
     [
         (("--ranks", "2"), "there is no rank 2: llama has ranks 0 to 1"),
         (("--ranks", "0,x"), "--ranks 0,x: give up to 16 ranks, such as 0,3"),
-        (("--steps", "21"), "should be less than or equal to 20"),
+        (("--steps", "21"), "--steps is 21: at most 20 steps are recorded at once"),
         (("--steps", "0"), "should be greater than or equal to 1"),
     ],
 )

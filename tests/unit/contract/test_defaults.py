@@ -18,6 +18,7 @@ DECIDED_TOGETHER = {
     "tuning.lora.rankPattern": "the numbers are values of a map",
     "tuning.lora.alphaPattern": "the numbers are values of a map",
     "monitor.profile": "the numbers are in lists",
+    "evaluate.tasks": "there are no tasks without names",
     "tuning.objective": "a loss on pairs needs data that are pairs",
     "data.validation": "the file says twice, or not at all, where the validation data come from",
 }

@@ -96,6 +96,7 @@ async def test_a_node_below_the_bandwidth_does_not_train_and_the_slowest_link_is
     assert verdict.exit_code == 82
     assert "check Bandwidth: node node-c cannot exchange with any peer at 0.25 Gbit/s" in verdict.message
     for name in ("a", "b", "d"):
+        await world.until(lambda: world.jobs.last(name).checks, f"{name} reports the check")  # noqa: B023 - awaited here
         (check,) = world.jobs.last(name).checks
         assert (check.check, check.passed) == ("Bandwidth", True)
         assert "the slowest link is that of " in check.detail

@@ -125,7 +125,7 @@ def run_evaluation(
     if earlier:
         result = EvaluationResult.model_validate_json(earlier)
     elif device in _RUN_TRANSFORMERS:
-        if config.data.validation is not None:
+        if config.data.validation is not None or config.evaluate.tasks is None:
             result = _measured(config, models, peers, progress, device, readers_per_node)
         else:
             result = EvaluationResult(model=models.name, base=models.base, examples=0)
