@@ -156,7 +156,7 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         node_name=environment[worker_env.ENV_NODE_NAME],
         processes_per_node=_whole(environment, worker_env.ENV_PROCESSES_PER_NODE, 1),
         max_in_place_restarts=_whole(environment, worker_env.ENV_MAX_IN_PLACE_RESTARTS, 0),
-        grace_seconds=_seconds(environment, worker_env.ENV_GRACE_SECONDS),
+        grace_seconds=_number(environment, worker_env.ENV_GRACE_SECONDS),
         config_path=Path(environment[worker_env.ENV_CONFIG]),
         memory_directory=Path(environment.get(worker_env.ENV_MEMORY_DIRECTORY) or worker_env.MEMORY_DIRECTORY),
         token_path=Path(environment.get(worker_env.ENV_TOKEN_PATH) or worker_env.TOKEN_PATH),
@@ -164,16 +164,16 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         neuron_devices=_whole({worker_env.ENV_NEURON_DEVICES: "0", **environment}, worker_env.ENV_NEURON_DEVICES, 0),
         rank_entry=rank_entry,
         kernel_log=Path(environment.get(worker_env.ENV_KERNEL_LOG) or DEFAULT_KERNEL_LOG),
-        pair_seconds=_seconds({ENV_PAIR_SECONDS: "8", **environment}, ENV_PAIR_SECONDS),
+        pair_seconds=_number({ENV_PAIR_SECONDS: "8", **environment}, ENV_PAIR_SECONDS),
         pair_entry=environment.get(ENV_PAIR_ENTRY) or DEFAULT_PAIR_ENTRY,
         hang=_hang(environment.get(worker_env.ENV_HANG_LIMITS, "")),
         background_sizes=_sizes(environment.get(worker_env.ENV_BACKGROUND_SIZES, "")),
         checks=_checks(environment.get(worker_env.ENV_PREFLIGHT)),
-        check_seconds=_seconds(
+        check_seconds=_number(
             {worker_env.ENV_PREFLIGHT_SECONDS: "60", **environment}, worker_env.ENV_PREFLIGHT_SECONDS
         ),
-        minimum_bandwidth=_seconds(
-            {worker_env.ENV_MINIMUM_BANDWIDTH: "0", **environment}, worker_env.ENV_MINIMUM_BANDWIDTH
+        minimum_bandwidth=_number(
+            {worker_env.ENV_MINIMUM_BANDWIDTH: "0", **environment}, worker_env.ENV_MINIMUM_BANDWIDTH, "Gbit/s"
         ),
         check_entry=environment.get(ENV_CHECK_ENTRY) or DEFAULT_CHECK_ENTRY,
         scratch_directory=Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None,
@@ -248,12 +248,12 @@ def _whole(environment: Mapping[str, str], name: str, least: int) -> int:
     return int(text)
 
 
-def _seconds(environment: Mapping[str, str], name: str) -> float:
+def _number(environment: Mapping[str, str], name: str, unit: str = "seconds") -> float:
     text = environment[name]
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise SettingsError(f"{name}={text!r} must be a number of seconds, zero or more.")
+        raise SettingsError(f"{name}={text!r} must be a number of {unit}, zero or more.")
     return value

@@ -244,7 +244,7 @@ class AgentSupervisor:
         return self._loop.call_at(deadline, self._guarded, what)
 
     def _handle(self, event: pod.Event) -> None:
-        assert threading.current_thread() is threading.main_thread(), "threads post, they do not take"
+        assert threading.current_thread() is threading.main_thread(), "threads post events, this one handles them"
         if self._exit.done():
             return
         self._pod, actions = pod.step(self._pod, event, time.monotonic())

@@ -151,12 +151,13 @@ class NodeChecks:
             measured = [each["bandwidth"] for each in outcomes if isinstance(each.get("bandwidth"), float)]
             slowest = min(measured) if measured and check is PreflightCheck.LOOPBACK else None
             too_slow = slowest is not None and slowest < self._settings.minimum_bandwidth
-            if wrong or too_slow:
-                detail = _WRONG[check].format(cores=", ".join(map(str, wrong[:16]))) if wrong else (
+            if wrong:
+                detail = _WRONG[check].format(cores=", ".join(map(str, wrong[:16])))
+            elif too_slow:
+                detail = (
                     f"an all-reduce among the processes of the node reaches {slowest:.3g} Gbit/s, below "
                     f"{self._settings.minimum_bandwidth:g}"
-                )  # fmt: skip
-                sentences.append(f"node {self._settings.node_name}: {detail}")
+                )
             elif reported.count(True) < self._settings.processes_per_node:
                 reasons = [str(outcome.get(f"{_NAMES[check]}-reason", "")) for outcome in outcomes]
                 why = next((reason for reason in reasons if reason), "it did not end in time")
@@ -164,6 +165,8 @@ class NodeChecks:
             elif slowest is not None:
                 detail = f"{slowest:.3g} Gbit/s among {len(measured)} processes"
             failed = bool(wrong) or too_slow
+            if failed:
+                sentences.append(f"node {self._settings.node_name}: {detail}")
             self._report(CheckResult(check=check, passed=not failed, seconds=round(seconds, 3), detail=detail[:1024]))
             _log.log(logging.ERROR if failed else logging.INFO, "%s: %s", check.value, detail or "passed")
         return "; ".join(sentences)

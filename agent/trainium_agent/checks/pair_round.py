@@ -251,7 +251,7 @@ class PairRound:
         return f"the slowest link is that of {names}: {gigabits:.3g} Gbit/s{below}"
 
     def _conclude(self, verdict: PairVerdict, own: list[PairingResult], seconds: float) -> None:
-        detail = "; ".join([outcome.detail for outcome in own if outcome.detail] + [verdict.link] * bool(verdict.link))
+        detail = "; ".join(filter(None, (*(outcome.detail for outcome in own), verdict.link)))
         bad = self._node_rank in verdict.bad
         self._report(CheckResult(check=self._check, passed=not bad, seconds=round(seconds, 3), detail=detail[:1000]))
         if bad:

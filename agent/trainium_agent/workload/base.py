@@ -118,7 +118,7 @@ class AttemptLayout:
     master_port: int
     accumulation: int = 0
     cause: str = ""
-    """What the attempt follows; empty for the first one of a job."""
+    """Cause of the interruption before the attempt, or Resize; empty for the first one of a job."""
 
     def rank(self, local_rank: int) -> int:
         """Ranks are counted node by node."""

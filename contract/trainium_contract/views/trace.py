@@ -36,7 +36,7 @@ class Trace:
 
     rank: int
     content: dict[str, Any]
-    """As the file has it."""
+    """Contents of the file."""
 
 
 @dataclass(frozen=True, slots=True)

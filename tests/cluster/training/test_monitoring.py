@@ -33,7 +33,7 @@ QUIET = {"What nodes say of themselves"}
 """Panels that are empty while no node has a problem."""
 
 YOUNG = {"TrainiumGoodputLow", "TrainiumNamedJobGoodputLow"}
-"""What fires without a delay while the start is most of a job's time."""
+"""Alerts that fire without a delay while the start is most of a job's time."""
 
 
 @dataclass

@@ -59,7 +59,7 @@ class Recording:
     """What the API server answered by path (of a write: `METHOD PATH`), one after the other; an object (a refusal is a
     Status) or a text. Empty streams are left out."""
     inside: dict[str, str]
-    """What programs inside of workers printed, by `POD: PROGRAM`; packed files in base64."""
+    """Output of programs inside of workers, by `POD: PROGRAM`; packed files in base64."""
     sent: dict[str, list[Any]] = field(default_factory=dict)
     """What the command wrote, by `METHOD PATH`, one after the other."""
 

@@ -34,6 +34,7 @@ def test_every_missing_variable_is_named_in_one_sentence(tmp_path: Path) -> None
         ("TRAINIUM_MAX_IN_PLACE_RESTARTS", "many", "whole number of at least 0"),
         ("TRAINIUM_GRACE_SECONDS", "nan", "number of seconds"),
         ("TRAINIUM_GRACE_SECONDS", "-1", "number of seconds"),
+        ("TRAINIUM_MINIMUM_BANDWIDTH_GBPS", "fast", "number of Gbit/s"),
         ("TRAINIUM_RANK_ENTRY", "main", "module:function"),
         ("TRAINIUM_NEURON_DEVICES", "x", "whole number of at least 0"),
         ("TRAINIUM_BACKGROUND_SIZES", "64,many", "numbers of nodes separated by commas"),

@@ -58,7 +58,7 @@ class TaskFigure(MessageModel):
     metric: str
     """Name of the measure, for instance `acc` or `exact_match`."""
     filter: str = ""
-    """How lm-eval extracted answers, for instance `strict-match`; empty where there is one way."""
+    """Filter by which lm-eval extracted answers, for instance `strict-match`; empty where there is one."""
     shots: int | None = None
     questions: int | None = None
     value: float

@@ -66,7 +66,7 @@ class StepWindow:
     first: int
     steps: int
     answer: Path | None = None
-    """The file for the outcome, where somebody waits for it."""
+    """File for the outcome of a request; None for the steps of the configuration."""
 
 
 class StepProfiler:
@@ -74,8 +74,8 @@ class StepProfiler:
 
     def __init__(self, run: Run) -> None:
         self.windows: list[StepWindow] = []
-        """What is still to record; while there is any, the loop calls `before_step` and `after_step`. A signal handler
-        appends to it."""
+        """Windows that are still to record; while there is any, the loop calls `before_step` and `after_step`. A signal
+        handler appends to it."""
         self._run = run
         self._window: StepWindow | None = None
         self._began = 0

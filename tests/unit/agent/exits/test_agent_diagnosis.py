@@ -55,7 +55,7 @@ def test_a_runtime_status_is_more_specific_than_a_crash(
 
 GLOO = "[rank1]: RuntimeError: [/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:4242\n"
 SUMMARY = "".join(f"{line}\n" for line in range(30))
-"""As many lines as torchrun prints about its ranks."""
+"""Lines of the length of torchrun's report about its ranks."""
 
 
 @pytest.mark.parametrize(

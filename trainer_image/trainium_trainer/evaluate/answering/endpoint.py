@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -141,9 +142,10 @@ class Endpoint:
         connection = kind(parts.hostname or "", parts.port, timeout=self.seconds)
         expired = threading.Event()
         timer: threading.Timer | None = None
+        deadline = time.monotonic() + self.seconds
         try:
             connection.connect()
-            timer = threading.Timer(self.seconds, _expire, (connection.sock, expired))
+            timer = threading.Timer(max(0.0, deadline - time.monotonic()), _expire, (connection.sock, expired))
             timer.daemon = True
             timer.start()
             body = None if request is None else json.dumps(request).encode()
