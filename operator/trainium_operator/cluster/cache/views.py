@@ -22,7 +22,7 @@ from trainium_operator.cluster.cache.lenient import readable_spec, readable_stat
 from trainium_operator.cluster.cache.membership_record import MembershipRecord, membership_record
 from trainium_operator.cluster.cache.parts import items_of, mapping_of, name_of, text_of, whole_of
 from trainium_operator.plan.faults.node_signals import bad_status
-from trainium_operator.plan.manifests.worker_pod import WORKER_CONTAINER
+from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
 from trainium_operator.plan.model import names, observed
 from trainium_operator.plan.model.names import ANNOTATION_GROUP, LABEL_POD_SET, LABELS_READ, RESOURCES_READ, JobId
 

@@ -3,8 +3,6 @@
 Guarantees:
 - A pod has an ordinal and no rank. It holds no API credentials, only a token for the coordinator.
 - It passes the `restricted` pod security standard unless its storage is a host path.
-- Requests of extended resources equal their limits. What a template states about a resource takes precedence; memory
-  and CPU are limited by people alone, because an estimate that is too low must not end a run.
 - The user's template cannot change what identifies the pod, and nothing depends on the size that the job has now.
 """
 
@@ -14,7 +12,6 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.requirements.worker_requests import WorkerRequests, worker_requests
 from trainium_contract.spec.recovery import HangSpec
 from trainium_contract.spec.scheduling import Topology
 from trainium_contract.spec.workers import AcceleratorSpec, Device
@@ -22,6 +19,14 @@ from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
 from trainium_operator.plan.manifests.strategic_merge import merge_template
+from trainium_operator.plan.manifests.worker_needs import (
+    SHARED_MEMORY,
+    WORKER_CONTAINER,
+    device_tolerations,
+    expected_devices,
+    extended_resources,
+    with_worker_needs,
+)
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.names import LAYERS
 
@@ -64,112 +69,6 @@ def with_affinity(spec: Json, job: JobView, settings: PlanSettings) -> Json:
     return {**spec, "affinity": {**affinity, "podAffinity": ours}}
 
 
-_UNREACHABLE_SECONDS = 30
-"""Longest stay of a pod on a node that the control plane no longer reaches; the plan acts earlier."""
-
-
-def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
-    """Return devices that a worker asks for: all of its node by the instance type, or what the spec states."""
-    if accelerator.resources:
-        return dict(accelerator.resources)
-    if accelerator.device is Device.CUDA:
-        return {"nvidia.com/gpu": str(accelerator.cores())}
-    instance = accelerator.instance()
-    if accelerator.device is not Device.NEURON or instance is None:
-        return {}
-    found = {} if accelerator.claim is not None else {"aws.amazon.com/neuron": str(instance.devices)}
-    return {**found, "vpc.amazonaws.com/efa": str(instance.efa)} if instance.efa else found
-
-
-def expected_devices(accelerator: AcceleratorSpec) -> str | None:
-    """Neuron devices that a worker must find, claimed or handed out; None where nothing states how many."""
-    claim, instance = accelerator.claim, accelerator.instance()
-    if claim is None:
-        return extended_resources(accelerator).get("aws.amazon.com/neuron")
-    count = instance.devices if claim.ultra_server_node and instance else accelerator.claimed_devices()
-    return str(count) if count else None
-
-
-def tolerations_of(spec: TrainingJobSpec) -> tuple[Json, ...]:
-    """Return tolerations of the worker pods, as far as the user's are readable."""
-    pod = spec.workers.template.get("spec")
-    theirs = pod.get("tolerations") if isinstance(pod, dict) else None
-    given = theirs if isinstance(theirs, list) else []
-    return (*device_tolerations(spec.workers.accelerator), *(each for each in given if isinstance(each, dict)))
-
-
-def device_tolerations(accelerator: AcceleratorSpec) -> list[Json]:
-    """Return tolerations that the operator itself gives.
-
-    Of the device's taint, and for a while of a node that is lost.
-    """
-    lost = [
-        {
-            "key": f"node.kubernetes.io/{taint}",
-            "operator": "Exists",
-            "effect": "NoExecute",
-            "tolerationSeconds": _UNREACHABLE_SECONDS,
-        }
-        for taint in ("not-ready", "unreachable")
-    ]
-    device = {Device.NEURON: "aws.amazon.com/neuron", Device.CUDA: "nvidia.com/gpu"}.get(accelerator.device)
-    return [{"key": device, "operator": "Exists"}, *lost] if device else lost
-
-
-WORKER_CONTAINER = "worker"
-SHARED_MEMORY = "shared-memory"
-_MIB = 1 << 20
-
-
-def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
-    """Add what follows from the job's configuration to the merged spec, where no template sets it."""
-    found = needs_of_workers(job)
-    if found is None:
-        return spec
-    wanted = {"memory": _mebibytes(found.memory), "cpu": _cpus(found.milli_cpu)}
-    containers = spec.get("containers") or []
-    if not spec.get("resources"):  # of the whole pod: a person who sets that means it
-        containers = [_asking(each, wanted) if each.get("name") == WORKER_CONTAINER else each for each in containers]
-    volumes = spec.get("volumes") or []
-    if found.shared_memory is not None:
-        limit = _mebibytes(found.shared_memory)
-        volumes = [_limited(each, limit) if each.get("name") == SHARED_MEMORY else each for each in volumes]
-    return {**spec, "containers": containers, "volumes": volumes}
-
-
-def needs_of_workers(job: TrainingJobSpec) -> WorkerRequests | None:
-    """Return None while the spec contradicts itself, which is reported elsewhere."""
-    try:
-        config = job.training_config() if job.program is None else None
-        return worker_requests(config, job.workers.accelerator, job.batch_shape())
-    except ValueError:
-        return None
-
-
-def _asking(container: Json, wanted: Json) -> Json:
-    resources = container.get("resources") or {}
-    stated = {*(resources.get("requests") or {}), *(resources.get("limits") or {})}
-    ours = {name: amount for name, amount in wanted.items() if name not in stated}
-    if not ours:
-        return container
-    return {**container, "resources": {**resources, "requests": {**ours, **(resources.get("requests") or {})}}}
-
-
-def _limited(volume: Json, limit: str) -> Json:
-    empty = volume.get("emptyDir")
-    if not isinstance(empty, dict) or empty.get("medium") != "Memory" or "sizeLimit" in empty:
-        return volume
-    return {**volume, "emptyDir": {**empty, "sizeLimit": limit}}
-
-
-def _mebibytes(size: int) -> str:
-    return f"{-(-size // _MIB)}Mi"
-
-
-def _cpus(milli: int) -> str:
-    return str(milli // 1000) if milli % 1000 == 0 else f"{milli}m"
-
-
 PRECOMPILE_CONTAINER = "precompile"
 AGENT_CONTAINER = "trainium-agent"
 _AGENT_VOLUME, _COPY = "agent", "/copy"
@@ -179,7 +78,7 @@ COPY_AGENT = (
 )
 """Repeatable, because a kubelet may start an init container again."""
 TEMPLATE_REVISION = 0
-"""Counts changes of this module by which the same job gets other pods (a test states when). No user caused them,
+"""Counts changes of this package by which the same job gets other pods (a test states when). No user caused them,
 so an upgrade of the operator replaces no pod for them, and reports none as outdated."""
 _OF_A_RUNNING_WORKER = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
 _TOKEN_SECONDS = 3600

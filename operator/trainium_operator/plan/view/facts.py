@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership, WorkerPhase
-from trainium_operator.plan.manifests.worker_pod import WORKER_CONTAINER, named_worker
+from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
+from trainium_operator.plan.manifests.worker_pod import named_worker
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, JobView, Observed, PlanSettings, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.node_problems import problems_by_pod

@@ -14,7 +14,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.spec.health import PreflightCheck
 from trainium_operator.plan.faults.node_signals import Demand, NodeProblem, kernel_problem, problems_of, with_rules
-from trainium_operator.plan.manifests.worker_pod import extended_resources, tolerations_of
+from trainium_operator.plan.manifests.worker_needs import extended_resources, tolerations_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
