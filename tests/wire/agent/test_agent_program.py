@@ -246,6 +246,7 @@ async def test_a_killed_process_that_starts_ranks_is_replaced(world: World) -> N
     os.kill(first, signal.SIGKILL)
     await world.until(lambda: len(pids.read_text().split()) == 2, "the program runs again")
     assert is_alive(int(pids.read_text().split()[1]))
+    await world.until(lambda: world.jobs.last("a").failures, "the report of the failure")
     assert world.jobs.last("a").failures[-1].exit_code == 137
 
 
