@@ -1,7 +1,6 @@
-"""The command `trainium-operator simulate`: what goodput a job will have, and what each spare buys.
+"""Run `trainium-operator simulate`: the expected goodput of a job, and the gain of each spare.
 
-Invariant: whatever a person gives is checked before the first simulation begins, and refused with a sentence and exit
-code 64 (the contract's for a user's error).
+All input is checked before the first simulation starts, and refused with a sentence and exit code 64.
 """
 
 from __future__ import annotations
@@ -53,7 +52,9 @@ def simulate(
     ] = "4,22",
     days: Annotated[float, typer.Option(help="Days to simulate.")] = 30.0,
     seeds: Annotated[int, typer.Option(help="Simulations of each case.")] = 20,
-    trace: Annotated[_File, typer.Option(help="CSV of faults: seconds,class,node[,lasts]; in place of rates.")] = None,
+    trace: Annotated[
+        _File, typer.Option(help="CSV of faults: seconds,class,node[,duration]; in place of rates.")
+    ] = None,
     stages: Annotated[_File, typer.Option(help="YAML with the seconds of the stages of a recovery.")] = None,
     learn_from: Annotated[_File, typer.Option(help="A job with its status, to take the stages from.")] = None,
     model: Annotated[_File, typer.Option(help="YAML that changes the failure model.")] = None,
@@ -173,7 +174,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit code."""
+    """TrainingRanks the command; its exit code."""
     try:
         app(args=list(arguments), prog_name="trainium-operator simulate", standalone_mode=False)
     except InputError as error:

@@ -31,13 +31,13 @@ class IntervalLoss:
     seconds: float
     stall: float
     """Share of the time that the saves take from training."""
-    made_again: float
+    repeated: float
     """Share of the time for steps that are made a second time."""
 
     @property
     def total(self) -> float:
-        """Both; 1 where the job does not come on at all."""
-        return min(1.0, self.stall + self.made_again)
+        """Both; 1 where the job makes no progress."""
+        return min(1.0, self.stall + self.repeated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class Rollbacks:
     """That were simulated."""
 
     @property
-    def a_second(self) -> float:
+    def per_second(self) -> float:
         """Their rate; where none was seen, the highest that the simulation does not exclude."""
         return (self.seen or _NONE_SEEN) / self.seconds if self.seconds > 0 else 0.0
 
 
 def loss(seconds: float, rollbacks: Rollbacks, stages: StageTimes) -> IntervalLoss:
     """Return what saves every so many seconds cost: half an interval and the save itself are lost at a rollback."""
-    again = rollbacks.a_second * (seconds / 2 + stages.save_seconds)
+    again = rollbacks.per_second * (seconds / 2 + stages.save_seconds)
     return IntervalLoss(seconds, stages.save_stall_seconds / seconds, again)
 
 
@@ -66,13 +66,13 @@ def losses(rollbacks: Rollbacks, stages: StageTimes) -> Sequence[IntervalLoss]:
 
 
 def best_interval(rollbacks: Rollbacks, stages: StageTimes) -> float:
-    """Return seconds at which the loss is least, never less than a save lasts.
+    """Return seconds at which the loss is least, never less than the duration of a save.
 
     Infinite when nothing calls for saves.
     """
-    if not rollbacks.a_second:
+    if not rollbacks.per_second:
         return math.inf
-    return max(stages.save_seconds, math.sqrt(2 * stages.save_stall_seconds / rollbacks.a_second))
+    return max(stages.save_seconds, math.sqrt(2 * stages.save_stall_seconds / rollbacks.per_second))
 
 
 def present_interval(spec: TrainingJobSpec, stages: StageTimes) -> float | None:

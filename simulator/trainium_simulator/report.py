@@ -1,4 +1,4 @@
-"""A study for people, as tables and as a picture, and for programs, as JSON."""
+"""Render a study as tables, picture and JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 from trainium_contract.views.interruptions import stage_words
 from trainium_simulator.errors import InputError
 from trainium_simulator.interval import USUAL_INTERVALS, IntervalLoss, best_interval, loss, losses, present_interval
-from trainium_simulator.study import MONTH, Estimate, Result, bought
+from trainium_simulator.study import MONTH, Estimate, Result, gain_of_spares
 from trainium_simulator.virtual.failures import mix_of
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ def show(console: Console, results: Sequence[Result], *, goal: float | None, pri
     for table in (_spares(results), *costs, _losses(results), _recoveries(results), _intervals(results)):
         if table.row_count:
             console.print(table)
-    for sentence in judgement(results, goal):
+    for sentence in goal_sentences(results, goal):
         console.print(sentence)
 
 
-def judgement(results: Sequence[Result], goal: float | None) -> Iterator[str]:
+def goal_sentences(results: Sequence[Result], goal: float | None) -> Iterator[str]:
     """Return whether a goal of strict goodput is reached, and what to shorten where it is not."""
     for result in results if goal is not None else ():
         assert goal is not None
@@ -75,7 +75,7 @@ def _goodput(results: Sequence[Result]) -> Table:
 def _spares(results: Sequence[Result]) -> Table:
     table = _table("What a spare buys, in node-hours a month", "case", "brings", "holds", "pays")
     for before, after in _pairs(results):
-        gain, cost = bought(before, after)
+        gain, cost = gain_of_spares(before, after)
         more, rest = after.case.spares - before.case.spares, _name(after).partition(", ")[2]
         spares = f"spare {after.case.spares}" if more == 1 else f"spares {before.case.spares + 1}..{after.case.spares}"
         table.add_row(f"{spares}, {rest}", f"{gain:,.1f}", f"{cost:,.0f}", "yes" if gain > cost else "no")
@@ -129,7 +129,7 @@ def _losses(results: Sequence[Result]) -> Table:
 
 def _parts(shares: Mapping[str, float]) -> str:
     text = [f"{name} {_percent(share)}" for name, share in shares.items() if share >= _LEAST]
-    return ", ".join(text[:_ROWS]) or "nothing to speak of"
+    return ", ".join(text[:_ROWS]) or "nothing"
 
 
 def _recoveries(results: Sequence[Result]) -> Table:
@@ -140,7 +140,7 @@ def _recoveries(results: Sequence[Result]) -> Table:
             table.add_row(
                 _name(result) if number == 0 else "",
                 each.cause,
-                f"{each.a_day:.2f}",
+                f"{each.per_day:.2f}",
                 f"{each.median:,.1f} s",
                 f"{each.slow:,.1f} s",
                 f"{each.longest:,.0f} s",
@@ -163,7 +163,7 @@ def _intervals(results: Sequence[Result]) -> Table:
             text = f"{_duration(present)}: {most}{_percent(loss(present, rollbacks, stages).total)}"
         table.add_row(
             _name(result),
-            f"{most}{rollbacks.a_second * MONTH:,.2f}",
+            f"{most}{rollbacks.per_second * MONTH:,.2f}",
             f"{'≥ ' if most else ''}{_duration(best_interval(rollbacks, stages))}",
             text,
             *(by_interval.get(each, "-") for each in USUAL_INTERVALS),
@@ -205,7 +205,7 @@ def _percent(share: float) -> str:
 
 def document(results: Sequence[Result], *, goal: float | None, price: float | None = None) -> dict[str, Any]:
     """Return the same as JSON; times in seconds, shares of 1."""
-    gains = {id(after): bought(before, after) for before, after in _pairs(results)}
+    gains = {id(after): gain_of_spares(before, after) for before, after in _pairs(results)}
     documents = [_result(each, gains.get(id(each)), goal) for each in results]
     if price is not None:
         documents = [each | {"cost": _cost(result, price)} for each, result in zip(documents, results, strict=True)]
@@ -235,7 +235,7 @@ def _result(result: Result, gain: tuple[float, float] | None, goal: float | None
         "recoveries": [
             {
                 "cause": each.cause,
-                "aDay": round(each.a_day, 4),
+                "aDay": round(each.per_day, 4),
                 "medianSeconds": round(each.median, 3),
                 "p95Seconds": round(each.slow, 3),
                 "longestSeconds": round(each.longest, 3),
@@ -257,7 +257,7 @@ def _interval_document(result: Result) -> dict[str, Any]:
     best = best_interval(rollbacks, stages)
     return {
         "rollbacks": rollbacks.seen,
-        "rollbacksAMonthAtMost" if not rollbacks.seen else "rollbacksAMonth": round(rollbacks.a_second * MONTH, 4),
+        "rollbacksAMonthAtMost" if not rollbacks.seen else "rollbacksAMonth": round(rollbacks.per_second * MONTH, 4),
         "bestSeconds": None if math.isinf(best) else round(best, 1),
         "present": None if present is None else _interval_loss(loss(present, rollbacks, stages)),
         "usual": [_interval_loss(each) for each in losses(rollbacks, stages)],
@@ -268,7 +268,7 @@ def _interval_loss(each: IntervalLoss) -> dict[str, float]:
     return {
         "everySeconds": each.seconds,
         "stall": round(each.stall, 7),
-        "madeAgain": round(each.made_again, 7),
+        "madeAgain": round(each.repeated, 7),
         "loss": round(each.total, 7),
     }
 

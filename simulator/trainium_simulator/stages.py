@@ -1,4 +1,4 @@
-"""Read how long each stage of a recovery takes: a file, what a job's own ledger shows, or what our benchmarks measured.
+"""Read the duration of each stage of a recovery from a file, from the ledger of a job, or from our benchmarks.
 
 The defaults are those of the development cluster (docs/benchmarks.md and docs/fault-table.md: four workers, a small
 model): they are the machinery alone. A model's own start-up, its graphs and its state come on top on a real cluster, so
@@ -91,9 +91,9 @@ def read_stages(path: Path, base: StageTimes) -> StageTimes:
 
 
 def learn_stages(path: Path, base: StageTimes) -> StageTimes:
-    """Return what the ledger and the history of a job show (`kubectl get trainingjob NAME -o yaml`). Raises InputError.
+    """Return the times of a job's ledger and history (`kubectl get trainingjob NAME -o yaml`). Raises InputError.
 
-    The file may hold more of the history than a status does, where somebody has kept it.
+    The file may have more of the history than a status keeps.
     """
     document = read_yaml(path)
     raw = document.get("status") if isinstance(document, dict) else None
@@ -114,7 +114,7 @@ def learn_stages(path: Path, base: StageTimes) -> StageTimes:
 
 
 def learnt_from(status: TrainingJobStatus, history: tuple[Interruption, ...], base: StageTimes) -> dict[str, float]:
-    """Medians of what a job's recoveries took, by the name of the stage; only of what it had."""
+    """Return the median seconds of a job's recoveries, by stage that it had."""
     learnt: dict[str, float] = {}
     sizes = [each for each in status.goodput.sizes if each.step_seconds]
     if sizes:
@@ -122,7 +122,7 @@ def learnt_from(status: TrainingJobStatus, history: tuple[Interruption, ...], ba
         learnt["stepSeconds"] = newest.step_seconds or 0.0
     over = [entry for entry in history if entry.recovered_seconds is not None and entry.stages is not None]
     in_place = [entry for entry in over if entry.rung is Rung.IN_PLACE]
-    asked = [entry for entry in over if entry.cause in _ASKED]
+    asked = [entry for entry in over if entry.cause in _GRACEFUL]
     moved = [entry for entry in over if entry.rung in (Rung.SPARE, Rung.REPLACE) and entry not in asked]
     crashed = [entry for entry in in_place if entry.cause is Cause.CRASH]
     _learn(learnt, "detectExitSeconds", (entry.detected_seconds or 0.0 for entry in crashed))
@@ -140,17 +140,14 @@ def learnt_from(status: TrainingJobStatus, history: tuple[Interruption, ...], ba
     return learnt | _leaving(learnt, moved if in_place else [], asked, base)
 
 
-_ASKED = frozenset({Cause.RESIZE, Cause.CAPACITY, Cause.PREEMPTED, Cause.STRAGGLER})
-"""Interruptions in which all ranks leave together after the step in hand."""
+_GRACEFUL = frozenset({Cause.RESIZE, Cause.CAPACITY, Cause.PREEMPTED, Cause.STRAGGLER})
+"""Interruptions in which all ranks leave together after the current step."""
 
 
 def _leaving(
     learnt: dict[str, float], moved: list[Interruption], asked: list[Interruption], base: StageTimes
 ) -> dict[str, float]:
-    """Return what publication and leaving take.
-
-    What a move takes longer than a restart in place, less half a step's wait.
-    """
+    """Return the seconds of publication and leaving: a move less a restart in place, less half a step's wait."""
     found: dict[str, float] = {}
     restart = learnt.get("restartSeconds")
     if restart is not None and moved:
@@ -163,7 +160,7 @@ def _leaving(
 
 
 def _replays(entries: list[Interruption]) -> list[float]:
-    """Return what the first step took longer, where none was made again."""
+    """Return the delays of first steps, where none was repeated."""
     return [entry.stages.replay for entry in entries if entry.stages and not entry.steps_lost]
 
 

@@ -1,7 +1,8 @@
-"""Many simulations of one job: each number of spares, each rate, each variation with the same seeds; their figures.
+"""Simulate the cases of a study with the same seeds, and derive their figures.
 
-Invariants: seed n means the same bad luck in every case, as far as the cluster is the same; figures are means over the
-seeds with the 95 % interval of the mean (Student's t).
+Guarantees:
+- A seed gives the same faults in every case, as far as the cluster is the same.
+- Figures are means over the seeds with the 95 % interval of the mean (Student's t).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from trainium_simulator.interval import Rollbacks
 from trainium_simulator.virtual.schedule import DAY, Fault, draw
-from trainium_simulator.virtual.world import Setting, World
+from trainium_simulator.virtual.simulation import Simulation, SimulationSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from trainium_contract.status.interruptions import Interruption
     from trainium_simulator.stages import StageTimes
     from trainium_simulator.virtual.failures import FailureModel, Mix
-    from trainium_simulator.virtual.outcome import SimulationResult
+    from trainium_simulator.virtual.result import SimulationResult
 
 HOUR = 3600.0
 MONTH = 30 * DAY
@@ -42,11 +43,11 @@ class Case:
     mix: Mix
     days: float
     rate: float
-    """Interruptions per 1,000 node-days; of no meaning with a trace."""
+    """Interruptions per 1,000 node-days; unused with a trace."""
     trace: tuple[Fault, ...] | None = None
     variation: str = ""
     shared: int = 0
-    """Nodes beside these that others use from time to time."""
+    """Further nodes, which others use from time to time."""
 
     @property
     def nodes(self) -> int:
@@ -55,7 +56,7 @@ class Case:
 
     @property
     def spares(self) -> int:
-        """Nodes that wait."""
+        """Spare nodes."""
         return self.spec.workers.spares
 
 
@@ -68,7 +69,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """From one value a seed."""
+        """Estimate the mean of one value per seed."""
         if len(values) < 2:
             return cls(values[0] if values else 0.0, math.nan)
         return cls(mean(values), _student(len(values) - 1) * stdev(values) / math.sqrt(len(values)))
@@ -79,7 +80,7 @@ class Recoveries:
     """Interruptions of one cause."""
 
     cause: Cause
-    a_day: float
+    per_day: float
     median: float
     slow: float
     """95th percentile."""
@@ -100,25 +101,25 @@ class Result:
     worst_day: float
     """Worst day of all seeds."""
     by_cause: Mapping[str, float]
-    """Share of the time that was lost to it, the greatest first."""
+    """Lost share of the time, the greatest first."""
     by_stage: Mapping[str, float]
     sizes: Mapping[int, float]
-    """Share of the time in force at each size."""
+    """Share of the time at each size."""
     recoveries: tuple[Recoveries, ...]
     rollbacks: Rollbacks
     node_hours: float
-    """That were simulated."""
+    """Simulated node-hours."""
     held_node_hours: float
     """Node time that the job held in a month of 30 days, spares included."""
 
     @property
     def stage_to_shorten(self) -> str:
-        """The stage that most is lost in, when it is anything; overhead is no stage."""
+        """Stage with the greatest loss, "" without one; overhead is no stage."""
         return next((name for name, share in self.by_stage.items() if share > 0 and name != "Overhead"), "")
 
 
 def simulate(case: Case, seed: int) -> SimulationResult:
-    """Return one seed of one case."""
+    """Simulate one seed of a case."""
     places = case.nodes + case.spares + case.shared
     faults = case.trace
     if faults is None:
@@ -136,12 +137,14 @@ def simulate(case: Case, seed: int) -> SimulationResult:
         for slot in range(places)
         if random.Random(f"{seed}/{slot}/lemon").random() < case.model.lemon_share  # noqa: S311 - a simulation
     )
-    setting = Setting(spec=case.spec, stages=case.stages, model=case.model, days=case.days, shared=case.shared)
-    return World(setting, lemons=lemons).live(faults)
+    setting = SimulationSettings(
+        spec=case.spec, stages=case.stages, model=case.model, days=case.days, shared=case.shared
+    )
+    return Simulation(setting, lemons=lemons).run(faults)
 
 
 def study(case: Case, seeds: int, *, done: Callable[[], None] = lambda: None) -> Result:
-    """Return all seeds of one case; `done()` after each."""
+    """Simulate all seeds of a case; call `done()` after each."""
     outcomes = []
     for seed in range(seeds):
         outcomes.append(simulate(case, seed))
@@ -166,8 +169,8 @@ def study(case: Case, seeds: int, *, done: Callable[[], None] = lambda: None) ->
     )
 
 
-def bought(before: Result, after: Result) -> tuple[float, float]:
-    """Return what the further spares of `after` gain and hold, in node-hours a month of 30 days."""
+def gain_of_spares(before: Result, after: Result) -> tuple[float, float]:
+    """Return the node-hours a month of 30 days that the additional spares of `after` gain and hold."""
     hours = MONTH / HOUR
     gain = (after.work.mean - before.work.mean) * after.case.nodes * hours
     return gain, (after.case.spares - before.case.spares) * hours
@@ -192,14 +195,14 @@ def _recoveries(all_of_them: Sequence[Interruption], days: float) -> tuple[Recov
             found.append(
                 Recoveries(
                     cause=cause,
-                    a_day=len(recoveries) / days,
+                    per_day=len(recoveries) / days,
                     median=median(seconds),
                     slow=seconds[min(len(seconds) - 1, math.ceil(0.95 * len(seconds)) - 1)],
                     longest=seconds[-1],
                     steps_lost=max(each.steps_lost or 0 for each in recoveries),
                 )
             )
-    return tuple(sorted(found, key=lambda each: -each.a_day))
+    return tuple(sorted(found, key=lambda each: -each.per_day))
 
 
 def _student(freedom: int) -> float:

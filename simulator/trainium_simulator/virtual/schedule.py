@@ -1,7 +1,8 @@
-"""When what fails: drawn from the failure model by a seed, or read from a trace.
+"""Draw the faults of a simulation from the failure model by a seed, or read them from a trace.
 
-Invariants: the same seed gives the same faults; each node of the cluster has streams, so one more spare
-leaves the faults of the others as they are, and what it buys is measured on the same bad luck.
+Guarantees:
+- The same seed gives the same faults.
+- Each node has random streams of its own: another spare changes no fault of the other nodes.
 """
 
 from __future__ import annotations
@@ -23,27 +24,26 @@ if TYPE_CHECKING:
     from trainium_simulator.virtual.failures import FailureModel
 
 DAY = 86_400.0
-_COLUMNS = ("seconds", "class", "node", "lasts")
+_COLUMNS = ("seconds", "class", "node", "duration")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault."""
 
     at: float
     """Seconds since the job was created."""
     slot: int
-    """Place in the cluster, from 0; whatever machine is there then is hit. -1 for operator and API server; of a resize
-    the number of nodes that is asked for."""
+    """Slot of the cluster, from 0; -1 for operator and API server; of a Resize, the requested number of nodes."""
     kind: FaultClass
-    lasts: float = 0.0
-    """Time until the fault is repaired: a reboot, a repair, an outage."""
+    duration: float = 0.0
+    """Seconds until the fault is repaired: a reboot, a repair, an outage."""
     same_machine: bool = True
-    """The same machine comes back, not another one."""
-    mark: float = 0.0
-    """It happens only on a machine whose hazard is above this share of the worst machine's; 0: in any case."""
-    lemon: float = 1.0
-    """The machine that comes is a lemon when this is below the share of lemons."""
+    """Whether the same machine returns."""
+    hazard_threshold: float = 0.0
+    """The fault occurs only where the machine's hazard is above this share of the worst machine's; 0: in any case."""
+    lemon_draw: float = 1.0
+    """The new machine is a lemon when this is below the share of lemons."""
 
 
 def draw(
@@ -63,28 +63,28 @@ def draw(
     faults: list[Fault] = []
     for slot in range(slots):
         for kind, per_second, thinned in _hazards(rate, mix, model):
-            dice = random.Random(f"{seed}/{slot}/{kind}")  # noqa: S311 - a simulation
-            faults += _stream(dice, slot, kind, per_second, days * DAY, model, thinned=thinned)
+            rng = random.Random(f"{seed}/{slot}/{kind}")  # noqa: S311 - a simulation
+            faults += _stream(rng, slot, kind, per_second, days * DAY, model, thinned=thinned)
     for slot in range(slots - shared, slots):
-        faults += _use(random.Random(f"{seed}/{slot}/{FaultClass.TAKEN}"), slot, days * DAY, model)  # noqa: S311
+        faults += _occupations(random.Random(f"{seed}/{slot}/{FaultClass.TAKEN}"), slot, days * DAY, model)  # noqa: S311
     for kind, a_month in (
         (FaultClass.API_OUTAGE, model.outages_per_30_days),
         (FaultClass.OPERATOR_LOST, model.operator_losses_per_30_days),
     ):
-        dice = random.Random(f"{seed}/{kind}")  # noqa: S311 - a simulation
+        rng = random.Random(f"{seed}/{kind}")  # noqa: S311 - a simulation
         per_second = a_month / (30 * DAY) if rate > 0 else 0.0
-        faults += _stream(dice, -1, kind, per_second, days * DAY, model, thinned=False)
+        faults += _stream(rng, -1, kind, per_second, days * DAY, model, thinned=False)
     return tuple(sorted(faults))
 
 
-def _use(dice: random.Random, slot: int, until: float, model: FailureModel) -> Iterator[Fault]:
-    """Yield when others use a node, and for how long."""
+def _occupations(rng: random.Random, slot: int, until: float, model: FailureModel) -> Iterator[Fault]:
+    """Yield the times in which others use a node."""
     whole = model.idle_seconds + model.taken_seconds
-    at = 0.0 if dice.random() < model.taken_seconds / whole else dice.expovariate(1 / model.idle_seconds)
+    at = 0.0 if rng.random() < model.taken_seconds / whole else rng.expovariate(1 / model.idle_seconds)
     while at < until:
-        lasts = dice.expovariate(1 / model.taken_seconds)
-        yield Fault(at=at, slot=slot, kind=FaultClass.TAKEN, lasts=lasts)
-        at += lasts + dice.expovariate(1 / model.idle_seconds)
+        duration = rng.expovariate(1 / model.taken_seconds)
+        yield Fault(at=at, slot=slot, kind=FaultClass.TAKEN, duration=duration)
+        at += duration + rng.expovariate(1 / model.idle_seconds)
 
 
 def worst_hazard(model: FailureModel) -> float:
@@ -93,7 +93,7 @@ def worst_hazard(model: FailureModel) -> float:
 
 
 def _hazards(rate: float, mix: Mix, model: FailureModel) -> Iterator[tuple[FaultClass, float, bool]]:
-    """Yield each class with the rate of its candidates a second; of those of machines most are passed over (`mark`)."""
+    """Yield each class, its candidates per second, and whether most are skipped by the hazard of the machine."""
     per_second = rate / 1000 / DAY
     usual = 1.0 + model.lemon_share * (model.lemon_factor - 1.0)
     shares = {**SHARES[mix_of(rate, mix)], FaultClass.STRAGGLER: model.stragglers_per_interruption}
@@ -103,7 +103,7 @@ def _hazards(rate: float, mix: Mix, model: FailureModel) -> Iterator[tuple[Fault
 
 
 def _stream(
-    dice: random.Random,
+    rng: random.Random,
     slot: int,
     kind: FaultClass,
     per_second: float,
@@ -112,29 +112,29 @@ def _stream(
     *,
     thinned: bool,
 ) -> Iterator[Fault]:
-    at = dice.expovariate(per_second) if per_second > 0 else math.inf
+    at = rng.expovariate(per_second) if per_second > 0 else math.inf
     while at < until:
-        mark = dice.random()
-        reboot = dice.random() < model.reboot_share
-        repair = model.repair_seconds * math.exp(model.repair_sigma * dice.gauss())
-        lasts, same = _repair(kind, model, repair, reboot=reboot)
+        threshold = rng.random()
+        reboot = rng.random() < model.reboot_share
+        repair = model.repair_seconds * math.exp(model.repair_sigma * rng.gauss())
+        duration, same = _repair(kind, model, repair, reboot=reboot)
         yield Fault(
             at=at,
             slot=slot,
             kind=kind,
-            lasts=lasts,
+            duration=duration,
             same_machine=same,
-            mark=mark if thinned else 0.0,
-            lemon=dice.random(),
+            hazard_threshold=threshold if thinned else 0.0,
+            lemon_draw=rng.random(),
         )
-        at += dice.expovariate(per_second)
+        at += rng.expovariate(per_second)
 
 
 def _repair(kind: FaultClass, model: FailureModel, repair: float, *, reboot: bool) -> tuple[float, bool]:
-    """Return how long it lasts, and whether the same machine comes back."""
+    """Return the duration of a fault, and whether the same machine returns."""
     if kind is FaultClass.DEVICE_ERROR or (kind is FaultClass.NODE_LOST and not reboot):
         return repair, False
-    lasting = {
+    durations = {
         FaultClass.NODE_LOST: model.reboot_seconds,
         FaultClass.MAINTENANCE: model.reboot_seconds,
         FaultClass.RACK: model.rack_seconds,
@@ -144,11 +144,11 @@ def _repair(kind: FaultClass, model: FailureModel, repair: float, *, reboot: boo
         FaultClass.OPERATOR_LOST: model.operator_seconds,
         FaultClass.RESIZE: model.resize_seconds,
     }
-    return lasting.get(kind, 0.0), True
+    return durations.get(kind, 0.0), True
 
 
 def read_trace(path: Path, *, slots: int, model: FailureModel) -> tuple[Fault, ...]:
-    """Return the faults of a CSV file with the columns seconds, class, node and optionally lasts. Raises InputError."""
+    """Return the faults of a CSV file of columns seconds, class, node and, optional, duration. Raises InputError."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = csv.DictReader(file, skipinitialspace=True)
@@ -169,7 +169,7 @@ def read_trace(path: Path, *, slots: int, model: FailureModel) -> tuple[Fault, .
 def _check_columns(path: Path, found: tuple[str, ...]) -> None:
     wanted = ", ".join(_COLUMNS[:3])
     if not set(_COLUMNS[:3]) <= set(found):
-        raise InputError(f"{path}: its first line must name the columns {wanted} and may name lasts")
+        raise InputError(f"{path}: its first line must name the columns {wanted} and may name duration")
     unknown = set(found) - set(_COLUMNS)
     if unknown:
         raise InputError(f"{path}: unknown column {min(unknown)!r}; known are {', '.join(_COLUMNS)}")
@@ -187,11 +187,11 @@ def _row(path: Path, number: int, row: dict[str, str | None], slots: int, model:
         raise InputError(f"{where}: the node of a Resize is a number of nodes from 1 to {slots}, not {node:g}")
     if kind not in (FaultClass.RESIZE, *OF_THE_CLUSTER) and (node != int(node) or node >= slots):
         raise InputError(f"{where}: node {node:g} is none of the {slots} nodes, 0 to {slots - 1} (spares included)")
-    lasts, same = _repair(kind, model, model.repair_seconds, reboot=False)
-    given = (row.get("lasts") or "").strip()
+    duration, same = _repair(kind, model, model.repair_seconds, reboot=False)
+    given = (row.get("duration") or "").strip()
     if given:
-        lasts = _number(where, "lasts", given)
-    return Fault(at=at, slot=int(node), kind=kind, lasts=lasts, same_machine=same)
+        duration = _number(where, "duration", given)
+    return Fault(at=at, slot=int(node), kind=kind, duration=duration, same_machine=same)
 
 
 def _number(where: str, column: str, text: str | None) -> float:

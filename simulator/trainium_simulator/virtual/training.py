@@ -1,6 +1,8 @@
-"""Where training is: steps, snapshots, how long a start takes. Arithmetic alone, so that healthy hours cost nothing.
+"""Compute the progress of training: steps, snapshots, durations of starts. No events, so healthy hours cost nothing.
 
-Invariants: a step counts once, at the size at which it was first made; nothing is resumed from what nobody holds.
+Guarantees:
+- A step counts once, at the size at which it was first completed.
+- A start resumes only from snapshots that a member has.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ class State(Enum):
 
     IDLE = auto()
     JOINING = auto()
-    """They leave, wait for each other, or their processes start."""
+    """Ranks leave, wait for each other, or start their processes."""
     LOADING = auto()
     RUNNING = auto()
     STALLED = auto()
-    """They wait in a collective for somebody who does not come."""
+    """Ranks wait in a collective for a peer that failed."""
 
 
 class Training:
-    """The run."""
+    """The progress of one run."""
 
     def __init__(self, spec: TrainingJobSpec, stages: StageTimes) -> None:
         self._spec = spec
@@ -43,32 +45,32 @@ class Training:
         self.slowness = 1.0
         self.step = 0
         """Last completed step, while not running."""
-        self.best = 0
-        """The newest step that was ever completed."""
+        self.newest_step = 0
+        """The newest completed step of all attempts."""
         self.durable = 0
         self.rollbacks = 0
-        """Number of resumptions from the durable tier, with steps to make again."""
+        """Number of resumptions from the durable tier that repeat steps."""
         self.resume = 0
         self.started = 0.0
-        """When the processes of the present attempt were up; 0 before."""
+        """Time at which the processes of this attempt were started; 0 before."""
         self.loaded = 0.0
         self.stopped = 0.0
-        """When the last step before a halt ended."""
-        self.fresh: dict[int, int] = {}
-        """Steps that had not been made before, by the size that made them."""
+        """End of the last step before a halt."""
+        self.new_steps: dict[int, int] = {}
+        """Steps completed for the first time, by size."""
         self._base = (0.0, 0)
         self._until = math.inf
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def step_seconds(self, size: int) -> float:
-        """Return a clean step at this size: as many micro-batches as it takes."""
+        """Return the seconds of an undisturbed step at this size."""
         return self._stages.step_seconds * self._passes(size) / self._full
 
-    def work(self) -> float:
-        """Return seconds that the full size would have taken for all that was made."""
+    def work_seconds(self) -> float:
+        """Return the seconds that the full size would have taken for all new steps."""
         full = self._spec.workers.replicas
-        samples = sum(count * self._batch(size) for size, count in self.fresh.items())
+        samples = sum(count * self._batch(size) for size, count in self.new_steps.items())
         return samples / self._batch(full) * self.step_seconds(full)
 
     def _batch(self, size: int) -> int:
@@ -100,7 +102,7 @@ class Training:
         return step + max(0, math.floor((min(now, self._until) - at) / self.pace + _ROUNDING))
 
     def ended_at(self, now: float) -> float:
-        """Return when the last completed step ended."""
+        """Return the end of the last completed step."""
         if self.state is not State.RUNNING:
             return self.stopped
         at, step = self._base
@@ -108,16 +110,16 @@ class Training:
         return at + done * self.pace if done else self.stopped
 
     def end_of(self, step: int) -> float:
-        """Return when this step will end, if nothing happens."""
+        """Return the end of a step, if nothing fails."""
         at, base = self._base
         return at + (step - base) * self.pace
 
-    def account(self, now: float) -> None:
-        """Count what is new, and what has been committed."""
+    def record_progress(self, now: float) -> None:
+        """Count new steps, and the newest durable one."""
         step = self.step_at(now)
-        if step > self.best:
-            self.fresh[self.size] = self.fresh.get(self.size, 0) + step - self.best
-            self.best = step
+        if step > self.newest_step:
+            self.new_steps[self.size] = self.new_steps.get(self.size, 0) + step - self.newest_step
+            self.newest_step = step
         if self.state is State.RUNNING:
             every = self._save_every(self.pace)
             lag = math.ceil(self._stages.save_seconds / self.pace)
@@ -127,26 +129,26 @@ class Training:
     # --- halts and starts -------------------------------------------------------------------------------------------
 
     def halt(self, now: float, state: State) -> None:
-        """Complete no more steps."""
+        """Stop completing steps."""
         if self.state is State.RUNNING:
-            self.account(now)
+            self.record_progress(now)
             self.stopped = self.ended_at(now)
             self.step = self.step_at(now)
         self.state = state
         self._until = math.inf
 
     def last_step_end(self, now: float) -> float:
-        """Return when the step in hand ends: ranks that are asked to leave go then."""
+        """Return the end of the current step, after which ranks leave on request."""
         at, _ = self._base
         done = math.ceil((now - at) / self.pace - _ROUNDING)
         self._until = at + max(0, done) * self.pace
         return self._until
 
-    def slow_down(self, now: float, slowness: float) -> None:
-        """Let the slowest member decide for all from now on."""
+    def set_slowness(self, now: float, slowness: float) -> None:
+        """Change the pace to that of the slowest member."""
         if slowness == self.slowness:
             return
-        self.account(now)
+        self.record_progress(now)
         if self.state is State.RUNNING:
             step = self.step_at(now)
             self.stopped = self.ended_at(now)
@@ -156,7 +158,7 @@ class Training:
         self.slowness = slowness
 
     def resume_from(self, lost: Collection[int]) -> int:
-        """Return the step that the ranks can go on from when these of them, and what their nodes held, are missing."""
+        """Return the step to resume from when these ranks and the memory of their nodes are lost."""
         memory = self._spec.checkpoint.memory
         if not memory.every_steps:
             return self.durable
@@ -176,7 +178,7 @@ class Training:
         return self.step - self.step % (self._spec.checkpoint.memory.every_steps or 1)
 
     def loading_seconds(self, resume: int, *, newcomers: bool) -> float:
-        """Meeting, building the model and loading the state."""
+        """Return the seconds of rendezvous, model construction and loading."""
         memory = self._spec.checkpoint.memory.every_steps
         stages = self._stages
         if self.step == 0 and resume == 0:
@@ -188,18 +190,18 @@ class Training:
         return stages.rendezvous_seconds + seconds
 
     def rollback(self) -> int:
-        """Lose everything but the durable checkpoint; how many steps are to be made again."""
-        lost = rolled = self.best - self.durable
-        for size in sorted(self.fresh, reverse=True):
-            taken = min(rolled, self.fresh[size])
-            self.fresh[size] -= taken
+        """Return to the durable checkpoint; return the number of lost steps."""
+        lost = rolled = self.newest_step - self.durable
+        for size in sorted(self.new_steps, reverse=True):
+            taken = min(rolled, self.new_steps[size])
+            self.new_steps[size] -= taken
             rolled -= taken
         self.rollbacks += lost > 0
-        self.best = self.step = self.resume = self.durable
+        self.newest_step = self.step = self.resume = self.durable
         return lost
 
     def run(self, now: float, resume: int, *, first_step: float) -> None:
-        """Let the ranks train; the first step takes so much longer."""
+        """Start training; the first step takes `first_step` seconds longer."""
         self.state, self.loaded = State.RUNNING, now
         self.rollbacks += resume < self._newest_in_memory()
         self.step = self.resume = resume

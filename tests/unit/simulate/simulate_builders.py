@@ -8,11 +8,11 @@ from trainium_contract.job import TrainingJobSpec
 from trainium_simulator.stages import StageTimes
 from trainium_simulator.virtual.failures import FailureModel, FaultClass, Mix
 from trainium_simulator.virtual.schedule import Fault
-from trainium_simulator.virtual.world import Setting, World
+from trainium_simulator.virtual.simulation import Simulation, SimulationSettings
 
 if TYPE_CHECKING:
     from trainium_contract.status.interruptions import Interruption
-    from trainium_simulator.virtual.outcome import SimulationResult
+    from trainium_simulator.virtual.result import SimulationResult
 
 HOUR = 3600.0
 DAY = 24 * HOUR
@@ -26,16 +26,16 @@ def spec(nodes: int = 4, spares: int = 1, **changes: Any) -> TrainingJobSpec:
 
 
 def fault(at: float, kind: FaultClass, slot: int = 0, **changes: Any) -> Fault:
-    return Fault(at=at, kind=kind, slot=slot, **{"lasts": HOUR, "same_machine": False, **changes})
+    return Fault(at=at, kind=kind, slot=slot, **{"duration": HOUR, "same_machine": False, **changes})
 
 
-def world(job: TrainingJobSpec | None = None, *, days: float = 1.0, **stages: float) -> World:
-    setting = Setting(spec=job or spec(), stages=StageTimes(**stages), model=FailureModel(), days=days)
-    return World(setting)
+def world(job: TrainingJobSpec | None = None, *, days: float = 1.0, **stages: float) -> Simulation:
+    setting = SimulationSettings(spec=job or spec(), stages=StageTimes(**stages), model=FailureModel(), days=days)
+    return Simulation(setting)
 
 
 def live(*faults: Fault, job: TrainingJobSpec | None = None, days: float = 1.0, **stages: float) -> SimulationResult:
-    return world(job, days=days, **stages).live(faults)
+    return world(job, days=days, **stages).run(faults)
 
 
 def only(outcome: SimulationResult) -> Interruption:

@@ -22,7 +22,7 @@ FAULTS = st.lists(
         st.floats(0, 0.9 * DAY),
         KINDS,
         st.integers(0, 5),
-        lasts=st.floats(60, 6 * 3600),
+        duration=st.floats(60, 6 * 3600),
         same_machine=st.booleans(),
     ),
     max_size=8,
@@ -37,7 +37,7 @@ def case(spares: int = 1, rate: float = 300.0, days: float = 3.0, nodes: int = 4
 @pytest.mark.timeout(300)
 @settings(max_examples=trials(10))
 @given(faults=FAULTS, spares=st.integers(0, 2), elastic=st.booleans())
-@example(faults=[fault(0.0, FaultClass.RESIZE, 5, lasts=76.0)], spares=1, elastic=False)
+@example(faults=[fault(0.0, FaultClass.RESIZE, 5, duration=76.0)], spares=1, elastic=False)
 def test_the_jobs_ledger_agrees_with_what_happened(faults: list[Fault], spares: int, elastic: bool) -> None:
     job = spec(spares=spares, workers={"minReplicas": 1} if elastic else {})
     outcome = live(*sorted(faults), job=job)
@@ -57,7 +57,7 @@ def test_the_jobs_ledger_agrees_with_what_happened(faults: list[Fault], spares: 
 
 def test_steps_of_a_job_that_loses_all_its_nodes_are_counted_before_it_trains_again() -> None:
     job = spec(spares=0)
-    outcome = live(fault(77_130.0, FaultClass.RACK, lasts=9_263.0), job=job)
+    outcome = live(fault(77_130.0, FaultClass.RACK, duration=9_263.0), job=job)
 
     assert outcome.work_seconds > 0.8 * DAY
     assert outcome.ledger.productive_seconds == pytest.approx(outcome.work_seconds, rel=0.01)
@@ -102,7 +102,7 @@ def test_the_faults_come_at_the_rate_that_was_asked_for() -> None:
     healthy = [
         each
         for each in faults
-        if each.mark <= 1 / (model.lemon_factor * model.infant_factor)
+        if each.hazard_threshold <= 1 / (model.lemon_factor * model.infant_factor)
         and each.kind not in (FaultClass.STRAGGLER, FaultClass.API_OUTAGE)
     ]
 

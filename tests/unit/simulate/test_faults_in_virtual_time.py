@@ -48,7 +48,7 @@ def test_a_lost_node_is_replaced_by_the_spare() -> None:
 
 
 def test_without_a_spare_a_rigid_job_waits_for_the_repair() -> None:
-    outcome = live(fault(HOUR, FaultClass.NODE_LOST, lasts=2 * HOUR), job=spec(spares=0))
+    outcome = live(fault(HOUR, FaultClass.NODE_LOST, duration=2 * HOUR), job=spec(spares=0))
 
     recovery = only(outcome)
     assert recovery.rung == Rung.REPLACE
@@ -58,7 +58,7 @@ def test_without_a_spare_a_rigid_job_waits_for_the_repair() -> None:
 
 def test_without_a_spare_an_elastic_job_trains_on_fewer_nodes_and_grows_back() -> None:
     elastic = spec(spares=0, workers={"minReplicas": 1}, recovery={"rescaleAfterSeconds": 60})
-    outcome = live(fault(HOUR, FaultClass.NODE_LOST, lasts=2 * HOUR), job=elastic)
+    outcome = live(fault(HOUR, FaultClass.NODE_LOST, duration=2 * HOUR), job=elastic)
 
     assert [each.rung for each in outcome.recoveries] == [Rung.SHRINK, Rung.GROW]
     assert outcome.sizes[3] == pytest.approx(2 * HOUR, rel=0.1)
@@ -74,7 +74,7 @@ def test_the_work_of_a_size_with_a_near_batch_is_counted_in_samples() -> None:
         recovery={"rescaleAfterSeconds": 60},
         trainer={"batch": {"globalSize": 16, "tolerance": 0.1}},
     )
-    outcome = live(fault(HOUR, FaultClass.NODE_LOST, lasts=2 * HOUR), job=near)
+    outcome = live(fault(HOUR, FaultClass.NODE_LOST, duration=2 * HOUR), job=near)
     # 15 samples in 5 passes of 3 where 4 nodes make 16 in 4: three quarters; with 16 in 6 it would be two thirds.
     assert outcome.sizes[3] == pytest.approx(2 * HOUR, rel=0.1)
     assert outcome.work == pytest.approx(1 - (60 + 0.25 * 2 * HOUR) / DAY, abs=0.003)
@@ -82,7 +82,7 @@ def test_the_work_of_a_size_with_a_near_batch_is_counted_in_samples() -> None:
 
 def test_a_broken_device_moves_the_rank_and_its_machine_is_kept_away_from() -> None:
     simulated = world()
-    outcome = simulated.live([fault(HOUR, FaultClass.DEVICE_ERROR, lasts=20 * HOUR)])
+    outcome = simulated.run([fault(HOUR, FaultClass.DEVICE_ERROR, duration=20 * HOUR)])
 
     recovery = only(outcome)
     assert (recovery.cause, recovery.rung) == (Cause.DEVICE, Rung.SPARE)
@@ -99,14 +99,14 @@ def test_a_notice_costs_no_step() -> None:
 
 
 def test_a_straggler_hands_its_rank_to_a_spare() -> None:
-    outcome = live(fault(HOUR, FaultClass.STRAGGLER, lasts=10 * HOUR))
+    outcome = live(fault(HOUR, FaultClass.STRAGGLER, duration=10 * HOUR))
 
     assert only(outcome).cause == Cause.STRAGGLER
     assert outcome.lost_by_cause["Overhead"] < 300
 
 
 def test_a_straggler_that_nobody_can_replace_slows_all_of_them() -> None:
-    outcome = live(fault(HOUR, FaultClass.STRAGGLER, lasts=10 * HOUR), job=spec(spares=0))
+    outcome = live(fault(HOUR, FaultClass.STRAGGLER, duration=10 * HOUR), job=spec(spares=0))
 
     assert outcome.recoveries == ()
     # 10 hours at 1.3 times the step are 7.7 hours' work.
@@ -121,7 +121,7 @@ def test_a_rack_that_is_lost_is_one_interruption() -> None:
 
 
 def test_a_resize_is_followed_and_taken_back() -> None:
-    outcome = live(fault(HOUR, FaultClass.RESIZE, slot=3, lasts=HOUR, same_machine=True))
+    outcome = live(fault(HOUR, FaultClass.RESIZE, slot=3, duration=HOUR, same_machine=True))
 
     assert [each.cause for each in outcome.recoveries] == [Cause.RESIZE, Cause.RESIZE]
     assert outcome.sizes[3] == pytest.approx(HOUR, abs=5)
@@ -129,7 +129,8 @@ def test_a_resize_is_followed_and_taken_back() -> None:
 
 def test_only_the_newest_size_that_was_asked_for_is_taken_back() -> None:
     outcome = live(
-        fault(HOUR, FaultClass.RESIZE, slot=3, lasts=HOUR), fault(1.5 * HOUR, FaultClass.RESIZE, slot=2, lasts=HOUR)
+        fault(HOUR, FaultClass.RESIZE, slot=3, duration=HOUR),
+        fault(1.5 * HOUR, FaultClass.RESIZE, slot=2, duration=HOUR),
     )
 
     assert outcome.sizes[3] == pytest.approx(HOUR / 2, abs=5)
@@ -138,7 +139,7 @@ def test_only_the_newest_size_that_was_asked_for_is_taken_back() -> None:
 
 def test_a_node_that_is_lost_while_no_operator_leads_is_answered_by_the_next() -> None:
     outcome = live(
-        fault(HOUR, FaultClass.OPERATOR_LOST, slot=-1, lasts=30.0), fault(HOUR + 5, FaultClass.NODE_LOST), days=0.1
+        fault(HOUR, FaultClass.OPERATOR_LOST, slot=-1, duration=30.0), fault(HOUR + 5, FaultClass.NODE_LOST), days=0.1
     )
 
     assert outcome.faults[FaultClass.OPERATOR_LOST] == 1
@@ -159,7 +160,7 @@ def test_the_first_step_is_longer_where_a_node_is_new() -> None:
 
 def test_while_the_api_server_is_away_training_goes_on_and_crashes_are_mended() -> None:
     outcome = live(
-        fault(HOUR, FaultClass.API_OUTAGE, slot=-1, lasts=1800.0),
+        fault(HOUR, FaultClass.API_OUTAGE, slot=-1, duration=1800.0),
         fault(HOUR + 600, FaultClass.PROCESS_CRASH),
     )
 
@@ -169,7 +170,7 @@ def test_while_the_api_server_is_away_training_goes_on_and_crashes_are_mended() 
 
 def test_a_node_lost_while_the_api_server_is_away_waits_for_the_operator() -> None:
     outcome = live(
-        fault(HOUR, FaultClass.API_OUTAGE, slot=-1, lasts=1800.0),
+        fault(HOUR, FaultClass.API_OUTAGE, slot=-1, duration=1800.0),
         fault(HOUR + 600, FaultClass.NODE_LOST),
     )
 
@@ -214,7 +215,7 @@ def test_a_second_crash_during_a_restart_only_repeats_the_restart() -> None:
 
 def test_a_size_that_was_not_compiled_costs_its_first_step_once() -> None:
     elastic = spec(spares=0, workers={"minReplicas": 1}, recovery={"rescaleAfterSeconds": 60})
-    losses = [fault(HOUR, FaultClass.NODE_LOST, lasts=HOUR), fault(5 * HOUR, FaultClass.NODE_LOST, lasts=HOUR)]
+    losses = [fault(HOUR, FaultClass.NODE_LOST, duration=HOUR), fault(5 * HOUR, FaultClass.NODE_LOST, duration=HOUR)]
     outcome = live(*losses, job=elastic, compile_seconds=900.0)
 
     shrinks = [each.recovered_seconds for each in outcome.recoveries if each.rung == Rung.SHRINK]

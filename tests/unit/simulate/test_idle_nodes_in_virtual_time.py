@@ -13,21 +13,23 @@ from trainium_simulator.stages import StageTimes
 from trainium_simulator.study import Case, study
 from trainium_simulator.virtual.failures import FailureModel
 from trainium_simulator.virtual.schedule import Fault, draw
-from trainium_simulator.virtual.world import Setting, World
+from trainium_simulator.virtual.simulation import Simulation, SimulationSettings
 
 if TYPE_CHECKING:
-    from trainium_simulator.virtual.outcome import SimulationResult
+    from trainium_simulator.virtual.result import SimulationResult
 
 TAKES: dict[str, Any] = {"elasticity": {"idleNodes": "Take"}, "recovery": {"rescaleAfterSeconds": 60}}
 
 
 def live(*faults: Fault, shared: int = 4, most: int = 8, **changes: Any) -> SimulationResult:
     job = spec(4, 0, **{"workers": {"maxReplicas": most}, **TAKES, **changes})
-    return World(Setting(spec=job, stages=StageTimes(), model=FailureModel(), days=1.0, shared=shared)).live(faults)
+    return Simulation(
+        SimulationSettings(spec=job, stages=StageTimes(), model=FailureModel(), days=1.0, shared=shared)
+    ).run(faults)
 
 
-def taken(at: float, slot: int, lasts: float) -> Fault:
-    return fault(at, FaultClass.TAKEN, slot, lasts=lasts)
+def taken(at: float, slot: int, duration: float) -> Fault:
+    return fault(at, FaultClass.TAKEN, slot, duration=duration)
 
 
 def test_all_day_idle_nodes_double_the_work() -> None:
@@ -71,7 +73,7 @@ def test_the_use_of_shared_nodes_leaves_the_other_faults_as_they_are() -> None:
     assert [each for each in shared if each.kind is not FaultClass.TAKEN] == list(without)
     used = [each for each in shared if each.kind is FaultClass.TAKEN]
     assert {each.slot for each in used} == {8, 9, 10, 11}
-    assert sum(each.lasts for each in used) / (4 * 30 * DAY) == pytest.approx(0.5, abs=0.1)
+    assert sum(each.duration for each in used) / (4 * 30 * DAY) == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_study_shows_the_gain_of_idle_nodes() -> None:

@@ -19,8 +19,8 @@ DIVIDED = {"trainer": {"dataParallel": "FullySharded"}, "checkpoint": {"memory":
 def test_a_rollback_costs_half_an_interval_and_the_save() -> None:
     found = loss(600.0, Rollbacks(seen=2, seconds=100_000.0), STAGES)
     assert found.stall == pytest.approx(0.5 / 600)
-    assert found.made_again == pytest.approx(2 * (300 + 20) / 100_000)
-    assert found.total == found.stall + found.made_again
+    assert found.repeated == pytest.approx(2 * (300 + 20) / 100_000)
+    assert found.total == found.stall + found.repeated
 
 
 @given(st.integers(1, 10_000), st.floats(1e3, 1e9), st.floats(1.001, 10.0))
@@ -34,8 +34,8 @@ def test_no_interval_loses_less_than_the_best_one(seen: int, seconds: float, fac
 
 
 def test_none_seen_is_not_none_ever() -> None:
-    assert Rollbacks(0, 3e6).a_second == pytest.approx(1e-6)
-    assert Rollbacks(0, 0.0).a_second == 0.0
+    assert Rollbacks(0, 3e6).per_second == pytest.approx(1e-6)
+    assert Rollbacks(0, 0.0).per_second == 0.0
     assert best_interval(Rollbacks(0, 0.0), STAGES) == math.inf
 
 

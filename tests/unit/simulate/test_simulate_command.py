@@ -70,7 +70,7 @@ def test_json_lists_every_case_and_the_same_seeds_give_the_same_answer(
 def test_a_table_shows_what_a_spare_buys_and_which_stage_to_shorten(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = written(tmp_path, "trace.csv", "seconds,class,node,lasts\n3600,NodeLost,1,7200\n")
+    trace = written(tmp_path, "trace.csv", "seconds,class,node,duration\n3600,NodeLost,1,7200\n")
     assert main([str(job), "--spares", "0,1", "--trace", trace, "--days", "1", "--goal", "0.999"]) == 0
     output = capsys.readouterr().out
 
@@ -83,7 +83,7 @@ def test_a_table_shows_what_a_spare_buys_and_which_stage_to_shorten(
 def test_costs_are_those_of_the_nodes_that_are_held_and_of_the_work_that_they_do(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = written(tmp_path, "trace.csv", "seconds,class,node,lasts\n3600,NodeLost,1,7200\n")
+    trace = written(tmp_path, "trace.csv", "seconds,class,node,duration\n3600,NodeLost,1,7200\n")
     given = [str(job), "--spares", "1", "--trace", trace, "--days", "1", "--price-per-node-hour", "2.5"]
     assert main([*given, "-o", "json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]
@@ -151,7 +151,7 @@ def test_an_option_of_no_use_is_refused(
         ("seconds,class,node\n5,Hang,9\n", "node 9 is none of the 5 nodes"),
         ("when,what\n5,Hang\n", "must name the columns seconds, class, node"),
         ("seconds,class,node,why\n5,Hang,0,x\n", "unknown column 'why'"),
-        ("seconds,class,node,lasts\n5,NodeLost,0,-1\n", "lasts must be 0 or more"),
+        ("seconds,class,node,duration\n5,NodeLost,0,-1\n", "duration must be 0 or more"),
     ],
 )
 def test_a_bad_trace_is_refused_with_its_line(
@@ -260,8 +260,8 @@ def test_a_history_that_is_no_list_is_refused(tmp_path: Path) -> None:
 
 def test_a_trace_names_sizes_and_what_happens_to_no_node(tmp_path: Path) -> None:
     model = FailureModel()
-    good = Path(written(tmp_path, "good.csv", "seconds,class,node,lasts\n1,OperatorLost,,5\n2,Resize,4,60\n"))
-    assert [(each.slot, each.lasts) for each in read_trace(good, slots=4, model=model)] == [(-1, 5.0), (4, 60.0)]
+    good = Path(written(tmp_path, "good.csv", "seconds,class,node,duration\n1,OperatorLost,,5\n2,Resize,4,60\n"))
+    assert [(each.slot, each.duration) for each in read_trace(good, slots=4, model=model)] == [(-1, 5.0), (4, 60.0)]
     for size in ("0", "5", "2.5"):
         bad = Path(written(tmp_path, "bad.csv", f"seconds,class,node\n2,Resize,{size}\n"))
         with pytest.raises(InputError, match="from 1 to 4"):

@@ -1,6 +1,8 @@
-"""Virtual time: what is to happen, in order.
+"""Run events in virtual time.
 
-Invariant: time never goes back, and what is due together keeps its order.
+Guarantees:
+- Time never goes back.
+- Events of the same time run in the order in which they were added.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ EPOCH = 1_800_000_000.0
 
 
 class EventClock:
-    """A clock that jumps to the next thing that happens."""
+    """A clock that advances to the next event."""
 
     def __init__(self) -> None:
         self.now = EPOCH
@@ -25,15 +27,15 @@ class EventClock:
         self._numbers = itertools.count()
 
     def at(self, when: float, what: Callable[[], None]) -> None:
-        """Let it happen then, or now when that has passed."""
+        """Add an event at a time, or now when that has passed."""
         heapq.heappush(self._pending, (max(when, self.now), next(self._numbers), what))
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
-        """Let it happen in so many seconds."""
+        """Add an event after so many seconds."""
         self.at(self.now + seconds, what)
 
     def advance(self, until: float) -> bool:
-        """Go to the next moment at which something is due, and let it happen; False when that is after `until`."""
+        """Advance to the next event and run all events of that time; False when it is after `until`."""
         if not self._pending or self._pending[0][0] > until:
             self.now = until
             return False

@@ -1,4 +1,4 @@
-"""Hold the outcome of one simulated month, and derive its figures."""
+"""The result of one simulation and its figures."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 _DOWN = ("Detect", "Decide", "Restart", "Load", "Startup")
 PERSON = "Person"
-"""Time in which a job that had ended waited for a person."""
+"""Time in which an ended job waited to be recreated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """One seed's run."""
+    """Result of one seed."""
 
     days: float
     ledger: GoodputStatus
-    """The job's own, of all its incarnations together."""
+    """Ledger of the job, summed over its recreations."""
     person_seconds: float
     work_seconds: float
-    """Time that an undisturbed run of the full size would have needed for the steps that were kept."""
+    """Seconds that an undisturbed run of the full size would have taken for the kept steps."""
     by_day: tuple[float, ...]
     """The same, by day."""
     sizes: Mapping[int, float]
-    """Seconds in force at each size."""
+    """Seconds at each size."""
     recoveries: tuple[Interruption, ...]
-    """Every interruption of the history, those that were not over at the end among them."""
+    """All interruptions, unfinished ones included."""
     faults: Mapping[FaultClass, int] = field(default_factory=dict)
     verdicts: int = 0
     rollbacks: int = 0
-    """Times that training went on from the durable tier."""
+    """Number of resumptions from the durable tier."""
 
     @property
     def wall(self) -> float:
@@ -58,29 +58,26 @@ class SimulationResult:
 
     @property
     def work(self) -> float:
-        """Steps that were kept, of those that an undisturbed run of the full size makes in the same time.
-
-        On idle nodes, beyond that size, it can be more than 1.
-        """
+        """Kept steps as a share of those of an undisturbed run of the full size; above 1 with idle nodes."""
         return max(0.0, self.work_seconds / (self.days * DAY)) if self.days > 0 else 0.0
 
     def fleet(self, nodes: int) -> float:
-        """Return what was paid for: work of so many nodes over all node time that the job held."""
+        """Return the work of so many nodes as a share of all node time that the job held."""
         return _ratio(self.work_seconds * nodes, self.ledger.node_seconds)
 
     @property
     def lost_by_cause(self) -> dict[str, float]:
-        """Seconds, the wait for a person among them."""
+        """Lost seconds by cause, the wait to be recreated included."""
         return self.ledger.lost_seconds | ({PERSON: self.person_seconds} if self.person_seconds else {})
 
     @property
     def lost_by_stage(self) -> dict[str, float]:
-        """The same by stage."""
+        """Lost seconds by stage."""
         return self.ledger.lost_by_stage | ({PERSON: self.person_seconds} if self.person_seconds else {})
 
     @property
     def worst_day(self) -> float:
-        """Share of an undisturbed day's steps on the worst one; 1 when the simulation is shorter than a day."""
+        """Steps of the worst day as a share of an undisturbed day's; 1 for less than a day."""
         return min((made / DAY for made in self.by_day), default=1.0)
 
 

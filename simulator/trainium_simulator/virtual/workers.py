@@ -1,7 +1,10 @@
-"""Simulated pods and their agents: scheduled, started, stopped, and what each agent states.
+"""Simulate worker pods and their agents: scheduling, start, stop, and the heartbeats of each agent.
 
-Invariants: a pod has a place; a pod on a node without power neither ends nor confirms a deletion; an agent
-that cannot talk is seen for the last time when it could. What the ranks do is reported in `run.Run`.
+Guarantees:
+- A pod keeps its slot; on a node without power it neither ends nor confirms a deletion.
+- An agent without power keeps the time of its last heartbeat.
+
+The ranks are simulated by `ranks.TrainingRanks`.
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ if TYPE_CHECKING:
     from trainium_contract.spec.precompile import CompiledSize
     from trainium_contract.wire.messages import ProcessFailure, Progress, RestartRecord, StepTiming
     from trainium_simulator.stages import StageTimes
+    from trainium_simulator.virtual.clock import EventClock
     from trainium_simulator.virtual.nodes import Nodes, Slot
-    from trainium_simulator.virtual.timeline import EventClock
 
 NAMESPACE, JOB = "default", "simulated"
 HALF_A_HEARTBEAT = 0.5
-"""A node that loses its power was seen so long before, on the average."""
-_NOWHERE = "0 nodes are available"
+"""Mean time between the last heartbeat of a node and the loss of its power."""
+_UNSCHEDULABLE = "0 nodes are available"
 
 
 @dataclass(slots=True)
@@ -37,7 +40,7 @@ class Agent:
 
     registration: RegisterRequest
     since: float
-    """When it first called."""
+    """Time of its registration."""
     base: HeartbeatRequest
     phase: WorkerPhase = WorkerPhase.STANDBY
     generation: int = 0
@@ -48,16 +51,16 @@ class Agent:
     verdict: ProcessFailure | None = None
     waiting_for: tuple[int, ...] = ()
     silent_since: float | None = None
-    """Its node has no power; None while it talks."""
+    """Time of its last heartbeat when its node lost power, else None."""
     known: AgentView | None = None
-    """View that the operator has since the last plan."""
+    """View of the last plan."""
     beat: HeartbeatRequest | None = None
     """Its last report, and the values that it was made of."""
     reported: tuple[object, ...] | None = None
     kept: tuple[object, ...] = ()
 
-    def turn(self, phase: WorkerPhase, now: float) -> None:
-        """Do something else from now on."""
+    def set_phase(self, phase: WorkerPhase, now: float) -> None:
+        """Enter a phase."""
         self.joining_since = now if phase is WorkerPhase.JOINING else None
         self.phase = phase
 
@@ -73,25 +76,25 @@ class Pod:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class RankReports:
     """Reports of the members' ranks."""
 
     progress: Progress | None
     leader: str
     """Pod of the first rank."""
-    stepped: float | None
+    last_step_at: float | None
     """When the newest step ended."""
     step_seconds: float | None
     timings: Mapping[float, StepTiming]
     """Step times of a node, by how slow it is."""
 
 
-class Workforce:
+class WorkerPods:
     """All pods of the job."""
 
     def __init__(
         self,
-        timeline: EventClock,
+        clock: EventClock,
         nodes: Nodes,
         stages: StageTimes,
         *,
@@ -100,19 +103,19 @@ class Workforce:
     ) -> None:
         """Connect `changed()`, called for what watches would show, and `compiled`, which agents report."""
         self.pods: dict[str, Pod] = {}
-        self._timeline = timeline
+        self._clock = clock
         self._nodes = nodes
         self._stages = stages
         self._changed = changed
         self._compiled = compiled
-        self._taken: set[int] = set()
+        self._used_slots: set[int] = set()
         self._uids = 0
         self._scheduling = False
 
-    # --- what the operator asks for ---------------------------------------------------------------------------------
+    # --- requests of the operator ------------------------------------------------------------------------------------
 
     def create(self, manifest: dict[str, Any], avoided: Collection[str]) -> None:
-        """Create a pod; the scheduler puts it where it can."""
+        """Create a pod, to be scheduled."""
         metadata = manifest["metadata"]
         name, annotations = metadata["name"], metadata["annotations"]
         ordinal = names.ordinal_of(JOB, name)
@@ -125,7 +128,7 @@ class Workforce:
             uid=f"uid-{self._uids}",
             ordinal=ordinal,
             phase=PodPhase.PENDING,
-            created=self._timeline.now,
+            created=self._clock.now,
             template_hash=annotations[ANNOTATION_TEMPLATE_HASH],
             avoided_nodes=avoided_nodes,
             extra=LABEL_EXTRA in metadata["labels"],
@@ -142,7 +145,7 @@ class Workforce:
             self._remove(pod)
         elif not pod.view.deleting:
             pod.view = replace(pod.view, deleting=True)
-            self._timeline.after(self._stages.pod_stop_seconds, lambda: self._stopped(pod))
+            self._clock.after(self._stages.pod_stop_seconds, lambda: self._stopped(pod))
 
     def _stopped(self, pod: Pod) -> None:
         if self.pods.get(pod.view.name) is pod and pod.slot is not None and pod.slot.up:
@@ -151,7 +154,7 @@ class Workforce:
     def _remove(self, pod: Pod) -> None:
         self.pods.pop(pod.view.name, None)
         if pod.slot is not None and pod.view.phase is not PodPhase.FAILED:
-            self._taken.discard(pod.slot.number)
+            self._used_slots.discard(pod.slot.number)
         pod.agent = None
         self._changed()
         self.schedule()
@@ -159,27 +162,29 @@ class Workforce:
     # --- scheduling and starting ------------------------------------------------------------------------------------
 
     def _schedule_soon(self) -> None:
-        """Once for all pods of a plan, which would each look through all nodes."""
+        """Schedule all pods of a plan at once: each pass reads all nodes."""
         if not self._scheduling:
             self._scheduling = True
-            self._timeline.after(0.0, self._schedule_now)
+            self._clock.after(0.0, self._schedule_now)
 
     def _schedule_now(self) -> None:
         self._scheduling = False
         self.schedule()
 
     def schedule(self) -> None:
-        """Put waiting pods on free nodes, avoided ones last."""
+        """Bind pending pods to free nodes, avoided nodes last."""
         waiting = [pod for pod in self.pods.values() if pod.slot is None]
         if not waiting:
             return
-        free = [slot for slot in self._nodes.slots if slot.number not in self._taken and slot.up and slot.takes_pods]
+        free = [
+            slot for slot in self._nodes.slots if slot.number not in self._used_slots and slot.up and slot.takes_pods
+        ]
         for pod in sorted(waiting, key=lambda each: each.view.extra):
             avoided_nodes = pod.view.avoided_nodes
             open_to = [slot for slot in free if slot.name not in avoided_nodes] if avoided_nodes else free
             if not open_to:
                 if not pod.view.unschedulable_message:
-                    pod.view = replace(pod.view, unschedulable_message=_NOWHERE)
+                    pod.view = replace(pod.view, unschedulable_message=_UNSCHEDULABLE)
                     self._changed()
                     if not pod.view.extra:
                         self._preempt_extra(pod)
@@ -187,21 +192,21 @@ class Workforce:
             avoided = pod.avoided
             slot = min(open_to, key=lambda each: each.name in avoided) if avoided else open_to[0]
             free.remove(slot)
-            self._taken.add(slot.number)
+            self._used_slots.add(slot.number)
             pod.slot = slot
             pod.view = replace(pod.view, node=slot.name, scheduled=True, unschedulable_message="")
-            self._timeline.after(self._stages.pod_seconds + self._stages.warm_seconds, partial(self._started, pod))
+            self._clock.after(self._stages.pod_seconds + self._stages.warm_seconds, partial(self._started, pod))
 
     def _preempt_extra(self, pod: Pod) -> None:
-        """Give the node of an extra to a pod that was asked for and finds no node."""
+        """Preempt an extra pod for a requested pod that is unschedulable."""
         for other in list(self.pods.values()):
             slot = other.slot
             if slot is not None and slot.takes_pods and slot.name not in pod.view.avoided_nodes and self.preempt(slot):
                 return
 
     def preempt(self, slot: Slot) -> bool:
-        """Take the place from an extra, which saves and leaves; False where none is there."""
-        for pod in self.on(slot):
+        """Preempt the extra pod on this slot, which saves and exits; False without one."""
+        for pod in self.pods_on(slot):
             if pod.view.extra and not pod.view.deleting:
                 pod.view = replace(pod.view, disrupted=True)
                 self.delete(pod.view.name, pod.view.uid, None)
@@ -236,27 +241,27 @@ class Workforce:
             ready=True,
             compiled=self._compiled,
         )
-        pod.agent = Agent(registration, self._timeline.now, base)
+        pod.agent = Agent(registration, self._clock.now, base)
         self._changed()
 
-    # --- what befalls nodes -----------------------------------------------------------------------------------------
+    # --- nodes ------------------------------------------------------------------------------------------------------
 
-    def on(self, slot: Slot) -> Iterator[Pod]:
-        """Yield pods that are bound to this place and have not ended."""
+    def pods_on(self, slot: Slot) -> Iterator[Pod]:
+        """Yield the pods that are bound to this slot and have not failed."""
         for pod in self.pods.values():
             if pod.slot is slot and pod.view.phase is not PodPhase.FAILED:
                 yield pod
 
-    def lose_power(self, slot: Slot) -> None:
-        """End what runs there, which no agent reports."""
-        for pod in self.on(slot):
+    def power_off(self, slot: Slot) -> None:
+        """Stop the node's pods, whose agents report nothing any more."""
+        for pod in self.pods_on(slot):
             if pod.agent is not None and pod.agent.silent_since is None:
-                pod.agent.silent_since = self._timeline.now - HALF_A_HEARTBEAT
+                pod.agent.silent_since = self._clock.now - HALF_A_HEARTBEAT
 
-    def power_returns(self, slot: Slot) -> None:
-        """Let the node's kubelet find that what ran there has ended."""
-        for pod in list(self.on(slot)):
-            self._taken.discard(slot.number)
+    def power_on(self, slot: Slot) -> None:
+        """Let the node's kubelet report that its pods have ended."""
+        for pod in list(self.pods_on(slot)):
+            self._used_slots.discard(slot.number)
             if pod.view.deleting:
                 self._remove(pod)
                 continue
@@ -267,7 +272,7 @@ class Workforce:
                 ready=False,
                 reason="ContainerStatusUnknown",
                 exit_code=137,
-                finished=self._timeline.now,
+                finished=self._clock.now,
             )
         self._changed()
         self.schedule()
@@ -276,7 +281,7 @@ class Workforce:
         """Remove the pods of a node object that was deleted, as the garbage collector does."""
         for pod in [each for each in self.pods.values() if each.view.node == node]:
             self._remove(pod)
-        self._taken.discard(slot.number)
+        self._used_slots.discard(slot.number)
         self._changed()
         self.schedule()
 
@@ -284,14 +289,14 @@ class Workforce:
         """Remove all pods with their job."""
         for pod in list(self.pods.values()):
             self._remove(pod)
-        self._taken.clear()
+        self._used_slots.clear()
 
-    # --- what the coordinator receives -------------------------------------------------------------------------------
+    # --- heartbeats --------------------------------------------------------------------------------------------------
 
-    def agents(self, now: float, ranks: Ranks, *, deaf_until: float) -> dict[str, AgentView]:
-        """Return every agent by pod uid, as a coordinator that has listened since `deaf_until` knows it.
+    def agents(self, now: float, reports: RankReports, *, listening_since: float) -> dict[str, AgentView]:
+        """Return the view of each agent by pod uid, for a coordinator that runs since `listening_since`.
 
-        Only the first rank reports each step; the others are known as they were when they last did something else.
+        Only the first rank reports each step; the others report their changes.
         """
         known: dict[str, AgentView] = {}
         for pod in self.pods.values():
@@ -299,32 +304,32 @@ class Workforce:
             if agent is None:
                 continue
             if agent.silent_since is not None:
-                if agent.known is not None and agent.silent_since > deaf_until:
+                if agent.known is not None and agent.silent_since > listening_since:
                     known[pod.view.uid] = replace(agent.known, last_seen=agent.silent_since)
                 continue
-            member = agent.generation > 0 and ranks.progress is not None
+            member = agent.generation > 0 and reports.progress is not None
             agent.known = AgentView(
                 registration=agent.registration,
                 last_seen=now,
-                first_seen=max(agent.since, deaf_until),
-                heartbeat=_heartbeat(pod, agent, ranks),
-                progressed=ranks.stepped if member else None,
-                step_seconds=ranks.step_seconds if member else None,
+                first_seen=max(agent.since, listening_since),
+                heartbeat=_heartbeat(pod, agent, reports),
+                progressed=reports.last_step_at if member else None,
+                step_seconds=reports.step_seconds if member else None,
                 joining_since=agent.joining_since,
             )
             known[pod.view.uid] = agent.known
         return known
 
 
-def _heartbeat(pod: Pod, agent: Agent, ranks: Ranks) -> HeartbeatRequest:
+def _heartbeat(pod: Pod, agent: Agent, reports: RankReports) -> HeartbeatRequest:
     slowness = pod.slot.slowness if pod.slot is not None else 1.0
-    timing = ranks.timings.get(slowness) if agent.phase is WorkerPhase.TRAINING else None
+    timing = reports.timings.get(slowness) if agent.phase is WorkerPhase.TRAINING else None
     reported = (agent.generation, agent.attempt, agent.phase, agent.waiting_for, id(timing))
     kept = (agent.failures, agent.restarts, agent.verdict)
     same = agent.reported is not None and reported == agent.reported and all(map(operator.is_, kept, agent.kept))
-    leads = ranks.progress is not None and pod.view.uid == ranks.leader
+    leads = reports.progress is not None and pod.view.uid == reports.leader
     if agent.beat is None or not same or leads:
-        progress = ranks.progress if agent.generation > 0 else None
+        progress = reports.progress if agent.generation > 0 else None
         agent.reported, agent.kept = reported, kept
         agent.beat = agent.base.replaced(
             generation=agent.generation,
