@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 COMPILER_FLAGS = "NEURON_CC_FLAGS"
 CAPTURE_ENABLED = "NEURON_RT_INSPECT_ENABLE"
-_CAPTURE = {
-    CAPTURE_ENABLED: "1",
+_CAPTURE_FOLDER = "NEURON_RT_INSPECT_OUTPUT_DIR"
+_CAPTURED = {
     "NEURON_RT_INSPECT_SYSTEM_PROFILE": "1",  # newest million events of a core, in a ring buffer
     "NEURON_RT_INSPECT_DEVICE_PROFILE": "1",  # first execution of each graph on each core
 }
-"""Capture by the runtime of a process, from its start (Neuron Explorer Environment Variables, Neuron SDK 2.33)."""
-_CAPTURE_FOLDER = "NEURON_RT_INSPECT_OUTPUT_DIR"
+"""What the runtime captures of a process, from its start, unless the user's environment says otherwise (Neuron Explorer
+Environment Variables, Neuron SDK 2.33)."""
 _MODEL_TYPES = {ModelType.TRANSFORMER: "transformer", ModelType.GENERIC: "generic"}
 _STRATEGIES = {DistributionStrategy.LLM_TRAINING: "llm-training"}
 _AUTO_CASTS = {AutoCast.NONE: "none", AutoCast.MATMULT: "matmult", AutoCast.ALL: "all"}
@@ -50,6 +50,8 @@ _FIELDS = {
     "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "neuron.asyncExecInflightRequests",
     "NEURON_RT_EXEC_TIMEOUT": "neuron.execTimeoutSeconds",
     "MALLOC_ARENA_MAX": "neuron.mallocArenas",
+    CAPTURE_ENABLED: "monitor.profile.neuron",
+    _CAPTURE_FOLDER: "monitor.profile.neuron",
 }
 _DOWNCASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
@@ -95,12 +97,7 @@ def variables(config: TrainingConfig, *, nxd: bool, given: Mapping[str, str]) ->
         found["MALLOC_ARENA_MAX"] = str(neuron.malloc_arenas)
     if neuron.cache_directory is not None:
         found["NEURON_COMPILE_CACHE_URL"] = neuron.cache_directory
-    for name, value in found.items():
-        if given.get(name, value) != value:
-            raise UserError(
-                f"environment variable {name} is {given[name]!r}, but {_FIELDS[name]} makes it {value!r}: "
-                "unset the variable, or set both to the same value"
-            )
+    _refuse_other_values(found, given)
     for name in _DOWNCASTS:
         if given.get(name, "0") not in {"0", ""}:
             raise UserError(
@@ -127,8 +124,10 @@ def apply(
         return
     environment.update(variables(config, nxd=config.backend is not BackendChoice.NATIVE, given=environment))
     if capture is not None:
+        required = {CAPTURE_ENABLED: "1", _CAPTURE_FOLDER: str(capture)}
+        _refuse_other_values(required, environment)
         capture.mkdir(parents=True, exist_ok=True)
-        environment.update(_CAPTURE | {_CAPTURE_FOLDER: str(capture)})
+        environment.update(required | {name: environment.get(name, value) for name, value in _CAPTURED.items()})
     if config.neuron.malloc_arenas is not None:
         # The C library has read its variables already; this is how it learns later.
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, config.neuron.malloc_arenas)
@@ -138,6 +137,16 @@ def uses_neuron(config: TrainingConfig, devices: Path = Path("/dev")) -> bool:
     """Return whether this process may use Neuron devices: they are requested, or here and not excluded."""
     asked = config.backend is BackendChoice.NXD or config.device is DeviceChoice.NEURON
     return asked or (config.device is DeviceChoice.AUTO and any(devices.glob(DEVICE_FILES)))
+
+
+def _refuse_other_values(found: Mapping[str, str], given: Mapping[str, str]) -> None:
+    """Raise UserError for a variable that the user's environment sets to another value."""
+    for name, value in found.items():
+        if given.get(name, value) != value:
+            raise UserError(
+                f"environment variable {name} is {given[name]!r}, but {_FIELDS[name]} makes it {value!r}: "
+                "unset the variable, or set both to the same value"
+            )
 
 
 def _merged(ours: list[str], given: str) -> list[str]:

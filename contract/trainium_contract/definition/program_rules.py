@@ -89,6 +89,11 @@ PROGRAM_SPEC_RULES: tuple[Rule, ...] = (
     _trainer_only("image", "has(self.image)", "give program.image instead"),
     _trainer_only("precompile.enabled", "self.precompile.enabled", "a program compiles by itself, leave it out"),
     _trainer_only(
+        "health.preflight.checks",
+        "has(self.health.preflight.checks) && 'Bandwidth' in self.health.preflight.checks",
+        "Bandwidth exchanges through the collectives of the trainer's ranks, remove it from the list",
+    ),
+    _trainer_only(
         "checkpoint.milestones.everyTokens",
         "has(self.checkpoint.milestones) && has(self.checkpoint.milestones.everyTokens)",
         "a program writes its own checkpoints, leave it out",

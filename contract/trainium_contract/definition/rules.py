@@ -151,6 +151,13 @@ SPEC_RULES: tuple[Rule, ...] = (
         f"managedBy names a controller as domain/name, for instance {MANAGER} (this operator)",
         ".managedBy",
     ),
+    Rule(
+        """self.health.preflight.minimumBandwidthGbps == 0.0
+        || (has(self.health.preflight.checks) && 'Bandwidth' in self.health.preflight.checks)""",
+        "health.preflight.minimumBandwidthGbps has no effect without check Bandwidth: add Bandwidth to "
+        "health.preflight.checks, or leave the bound out",
+        ".health.preflight.minimumBandwidthGbps",
+    ),
     *TRAINER_RULES,
     *PROGRAM_SPEC_RULES,
 )

@@ -73,6 +73,9 @@ BAD_AT_CREATION = {
     "workers: {accelerator: {coresPerNode: 0}}": "coresPerNode in body should be greater than or equal to 1",
     "trainer: {optimizer: {learningRate: 0}}": "learningRate in body should be greater than 0",
     "trainer: {precision: Float8}": 'supported values: "Float32", "BFloat16", "BFloat16Stochastic"',
+    "health: {preflight: {minimumBandwidthGbps: 20}}": (
+        "health.preflight.minimumBandwidthGbps has no effect without check Bandwidth: add Bandwidth to "
+    ),
     # Deadlines and controllers.
     "activeDeadlineSeconds: 0": "spec.activeDeadlineSeconds in body should be greater than or equal to 1",
     "startupDeadlineSeconds: 31536001": "startupDeadlineSeconds in body should be less than or equal to 31536000",
@@ -285,6 +288,7 @@ BAD_PROGRAMS = {
     "program: {processesPerNode: 0}": "should be greater than or equal to 1",
     "image: trainer:1": "image needs spec.trainer, and the job has spec.program: give program.image instead",
     "precompile: {enabled: true}": "precompile.enabled needs spec.trainer, and the job has spec.program",
+    "health: {preflight: {checks: [Clock, Bandwidth]}}": "health.preflight.checks needs spec.trainer, and the job has",
     "checkpoint: {milestones: {everyTokens: 5}}": "checkpoint.milestones.everyTokens needs spec.trainer",
     "checkpoint: {storage: {uri: 's3://bucket/runs'}}": "checkpoint.storage.uri needs spec.trainer",
     "checkpoint: {storage: {hostPath: {path: /c}, takeOver: a/b}}": "checkpoint.storage.takeOver needs spec.trainer",

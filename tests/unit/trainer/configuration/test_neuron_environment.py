@@ -144,8 +144,15 @@ def test_the_runtime_captures_only_where_that_is_requested_of_this_rank(tmp_path
     assert capture_folder(resolve_settings(config, read_launch(other), vocabulary=300)) is None
     folder = capture_folder(resolve_settings(config, read_launch(settings), vocabulary=300))
     assert folder == tmp_path / "profiles" / "neuron-rank-1"
-    environment: dict[str, str] = {}
+    environment = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "session"}
     neuron_environment.apply(config, environment, devices=tmp_path, capture=folder)
-    assert environment["NEURON_RT_INSPECT_ENABLE"] == "1"
-    assert environment["NEURON_RT_INSPECT_OUTPUT_DIR"] == str(folder)
+    assert {name: value for name, value in environment.items() if "INSPECT" in name} == {
+        "NEURON_RT_INSPECT_ENABLE": "1",
+        "NEURON_RT_INSPECT_OUTPUT_DIR": str(folder),
+        "NEURON_RT_INSPECT_SYSTEM_PROFILE": "1",
+        "NEURON_RT_INSPECT_DEVICE_PROFILE": "session",
+    }
     assert folder.is_dir()
+    for name, value in (("NEURON_RT_INSPECT_ENABLE", "0"), ("NEURON_RT_INSPECT_OUTPUT_DIR", "/elsewhere")):
+        with pytest.raises(UserError, match=rf"{name} is '{value}', but monitor\.profile\.neuron makes it"):
+            neuron_environment.apply(config, {name: value}, devices=tmp_path, capture=folder)
