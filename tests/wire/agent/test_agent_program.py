@@ -58,7 +58,7 @@ async def test_a_killed_rank_of_a_ddp_program_restarts_all_ranks_in_place_from_i
     folder.mkdir()
     checkpoints = {"path": str(folder), "committed": "step-{step}.pt"}
     command = (sys.executable, DDP, "20", str(folder), "1:8")
-    extra = program(*command, progress={"pattern": PATTERN}, checkpoints=checkpoints)
+    extra = program(*command, progress={"pattern": PATTERN}, checkpoints=checkpoints, warm=["torch"])
     await begin(world, "a", "b", **extra)
     agents = {name: agent.pid for name, agent in world.agents.items()}
 
@@ -254,11 +254,11 @@ async def test_a_warm_standby_forks_ranks_with_the_modules_that_it_has_imported(
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys, time\n"
-        "print('warm', 'difflib' in sys.modules, sys.argv, __name__, os.getcwd(), flush=True)\n"
+        "print('warm', 'colorsys' in sys.modules, sys.argv, __name__, os.getcwd(), flush=True)\n"
         "time.sleep(0.5)\n"
         "sys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)\n"
     )
-    spec = program(sys.executable, "-u", str(script), "--x", warm=["difflib"], workingDirectory=str(tmp_path))
+    spec = program(sys.executable, "-u", str(script), "--x", warm=["colorsys"], workingDirectory=str(tmp_path))
     await begin(world, "a", **spec)
     await world.phase("Finished", "a")
     await world.ended("a")
