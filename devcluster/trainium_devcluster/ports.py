@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 from collections import deque
 
@@ -21,7 +22,8 @@ def reserved_port() -> int:
     return port
 
 
+@atexit.register
 def let_go() -> None:
-    """Close what a forked child has of them; the parent's stay."""
+    """Close those of this process; in a forked child, the parent's stay."""
     while _HELD:
         _HELD.pop().close()
