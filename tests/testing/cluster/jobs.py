@@ -194,12 +194,12 @@ class Job:
     def inside(self, pod: str, *command: str) -> str:
         return self.site.kubectl("exec", pod, "-n", self.namespace, "-c", "worker", "--", *command)
 
-    def kill_rank(self, node_rank: int) -> str:
-        """SIGKILL the training process of a member; returns its pod."""
+    def kill_rank(self, node_rank: int, signal: str = "KILL") -> str:
+        """Send a signal to the training process of a member; returns its pod."""
         pod: str = self.members()[node_rank]["podName"]
         record = self.inside(pod, "python", "-m", "trainium_agent.show_ranks").splitlines()[0]
         # The shell has its own kill; slim images have no program of that name.
-        self.inside(pod, "sh", "-c", f"kill -KILL {json.loads(record)['pid']}")
+        self.inside(pod, "sh", "-c", f"kill -{signal} {json.loads(record)['pid']}")
         return pod
 
     def scale(self, size: int) -> None:

@@ -23,12 +23,11 @@ from typing import Any
 from trainium_agent import log_lines
 from trainium_contract.redaction import redact_secrets
 from trainium_trainer.monitor.lines import read_step
-from trainium_trainer.trackers.process import TrackedRun
+from trainium_trainer.trackers.process import STATE_NAME, TrackedRun
 from trainium_trainer.trackers.services import SERVICES, Service, Step
 from trainium_worker import notice_path, replace_text
 
 _log = logging.getLogger("trainium.trackers")
-_STATE_NAME = "trackers.json"
 _POLL_SECONDS = 1.0
 _RETRY_SECONDS = (2.0, 5.0, 15.0, 60.0)
 _LEAVE_SECONDS = 5.0
@@ -42,7 +41,7 @@ class Notes:
     """Keep the starts and artifacts that the description of the run shows, for the threads of all trackers."""
 
     def __init__(self, run: TrackedRun) -> None:
-        self._path = Path(run.metrics).with_name(_STATE_NAME)
+        self._path = Path(run.metrics).with_name(STATE_NAME)
         self._lock = threading.Lock()
         try:
             self._state: dict[str, Any] = json.loads(self._path.read_text())
@@ -135,15 +134,16 @@ class Sender(threading.Thread):
         described, place = "", 0
         while True:
             finishing = self._finish.is_set()
+            if described != (text := self._notes.text()):
+                self._service.describe(text)
+                described = text
             place, steps = _read_steps(Path(self._run.metrics), place, last)
             if steps:
                 self._service.send(steps)
                 last = steps[-1].number
                 self._notes.record(self.name, last)
+            if len(steps) == _MOST_STEPS:
                 continue
-            if described != (text := self._notes.text()):
-                self._service.describe(text)
-                described = text
             if finishing:
                 self._service.close()
                 return

@@ -8,6 +8,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
     from trainium_trainer.configuration.config import Settings
 
 _MODULES = {Tracker.MLFLOW: "mlflow", Tracker.WANDB: "wandb", Tracker.TRACKIO: "trackio"}
+STATE_NAME = "trackers.json"
+"""Steps that were sent and starts of the run, beside its metrics."""
 _FINISH_SECONDS = 30.0
-"""The run waits so long at its end for its last lines to be sent."""
+"""At its end the run waits so long for the next lines to be sent."""
+_LONGEST_FINISH_SECONDS = 300.0
+"""Limit of that wait, however many lines are left."""
+_POLL_SECONDS = 0.2
 _PROJECT = "trainium"
 
 _log = logging.getLogger("trainium.trackers")
@@ -86,6 +92,7 @@ class TrackerProcess:
             + (f", because of {launch.cause}" if launch.cause else ""),
         )
         command = [sys.executable, "-m", "trainium_trainer.trackers"]
+        self._state = root / STATE_NAME
         self._process: subprocess.Popen[str] | None = None
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
@@ -102,16 +109,27 @@ class TrackerProcess:
         process = self._process
         if process is None or process.stdin is None:
             return
-        try:
-            if finished:
-                self._write({"finish": True})
-                process.wait(_FINISH_SECONDS)
-        except subprocess.TimeoutExpired:
-            _log.warning("trackers: not all was sent in %.0f s; metrics.jsonl has it", _FINISH_SECONDS)
+        if finished:
+            self._write({"finish": True})
+            if not self._ends(process):
+                _log.warning("trackers: not all was sent in time; metrics.jsonl has it")
         process.kill()
         process.wait()
         with contextlib.suppress(OSError):
             process.stdin.close()
+
+    def _ends(self, process: subprocess.Popen[str]) -> bool:
+        """Wait for the process to end while it sends steps; return whether it ended."""
+        newest, now = 0, time.monotonic()
+        latest, deadline = now + _LONGEST_FINISH_SECONDS, now + _FINISH_SECONDS
+        while time.monotonic() < min(deadline, latest):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_SECONDS)
+                return True
+            with contextlib.suppress(OSError):
+                if newest != (newest := self._state.stat().st_mtime_ns):
+                    deadline = time.monotonic() + _FINISH_SECONDS
+        return False
 
     def _write(self, message: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None:

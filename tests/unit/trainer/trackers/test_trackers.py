@@ -5,12 +5,9 @@ Tests of a tracker need its package and are skipped without: `make test-trackers
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
-import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -24,12 +21,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.suite.timeouts import scaled
+from tests.testing.trainer.mlflow_server import run_mlflow_server
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.monitor import MonitorConfig, Tracker
 from trainium_trainer.cli import run as command
+from trainium_trainer.configuration.config import read_launch, resolve_settings
+from trainium_trainer.trackers import process
+from trainium_trainer.trackers.__main__ import Notes, Sender
+from trainium_trainer.trackers.process import TrackedRun
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from trainium_trainer.trackers.services import Step
 
 RUN_ID = "0b5ae7a2-5d7f-4d53-9d0c-3f1c0f9f7a11"
 
@@ -106,35 +111,8 @@ def interrupted(root: Path, tracker: Tracker, **environment: str) -> None:
 
 @pytest.fixture
 def mlflow_server(tmp_path: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    with (tmp_path / "server.log").open("w") as log:
-        server = subprocess.Popen(
-            [
-                # The pipe ends with this process, and the group of the server with the pipe.
-                "sh", "-c", '"$@" & cat; kill -KILL 0', "server",
-                sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-                "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db",
-                "--artifacts-destination", str(tmp_path / "artifacts"),
-            ],
-            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-    assert server.stdin is not None
-
-    def answers() -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-        return False
-
-    try:
-        wait_for(answers, (tmp_path / "server.log").read_text(), 120)
-        yield address
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        server.stdin.close()
+    with run_mlflow_server(tmp_path) as server:
+        yield server.address
 
 
 @needs("mlflow")
@@ -182,17 +160,85 @@ def test_a_server_that_was_away_gets_the_steps_that_it_has_missed(tmp_path: Path
     assert [each.step for each in client.get_metric_history(run.info.run_id, "loss")] == list(range(1, 201))
 
 
+@needs("mlflow")
+def test_the_end_of_a_run_waits_for_a_slow_tracker_while_it_takes_steps(
+    tmp_path: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    proxy = Gate(mlflow_server, open_=True, seconds=3.0)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.address)
+    monkeypatch.setattr(process, "_FINISH_SECONDS", scaled(12))
+    (tmp_path / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 301)))
+    monitor = {"trackers": ["MLflow"], "trackerProject": "team"}
+    config = TrainingConfig.model_validate({"monitor": monitor, "checkpoint": {"path": str(tmp_path)}})
+    settings = resolve_settings(config, read_launch({}), vocabulary=300)
+    process.TrackerProcess(settings, tmp_path, {}, step=0).close(finished=True)
+    proxy.close()
+
+    client = MlflowClient(mlflow_server)
+    (run,) = client.search_runs([client.get_experiment_by_name("team").experiment_id])
+    assert len(client.get_metric_history(run.info.run_id, "loss")) == 300
+    assert run.info.status == "FINISHED"
+
+
+class Busy:
+    """A tracker; while it takes a step, the next one is made."""
+
+    def __init__(self, metrics: Path) -> None:
+        self._metrics = metrics
+        self.steps: list[int] = []
+        self.text = ""
+
+    def open(self, run: TrackedRun, run_id: str) -> int:
+        return 0
+
+    def send(self, steps: Sequence[Step]) -> None:
+        self.steps += [step.number for step in steps]
+        with self._metrics.open("a") as file:
+            file.write(line(self.steps[-1] + 1))
+
+    def describe(self, text: str) -> None:
+        self.text = text
+
+    def close(self) -> None:
+        pass
+
+    leave = close
+
+
+def test_the_description_is_sent_while_steps_are_made_as_fast_as_they_are_taken(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(line(1))
+    run = TrackedRun(
+        trackers=("Busy",), project="team", name="llama", run_id=RUN_ID, metrics=str(metrics), notice="", config={},
+        facts={}, start="after step 0 on 1 node",
+    )  # fmt: skip
+    busy, notes = Busy(metrics), Notes(run)
+    sender = Sender("Busy", busy, run, notes)
+    sender.start()
+    wait_for(lambda: "start 1: after step 0 on 1 node" in busy.text and busy.steps, "nothing is sent")
+    notes.add_artifact({"kind": "Model", "step": 20, "path": "/models/llama", "digest": "d1"})
+    wait_for(lambda: "/models/llama" in busy.text, "the artifact is not shown")
+    sender.finish()
+    sender.join(scaled(30))
+    assert busy.steps == list(range(1, busy.steps[-1] + 1))
+
+
 class Gate:
     """A proxy that refuses everything with 403 until it is opened: a server to which the key has no rights."""
 
-    def __init__(self, behind: str) -> None:
+    def __init__(self, behind: str, *, open_: bool = False, seconds: float = 0.0) -> None:
+        """`seconds`: delay of a request that adds to a run."""
         gate = self
-        self.open = False
+        self.open = open_
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or None
                 status, content = 403, b'{"error_code": "PERMISSION_DENIED", "message": "Permission denied"}'
+                if self.path.endswith("log-batch"):
+                    time.sleep(seconds)
                 if gate.open:
                     headers = {"Content-Type": self.headers.get("Content-Type") or "application/json"}
                     request = urllib.request.Request(behind + self.path, body, headers, method=self.command)
