@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_devcluster.ports import reserved_port
@@ -24,18 +23,6 @@ class RunFailedError(Exception):
     """A rank failed; the message has the end of its log."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Resources of ranks that all succeeded."""
-
-    began: float
-    """Start of the first process, seconds since the epoch."""
-    host_bytes: int
-    """Largest resident set of a process."""
-    processor_seconds: float
-    """Processor seconds of all processes."""
-
-
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Return the environment of a rank, over loopback."""
     return {
@@ -48,10 +35,12 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     } | THREADS
 
 
-def run_ranks(argv: list[str], ranks: int, folder: Path, environment: Mapping[str, str] | None = None) -> Ended:
-    """Run all ranks to their end. Raises RunFailedError as soon as one fails."""
+def run_ranks(argv: list[str], ranks: int, folder: Path, environment: Mapping[str, str] | None = None) -> int:
+    """Run all ranks to their end, and return the bytes of the largest resident set of one.
+
+    Raises RunFailedError as soon as one fails.
+    """
     port = reserved_port()
-    began = time.time()
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
@@ -60,18 +49,18 @@ def run_ranks(argv: list[str], ranks: int, folder: Path, environment: Mapping[st
             given = os.environ | made | rank_environment(rank, ranks, port) | dict(environment or {})
             with (folder / f"rank-{rank}.log").open("w") as log:
                 processes.append(subprocess.Popen(argv, env=given, stdout=log, stderr=subprocess.STDOUT))
-        return wait_for({process.pid: rank for rank, process in enumerate(processes)}, folder, began)
+        return wait_for({process.pid: rank for rank, process in enumerate(processes)}, folder)
     finally:
         for process in processes:
             process.returncode = process.returncode or 0  # reaped by `wait_for`
 
 
-def wait_for(pids: dict[int, int], folder: Path, began: float) -> Ended:
-    """Wait for child processes (pid to rank) that were started at `began`, and return their resources.
+def wait_for(pids: dict[int, int], folder: Path) -> int:
+    """Wait for child processes (pid to rank), and return the bytes of the largest resident set of one.
 
     Raises RunFailedError as soon as one fails, once the others have been killed.
     """
-    waiting, largest, seconds = dict(pids), 0, 0.0
+    waiting, largest = dict(pids), 0
     failed: tuple[int, int] | None = None
     try:
         while waiting:
@@ -81,7 +70,6 @@ def wait_for(pids: dict[int, int], folder: Path, began: float) -> Ended:
                     continue
                 rank, code = waiting.pop(pid), os.waitstatus_to_exitcode(status)
                 largest = max(largest, usage.ru_maxrss * 1024)
-                seconds += usage.ru_utime + usage.ru_stime
                 if code and failed is None:
                     failed = (rank, code)
                     _kill(waiting)
@@ -93,7 +81,7 @@ def wait_for(pids: dict[int, int], folder: Path, began: float) -> Ended:
     if failed is not None:
         end = (folder / f"rank-{failed[0]}.log").read_text().splitlines()[-4:]
         raise RunFailedError(f"rank {failed[0]} ended with {failed[1]}: {' / '.join(end)}")
-    return Ended(began, largest, seconds)
+    return largest
 
 
 def _kill(pids: Iterable[int]) -> None:

@@ -21,7 +21,6 @@ PEERS = ("JobSet", "JobSet in-place", "PyTorchJob")
 TITLES = {"fleet": "A fleet", "coordinator": "The coordinator"}
 SIZED_BY = {"coordinator": "agents"}
 TRAINING = "Training speed"
-PROGRAM_MEMORY = "Saves of a program"
 _COMMAND = "Command: `python -m benchmarks.run"
 
 
@@ -53,8 +52,6 @@ def page(found: dict[str, Json], former: str = "") -> str:
     }
     if "training_speed" in found:
         parts[TRAINING] = _training_speed(found["training_speed"])
-    if "program_memory" in found:
-        parts[PROGRAM_MEMORY] = _program_memory(found["program_memory"])
     return "\n".join([_head(peers), *parts.values()]).rstrip() + "\n"
 
 
@@ -124,41 +121,6 @@ def _row(row: Json, peer: Json, compared: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _program_memory(report: Json) -> str:
-    machine, settings = report["machine"], report["settings"]
-    conditions = (
-        f"{report['date']}, {machine['cores']} cores ({machine['processor']}), load {machine['load']:.1f}, torch "
-        f"{machine['torch']}; {settings['ranks']} ranks of FSDP2 on gloo, each on a simulated node; "
-        f"{settings['parameters'] / 1e6:.1f} million parameters with AdamW in float32, a save at each step"
-        f"{', **quick mode: the figures mean nothing**' if report['quick'] else ''}. Medians of {settings['rounds']} "
-        f"rounds. {_COMMAND} program_memory`."
-    )
-    lines = [
-        f"## {PROGRAM_MEMORY}",
-        "",
-        conditions,
-        "",
-        "- blocked: what a save adds to a step in the training thread.",
-        "- complete: from the call until the save survives the loss of a node; of storage, of all nodes.",
-        "- load: the newest state, in new processes after a kill of all ranks; first step: with the step that follows.",
-        "",
-        "| saves | step | blocked | complete | kept for each rank | load | load and first step |",
-        "|---" * 7 + "|",
-    ]
-    for row in report["rows"]:
-        saves = bool(row["kept"])
-        cells = [
-            format_value(1000 * row["step"], "ms"),
-            format_value(1000 * row["blocked"], "ms") if saves else "",
-            format_value(1000 * row["complete"], "ms") if row["complete"] else "",
-            f"{row['kept']:.0f} MiB" if saves else "",
-            format_value(row["load"], "s") if saves else "",
-            format_value(row["firstStep"], "s"),
-        ]
-        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
 def _training_speed(report: Json) -> str:
     machine, settings, goals = report["machine"], report["settings"], report["goals"]
     model = settings["model"]
@@ -172,8 +134,8 @@ def _training_speed(report: Json) -> str:
     )
     lines = ["## Training speed", "", conditions, ""]
     for name, state in report["peers"].items():
-        versions = ", ".join(f"{part} {text}" for part, text in state.items() if part not in {"missing", "unable"})
-        reason = state.get("missing") or state.get("unable")
+        versions = ", ".join(f"{part} {text}" for part, text in state.items() if part != "missing")
+        reason = state.get("missing")
         details = [text for text in (versions, f"not measured: {reason}" if reason else "") if text]
         lines.append(f"- {name}: {'; '.join(details)}.")
     lines += [
@@ -199,11 +161,6 @@ def _training_speed(report: Json) -> str:
                 _judged(peer["memoryRatio"], peer["memoryRatio"] <= goals["memory"]),
             ]
             lines.append(f"{start} {' | '.join(cells)} |")
-    lines += ["", "From start to the end of the first step, median:", ""]
-    lines += ["| processes | cold | from the standby process | transformers.Trainer, cold |", "|---" * 4 + "|"]
-    for row in report["start"]:
-        cells = [f"{row[name]['seconds']:.2f} s" if name in row else "" for name in ("cold", "standby", "peer")]
-        lines.append(f"| {row['ranks']} | {row['error'] if 'error' in row else ' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

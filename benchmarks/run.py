@@ -16,7 +16,6 @@ MODULES = {
     "fleet": "benchmarks.fleet",
     "coordinator": "benchmarks.fleet.coordinator",
     "training_speed": "benchmarks.training_speed",
-    "program_memory": "benchmarks.program.memory",
 }
 
 

@@ -1,4 +1,4 @@
-"""Compare speed, memory and start of the trainer with peers: `python -m benchmarks.training_speed`.
+"""Compare speed and memory of the trainer with peers: `python -m benchmarks.training_speed`.
 
     python -m benchmarks.training_speed [--peer-python VENV/bin/python] [--modes plain,lora] [--ranks 1 2] [--quick]
     python -m benchmarks.training_speed --families          # one process, each family of models, uncompiled
@@ -41,7 +41,6 @@ from benchmarks.training_speed.runs import (
     run_peer,
     text_file,
 )
-from benchmarks.training_speed.start import measure_start
 from trainium_contract.models.families import FAMILIES
 
 MODES: dict[str, dict[str, Any]] = {
@@ -101,9 +100,9 @@ def main() -> int:
     if unknown:
         print(f"There is no mode {unknown.pop()!r}; there are {', '.join(MODES)}.", file=sys.stderr)
         return 64
-    peers = state_of_peers(options.peer_python, options.device)
+    peers = state_of_peers(options.peer_python)
     for name, state in peers.items():
-        if reason := state.get("missing") or state.get("unable"):
+        if reason := state.get("missing"):
             print(f"{name} is not measured: {reason}", flush=True)
     peer = TRL if options.preferences else TRANSFORMERS
     peer_python = None if "missing" in peers[peer] else options.peer_python
@@ -144,11 +143,9 @@ def main() -> int:
         for mode in options.modes.split(",")
         if not (mode == "sharded" and ranks == 1)
     ]
-    starts = () if options.families or options.preferences else options.ranks
-    report["start"] = [_start(replace(base, ranks=ranks), options.rounds, peer_python) for ranks in starts]
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return int(any("error" in row for row in report["rows"] + report["start"]))
+    return int(any("error" in row for row in report["rows"]))
 
 
 def _options() -> argparse.Namespace:
@@ -168,8 +165,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C", help="of our trainer")
     parser.add_argument("--quick", action="store_true", help="one short run of a tiny model: whether it works")
     parser.add_argument("--json", type=Path, default=Path("out/bench/training_speed.json"))
-    parser.add_argument("--families", action="store_true", help="the families in place of modes and starts")
-    parser.add_argument("--preferences", action="store_true", help="DPO, in place of modes and starts, beside trl")
+    parser.add_argument("--families", action="store_true", help="the families in place of modes")
+    parser.add_argument("--preferences", action="store_true", help="DPO, in place of modes, beside trl")
     options = parser.parse_args()
     if options.families:
         parser.set_defaults(modes=",".join(FAMILIES), ranks=[1], rounds=2, json=Path("out/bench/family_speed.json"))
@@ -182,18 +179,6 @@ def _options() -> argparse.Namespace:
     if options.steps <= WARM_STEPS:
         parser.error(f"--steps is {options.steps}: the first {WARM_STEPS} are not counted; give more")
     return options
-
-
-def _start(task: Task, rounds: int, peer_python: str | None) -> dict[str, Any]:
-    """Measure the start of `task.ranks` processes and print a line."""
-    try:
-        found = measure_start(task, rounds, peer_python)
-    except RunFailedError as error:
-        print(f"start of {task.ranks} ranks: {error}", file=sys.stderr, flush=True)
-        return {"ranks": task.ranks, "error": str(error)}
-    text = ", ".join(f"{name} {found[name]['seconds']:.2f} s" for name in ("cold", "standby", "peer") if name in found)
-    print(f"start of {task.ranks} ranks to the first step: {text}", flush=True)
-    return found
 
 
 def _row(mode: str, task: Task, options: argparse.Namespace, peer_python: str | None) -> dict[str, Any]:

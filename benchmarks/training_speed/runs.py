@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from benchmarks.parity.preferences import PEER, write_task
-from benchmarks.ranks import Ended, run_ranks
+from benchmarks.ranks import run_ranks
 from trainium_contract.models.families import FAMILIES
 from trainium_trainer.configuration.config import load
 
@@ -65,15 +65,11 @@ class Result:
     """Measurements of a run."""
 
     seconds: tuple[float, ...]
-    """Seconds of the counted steps; empty for a run that is only started."""
+    """Seconds of the counted steps."""
     host_bytes: int
     """Largest resident set of a rank."""
     device_bytes: int
     """Peak device memory of rank 0; 0 on a CPU."""
-    start_seconds: float
-    """Seconds from the creation of the processes to the end of the first step."""
-    processor_seconds: float
-    """Processor seconds of all ranks."""
 
     def speed(self, tokens: int) -> float:
         """Return the tokens per second of the median step."""
@@ -156,22 +152,14 @@ def run_ours(task: Task, folder: Path, text: Path, overrides: Sequence[str] = ()
     argv = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(write_config(task, folder, text))]
     for override in overrides:
         argv += ["--set", override]
-    return result_of(folder, run_ranks(argv, task.ranks, folder))
-
-
-def result_of(folder: Path, ended: Ended) -> Result:
-    """Read the measurements of a run of this repository's trainer in `folder`."""
+    host_bytes = run_ranks(argv, task.ranks, folder)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     # Log-probabilities of the reference are computed ahead; their seconds belong to the steps that need them.
     ahead = re.search(r"references ([\d.]+) s", (folder / "rank-0.log").read_text())
     share = float(ahead[1]) / len(steps) if ahead else 0.0
     seconds = tuple(line["seconds"] + share for line in steps[WARM_STEPS:])
-    return _result(seconds, ended, int(steps[-1].get("deviceBytes") or 0), steps[0]["time"])
-
-
-def _result(seconds: tuple[float, ...], ended: Ended, device_bytes: int, first_step: float) -> Result:
-    return Result(seconds, ended.host_bytes, device_bytes, first_step - ended.began, ended.processor_seconds)
+    return Result(seconds, host_bytes, int(steps[-1].get("deviceBytes") or 0))
 
 
 def model_options(task: Task) -> dict[str, Any]:
@@ -223,10 +211,10 @@ def run_peer(task: Task, folder: Path, python: str) -> Result:
     return peer_result(folder, run_ranks(argv, task.ranks, folder, {"TASK": json.dumps(described)}))
 
 
-def peer_result(folder: Path, ended: Ended) -> Result:
+def peer_result(folder: Path, host_bytes: int) -> Result:
     """Read the measurements of a run of the peer in `folder`."""
     record = json.loads((folder / "rank-0.log").read_text().splitlines()[-1])
     ends: list[float] = record["ends"]
     seconds = [end - begin for begin, end in itertools.pairwise(ends)]
     # The first interval is that of the second step.
-    return _result(tuple(seconds[WARM_STEPS - 1 :]), ended, int(record["deviceBytes"]), ends[0])
+    return Result(tuple(seconds[WARM_STEPS - 1 :]), host_bytes, int(record["deviceBytes"]))

@@ -1,1 +1,0 @@
-"""Benchmarks of training programs other than the built-in trainer."""
