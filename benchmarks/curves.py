@@ -1,34 +1,13 @@
-"""Read the losses and samples of a run, and compare them with those of an undisturbed run."""
+"""Compare the losses and samples of a run with those of an undisturbed run."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 _SENTENCES = 5
-
-
-def read_losses(folder: Path) -> dict[int, float]:
-    """Return step -> loss of the final history."""
-    from trainium_devcluster.demos.metrics import read_steps  # noqa: PLC0415 - not needed before a job runs
-
-    return {step: float(record["loss"]) for step, record in read_steps(folder / "metrics.jsonl").items()}
-
-
-def read_samples(folder: Path) -> dict[int, list[int]]:
-    """Return step -> the samples of all ranks, sorted; a sample that was seen twice is there twice."""
-    found: dict[int, list[int]] = {}
-    for path in folder.glob("samples-*.jsonl"):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line that is being written
-                record = json.loads(line)
-                found.setdefault(record["step"], []).extend(record["samples"])
-    return {step: sorted(samples) for step, samples in sorted(found.items())}
 
 
 def _difference(loss: float, reference: float | None) -> float:

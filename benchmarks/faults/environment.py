@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
-from benchmarks.curves import check_batches, compare_losses, read_losses, read_samples
+from benchmarks.curves import check_batches, compare_losses
 from benchmarks.faults.operator_pods import OperatorPods
 from benchmarks.faults.target import TargetJob
 from tests.testing.cluster.access import ROOT
@@ -31,6 +31,7 @@ from tests.testing.cluster.jobs import Job, merged
 from tests.testing.suite import timeouts
 from trainium_contract.api_server.kubeconfig import find_access
 from trainium_devcluster.controlplane.client import ApiClient, ControlPlaneError
+from trainium_devcluster.demos.metrics import read_samples
 from trainium_devcluster.state import NodeSpec
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class FaultEnvironment:
             change = f"workers: {{replicas: {size}}}\ntrainer: {trainer}"
             with self.job(name, change, pace=0.0) as target:
                 target.until_step(wanted, 900)
-                known = read_losses(target.job.folder)
+                known = target.losses()
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(known))
         self._references[path.name] = known
@@ -177,7 +178,7 @@ class FaultEnvironment:
 
     def check_curve(self, target: TargetJob, size: int, tolerance: float = 0.0, batch: int = BATCH) -> list[str]:
         """Return a sentence for each deviation of the curve and of the samples of a job."""
-        losses = read_losses(target.job.folder)
+        losses = target.losses()
         reference = self.reference(size, max(losses, default=0), batch)
         samples = read_samples(target.job.folder)
         recorded = max(0, max(samples, default=0) - 2)  # the newest steps may not be recorded by every rank yet

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tests.testing.suite.timeouts import Deadline
 from trainium_contract.wire.recorded_membership import members_of
 from trainium_devcluster.controlplane.client import ControlPlaneError
+from trainium_devcluster.demos.metrics import read_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,9 +87,11 @@ class TargetJob:
 
     def records(self) -> dict[int, Json]:
         """Return step -> line of metrics.jsonl."""
-        from trainium_devcluster.demos.metrics import read_steps  # noqa: PLC0415 - not needed before a job runs
-
         return read_steps(self.job.folder / "metrics.jsonl")
+
+    def losses(self) -> dict[int, float]:
+        """Return step -> loss of the final history."""
+        return {step: float(record["loss"]) for step, record in self.records().items()}
 
     def step(self) -> int:
         """Return the newest completed step; 0 before the first."""

@@ -12,6 +12,7 @@ from benchmarks.proof import artifact_checks
 from benchmarks.proof.kill_points import ARTIFACTS
 from trainium_agent.ranks.results import read_results
 from trainium_contract.wire.checkpoint_manifest import folder_name
+from trainium_devcluster.demos.metrics import read_samples
 from trainium_trainer.artifacts.manifest import UNFINISHED
 from trainium_trainer.artifacts.peft_format import parameter_name
 from trainium_trainer.checkpoint.format.contents import Contents
@@ -85,7 +86,7 @@ class Reference:
     @staticmethod
     def read(root: Path, suite: Suite) -> Reference:
         """Read the run below `root`. Raises ValueError where the suite would prove nothing."""
-        samples = samples_of(root)
+        samples = read_samples(root)
         if suite.tunes and (problem := find_epoch_error(samples, suite)):
             raise ValueError(f"the undisturbed run: {problem}")
         left = artifact_checks.read(artifacts_of(root, suite)) if suite.tunes else artifact_checks.ArtifactSnapshot()
@@ -117,7 +118,7 @@ def check_end(root: Path, result: TrialResult, reference: Reference, suite: Suit
         if not abs(loss - known) <= (0.0 if exact else _CLOSE * abs(known)):
             result.wrong.append(f"loss of step {step} is {loss}, in an undisturbed run {known}")
             break
-    if samples_of(root) != reference.samples:
+    if read_samples(root) != reference.samples:
         result.wrong.append("not every sample was seen exactly once, in its step")
     storage = PosixStorage(root)
     found = survey(storage)
@@ -168,15 +169,6 @@ def curve_of(root: Path) -> list[tuple[int, float]]:
     """Step and loss of each line."""
     lines = (root / "metrics.jsonl").read_text().splitlines()
     return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
-
-
-def samples_of(root: Path) -> dict[int, list[int]]:
-    """All samples of each step, sorted: a sample that was seen twice is there twice."""
-    found: dict[int, list[int]] = {}
-    for path in root.glob("samples-*.jsonl"):
-        for record in map(json.loads, path.read_text().splitlines()):
-            found.setdefault(record["step"], []).extend(record["samples"])
-    return {step: sorted(samples) for step, samples in sorted(found.items())}
 
 
 def find_epoch_error(samples: dict[int, list[int]], suite: Suite) -> str | None:

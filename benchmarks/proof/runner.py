@@ -25,6 +25,7 @@ from benchmarks.proof.checks import (
 from benchmarks.proof.inputs import Inputs
 from benchmarks.proof.kill_points import ARTIFACTS, VARIABLE
 from benchmarks.proof.suites import Attempt, Layout
+from benchmarks.ranks import THREADS, rank_environment
 from trainium_devcluster.ports import reserved_port
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.storage.posix import PosixStorage
@@ -63,7 +64,7 @@ class Runner:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path},
+            env=os.environ | THREADS | {"PYTHONPATH": path},
         )
         return self
 
@@ -155,15 +156,10 @@ class Runner:
         config = self._inputs.config(family, layout, folder / "run")
         file = folder / f"trainer-{number}.yaml"
         file.write_text(yaml.safe_dump(config))
-        first_port = str(reserved_port())
+        port = reserved_port()
         ranks = []
         for rank in range(layout.ranks):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(layout.ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": first_port,
+            environment = rank_environment(rank, layout.ranks, port) | {
                 "TRAINIUM_GENERATION": str(number + 1),
                 "TRAINIUM_PROGRESS_FILE": str(folder / f"progress-{number}-{rank}"),
                 "TRAINIUM_MEMORY_DIR": str(nodes[rank]),

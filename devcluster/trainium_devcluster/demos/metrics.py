@@ -6,6 +6,7 @@ Times are Unix seconds of this machine.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from dataclasses import dataclass, field
@@ -74,22 +75,19 @@ class StepLog:
 
 def every_sample_once(folder: Path, steps: int, batch: int) -> bool:
     """Return whether every step saw a whole global batch and no sample was seen twice, within the first epoch."""
-    seen = _samples(folder)
-    every = [sample for samples in seen.values() for sample in samples]
-    whole = sorted(seen) == list(range(1, steps + 1)) and all(len(samples) == batch for samples in seen.values())
-    return whole and len(set(every)) == len(every)
+    return every_sample_once_in_batches(folder, dict.fromkeys(range(1, steps + 1), batch))
 
 
 def every_sample_once_in_batches(folder: Path, batches: Mapping[int, int]) -> bool:
     """Return whether every step saw as many samples as in `batches`, none of them twice, within the first epoch."""
-    seen = _samples(folder)
+    seen = read_samples(folder)
     every = [sample for samples in seen.values() for sample in samples]
     return {step: len(samples) for step, samples in seen.items()} == batches and len(set(every)) == len(every)
 
 
 def every_sample_once_an_epoch(folder: Path, steps: int, batch: int, epochs: int) -> bool:
     """Return whether each epoch had every sample exactly once, in whole global batches except for its last one."""
-    seen = _samples(folder)
+    seen = read_samples(folder)
     if steps <= 0 or steps % epochs or not set(seen) <= set(range(1, steps + 1)):
         return False
     length = steps // epochs
@@ -103,11 +101,12 @@ def every_sample_once_an_epoch(folder: Path, steps: int, batch: int, epochs: int
     return True
 
 
-def _samples(folder: Path) -> dict[int, list[int]]:
-    """Step -> the samples that all ranks recorded for it."""
-    seen: dict[int, list[int]] = {}
+def read_samples(folder: Path) -> dict[int, list[int]]:
+    """Return step -> the samples of all ranks, sorted; a sample that was seen twice is there twice."""
+    found: dict[int, list[int]] = {}
     for path in folder.glob("samples-*.jsonl"):
         for line in path.read_text().splitlines():
-            record = json.loads(line)
-            seen.setdefault(record["step"], []).extend(record["samples"])
-    return seen
+            with contextlib.suppress(ValueError):  # a line that is being written
+                record = json.loads(line)
+                found.setdefault(record["step"], []).extend(record["samples"])
+    return {step: sorted(samples) for step, samples in sorted(found.items())}

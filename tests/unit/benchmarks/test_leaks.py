@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.curves import check_batches, compare_losses, read_samples
+from benchmarks.curves import check_batches, compare_losses
 from benchmarks.faults.census import Census, Process, role_of
 from benchmarks.faults.leaks import MIN_SAMPLES, find_growth, find_job_files, find_leftovers
+from trainium_devcluster.demos.metrics import read_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
