@@ -6,7 +6,10 @@ Invariants: prints candidates, then kubectl's directive; never fails and never w
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from trainium_client.commands.main import app
 from trainium_client.commands.options import open_api
@@ -16,42 +19,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NO_FILES = ":4"
-_OF_A_JOB = frozenset({
-    "status", "watch", "why", "logs", "ranks", "stacks", "profile", "checkpoints", "goodput", "history", "suspend",
-    "resume", "scale", "sizes", "retry", "report", "simulate", "support-bundle",
-})  # fmt: skip
-_WITH_VALUE = frozenset(
-    {
-        "-n",
-        "--namespace",
-        "--context",
-        "--kubeconfig",
-        "-o",
-        "--output",
-        "--rank",
-        "--ranks",
-        "--steps",
-        "--file",
-        "--tail",
-        "--entry",
-    }
-)
 
 
 def candidates(words: list[str], jobs_of: Callable[[list[str]], list[str]]) -> list[str]:
     """Return the candidates for the last word; `words` are those after `kubectl trn`, the last one incomplete."""
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    options = [each for command in commands.values() for each in command.params if each.param_type_name == "option"]
+    with_value = {flag for each in options if not each.is_flag for flag in each.opts}
     *before, prefix = words or [""]
     plain = [word for at, word in enumerate(before)
-             if not word.startswith("-") and not (at and before[at - 1] in _WITH_VALUE)]  # fmt: skip
+             if not word.startswith("-") and not (at and before[at - 1] in with_value)]  # fmt: skip
     if before and before[-1] in {"-o", "--output"}:
         found = ["text", "json"]
     elif not plain:
-        found = [str(command.name or getattr(command.callback, "__name__", "")) for command in app.registered_commands]
-    elif len(plain) == 1 and plain[0] in _OF_A_JOB:
+        found = list(commands)
+    elif len(plain) == 1 and plain[0] in commands and _takes_job(commands[plain[0]]):
         found = jobs_of(before)
     else:
         found = []
     return sorted(each for each in found if each.startswith(prefix))
+
+
+def _takes_job(command: Any) -> bool:
+    return any("NAME" in (each.metavar or "") for each in command.params if each.param_type_name == "argument")
 
 
 def main() -> None:
@@ -61,7 +51,7 @@ def main() -> None:
 
 def _jobs(words: list[str]) -> list[str]:
     """Names of jobs in the namespace that is named, or the context's."""
-    given = {word: words[at + 1] for at, word in enumerate(words[:-1]) if word in _WITH_VALUE}
+    given = dict(pairwise(words))
     try:
         api = open_api(
             given.get("-n") or given.get("--namespace"), given.get("--context"), given.get("--kubeconfig"), seconds=3.0

@@ -491,6 +491,7 @@ def test_the_shell_is_offered_commands_then_jobs() -> None:
     assert candidates(["status", "-n", "team", ""], jobs) == ["broken", "llama"]
     assert candidates(["logs", "-n", "team", "ll"], jobs) == ["llama"]
     assert candidates(["status", "llama", "-o", "j"], jobs) == ["json"]
+    assert candidates(["scaling", "-n", "team", "--price-per-node-hour", "2", ""], jobs) == ["broken", "llama"]
     assert candidates(["nodes", ""], jobs) == []
 
 
