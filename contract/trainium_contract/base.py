@@ -38,7 +38,7 @@ class ContractModel(BaseModel):
     def replaced(self, **changes: Any) -> Self:
         """Copy the model with these fields changed, without validating it again.
 
-        mypy knows the fields of each model, and their types (`scripts/mypy_replaced.py`): a misspelt one is an error.
+        mypy knows the fields of each model, and their types (`scripts/mypy_contract.py`): a misspelt one is an error.
         """
         # As model_copy does it, and cheaper: a simulation makes a copy for each worker and plan.
         copied = type(self).__new__(type(self))

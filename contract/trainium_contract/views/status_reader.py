@@ -1,6 +1,6 @@
 """The status of a job as JSON, read as leniently as `raw.py` does, but only what people are shown of it.
 
-A part knows the model that its fields are from, and mypy refuses any other name (`scripts/mypy_status_reader.py`), so
+A part knows the model that its fields are from, and mypy refuses any other name (`scripts/mypy_contract.py`), so
 that no view, page or command reads the operator's memory (`status/internal.py`), and none misspells a field. Invariant:
 without that plugin the code means the same and is only checked less.
 """
