@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +31,6 @@ from typing import Any
 import torch
 
 from benchmarks.ranks import THREADS, RunFailedError
-from benchmarks.training_speed.peers import TRANSFORMERS, TRL, state_of_peers
 from benchmarks.training_speed.runs import (
     WARM_STEPS,
     Result,
@@ -43,6 +43,22 @@ from benchmarks.training_speed.runs import (
 )
 from trainium_contract.models.families import FAMILIES
 
+TRANSFORMERS = "transformers.Trainer"
+TRL = "trl's DPOTrainer"
+_NEEDED = {
+    TRANSFORMERS: ("transformers", "accelerate", "torch"),
+    TRL: ("trl", "transformers", "accelerate", "peft", "torch"),
+}
+_VERSIONS = """
+import importlib.metadata, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"micro": 2, "accumulation": 4},
@@ -100,7 +116,7 @@ def main() -> int:
     if unknown:
         print(f"There is no mode {unknown.pop()!r}; there are {', '.join(MODES)}.", file=sys.stderr)
         return 64
-    peers = state_of_peers(options.peer_python)
+    peers = _state_of_peers(options.peer_python)
     for name, state in peers.items():
         if reason := state.get("missing"):
             print(f"{name} is not measured: {reason}", flush=True)
@@ -146,6 +162,20 @@ def main() -> int:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(any("error" in row for row in report["rows"]))
+
+
+def _state_of_peers(python: str) -> dict[str, dict[str, str]]:
+    """Return the versions of each peer, or under `missing` why it is not measured."""
+    every = sorted({name for names in _NEEDED.values() for name in names})
+    asked = subprocess.run([python, "-c", _VERSIONS, *every], capture_output=True, text=True, timeout=120, check=True)
+    versions: dict[str, str] = json.loads(asked.stdout)
+    states = {}
+    for peer, needed in _NEEDED.items():
+        absent = [name for name in needed if name not in versions]
+        states[peer] = {name: versions[name] for name in needed if name in versions}
+        if absent:
+            states[peer]["missing"] = f"{' and '.join(absent)} not installed beside the peers"
+    return states
 
 
 def _options() -> argparse.Namespace:
