@@ -37,6 +37,7 @@ _LABELS = {
     "code": "HTTP status of the answer; 0: there was none",
     "direction": _values(("grow", "shrink")),
     "error": "class of the error",
+    "figure": "of a model, for instance `perplexity` or `mmlu acc` ([evaluation](evaluate.md#evaluate-at-milestones))",
     "job_namespace": "namespace of the job",
     "job_name": "name of the job",
     "kind": _values(("register", "heartbeat")),

@@ -122,6 +122,7 @@ class RuntimeSupervisor:
         await runtime.health.start(host, settings.metrics_port)
         for reflector in runtime.caches.reflectors():
             self._spawn(group, reflector.run(), f"watch of {reflector.resource.plural}")
+        self._spawn(group, runtime.caches.evaluations.run(), "watch of evaluations")
         if runtime.caches.network_policies is not None:
             self._spawn(group, runtime.caches.network_policies.run(), "watch of networkpolicies")
         self._spawn(group, self._first_list(), "first list of trainingjobs")

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.log_line import LogFormat
-from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
+from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_EVALUATION, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster import coordinator_ports, job_pages, lease, reconciler, release
 from trainium_operator.cluster.api import client, errors, resources
 from trainium_operator.cluster.cache import discovery, dra, kueue, namespaces, reflector, store, views
-from trainium_operator.cluster.execute import events, executor, policy_writes
+from trainium_operator.cluster.execute import events, executor, optional_writes
 from trainium_operator.cluster.fleet import fleet_reconciler
 from trainium_operator.cluster.queue import creation_backoff, observe, pace, pod_warnings, waiting_gangs, work_queue
 from trainium_operator.coordinator import authentication, certificate_keeper, certificates, probe, server, state
@@ -162,7 +162,7 @@ class Runtime:
             on_change=self.enqueue_all,
             owners=lambda: self.release.owners_of(resources.CONFIG_MAPS),
         )
-        backoff, policies = creation_backoff.CreationBackoff(clock), policy_writes.PolicyWrites(clock)
+        backoff, optional = creation_backoff.CreationBackoff(clock), optional_writes.OptionalWrites(clock)
         warnings = pod_warnings.PodWarnings(self.api, self.caches.pods, clock)
         observer = observe.Observer(
             caches=self.caches,
@@ -170,7 +170,7 @@ class Runtime:
             ca_bundle=lambda: self.keeper.ca_bundle,
             creation_backoff=backoff,
             warnings=warnings,
-            policy_refusal=policies.refusal,
+            refusal=optional.refusal,
             wall_clock=clock,
             fleet=self.fleet.current,
             gangs=waiting_gangs.WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.pace.put),
@@ -186,7 +186,7 @@ class Runtime:
                 self.recorder,
                 self.state,
                 backoff,
-                policies,
+                optional,
                 clock,
             ),
             recorder=self.recorder,
@@ -383,7 +383,15 @@ def make_caches(
         kueue=kueue.Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
         dra=dra.Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
         namespaces=states,
-        # They have separate states of namespaces: one where they cannot be read is served like the others.
+        # The rest have separate states of namespaces: one where they cannot be read is served like the others.
+        evaluations=reflector.Reflector(
+            api,
+            resources.PODS,
+            views.evaluation_view,
+            namespaces=namespaces.Namespaces(served or namespaces.EVERYWHERE),
+            labels=f"{LABEL_ROLE}={ROLE_EVALUATION}",
+            of_jobs=True,
+        ),
         network_policies=_children(
             api, resources.NETWORK_POLICIES, namespaces.Namespaces(served or namespaces.EVERYWHERE)
         )

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from trainium_client.render.page import Column, heading, labelled, listed, stacked, table, word
 from trainium_contract.pages.facts import job_facts, step_text
-from trainium_contract.pages.formatting import ago, duration, figure, plural, shortened, size
+from trainium_contract.pages.formatting import ago, count, duration, figure, measured, plural, shortened, size
 from trainium_contract.program_output import drop_noise
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainium_contract.pages.facts import Fact
     from trainium_contract.views.events import EventView
     from trainium_contract.views.interruptions import InterruptionView
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job import JobView, MilestoneView
 
 _EVENTS = 5
 _NARROW = 60
@@ -61,8 +61,17 @@ def _rows(view: JobView, now: float, width: int) -> list[tuple[str, str | Text]]
         ("Stopped" if view.last and view.last.stopped else "Last", _last(view.last, now) if view.last else ""),
         *((each.label, _text(each)) for each in alerts),
         *(("Artifact", f"{a.kind} of step {a.step}: {a.path} ({size(a.bytes)})") for a in view.artifacts),
-        *(("Evaluation", f"{f.name} {figure(f.before)} -> {figure(f.after)}") for f in view.evaluation),
+        *(
+            ("Evaluation", f"{f.name} {figure(f.before)} -> {measured(f.after, f.standard_error)}")
+            for f in view.evaluation
+        ),
+        *(("Milestone", _milestone(each)) for each in view.evaluations),
     ]
+
+
+def _milestone(one: MilestoneView) -> str:
+    figures = ", ".join(f"{each.name} {measured(each.after, each.standard_error)}" for each in one.figures)
+    return f"step {one.step}, {count(one.tokens)} tokens: {figures or one.message or 'not measured yet'}"
 
 
 def _text(fact: Fact) -> Text:

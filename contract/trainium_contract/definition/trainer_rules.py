@@ -23,6 +23,7 @@ _WARMUP = "self.trainer.schedule.?warmupSteps.orValue(0)"
 _LORA = "self.trainer.tuning.method == 'LoRA'"
 _WEIGHTS = "has(self.trainer.model.weights)"
 _OBJECTIVE = "has(self.trainer.tuning.objective)"
+_AT_MILESTONES = "self.trainer.evaluate.atMilestones"
 _PAIRS = "self.trainer.data.format == 'Preference'"
 
 _RULES: tuple[Rule, ...] = (
@@ -261,6 +262,33 @@ _RULES: tuple[Rule, ...] = (
         "trainer.evaluate.enabled is true but no examples are held back: give trainer.data.validation or "
         "trainer.evaluate.tasks",
         ".trainer.data.validation",
+        reason=RefusalReason.REQUIRED,
+    ),
+    Rule(
+        f"!{_AT_MILESTONES} || has(self.trainer.data.validation) || has(self.trainer.evaluate.tasks)",
+        "trainer.evaluate.atMilestones is true but there is nothing to ask: give trainer.evaluate.tasks or "
+        "trainer.data.validation",
+        ".trainer.evaluate.tasks",
+        reason=RefusalReason.REQUIRED,
+    ),
+    Rule(
+        f"""!{_AT_MILESTONES} || (self.trainer.artifacts.atMilestones && has(self.checkpoint.milestones)
+        && has(self.checkpoint.milestones.everyTokens))""",
+        "trainer.evaluate.atMilestones is true but milestones write no models: give checkpoint.milestones.everyTokens, "
+        "and set trainer.artifacts.atMilestones to true",
+        ".trainer.evaluate.atMilestones",
+    ),
+    Rule(
+        f"""!{_AT_MILESTONES} || (has(self.trainer.artifacts.kinds) ? 'Model' in self.trainer.artifacts.kinds
+        : {_LORA} || {_WEIGHTS})""",
+        "trainer.evaluate.atMilestones is true but the run writes no Model: set trainer.artifacts.kinds to [Model]",
+        ".trainer.artifacts.kinds",
+    ),
+    Rule(
+        f"!{_AT_MILESTONES} || has(self.trainer.artifacts.path) || has(self.checkpoint.storage)",
+        "trainer.evaluate.atMilestones is true but no other pod can read the models: give checkpoint.storage, or set "
+        "trainer.artifacts.path to a shared folder or an object store",
+        ".checkpoint.storage",
         reason=RefusalReason.REQUIRED,
     ),
     Rule(

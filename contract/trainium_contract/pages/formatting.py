@@ -34,6 +34,11 @@ def figure(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
 
 
+def measured(value: float | None, standard_error: float | None) -> str:
+    """`0.3125 ± 0.0208`."""
+    return figure(value) if standard_error is None else f"{figure(value)} ± {figure(standard_error, 2)}"
+
+
 def count(value: float) -> str:
     """Format a count for people: 0.4, 420, 12.3k, 4.5M."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):

@@ -12,7 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from trainium_contract.pages.facts import job_facts
-from trainium_contract.pages.formatting import clock, duration, figure, plural, shortened, size
+from trainium_contract.pages.formatting import clock, count, duration, figure, measured, plural, shortened, size
 from trainium_contract.pages.html import document, section, table
 from trainium_contract.pages.live import LIVE_SCRIPT
 from trainium_contract.pages.node_map import node_map_html
@@ -252,7 +252,7 @@ def _counted(view: JobView) -> str:
     if view.workers is None:
         return ""
     parts = [("members", view.workers.members), ("others", view.workers.others)]
-    return "; ".join(f"{name}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
+    return "; ".join(f"{name}: {', '.join(f'{number} {state}' for state, number in counts.items())}"
                      for name, counts in parts if counts)  # fmt: skip
 
 
@@ -270,12 +270,19 @@ def _checkpoints(report: JobReport) -> str:
 
 def _results(view: JobView) -> str:
     artifacts = [(each.kind, str(each.step), each.path, size(each.bytes), each.digest) for each in view.artifacts]
-    figures = [(each.name, figure(each.before), figure(each.after)) for each in view.evaluation]
+    figures = [(each.name, figure(each.before), measured(each.after, each.standard_error)) for each in view.evaluation]
     shown = ""
     if artifacts:
         shown += f"<h2>Artifacts</h2>{table(('Kind', 'Step', 'Path', 'Size', 'Digest'), artifacts)}"
     if figures:
         shown += f"<h2>Evaluation</h2>{table(('Measure', 'Before', 'After'), figures)}"
+    milestones = [
+        (str(each.step), count(each.tokens), one.name, measured(one.after, one.standard_error))
+        for each in view.evaluations
+        for one in each.figures
+    ]
+    if milestones:
+        shown += f"<h2>Milestones</h2>{table(('Step', 'Tokens', 'Measure', 'Value'), milestones)}"
     return shown
 
 

@@ -16,7 +16,15 @@ from trainium_contract.status.conditions import Condition, Phase
 from trainium_contract.status.failed_spec import FailedSpecStatus
 from trainium_contract.status.interruptions import Interruption, RestartsStatus
 from trainium_contract.status.ledger import PublicGoodput
-from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES, ArtifactReport, EvaluationFigure, StageName
+from trainium_contract.status.results import (
+    MAX_ARTIFACTS,
+    MAX_EVALUATIONS,
+    MAX_FIGURES,
+    ArtifactReport,
+    EvaluationFigure,
+    MilestoneEvaluation,
+    StageName,
+)
 
 
 class PublicIdleNodes(StatusModel):
@@ -157,6 +165,8 @@ class PublicStatus(StatusModel):
     """Artifacts of the run, the newest last; each is complete."""
     evaluation: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()
     """The result beside the model that the run began from, measured on examples that were held back."""
+    evaluations: Annotated[tuple[MilestoneEvaluation, ...], Field(max_length=MAX_EVALUATIONS)] = ()
+    """Figures of the newest milestones, oldest first; with trainer.evaluate.atMilestones."""
     alerts: Annotated[tuple[AlertStatus, ...], Field(max_length=8)] = ()
     """The newest alert of each kind."""
     checkpoint: CheckpointStatus = CheckpointStatus()

@@ -12,13 +12,15 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from trainium_contract.base import MessageModel
+from trainium_contract.base import MessageModel, Text
 
 _LARGEST = 2**53
 MAX_ARTIFACTS = 8
 """Newest artifacts that are reported and shown."""
 MAX_FIGURES = 16
 """Figures of an evaluation that are reported and shown."""
+MAX_EVALUATIONS = 32
+"""Newest milestones whose figures are shown."""
 
 
 class RunStage(StrEnum):
@@ -63,6 +65,8 @@ class ArtifactReport(MessageModel):
     """Size of all its files."""
     digest: Annotated[str, Field(max_length=128)] = ""
     """Checksum over its files; the same weights and settings give the same one."""
+    tokens: int = Field(ge=0, le=_LARGEST, default=0)
+    """Valid tokens trained on up to that step."""
 
 
 class EvaluationFigure(MessageModel):
@@ -74,6 +78,29 @@ class EvaluationFigure(MessageModel):
     """Figure of the model that the run started from; absent where it was not measured."""
     after: Annotated[float | None, BeforeValidator(_finite)] = None
     """Figure of the result."""
+    standard_error: Annotated[float | None, BeforeValidator(_finite)] = None
+    """Standard error of `after`; absent where none is known."""
+
+
+class MilestoneEvaluation(MessageModel):
+    """Figures of a milestone's model, which a pod beside the workers measures."""
+
+    step: int = Field(ge=0, le=_LARGEST)
+    """Optimizer step that the model was made from."""
+    tokens: int = Field(ge=0, le=_LARGEST, default=0)
+    """Valid tokens trained on up to that step."""
+    path: Annotated[str, Field(min_length=1, max_length=1024)]
+    """The model: a folder as the workers see it, or s3://bucket/prefix."""
+    bytes: int = Field(ge=0, le=_LARGEST, default=0)
+    """Size of its files."""
+    figures: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()
+    """What was measured, in `after`; empty until then."""
+    failures: int = Field(ge=0, le=_LARGEST, default=0)
+    """Pods that failed to measure it; after three it is left out."""
+    message: Text = ""
+    """Why it is not measured yet, or not at all."""
+    time: Annotated[str, Field(max_length=32)] = ""
+    """When it was measured, or a pod last failed to, RFC 3339."""
 
 
 class RunResults(MessageModel):

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from trainium_contract.base import ContractModel, derived
 from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.trainer.addresses import is_address
-from trainium_contract.trainer.artifacts import ArtifactsConfig
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactsConfig
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.data import SMALLEST_VOCABULARY, DataConfig, Tokenization
 from trainium_contract.trainer.evaluate import EvaluateConfig
@@ -163,6 +163,7 @@ class TrainingConfig(TrainerSpec):
             raise ValueError(
                 "evaluate.enabled is true but no examples are held back: give data.validation or evaluate.tasks"
             )
+        self._refuse_unmeasured_milestones()
         if self.batch.tolerance and self.data.tokenization is Tokenization.ONLINE:
             raise ValueError(
                 f"batch.tolerance is {self.batch.tolerance:g} but data.tokenization is Online, where each row of the "
@@ -171,6 +172,26 @@ class TrainingConfig(TrainerSpec):
         if self.data.format is DataFormat.FUNCTION and self.data.examples.function is None:
             raise ValueError("data.format is Function but data.examples.function is not given: name module:function")
         return self
+
+    def _refuse_unmeasured_milestones(self) -> None:
+        """Raise ValueError where `evaluate.atMilestones` has nothing to ask, or no model to measure."""
+        if not self.evaluate.at_milestones:
+            return
+        if self.data.validation is None and self.evaluate.tasks is None:
+            raise ValueError(
+                "evaluate.atMilestones is true but there is nothing to ask: give evaluate.tasks or data.validation"
+            )
+        if not self.artifacts.at_milestones or self.checkpoint.milestones.every_tokens is None:
+            raise ValueError(
+                "evaluate.atMilestones is true but milestones write no models: give checkpoint.milestones.everyTokens, "
+                "and set artifacts.atMilestones to true"
+            )
+        kinds = self.artifacts.kinds
+        begins = self.model.weights is not None or self.tuning.method is TuningMethod.LORA
+        if ArtifactKind.MODEL not in kinds if kinds is not None else not begins:
+            raise ValueError(
+                "evaluate.atMilestones is true but the run writes no Model: set artifacts.kinds to [Model]"
+            )
 
     @model_validator(mode="after")
     def _profiles_steps_of_the_run(self) -> Self:

@@ -57,6 +57,8 @@ class EvaluateConfig(ContractModel):
 
     enabled: bool = False
     """Evaluate as the last stage of the run."""
+    at_milestones: bool = False
+    """Also measure the model of each milestone (artifacts.atMilestones), in a pod beside the workers."""
     samples: Annotated[int, Field(ge=1, le=100_000)] = 64
     """Most examples; always the same ones."""
     before: bool = True

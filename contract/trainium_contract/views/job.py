@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.status.conditions import Condition
     from trainium_contract.status.public import PublicStatus
-    from trainium_contract.status.results import ArtifactReport
+    from trainium_contract.status.results import ArtifactReport, EvaluationFigure, MilestoneEvaluation
     from trainium_contract.views.events import EventView
     from trainium_contract.views.status_reader import StatusReader
     from trainium_contract.views.workers import WorkersView
@@ -56,6 +56,18 @@ class FigureView:
     name: str
     before: float | None
     after: float | None
+    standard_error: float | None = None
+    """Of `after`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MilestoneView:
+    """The figures of a milestone's model, or why there are none."""
+
+    step: int
+    tokens: int
+    figures: tuple[FigureView, ...]
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +155,7 @@ class JobView:
     alerts: tuple[AlertView, ...]
     artifacts: tuple[ArtifactView, ...]
     evaluation: tuple[FigureView, ...]
+    evaluations: tuple[MilestoneView, ...]
     workers: WorkersView | None
     last: InterruptionView | None
     events: tuple[EventView, ...]
@@ -243,10 +256,8 @@ def build_job_view(
             AlertView(each.text("kind"), each.whole("step"), each.text("message")) for each in status.parts("alerts")
         ),
         artifacts=tuple(_artifact(each) for each in status.parts("artifacts")),
-        evaluation=tuple(
-            FigureView(each.text("name"), each.number("before"), each.number("after"))
-            for each in status.parts("evaluation")
-        ),
+        evaluation=tuple(_figure(each) for each in status.parts("evaluation")),
+        evaluations=tuple(_milestone(each) for each in status.parts("evaluations")),
         workers=workers,
         last=entries[-1] if entries else None,
         events=tuple(events),
@@ -314,6 +325,15 @@ def _condition(one: StatusReader[Condition], now: float) -> ConditionView:
 
 def _artifact(one: StatusReader[ArtifactReport]) -> ArtifactView:
     return ArtifactView(one.text("kind"), one.text("path"), one.whole("step"), one.whole("bytes"), one.text("digest"))
+
+
+def _figure(one: StatusReader[EvaluationFigure]) -> FigureView:
+    return FigureView(one.text("name"), one.number("before"), one.number("after"), one.number("standardError"))
+
+
+def _milestone(one: StatusReader[MilestoneEvaluation]) -> MilestoneView:
+    figures = tuple(_figure(each) for each in one.parts("figures"))
+    return MilestoneView(one.whole("step"), one.whole("tokens"), figures, one.text("message"))
 
 
 def _changes(metadata: Mapping[str, Any], status: StatusReader[PublicStatus]) -> tuple[ChangeView, ...] | None:

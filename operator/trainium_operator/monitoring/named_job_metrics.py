@@ -1,7 +1,8 @@
 """Prometheus metrics of single jobs, by namespace and name: off unless a number of jobs is allowed.
 
 Invariants: at most so many jobs have time series, those that run before those that ended, and what is left out is
-counted; a job's other labels are enums; nothing is kept between two scrapes, so a job that is gone leaves no series.
+counted; a job's other labels are enums, or names of its few figures; nothing is kept between two scrapes, so a job
+that is gone leaves no series.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Families:
         self.samples = gauge("samples_per_second", "Throughput of the whole job in samples")
         self.goodput = gauge("goodput_ratio", "Goodput since the job began", "measure")
         self.lost = gauge("lost_seconds", "Time that was lost", "cause")
+        self.evaluation = gauge("evaluation", "Newest figure of a milestone's model", "figure")
         self.workers = gauge("workers", "Workers", "state")
         self.interruptions = counter("interruptions", "Interruptions by faults", "cause")
         self.all = tuple(vars(self).values())
@@ -111,6 +113,9 @@ class Families:
                 self.goodput.add_metric([*name, measure], getattr(status.goodput, field))
         for cause, seconds in status.goodput.lost_seconds.items():
             self.lost.add_metric([*name, cause], seconds)
+        for figure in next((each.figures for each in reversed(status.evaluations) if each.figures), ()):
+            if figure.after is not None:
+                self.evaluation.add_metric([*name, figure.name], figure.after)
         for state, count in workers_of(job, status):
             self.workers.add_metric([*name, state], count)
         for cause, count in status.restarts.by_cause.items():

@@ -81,7 +81,7 @@ def _plan_ended(facts: Facts) -> PolicyResult:
     result = completion.clean_up(facts, facts.job.status)
     for feature in facts.settings.features:
         result = result.then(feature.finish(facts, result.status))
-    return result.then(completion.record_spec_change(facts))
+    return result.then(completion.record_spec_change(facts, result.status))
 
 
 def _plan_deadline(facts: Facts, result: PolicyResult) -> PolicyResult:

@@ -32,6 +32,11 @@ program: {image: 'team/own:5', command: [python, train.py]}
 """
 
 
+_MODELS = "{atMilestones: true, kinds: [Model]}"
+_AT_MILESTONES = "evaluate: {atMilestones: true, tasks: {names: [mmlu]}}"
+_MILESTONES = "checkpoint: {milestones: {everyTokens: 1000}, storage: {uri: 's3://bucket/runs'}}"
+
+
 def job(change: str = "", name: str = "good", base: str = GOOD) -> dict[str, Any]:
     """The good job with a YAML fragment of its spec merged in."""
     return {
@@ -244,6 +249,21 @@ BAD_AT_CREATION = {
         "format is Preference, which cannot be had on trn1"
     ),
     "trainer: {evaluate: {enabled: true}}": "no examples are held back: give trainer.data.validation",
+    f"{{trainer: {{artifacts: {_MODELS}, evaluate: {{atMilestones: true}}}}, {_MILESTONES}}}": (
+        "atMilestones is true but there is nothing to ask: give trainer.evaluate.tasks or trainer.data.validation"
+    ),
+    f"{{trainer: {{artifacts: {{kinds: [Model]}}, {_AT_MILESTONES}}}, {_MILESTONES}}}": (
+        "atMilestones is true but milestones write no models: give checkpoint.milestones.everyTokens"
+    ),
+    f"{{trainer: {{artifacts: {_MODELS}, {_AT_MILESTONES}}}, checkpoint: {{storage: {{uri: 's3://bucket/a'}}}}}}": (
+        "atMilestones is true but milestones write no models: give checkpoint.milestones.everyTokens"
+    ),
+    f"{{trainer: {{artifacts: {{atMilestones: true}}, {_AT_MILESTONES}}}, {_MILESTONES}}}": (
+        "atMilestones is true but the run writes no Model: set trainer.artifacts.kinds to [Model]"
+    ),
+    f"{{trainer: {{artifacts: {_MODELS}, {_AT_MILESTONES}}}, checkpoint: {{milestones: {{everyTokens: 1000}}}}}}": (
+        "atMilestones is true but no other pod can read the models: give checkpoint.storage"
+    ),
     "trainer: {epochs: -1}": "spec.trainer.epochs in body should be greater than or equal to 0",
     "trainer: {schedule: {warmupRatio: 0}}": "warmupRatio in body should be greater than 0",
     # Rules and budgets of recovery.
@@ -381,6 +401,7 @@ def test_a_name_that_makes_no_host_name_is_refused(defined: Api, name: str, sent
         "trainer: {model: {weights: /base}, data: {format: Preference}, tuning: {objective: {beta: 0.5}}}",
         "trainer: {data: {format: Preference}, tuning: {objective: {reference: /reference}}}",
         "trainer: {data: {validation: {fraction: 0.1}}, evaluate: {enabled: true}}",
+        f"{{trainer: {{artifacts: {_MODELS}, {_AT_MILESTONES}}}, {_MILESTONES}}}",
         "trainer: {data: {format: Chat, examples: {packing: true}}}",
         "workers: {accelerator: {device: cpu, claim: {count: 16, connected: true}}}",
         "workers: {accelerator: {device: neuron, instanceType: trn1.32xlarge, claim: {}}}",

@@ -135,7 +135,7 @@ class World:
             wall_clock=self.clock,
             creation_backoff=CreationBackoff(self.clock),
             warnings=PodWarnings(api, self.caches.pods, self.clock),
-            policy_refusal=lambda _uid: None,
+            refusal=lambda _kind, _uid: None,
             fleet=self.fleet.current,
             gangs=WaitingGangs(self.caches.jobs, self.caches.pods, wake=pace.put),
         )

@@ -65,6 +65,24 @@ def page(view: JobView, width: int = 100, *, colour: bool = False) -> str:
     return show(status_page(view, now=NOW, width=width), width=width, colour=colour)
 
 
+def test_the_screen_has_the_figures_of_milestones_or_why_there_are_none() -> None:
+    figure = {"name": "mmlu acc", "after": 0.3125, "standardError": 0.0208}
+    shown = page(
+        screen(
+            evaluation=[figure | {"before": 0.25}],
+            evaluations=[
+                {"step": 100, "tokens": 12_345_678, "path": "/m", "figures": [figure]},
+                {"step": 200, "tokens": 24_000_000, "path": "/n", "message": "exceeded quota"},
+                {"step": 300, "tokens": 36_000_000, "path": "/o"},
+            ],
+        )
+    )
+    assert "mmlu acc 0.25 -> 0.3125 ± 0.021" in shown
+    assert "step 100, 12.3M tokens: mmlu acc 0.3125 ± 0.021" in shown
+    assert "step 200, 24M tokens: exceeded quota" in shown
+    assert "step 300, 36M tokens: not measured yet" in shown
+
+
 def test_the_screen_reports_how_far_the_job_is_and_when_it_ends() -> None:
     view = screen()
 

@@ -21,7 +21,7 @@ from trainium_contract.views.checkpoints import CheckpointRow, metrics_path, whe
 from trainium_contract.views.curve import MOST_POINTS, read_curve
 from trainium_contract.views.events import event_views
 from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.job import ArtifactView, FigureView, build_job_view
+from trainium_contract.views.job import ArtifactView, FigureView, MilestoneView, build_job_view
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import MemberRow, Members
 
@@ -44,6 +44,7 @@ def full() -> JobReport:
         advice=(HOSTILE,),
         artifacts=(ArtifactView("Model", f"s3://bucket/{HOSTILE}", 10, 2048, HOSTILE),),
         evaluation=(FigureView(HOSTILE, 1.0, 0.5),),
+        evaluations=(MilestoneView(10, 12_345, (FigureView(HOSTILE, None, 0.3125, 0.0208),), ""),),
         not_shown=(HOSTILE,),
     )
     entries = tuple(

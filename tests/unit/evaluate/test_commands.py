@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -114,8 +115,14 @@ def test_a_tuned_model_answers_as_the_records_do_and_its_base_does_not(
     assert figures["rougeL"]["after"] > 0.9
     assert result["examples"] == 4
     assert result["answers"][0]["prompt"].startswith("### Instruction\nSay ")
-    assert run([*argv, "--output", str(tmp_path / "again.json")]) == 0
+    message = tmp_path / "message"
+    assert run([*argv, "--output", str(tmp_path / "again.json"), "--message", str(message)]) == 0
     assert (tmp_path / "again.json").read_text() == output.read_text()
+    assert json.loads(message.read_text()) == {"evaluation": result["figures"]}
+    scores = [each["expected"] == each["after"] for each in result["answers"]]
+    error = statistics.stdev(scores) / math.sqrt(len(scores))
+    assert figures["exactMatch"]["standardError"] == pytest.approx(error)
+    assert "standardError" not in figures["perplexity"]
 
 
 def test_the_likeliest_label_and_the_generated_one_are_counted(classification: Case, tmp_path: Path) -> None:
@@ -125,7 +132,8 @@ def test_the_likeliest_label_and_the_generated_one_are_counted(classification: C
     figures = {each["name"]: each for each in json.loads(output.read_text())["figures"]}
     assert set(figures) == {"perplexity", "accuracy", "generatedAccuracy", "exactMatch"}
     assert figures["accuracy"]["after"] == 1.0
-    assert figures["generatedAccuracy"] == {"name": "generatedAccuracy", "before": 0.0, "after": 1.0}
+    expected = {"name": "generatedAccuracy", "before": 0.0, "after": 1.0, "standardError": 0.0}
+    assert figures["generatedAccuracy"] == expected
 
 
 def test_the_likeliest_label_is_that_whose_tokens_are_likeliest_after_the_prompt(classification: Case) -> None:

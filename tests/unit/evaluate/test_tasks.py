@@ -17,8 +17,10 @@ import pytest
 
 from tests.testing.suite.timeouts import scaled
 from trainium_agent.ranks.results import read_results
+from trainium_contract.status.results import EvaluationFigure, RunResults
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.cli import run
+from trainium_trainer.evaluate.report import EvaluationResult
 from trainium_trainer.evaluate.stage import refuse_unmeasurable, run_evaluation
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.progress import ProgressWriter
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_trainer.evaluate.report import EvaluationResult
 
 HARNESS = importlib.util.find_spec("lm_eval") is not None
 needs_harness = pytest.mark.skipif(not HARNESS, reason="lm-eval is not installed")
@@ -258,6 +259,37 @@ def test_the_last_stage_of_a_run_measures_tasks_once(
     written = (tmp_path / "out/evaluation.json").stat().st_mtime_ns
     assert stage() == result
     assert (tmp_path / "out/evaluation.json").stat().st_mtime_ns == written
+
+
+@needs_harness
+def test_the_command_measures_the_tasks_of_a_configuration_once(
+    models: tuple[Path, Path], tasks_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = {"names": ["tiny_choice", "tiny_copy"], "includePath": str(tasks_folder), "limit": 9}
+    config, output, message = (tmp_path / name for name in ("run.yaml", "milestone.json", "message"))
+    config.write_text(json.dumps({"data": {"source": "absent"}, "evaluate": {"tasks": tasks}}))
+    model = tmp_path / "model"
+    shutil.copytree(models[1], model)
+    (model / "artifact.json").write_text("{}")
+    argv = ["evaluate", str(model), "--config", str(config), "--output", str(output), "--message", str(message)]
+    assert run(argv) == 0
+    result = json.loads(output.read_text())
+    measured = result["tasks"]["models"][0]["figures"]
+    assert json.loads(message.read_text())["evaluation"] == [
+        {"name": f"{each['task']} {each['metric']}", "after": each["value"], "standardError": each["standardError"]}
+        for each in measured
+    ]
+    monkeypatch.setattr("trainium_trainer.evaluate.tasks._evaluated", None)
+    assert run(argv) == 0
+    assert json.loads(output.read_text()) == result
+
+
+def test_a_message_leaves_out_figures_that_a_kubelet_would_cut() -> None:
+    figures = tuple(EvaluationFigure(name=f"{at}" * 190, after=1 / 3, standard_error=1 / 7) for at in range(10))
+    message = EvaluationResult(model="m", examples=0, figures=figures * 2).to_message()
+    assert 3500 < len(message) <= 4096
+    kept = RunResults.model_validate_json(message).evaluation
+    assert kept == (figures * 2)[: len(kept)]
 
 
 @pytest.mark.skipif(HARNESS, reason="lm-eval is installed")

@@ -114,7 +114,7 @@ LIMIT = re.compile(
 ALLOWED = {
     # No wait of a test: what a page in a pod asks, how long a server of a test stays, what is tested itself.
     "tests/cluster/node/test_node_network.py": 1,
-    "tests/wire/cluster/execute/test_policy_writes.py": 1,
+    "tests/wire/cluster/execute/test_optional_writes.py": 1,
     "tests/wire/cluster/test_operator_lease.py": 1,
     "tests/wire/agent/coordinator_server.py": 1,
     "tests/wire/operator/test_operator_stored_json.py": 1,

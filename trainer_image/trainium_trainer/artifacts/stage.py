@@ -122,7 +122,14 @@ def write_artifacts(
                 retry=retry,
                 beat=lambda done, first=number: progress.stage(RunStage.EXPORT, (first + done) / len(kinds)),  # type: ignore[misc]
             )
-            report = ArtifactReport(kind=kind, path=place[0], step=step, bytes=manifest.size, digest=manifest.digest)
+            report = ArtifactReport(
+                kind=kind,
+                path=place[0],
+                step=step,
+                bytes=manifest.size,
+                digest=manifest.digest,
+                tokens=chosen.manifest.tokens,
+            )
             reports.append(report)
             if peers.rank == 0:
                 progress.artifact(report)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from trainium_trainer.evaluate.answering.endpoint import Endpoint
     from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
     from trainium_trainer.evaluate.exam import Question
+    from trainium_trainer.evaluate.report import EvaluationResult
+    from trainium_trainer.evaluate.tasks import TaskRun
 
 _Checked = TypeVar("_Checked", bound=ContractModel)
 _Model = Annotated[
@@ -137,7 +139,10 @@ def evaluate(
     ] = None,
     *,
     config: Annotated[
-        Path | None, typer.Option(help="A TrainingJob or the trainer's configuration, whose data.validation is asked.")
+        Path | None,
+        typer.Option(
+            help="A TrainingJob or the trainer's configuration: its data.validation and evaluate.tasks are asked."
+        ),
     ] = None,
     overrides: Overrides = None,
     tasks: Annotated[
@@ -173,6 +178,9 @@ def evaluate(
     device: _Where = ComputeDevice.AUTO,
     markdown: Annotated[Path | None, typer.Option(help="File to write the table to.")] = None,
     output: Annotated[Path | None, typer.Option(help="File to write figures and answers to, as JSON.")] = None,
+    message: Annotated[
+        Path | None, typer.Option(help="--config: file to write the figures alone to: a pod's termination message.")
+    ] = None,
 ) -> None:
     """Measure a model on held-out examples, its base beside it; or models by the tasks of lm-eval."""
     given = list(model or ())
@@ -192,7 +200,7 @@ def evaluate(
             "keepSamples": keep_samples,
         }
         wanted = _validated(TasksConfig, {name: value for name, value in settings.items() if value is not None})
-        from trainium_trainer.evaluate.tasks import TaskRun, measure_tasks, read_report  # noqa: PLC0415 - torch
+        from trainium_trainer.evaluate.tasks import measure_tasks, read_report  # noqa: PLC0415 - torch
 
         server = _server(endpoint, endpoint_model, endpoint_seconds, *given[1:], base, adapter)
         columns = _columns(given, base, adapter) if server is None else [Models(model=given[0] if given else "")]
@@ -205,27 +213,66 @@ def evaluate(
             columns, wanted, device=device, precision=precision, endpoint=server, known=known, keep=keep
         )
         typer.echo(run.report.to_markdown(), nl=False)
-        kept_in = output.with_suffix(".samples.jsonl") if output is not None and keep_samples else None
-        _write((markdown, run.report.to_markdown()), (kept_in, run.samples), (output, run.report.to_json()))
+        _write((markdown, run.report.to_markdown()), (output, run.report.to_json()))
+        _write_samples(output, run)
         return
     if config is None:
-        raise UserError("give --config, whose data.validation is asked, or --tasks")
+        raise UserError("give --config, whose data.validation and evaluate.tasks are asked, or --tasks")
     if len(given) > 1:
         raise UserError(f"{given[1]}: several models are compared by --tasks alone: give one MODEL, and --base")
     training = load(config, overrides or ())
     server = _server(endpoint, endpoint_model, endpoint_seconds, *given, base, adapter)
     generation = _generation(training, maxNewTokens=max_new_tokens, stop=stop or None, batchSize=batch_size)
     most = samples or training.evaluate.samples
-    from trainium_trainer.evaluate.questions import measure, measure_endpoint  # noqa: PLC0415 - torch
+    if server is not None:
+        from trainium_trainer.evaluate.questions import measure_endpoint  # noqa: PLC0415 - torch
 
-    with _bar() as beat:
-        if server is not None:
+        with _bar() as beat:
             result = measure_endpoint(server, training.data, most, generation, beat=beat)
-        else:
-            models = _measured(given[0] if given else None, base, adapter, compared=True)
-            result = measure(models, training.data, most, generation, device=device, precision=precision, beat=beat)
+    else:
+        models = _measured(given[0] if given else None, base, adapter, compared=True)
+        result = _as_configured(models, training, most, generation, output, device=device, precision=precision)
     typer.echo(result.to_markdown(), nl=False)
     _write((markdown, result.to_markdown()), (output, result.to_json()))
+    if message is not None:
+        message.write_text(result.to_message())
+
+
+def _as_configured(
+    models: Models,
+    training: TrainingConfig,
+    most: int,
+    generation: GenerationConfig,
+    output: Path | None,
+    *,
+    device: ComputeDevice,
+    precision: ComputeType,
+) -> EvaluationResult:
+    """Return the figures on held-out examples and by the tasks of a configuration."""
+    from trainium_trainer.evaluate.questions import measure  # noqa: PLC0415 - torch
+    from trainium_trainer.evaluate.report import EvaluationResult  # noqa: PLC0415 - torch
+    from trainium_trainer.evaluate.tasks import columns_of, measure_tasks, read_report  # noqa: PLC0415 - torch
+
+    tasks = training.evaluate.tasks
+    result = EvaluationResult(model=models.name, base=models.base, examples=0)
+    if training.data.validation is not None or tasks is None:
+        with _bar() as beat:
+            result = measure(models, training.data, most, generation, device=device, precision=precision, beat=beat)
+    if tasks is None:
+        return result
+
+    def keep(run: TaskRun) -> None:
+        _write((output, result.with_tasks(run.report).to_json()))
+
+    known = read_report(output) if output is not None else None
+    run = measure_tasks(columns_of(models), tasks, device=device, precision=precision, known=known, keep=keep)
+    _write_samples(output, run)
+    return result.with_tasks(run.report)
+
+
+def _write_samples(output: Path | None, run: TaskRun) -> None:
+    if output is not None and run.samples:
+        _write((output.with_suffix(".samples.jsonl"), run.samples))
 
 
 def _server(url: str | None, model: str | None, seconds: float, *folders: str | None) -> Endpoint | None:

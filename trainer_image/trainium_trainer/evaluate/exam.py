@@ -159,15 +159,16 @@ def _choices(model: LoadedModel, exam: Exam, questions: Sequence[Question], aliv
     ]
 
 
-def figures(outcomes: Sequence[QuestionScore]) -> dict[str, float]:
-    """Return the figures by name, over outcomes in any order; those that could not be taken are left out."""
+def figures(outcomes: Sequence[QuestionScore]) -> dict[str, tuple[float, float | None]]:
+    """Return the figures by name with their standard errors, over outcomes in any order, as far as there are any."""
     tokens = sum(outcome.tokens for outcome in outcomes)
     total = math.fsum(outcome.log_likelihood for outcome in outcomes)
-    found = {
-        "perplexity": metrics.perplexity(total, tokens) if tokens else None,
-        "accuracy": metrics.mean(outcome.chosen for outcome in outcomes),
-        "generatedAccuracy": metrics.mean(outcome.named for outcome in outcomes),
-        "exactMatch": metrics.mean(outcome.exact for outcome in outcomes),
-        "rougeL": metrics.mean(outcome.rouge for outcome in outcomes),
+    scores: dict[str, list[float | None]] = {
+        "accuracy": [outcome.chosen for outcome in outcomes],
+        "generatedAccuracy": [outcome.named for outcome in outcomes],
+        "exactMatch": [outcome.exact for outcome in outcomes],
+        "rougeL": [outcome.rouge for outcome in outcomes],
     }
-    return {name: value for name, value in found.items() if value is not None}
+    found = {name: (metrics.mean(values), metrics.standard_error(values)) for name, values in scores.items()}
+    found = {"perplexity": (metrics.perplexity(total, tokens) if tokens else None, None), **found}
+    return {name: (value, error) for name, (value, error) in found.items() if value is not None}

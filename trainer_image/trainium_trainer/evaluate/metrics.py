@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from typing import TYPE_CHECKING
 
 from rouge_score import rouge_scorer  # type: ignore[import-untyped]
@@ -54,3 +55,9 @@ def mean(values: Iterable[float | None]) -> float | None:
     """Mean of those that are there; None when none is. The same whatever their order was."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
+
+
+def standard_error(values: Iterable[float | None]) -> float | None:
+    """Return the standard error of that mean; None for fewer than two values."""
+    known = [value for value in values if value is not None]
+    return statistics.stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None

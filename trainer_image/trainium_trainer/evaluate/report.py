@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from trainium_contract.base import MessageModel
-from trainium_contract.status.results import EvaluationFigure
+from trainium_contract.status.results import EvaluationFigure, RunResults
 from trainium_contract.trainer.evaluate import GenerationConfig
 from trainium_trainer.evaluate.exam import Exam, QuestionScore, figures
 from trainium_trainer.evaluate.tasks import TaskReport  # noqa: TC001 - pydantic reads annotations
@@ -29,6 +29,8 @@ _MEANING = {
 }
 _ANSWERS_SHOWN = 3
 _SHOWN_CHARACTERS = 400
+_MESSAGE_BYTES = 4096
+"""Bytes that a kubelet keeps of a termination message."""
 
 
 class AnswerRecord(MessageModel):
@@ -62,6 +64,17 @@ class EvaluationResult(MessageModel):
     tasks: TaskReport | None = None
     """Figures of benchmark tasks, with their standard errors."""
 
+    def with_tasks(self, report: TaskReport) -> EvaluationResult:
+        """Return this result with the figures of tasks."""
+        return self.model_copy(update={"tasks": report, "figures": (*self.figures, *report.compared)})
+
+    def to_message(self) -> str:
+        """Return the figures as a pod's termination message; those that it cannot hold are left out."""
+        results = RunResults().with_evaluation(self.figures)
+        while len(message := results.model_dump_json(by_alias=True, exclude_defaults=True)) > _MESSAGE_BYTES:
+            results = results.with_evaluation(results.evaluation[:-1])
+        return message
+
     def to_json(self) -> str:
         """Return the contents of the file."""
         return self.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
@@ -91,7 +104,16 @@ class EvaluationResult(MessageModel):
 def table(before: Sequence[QuestionScore], after: Sequence[QuestionScore]) -> tuple[EvaluationFigure, ...]:
     """Return the figures of two models side by side; the first may not have been asked."""
     old, new = figures(before), figures(after)
-    return tuple(EvaluationFigure(name=name, before=old.get(name), after=new.get(name)) for name in old | new)
+    none = (None, None)
+    return tuple(
+        EvaluationFigure(
+            name=name,
+            before=old.get(name, none)[0],
+            after=new.get(name, none)[0],
+            standard_error=new.get(name, none)[1],
+        )
+        for name in old | new
+    )
 
 
 def answers_of(exam: Exam, before: Sequence[QuestionScore], after: Sequence[QuestionScore]) -> tuple[AnswerRecord, ...]:

@@ -28,7 +28,7 @@ from trainium_trainer.evaluate.memory import available_bytes, readers_that_fit
 from trainium_trainer.evaluate.metrics import perplexity
 from trainium_trainer.evaluate.questions import exam_of
 from trainium_trainer.evaluate.report import JSON_NAME, MARKDOWN_NAME, EvaluationResult
-from trainium_trainer.evaluate.tasks import measure_tasks, refuse_missing_harness
+from trainium_trainer.evaluate.tasks import columns_of, measure_tasks, refuse_missing_harness
 from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.storage.protocol import Retry, Storage, read_small
 from trainium_trainer.weights import BaseWeights, shape_of
@@ -211,17 +211,15 @@ def _add_tasks(
     """Return the result with the figures of tasks, which rank 0 computes. Collective."""
 
     def measure() -> TaskReport:
-        columns = [Models(model=models.base)] if models.base is not None else []
-        columns.append(Models(model=models.model, adapter=models.adapter))
         alive = partial(progress.stage, RunStage.EVALUATE, 0.5)
-        run = measure_tasks(columns, tasks, device=ComputeDevice(device), beat=alive)
+        run = measure_tasks(columns_of(models), tasks, device=ComputeDevice(device), beat=alive)
         if tasks.keep_samples:
             kept(lambda: storage.write(SAMPLES_NAME, run.samples.encode()), storage.location, Retry())
         return run.report
 
     (report, *_) = together(peers, measure if peers.rank == 0 else None)
     assert report is not None
-    return result.model_copy(update={"tasks": report, "figures": (*result.figures, *report.compared)})
+    return result.with_tasks(report)
 
 
 def _limited(

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
 from trainium_contract.base import MessageModel
 from trainium_contract.status.results import EvaluationFigure
@@ -95,12 +94,18 @@ class TaskReport(MessageModel):
     def compared(self) -> tuple[EvaluationFigure, ...]:
         """The figures of the last model, beside those of the first one where there are two."""
         columns = [
-            {f"{each.task} {each.name}"[:_LONGEST_NAME]: each.value for each in model.figures if not each.part}
+            {f"{each.task} {each.name}"[:_LONGEST_NAME]: each for each in model.figures if not each.part}
             for model in self.models
         ]
         before = columns[0] if len(columns) > 1 else {}
         return tuple(
-            EvaluationFigure(name=name, before=before.get(name), after=value) for name, value in columns[-1].items()
+            EvaluationFigure(
+                name=name,
+                before=before[name].value if name in before else None,
+                after=figure.value,
+                standard_error=figure.standard_error,
+            )
+            for name, figure in columns[-1].items()
         )
 
     def to_json(self) -> str:
@@ -193,10 +198,17 @@ def measure_tasks(
 
 
 def read_report(path: Path) -> TaskReport | None:
-    """Return the report in a file; None for anything else."""
-    with contextlib.suppress(OSError, ValidationError):
-        return TaskReport.model_validate_json(path.read_bytes())
+    """Return the report in a file, or in the result that the file holds; None for anything else."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+        return TaskReport.model_validate(found.get("tasks") if "lmEval" not in found else found)
     return None
+
+
+def columns_of(models: Models) -> list[Models]:
+    """Return the models to compare, the base first."""
+    first = [Models(model=models.base)] if models.base is not None else []
+    return [*first, Models(model=models.model, adapter=models.adapter)]
 
 
 def _identity(models: Models, tasks: TasksConfig) -> str:

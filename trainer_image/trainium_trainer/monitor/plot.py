@@ -12,13 +12,16 @@ import contextlib
 import itertools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainium_contract.base import MessageModel
+from trainium_contract.status.results import EvaluationFigure  # noqa: TC001 - pydantic reads annotations
+from trainium_contract.wire.checkpoint_manifest import step_of
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.scaling import SizeSpeed, measure_sizes, scaling_lines
 from trainium_trainer.monitor.writers import METRICS_NAME
@@ -33,11 +36,20 @@ _SMOOTHED_OVER = 50
 """The thick line is a mean over this part of the run."""
 _FEWEST_TO_SMOOTH = 100
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
+_MARKERS = "osv^D"
+RESULT_NAMES = ("milestone.json", "evaluation.json")
+"""Results beside the models of a run, of its milestones and of its last stage."""
 _DPI = 110
 _PANELS: list[Any] = [["loss", "rate"], ["norm", "parameters"], ["speed", "spikes"]]
 _MOST_BARS = 30
 _COMPARED = 2
 """So many runs are also drawn as the difference of their losses."""
+
+
+class EvaluationFigures(MessageModel):
+    """The part of a result that is drawn."""
+
+    figures: tuple[EvaluationFigure, ...]
 
 
 class XAxis(StrEnum):
@@ -55,11 +67,22 @@ class PlottedRun:
     lines: tuple[dict[str, Any], ...]
     """In order of their steps, at least one."""
     by: XAxis = XAxis.STEP
+    evaluations: dict[str, dict[int, EvaluationFigure]] = field(default_factory=dict)
+    """Figures of models that the run wrote, by name and step."""
 
-    def values(self, field: str) -> tuple[list[int], list[float]]:
+    def values(self, name: str) -> tuple[list[int], list[float]]:
         """Return the places on the horizontal axis at which a field was measured, and its values."""
-        found = [(line[self.by], line[field]) for line in self.lines if line.get(field) is not None]
+        found = [(line[self.by], line[name]) for line in self.lines if line.get(name) is not None]
         return [place for place, _ in found], [float(value) for _, value in found]
+
+    def figures(self, name: str) -> tuple[list[int], list[float], list[float]]:
+        """Return the places on the horizontal axis of models, the values of one figure, and its standard errors."""
+        steps = {line["step"]: line[self.by] for line in self.lines}
+        found = sorted((step, each) for step, each in self.evaluations[name].items() if step in steps)
+        known = [
+            (steps[step], each.after, each.standard_error or 0.0) for step, each in found if each.after is not None
+        ]
+        return [place for place, _, _ in known], [value for _, value, _ in known], [error for _, _, error in known]
 
     @property
     def restarts(self) -> list[int]:
@@ -86,7 +109,20 @@ def read_history(run: Path, by: XAxis = XAxis.STEP) -> PlottedRun:
     lines = [_parsed(file, number, line, by) for number, line in enumerate(text.split("\n")[:-1], start=1)]
     if not lines:
         raise UserError(f"{file}: no step is recorded yet: wait for the first one")
-    return PlottedRun(run.parent.name if run.name == METRICS_NAME else run.name, tuple(lines), by)
+    name = run.parent.name if run.name == METRICS_NAME else run.name
+    return PlottedRun(name, tuple(lines), by, _read_evaluations(file.parent))
+
+
+def _read_evaluations(run: Path) -> dict[str, dict[int, EvaluationFigure]]:
+    """Return the figures beside the models of a run; the last stage's take precedence over a milestone's."""
+    found: dict[str, dict[int, EvaluationFigure]] = {}
+    for file in [file for name in RESULT_NAMES for file in run.glob(f"artifacts/step-*/{name}")]:
+        with contextlib.suppress(OSError, ValueError):
+            step, result = step_of(file.parent.name), EvaluationFigures.model_validate_json(file.read_bytes())
+            for figure in result.figures:
+                if step is not None and figure.name != "perplexity":
+                    found.setdefault(figure.name, {})[step] = figure
+    return found
 
 
 def _parsed(file: Path, number: int, line: str, by: XAxis) -> dict[str, Any]:
@@ -116,12 +152,16 @@ def loss_difference(first: PlottedRun, second: PlottedRun) -> tuple[list[int], l
 def draw(runs: Sequence[PlottedRun], output: Path) -> None:
     """Draw the runs' histories into one picture. Raises UserError without matplotlib or for an unknown file type."""
     compared = len(runs) == _COMPARED
-    with _figure(output, height=12.5 if compared else 10.0) as figure:
-        panels = figure.subplot_mosaic([*_PANELS, ["difference", "difference"]] if compared else _PANELS)
+    measured = any(run.evaluations for run in runs)
+    rows = [["difference", "difference"]] * compared + [["evaluation", "evaluation"]] * measured
+    with _figure(output, height=10.0 + 2.5 * len(rows)) as figure:
+        panels = figure.subplot_mosaic([*_PANELS, *rows])
         spikes = panels.pop("spikes")
         for each in panels.values():
             each.sharex(panels["loss"])
         _draw_lines(panels, runs)
+        if measured:
+            _draw_evaluations(panels["evaluation"], runs)
         longest = max((length for run in runs for length in run.spike_lengths), default=1)
         spikes.hist(
             [run.spike_lengths for run in runs],
@@ -159,6 +199,20 @@ def _draw_lines(panels: dict[str, Axes], runs: Sequence[PlottedRun]) -> None:
     panels["speed"].set_ylim(0, 1.1 * panels["speed"].get_ylim()[1])
     panels["speed"].set_xlabel(runs[0].by)
     panels["loss"].legend(frameon=False, fontsize=8)
+
+
+def _draw_evaluations(axes: Axes, runs: Sequence[PlottedRun]) -> None:
+    """Draw the figures of models with their standard errors: a run has a marker, a figure has a colour."""
+    names = list(dict.fromkeys(name for run in runs for name in run.evaluations))
+    for marker, run in zip(itertools.cycle(_MARKERS), runs, strict=False):
+        for colour, name in zip(itertools.cycle(_COLOURS), names, strict=False):
+            if name in run.evaluations:
+                places, values, errors = run.figures(name)
+                label = name if len(runs) == 1 else f"{run.name}: {name}"
+                axes.errorbar(places, values, yerr=errors, color=colour, marker=marker, label=label, capsize=3)
+    axes.set_xlabel(runs[0].by)
+    axes.legend(frameon=False, fontsize=8)
+    _titled(axes, "evaluation of models, with standard errors", "")
 
 
 def _coloured(runs: Sequence[PlottedRun]) -> Iterator[tuple[str, PlottedRun]]:

@@ -113,11 +113,21 @@ def job_record(raw: Json) -> JobRecord:
 
 def pod_view(raw: Json) -> observed.PodView:
     """Parse a worker pod without malformed parts. Raises ValueError when its name is not a worker's."""
-    metadata, spec, status = raw["metadata"], mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
-    labels, annotations = mapping_of(metadata.get("labels")), mapping_of(metadata.get("annotations"))
-    ordinal = names.ordinal_of(text_of(labels.get(worker_env.LABEL_JOB)), metadata["name"])
+    metadata = raw["metadata"]
+    ordinal = names.ordinal_of(text_of(mapping_of(metadata.get("labels")).get(worker_env.LABEL_JOB)), metadata["name"])
     if ordinal is None:
         raise ValueError(f"pod {metadata['name']} carries a worker's labels, but not a worker's name")
+    return _pod_view(raw, ordinal)
+
+
+def evaluation_view(raw: Json) -> observed.PodView:
+    """Parse the pod that measures a milestone's model without malformed parts."""
+    return _pod_view(raw, 0)
+
+
+def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
+    metadata, spec, status = raw["metadata"], mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
+    labels, annotations = mapping_of(metadata.get("labels")), mapping_of(metadata.get("annotations"))
     conditions = {text_of(each.get("type")): each for each in _items(status.get("conditions"), "condition")}
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
@@ -155,6 +165,7 @@ def pod_view(raw: Json) -> observed.PodView:
         pod_set=text_of(labels.get(LABEL_POD_SET)),
         extra=worker_env.LABEL_EXTRA in labels,
         claim_template=claim_template_of(raw),
+        evaluates=text_of(annotations.get(names.ANNOTATION_EVALUATES)),
         device_health=device_health_of(raw),
     )
 

@@ -41,7 +41,9 @@ from trainium_operator.plan.model.actions import (
     ApplyObject,
     ApplyPolicy,
     ApplyWorkload,
+    CreateEvaluation,
     CreatePod,
+    DeleteEvaluation,
     DeleteJob,
     DeletePod,
     DeleteTemplate,
@@ -57,12 +59,12 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.store import IndexedCache
-    from trainium_operator.cluster.execute.policy_writes import PolicyWrites
+    from trainium_operator.cluster.execute.optional_writes import OptionalWrites
     from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
     from trainium_operator.cluster.queue.observe import Caches
     from trainium_operator.coordinator.state import CoordinatorState
-    from trainium_operator.plan.model.actions import Action, DeletionAction, Plan
-    from trainium_operator.plan.model.observed import JobView
+    from trainium_operator.plan.model.actions import Action, DeletionAction, ManifestAction, Plan
+    from trainium_operator.plan.model.observed import JobView, PodView
 
 REPORT_FROM_PAUSE = 2.0
 """Pause in seconds from which on refused creations show as an event."""
@@ -83,12 +85,12 @@ class Executor:
         recorder: EventRecorder,
         publisher: CoordinatorState,
         creation_backoff: CreationBackoff,
-        policies: PolicyWrites,
+        optional: OptionalWrites,
         clock: Callable[[], float],
     ) -> None:
         self._undeclared = UndeclaredFields(clock)
         self._force_deletions = ForceDeleteLimiter(clock)
-        self._policies = policies
+        self._optional = optional
         self._creation_backoff = creation_backoff
         self._api = api
         self._caches = caches
@@ -117,13 +119,18 @@ class Executor:
                     held = error  # what is lost is replaced, also while it may not be deleted
             elif kind is ApplyPolicy:
                 for action in actions:
-                    await self._policies.write(job.uid, self._apply(job, action.manifest))
+                    await self._optional.write("NetworkPolicy", job.uid, self._apply(job, action.manifest))
+            elif kind in (CreateEvaluation, DeleteEvaluation):
+                for action in actions:
+                    await self._optional.write(PODS.kind, job.uid, self._evaluation(job, action))
             elif refused is not None:
                 break
             elif kind is CreatePod:
                 started = True
                 try:
-                    creations = run_growing(partial(self._create_pod, job, action) for action in actions)
+                    creations = run_growing(
+                        partial(self._create_pod, job, action, self._caches.pods) for action in actions
+                    )
                     await self._creating(job, (PODS.kind, creations))
                 except errors.ApiError as error:
                     refused = error  # what has ended goes, also while nothing may be created
@@ -282,7 +289,7 @@ class Executor:
         workloads.write_through(raw)
 
     async def _delete(self, job: JobView, lister: Lister[Any], action: DeletionAction) -> None:
-        """Delete a Workload or a template; one that is gone, or another incarnation, counts as done."""
+        """Delete an object that is no worker; one that is gone, or another incarnation, counts as done."""
         try:
             raw = await self._api.delete(lister.resource, job.namespace, action.name, uid=action.uid)
         except (errors.NotFoundError, errors.ConflictError):
@@ -311,7 +318,13 @@ class Executor:
         if known is not None and known.uid == job.uid:  # else it was deleted meanwhile, and must leave nothing behind
             self._publisher.publish(job.id, action.membership)
 
-    async def _create_pod(self, job: JobView, action: CreatePod) -> None:
+    async def _evaluation(self, job: JobView, action: CreateEvaluation | DeleteEvaluation) -> None:
+        if isinstance(action, CreateEvaluation):
+            await self._create_pod(job, action, self._caches.evaluations)
+        else:
+            await self._delete(job, self._caches.evaluations, action)
+
+    async def _create_pod(self, job: JobView, action: ManifestAction, pods: Lister[PodView]) -> None:
         name = action.manifest["metadata"]["name"]
         async with self._slots.of(job.id):
             try:
@@ -319,7 +332,7 @@ class Executor:
             except errors.AlreadyExistsError:
                 raw = await self._api.get(PODS, job.namespace, name)
                 self._check_ours(job, PODS, raw)
-        self._caches.pods.write_through(raw)
+        pods.write_through(raw)
 
     async def _delete_pods(self, job: JobView, actions: Sequence[DeletePod], most: int) -> None:
         turns = asyncio.Semaphore(most)

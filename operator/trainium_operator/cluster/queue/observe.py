@@ -11,6 +11,7 @@ from trainium_operator.plan.model import names
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE
 from trainium_operator.plan.model.observed import (
     STARTING_REASONS,
+    EvaluationView,
     FleetView,
     NodeReadiness,
     NodeView,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
     from trainium_operator.cluster.queue.work_queue import WorkQueue
     from trainium_operator.coordinator.state import CoordinatorState
-    from trainium_operator.plan.model.observed import JobView, PodView, PolicyRefusal
+    from trainium_operator.plan.model.observed import JobView, PodView, WriteRefusal
 
 
 Watching: TypeAlias = "Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView] | Reflector[JobRecord]"
@@ -55,6 +56,8 @@ class Caches:
     """Nobody waits for it either: jobs that claim no devices do not need it."""
     namespaces: Namespaces
     """Those that are served, and where all of the above but the nodes is known."""
+    evaluations: Reflector[PodView]
+    """The pods that measure models of milestones; nobody waits for them."""
     network_policies: Reflector[ChildRecord] | None = None
     """Nobody waits for them either; None where none are made."""
 
@@ -100,7 +103,8 @@ class Observer:
     wall_clock: Callable[[], float]
     creation_backoff: CreationBackoff
     warnings: PodWarnings
-    policy_refusal: Callable[[str], PolicyRefusal | None]
+    refusal: Callable[[str, str], WriteRefusal | None]
+    """Of an object that nothing waits for, by kind and uid of its job."""
     fleet: Callable[[], FleetView]
     gangs: WaitingGangs
 
@@ -139,13 +143,20 @@ class Observer:
             creation_refusal=self.creation_backoff.refusal(job.uid),
             in_the_way=self.creation_backoff.name_conflicts(job.uid),
             policies_known=caches.network_policies is not None and caches.network_policies.answered,
-            policy_refusal=self.policy_refusal(job.uid),
+            policy_refusal=self.refusal("NetworkPolicy", job.uid),
+            evaluation=self._evaluation(job),
             fleet=self.fleet().seen_from(job.namespace),
             quota=caches.kueue.quota(job),
             wanted_elsewhere=self.gangs.nodes_wanted(job),
             devices=caches.dra.devices(job, pods, self._usable(job)),
             status_written=status_written,
         )
+
+    def _evaluation(self, job: JobView) -> EvaluationView | None:
+        if not self.caches.evaluations.answered:
+            return None
+        pods = self.caches.evaluations.store.owned_by(job.id).values()
+        return EvaluationView(next(iter(pods), None), self.refusal("Pod", job.uid))
 
     def _usable(self, job: JobView) -> Callable[[str], bool]:
         """Return a check whether a worker of the job could run on a node: ready, not cordoned, of the job's type."""
@@ -175,7 +186,7 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
         if old is None or new is None or not _is_unchanged_for_plans(old.view, new.view):
             queue.put(key)
 
-    def child_changed(_key: Key, old: Entry[ChildRecord] | None, new: Entry[ChildRecord] | None) -> None:
+    def child_changed(_key: Key, old: Entry[Any] | None, new: Entry[Any] | None) -> None:
         if (job := _changed_job(old, new)) is not None:
             pace.put(job)
 
@@ -223,6 +234,7 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
     caches.disruption_budgets.store.listen(child_changed)
     if caches.network_policies is not None:
         caches.network_policies.store.listen(child_changed)
+    caches.evaluations.store.listen(child_changed)
     caches.kueue.workloads.store.listen(owned_changed)
     caches.dra.templates.store.listen(owned_changed)
     caches.dra.slices.store.listen(slice_changed)

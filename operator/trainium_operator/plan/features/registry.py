@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_operator.plan.features import dra, gang, idle_nodes, kueue, network_policy
+from trainium_operator.plan.features import dra, evaluation, gang, idle_nodes, kueue, network_policy
 
 if TYPE_CHECKING:
     from trainium_operator.plan.model.feature import Feature
@@ -15,4 +15,5 @@ FEATURES: tuple[Feature, ...] = (
     gang.FEATURE,
     kueue.FEATURE,
     network_policy.FEATURE,
+    evaluation.FEATURE,
 )

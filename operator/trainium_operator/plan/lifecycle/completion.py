@@ -105,10 +105,11 @@ def termination_status(observed: Observed) -> TrainingJobStatus:
     return status.replaced(ready_replicas=training, spares=0)
 
 
-def record_spec_change(facts: Facts) -> PolicyResult:
+def record_spec_change(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Report a change of an ended job's spec: nothing starts, and an event names what does."""
-    status = facts.job.status.replaced(observed_generation=facts.job.generation)
-    if status == facts.job.status or status.phase is not Phase.FAILED:
+    seen = status.observed_generation == facts.job.generation
+    status = status.replaced(observed_generation=facts.job.generation)
+    if seen or status.phase is not Phase.FAILED:
         return PolicyResult(status=status)
     status = status.replaced(failed_spec=_compared(facts, status.failed_spec))
     text = f"The failed job was changed. What it says now counts when it runs again: kubectl trn retry {facts.job.name}"

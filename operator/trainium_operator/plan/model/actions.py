@@ -65,6 +65,10 @@ class CreatePod(ManifestAction):
     """Create one worker pod."""
 
 
+class CreateEvaluation(ManifestAction):
+    """Create the pod that measures a milestone's model. Nothing waits for it: refused, it stops nothing else."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeletePod:
     """Delete one worker pod, with its uid as precondition."""
@@ -109,6 +113,10 @@ class DeleteTemplate(DeletionAction):
     """Delete a ResourceClaimTemplate that no pod refers to."""
 
 
+class DeleteEvaluation(DeletionAction):
+    """Delete the pod that measures a milestone's model."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeleteJob:
     """Delete the TrainingJob itself, in the background; only this incarnation, and only as it was observed."""
@@ -125,6 +133,8 @@ Action = (
     | PublishMembership
     | CreatePod
     | DeletePod
+    | CreateEvaluation
+    | DeleteEvaluation
     | DeleteTemplate
     | DeleteJob
     | QuotaAction

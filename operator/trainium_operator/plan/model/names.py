@@ -17,6 +17,8 @@ ANNOTATION_CONTENT_HASH = f"{GROUP}/content-hash"
 """On the configuration ConfigMap, the budget and the NetworkPolicy: digest of what was wanted when it was applied."""
 ANNOTATION_PART = f"{GROUP}/part"
 """On a Workload of Kueue: which part of the job's quota it asks for."""
+ANNOTATION_EVALUATES = f"{GROUP}/evaluates"
+"""On the pod of an evaluation: the model, and how many of its pods failed before."""
 TRAINER_KEY = "trainer.yaml"
 CA_KEY = "ca.crt"
 LAST_ORDINAL = 999_999
@@ -32,6 +34,11 @@ def ordinal_of(job: str, pod: str) -> int | None:
     """Return the ordinal in a worker pod's name; None when the name is not one of this job's."""
     digits = pod.removeprefix(f"{job}-w-")
     return int(digits) if digits != pod and digits.isascii() and digits.isdigit() else None
+
+
+def evaluation_name(job: str) -> str:
+    """Return the pod that measures a milestone's model; its one name keeps a second one from running beside it."""
+    return f"{job}-evaluation"
 
 
 def config_name(job: str) -> str:

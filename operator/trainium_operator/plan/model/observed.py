@@ -164,6 +164,8 @@ class PodView:
     """It carries the label `worker_env.LABEL_EXTRA`: beyond what was asked for, on an idle node."""
     claim_template: str = ""
     """ResourceClaimTemplate that its devices are claimed by; empty without a claim."""
+    evaluates: str = ""
+    """Value of the annotation `names.ANNOTATION_EVALUATES`; empty for a worker."""
     device_health: tuple[str, str] | None = None
     """Health of the worst claimed device, and its name with its message."""
 
@@ -290,14 +292,24 @@ class WorkerIngress:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyRefusal:
-    """Why the NetworkPolicy of a job could not be written."""
+class WriteRefusal:
+    """Reason why an object that nothing waits for could not be written."""
 
     sentence: str
     taken: bool
     """Somebody else's has its name."""
     again_from: float
     """It is not tried before (Unix seconds)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationView:
+    """The pod that measures a milestone's model."""
+
+    pod: PodView | None = None
+    """Its ordinal means nothing."""
+    refusal: WriteRefusal | None = None
+    """Why it could not be created."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,7 +389,9 @@ class Observed:
     """Objects of others that bear a name that the job needs: `Kind/name` -> a sentence."""
     policies_known: bool = False
     """Whether the NetworkPolicies were read, or may not be: one that is not in `children` is missing."""
-    policy_refusal: PolicyRefusal | None = None
+    policy_refusal: WriteRefusal | None = None
+    evaluation: EvaluationView | None = None
+    """None while it is not known whether such a pod exists."""
     fleet: FleetView = FleetView()
     quota: QuotaView | None = None
     """The job's quota in Kueue; None when it cannot be asked."""

@@ -52,6 +52,7 @@ class Reason(StrEnum):
     # What the run leaves behind
     ARTIFACT_WRITTEN = "ArtifactWritten"
     EVALUATED = "Evaluated"
+    EVALUATION_FAILED = "EvaluationFailed"
     # Suspension
     SUSPENDING = "Suspending"
     SUSPENDED = "Suspended"

@@ -72,6 +72,7 @@ def evaluation_sentence(figures: Iterable[EvaluationFigure]) -> str:
 
 def _format_figure(figure: EvaluationFigure) -> str:
     after = "none" if figure.after is None else f"{figure.after:.4g}"
+    after += "" if figure.standard_error is None else f" ± {figure.standard_error:.2g}"
     return f"{figure.name} {after}" if figure.before is None else f"{figure.name} {figure.before:.4g} -> {after}"
 
 

@@ -9,6 +9,7 @@ from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import RestartsStatus
 from trainium_contract.status.public import CheckpointStatus, ProgressStatus
+from trainium_contract.status.results import EvaluationFigure, MilestoneEvaluation
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.model.text import rfc3339
 
@@ -21,6 +22,11 @@ def status(**fields: Any) -> TrainingJobStatus:
         "progress": ProgressStatus(step=70, loss=4.25, tokens_per_second=1000.0, samples_per_second=2.5),
         "restarts": RestartsStatus(total=3, by_cause={"Crash": 2, "made up": 1}),
         "checkpoint": CheckpointStatus(durable_step=60, durable_time=rfc3339(NOW - 30)),
+        "evaluations": (
+            MilestoneEvaluation(step=20, path="/m/20", figures=(EvaluationFigure(name="mmlu acc", after=0.25),)),
+            MilestoneEvaluation(step=40, path="/m/40", figures=(EvaluationFigure(name="mmlu acc", after=0.3125),)),
+            MilestoneEvaluation(step=60, path="/m/60"),
+        ),
     }
     return TrainingJobStatus(**given | fields)
 
@@ -53,6 +59,7 @@ def test_the_metrics_of_a_job_equal_its_status() -> None:
     assert found[f"job_stalled{{{name}}}"] == 0
     assert found[f"job_checkpoint_healthy{{{name}}}"] == 1
     assert found[f'job_workers{{{name},state="spare_wanted"}}'] == 2
+    assert found[f'job_evaluation{{figure="mmlu acc",{name}}}'] == 0.3125
     assert not [key for key in found if "made up" in key], "only causes that we know become series"
 
 

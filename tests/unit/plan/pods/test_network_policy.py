@@ -13,7 +13,7 @@ from trainium_operator.plan.features.network_policy.policy import KIND, network_
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyPolicy, Plan
 from trainium_operator.plan.model.conditions import find_condition, with_condition
-from trainium_operator.plan.model.observed import Observed, PolicyRefusal, WorkerIngress
+from trainium_operator.plan.model.observed import Observed, WorkerIngress, WriteRefusal
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.plan import plan
 
@@ -79,7 +79,7 @@ def test_without_the_setting_or_before_the_policies_were_read_none_is_written(in
 def test_a_refusal_is_reported_once_and_retried_after_its_pause_while_the_job_continues(
     taken: bool, state: str, reason: str
 ) -> None:
-    seen = trains(policy_refusal=PolicyRefusal("may not create it", taken, NOW + 30))
+    seen = trains(policy_refusal=WriteRefusal("may not create it", taken, NOW + 30))
     result = planned(seen)
     assert written(result) == []
     problem = problem_of(result)
@@ -99,13 +99,13 @@ def test_a_refusal_is_reported_once_and_retried_after_its_pause_while_the_job_co
 
 
 def test_a_refusal_keeps_no_lost_worker_from_being_replaced() -> None:
-    seen = trains(policy_refusal=PolicyRefusal("no", taken=False, again_from=NOW + 30))
+    seen = trains(policy_refusal=WriteRefusal("no", taken=False, again_from=NOW + 30))
     fewer = replace(seen, pods=seen.pods[1:])
     assert created(planned(fewer)) == created(planned(fewer, None)) != []
 
 
 def test_the_condition_shows_a_policy_that_is_there_and_disappears_when_it_is_switched_off() -> None:
-    seen = trains(policy_refusal=PolicyRefusal("no", taken=False, again_from=NOW))
+    seen = trains(policy_refusal=WriteRefusal("no", taken=False, again_from=NOW))
     result = planned(seen)
     done = planned(with_policy(after(seen, result, policy_refusal=None)))
     assert problem_of(done) == ("True", "PolicyApplied", "")

@@ -56,6 +56,29 @@ def test_one_run_or_several_are_drawn(tmp_path: Path, count: int, capsys: pytest
     assert capsys.readouterr().out.strip() == str(picture)
 
 
+def test_figures_of_models_are_drawn_over_tokens_with_their_standard_errors(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "one")
+    for step, name, value in (
+        (2, "milestone", 0.25),
+        (6, "milestone", 0.3),
+        (6, "evaluation", 0.5),
+        (9, "milestone", 1),
+    ):
+        folder = run / f"artifacts/step-{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = [{"name": "perplexity", "after": 9.0}, {"name": "mmlu acc", "after": value, "standardError": 0.02}]
+        (folder / f"{name}.json").write_text(json.dumps({"model": "m", "figures": figures}))
+    (run / "artifacts/step-6/model").mkdir()
+    (run / "artifacts/step-4").mkdir()
+    (run / "artifacts/step-4/milestone.json").write_text('{"figures": [{"na')
+    history = read_history(run, XAxis.TOKENS)
+    assert set(history.evaluations) == {"mmlu acc"}
+    assert history.figures("mmlu acc") == ([200, 600], [0.25, 0.5], [0.02, 0.02])
+    picture = tmp_path / "picture.svg"
+    assert command(["plot", str(run), "--by", "tokens", "--output", str(picture)]) == 0
+    assert "evaluation of models, with standard errors" in picture.read_text()
+
+
 def test_runs_of_other_batches_are_compared_at_the_same_tokens(tmp_path: Path) -> None:
     first = read_history(a_run(tmp_path / "one"), XAxis.TOKENS)
     (tmp_path / "other").mkdir()

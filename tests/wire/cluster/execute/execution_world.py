@@ -12,7 +12,7 @@ from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
-from trainium_operator.cluster.execute.policy_writes import PolicyWrites
+from trainium_operator.cluster.execute.optional_writes import OptionalWrites
 from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model import names
@@ -47,7 +47,7 @@ class World:
             self.recorder,
             cast("CoordinatorState", self),
             self.creation_backoff,
-            PolicyWrites(lambda: self.now),
+            OptionalWrites(lambda: self.now),
             lambda: self.now,
         )
 

@@ -30,7 +30,7 @@ from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_operator.plan.model.observed import JobView, PolicyRefusal, WorkerIngress
+    from trainium_operator.plan.model.observed import JobView, WorkerIngress, WriteRefusal
     from trainium_operator.plan.view.facts import Facts
 
 Json = dict[str, Any]
@@ -69,7 +69,7 @@ def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyR
     return answer.then(PolicyResult(status=answer.status, actions=(ApplyPolicy(manifest),)))
 
 
-def _report_refusal(facts: Facts, status: TrainingJobStatus, refusal: PolicyRefusal) -> PolicyResult:
+def _report_refusal(facts: Facts, status: TrainingJobStatus, refusal: WriteRefusal) -> PolicyResult:
     """Set the condition, and add an event when it is new."""
     reason = Reason.NAME_TAKEN if refusal.taken else Reason.WRITE_FAILED
     text = f"others can reach the workers' ports: {refusal.sentence}"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_operator.cluster.api.errors import ApiError, ConflictError, ForbiddenError, UnavailableError
-from trainium_operator.cluster.execute.policy_writes import LONGEST_PAUSE, SECONDS, PolicyWrites
+from trainium_operator.cluster.execute.optional_writes import LONGEST_PAUSE, SECONDS, OptionalWrites
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -29,29 +29,29 @@ async def done() -> None:
 @in_virtual_time
 async def test_a_webhook_that_hangs_keeps_a_job_for_no_longer_than_the_limit() -> None:
     loop = asyncio.get_running_loop()
-    writes = PolicyWrites(loop.time)
+    writes = OptionalWrites(loop.time)
     began = loop.time()
-    await writes.write("a", asyncio.sleep(30))
+    await writes.write("NetworkPolicy", "a", asyncio.sleep(30))
     assert loop.time() - began == pytest.approx(SECONDS)
-    refusal = writes.refusal("a")
+    refusal = writes.refusal("NetworkPolicy", "a")
     assert refusal is not None
     assert "did not take the NetworkPolicy within 10 s" in refusal.sentence
-    assert writes.refusal("b") is None
+    assert writes.refusal("NetworkPolicy", "b") is None
 
 
 @in_virtual_time
 async def test_the_pauses_grow_to_a_bound_and_a_success_ends_them() -> None:
-    writes = PolicyWrites(lambda: 1000.0)
+    writes = OptionalWrites(lambda: 1000.0)
     pauses = []
     for _ in range(12):
-        await writes.write("a", failing(ForbiddenError("no", status=403))())
-        refusal = writes.refusal("a")
+        await writes.write("NetworkPolicy", "a", failing(ForbiddenError("no", status=403))())
+        refusal = writes.refusal("NetworkPolicy", "a")
         assert refusal is not None
         pauses.append(refusal.again_from - 1000.0)
     assert pauses[:4] == [2.0, 4.0, 8.0, 16.0]
     assert pauses[-1] == LONGEST_PAUSE
-    await writes.write("a", done())
-    assert writes.refusal("a") is None
+    await writes.write("NetworkPolicy", "a", done())
+    assert writes.refusal("NetworkPolicy", "a") is None
 
 
 @pytest.mark.parametrize(
@@ -59,16 +59,16 @@ async def test_the_pauses_grow_to_a_bound_and_a_success_ends_them() -> None:
 )
 @in_virtual_time
 async def test_what_a_new_plan_may_answer_is_an_error_as_of_any_write(error: ApiError) -> None:
-    writes = PolicyWrites(lambda: 0.0)
+    writes = OptionalWrites(lambda: 0.0)
     with pytest.raises(type(error)):
-        await writes.write("a", failing(error)())
-    assert writes.refusal("a") is None
+        await writes.write("NetworkPolicy", "a", failing(error)())
+    assert writes.refusal("NetworkPolicy", "a") is None
 
 
 @in_virtual_time
 async def test_the_time_limit_of_the_whole_job_is_not_taken_for_the_policy_s() -> None:
-    writes = PolicyWrites(lambda: 0.0)
+    writes = OptionalWrites(lambda: 0.0)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
-            await writes.write("a", asyncio.sleep(30))
-    assert writes.refusal("a") is None
+            await writes.write("NetworkPolicy", "a", asyncio.sleep(30))
+    assert writes.refusal("NetworkPolicy", "a") is None

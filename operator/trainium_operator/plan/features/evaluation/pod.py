@@ -1,0 +1,85 @@
+"""Build the pod that measures a milestone's model, from the template of the workers.
+
+It has the image, variables, volumes and service account of a worker, so that it reads the same storage, and nothing
+that makes a pod a member: no token, no devices, no place beside or apart from workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.spec.precompile import PrecompileSpec
+from trainium_contract.wire import worker_env as env
+from trainium_operator.plan.manifests.owned_object import owner_reference
+from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
+from trainium_operator.plan.manifests.worker_pod import pod_template
+from trainium_operator.plan.model import names
+
+if TYPE_CHECKING:
+    from trainium_contract.status.results import MilestoneEvaluation
+    from trainium_operator.plan.model.observed import JobView, PlanSettings
+
+Json = dict[str, Any]
+
+TERMINATION_LOG = "/dev/termination-log"
+RESULT_NAME = "milestone.json"
+"""File beside the model, on storage that is a folder."""
+_MIB = 1 << 20
+_LIBRARIES = 2048 * _MIB
+"""Memory that Python and its libraries take."""
+_FLOAT32_SHARE = 2
+"""The model is computed in float32 on a CPU; its files have two bytes a number or four."""
+_GRACE_SECONDS = 10
+_OF_WORKERS = ("args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe")
+_ANNOTATIONS_OF_WORKERS = (env.GROUP, "karpenter.sh/", "cluster-autoscaler.kubernetes.io/")
+_NOT_KEPT = ("priority", "preemptionPolicy", "priorityClassName", "affinity", "schedulingGates", "resourceClaims")
+
+
+def evaluation_pod(job: JobView, settings: PlanSettings, entry: MilestoneEvaluation, attempt: str) -> Json:
+    """Build the complete manifest."""
+    plain = replace(job, spec=job.spec.replaced(precompile=PrecompileSpec()))
+    body = pod_template(plain, replace(settings, features=()), asks=False)
+    spec = {key: value for key, value in body["spec"].items() if key not in _NOT_KEPT}
+    instance_type = job.spec.workers.accelerator.instance_type
+    selector = {key: value for key, value in (spec.get("nodeSelector") or {}).items() if value != instance_type}
+    spec |= {
+        "containers": [
+            _container(each, entry) if each.get("name") == WORKER_CONTAINER else each for each in spec["containers"]
+        ],
+        "volumes": [each for each in spec.get("volumes") or [] if each.get("name") != "token"],
+        "nodeSelector": selector,
+        "terminationGracePeriodSeconds": _GRACE_SECONDS,
+    }
+    if settings.extra_priority_class:
+        spec["priorityClassName"] = settings.extra_priority_class
+    annotations = {
+        key: value
+        for key, value in body["metadata"]["annotations"].items()
+        if not key.startswith(_ANNOTATIONS_OF_WORKERS)
+    }
+    labels = {**body["metadata"]["labels"], **names.object_labels(job.name, "evaluation")}
+    metadata = {
+        "name": names.evaluation_name(job.name),
+        "namespace": job.namespace,
+        "labels": {**labels, env.LABEL_ROLE: env.ROLE_EVALUATION},
+        "annotations": {**annotations, names.ANNOTATION_EVALUATES: attempt},
+        "ownerReferences": [owner_reference(job)],
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _container(worker: Json, entry: MilestoneEvaluation) -> Json:
+    kept = {key: value for key, value in worker.items() if key not in _OF_WORKERS}
+    command = ["trainium-trainer", "evaluate", entry.path, "--config", env.CONFIG_PATH, "--message", TERMINATION_LOG]
+    if entry.path.startswith("/"):
+        command += ["--output", f"{entry.path.rstrip('/').rpartition('/')[0]}/{RESULT_NAME}"]
+    memory = _LIBRARIES + entry.bytes * _FLOAT32_SHARE
+    return {
+        **kept,
+        "command": command,
+        "env": [each for each in worker.get("env") or [] if not str(each.get("name")).startswith("TRAINIUM_")],
+        "volumeMounts": [each for each in worker.get("volumeMounts") or [] if each.get("name") != "token"],
+        "resources": {"requests": {"cpu": "1", "memory": f"{-(-memory // _MIB)}Mi"}},
+        "terminationMessagePath": TERMINATION_LOG,
+    }

@@ -1,0 +1,148 @@
+"""Policy: a pod beside the workers measures the model of each milestone, one after the other (evaluate.atMilestones).
+
+The pod is a member of no generation, has no token and the lowest priority. Its termination message has the figures.
+
+Guarantees:
+- There is one pod at a time, because it has one name. It is deleted before the next one is created.
+- The status has each result before its pod is deleted, so no model is measured twice.
+- A model whose pod fails is tried again with a back-off, `ATTEMPTS` times in all; mistakes of the user only once.
+  A pod that was evicted, preempted or deleted does not count.
+- Neither a failure nor a refused pod changes anything else of the job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.status.conditions import ConditionType
+from trainium_contract.status.results import MAX_EVALUATIONS, EvaluationFigure, MilestoneEvaluation, RunResults
+from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_operator.plan.features.evaluation.pod import evaluation_pod
+from trainium_operator.plan.model.actions import CreateEvaluation, DeleteEvaluation, PolicyResult, event
+from trainium_operator.plan.model.conditions import is_true
+from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.text import parse_rfc3339, rfc3339, sentence
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+    from trainium_operator.plan.model.observed import PodView
+    from trainium_operator.plan.view.facts import Facts
+
+ATTEMPTS = 3
+BACKOFF_SECONDS = 30.0
+"""Pause after the first failure; each further one doubles it."""
+RECHECK_SECONDS = 5.0
+"""Interval of looks until the pods have been read."""
+
+
+def is_wanted(spec: TrainingJobSpec) -> bool:
+    """Return whether the job asks for figures of its milestones."""
+    return spec.trainer is not None and spec.trainer.evaluate.at_milestones
+
+
+def reconcile_evaluation(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+    """Take the result of the pod that has ended, or create the next one."""
+    observed = facts.observed.evaluation
+    runs = is_wanted(facts.job.spec) and not facts.job.spec.suspend and not is_true(status, ConditionType.FAILED)
+    if runs:
+        status = status.replaced(evaluations=_with_new_models(status))
+    if observed is None:
+        return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,) if runs else ())
+    if observed.pod is not None:
+        return _follow(facts, status, observed.pod, runs=runs)
+    entry = next((each for each in status.evaluations if is_pending(each)), None)
+    if entry is None or not runs:
+        return PolicyResult(status=status)
+    start = _next_start(entry)
+    if observed.refusal is not None:
+        start = max(start, observed.refusal.again_from)
+        message = sentence(f"its pod cannot be created: {observed.refusal.sentence}")
+        status = _with_entry(status, entry.replaced(message=message))
+    if facts.now < start:
+        return PolicyResult(status=status, requeue_at=(start,))
+    manifest = evaluation_pod(facts.job, facts.settings, entry, describe_attempt(entry))
+    return PolicyResult(status=status, actions=(CreateEvaluation(manifest),))
+
+
+def is_pending(entry: MilestoneEvaluation) -> bool:
+    """Return whether a model is still to be measured."""
+    return not entry.figures and entry.failures < ATTEMPTS
+
+
+def describe_attempt(entry: MilestoneEvaluation) -> str:
+    """Return what the next pod for a model carries: which model it measures, and how many failed before."""
+    return f"{entry.failures} {entry.path}"
+
+
+def _with_new_models(status: TrainingJobStatus) -> tuple[MilestoneEvaluation, ...]:
+    known = {each.path for each in status.evaluations}
+    added = tuple(
+        MilestoneEvaluation(step=each.step, tokens=each.tokens, path=each.path, bytes=each.bytes)
+        for each in status.artifacts
+        if each.kind == ArtifactKind.MODEL and each.path not in known
+    )
+    return (*status.evaluations, *added)[-MAX_EVALUATIONS:] if added else status.evaluations
+
+
+def _follow(facts: Facts, status: TrainingJobStatus, pod: PodView, *, runs: bool) -> PolicyResult:
+    """Return the result of a pod that has ended, with its deletion; also that of one that nobody waits for."""
+    if pod.deleting:
+        return PolicyResult(status=status)
+    ended = pod.exit_code is not None or pod.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+    entry = next(
+        (each for each in status.evaluations if is_pending(each) and describe_attempt(each) == pod.evaluates), None
+    )
+    if runs and entry is not None and not ended:
+        return PolicyResult(status=status)
+    result = PolicyResult(status=status) if entry is None or not ended else _record(facts, status, pod, entry)
+    return replace(result, actions=(DeleteEvaluation(pod.name, pod.uid),))
+
+
+def _record(facts: Facts, status: TrainingJobStatus, pod: PodView, entry: MilestoneEvaluation) -> PolicyResult:
+    figures = _figures_of(pod)
+    entry = entry.replaced(time=rfc3339(facts.now))
+    if figures:
+        entry = entry.replaced(figures=figures, message="")
+        text = ", ".join(_format_figure(each) for each in figures)
+        note = event(Reason.EVALUATED, f"The model of step {entry.step} was measured: {text}.")
+        return PolicyResult(status=_with_entry(status, entry), events=(note,))
+    reason = pod.message or pod.reason or "its pod left no figures"
+    if pod.disrupted:
+        return PolicyResult(status=_with_entry(status, entry.replaced(message=sentence(reason))))
+    failures = ATTEMPTS if pod.exit_code == ExitCode.USER_ERROR else entry.failures + 1
+    entry = entry.replaced(failures=failures, message=sentence(reason))
+    then = "it is tried again" if is_pending(entry) else "it is left out"
+    code = "" if pod.exit_code is None else f" (exit code {pod.exit_code})"
+    text = f"The model of step {entry.step} could not be measured{code}, {then}: {reason}"
+    warning = event(Reason.EVALUATION_FAILED, text, warning=True)
+    return PolicyResult(status=_with_entry(status, entry), events=(warning,))
+
+
+def _figures_of(pod: PodView) -> tuple[EvaluationFigure, ...]:
+    """Return the figures in the termination message of a pod that succeeded; none where it has no such message."""
+    if pod.exit_code != 0:
+        return ()
+    try:
+        return RunResults.model_validate_json(pod.message).evaluation
+    except ValidationError:
+        return ()
+
+
+def _next_start(entry: MilestoneEvaluation) -> float:
+    failed = parse_rfc3339(entry.time)
+    return 0.0 if failed is None else failed + BACKOFF_SECONDS * 2**entry.failures
+
+
+def _with_entry(status: TrainingJobStatus, entry: MilestoneEvaluation) -> TrainingJobStatus:
+    changed = tuple(entry if each.path == entry.path else each for each in status.evaluations)
+    return status.replaced(evaluations=changed)
+
+
+def _format_figure(figure: EvaluationFigure) -> str:
+    error = "" if figure.standard_error is None else f" ± {figure.standard_error:.2g}"
+    return f"{figure.name} none" if figure.after is None else f"{figure.name} {figure.after:.4g}{error}"

@@ -1,0 +1,255 @@
+"""The pod that measures models of milestones: when it is created, what is recorded of it; nothing else waits for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from plan_builders import (
+    NOW,
+    SETTINGS,
+    created,
+    deleted,
+    job,
+    kinds,
+    planned,
+    pod,
+    running,
+    spec,
+    with_status,
+    written,
+)
+
+from trainium_contract.status.conditions import ConditionType
+from trainium_contract.status.results import MAX_EVALUATIONS, ArtifactReport, MilestoneEvaluation
+from trainium_operator.plan.features.evaluation.pod import evaluation_pod
+from trainium_operator.plan.features.evaluation.policy import ATTEMPTS, BACKOFF_SECONDS, describe_attempt
+from trainium_operator.plan.model import names
+from trainium_operator.plan.model.actions import CreateEvaluation, DeleteEvaluation, Plan
+from trainium_operator.plan.model.conditions import with_condition
+from trainium_operator.plan.model.observed import EvaluationView, Observed, PodPhase, WriteRefusal
+from trainium_operator.plan.model.reasons import Reason
+
+if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobSpec
+
+FIGURES = {"evaluation": [{"name": "hellaswag acc", "after": 0.3125, "standardError": 0.0208}]}
+
+
+def measured_spec(**changes: Any) -> TrainingJobSpec:
+    trainer = {
+        "artifacts": {"atMilestones": True, "kinds": ["Model"]},
+        "evaluate": {"atMilestones": True, "tasks": {"names": ["hellaswag"]}},
+        **changes.pop("trainer", {}),
+    }
+    checkpoint = {"milestones": {"everyTokens": 1000}, "storage": {"persistentVolumeClaim": {"claimName": "fsx"}}}
+    return spec(trainer=trainer, checkpoint=checkpoint, **changes)
+
+
+def model(step: int) -> ArtifactReport:
+    path = f"/checkpoints/default/demo/artifacts/step-{step}/model"
+    return ArtifactReport(kind="Model", path=path, step=step, tokens=step * 100, bytes=3 << 20)
+
+
+def trains(*steps: int, evaluation: EvaluationView | None = None, **changes: Any) -> Observed:
+    """A job that trains and has the models of these steps."""
+    status = {"artifacts": tuple(map(model, steps)), **changes.pop("status", {})}
+    seen = running(job_spec=measured_spec(), status=status, **changes)
+    return replace(seen, evaluation=evaluation or EvaluationView())
+
+
+def creations(result: Plan) -> list[dict[str, Any]]:
+    return [action.manifest for action in result.actions if isinstance(action, CreateEvaluation)]
+
+
+def deletions(result: Plan) -> list[tuple[str, str]]:
+    return [(action.name, action.uid) for action in result.actions if isinstance(action, DeleteEvaluation)]
+
+
+def side_pod(step: int, failures: int = 0, **changes: Any) -> EvaluationView:
+    evaluates = describe_attempt(MilestoneEvaluation(step=step, path=model(step).path, failures=failures))
+    fields = {"name": "demo-evaluation", "uid": "uid-e", "evaluates": evaluates, **changes}
+    return EvaluationView(pod(0, **fields))
+
+
+def ended(code: int, message: str, step: int = 100, **changes: Any) -> EvaluationView:
+    phase = PodPhase.FAILED if code else PodPhase.SUCCEEDED
+    return side_pod(step, phase=phase, exit_code=code, message=message, **changes)
+
+
+def test_each_model_is_measured_once_one_after_the_other_and_the_status_has_the_figures_first() -> None:
+    seen = trains(100, 200)
+    first = planned(seen)
+    (manifest,) = creations(first)
+    assert kinds(first.actions)[-1] == "CreateEvaluation"
+    assert [(each.step, each.tokens, each.figures) for each in first.status.evaluations] == [
+        (100, 10_000, ()),
+        (200, 20_000, ()),
+    ]
+    evaluates = manifest["metadata"]["annotations"][names.ANNOTATION_EVALUATES]
+    running_pod = EvaluationView(pod(0, name="demo-evaluation", uid="uid-e", evaluates=evaluates))
+    assert kinds(planned(replace(written(seen), evaluation=running_pod)).actions) == []
+
+    over = planned(replace(written(seen), evaluation=ended(0, json.dumps(FIGURES))))
+    (figure,) = over.status.evaluations[0].figures
+    assert (figure.name, figure.after, figure.standard_error) == ("hellaswag acc", 0.3125, 0.0208)
+    assert over.status.evaluations[0].time == "2027-01-15T08:00:00Z"
+    assert deletions(over) == [("demo-evaluation", "uid-e")]
+    assert creations(over) == []
+    assert [(each.reason, each.note) for each in over.events if each.reason == "Evaluated"] == [
+        ("Evaluated", "The model of step 100 was measured: hellaswag acc 0.3125 ± 0.021.")
+    ]
+    recorded = with_status(replace(seen, evaluation=ended(0, json.dumps(FIGURES))), over.status)
+    again = planned(recorded)
+    assert (again.status.evaluations, deletions(again)) == (over.status.evaluations, [("demo-evaluation", "uid-e")])
+    assert [each.reason for each in again.events] == []
+    second = planned(replace(recorded, evaluation=EvaluationView()))
+    assert creations(second)[0]["spec"]["containers"][0]["command"][2] == model(200).path
+
+
+def test_nothing_is_created_while_the_last_pod_is_being_deleted_or_before_the_pods_were_read() -> None:
+    assert creations(planned(replace(trains(100), evaluation=side_pod(7, deleting=True)))) == []
+    unread = planned(replace(trains(100), evaluation=None))
+    assert creations(unread) == []
+    assert unread.requeue_after is not None
+    assert unread.requeue_after <= 5.0
+
+
+@pytest.mark.parametrize("code", [1, 137])
+def test_a_failed_pod_is_counted_once_and_tried_again_after_a_pause_a_bounded_number_of_times(code: int) -> None:
+    seen = trains(100)
+    for failures in range(ATTEMPTS):
+        seen = written(seen)
+        assert [each.failures for each in seen.job.status.evaluations] == [failures]
+        failed = replace(seen, evaluation=ended(code, "Traceback ... boom", failures=failures))
+        result = planned(failed)
+        (entry,) = result.status.evaluations
+        assert (entry.failures, entry.message) == (failures + 1, "Traceback ... boom")
+        assert [each.reason for each in result.events if each.reason == "EvaluationFailed"] == ["EvaluationFailed"]
+        counted = planned(with_status(failed, result.status))
+        assert (counted.status.evaluations, len(deletions(counted))) == ((entry,), 1)
+        waiting = planned(replace(with_status(seen, result.status), evaluation=EvaluationView()))
+        assert creations(waiting) == []
+        later = NOW + BACKOFF_SECONDS * 2 ** (failures + 1)
+        seen = replace(with_status(seen, result.status), evaluation=EvaluationView(), now=later)
+        assert len(creations(planned(seen))) == (failures + 1 < ATTEMPTS)
+        seen = replace(seen, now=NOW)
+
+
+@pytest.mark.parametrize(
+    ("view", "failures"),
+    [
+        (ended(64, "tasks need the package lm-eval"), ATTEMPTS),
+        (ended(0, "no JSON"), 1),
+        (ended(0, json.dumps({"evaluation": []})), 1),
+        (ended(0, json.dumps({"evaluation": [{"name": "x" * 500}]})), 1),
+        (ended(143, "", disrupted=True, reason="Preempted"), 0),
+    ],
+    ids=["mistake of the user", "no figures", "none", "malformed", "preempted"],
+)
+def test_what_counts_as_a_failure(view: EvaluationView, failures: int) -> None:
+    result = planned(replace(written(trains(100)), evaluation=view))
+    assert [(each.failures, each.figures) for each in result.status.evaluations] == [(failures, ())]
+    assert len(deletions(result)) == 1
+
+
+def test_a_pod_that_somebody_deleted_is_created_again_at_once_and_with_the_same_attempt() -> None:
+    seen = written(trains(100))
+    (first,), (second,) = creations(planned(trains(100))), creations(planned(seen))
+    assert first == second
+
+
+@pytest.mark.parametrize("phase", [PodPhase.FAILED, PodPhase.PENDING, PodPhase.RUNNING])
+def test_whatever_becomes_of_it_the_plan_of_the_workers_is_the_same(phase: PodPhase) -> None:
+    plain = planned(trains())
+    for view in (
+        ended(1, "boom") if phase is PodPhase.FAILED else side_pod(100, phase=phase),
+        EvaluationView(refusal=WriteRefusal("exceeded quota", taken=False, again_from=NOW + 30)),
+    ):
+        result = planned(replace(trains(100), evaluation=view))
+        assert (created(result), deleted(result)) == (created(plain), deleted(plain))
+        assert result.status.conditions == plain.status.conditions
+        assert (result.status.failures, result.status.membership) == (plain.status.failures, plain.status.membership)
+
+
+def test_a_refused_pod_is_reported_and_tried_again_later() -> None:
+    refused = EvaluationView(refusal=WriteRefusal("exceeded quota", taken=False, again_from=NOW + 30))
+    result = planned(replace(trains(100), evaluation=refused))
+    assert creations(result) == []
+    (entry,) = result.status.evaluations
+    assert (entry.failures, entry.message) == (0, "its pod cannot be created: exceeded quota")
+    assert len(creations(planned(replace(trains(100), evaluation=refused, now=NOW + 30)))) == 1
+
+
+def test_a_suspended_a_failed_and_a_changed_job_let_it_go_and_a_completed_one_ends_it() -> None:
+    seen = written(trains(100))
+    for job_spec in (measured_spec(suspend=True), spec()):
+        result = planned(replace(seen, job=replace(seen.job, spec=job_spec), evaluation=side_pod(100)))
+        assert deletions(result) == [("demo-evaluation", "uid-e")]
+    for kind, goes_on in ((ConditionType.FAILED, False), (ConditionType.COMPLETE, True)):
+        status = with_condition(seen.job.status, kind, True, Reason.COMPLETED, "", now=NOW)
+        over = replace(with_status(seen, status), evaluation=side_pod(100))
+        assert len(deletions(planned(over))) == (not goes_on)
+        measured = planned(replace(over, evaluation=ended(0, json.dumps(FIGURES))))
+        assert len(measured.status.evaluations[0].figures) == 1
+        assert len(creations(planned(replace(over, evaluation=EvaluationView())))) == goes_on
+
+
+def test_the_newest_milestones_are_kept() -> None:
+    many = tuple(MilestoneEvaluation(step=at, path=f"/m/{at}", failures=ATTEMPTS) for at in range(MAX_EVALUATIONS))
+    result = planned(trains(100, status={"evaluations": many}))
+    assert [each.step for each in result.status.evaluations] == [*range(1, MAX_EVALUATIONS), 100]
+
+
+def manifest_of(job_spec: TrainingJobSpec, **settings: Any) -> dict[str, Any]:
+    entry = MilestoneEvaluation(step=100, path=model(100).path, bytes=3 << 20)
+    return evaluation_pod(job(job_spec), replace(SETTINGS, **settings), entry, "0 /m")
+
+
+def test_the_pod_is_no_worker_has_no_token_and_preempts_nobody() -> None:
+    template = {
+        "metadata": {"annotations": {"sidecar.istio.io/inject": "false"}},
+        "spec": {
+            "serviceAccountName": "reader",
+            "priorityClassName": "high",
+            "nodeSelector": {"zone": "a"},
+            "containers": [{"env": [{"name": "HF_HOME", "value": "/fsx/hub"}], "resources": {"limits": {"cpu": "96"}}}],
+        },
+    }
+    job_spec = measured_spec(
+        workers={"accelerator": {"device": "neuron", "instanceType": "trn1.32xlarge"}, "template": template},
+        scheduling={"priorityClassName": "high"},
+        precompile={"enabled": True},
+    )
+    found = manifest_of(job_spec)
+    metadata, body = found["metadata"], found["spec"]
+    assert metadata["name"] == "demo-evaluation"
+    assert metadata["ownerReferences"][0]["uid"] == "job-uid"
+    selector = names.selector_labels("demo")
+    assert {key: metadata["labels"].get(key) for key in selector} != selector
+    assert metadata["annotations"] == {"sidecar.istio.io/inject": "false", names.ANNOTATION_EVALUATES: "0 /m"}
+    assert (body["priorityClassName"], body["serviceAccountName"], body["restartPolicy"]) == (
+        "idle-nodes",
+        "reader",
+        "Never",
+    )
+    assert (body["nodeSelector"], body["automountServiceAccountToken"]) == ({"zone": "a"}, False)
+    assert {"affinity", "initContainers"} & body.keys() == set()
+    assert {volume["name"] for volume in body["volumes"]} == {"config", "shared-memory", "cache", "checkpoints"}
+    (container,) = body["containers"]
+    assert container["resources"] == {"requests": {"cpu": "1", "memory": "2054Mi"}}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    variables = {each["name"] for each in container["env"]}
+    assert "HF_HOME" in variables
+    assert not any(name.startswith("TRAINIUM_") for name in variables)
+    folder = "/checkpoints/default/demo/artifacts/step-100"
+    assert container["command"] == [
+        *("trainium-trainer", "evaluate", f"{folder}/model", "--config", "/etc/trainium/trainer.yaml"),
+        *("--message", "/dev/termination-log", "--output", f"{folder}/milestone.json"),
+    ]
+
+
+def test_without_a_class_the_pod_has_the_default_priority() -> None:
+    assert "priorityClassName" not in manifest_of(measured_spec(), extra_priority_class="")["spec"]
