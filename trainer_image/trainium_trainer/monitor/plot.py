@@ -153,7 +153,7 @@ def draw(runs: Sequence[PlottedRun], output: Path) -> None:
     """Draw the runs' histories into one picture. Raises UserError without matplotlib or for an unknown file type."""
     compared = len(runs) == _COMPARED
     measured = any(run.evaluations for run in runs)
-    rows = [["difference", "difference"]] * compared + [["evaluation", "evaluation"]] * measured
+    rows: list[Any] = [["difference", "difference"]] * compared + [["evaluation", "evaluation"]] * measured
     with _figure(output, height=10.0 + 2.5 * len(rows)) as figure:
         panels = figure.subplot_mosaic([*_PANELS, *rows])
         spikes = panels.pop("spikes")
