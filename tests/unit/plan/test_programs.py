@@ -371,3 +371,78 @@ def test_a_resize_is_over_when_the_rank_with_the_steps_makes_a_new_one() -> None
     assert newest(planned(again)).recovered_seconds is None, "steps that are repeated are no new ones"
     entry = newest(planned(with_status(seen(WorkerPhase.TRAINING, step=70, resume_step=60), first.status)))
     assert (entry.resume_step, entry.steps_lost, entry.recovered_seconds) == (60, 9, pytest.approx(4.5))
+
+
+# --- torn checkpoints -------------------------------------------------------------------------------------------------
+
+
+def run_until_loaded(cluster: FakeCluster) -> None:
+    """Run until the ranks of the next generation train and have made no step yet."""
+    assert cluster.membership is not None
+    before = cluster.membership.generation
+    for _ in range(200):
+        cluster.run(1)
+        agents = [each.agent for each in cluster.members()]
+        if cluster.membership.generation > before and all(
+            agent is not None and agent.phase is WorkerPhase.TRAINING for agent in agents
+        ):
+            return
+    raise AssertionError("no new generation")
+
+
+def crash_on_two_nodes(cluster: FakeCluster, codes: tuple[int, int], seconds_between: float = 0) -> None:
+    """The first member gives up and is replaced, then the second does."""
+    assert cluster.give_up(0, codes[0])
+    run_until_loaded(cluster)
+    cluster.run(seconds_between)
+    assert cluster.give_up(1, codes[1])
+    cluster.run(5)
+
+
+@pytest.mark.parametrize("checkpoints", [None, {"path": "/checkpoints/run", "committed": "snapshot-{step}.pt"}])
+def test_the_same_crash_on_two_nodes_without_a_new_step_ends_the_job_and_explains_torn_checkpoints(
+    checkpoints: Any,
+) -> None:
+    cluster = started(steps=True, nodes=8, program={"checkpoints": checkpoints} if checkpoints else {})
+    crash_on_two_nodes(cluster, (1, 1))
+    assert cluster.status.phase is Phase.FAILED
+    assert len(cluster.status.failures) == 1, "long before the budget"
+    failed = condition_of(cluster.status, ConditionType.FAILED)
+    assert failed.reason == Reason.USER_ERROR
+    place = " in /checkpoints/run" if checkpoints else ""
+    for part in (
+        "crashed alike on two nodes without a new step in between: pod demo-w-",
+        "exit code 1: boom",
+        f"If it cannot read its newest checkpoint{place}, a lost node has torn that file",
+        "under a temporary name and rename it",
+        "spec.program.checkpoints.committed",
+    ):
+        assert part in cluster.status.verdict
+
+
+@pytest.mark.parametrize(
+    ("codes", "seconds_between"),
+    [((1, 1), 5), ((1, 2), 0), ((137, 137), 0)],
+    ids=["a new step in between", "another crash", "killed by a signal"],
+)
+def test_crashes_on_two_nodes_that_may_have_different_causes_are_recovered(
+    codes: tuple[int, int], seconds_between: float
+) -> None:
+    cluster = started(steps=True, nodes=8)
+    crash_on_two_nodes(cluster, codes, seconds_between)
+    cluster.run(60)
+    assert cluster.status.phase is Phase.RUNNING
+    assert [entry.cause for entry in cluster.status.history] == [Cause.CRASH, Cause.CRASH]
+
+
+def test_a_crash_that_comes_again_on_the_same_node_does_not_end_the_job_by_itself() -> None:
+    """Its node may be at fault, where no other one is free."""
+    spec = program_spec()
+    entry = interruption(
+        Rung.REPLACE, ago=5, took=None, node="node-1", message="crashed (exit code 1); Traceback ... boom"
+    )
+    verdict = failure(1, rank=1, step=-1)
+    agents = {1: agent(1, WorkerPhase.FAILED, generation=1, verdict=verdict, failures=(verdict,))}
+    assert planned(running(4, job_spec=spec, agents=agents, status={"history": (entry,)})).status.verdict == ""
+    other = entry.replaced(node="node-9")
+    assert "alike" in planned(running(4, job_spec=spec, agents=agents, status={"history": (other,)})).status.verdict

@@ -98,3 +98,21 @@ async def test_an_unreadable_status_is_repaired_and_training_continues(wipe: str
         await until(lambda: scenario.workers.step > step + 5, 60, "more steps")
         await scenario.ended()
         assert isinstance(scenario.status()["conditions"], list)
+
+
+@in_virtual_time
+async def test_a_program_that_cannot_read_its_checkpoint_ends_at_its_second_node() -> None:
+    program = {"image": "team/own:5", "command": ["python", "train.py"]}
+    checkpoints = {"path": "/checkpoints/run", "committed": "{step}.pt"}
+    async with Scenario() as scenario:
+        change = {"trainer": None, "program": {**program, "checkpoints": checkpoints}}
+        scenario.cluster.change(JOBS, "default", "llama", lambda raw: raw["spec"].update(change))
+        await scenario.trained()
+        scenario.workers.give_up("llama", 0, 1)
+        scenario.workers.steps["llama"] -= 5  # what was trained since its checkpoint is repeated
+        await until(lambda: scenario.status()["membership"]["generation"] == 2, 60, "another node")
+        await until(lambda: len(scenario.workers.members("llama")) == 2, 60, "ranks")
+        scenario.workers.give_up("llama", 1, 1)
+        await until(lambda: scenario.status().get("phase") == "Failed", 60, "the end")
+        assert "in /checkpoints/run, a lost node has torn that file" in scenario.status()["verdict"]
+        assert [entry["cause"] for entry in scenario.status()["history"]] == ["Crash", "UserCode"]

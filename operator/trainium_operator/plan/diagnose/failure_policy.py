@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trainium_contract.faults.classify import Verdict
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
-    from trainium_contract.wire.messages import HeartbeatRequest, ProcessFailure
+    from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
@@ -57,6 +57,15 @@ _ADVICE: dict[Reason, str] = {
     Reason.BUDGET_EXHAUSTED: "See status.history for what failed; correct it or raise the budget, and run the job "
     "again (kubectl trn retry); it resumes from its newest checkpoint.",
 }
+
+_ADVICE_ON_CHECKPOINTS = (
+    "If it cannot read its newest checkpoint{}, a lost node has torn that file: remove it, and have the program write "
+    "each checkpoint under a temporary name and rename it once it is complete, as spec.program.checkpoints.committed "
+    "expects. Otherwise correct the program. Then run the job again (kubectl trn retry)."
+)
+_SIGNAL_BASE = 128
+_COMPARED_CHARACTERS = 200
+"""Of the error that ended a program: the history's messages are cut in the middle."""
 
 _NEVER_RAN = frozenset({"StartError", "ContainerCannotRun"})
 """Reasons of a container whose program was never started: its log is empty."""
@@ -86,6 +95,7 @@ def reach_verdict(facts: Facts) -> StopVerdict | None:
         or _reported_by_a_pod(facts)
         or _seen_on_a_node(facts)
         or _crashes_before_any_step(facts)
+        or _crashes_alike_on_two_nodes(facts)
         or _workers_do_not_start(facts)
     )
 
@@ -220,22 +230,66 @@ def _crashes_before_any_step(facts: Facts) -> StopVerdict | None:
     """Return the verdict on processes that crash before their first step, in a job that has never made one."""
     if has_progress(facts):
         return None
-    for member, beat in facts.beats:
-        failure = beat.verdict
-        if failure is None or failure.step > 0:
-            continue
-        if meaning_of_failure(beat, failure, facts.job.spec.recovery.rules).cause is not Cause.CRASH:
+    for member, failure in _crashed(facts):
+        if failure.step > 0:
             continue
         message = (
-            f"The training process crashed before its first step and again after a restart: rank {failure.rank} of "
-            f"pod {member.pod_name} on node {member.node_name}, {signs_of(failure)}: "
-            f"{failure.message or 'no output'}"
+            f"The training process crashed before its first step and again after a restart: {_of(member, failure)}"
         )
         advice = get_cause_row(Cause.USER_CODE).advice
         return _verdict(
             Reason.USER_ERROR, Cause.USER_CODE, message, advice=advice, pod=member.pod_name, node=member.node_name
         )
     return None
+
+
+def _crashes_alike_on_two_nodes(facts: Facts) -> StopVerdict | None:
+    """Return the verdict on a program that crashes as it did before its worker was replaced, without a new step since.
+
+    A program that a signal ended gave no reason, so that is never the same crash.
+    """
+    program = facts.job.spec.program
+    replaced = [
+        entry
+        for entry in facts.job.status.history
+        if entry.is_open and entry.cause is Cause.CRASH and entry.rung is not Rung.IN_PLACE
+    ]
+    if program is None or not replaced:
+        return None
+    for member, failure in _crashed(facts):
+        if failure.exit_code > _SIGNAL_BASE:
+            continue
+        error = failure.message.partition("\n")[0][:_COMPARED_CHARACTERS]
+        same = sentence(f"({signs_of(failure)}); {error}")
+        before = next((entry for entry in replaced if same in entry.message and entry.node != member.node_name), None)
+        if before is None:
+            continue
+        message = (
+            f"The program crashed alike on two nodes without a new step in between: pod {before.pod} on node "
+            f"{before.node}, then {_of(member, failure)}"
+        )
+        advice = _ADVICE_ON_CHECKPOINTS.format("" if program.checkpoints is None else f" in {program.checkpoints.path}")
+        return _verdict(
+            Reason.USER_ERROR, Cause.USER_CODE, message, advice=advice, pod=member.pod_name, node=member.node_name
+        )
+    return None
+
+
+def _crashed(facts: Facts) -> Iterator[tuple[Member, ProcessFailure]]:
+    """Yield the members whose agents gave up because of a crash."""
+    for member, beat in facts.beats:
+        failure = beat.verdict
+        if failure is None:
+            continue
+        if meaning_of_failure(beat, failure, facts.job.spec.recovery.rules).cause is Cause.CRASH:
+            yield member, failure
+
+
+def _of(member: Member, failure: ProcessFailure) -> str:
+    return (
+        f"rank {failure.rank} of pod {member.pod_name} on node {member.node_name}, {signs_of(failure)}: "
+        f"{failure.message or 'no output'}"
+    )
 
 
 def _workers_do_not_start(facts: Facts) -> StopVerdict | None:
