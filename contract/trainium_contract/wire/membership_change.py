@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from trainium_contract.base import MessageModel
 from trainium_contract.wire.messages import (
     PROTOCOL,
     Generation,
@@ -21,6 +20,7 @@ from trainium_contract.wire.messages import (
     Membership,
     Protocol,
     Transition,
+    WireMessage,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class StaleChangeError(ValueError):
     """The change was made from another membership than this one; ask for the whole."""
 
 
-class MembershipChange(MessageModel):
+class MembershipChange(WireMessage):
     """The generation `generation`, for who knows the generation `since`."""
 
     protocol: Protocol = PROTOCOL

@@ -14,7 +14,7 @@ from enum import StrEnum
 from ipaddress import ip_address
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from trainium_contract.base import MessageModel, Name, Text
 from trainium_contract.faults.causes import Cause
@@ -31,6 +31,12 @@ from trainium_contract.status.results import (
 )
 
 PROTOCOL = 2
+
+
+class WireMessage(MessageModel):
+    """Base of messages, which each start of an agent builds: most are only parts of others, and no page shows them."""
+
+    model_config = ConfigDict(defer_build=True, use_attribute_docstrings=False)
 
 
 def _known(protocol: int) -> int:
@@ -82,7 +88,7 @@ class Transition(StrEnum):
     """Ranks agree on a step, snapshot and exit 75: nothing is lost."""
 
 
-class Member(MessageModel):
+class Member(WireMessage):
     """One worker of a generation."""
 
     pod_uid: Uid
@@ -94,7 +100,7 @@ class Member(MessageModel):
     """Port on `podIp` that this worker's agent reserved for the store, should it hold node rank 0."""
 
 
-class Membership(MessageModel):
+class Membership(WireMessage):
     """One generation: exactly these workers may rendezvous, write snapshots and commit checkpoints as it."""
 
     protocol: Protocol = PROTOCOL
@@ -142,7 +148,7 @@ class AlertKind(StrEnum):
     """Loss or gradient of a step was not finite, and the update was left out."""
 
 
-class Alert(MessageModel):
+class Alert(WireMessage):
     """One alert of the trainer's monitors."""
 
     kind: Annotated[str, Field(max_length=64)]
@@ -162,7 +168,7 @@ class HangDetection(StrEnum):
     OFF = "Off"
 
 
-class Progress(MessageModel):
+class Progress(WireMessage):
     """Newest progress of the pod's first rank."""
 
     step: int = Field(ge=0, le=_LARGEST)
@@ -218,7 +224,7 @@ class Progress(MessageModel):
         return self.stage == RunStage.TRAIN
 
 
-class ProcessFailure(MessageModel):
+class ProcessFailure(WireMessage):
     """One exit of a training process that was not asked for."""
 
     sequence: int = Field(ge=0, le=_LARGEST)
@@ -240,7 +246,7 @@ class ProcessFailure(MessageModel):
     at: Time
 
 
-class KernelEvent(MessageModel):
+class KernelEvent(WireMessage):
     """One kernel line that reports a device or host fault."""
 
     sequence: int = Field(ge=0, le=_LARGEST)
@@ -260,7 +266,7 @@ class TrainerPhase(StrEnum):
     SAVE = "Save"
 
 
-class StuckRank(MessageModel):
+class StuckRank(WireMessage):
     """One rank that has made no progress for longer than its phase allows."""
 
     rank: int = Field(ge=0, le=_LAST)
@@ -275,7 +281,7 @@ class StuckRank(MessageModel):
     """Innermost frames, newest first."""
 
 
-class StepTiming(MessageModel):
+class StepTiming(WireMessage):
     """Step times of this node over the newest steps."""
 
     steps: int = Field(ge=0, le=_LARGEST)
@@ -288,7 +294,7 @@ class StepTiming(MessageModel):
     """Share of the processor time it wanted that this rank had to wait for, because others used the processors."""
 
 
-class CheckResult(MessageModel):
+class CheckResult(WireMessage):
     """Outcome of one preflight check."""
 
     check: PreflightCheck
@@ -298,7 +304,7 @@ class CheckResult(MessageModel):
     """Evidence; for a check that did not pass, what is wrong."""
 
 
-class RestartRecord(MessageModel):
+class RestartRecord(WireMessage):
     """One restart of the ranks in place, by the agent's own clock."""
 
     sequence: int = Field(ge=0, le=_LARGEST)
@@ -317,7 +323,7 @@ class RestartRecord(MessageModel):
     """Step that the ranks resumed from."""
 
 
-class RegisterRequest(MessageModel):
+class RegisterRequest(WireMessage):
     """An agent introduces itself; repeated after each lost connection (idempotent)."""
 
     protocol: Protocol = PROTOCOL
@@ -331,7 +337,7 @@ class RegisterRequest(MessageModel):
     agent_version: str = Field(max_length=64)
 
 
-class RegisterResponse(MessageModel):
+class RegisterResponse(WireMessage):
     """The coordinator's welcome."""
 
     protocol: Protocol = PROTOCOL
@@ -342,7 +348,7 @@ class RegisterResponse(MessageModel):
     """Unix seconds of the coordinator's clock."""
 
 
-class HeartbeatRequest(MessageModel):
+class HeartbeatRequest(WireMessage):
     """One per pod and heartbeat interval."""
 
     protocol: Protocol = PROTOCOL
@@ -377,7 +383,7 @@ class HeartbeatRequest(MessageModel):
     """Sizes for which this pod has compiled, or fetched, the graphs while it was an idle spare."""
 
 
-class HeartbeatResponse(MessageModel):
+class HeartbeatResponse(WireMessage):
     """The coordinator's answer to a heartbeat; a membership is a frame by itself."""
 
     protocol: Protocol = PROTOCOL
@@ -389,7 +395,7 @@ class HeartbeatResponse(MessageModel):
     """Unix seconds of the coordinator's clock."""
 
 
-class ErrorResponse(MessageModel):
+class ErrorResponse(WireMessage):
     """Why a request or a frame was refused."""
 
     error: str
