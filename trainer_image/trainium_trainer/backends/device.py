@@ -23,6 +23,8 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import DEVICE_FILES
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from trainium_trainer.configuration.config import Launch
 
 _TIMEOUT = timedelta(minutes=30)
@@ -118,6 +120,17 @@ def meet(backend: str, launch: Launch) -> None:
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=launch.rank, world_size=launch.world_size)
+
+
+def open_store(launch: Launch) -> Store | None:
+    """Return a store that all ranks reach before they meet; None where there is one rank.
+
+    Rank 0 has to keep it until they have met: where no agent serves it, its process does, and for both uses.
+    """
+    if launch.alone or launch.world_size == 1 or "MASTER_ADDR" not in os.environ:
+        return None
+    store: Store = next(dist.rendezvous("env://", timeout=_TIMEOUT))[0]  # type: ignore[attr-defined]
+    return store
 
 
 def _join_alone(device: torch.device, launch: Launch) -> None:

@@ -3,6 +3,7 @@
 Guarantees:
 - A branch that moves changes nothing of a run: every start after the first reads the files of the recorded commits.
 - Such a start asks the hub only for the contents of the files that it still has to read.
+- Before there is a record, all ranks read the commits that the first rank found, also while a branch moves.
 - Only the owner of the checkpoints writes the record.
 """
 
@@ -29,6 +30,10 @@ from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.protocol import Retry, Storage, read_small
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from trainium_contract.trainer.data import DataConfig, HubConfig
 
 RECORD_NAME = "DATA-REVISIONS"
@@ -47,8 +52,18 @@ class _Record(MessageModel):
 class RunRevisions:
     """The record of a run, of one start."""
 
-    def __init__(self, storage: Storage, retry: Retry | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        retry: Retry | None = None,
+        *,
+        rank: int = 0,
+        open_store: Callable[[], Store | None] = lambda: None,
+    ) -> None:
+        """`open_store` returns a store that all ranks reach; None for a single rank."""
         self._storage, self._retry = storage, retry or Retry()
+        self._rank, self._open_store = rank, open_store
+        self._store: Store | None = None
         self._known = _Record()
         self._commits: dict[str, str] = {}
         self._locations: list[str] = []
@@ -56,11 +71,14 @@ class RunRevisions:
     def pin(self, config: DataConfig) -> DataConfig:
         """Return the configuration with the commits of the run, and those of today for what is not recorded.
 
-        Raises UserError and StorageError.
+        Collective where data come from the hub. Raises UserError and StorageError.
         """
         if not any(name.startswith(HUB) for name in list_locations(config)):
             return config
         self._known = self._read()
+        self._store = self._open_store()
+        if self._store is not None and self._rank > 0:
+            self._commits = _Record.model_validate_json(self._store.get(RECORD_NAME)).commits
         held, sources = config.validation, config.sources
         pinned = config.model_copy(
             update={
@@ -79,6 +97,8 @@ class RunRevisions:
                 "validation": held and held.model_copy(update={"source": held.source and self._pin_name(held.source)}),
             }
         )
+        if self._store is not None and self._rank == 0:
+            self._store.set(RECORD_NAME, _Record(commits=self._commits).model_dump_json())
         self._locations = [name for name in list_locations(pinned) if name.startswith(HUB)]
         for name in self._locations:
             if name in self._known.files:
@@ -113,7 +133,7 @@ class RunRevisions:
 
     def _pin_config(self, given: HubConfig) -> HubConfig:
         name = f"{given.dataset}@{given.revision}"
-        commit = self._known.commits.get(name) or self._commits.get(name) or find_commit(given)
+        commit = self._commits.get(name) or self._known.commits.get(name) or find_commit(given)
         if commit != given.revision:
             self._commits[name] = commit
             _log.info("data.hub %s: this run reads commit %s", name, commit)

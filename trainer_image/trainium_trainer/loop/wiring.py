@@ -17,6 +17,7 @@ from torch import distributed as dist
 from trainium_contract.models.parameters import count_parameters
 from trainium_trainer.artifacts.stage import at_milestones
 from trainium_trainer.backends.choose import find_backend, make_backend
+from trainium_trainer.backends.device import open_store
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
@@ -104,7 +105,9 @@ def start(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Ru
         from trainium_trainer.artifacts.push import open_repository  # noqa: PLC0415 - few runs ask the hub
 
         open_repository(given)
-    revisions = RunRevisions(open_storage(given.checkpoint.path))
+    revisions = RunRevisions(
+        open_storage(given.checkpoint.path), rank=launch.rank, open_store=lambda: open_store(launch)
+    )
     given = given.model_copy(update={"data": revisions.pin(given.data)})
     with watching(launch.local_rank, launch.local_world_size):
         data = open_data(

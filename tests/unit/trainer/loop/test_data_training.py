@@ -101,6 +101,19 @@ def test_a_restart_reads_the_commit_of_the_first_start_and_asks_the_hub_only_for
     assert bool(hub.requests) == (form == "streamed"), "the rest is in the cache"
 
 
+def test_all_ranks_of_a_first_start_read_the_commit_that_the_first_one_found_while_the_branch_moves(
+    launch: Launcher, hub: HubServer, tmp_path: Path
+) -> None:
+    hub.add("datasets/owner/moving", split_files("number"))
+    hub.moving = "datasets/owner/moving"
+    document = {"sequenceLength": 96, "tokenizer": {"vocabSize": 340}, "cacheDirectory": str(tmp_path / "cache")}
+    given = [f"data={json.dumps(document | {'workers': 1, 'hub': HUB})}"]
+    launch(2, "run", given, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "home")).finish()
+    assert len([each for each in hub.requests if each.path.endswith("/revision/main")]) == 1
+    record = json.loads((tmp_path / "run" / "DATA-REVISIONS").read_text())
+    assert record["commits"] == {"owner/moving@main": next(iter(hub.repositories["datasets/owner/moving"].commits))}
+
+
 def test_a_tokenising_process_that_is_killed_ends_the_run_with_its_reason(
     launch: Launcher, documents: list[str]
 ) -> None:
