@@ -237,6 +237,7 @@ def test_the_command_line_starts_and_stops_a_cluster(state_home: Path) -> None:
     assert "there is no cluster by-hand" in command("down").stderr
 
 
+@pytest.mark.long
 def test_a_killed_supervisor_takes_everything_along_and_down_clears_the_rest(state_home: Path) -> None:
     subprocess.run([*CLI, "up", "--nodes", "0", "--name", "crashed"], check=True, capture_output=True)
     cluster = Cluster.connect("crashed")

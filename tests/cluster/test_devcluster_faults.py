@@ -167,6 +167,7 @@ def test_nodes_come_and_go(cluster: Cluster) -> None:
     assert not marked(MARKER, cluster.paths.marker("late"))
 
 
+@pytest.mark.long
 def test_a_stopped_cluster_leaves_no_process_of_its_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with Cluster.start(nodes=node_specs(1)) as cluster:

@@ -26,6 +26,8 @@ from trainium_operator.plan.plan import plan
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
+
 GATES = "--feature-gates=GenericWorkload=true"
 
 

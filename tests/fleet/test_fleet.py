@@ -55,6 +55,7 @@ def test_a_condition_stays_and_a_device_that_vanished_is_missing(cluster: Cluste
     cluster.fleet.set_allocatable(node, "aws.amazon.com/neuron", 16)
 
 
+@pytest.mark.long
 def test_the_operator_trains_a_fleet_and_replaces_a_failed_worker_by_the_spare(
     cluster: Cluster, tmp_path: Path
 ) -> None:

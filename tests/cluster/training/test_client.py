@@ -234,6 +234,7 @@ def test_a_failed_job_reports_why_and_runs_again_corrected(
     assert job.until_phase("Completed")["progress"]["step"] == 6
 
 
+@pytest.mark.long
 def test_steps_of_a_running_job_are_recorded_on_two_ranks_at_once(
     new_job: Callable[..., Job], trn: Trn, tmp_path: Path
 ) -> None:

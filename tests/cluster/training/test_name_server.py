@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.testing.cluster.jobs import Job
     from tests.testing.cluster.sites import Site
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(300)]
 
 ADDRESS = ("127.83.82.53", 53)
 OF_AN_ADDRESS = b"\x07in-addr\x04arpa\x00"

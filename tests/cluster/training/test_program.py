@@ -117,6 +117,7 @@ def test_a_program_goes_through_a_killed_process_and_a_lost_node_and_completes(o
     assert conditions["ProgressReported"]["status"] == "True"
 
 
+@pytest.mark.long
 def test_ranks_that_lose_a_peer_with_its_node_are_no_other_interruption(operator: Site, namespace: str) -> None:
     job = ddp_job(operator, namespace)
     job.until("steps and a spare", lambda status: step_of(status) >= 12 and status.get("spares") == 1, seconds=180)

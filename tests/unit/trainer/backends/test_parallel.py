@@ -62,7 +62,7 @@ def test_two_runs_of_one_size_agree_bit_for_bit(launch: Launcher, ranks: int) ->
         pytest.param(1, ["batch.microSize=8"], id="no accumulation"),
         pytest.param(2, ["batch.microSize=1"], id="dp2, more accumulation"),
         pytest.param(2, [TP], id="tp2", marks=pytest.mark.long),
-        pytest.param(2, [TP, SP], id="tp2, sequence"),
+        pytest.param(2, [TP, SP, "batch.microSize=4"], id="tp2, sequence, less accumulation"),
         pytest.param(4, [TP], id="dp2 tp2", marks=pytest.mark.long),
         pytest.param(4, ["parallelism.tensor=4"], id="tp4, two ranks to a key/value head", marks=pytest.mark.long),
         pytest.param(

@@ -80,7 +80,9 @@ FROM_HUB = {
 }
 
 
-@pytest.mark.parametrize("form", ["sources", "streamed", pytest.param("examples", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "form", ["streamed", *(pytest.param(form, marks=pytest.mark.long) for form in ("sources", "examples"))]
+)
 def test_a_restart_reads_the_commit_of_the_first_start_and_asks_the_hub_only_for_text(
     launch: Launcher, hub: HubServer, tmp_path: Path, form: str
 ) -> None:

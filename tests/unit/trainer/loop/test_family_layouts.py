@@ -37,16 +37,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"], **WINDOW},
     "smollm3": {"no_rope_layers": [1, 0], "mlp_bias": True},
 }
-TP2 = (2, ["parallelism.tensor=2", "parallelism.sequence=true"])
-TP4 = (4, ["parallelism.tensor=4"])
+TP2 = (2, ["parallelism.tensor=2", "parallelism.sequence=true", "batch.microSize=4"])
+TP4 = (4, ["parallelism.tensor=4", "batch.microSize=4"])
 PP2 = (2, ["parallelism.pipeline=2"])
 SHARDED = (2, ["dataParallel=FullySharded", "recompute=Full"])
 FULL = "tuning={method: Full}"
 FLOAT32 = "artifacts.precision=Float32"
 LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, targets: ['*_proj']}}"
-USUAL = {("llama", "tp2"), ("qwen2", "tp4"), ("qwen3", "tp2"), ("granite", "pp2"), ("olmo2", "tp4"), ("olmo3", "tp2")}
-USUAL |= {("mistral", "sharded"), ("smollm3", "pp2")}
+TUNINGS = {"full": FULL, "LoRA": LORA}
 LAYOUTS = {"tp2": TP2, "tp4": TP4, "pp2": PP2, "sharded": SHARDED}
+USUAL = {
+    "llama": "tp2",
+    "mistral": "sharded",
+    "qwen2": "tp4",
+    "qwen3": "tp2",
+    "granite": "pp2",
+    "olmo2": "tp4",
+    "olmo3": "tp2",
+    "smollm3": "pp2",
+}
+"""The layout of a family with each change."""
+ADAPTED = frozenset({"llama", "granite"})
+"""Families with biases and with multipliers, which adapters meet with each change."""
 
 
 @pytest.fixture(scope="session")
@@ -65,14 +77,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Callable[[s
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("tuning", "family", "layout"),
     [
-        pytest.param(family, layout, marks=() if (family, layout) in USUAL else pytest.mark.long)
+        pytest.param(
+            TUNINGS[tuning],
+            family,
+            layout,
+            id=f"{tuning}-{family}-{layout}",
+            marks=() if layout == USUAL[family] and (tuning == "full" or family in ADAPTED) else pytest.mark.long,
+        )
+        for tuning in TUNINGS
         for family in FAMILIES
         for layout in LAYOUTS
     ],
 )
-@pytest.mark.parametrize("tuning", [FULL, LORA], ids=["full", "LoRA"])
 def test_the_curve_of_a_family_is_the_same_in_every_layout(
     launch: Launcher,
     undisturbed: Undisturbed,

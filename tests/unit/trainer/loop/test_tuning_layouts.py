@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(150)
 
 TP, SP = "parallelism.tensor=2", "parallelism.sequence=true"
+TWO_PASSES = "batch.microSize=4"
+"""A pass of tensor parallel ranks takes long, so they make half as many of them in a step."""
 SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
 LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, targets: ['*_proj']}}"
 DROPS = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.3, targets: ['*_proj']}}"
@@ -50,7 +52,7 @@ LAYOUTS = [
     pytest.param(DROPS, 4, [], id="LoRA, dp4", marks=pytest.mark.long),
     pytest.param(DROPS, 3, ["batch.microSize=1"], id="LoRA, dp3, an empty pass"),
     pytest.param(DROPS, 2, [TP], id="LoRA, tp2", marks=pytest.mark.long),
-    pytest.param(DROPS, 2, [TP, SP], id="LoRA, tp2, sequence"),
+    pytest.param(DROPS, 2, [TP, SP, TWO_PASSES], id="LoRA, tp2, sequence"),
     pytest.param(
         DROPS,
         4,
@@ -69,11 +71,13 @@ LAYOUTS = [
         id="LoRA, pp2, tp2, sequence, recompute",
         marks=pytest.mark.long,
     ),
-    pytest.param(DORA, 2, [TP, SP], id="DoRA, tp2, sequence"),
-    pytest.param(DORA, 4, ["parallelism.tensor=4"], id="DoRA, tp4, two ranks to a key/value head"),
+    pytest.param(DORA, 2, [TP, SP, TWO_PASSES], id="DoRA, tp2, sequence"),
+    pytest.param(
+        DORA, 4, ["parallelism.tensor=4"], id="DoRA, tp4, two ranks to a key/value head", marks=pytest.mark.long
+    ),
     pytest.param(DORA, 2, [SHARDED, "recompute=Full"], id="DoRA, sharded, recompute"),
     pytest.param(DORA, 2, ["parallelism.pipeline=2"], id="DoRA, pp2", marks=pytest.mark.long),
-    pytest.param(PATTERNS, 2, [TP, SP], id="patterns, tp2, sequence"),
+    pytest.param(PATTERNS, 2, [TP, SP, TWO_PASSES], id="patterns, tp2, sequence"),
     pytest.param(PATTERNS, 4, [SHARDED, TP], id="patterns, sharded, tp2", marks=pytest.mark.long),
     pytest.param(PATTERNS, 2, ["parallelism.pipeline=2"], id="patterns, pp2, the first stage trains nothing"),
 ]
