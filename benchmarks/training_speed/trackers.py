@@ -1,0 +1,102 @@
+"""Compare a step of a run that MLflow follows with one that nothing follows.
+
+    python -m benchmarks.training_speed.trackers [--rounds 5] [--ranks 1]      # in an interpreter that has mlflow
+
+MLflow's own server with SQLite is on loopback; runs with and without it alternate. The processor time of a run includes
+that of the process that sends it: where all processors are busy, a step can lose as much as that differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.training_speed.__main__ import SHAPES
+from benchmarks.training_speed.runs import WARM_STEPS, Task, run_ours, text_file
+from tests.testing.trainer.mlflow_server import run_mlflow_server
+
+GOAL = 0.005
+"""Goal for the longer step, as a share of a step."""
+
+
+@dataclass
+class Measured:
+    """Steps and processor time of the runs of one kind."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Seconds of each counted step."""
+    processor_seconds: list[float] = field(default_factory=list)
+    """Of each run, with the process that sends it."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the median step, its quartiles, the best one and the processor time of a run, in seconds."""
+        quartiles = [round(value, 4) for value in statistics.quantiles(self.seconds, n=4)]
+        return {
+            "median": quartiles[1],
+            "quartiles": [quartiles[0], quartiles[2]],
+            "best": round(min(self.seconds), 4),
+            "processorSeconds": round(statistics.median(self.processor_seconds), 2),
+        }
+
+
+def main() -> int:
+    """Run the benchmark, print the figures and write the file."""
+    parser = argparse.ArgumentParser(prog="benchmarks.training_speed.trackers", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each kind")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=WARM_STEPS + 20)
+    parser.add_argument("--json", type=Path, default=Path("out/bench/trackers.json"))
+    options = parser.parse_args()
+    task = Task(
+        ranks=options.ranks,
+        device="cpu",
+        model=SHAPES["cpu"],
+        length=256,
+        micro=2,
+        accumulation=1,
+        steps=options.steps,
+        half=False,
+        sharded=False,
+        recompute=False,
+        compiled=False,
+    )
+    kinds = {"without": (), "MLflow": ("monitor.trackers=[MLflow]",)}
+    found = {name: Measured() for name in kinds}
+    with tempfile.TemporaryDirectory(prefix="trackers-") as scratch, run_mlflow_server(Path(scratch)) as server:
+        os.environ["MLFLOW_TRACKING_URI"] = server.address
+        text = text_file(Path(scratch))
+        for number in range(options.rounds):
+            for name, overrides in kinds.items():
+                folder = Path(scratch, f"{name}-{number}")
+                folder.mkdir()
+                result = run_ours(task, folder, text, overrides)
+                found[name].seconds += result.seconds
+                found[name].processor_seconds.append(result.processor_seconds)
+    shares = {
+        kind: round(choose(found["MLflow"].seconds) / choose(found["without"].seconds) - 1, 4)
+        for kind, choose in (("median", statistics.median), ("best", min))
+    }
+    report = {
+        "benchmark": "trackers",
+        "date": time.strftime("%Y-%m-%d"),
+        "load": os.getloadavg()[0],
+        "settings": {"ranks": task.ranks, "steps": task.steps, "rounds": options.rounds},
+        "goal": GOAL,
+        **{name: each.to_json() for name, each in found.items()},
+        "longer": shares,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+    return int(shares["median"] > GOAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
