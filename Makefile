@@ -73,9 +73,10 @@ test-trackers: binaries  ## Runs in MLflow (its server, with a database; also a 
 	@scripts/tool_venv.sh $(TRACKERS_VENV) $(abspath $(BIN))/python scripts/trackers_requirements.txt
 	@$(TRACKERS_VENV)/bin/python -m pytest tests/unit/trainer/trackers tests/cluster/training/test_trackers.py $(ARGS)
 
-test-tasks: setup  ## Models measured by lm-eval, and answers of a real server (docs/evaluate.md)
+test-tasks: binaries  ## Models measured by lm-eval, also at milestones of a job; answers of a real server (docs/evaluate.md)
+	@$(BIN)/trainium-devcluster binaries --helm >/dev/null
 	@scripts/tool_venv.sh $(TASKS_VENV) $(abspath $(BIN))/python scripts/tasks_requirements.txt
-	@$(TASKS_VENV)/bin/python -m pytest tests/unit/evaluate/test_tasks.py tests/unit/evaluate/test_endpoint.py $(ARGS)
+	@$(TASKS_VENV)/bin/python -m pytest tests/unit/evaluate/test_tasks.py tests/unit/evaluate/test_endpoint.py tests/cluster/training/test_milestones.py $(ARGS)
 
 check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff check .

@@ -31,7 +31,7 @@ from trainium_contract.wire.messages import (
     StepTiming,
     WorkerPhase,
 )
-from trainium_contract.wire.worker_env import LABEL_EXTRA
+from trainium_contract.wire.worker_env import LABEL_EXTRA, LABEL_ROLE, ROLE_WORKER
 from trainium_operator.cluster.api.resources import NODES, PODS
 from trainium_operator.coordinator.state import NotRegisteredError, OldGenerationError
 from trainium_operator.plan.model.names import JobId
@@ -168,6 +168,8 @@ class Workers:
         for namespace, name, raw in list(self._pods()):
             node = raw["spec"].get("nodeName")
             agent = self.agents.get(raw["metadata"]["uid"])
+            if raw["metadata"].get("labels", {}).get(LABEL_ROLE) != ROLE_WORKER:
+                continue
             if raw["status"]["phase"] != "Running" or node in self.lost_nodes:
                 continue
             running[raw["metadata"]["uid"]] = raw

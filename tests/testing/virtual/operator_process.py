@@ -102,7 +102,7 @@ class OperatorProcess:
 
     async def start(self) -> None:
         runtime = self.runtime
-        work = [reflector.run() for reflector in runtime.caches.reflectors()]
+        work = [reflector.run() for reflector in (*runtime.caches.reflectors(), runtime.caches.evaluations)]
         if runtime.caches.network_policies is not None:
             work.append(runtime.caches.network_policies.run())
         self._lease = asyncio.create_task(self._lead())

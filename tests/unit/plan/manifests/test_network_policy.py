@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from plan_builders import SETTINGS, job, spec
 
+from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_EVALUATION
 from trainium_operator.plan.features.network_policy.policy import network_policy
 from trainium_operator.plan.manifests.worker_pod import pod_template
 from trainium_operator.plan.model import names
@@ -34,10 +35,12 @@ def lets_in(policy: dict[str, Any], namespace: str, labels: dict[str, str], own:
     return found
 
 
-def test_it_selects_every_worker_and_nothing_else_of_the_job() -> None:
-    selected = spec_of()["podSelector"]["matchLabels"]
-    assert selected.items() <= pod_template(job(), SETTINGS)["metadata"]["labels"].items()
-    assert selected == names.selector_labels("demo")
+def test_it_selects_every_pod_that_the_operator_creates_and_nothing_else_of_the_job() -> None:
+    selected = spec_of()["podSelector"]
+    labels = pod_template(job(), SETTINGS)["metadata"]["labels"]
+    assert selected["matchLabels"] == {LABEL_JOB: "demo"}
+    assert selected["matchExpressions"] == [{"key": LABEL_ROLE, "operator": "Exists"}]
+    assert labels.items() >= {LABEL_JOB: "demo", LABEL_ROLE: "worker"}.items()
     assert spec_of()["policyTypes"] == ["Ingress"]
 
 
@@ -47,6 +50,7 @@ def test_it_selects_every_worker_and_nothing_else_of_the_job() -> None:
         ("default", names.selector_labels("demo"), [None]),
         ("trainium-system", {**OPERATOR, "pod-template-hash": "5d"}, [[{"protocol": "TCP"}]]),
         ("default", names.selector_labels("other"), []),
+        ("default", {LABEL_JOB: "demo", LABEL_ROLE: ROLE_EVALUATION}, []),
         ("default", {"app": "browser"}, []),
         ("elsewhere", names.selector_labels("demo"), []),
         ("default", OPERATOR, []),

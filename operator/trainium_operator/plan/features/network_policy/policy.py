@@ -4,7 +4,8 @@ Workers accept connections from the job's own workers, at every port (the store 
 pairs), from the operator's pods, which check whether the port of a silent agent still answers, and from what the
 chart's `networkPolicy.jobs.ingress` adds. Workers serve no metrics, and what goes through the kubelet (probes, logs,
 exec, port-forward, so all of `kubectl trn`) is not subject to policies. Policies add up, so a job with ports
-is opened further by another policy that selects its pods.
+is opened further by another policy that selects its pods. The policy also selects the pod of an evaluation, which
+nobody needs to reach and which may not reach the workers.
 
 Egress is left open: a job reaches the coordinator, DNS, shared file systems, S3 and hubs, wherever those are, and a
 rule that omits one of them is an outage. EFA traffic bypasses the kernel's network, so no policy sees it; the security
@@ -22,6 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.status.conditions import ConditionType
+from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE
 from trainium_operator.plan.manifests.owned_object import owned_object
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyPolicy, PolicyResult, event
@@ -97,7 +99,10 @@ def network_policy(job: JobView, ingress: WorkerIngress) -> Json:
     probes = {"from": [operator], "ports": [{"protocol": "TCP"}]}
     rules: list[Json] = [{}] if on_host_network(job) else [peers, probes, *map(dict, ingress.rules)]
     spec = {
-        "podSelector": {"matchLabels": names.selector_labels(job.name)},
+        "podSelector": {
+            "matchLabels": {LABEL_JOB: job.name},
+            "matchExpressions": [{"key": LABEL_ROLE, "operator": "Exists"}],
+        },
         "policyTypes": ["Ingress"],
         "ingress": rules,
     }
