@@ -78,7 +78,7 @@ def test_models_of_milestones_are_measured_beside_training_also_after_a_kill(
     (pod,) = found
     assert job.status()["phase"] in ("Running", "Completed")
     assert pod["spec"]["priority"] < 0
-    job.site.kubectl("delete", "pod", pod["metadata"]["name"], "-n", job.namespace, "--wait=false", "--force")
+    job.site.kubectl("delete", "pod", pod["metadata"]["name"], "-n", job.namespace, "--wait=false")
 
     status = job.until(
         "all milestones are measured",

@@ -247,7 +247,7 @@ def test_the_pod_is_no_worker_has_no_token_and_preempts_nobody() -> None:
     folder = "/checkpoints/default/demo/artifacts/step-100"
     assert container["command"] == [
         *("trainium-trainer", "evaluate", f"{folder}/model", "--config", "/etc/trainium/trainer.yaml"),
-        *("--message", "/dev/termination-log", "--output", f"{folder}/milestone.json"),
+        *("--device", "cpu", "--message", "/dev/termination-log", "--output", f"{folder}/milestone.json"),
     ]
 
 

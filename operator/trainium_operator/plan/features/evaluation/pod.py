@@ -71,7 +71,9 @@ def evaluation_pod(job: JobView, settings: PlanSettings, entry: MilestoneEvaluat
 
 def _container(worker: Json, entry: MilestoneEvaluation) -> Json:
     kept = {key: value for key, value in worker.items() if key not in _OF_WORKERS}
-    command = ["trainium-trainer", "evaluate", entry.path, "--config", env.CONFIG_PATH, "--message", TERMINATION_LOG]
+    # Some container runtimes show every GPU of a node to pods that ask for none.
+    command = ["trainium-trainer", "evaluate", entry.path, "--config", env.CONFIG_PATH, "--device", "cpu"]
+    command += ["--message", TERMINATION_LOG]
     if entry.path.startswith("/"):
         command += ["--output", f"{entry.path.rstrip('/').rpartition('/')[0]}/{RESULT_NAME}"]
     memory = _LIBRARIES + entry.bytes * _FLOAT32_SHARE
