@@ -59,7 +59,7 @@ def work(connection: Connection, environment: dict[str, str]) -> None:
 @contextlib.contextmanager
 def forked_workers() -> Iterator[None]:
     """Pools fork their processes."""
-    context = fork_context("tests.testing.trainer.forked_workers")
+    context = fork_context()
 
     def start(theirs: socket.socket, environment: dict[str, str]) -> ForkedProcess:
         connection = Connection(os.dup(theirs.fileno()))

@@ -14,13 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.process import BaseProcess
 
-PRELOADED = [
-    "torch._dynamo",
-    "torch.distributed",
-    "trainium_trainer.artifacts.stage",
-    "trainium_trainer.artifacts.export",
-]
-
 
 def start(function: Callable[..., None], *arguments: Any) -> BaseProcess:
     process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments, daemon=True)

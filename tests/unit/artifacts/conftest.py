@@ -11,9 +11,7 @@ from tests.testing.trainer.fork_server import fork_context
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from artifact_ranks import PRELOADED
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _preloaded_processes() -> None:
-    fork_context(*PRELOADED)
+    fork_context()

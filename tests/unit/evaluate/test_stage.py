@@ -245,7 +245,7 @@ def test_ranks_share_the_questions_and_find_what_one_finds(
     size = 2
     alone = stage(config, models, tmp_path / "alone" / "out")
     port = reserved_port()
-    server = fork_context("trainium_trainer.evaluate.stage", "transformers.models.llama")
+    server = fork_context()
     ranks = [
         server.Process(target=_rank, args=(rank, size, port, config, models, tmp_path), daemon=True)
         for rank in range(size)

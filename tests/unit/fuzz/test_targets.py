@@ -21,7 +21,7 @@ from tests.testing.suite.trials import trials
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CASES = {"coordinator": 1200, "cluster": 600, "spec": 400}
+CASES = {"coordinator": 500, "cluster": 250, "spec": 200}
 MOST_CHANGES = 5
 
 

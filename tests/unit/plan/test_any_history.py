@@ -215,7 +215,7 @@ class AnyHistory(RuleBasedStateMachine):
 
 TestAnyHistory = pytest.mark.timeout(300)(AnyHistory.TestCase)
 TestAnyHistory.settings = settings(
-    max_examples=trials(100),
+    max_examples=trials(40),
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -168,7 +168,7 @@ class World:
         results = self.root / f"results-{self.attempt}"
         results.mkdir()
         errors = [self.root / f"errors-{self.attempt}-{rank}" for rank in range(len(nodes) * per_node)]
-        context = fork_context("torch.distributed.fsdp", "torch.distributed.checkpoint", "trainium_worker.dcp")
+        context = fork_context()
         processes = []
         for rank, path in enumerate(errors):
             node, local = nodes[rank // per_node], rank % per_node
