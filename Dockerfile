@@ -61,13 +61,11 @@ COPY trainer_image/pyproject.toml /trainer_image/
 COPY --from=trainer-wheels /wheels /wheels
 
 FROM ${PYTHON_IMAGE} AS operator
-# Of the client of Kubernetes a few modules are imported; the bytecode of all the others is a quarter of the image.
 RUN --mount=from=operator-source,target=/source \
     cd /source \
     && python scripts/image_requirements.py operator >/tmp/requirements.txt \
     && pip install --no-cache-dir --no-deps --require-hashes -r /tmp/requirements.txt \
     && pip install --no-cache-dir --no-deps wheels/*.whl \
-    && find /usr/local/lib -path '*/kubernetes/*client/*/__pycache__/[!_]*' -delete \
     && rm /tmp/requirements.txt
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 USER 65532:65532

@@ -18,6 +18,7 @@ import aiohttp
 import kopf
 from pydantic_core import from_json
 
+from trainium_contract.api_server.connection import tls_context
 from trainium_contract.stored_json import read_json, shallow
 from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from aiohttp.connector import Connection
+
+    from trainium_contract.api_server.kubeconfig import Access
 
 WATCH_SECONDS = 240
 # Left to itself kopf asks for the user's name, and the user id of a container need not have one. Only kopf's peering,
@@ -96,7 +99,7 @@ def _readable(line: bytes) -> bytes:
 def make_registry(
     *,
     observe: Callable[[dict[str, Any], bool], None],
-    credentials: Callable[[], Awaitable[dict[str, Any]]],
+    credentials: Callable[[], Awaitable[Access]],
 ) -> kopf.OperatorRegistry:
     """Handlers of one operator; `observe(body, deleted)` gets every TrainingJob that kopf receives."""
     registry = kopf.OperatorRegistry()
@@ -105,7 +108,7 @@ def make_registry(
     async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
         apply_settings(settings)
 
-    known: list[tuple[dict[str, Any], kopf.AiohttpSession]] = []
+    known: list[tuple[Access, kopf.AiohttpSession]] = []
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.AiohttpSession:
@@ -121,14 +124,13 @@ def make_registry(
     return registry
 
 
-def _session(ours: dict[str, Any]) -> kopf.AiohttpSession:
+def _session(ours: Access) -> kopf.AiohttpSession:
     """Create connections for kopf that read objects of any depth; kopf closes them."""
-    info = kopf.ConnectionInfo(**ours)
-    connector = aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context())
+    connector = aiohttp.TCPConnector(limit=0, ssl=tls_context(ours))
     session = aiohttp.ClientSession(
-        connector=connector, headers=info.as_http_headers(), response_class=StoredAnswer, trust_env=False
+        connector=connector, headers=dict(ours.headers), response_class=StoredAnswer, trust_env=False
     )
-    return kopf.AiohttpSession(server=info.server, default_namespace=info.default_namespace, aiohttp_session=session)
+    return kopf.AiohttpSession(server=ours.server, default_namespace=ours.namespace, aiohttp_session=session)
 
 
 def apply_settings(settings: kopf.OperatorSettings) -> None:

@@ -67,7 +67,8 @@ def _simulate(arguments: Sequence[str]) -> int:
 
 async def operate(settings: Settings) -> int:
     """Connect and run; the exit code."""
-    from trainium_operator.cluster.api.transport import NoClusterError, connect  # noqa: PLC0415 - after --help
+    from trainium_contract.api_server.errors import NoClusterError  # noqa: PLC0415 - after --help
+    from trainium_operator.cluster.api.transport import connect  # noqa: PLC0415 - after --help
     from trainium_operator.runtime import Runtime  # noqa: PLC0415 - after --help
 
     try:
@@ -215,7 +216,7 @@ class RuntimeSupervisor:
         freeze_gc()
         registry = handlers.make_registry(
             observe=lambda raw, deleted: runtime.caches.jobs.observe(raw, deleted=deleted),
-            credentials=self._transport.credentials,
+            credentials=self._transport.renewed_access,
         )
         ready = asyncio.Event()
         retake = asyncio.ensure_future(self._retake_signals(ready))

@@ -34,6 +34,7 @@ ANSWER_SECONDS = 30.0
 IDLE_SECONDS = 30.0
 """Below the time after which an API server closes an idle connection (90 s), since a write is not repeated."""
 _CHUNK = 1 << 16
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,7 @@ def proxy_of(access: Access, scheme: str, host: str) -> str:
     """Return the proxy of the kubeconfig, else of the environment; empty for none."""
     if access.proxy:
         return access.proxy
-    if not any(name.lower() == f"{scheme}_proxy" for name in os.environ):
+    if host in _LOOPBACK or not any(name.lower() == f"{scheme}_proxy" for name in os.environ):
         return ""
     # Imported here: few have a proxy, and it takes a tenth of what a command may take.
     from urllib.request import getproxies, proxy_bypass  # noqa: PLC0415

@@ -12,7 +12,9 @@ import binascii
 import json
 import os
 import subprocess
+import time
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _PLUGIN_SECONDS = 60.0
+_FILE_SECONDS = 60.0
+"""Age of a token that was read from a file, and time before the end of one that a plugin gave, to ask again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class Access:
     verify: bool = True
     server_name: str = ""
     proxy: str = ""
+    keep_seconds: float | None = None
+    """How long the headers may be used before they are read again; None: for ever."""
 
 
 def find_access(kubeconfig: str | None, context: str | None, environment: Mapping[str, str]) -> Access:
@@ -52,12 +58,16 @@ def find_access(kubeconfig: str | None, context: str | None, environment: Mappin
     if there:
         return _from_files(there, context)
     if not given and environment.get("KUBERNETES_SERVICE_HOST"):
-        return _from_pod(environment)
+        return pod_access(environment)
     searched = ", ".join(str(path) for path in paths)
-    raise NoClusterError(f"no cluster: there is no kubeconfig at {searched}; give --kubeconfig FILE or set KUBECONFIG")
+    raise NoClusterError(
+        f"no cluster: there is no kubeconfig at {searched}; "
+        "give --kubeconfig FILE, set KUBECONFIG, or run in a pod with a ServiceAccount"
+    )
 
 
-def _from_pod(environment: Mapping[str, str]) -> Access:
+def pod_access(environment: Mapping[str, str]) -> Access:
+    """Access by the pod's own ServiceAccount, whose token the kubelet renews. Raises NoClusterError."""
     host, port = environment["KUBERNETES_SERVICE_HOST"], environment.get("KUBERNETES_SERVICE_PORT", "443")
     try:
         token = (_ACCOUNT / "token").read_text(encoding="utf-8").strip()
@@ -66,7 +76,8 @@ def _from_pod(environment: Mapping[str, str]) -> Access:
     except OSError as error:
         raise NoClusterError(f"no cluster: the pod's ServiceAccount cannot be read ({error})") from error
     shown = f"[{host}]" if ":" in host else host
-    return Access(f"https://{shown}:{port}", namespace, "pod", authority, headers=_bearer(token))
+    address = f"https://{shown}:{port}"
+    return Access(address, namespace, "pod", authority, headers=_bearer(token), keep_seconds=_FILE_SECONDS)
 
 
 def _from_files(paths: list[Path], wanted: str | None) -> Access:
@@ -85,7 +96,7 @@ def _from_files(paths: list[Path], wanted: str | None) -> Access:
     if chosen.get("user"):
         user_folder, user = _named(documents, "users", "user", str(chosen["user"]), where)
     authority = _material(cluster, "certificate-authority", cluster_folder)
-    certificate, key, headers = _identity(user, user_folder, cluster, server, authority)
+    certificate, key, headers, keep = _identity(user, user_folder, cluster, server, authority)
     return Access(
         server=server,
         namespace=str(chosen.get("namespace") or "default"),
@@ -97,6 +108,7 @@ def _from_files(paths: list[Path], wanted: str | None) -> Access:
         verify=cluster.get("insecure-skip-tls-verify") is not True,
         server_name=str(cluster.get("tls-server-name") or ""),
         proxy=str(cluster.get("proxy-url") or ""),
+        keep_seconds=keep,
     )
 
 
@@ -135,11 +147,13 @@ def _material(fields: Mapping[str, Any], name: str, folder: Path) -> bytes:
 
 def _identity(
     user: Mapping[str, Any], folder: Path, cluster: Mapping[str, Any], server: str, authority: bytes
-) -> tuple[bytes, bytes, tuple[tuple[str, str], ...]]:
-    """Client certificate, its key, and headers."""
+) -> tuple[bytes, bytes, tuple[tuple[str, str], ...], float | None]:
+    """Client certificate, its key, headers, and how long these may be kept."""
     certificate, key = _material(user, "client-certificate", folder), _material(user, "client-key", folder)
     headers: tuple[tuple[str, str], ...] = ()
+    keep: float | None = None
     if user.get("tokenFile"):
+        keep = _FILE_SECONDS
         try:
             headers = _bearer((folder / str(user["tokenFile"])).read_text(encoding="utf-8").strip())
         except OSError as error:
@@ -154,12 +168,21 @@ def _identity(
         certificate = str(status.get("clientCertificateData") or "").encode() or certificate
         key = str(status.get("clientKeyData") or "").encode() or key
         headers = _bearer(str(status["token"])) if status.get("token") else ()
+        keep = _seconds_until(str(status.get("expirationTimestamp") or ""))
     elif user.get("auth-provider"):
         raise NoClusterError("the kubeconfig uses an auth-provider, which is not supported: use an exec plugin instead")
     if user.get("as"):
         headers = (*headers, ("Impersonate-User", str(user["as"])))
         headers += tuple(("Impersonate-Group", str(group)) for group in user.get("as-groups") or ())
-    return certificate, key, headers
+    return certificate, key, headers, keep
+
+
+def _seconds_until(expiry: str) -> float | None:
+    """Return how long a plugin's credential may be kept; None where it names no time."""
+    try:
+        return max(_FILE_SECONDS, datetime.fromisoformat(expiry).timestamp() - time.time() - _FILE_SECONDS)
+    except ValueError:
+        return None
 
 
 def _ask_plugin(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 import tomllib
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -38,9 +36,9 @@ async def met() -> None:
     await (await connect(sys.argv[1])).close()
 
 asyncio.run(met())
-print(*(module.__cached__ for module in sys.modules.values() if getattr(module, "__cached__", None)), sep="\\n")
+print(*sys.modules)
 """
-"""The operator as far as a client of a cluster, and where the bytecode of each of its modules lies."""
+"""The operator as far as a client of a cluster, and the names of its modules."""
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -142,20 +140,13 @@ def test_packages_are_installed_by_hash_for_a_part_that_is_known(target: str) ->
     assert run.count("pip install") == run.count("--require-hashes") + run.count("wheels/*.whl") == 2
 
 
-def test_the_operator_imports_nothing_whose_bytecode_its_image_leaves_out(tmp_path: Path) -> None:
-    (run,) = (rest for word, rest in stages()["operator"] if word == "RUN")
-    (left_out,) = re.findall(r"find /usr/local/lib -path '(\S+)' -delete", run)
+def test_the_operator_imports_no_client_library_of_kubernetes(tmp_path: Path) -> None:
     kubeconfig = tmp_path / "kubeconfig"
     kubeconfig.write_text(KUBECONFIG)
     command = [sys.executable, "-c", IMPORTS, str(kubeconfig)]
-    imported = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
-    folders = {Path(path).parent.parent.name for path in imported if "/kubernetes/" in path}
-    assert {"client", "config"} <= folders
-    assert [path for path in imported if fnmatchcase(path, left_out)] == []
-    there = importlib.util.find_spec("kubernetes.aio")
-    assert there is not None
-    model = importlib.util.cache_from_source(Path(str(there.origin)).parent / "client/models/v1_pod.py")
-    assert fnmatchcase(model, left_out)
+    imported = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    assert "trainium_contract.api_server.aio" in imported
+    assert not {"kubernetes", "requests", "oauthlib"} & {name.partition(".")[0] for name in imported}
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -21,9 +21,10 @@ from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.timeouts import async_until, scaled
 from tests.testing.virtual.operator_process import training_job
+from trainium_contract.api_server.errors import NoClusterError
 from trainium_contract.wire.log_line import LogSource, read_log_line
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, LEASES, PODS, SECRETS
-from trainium_operator.cluster.api.transport import NoClusterError, connect
+from trainium_operator.cluster.api.transport import connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from tests.testing.api.fake_http import discovery
 from tests.testing.suite.virtual_time import in_virtual_time
+from trainium_contract.api_server.kubeconfig import Access
 from trainium_operator import handlers
 from trainium_operator.cluster.api.client import LONGEST_REFUSAL, Api
 from trainium_operator.cluster.api.errors import ApiError, UnavailableError
@@ -153,8 +154,8 @@ async def test_a_job_as_deep_as_the_api_server_takes_it_does_not_end_kopf_and_hi
         await stop.wait()
         return response
 
-    async def credentials() -> dict[str, Any]:
-        return {"server": url, "token": "a-token", "default_namespace": "system"}
+    async def credentials() -> Access:
+        return Access(url, "system", headers=(("Authorization", "Bearer a-token"),))
 
     def observe(raw: dict[str, Any], _deleted: bool) -> None:
         seen[raw["metadata"]["name"]] = raw

@@ -1,8 +1,6 @@
-"""Read, write and watch objects of an API server over one aiohttp session, as parsed JSON.
+"""Read, write and watch objects of an API server as parsed JSON.
 
-Guarantees:
-- TLS is verified against the kubeconfig's certificate authority.
-- During a partition nothing is sent and open watches are cut, as if the network to the API server failed.
+Guarantee: during a partition nothing is sent and open watches are cut, as if the network to the API server failed.
 """
 
 import asyncio
@@ -10,9 +8,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Self
 
-import aiohttp
-
-from trainium_contract.api_server.connection import tls_context
+from trainium_contract.api_server.aio import ConnectionFailedError, HttpClient
 from trainium_contract.api_server.kubeconfig import Access
 from trainium_devcluster.node.api.objects import Json
 
@@ -21,7 +17,7 @@ STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 
 _REQUEST_TIMEOUT = 15.0  # seconds; a watch has none
 _PARTITION_DELAY = 1.0  # seconds until a request fails while the node is partitioned
-_MAX_LINE = 16 * 1024 * 1024
+_PARTITIONED = "the node is partitioned from the API server"
 
 
 class ApiError(Exception):
@@ -45,20 +41,15 @@ class Api:
         self._access = access
         self._agent = user_agent
         self._seconds = seconds
-        self._session: aiohttp.ClientSession | None = None
+        self._http: HttpClient
         self._partitioned = False
 
     async def __aenter__(self) -> Self:
-        headers = {"User-Agent": self._agent, "Accept": "application/json", **dict(self._access.headers)}
-        connector = aiohttp.TCPConnector(limit=0, ssl=tls_context(self._access), keepalive_timeout=60)
-        self._session = aiohttp.ClientSession(
-            connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=self._seconds)
-        )
+        self._http = HttpClient(self._access, user_agent=self._agent)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._http.close()
 
     @property
     def partitioned(self) -> bool:
@@ -99,22 +90,17 @@ class Api:
         body: Json | None = None,
         content_type: str = "application/json",
     ) -> Json:
-        assert self._session is not None
-        if self._partitioned:
-            await asyncio.sleep(_PARTITION_DELAY)
-            raise Unreachable("the node is partitioned from the API server")
+        await self._fail_if_partitioned()
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": content_type} if data else {}
-        url = self._access.server + path
         try:
-            async with self._session.request(method, url, params=params, data=data, headers=headers) as response:
-                raw = await response.read()
-                status = response.status
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreachable(f"{method} {path}: {error or type(error).__name__}") from error
-        if status >= 400:
-            raise _error(status, raw)
-        result: Json = json.loads(raw) if raw else {}
+            answer = await self._http.request(
+                method, path, query=params or {}, body=data, content_type=content_type, timeout=self._seconds
+            )
+        except ConnectionFailedError as error:
+            raise Unreachable(str(error)) from error
+        if answer.status >= 400:
+            raise _error(answer.status, answer.body)
+        result: Json = json.loads(answer.body) if answer.body else {}
         return result
 
     async def watch(self, path: str, params: Mapping[str, str]) -> AsyncIterator[tuple[str, Json]]:
@@ -124,42 +110,27 @@ class Api:
             ApiError: the server refused, or ended the watch with an error (410: list again).
             Unreachable: the connection broke.
         """
-        assert self._session is not None
-        if self._partitioned:
-            await asyncio.sleep(_PARTITION_DELAY)
-            raise Unreachable("the node is partitioned from the API server")
-        url = self._access.server + path
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_REQUEST_TIMEOUT)
+        await self._fail_if_partitioned()
         try:
-            async with self._session.get(url, params={**params, "watch": "true"}, timeout=timeout) as response:
-                if response.status >= 400:
-                    raise _error(response.status, await response.read())
-                async for line in self._lines(response):
+            async with self._http.stream(path, query={**params, "watch": "true"}, silence=None) as stream:
+                if stream.status >= 400:
+                    raise _error(stream.status, b"\n".join([line async for line in stream.lines]))
+                async for line in stream.lines:
+                    if self._partitioned:
+                        # What arrives during a partition is lost; the watch starts over from a list when it is healed.
+                        raise Unreachable(_PARTITIONED)
                     event = json.loads(line)
                     if event["type"] == "ERROR":
                         status = event["object"]
                         raise ApiError(status.get("code", 500), status.get("reason", ""), status.get("message", ""))
                     yield event["type"], event["object"]
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreachable(f"watch {path}: {error or type(error).__name__}") from error
+        except ConnectionFailedError as error:
+            raise Unreachable(str(error)) from error
 
-    async def _lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        pending = bytearray()
-        while True:
-            chunk = await response.content.readany()
-            if self._partitioned:
-                # What arrives during a partition is lost; the watch starts over from a list when it is healed.
-                raise Unreachable("the node is partitioned from the API server")
-            if not chunk:
-                return
-            pending += chunk
-            while (end := pending.find(b"\n")) >= 0:
-                line = bytes(pending[:end])
-                del pending[: end + 1]
-                if line:
-                    yield line
-            if len(pending) > _MAX_LINE:
-                raise Unreachable("a watch event of more than 16 MiB")
+    async def _fail_if_partitioned(self) -> None:
+        if self._partitioned:
+            await asyncio.sleep(_PARTITION_DELAY)
+            raise Unreachable(_PARTITIONED)
 
 
 def _error(status: int, raw: bytes) -> ApiError:

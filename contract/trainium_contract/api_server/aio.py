@@ -1,0 +1,164 @@
+"""HTTPS to the API server for programs with an event loop: the operator, and the nodes of the development cluster.
+
+It needs aiohttp (extra `aio`). Bytes in and out: typed models cost ten times as much per object and drop fields that
+they do not know.
+
+Guarantees:
+- TLS is verified unless the kubeconfig turns that off.
+- POST and PATCH are never sent twice.
+- Credentials never reach a message.
+- Credentials that expire are read again before they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+from urllib.parse import urlencode, urlsplit
+
+from trainium_contract.api_server.connection import proxy_of, tls_context
+from trainium_contract.api_server.errors import NoClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+
+    import aiohttp
+
+    from trainium_contract.api_server.kubeconfig import Access
+
+CONNECT_SECONDS = 10.0
+LONGEST_LINE = 16 << 20
+"""Bytes of an event of a watch: etcd stores no object as large."""
+logger = logging.getLogger(__name__)
+
+
+class ConnectionFailedError(Exception):
+    """No answer: connection refused, reset, or timed out."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpResponse:
+    """One HTTP answer; `headers` has lower-case keys."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseStream:
+    """An answer whose body is still coming; `lines` ends when the server closes it."""
+
+    status: int
+    lines: AsyncIterator[bytes]
+
+
+class HttpClient:
+    """Connections to one API server; created within an event loop and used in it."""
+
+    def __init__(
+        self, access: Access, *, user_agent: str, connections: int = 0, find: Callable[[], Access] | None = None
+    ) -> None:
+        """`connections`: at most so many, 0 without a limit. `find` reads credentials again that expire.
+
+        Raises NoClusterError when a certificate cannot be used.
+        """
+        import aiohttp  # noqa: PLC0415 - an extra
+
+        self.access = access
+        self._find = find
+        self._read_at = time.monotonic()
+        self._user_agent = user_agent
+        server = urlsplit(access.server)
+        tls = tls_context(access) if server.scheme == "https" else True
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=connections, ssl=tls))
+        self._proxy = proxy_of(access, server.scheme, server.hostname or "") or None
+        self._limits = aiohttp.ClientTimeout
+        self._failures = (aiohttp.ClientError, TimeoutError, OSError)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def request(
+        self, method: str, path: str, *, query: Mapping[str, str], body: bytes | None, content_type: str, timeout: float
+    ) -> HttpResponse:
+        """Send a request and read its answer within `timeout` seconds. Raises ConnectionFailedError."""
+        limits = self._limits(total=timeout, sock_connect=CONNECT_SECONDS)
+        with self._failures_of(method, path):
+            async with await self._send(method, path, query, limits, content_type, body) as response:
+                data = await response.read()
+        return HttpResponse(response.status, {key.lower(): value for key, value in response.headers.items()}, data)
+
+    @asynccontextmanager
+    async def stream(
+        self, path: str, *, query: Mapping[str, str], silence: float | None
+    ) -> AsyncIterator[ResponseStream]:
+        """Stream a GET line by line; `silence` seconds without a byte raise ConnectionFailedError."""
+        limits = self._limits(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence)
+        with self._failures_of("GET", path):
+            response = await self._send("GET", path, query, limits)
+        try:
+            yield ResponseStream(response.status, self._lines(path, response.content))
+        finally:
+            response.close()
+
+    async def renewed_access(self) -> Access:
+        """Return the credentials, read again if they have expired."""
+        kept, now = self.access.keep_seconds, time.monotonic()
+        if self._find is not None and kept is not None and now >= self._read_at + kept:
+            self._read_at = now  # others use what there is meanwhile
+            try:
+                fresh = await asyncio.to_thread(self._find)
+            except NoClusterError as error:
+                logger.warning("the credentials cannot be read again: %s", error)
+            else:
+                self.access = replace(self.access, headers=fresh.headers, keep_seconds=fresh.keep_seconds)
+        return self.access
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        limits: aiohttp.ClientTimeout,
+        content_type: str = "application/json",
+        body: bytes | None = None,
+    ) -> aiohttp.ClientResponse:
+        access = await self.renewed_access()
+        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": self._user_agent}
+        url = f"{access.server}{path}" + (f"?{urlencode(query)}" if query else "")
+        return await self._session.request(
+            method,
+            url,
+            data=body,
+            headers={**headers, **dict(access.headers)},
+            timeout=limits,
+            proxy=self._proxy,
+            server_hostname=access.server_name or None,
+        )
+
+    async def _lines(self, path: str, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+        part = bytearray()
+        with self._failures_of("GET", path):
+            while chunk := await content.readany():
+                *whole, rest = chunk.split(b"\n")
+                for line in whole:
+                    yield bytes(part + line)
+                    part.clear()
+                part += rest
+                if len(part) > LONGEST_LINE:
+                    raise ConnectionFailedError(f"GET {path}: a line of more than {LONGEST_LINE >> 20} MiB")
+        if part:
+            yield bytes(part)
+
+    @contextmanager
+    def _failures_of(self, method: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except self._failures as error:
+            raise ConnectionFailedError(f"{method} {path}: {error or type(error).__name__}") from error

@@ -1,0 +1,155 @@
+"""Connections to an API server over real HTTP: credentials that are renewed, and streams as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from tests.testing.api.recorded_jobs import kubeconfig
+from trainium_contract.api_server import kubeconfig as files
+from trainium_contract.api_server.aio import ConnectionFailedError
+from trainium_contract.api_server.kubeconfig import find_access
+from trainium_operator.cluster.api import transport
+from trainium_operator.cluster.api.transport import connect
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+QUESTION: dict[str, Any] = {"query": {}, "body": None, "content_type": "application/json", "timeout": 5.0}
+PLUGIN = """#!/bin/sh
+echo asked >>{log}
+echo '{{"status": {{"token": "t'$(wc -l <{log})'", "expirationTimestamp": "{expiry}"}}}}'
+"""
+
+
+@asynccontextmanager
+async def serving(answer: Callable[[web.Request], Any]) -> AsyncIterator[str]:
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def echo(request: web.Request) -> web.Response:
+    return web.json_response({"token": request.headers.get("Authorization", ""), "body": await request.text()})
+
+
+def written(folder: Path, server: str, **user: Any) -> str:
+    path = folder / "config"
+    path.write_text(yaml.safe_dump(kubeconfig(server, **user)))
+    return str(path)
+
+
+async def test_a_token_of_a_file_is_read_again_once_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = tmp_path / "token"
+    token.write_text("first")
+    async with serving(echo) as server:
+        client = await connect(written(tmp_path, server, tokenFile=str(token)))
+        token.write_text("second")
+        young = await client.request("GET", "/x", **QUESTION)
+        monkeypatch.setattr(client, "_read_at", client._read_at - files._FILE_SECONDS)
+        old = await client.request("GET", "/x", **QUESTION)
+        token.unlink()
+        monkeypatch.setattr(client, "_read_at", client._read_at - files._FILE_SECONDS)
+        missing = await client.request("GET", "/x", **QUESTION)
+        separate = client.with_separate_pool(1)
+        again = await separate.request("GET", "/x", **QUESTION)
+        await separate.close()
+        await client.close()
+    assert [json.loads(each.body)["token"] for each in (young, old, missing, again)] == [
+        "Bearer first", "Bearer second", "Bearer second", "Bearer second",
+    ]  # fmt: skip
+
+
+async def test_in_a_pod_the_service_account_is_used_and_its_token_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_ACCOUNT", tmp_path)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    for name, content in (("token", "t"), ("ca.crt", ""), ("namespace", "team")):
+        (tmp_path / name).write_text(content)
+    client = await connect(None)
+    found = (client.access.server, client.namespace, dict(client.access.headers), client.access.keep_seconds)
+    assert found == ("https://10.0.0.1:443", "team", {"Authorization": "Bearer t"}, 60.0)
+    (tmp_path / "token").write_text("renewed")
+    monkeypatch.setattr(client, "_read_at", client._read_at - 60.0)
+    assert dict((await client.renewed_access()).headers) == {"Authorization": "Bearer renewed"}
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("expiry", "least", "most"), [("2100-01-01T00:00:00Z", 1e9, 1e10), ("2020-01-01T00:00:00Z", 60, 60)]
+)
+def test_a_login_program_is_asked_again_before_its_token_expires(
+    tmp_path: Path, expiry: str, least: float, most: float
+) -> None:
+    program = tmp_path / "login"
+    program.write_text(PLUGIN.format(log=tmp_path / "log", expiry=expiry))
+    program.chmod(0o755)
+    access = find_access(written(tmp_path, "https://example.test", exec={"command": "./login"}), None, {})
+    assert access.headers == (("Authorization", "Bearer t1"),)
+    assert access.keep_seconds is not None
+    assert least <= access.keep_seconds <= most
+
+
+async def test_an_event_of_any_size_is_one_line_however_it_arrives(tmp_path: Path) -> None:
+    large = json.dumps({"object": "x" * 1_500_000}).encode()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in (b'{"a', b'": 1}\n{"b": 2}\n', large[:700_000], large[700_000:] + b"\n", b"tail"):
+            await response.write(piece)
+        return response
+
+    async with serving(answer) as server:
+        client = await connect(written(tmp_path, server, token="t"))
+        async with client.stream("/watch", query={"watch": "true"}, silence=5.0) as stream:
+            lines = [line async for line in stream.lines]
+        await client.close()
+    assert (stream.status, lines) == (200, [b'{"a": 1}', b'{"b": 2}', large, b"tail"])
+
+
+async def test_a_silent_stream_and_a_server_that_is_away_are_failed_connections(tmp_path: Path) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"first\n")
+        await asyncio.sleep(5)
+        return response
+
+    async with serving(answer) as server:
+        client = await connect(written(tmp_path, server, token="t"))
+        async with client.stream("/watch", query={}, silence=0.2) as stream, aclosing(stream.lines) as lines:
+            assert await anext(lines) == b"first"
+            with pytest.raises(ConnectionFailedError, match="GET /watch"):
+                await anext(lines)
+    with pytest.raises(ConnectionFailedError, match="GET /x"):
+        await client.request("GET", "/x", **QUESTION)
+    await client.close()
+
+
+async def test_what_is_applied_is_sent_as_yaml(tmp_path: Path) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"type": request.headers["Content-Type"], "body": await request.text()})
+
+    async with serving(answer) as server:
+        client = await connect(written(tmp_path, server, token="t"))
+        applied = {**QUESTION, "body": {"word": "\N{GRINNING FACE}"}, "content_type": transport.APPLY}
+        found = json.loads((await client.request("PATCH", "/x", **applied)).body)
+        await client.close()
+    assert found == {"type": transport.APPLY, "body": '{"word": "\N{GRINNING FACE}"}'}
