@@ -13,11 +13,13 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 import time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
 from trainium_contract.api_server.connection import proxy_of, tls_context
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 10.0
 LONGEST_LINE = 16 << 20
 """Bytes of an event of a watch: etcd stores no object as large."""
+_AWKWARD = re.compile(r"[^\x20-\x7e\U00010000-\U0010ffff]")
+"""Characters to escape: line breaks, controls, marks that YAML reads in its own way, halves of surrogate pairs."""
 logger = logging.getLogger(__name__)
 
 
@@ -85,9 +89,9 @@ class HttpClient:
         await self._session.close()
 
     async def request(
-        self, method: str, path: str, *, query: Mapping[str, str], body: bytes | None, content_type: str, timeout: float
+        self, method: str, path: str, *, query: Mapping[str, str], body: Any, content_type: str, timeout: float
     ) -> HttpResponse:
-        """Send a request and read its answer within `timeout` seconds. Raises ConnectionFailedError."""
+        """Send a request whose body is JSON, and read its answer in `timeout` seconds. Raises ConnectionFailedError."""
         limits = self._limits(total=timeout, sock_connect=CONNECT_SECONDS)
         with self._failures_of(method, path):
             async with await self._send(method, path, query, limits, content_type, body) as response:
@@ -127,7 +131,7 @@ class HttpClient:
         query: Mapping[str, str],
         limits: aiohttp.ClientTimeout,
         content_type: str = "application/json",
-        body: bytes | None = None,
+        body: Any = None,
     ) -> aiohttp.ClientResponse:
         access = await self.renewed_access()
         headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": self._user_agent}
@@ -135,7 +139,7 @@ class HttpClient:
         return await self._session.request(
             method,
             url,
-            data=body,
+            data=None if body is None else as_yaml(body),
             headers={**headers, **dict(access.headers)},
             timeout=limits,
             proxy=self._proxy,
@@ -162,3 +166,16 @@ class HttpClient:
             yield
         except self._failures as error:
             raise ConnectionFailedError(f"{method} {path}: {error or type(error).__name__}") from error
+
+
+def as_yaml(body: Any) -> bytes:
+    """JSON that is YAML too: characters beyond U+FFFF as they are, since YAML knows no surrogates to write them by.
+
+    An emoji in a pod's last words would otherwise have the server refuse a job's status for ever.
+    """
+    return _AWKWARD.sub(_escaped, json.dumps(body, ensure_ascii=False)).encode()
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return "\\ufffd" if 0xD800 <= code <= 0xDFFF else f"\\u{code:04x}"

@@ -15,7 +15,7 @@ from tests.testing.api.recorded_jobs import kubeconfig
 from trainium_contract.api_server import kubeconfig as files
 from trainium_contract.api_server.aio import ConnectionFailedError
 from trainium_contract.api_server.kubeconfig import find_access
-from trainium_operator.cluster.api import transport
+from trainium_operator.cluster.api.client import APPLY_PATCH
 from trainium_operator.cluster.api.transport import connect
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ async def test_what_is_applied_is_sent_as_yaml(tmp_path: Path) -> None:
 
     async with serving(answer) as server:
         client = await connect(written(tmp_path, server, token="t"))
-        applied = {**QUESTION, "body": {"word": "\N{GRINNING FACE}"}, "content_type": transport.APPLY}
+        applied = {**QUESTION, "body": {"word": "\N{GRINNING FACE}"}, "content_type": APPLY_PATCH}
         found = json.loads((await client.request("PATCH", "/x", **applied)).body)
         await client.close()
-    assert found == {"type": transport.APPLY, "body": '{"word": "\N{GRINNING FACE}"}'}
+    assert found == {"type": APPLY_PATCH, "body": '{"word": "\N{GRINNING FACE}"}'}

@@ -91,10 +91,9 @@ class Api:
         content_type: str = "application/json",
     ) -> Json:
         await self._fail_if_partitioned()
-        data = None if body is None else json.dumps(body).encode()
         try:
             answer = await self._http.request(
-                method, path, query=params or {}, body=data, content_type=content_type, timeout=self._seconds
+                method, path, query=params or {}, body=body, content_type=content_type, timeout=self._seconds
             )
         except ConnectionFailedError as error:
             raise Unreachable(str(error)) from error

@@ -9,9 +9,7 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainium_contract.api_server.aio import ConnectionFailedError, HttpClient, HttpResponse, ResponseStream
@@ -27,9 +25,6 @@ __all__ = ["ConnectionFailedError", "HttpResponse", "KubernetesTransport", "Resp
 AGENT = "trainium-operator"
 CONNECTIONS = 128
 """Above the executor's 64 in flight, the watches and the elector: nobody waits for a connection."""
-APPLY = "application/apply-patch+yaml"
-_AWKWARD = re.compile(r"[^\x20-\x7e\U00010000-\U0010ffff]")
-"""Characters to escape: line breaks, controls, marks that YAML reads in its own way, halves of surrogate pairs."""
 
 
 class Transport(Protocol):
@@ -55,19 +50,6 @@ class Transport(Protocol):
         ...
 
 
-def as_yaml(body: Any) -> bytes:
-    """JSON that is YAML too: characters beyond U+FFFF as they are, since YAML knows no surrogates to write them by.
-
-    An emoji in a pod's last words would otherwise have the server refuse a job's status for ever.
-    """
-    return _AWKWARD.sub(_escaped, json.dumps(body, ensure_ascii=False)).encode()
-
-
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return "\\ufffd" if 0xD800 <= code <= 0xDFFF else f"\\u{code:04x}"
-
-
 class KubernetesTransport(HttpClient):
     """Transport with the credentials of the operator; made by `connect`."""
 
@@ -79,20 +61,6 @@ class KubernetesTransport(HttpClient):
     def with_separate_pool(self, connections: int) -> KubernetesTransport:
         """Return a transport of the same identity with a separate pool of at most so many connections."""
         return KubernetesTransport(self.access, user_agent=AGENT, connections=connections, find=self._find)
-
-    async def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Mapping[str, str],
-        body: Any,
-        content_type: str,
-        timeout: float,
-    ) -> HttpResponse:
-        """See Transport."""
-        data = None if body is None else as_yaml(body) if content_type == APPLY else json.dumps(body).encode()
-        return await super().request(method, path, query=query, body=data, content_type=content_type, timeout=timeout)
 
 
 async def connect(kubeconfig: str | None) -> KubernetesTransport:
