@@ -13,16 +13,14 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
 import time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
-from trainium_contract.api_server.connection import proxy_of, tls_context
+from trainium_contract.api_server.connection import as_yaml, proxy_of, tls_context
 from trainium_contract.api_server.errors import NoClusterError
 
 if TYPE_CHECKING:
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 10.0
 LONGEST_LINE = 16 << 20
 """Bytes of an event of a watch: etcd stores no object as large."""
-_AWKWARD = re.compile(r"[^\x20-\x7e\U00010000-\U0010ffff]")
-"""Characters to escape: line breaks, controls, marks that YAML reads in its own way, halves of surrogate pairs."""
 logger = logging.getLogger(__name__)
 
 
@@ -166,16 +162,3 @@ class HttpClient:
             yield
         except self._failures as error:
             raise ConnectionFailedError(f"{method} {path}: {error or type(error).__name__}") from error
-
-
-def as_yaml(body: Any) -> bytes:
-    """JSON that is YAML too: characters beyond U+FFFF as they are, since YAML knows no surrogates to write them by.
-
-    An emoji in a pod's last words would otherwise have the server refuse a job's status for ever.
-    """
-    return _AWKWARD.sub(_escaped, json.dumps(body, ensure_ascii=False)).encode()
-
-
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return "\\ufffd" if 0xD800 <= code <= 0xDFFF else f"\\u{code:04x}"

@@ -14,6 +14,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import ssl
 import tempfile
 import time
@@ -34,6 +35,8 @@ ANSWER_SECONDS = 30.0
 IDLE_SECONDS = 30.0
 """Below the time after which an API server closes an idle connection (90 s), since a write is not repeated."""
 _CHUNK = 1 << 16
+_AWKWARD = re.compile(r"[^\x20-\x7e\U00010000-\U0010ffff]")
+"""Characters to escape: line breaks, controls, marks that YAML reads in its own way, halves of surrogate pairs."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -117,7 +120,7 @@ class Connection:
         accept: str = "application/json",
     ) -> Answer:
         """Exchange a request whose body is bytes or JSON. Raises NoClusterError when there is no answer."""
-        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        data = body if isinstance(body, bytes | None) else as_yaml(body)
         headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
         for kept in (self._kept(), None):
             connection = kept or self._open(self._seconds)
@@ -213,6 +216,19 @@ class _NamedConnection(http.client.HTTPSConnection):
             return
         http.client.HTTPConnection.connect(self)
         self.sock = self._trn_context.wrap_socket(self.sock, server_hostname=self._trn_name)
+
+
+def as_yaml(body: Any) -> bytes:
+    """JSON that is YAML too: characters beyond U+FFFF as they are, since YAML knows no surrogates to write them by.
+
+    An emoji in a pod's last words would otherwise have the server refuse a job's status for ever.
+    """
+    return _AWKWARD.sub(_escaped, json.dumps(body, ensure_ascii=False)).encode()
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return "\\ufffd" if 0xD800 <= code <= 0xDFFF else f"\\u{code:04x}"
 
 
 def tls_context(access: Access) -> ssl.SSLContext:

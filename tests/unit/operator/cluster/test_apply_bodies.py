@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_contract.api_server.aio import as_yaml
+from trainium_contract.api_server.connection import as_yaml
 
 GLOO = "Check the logs of the remote worker before reporting an error. GLHF! \U0001f596\ufe0f"
 
