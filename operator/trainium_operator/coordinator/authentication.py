@@ -63,20 +63,6 @@ class Authenticator:
         self._pods = pods
         self._reviews: ReviewCache[Caller] = ReviewCache(TokenReviewQueue(wall_clock), wall_clock)
 
-    async def admit(
-        self,
-        authorization: str,
-        *,
-        namespace: str,
-        job: str,
-        pod_name: str | None,
-        pod_uid: str,
-        source: str = "",
-    ) -> JobId:
-        """Return the job of the caller, if it is the pod that it claims to be; `identify` and `check`."""
-        caller = await self.identify(authorization, source)
-        return self.check(caller, namespace=namespace, job=job, pod_name=pod_name, pod_uid=pod_uid)
-
     async def identify(self, authorization: str, source: str = "") -> Caller:
         """Return the worker pod that the token was issued to; `source` is the address that it came from.
 
@@ -86,9 +72,9 @@ class Authenticator:
         self._job_of(caller)
         return caller
 
-    def check(self, caller: Caller, *, namespace: str, job: str, pod_name: str | None, pod_uid: str) -> JobId:
+    def check(self, caller: Caller, *, namespace: str, job: str, pod_name: str, pod_uid: str) -> JobId:
         """Return the job of the caller, if it is the pod that it claims to be. Raises RefusedError."""
-        if caller.pod_uid != pod_uid or (pod_name is not None and caller.pod_name != pod_name):
+        if (caller.pod_name, caller.pod_uid) != (pod_name, pod_uid):
             raise RefusedError(
                 f"the token was issued to pod {caller.pod_name}, and this message speaks for another pod"
             )

@@ -18,9 +18,7 @@ from aiohttp import web
 
 from trainium_contract.wire.messages import ErrorResponse, HeartbeatRequest
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
-from trainium_operator.coordinator.membership_cache import MembershipCache
-from trainium_operator.coordinator.messages import BadMessageError, MessageHandler, message_error
-from trainium_operator.coordinator.streams import LONGEST_SECONDS, Stream, Streams
+from trainium_operator.coordinator.streams import LONGEST_SECONDS, BadMessageError, Stream, Streams, message_error
 from trainium_operator.http.errors import RefusedError
 from trainium_operator.http.listener import BROKEN
 from trainium_operator.http.server import RETRY_AFTER, HttpServer, Upgrade, error_response
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LONGEST_FRAME = 832 * 1024
-"""Above the largest heartbeat that the contract allows, every character of its texts escaped."""
 PENDING_LEAD_SECONDS = 2.5
 """Longest wait of a request for a stream for a pending lead; shorter than agents wait for an answer."""
 
@@ -60,16 +56,17 @@ class CoordinatorServer:
 
         `until_serving` returns what to wait for while this process is about to serve, and None when another serves.
         """
-        self._state = state
         self._authenticator = authenticator
         self._is_serving = is_serving
         self._until_serving = until_serving
-        self._handler = MessageHandler(
-            state, authenticator, notify=notify, on_news=on_news, heartbeat_seconds=heartbeat_seconds
-        )
-        self._memberships = MembershipCache()
         self.streams = Streams(
-            self._handler, self._memberships, is_serving=is_serving, on_message=on_message, longest_frame=LONGEST_FRAME
+            state,
+            authenticator,
+            is_serving=is_serving,
+            notify=notify,
+            on_news=on_news,
+            on_message=on_message,
+            heartbeat_seconds=heartbeat_seconds,
         )
         self._sweeping: asyncio.Task[None] | None = None
         self.http = HttpServer(

@@ -347,8 +347,3 @@ def _joining_since(view: AgentView, request: HeartbeatRequest) -> float | None:
     old = view.heartbeat
     same = old is not None and (old.generation, old.attempt) == (request.generation, request.attempt)
     return view.joining_since if same and view.joining_since is not None else view.last_seen
-
-
-def _has_news(old: HeartbeatRequest, new: HeartbeatRequest) -> bool:
-    """Return whether anything but progress and step times has changed."""
-    return bool(_reported_fields(old) != _reported_fields(new))

@@ -1,33 +1,57 @@
 """Streams of agents: one connection for registration, keepalives, heartbeats and memberships (`wire.stream`).
 
 Guarantees:
-- A stream belongs to the pod whose token opened it. It ends with that token and after `LONGEST_SECONDS`, so that every
-  token is reviewed again.
+- A stream belongs to the pod whose token opened it, and its messages count for no other. It ends with that token and
+  after `LONGEST_SECONDS`, so that every token is reviewed again.
 - A frame is bounded before it is kept. The stream of an agent that does not read is closed before unsent bytes add up.
 - No frame is handled unless this process serves. A keepalive costs one update of the state and no answer.
+- A newer agent's message is read as far as possible: the models ignore unknown fields, and an unknown value of an
+  enumeration (a cause, a check, an alert) removes the smallest optional part with it, never the heartbeat. Anything
+  else that is invalid is an error. Every refusal is one sentence.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+import time
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
-from trainium_contract.wire.messages import ErrorResponse, Membership
+from pydantic import ValidationError
+from pydantic_core import from_json, to_json
+
+from trainium_contract.stored_json import optional_part, remove_places
+from trainium_contract.wire.messages import (
+    ErrorResponse,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    Membership,
+    RegisterRequest,
+    RegisterResponse,
+)
 from trainium_contract.wire.stream import FrameKind, FrameReader, FrameTooLongError, frame, step_of
-from trainium_operator.coordinator.messages import MessageHandler, message_error
-from trainium_operator.coordinator.state import FutureGenerationError
+from trainium_operator.coordinator.membership_cache import MembershipCache
+from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
 from trainium_operator.http.errors import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainium_contract.base import MessageModel
     from trainium_contract.wire.membership_change import MembershipChange
-    from trainium_operator.coordinator.authentication import Caller
-    from trainium_operator.coordinator.membership_cache import MembershipCache
+    from trainium_operator.coordinator.authentication import Authenticator, Caller
+    from trainium_operator.coordinator.state import CoordinatorState
     from trainium_operator.plan.model.names import JobId
 
 logger = logging.getLogger(__name__)
+_M = TypeVar("_M", bound="MessageModel")
+_Place = tuple[str | int, ...]
+_ROUNDS = 4
+LONGEST_FRAME = 832 * 1024
+"""Above the largest heartbeat that the contract allows, every character of its texts escaped."""
+LARGEST_INLINE_MEMBERSHIP = 64
+"""Members of a membership that the answer to a registration contains; a larger one is sent separately, compressed."""
 
 LONGEST_SECONDS = 600.0
 """Agents open another stream after half of it."""
@@ -69,7 +93,7 @@ class Stream(asyncio.Protocol):
         """None until its registration."""
         self._streams = streams
         self._on_closed = on_closed
-        self._reader = FrameReader(streams.longest_frame)
+        self._reader = FrameReader(LONGEST_FRAME)
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -107,9 +131,8 @@ class Stream(asyncio.Protocol):
             self._streams.on_message("register" if kind == FrameKind.REGISTER else "heartbeat", status)
 
     def _answer(self, kind: int, payload: bytes) -> int:
-        handler = self._streams.handler
         if kind == FrameKind.REGISTER:
-            self.job_id, response = handler.register(self.caller, payload)
+            self.job_id, response = self._streams.register(self.caller, payload)
             if response.membership is not None:
                 self.after = max(self.after, response.membership.generation)
             self._send(FrameKind.REGISTERED, response.model_dump_json(by_alias=True, exclude_none=True).encode())
@@ -118,10 +141,10 @@ class Stream(asyncio.Protocol):
             self.end(400, "the first frame must be a registration")
             return 400
         elif kind == FrameKind.KEEPALIVE:
-            handler.state.alive(self.job_id, self.caller.pod_uid, step_of(payload))
+            self._streams.state.alive(self.job_id, self.caller.pod_uid, step_of(payload))
         elif kind == FrameKind.HEARTBEAT:
-            last_seen = handler.heartbeat(self.caller, payload)
-            self._send(FrameKind.HEARTBEAT_ACK, last_seen.model_dump_json(by_alias=True, exclude_none=True).encode())
+            ack = self._streams.heartbeat(self.caller, payload)
+            self._send(FrameKind.HEARTBEAT_ACK, ack.model_dump_json(by_alias=True, exclude_none=True).encode())
         else:
             return 0  # of a newer agent
         return 200
@@ -186,35 +209,73 @@ class Stream(asyncio.Protocol):
         return len(starts)
 
 
+@dataclass(eq=False)
 class Streams:
-    """All streams of this process."""
+    """All streams of this process: applies their messages to the state, and notifies the plan of what matters."""
 
-    def __init__(
-        self,
-        handler: MessageHandler,
-        memberships: MembershipCache,
-        *,
-        is_serving: Callable[[], bool],
-        on_message: Callable[[str, int], None],
-        longest_frame: int,
-    ) -> None:
-        """`on_message(kind, status)` follows each frame except keepalives."""
-        self.handler = handler
-        self.memberships = memberships
-        self.is_serving = is_serving
-        self.on_message = on_message
-        self.longest_frame = longest_frame
-        self.opened: set[Stream] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        handler.state.on_publish = self._published
+    state: CoordinatorState
+    authenticator: Authenticator
+    _: KW_ONLY
+    is_serving: Callable[[], bool]
+    notify: Callable[[str, str, bool], None]
+    on_news: Callable[[HeartbeatRequest, HeartbeatRequest], None]
+    on_message: Callable[[str, int], None]
+    """`on_message(kind, status)` follows each frame except keepalives."""
+    heartbeat_seconds: float
+    memberships: MembershipCache = field(default_factory=MembershipCache, init=False)
+    opened: set[Stream] = field(default_factory=set, init=False)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self.state.on_publish = self._published
+
+    def register(self, caller: Caller, body: bytes) -> tuple[JobId, RegisterResponse]:
+        """Register an agent. Raises the errors of `message_error`."""
+        message = read_message(RegisterRequest, body)
+        job_id = self._job_of(caller, message)
+        if self.state.register(job_id, message):
+            about = {"namespace": message.namespace, "job": message.job, "node": message.node_name}
+            logger.info("%s registered", message.pod_name, extra={**about, "pod": message.pod_name})
+            self.notify(message.namespace, message.job, True)
+        membership = self.state.membership(job_id)
+        answer = RegisterResponse(
+            heartbeat_seconds=self.heartbeat_seconds,
+            membership=membership if membership and len(membership.members) <= LARGEST_INLINE_MEMBERSHIP else None,
+            time=time.time(),
+        )
+        return job_id, answer
+
+    def heartbeat(self, caller: Caller, body: bytes) -> HeartbeatResponse:
+        """Apply a heartbeat. Raises the errors of `message_error`."""
+        message = read_message(HeartbeatRequest, body)
+        job_id = self._job_of(caller, message)
+        accepted = self.state.heartbeat(job_id, message)
+        if accepted.matters and accepted.before is not None:
+            self.on_news(accepted.before, message)
+        if accepted.matters or accepted.progressed:
+            self.notify(message.namespace, message.job, accepted.matters)
+        return HeartbeatResponse(
+            generation=self.state.published(job_id),
+            full_heartbeat_seconds=self.state.full_heartbeat_seconds(job_id),
+            time=time.time(),
+        )
+
+    def _job_of(self, caller: Caller, message: RegisterRequest | HeartbeatRequest) -> JobId:
+        return self.authenticator.check(
+            caller,
+            namespace=message.namespace,
+            job=message.job,
+            pod_name=message.pod_name,
+            pod_uid=message.pod_uid,
+        )
 
     def send_current(self, stream: Stream) -> int:
         """Send the membership that is served, unless the agent has it; return how many pieces that took."""
-        state, job_id = self.handler.state, stream.job_id
-        membership = state.membership(job_id) if job_id is not None else None
+        job_id = stream.job_id
+        membership = self.state.membership(job_id) if job_id is not None else None
         if job_id is None or membership is None:
             return 0
-        return stream.send_membership(membership, state.change(job_id))
+        return stream.send_membership(membership, self.state.change(job_id))
 
     def _published(self, job_id: JobId) -> None:
         streams = [stream for stream in self.opened if stream.job_id == job_id]
@@ -250,3 +311,74 @@ class Streams:
         """Send all agents to the next coordinator."""
         for stream in list(self.opened):
             stream.end(503, "the coordinator is shutting down; try the next address")
+
+
+class BadMessageError(Exception):
+    """The request cannot be parsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageError:
+    """The answer to a message that is refused."""
+
+    status: int
+    sentence: str
+    generation: int | None = None
+
+
+def message_error(error: Exception) -> MessageError | None:
+    """Return the answer to an error; None if the message did not cause it."""
+    match error:
+        case ValidationError() | BadMessageError():
+            return MessageError(400, _sentence(error))
+        case NotRegisteredError():
+            return MessageError(404, "this agent has not registered with this coordinator; register first")
+        case FutureGenerationError():
+            return MessageError(400, str(error))
+        case OldGenerationError():
+            return MessageError(409, str(error), generation=error.current)
+        case _:
+            return None
+
+
+def _sentence(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"the message is not valid: {where or 'body'}: {first['msg']}"[:1024]
+
+
+def read_message(model: type[_M], body: bytes) -> _M:
+    """Return the message, reduced to what is kept. Raises ValidationError."""
+    try:
+        return model.model_validate_json(body).lean()
+    except ValidationError as error:
+        first = last = error
+    raw, left_out = None, set[_Place]()
+    for _ in range(_ROUNDS):
+        places = _places_to_leave_out(last, left_out)
+        if not places:
+            break
+        raw = from_json(body) if raw is None else raw
+        remove_places(raw, places)
+        left_out |= places
+        try:
+            return model.model_validate_json(to_json(raw)).lean()
+        except ValidationError as error:
+            last = error
+    raise first
+
+
+def _places_to_leave_out(error: ValidationError, left_out: set[_Place]) -> set[_Place]:
+    """Return the parts to leave out; none when anything else is invalid."""
+    places = set()
+    for each in error.errors(include_url=False, include_input=False):
+        place = each["loc"]
+        if each["type"] == "missing" and place in left_out and len(place) > 1:
+            places.add(place[:-1])  # it is required, so the part that contains it is left out
+        elif each["type"] == "enum":
+            places.add(optional_part(place))
+        else:
+            return set()
+    return places

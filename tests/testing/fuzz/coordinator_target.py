@@ -30,7 +30,8 @@ from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.cluster.coordinator_ports import WorkerPods
 from trainium_operator.coordinator.authentication import Authenticator
-from trainium_operator.coordinator.server import LONGEST_FRAME, CoordinatorServer
+from trainium_operator.coordinator.server import CoordinatorServer
+from trainium_operator.coordinator.streams import LONGEST_FRAME
 from trainium_operator.http.listener import TrackedConnection
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.manifests.config_maps import membership_map

@@ -106,9 +106,7 @@ async def test_an_agent_in_another_namespace_sends_no_messages_to_a_job_whose_ui
         authenticator = process.runtime.coordinator._authenticator
         authenticator._review = review
         with pytest.raises(RefusedError, match="the TrainingJob of pod llama-w-7 no longer exists"):
-            await authenticator.admit(
-                "Bearer token", namespace="elsewhere", job="llama", pod_name="llama-w-7", pod_uid=uid
-            )
+            await authenticator.identify("Bearer token")
 
 
 @in_virtual_time

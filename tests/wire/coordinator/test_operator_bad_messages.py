@@ -17,7 +17,7 @@ from tests.testing.suite.any_json import ANYTHING, SLOW_ALLOWED, changed
 from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES
 from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
 from trainium_contract.wire.stream import FrameKind
-from trainium_operator.coordinator.server import LONGEST_FRAME
+from trainium_operator.coordinator.streams import LONGEST_FRAME
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -16,8 +16,8 @@ from tests.testing.operator.stream_client import SWITCHING, StreamClient
 from tests.testing.suite.timeouts import scaled
 from trainium_contract.wire.stream import FrameKind, frame
 from trainium_operator.coordinator import streams
-from trainium_operator.coordinator.server import LONGEST_FRAME
 from trainium_operator.coordinator.state import FULL_HEARTBEATS_PER_SECOND
+from trainium_operator.coordinator.streams import LONGEST_FRAME
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

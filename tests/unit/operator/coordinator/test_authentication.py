@@ -57,7 +57,7 @@ class World:
 
     async def admit(self, token: str = "good", **changes: Any) -> JobId:
         identity = {"namespace": "team", "job": "job-a", "pod_name": "job-a-w-0", "pod_uid": "pod-uid", **changes}
-        return await self.authenticator.admit(f"Bearer {token}", **identity)
+        return self.authenticator.check(await self.authenticator.identify(f"Bearer {token}"), **identity)
 
 
 async def test_a_pod_may_send_messages_as_itself_in_its_job() -> None:
@@ -118,7 +118,7 @@ async def test_a_token_that_is_invalid_for_another_audience_or_not_of_a_pod_is_n
 async def test_without_a_usable_token_nobody_is_asked(header: str) -> None:
     world = World()
     with pytest.raises(UnauthenticatedError):
-        await world.authenticator.admit(header, namespace="team", job="job-a", pod_name=None, pod_uid="pod-uid")
+        await world.authenticator.identify(header)
     assert world.reviews == []
 
 
