@@ -168,12 +168,12 @@ class GenerationTasks:
             case do.SimpleTask.CHECK_FINISHED:
                 return self._finish(given.attempt)
             case do.SimpleTask.CHECK_YIELDED:
-                return on.YieldChecked(self._quietly(lambda: self._go_on(given)))
+                return on.YieldChecked(self._unless_store_lost(lambda: self._go_on(given)))
             case do.Announce():
-                self._quietly(lambda: self._store.change(lambda state: _announced(task, state)))
+                self._unless_store_lost(lambda: self._store.change(lambda state: _announced(task, state)))
                 return on.Outcome.DONE
             case do.SimpleTask.ANNOUNCE_BROKEN:
-                self._quietly(lambda: self._store.change(lambda state: replace(state, broken=True)))
+                self._unless_store_lost(lambda: self._store.change(lambda state: replace(state, broken=True)))
                 return on.Outcome.DONE
             case _:
                 return self._perform_hang_task(task, given)
@@ -194,7 +194,9 @@ class GenerationTasks:
             return self._give_up(self._rendezvous.attempt, found.code, str(found), given)
 
     def _give_up(self, attempt: int, code: ExitCode, sentence: str, given: TaskContext) -> on.GaveUp:
-        self._quietly(lambda: self._store.change(lambda state: judge(code, attempt, given.reached, state, 0).state))
+        self._unless_store_lost(
+            lambda: self._store.change(lambda state: judge(code, attempt, given.reached, state, 0).state)
+        )
         return on.GaveUp(code, sentence)
 
     def _start(self, start: do.StartRanks, attempt: int) -> on.Started:
@@ -224,7 +226,7 @@ class GenerationTasks:
             on_line=self._workload.on_output(layout, local_rank),
         )
 
-    # What an end stands for.
+    # Ends of ranks.
 
     def _judge(self, task: do.DiagnoseEnds, given: TaskContext) -> on.EndsDiagnosed:
         self._connect_again(wanted=task.reconnect)
@@ -261,7 +263,7 @@ class GenerationTasks:
         )
 
     def _diagnosis_of(self, process: RankProcess) -> Diagnosis:
-        """Made once, since it is remembered as a failure, however often the store is lost meanwhile."""
+        """Diagnose the end once: it counts as one failure, however often the store is lost meanwhile."""
         if self._diagnosed is None or self._diagnosed[0] is not process:
             self._diagnosed = (process, self._signs.diagnose(process))
         return self._diagnosed[1]
@@ -273,14 +275,14 @@ class GenerationTasks:
             case do.SimpleTask.OPEN_INQUIRY:
                 return self._hangs.ask(given.attempt)
             case do.AnswerQuestion():
-                return self._quietly(lambda: self._hangs.answer(task.state)) or self._hangs.inquired()
+                return self._unless_store_lost(lambda: self._hangs.answer(task.state)) or self._hangs.inquired()
             case do.SimpleTask.CONCLUDE_INQUIRY:
                 finding = self._hangs.conclude(given.attempt)
                 if finding is None:
                     return self._hangs.inquired()
                 return self._hangs.found(finding, self._count(finding, given))
             case do.ReadFinding():
-                finding = self._quietly(lambda: self._hangs.published(given.attempt))
+                finding = self._unless_store_lost(lambda: self._hangs.published(given.attempt))
                 return self._hangs.found(finding or Finding(FindingKind.COLLECTIVE), task.after)
             case _:
                 return self._hangs.sample()
@@ -289,7 +291,7 @@ class GenerationTasks:
         limit = self._settings.max_in_place_restarts
         return self._store.change(lambda state: after_hang(finding, given.attempt, given.reached, state, limit))
 
-    # The end in peace.
+    # The end without a failure.
 
     def _finish(self, attempt: int) -> on.FinishChecked:
         finished = self._exit_barrier.all_finished(attempt)
@@ -298,7 +300,7 @@ class GenerationTasks:
         return on.FinishChecked(finished)
 
     def _go_on(self, given: TaskContext) -> GenerationState | None:
-        """All ranks yielded though no newer generation came: go on in place, unless a member is leaving for good."""
+        """Continue in place where all ranks yielded and no newer generation came, unless a member leaves the job."""
         if not self._exit_barrier.all_signed(given.attempt):
             return None
         state = self._store.state()
@@ -306,13 +308,13 @@ class GenerationTasks:
             return None
         return self._store.change(lambda seen: after_yield(given.attempt, given.reached, seen))
 
-    # Small things.
+    # The store.
 
     def _connect_again(self, *, wanted: bool) -> None:
         if wanted and not self._store.connected:
             self._store.connect()
 
-    def _quietly(self, operation: Callable[[], _T]) -> _T | None:
+    def _unless_store_lost(self, operation: Callable[[], _T]) -> _T | None:
         try:
             return operation()
         except StoreLostError:

@@ -143,7 +143,7 @@ class GenerationRendezvous:
         return state, int(store.get(port_key))
 
     def _gather(self, attempt: int) -> bool:
-        """Node 0: let all go once all have joined. False when a newer attempt began, or the generation stopped."""
+        """On node 0, release all agents once all have joined; return False for a newer attempt or a stop."""
         store, go_key = self.store, self.store.key(attempt, "go")
         missing = [*range(1, len(self._membership.members))]
         next_listing = time.monotonic() + _MISSING_SECONDS
@@ -165,7 +165,7 @@ class GenerationRendezvous:
         return True
 
     def _await_go(self, attempt: int) -> bool:
-        """All others: wait for it. False when a newer attempt began, or the generation stopped."""
+        """On all other nodes, wait for the release; return False for a newer attempt or a stop."""
         next_listing = time.monotonic() + _MISSING_SECONDS
         observations = self._watcher.observations
         while not self.store.has(self.store.key(attempt, "go")):

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _RECOVERING_SECONDS = 0.02
 _TRAINING_SECONDS = 0.5
-_FORSAKEN_SECONDS = 300.0
+_UNACKNOWLEDGED_SECONDS = 300.0
 _LAST_KILL_SECONDS = 5.0
 _SLACK_SECONDS = 5.0
 _FLUSH_SECONDS = 2.0
@@ -227,9 +227,9 @@ class AgentSupervisor:
             self._report.observe()
             close = self._report.recovering or self._report.phase is WorkerPhase.LOADING
             await asyncio.sleep(_RECOVERING_SECONDS if close else _TRAINING_SECONDS)
-            forsaken = time.monotonic() - self._client.answered_at > _FORSAKEN_SECONDS
-            if forsaken and self._report.phase is WorkerPhase.FAILED:
-                _log.error("no coordinator has taken the verdict for %.0f s; leaving with it", _FORSAKEN_SECONDS)
+            unacknowledged = time.monotonic() - self._client.answered_at > _UNACKNOWLEDGED_SECONDS
+            if unacknowledged and self._report.phase is WorkerPhase.FAILED:
+                _log.error("no coordinator has taken the verdict for %.0f s; leaving with it", _UNACKNOWLEDGED_SECONDS)
                 self._leave(self._report.verdict_code or ExitCode.YIELDING)
 
     # In the event loop: what follows.
@@ -318,7 +318,7 @@ class AgentSupervisor:
 
 
 def _fresh_progress_files(settings: AgentSettings, membership: Membership) -> tuple[Path, ...]:
-    """Paths of this generation's progress records; those of older generations are removed."""
+    """Return the paths of this generation's progress records; remove those of older generations."""
     directory = settings.progress_directory
     directory.mkdir(parents=True, exist_ok=True)
     files = tuple(progress_file(settings, membership.generation, rank) for rank in range(membership.processes_per_node))

@@ -161,7 +161,7 @@ class TrainingJobSpec(ContractModel):
         return smallest_fitting_size(self.training_config(), accelerator, self.batch_shape(), least, largest)
 
     def sizes_to_compile(self) -> tuple[int, ...]:
-        """Numbers of nodes that graphs are compiled for ahead, the one that it starts at first, then the likely ones.
+        """Return the sizes whose graphs are compiled ahead: the one that the job starts at, then the likely ones.
 
         Empty when no size is legal.
         """
@@ -171,7 +171,7 @@ class TrainingJobSpec(ContractModel):
         return (start,) if start else ()
 
     def sizes_for_spares(self) -> tuple[int, ...]:
-        """Numbers of nodes that idle spares compile graphs for, those first that a job at its start may soon need."""
+        """Return the sizes that idle spares compile graphs for, those first that a job may soon need."""
         enabled = self.precompile.enabled and self.precompile.sizes is PrecompileSizes.BACKGROUND
         return self._sizes_to_want()[1 : MAX_COMPILED + 1] if enabled and self.workers.spares else ()
 

@@ -112,7 +112,7 @@ class BatchShape:
         return self.rule is SizeRule.ANY or self.global_batch_size % samples == 0
 
     def legal_sizes(self, smallest: int, largest: int) -> tuple[int, ...]:
-        """Every legal size in [smallest, largest], ascending; empty when there is none."""
+        """Return every legal size in [smallest, largest], ascending; empty when there is none."""
         return tuple(nodes for nodes in range(max(1, smallest), largest + 1) if self.is_legal(nodes))
 
     def floor(self, nodes: int, smallest: int = 1) -> int:

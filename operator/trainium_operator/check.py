@@ -78,7 +78,7 @@ def verdict(service: str, expected: int, found: Sequence[Replica]) -> CheckVerdi
 
 
 def addresses_of(name: str) -> list[str]:
-    """Every address of a name. Raises OSError."""
+    """Return every address of a name. Raises OSError."""
     return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
 
 

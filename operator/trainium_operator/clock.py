@@ -25,7 +25,7 @@ class SteadyClock:
         self._offset = wall() - self._at
 
     def __call__(self) -> float:
-        """Unix seconds."""
+        """Return Unix seconds."""
         now = self._monotonic()
         most = _FASTEST_CORRECTION * (now - self._at)
         error = self._wall() - now - self._offset

@@ -55,7 +55,7 @@ class PairingResult:
 
     @staticmethod
     def decode(text: str) -> PairingResult:
-        """From text of the same generation's agents."""
+        """Decode the text of the same generation's agents."""
         return PairingResult(**json.loads(text))
 
 
@@ -124,7 +124,7 @@ def slowest_link(held: Sequence[WaveResults]) -> tuple[Group, float] | None:
 
 
 def first_wave(nodes: int) -> Wave:
-    """All nodes in pairs of neighbours; an odd one joins the last pair."""
+    """Pair all nodes with neighbours; an odd one joins the last pair."""
     groups = [tuple(range(start, min(start + 2, nodes))) for start in range(0, nodes, 2)]
     if len(groups) > 1 and len(groups[-1]) == 1:
         groups[-2:] = [groups[-2] + groups[-1]]
@@ -132,7 +132,7 @@ def first_wave(nodes: int) -> Wave:
 
 
 def _plan(nodes: int, held: Sequence[WaveResults], minimum: float | None) -> list[Wave]:
-    """All waves as far as they are known by now."""
+    """Return all waves as far as they are known by now."""
     first = first_wave(nodes)
     if not held:
         return [first]

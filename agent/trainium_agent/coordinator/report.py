@@ -188,7 +188,7 @@ class PodReport:
         self._progress_files = tuple(files)
 
     def wait_for(self, node_ranks: tuple[int, ...]) -> None:
-        """Node ranks that the rendezvous still lacks."""
+        """Record the node ranks that the rendezvous still lacks."""
         self._waiting_for = node_ranks[:_LISTED_RANKS]
 
     def failed(self, generation: int, process: RankProcess) -> None:
@@ -228,7 +228,7 @@ class PodReport:
             self._wake()
 
     def timed(self, timing: StepTiming | None) -> None:
-        """Step times of this pod's ranks; None until enough steps were made."""
+        """Record the step times of this pod's ranks; None until enough steps were made."""
         self._timing = timing
 
     def give_up(self, process: RankProcess | None = None) -> None:
@@ -378,7 +378,7 @@ def _alerts(path: Path) -> tuple[Alert, ...]:
 
 
 def _resumed_at(record: ProgressRecord, step_before: int) -> float | None:
-    """When the ranks went on where the failure had stopped them; None while they have not."""
+    """Return when the ranks passed the step at which the failure had stopped them; None while they have not."""
     if record.step > max(step_before, record.resume_step):
         return record.updated
     if record.step < 0 and step_before < 0 and record.phase is ProgressPhase.TRAINING:

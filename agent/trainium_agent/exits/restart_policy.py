@@ -62,7 +62,7 @@ class GenerationState:
 
     @staticmethod
     def decode(text: bytes | str) -> GenerationState:
-        """From text; fields that a newer agent added are ignored."""
+        """Decode a text; fields that a newer agent added are ignored."""
         body = json.loads(text)
         known = {name: body[name] for name in GenerationState.__dataclass_fields__ if name in body}
         causes = {name: Cause(known.get(name, Cause.RESIZE)) for name in ("cause", "previous")}

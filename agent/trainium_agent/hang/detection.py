@@ -162,7 +162,7 @@ class StallWatch:
         self._still: dict[int, _Still] = {}
 
     def sample(self, now: float, samples: Iterable[RankSample]) -> tuple[Stall, ...]:
-        """All ranks that are seen, with how long each has been still; `now` is monotonic."""
+        """Return the stall of each rank that is seen; `now` is monotonic."""
         passed = 0.0 if self._sampled_at is None else min(max(0.0, now - self._sampled_at), _LONGEST_SAMPLE_SECONDS)
         self._sampled_at = now
         before, self._still = self._still, {}
@@ -238,14 +238,14 @@ class Finding:
 
     @staticmethod
     def decode(text: str) -> Finding:
-        """From text of the same generation's agents."""
+        """Decode the text of the same generation's agents."""
         body = json.loads(text)
         return Finding(FindingKind(body["kind"]), tuple(body["culprits"]), tuple(body["silent"]), body["retry_seconds"])
 
 
-def find(testimony: Mapping[int, Sequence[Stall]], members: int) -> Finding:
+def find(answers: Mapping[int, Sequence[Stall]], members: int) -> Finding:
     """Find the ranks to blame from each agent's report (by node rank) about all its living ranks."""
-    ranks = [rank for node in testimony.values() for rank in node]
+    ranks = [rank for node in answers.values() for rank in node]
     overdue = [rank for rank in ranks if rank.overdue]
     if not overdue:
         return Finding(FindingKind.MOVING)
@@ -258,7 +258,7 @@ def find(testimony: Mapping[int, Sequence[Stall]], members: int) -> Finding:
     if with_time:
         retry = min(max(min(with_time), _SHORTEST_RETRY_SECONDS), _LONGEST_RETRY_SECONDS)
         return Finding(FindingKind.MOVING, retry_seconds=retry)
-    silent = tuple(sorted(set(range(members)) - set(testimony)))
+    silent = tuple(sorted(set(range(members)) - set(answers)))
     if silent:
         return Finding(FindingKind.SILENT, silent=silent)
     return Finding(FindingKind.COLLECTIVE)
@@ -290,7 +290,7 @@ def after_hang(finding: Finding, attempt: int, best_step: float, state: Generati
 
 
 def describe(still: Stall, pod: str) -> str:
-    """One standstill as a sentence without its full stop."""
+    """Describe a stall in a sentence without its full stop."""
     waiting_words = {
         True: "waiting for its peers",
         False: "not waiting for peers",
@@ -324,7 +324,7 @@ def encode(standstills: Sequence[Stall]) -> str:
 
 
 def decode(text: str) -> tuple[Stall, ...]:
-    """From text of the same generation's agents."""
+    """Decode the text of the same generation's agents."""
     return tuple(_standstill_of(body) for body in json.loads(text))
 
 

@@ -68,7 +68,7 @@ class HangResponse:
             world=members * membership.processes_per_node,
             calibration=calibration,
         )
-        self._inquiry = Inquiry(store, node_rank, members, self._testify)
+        self._inquiry = Inquiry(store, node_rank, members, self._sample_stalls)
         self._living: tuple[RankProcess, ...] = ()
         self._stacks: Mapping[int, Stacks] = {}
         self._stuck: tuple[StuckRank, ...] | None = None
@@ -79,7 +79,7 @@ class HangResponse:
         self._stuck = None
 
     def sample(self) -> RanksSampled:
-        """Look at them, no more."""
+        """Sample the ranks without asking other agents."""
         overdue = any(still.overdue for still in self._watch.sample(self._living))
         if not (overdue and self._settings.hang.enabled):
             self._stacks = {}
@@ -97,7 +97,7 @@ class HangResponse:
         return self.inquired()
 
     def inquired(self) -> InquiryUpdated:
-        """Where the inquiry is, and what was seen."""
+        """Return the state of the inquiry, and the stuck ranks."""
         return InquiryUpdated(self._inquiry.open, self._stuck)
 
     def conclude(self, attempt: int) -> Finding | None:
@@ -134,11 +134,11 @@ class HangResponse:
         )
 
     def forget(self) -> None:
-        """Another attempt begins."""
+        """Reset at the start of another attempt."""
         self._inquiry.forget()
         self._stacks = {}
 
-    def _testify(self) -> tuple[Stall, ...]:
+    def _sample_stalls(self) -> tuple[Stall, ...]:
         return self._sample_ranks()[0]
 
     def _sample_ranks(self) -> tuple[tuple[Stall, ...], Mapping[int, Stacks]]:
@@ -232,7 +232,7 @@ class Inquiry:
         return self._asked > 0
 
     def forget(self) -> None:
-        """Another attempt begins."""
+        """Reset at the start of another attempt."""
         self._asked = 0
         self._inquiry_seen_at = self._not_before = 0.0
 
@@ -280,7 +280,7 @@ class Inquiry:
         answered_count = store.count(self._key(attempt, "answers", self._asked))
         if answered_count < self._members and time.monotonic() < self._deadline:
             return None
-        finding = detection.find(self._testimony(store, attempt), self._members)
+        finding = detection.find(self._read_answers(store, attempt), self._members)
         self._asked = 0
         self._not_before = time.monotonic() + finding.retry_seconds
         return finding
@@ -294,7 +294,7 @@ class Inquiry:
         store, key = self._store, self._key(attempt, "finding")
         return Finding.decode(store.get(key)) if store.has(key) else Finding(FindingKind.COLLECTIVE)
 
-    def _testimony(self, store: GenerationStore, attempt: int) -> dict[int, tuple[Stall, ...]]:
+    def _read_answers(self, store: GenerationStore, attempt: int) -> dict[int, tuple[Stall, ...]]:
         found = {}
         for node_rank in range(self._members):
             key = self._key(attempt, node_rank)

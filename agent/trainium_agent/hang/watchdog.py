@@ -42,7 +42,7 @@ _ENDING = (ProgressPhase.FINISHED, ProgressPhase.YIELDED, ProgressPhase.FAILED)
 
 
 def sample_seconds(spec: HangSpec) -> float:
-    """Between two observations."""
+    """Return the seconds between two samples."""
     return min(_LONGEST_INTERVAL_SECONDS, spec.step_floor_seconds / _SAMPLES_PER_LIMIT)
 
 
@@ -74,7 +74,7 @@ class HangWatch:
         """Step times of this pod's ranks; None until enough steps were made."""
 
     def sample(self, living: Iterable[RankProcess]) -> tuple[Stall, ...]:
-        """Look now."""
+        """Sample the ranks now."""
         now = time.monotonic()
         samples, timings, pids = [], [], set()
         for process in living:
@@ -106,7 +106,7 @@ class HangWatch:
         lengths = tuple(length for length, _ in pulse.steps)
         usual = self._calibration.usual(self._world, lengths)
         sign = (process.pid, pulse.beats)
-        state = self._kernel_word(process, sign, now)
+        state = self._kernel_state(process, sign, now)
         sample = RankSample(
             rank=process.rank,
             sign=sign,
@@ -124,7 +124,7 @@ class HangWatch:
         """Sample a rank that has reported nothing in this attempt."""
         seen = self._workload.quiet_sign(process, now)
         sign = (process.pid, -1 if seen is None else seen)
-        letter, cpu_seconds = self._kernel_word(process, sign, now)
+        letter, cpu_seconds = self._kernel_state(process, sign, now)
         program = self._workload.hang_detection is not None
         if not program:
             usual, waiting = self._calibration.usual(self._world, ()), False
@@ -143,8 +143,8 @@ class HangWatch:
             unreported=program,
         )
 
-    def _kernel_word(self, process: RankProcess, sign: tuple[int, int], now: float) -> tuple[str, float]:
-        """State and processor time, asked only of a rank that has not moved for a while."""
+    def _kernel_state(self, process: RankProcess, sign: tuple[int, int], now: float) -> tuple[str, float]:
+        """Return state and processor time, read only of a rank that has not moved for a while."""
         known = self._quiet_since.get(process.rank)
         if known is None or known[0] != sign:
             self._quiet_since[process.rank] = (sign, now)
@@ -156,7 +156,7 @@ class HangWatch:
 
 
 def timing_of(steps: tuple[tuple[float, float], ...], cpu_wait: float | None = None) -> StepTiming | None:
-    """Medians over the newest steps of one rank; `cpu_wait` is its share of waits for a processor."""
+    """Return the medians of the newest steps of one rank; `cpu_wait` is its share of waits for a processor."""
     newest = steps[-_TIMED_STEPS:]
     if len(newest) < _FEWEST_TIMED_STEPS:
         return None

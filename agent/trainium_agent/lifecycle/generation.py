@@ -68,7 +68,7 @@ def step(limits: GenerationLimits, local: LocalGeneration, event: on.Event, now:
 
 
 def wake_at(local: LocalGeneration) -> float | None:
-    """When a Tick is wanted; None while only events lead on."""
+    """Return when a Tick is wanted; None while only events lead on."""
     deadlines = []
     if local.stuck_reported_at is not None and local.stage is not Stage.RUNNING:
         deadlines.append(local.stuck_reported_at + _REPORT_STUCK_SECONDS)
@@ -109,7 +109,7 @@ def _record(limits: GenerationLimits, local: LocalGeneration, event: on.Event, n
 def _with_newest(
     pending: tuple[on.RankEnded | on.SharedChanged, ...], event: on.SharedChanged
 ) -> tuple[on.RankEnded | on.SharedChanged, ...]:
-    """One look at the shared state is enough, at the newest; at the place of the first."""
+    """Replace a pending change of the shared state by the newest, at the place of the first."""
     if not any(isinstance(each, on.SharedChanged) for each in pending):
         return (*pending, event)
     return tuple(event if isinstance(each, on.SharedChanged) else each for each in pending)
@@ -205,7 +205,7 @@ def _running(local: LocalGeneration, now: float) -> _Answer | None:
 
 
 def _waiting(local: LocalGeneration, now: float) -> _Answer | None:
-    """All local ranks have ended without a failure."""
+    """Wait for the other pods: all local ranks have ended without a failure."""
     finished = local.stage is Stage.FINISHED
     if not local.signed:
         phase = WorkerPhase.FINISHED if finished else WorkerPhase.YIELDED
@@ -317,7 +317,7 @@ def _await_store(
 
 
 def _stop(limits: GenerationLimits, local: LocalGeneration, now: float) -> _Answer:
-    """Another agent gave up for all."""
+    """Fail, because another agent gave up for all."""
     log = do.Log(f"generation {limits.generation} was stopped by another member", severe=True)
     return _end(local, Fail(), now, log)
 
@@ -378,7 +378,7 @@ def _leave(limits: GenerationLimits, local: LocalGeneration, now: float) -> _Ans
 
 
 def _saving(local: LocalGeneration, now: float) -> _Answer | None:
-    """Wait for the ranks as long as it makes sense."""
+    """Wait for the ranks while they can still save."""
     if local.order is Order.IMMEDIATE:
         return _end(local, Then.LEAVE_NOW, now)
     changes = [each.state for each in local.pending if isinstance(each, on.SharedChanged)]

@@ -83,7 +83,7 @@ def thread_names() -> tuple[str, ...]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Every live descendant of a process, parents before children."""
+    """Return every live descendant of a process, parents before children."""
     found: list[int] = []
     pending = [pid]
     while pending:
@@ -145,7 +145,7 @@ def handles(pid: int, number: int) -> bool:
 
 
 def kernel_place(pid: int) -> str:
-    """Where in the kernel a process sleeps, as far as it may be known: its kernel stack, else the wait channel."""
+    """Return where in the kernel a process sleeps, if that can be read: its stack, else the wait channel."""
     for name in ("stack", "wchan"):
         try:
             text = Path(f"/proc/{pid}/{name}").read_text().strip()
@@ -183,7 +183,7 @@ class CpuWait:
         return self._shares.get(pid)
 
     def forget_others(self, pids: frozenset[int]) -> None:
-        """Only these processes are there still."""
+        """Forget all processes but these."""
         for pid in self._samples.keys() - pids:
             del self._samples[pid]
             self._shares.pop(pid, None)

@@ -43,7 +43,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>
 
 
 def stacks_path(progress: Path) -> Path:
-    """Where a rank writes its stacks: beside its progress record."""
+    """Return the file of a rank's stacks, beside its progress record."""
     return progress.with_name(f"{progress.name}.stacks")
 
 

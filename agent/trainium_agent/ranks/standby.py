@@ -145,7 +145,7 @@ def serve(channel: socket.socket, agent_pid: int, plan: StandbyPlan) -> Any:
 
 
 def receive(channel: socket.socket) -> tuple[bytes, list[int]]:
-    """One packet with the file descriptors that came along; empty when the other side is gone."""
+    """Receive a packet and its file descriptors; empty when the other side is gone."""
     size = array.array("i").itemsize
     packet, ancillary, _, _ = channel.recvmsg(PACKET_BYTES, socket.CMSG_SPACE(4 * size))
     descriptors = array.array("i")

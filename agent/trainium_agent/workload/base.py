@@ -131,7 +131,7 @@ class AttemptLayout:
 
 
 def progress_file(settings: AgentSettings, generation: int, local_rank: int) -> Path:
-    """Where a local rank writes its progress."""
+    """Return the file to which a local rank writes its progress."""
     return settings.progress_directory / f"g{generation}-r{local_rank}"
 
 

@@ -87,7 +87,7 @@ class Program(ProgramMonitor):
         )
 
     def exit_signal(self, *, memory_ends: bool) -> signal.Signals:  # noqa: ARG002 - what others need
-        """Every program knows SIGTERM, and few know another one."""
+        """Return SIGTERM: every program knows it, and few know another one."""
         return signal.SIGTERM
 
     def code_after_request(self, code: int) -> int:

@@ -354,7 +354,7 @@ def executions() -> int:
 
 
 def _found_path(path: Path) -> Path:
-    """Where the steps that were found in output are."""
+    """Return the file of the steps that were found in output."""
     return path.with_name(f"{path.name}.output")
 
 

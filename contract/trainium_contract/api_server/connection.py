@@ -58,7 +58,7 @@ class LineStream:
         self._connection = connection
 
     def rest(self) -> bytes:
-        """All that is left, of an answer that is an error."""
+        """Read the rest of an answer that is an error."""
         return self._response.read(_CHUNK)
 
     def lines(self) -> Iterator[bytes]:

@@ -163,7 +163,7 @@ def _history(report: JobReport, now: float) -> str:
 
 
 def _life(report: JobReport, now: float) -> tuple[float, float]:
-    """When the job was created, and its end or about now: a live page is not to change at each look."""
+    """Return when the job was created, and its end or about now: a live page must not change at each request."""
     view = report.view
     times = [each.at for each in report.entries if each.at is not None]
     created = now if view.age_seconds is None else now - view.age_seconds

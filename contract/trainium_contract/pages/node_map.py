@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"(\d{1,18})")
 def node_map_html(
     pods: Sequence[PodRow], entries: Sequence[InterruptionView], ranks: Mapping[str, str], most: int
 ) -> str:
-    """At most so many nodes, by name; nothing where no node is known. `ranks`: of members, by pod."""
+    """Render at most so many nodes, by name; nothing where no node is known. `ranks`: of members, by pod."""
     there: dict[str, list[PodRow]] = {}
     for pod in pods:
         if pod.node:

@@ -155,7 +155,7 @@ def _anchor(x: float) -> str:
 
 
 def squares(cells: Sequence[tuple[int, str]], label: str) -> str:
-    """One square for each thing, in rows: its colour, and what it is."""
+    """Draw a square for each thing, in rows: its colour and its title."""
     a_row = WIDTH // (_SQUARE + _GAP)
     drawn = []
     for at, (colour, title) in enumerate(cells):

@@ -43,7 +43,7 @@ def needed(world_size: int, nodes: int = 1) -> int:
 
 
 def explain_shortage(limit: int, world_size: int, nodes: int = 1) -> str:
-    """One sentence when a hard limit (negative: none) is not enough for the world; empty when it is."""
+    """Return a sentence when a hard limit (negative: none) is too low for the world; empty when it is not."""
     least = needed(world_size, nodes)
     if limit < 0 or limit >= least:
         return ""

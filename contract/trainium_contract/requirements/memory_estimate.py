@@ -136,7 +136,7 @@ def estimate_memory(model: ModelShape, setting: MemorySetting) -> MemoryEstimate
 
 
 def parameters_of_rank(model: ModelShape, setting: MemorySetting) -> int:
-    """Numbers that a rank of the fullest stage holds of the model, before data parallelism divides them."""
+    """Count the parameters that a rank of the fullest stage holds, before data parallelism divides them."""
     tensor, heads = setting.tensor, model.num_key_value_heads
     layer = sum(parameter.numbers(tensor, heads) for parameter in layer_parameters(model).values())
     ends = [parameter.numbers(tensor, heads) for parameter in end_parameters(model).values()]

@@ -186,7 +186,7 @@ class _Share:
 
 
 def _share(accelerator: AcceleratorSpec) -> _Share:
-    """By the worker's share of the devices."""
+    """Return the worker's part, by its share of the devices."""
     instance = accelerator.instance()
     if instance is None or accelerator.device is not Device.NEURON:
         return _Share()

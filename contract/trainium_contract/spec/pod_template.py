@@ -49,7 +49,7 @@ _NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
 
 
 def describe_shape_error(template: dict[str, Any]) -> str:
-    """Which part has not the shape of a pod template's, in a sentence; empty when none is so."""
+    """Return a sentence that names the part with another shape than a pod template's; empty when there is none."""
     return _differs(template, _SHAPE, "")
 
 

@@ -88,7 +88,7 @@ def _fields(spec: Mapping[str, Any]) -> tuple[SpecField, ...]:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Paths of what holds no other, each with its JSON; lists of plain values count as one."""
+    """Yield the path of each leaf with its JSON; a list of plain values is one leaf."""
     if isinstance(value, dict) and value:
         for key, each in value.items():
             yield from _leaves(f"{path}.{key}" if path else str(key), each)

@@ -113,7 +113,7 @@ _WITHIN: dict[str, type[StatusModel]] = {
 
 
 def internal_fields() -> frozenset[str]:
-    """Paths below `status`, as they are on the wire, of all that is remembered; what is below one of them is too."""
+    """Return the paths below `status`, as on the wire, of all internal fields; a path includes all below it."""
     return frozenset(
         f"{place}{field.alias or name}" for place, part in _WITHIN.items() for name, field in part.model_fields.items()
     )

@@ -34,7 +34,7 @@ class CheckpointRow:
 
 
 def checkpoint_root(job: Mapping[str, Any]) -> str:
-    """Where this job's checkpoints are, as its workers see them; empty for a program that does not name its folder."""
+    """Return where the job's workers see its checkpoints; empty for a program that does not name its folder."""
     metadata, storage = mapping(job, "metadata"), mapping(mapping(mapping(job, "spec"), "checkpoint"), "storage")
     program = mapping(mapping(job, "spec"), "program")
     if program:
@@ -46,13 +46,13 @@ def checkpoint_root(job: Mapping[str, Any]) -> str:
 
 
 def metrics_path(job: Mapping[str, Any]) -> str:
-    """Where the figures of each step are; what is appended to needs a folder, so never in a bucket."""
+    """Return the file of the figures of each step, in a folder: objects of a bucket cannot be appended to."""
     root = checkpoint_root(job)
     return f"{CHECKPOINT_MOUNT if '://' in root else root}/metrics.jsonl"
 
 
 def where_kept(job: Mapping[str, Any], file: str = "") -> str:
-    """Where a file of the run is when no worker is left, for a person; empty when it went with the pods."""
+    """Return where a file of the run is when no worker is left; empty when it was deleted with the pods."""
     storage = mapping(mapping(mapping(job, "spec"), "checkpoint"), "storage")
     metadata = mapping(job, "metadata")
     below = text(storage, "subPath") or text(metadata, "namespace") + "/" + text(metadata, "name")

@@ -23,7 +23,7 @@ class EventView:
 
 
 def event_views(raw: Sequence[Mapping[str, Any]], *, uid: str = "") -> tuple[EventView, ...]:
-    """Events as the API server lists them; with `uid` only those about that object."""
+    """Return the events that the API server lists, newest first; with `uid` only those about that object."""
     found = [_event(each) for each in raw if not uid or text(mapping(each, "involvedObject"), "uid") == uid]
     return tuple(sorted(found, key=lambda event: event.at, reverse=True))
 

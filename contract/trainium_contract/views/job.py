@@ -391,7 +391,7 @@ def _written(metadata: Mapping[str, Any], status: StatusReader[PublicStatus], no
 
 
 def advise(view: JobView) -> tuple[str, ...]:
-    """Sentences, each with what to do."""
+    """Return sentences, each with an action for the reader."""
     if view.managed_by:
         return (f"{view.managed_by} controls this job (spec.managedBy), and the operator leaves it alone: look there.",)
     if not view.phase:

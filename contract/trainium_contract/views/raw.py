@@ -66,7 +66,7 @@ def numbers(of: Any, key: str) -> dict[str, float]:
 
 
 def seconds_of(stamp: str) -> float | None:
-    """Unix seconds of an RFC 3339 time; None when it is none."""
+    """Return Unix seconds of an RFC 3339 time; None for any other text."""
     try:
         found = datetime.fromisoformat(stamp)
     except ValueError:

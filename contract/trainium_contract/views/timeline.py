@@ -132,7 +132,7 @@ def _weight(pod: PodRow | None, known: Sequence[InterruptionView], member: bool,
 
 
 def _starts(entries: Iterable[InterruptionView], begin: float) -> dict[int, float]:
-    """When each generation began to train, where that is known; the first at `begin`."""
+    """Return when each generation started to train, where that is known; the first at `begin`."""
     found = {1: begin}
     for each in entries:
         if each.rung != _IN_PLACE and each.at is not None:

@@ -104,7 +104,7 @@ def members_view(record: Mapping[str, Any]) -> Members:
 
 
 def pod_rows(table: Mapping[str, Any], now: float | None = None) -> tuple[PodRow, ...]:
-    """Pods from the server's table; since when there are any only with `now`."""
+    """Return the pods of the server's table; with `now` also since when each exists."""
     columns = [_CELLS.get(text(each, "name"), "") for each in objects(table, "columnDefinitions")]
     found = []
     for row in objects(table, "rows"):
@@ -125,7 +125,7 @@ def _age_seconds(age: str) -> float | None:
 
 
 def workers_view(rows: Sequence[PodRow], members: Members | None) -> WorkersView:
-    """Pods counted by what they are; without a membership all are others."""
+    """Count pods by state and role; without a membership all are others."""
     names = {row.pod for row in members.rows} if members else set()
     of_members, of_others = dict[str, int](), dict[str, int]()
     for row in rows:
@@ -183,5 +183,5 @@ def _slowness(row: RankRow) -> tuple[float, float, float, int]:
 
 
 def metadata_name(raw: Mapping[str, Any]) -> str:
-    """Name of an object."""
+    """Return the name of an object."""
     return text(mapping(raw, "metadata"), "name")

@@ -131,7 +131,7 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: str) -> int | None:
-    """Step of a checkpoint folder's name; None for any other name."""
+    """Return the step of a checkpoint folder's name; None for any other name."""
     match = _STEP.match(folder)
     return int(match.group(1)) if match else None
 
@@ -142,7 +142,7 @@ def milestone_name(step: int) -> str:
 
 
 def milestone_of(folder: str) -> int | None:
-    """Step of a milestone folder's name; None for any other name."""
+    """Return the step of a milestone folder's name; None for any other name."""
     match = _MILESTONE.match(folder)
     return int(match.group(1)) if match else None
 

@@ -34,7 +34,7 @@ def choose_log_format(environment: Mapping[str, str]) -> LogFormat:
 
 
 def moment(seconds: float) -> str:
-    """Unix seconds as `LogLine.time`."""
+    """Format Unix seconds as `LogLine.time`."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
@@ -48,7 +48,7 @@ class JsonFormatter(logging.Formatter):
         self._known = known
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, without its end."""
+        """Format one line, without its end."""
         return self.line(record).to_line()
 
     def line(self, record: logging.LogRecord) -> LogLine:

@@ -92,7 +92,7 @@ def apply_change(change: MembershipChange, known: Membership | None) -> Membersh
 
 
 def digest_of(members: Iterable[Member]) -> str:
-    """Which pod has which rank, and where: what a later version adds to a member is no part of it."""
+    """Return a digest of ranks, pods and addresses, without what a later version adds to a member."""
     lines = (
         f"{member.node_rank} {member.pod_uid} {member.pod_name} {member.pod_ip} {member.node_name} "
         f"{member.rendezvous_port}\n"

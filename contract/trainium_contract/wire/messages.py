@@ -114,7 +114,7 @@ class Membership(WireMessage):
     """Micro-batches of a step on each data-parallel rank, of a program that states its batch; 0 for any other job."""
 
     def rank_of(self, pod_uid: str) -> int | None:
-        """Node rank of a pod; None when it is not a member."""
+        """Return the node rank of a pod; None when it is not a member."""
         return next((member.node_rank for member in self.members if member.pod_uid == pod_uid), None)
 
 

@@ -133,7 +133,7 @@ class JobPageData:
         return read
 
     async def events(self, namespace: str, name: str) -> tuple[EventView, ...] | str:
-        """Events about a job, the newest first, or why they are not known."""
+        """Return events about a job, the newest first, or why they are not known."""
         record = self._caches.jobs.store.get((namespace, name))
         if record is None:
             return ()
@@ -192,7 +192,7 @@ def _as_stored(record: JobRecord) -> dict[str, Any]:
 
 
 def _pod_row(pod: PodView) -> PodRow:
-    """With its state as kubectl shows it."""
+    """Return the pod with its state as kubectl shows it."""
     state = "Terminating" if pod.deleting else pod.reason or _STATES.get(pod.phase, pod.phase.value)
     return PodRow(pod.name, state, pod.node, pod.created or None)
 

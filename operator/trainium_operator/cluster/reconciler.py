@@ -70,7 +70,7 @@ class Reconciler:
     """One at a time: what takes the processor must not come in many pieces between two answers to agents."""
 
     async def work(self) -> None:
-        """One worker; returns when the queue is closed."""
+        """Run one worker until the queue is closed."""
         loop = asyncio.get_running_loop()
         while True:
             try:

@@ -86,17 +86,17 @@ class Metrics:
             self._hangs.labels(phase.value)
 
     def request(self, verb: str, status: int, seconds: float) -> None:
-        """One request to the API server was answered after `seconds` (status 0: it was not)."""
+        """Count a request to the API server that was answered after `seconds` (status 0: it was not)."""
         self._requests.labels(verb, str(status)).inc()
         self._request_seconds.labels(verb).observe(seconds)
 
     def message(self, kind: str, status: int) -> None:
-        """One message of an agent was answered."""
+        """Count an answered message of an agent."""
         known = kind if kind in ("register", "heartbeat", "membership", "stream") else "other"
         self._messages.labels(known, str(status)).inc()
 
     def read(self, path: str, status: int) -> None:
-        """One request of a reader was answered."""
+        """Count an answered request of a reader."""
         page = path.split("/")[1] if path.startswith("/") else ""
         self._reads.labels(page if page in READ else "other", str(status)).inc()
 
@@ -138,7 +138,7 @@ class Metrics:
                 self._hangs.labels(rank.phase.value).inc()
 
     def reconciled(self, seconds: float, error: str) -> None:
-        """One reconcile ended; `error` is empty, or the class of the error."""
+        """Count a finished reconcile; `error` is empty, or the class of the error."""
         self._reconcile.observe(seconds)
         if error:
             self._reconcile_errors.labels(error).inc()

@@ -88,7 +88,7 @@ class Families:
         self.all = tuple(vars(self).values())
 
     def add(self, job: JobView, status: PublicStatus, now: float) -> None:
-        """One job's figures."""
+        """Add one job's figures."""
         name = (job.namespace, job.name)
         holds = {each.type: each.status for each in status.conditions}
         self.phase.add_metric([*name, status.phase.value], 1)

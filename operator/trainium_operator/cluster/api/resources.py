@@ -27,7 +27,7 @@ class Resource:
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
-        """Path of an object, or of the collection when no name is given; an empty namespace means all of them."""
+        """Return the path of an object, or of a collection without a name; an empty namespace means all of them."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         parts = [root]
         if self.namespaced and namespace:

@@ -68,7 +68,7 @@ class IndexedCache(Generic[V]):
         return self._entries.get(key)
 
     def snapshot(self) -> dict[Key, Entry[V]]:
-        """All entries at this moment."""
+        """Return all entries at this moment."""
         return dict(self._entries)
 
     def owned_by(self, job: JobId) -> dict[Key, V]:

@@ -62,7 +62,7 @@ class Caches:
     """Nobody waits for them either; None where none are made."""
 
     def reflectors(self) -> tuple[Watching, ...]:
-        """All that have a `run`; the jobs only where single namespaces are served, else kopf watches them."""
+        """Return all that have a `run`; the jobs only where single namespaces are served, else kopf watches them."""
         found: list[Watching] = [self.pods, self.config_maps, self.disruption_budgets]
         if self.nodes is not None:
             found.append(self.nodes)
@@ -109,7 +109,7 @@ class Observer:
     gangs: WaitingGangs
 
     def observe(self, job: JobView, *, status_written: float = 0.0) -> Observed:
-        """One job as it is known now; children and pods of an earlier job of the same name are left out.
+        """Observe one job as it is known now; children and pods of an earlier job of the same name are left out.
 
         `status_written` is when this process last wrote the job's status; 0 when it has not.
         """

@@ -119,7 +119,7 @@ def _verdict(
 
 
 def _impossible_size(facts: Facts) -> StopVerdict | None:
-    """Only a job that has never run ends for it; a running one keeps its size."""
+    """End a job that has never run; a running one keeps its size."""
     if facts.size.desired > 0 or facts.observed.membership is not None:
         return None
     return StopVerdict(reason=facts.size.reason, cause=Cause.USER_CODE, message=facts.size.message)
@@ -216,7 +216,7 @@ def _reported_by_a_pod(facts: Facts) -> StopVerdict | None:
 
 
 def _seen_on_a_node(facts: Facts) -> StopVerdict | None:
-    """Only a rule of the job makes a node's condition or taint a reason to stop."""
+    """Find a node's condition or taint that a rule of the job makes a reason to stop."""
     rules = facts.job.spec.recovery.rules
     for member, worker in facts.members if rules else ():
         found = stopping_sign(worker.node, rules) if worker is not None and worker.node is not None else None
@@ -311,13 +311,13 @@ def budget_verdict(facts: Facts, status: TrainingJobStatus) -> StopVerdict | Non
     if message is None:
         return None
     last = status.failures[-1]
-    node, seen = _last_words(facts, status, last.pod)
+    node, seen = _last_output(facts, status, last.pod)
     text = f"{message}. Last seen: {seen}" if seen else message
     return _verdict(Reason.BUDGET_EXHAUSTED, last.cause, text, pod=last.pod, node=node)
 
 
-def _last_words(facts: Facts, status: PublicStatus, pod: str) -> tuple[str, str]:
-    """Node and last output of the pod that failed last: its log goes with it, and it may never have been a member."""
+def _last_output(facts: Facts, status: PublicStatus, pod: str) -> tuple[str, str]:
+    """Return node and last output of the pod that failed last: its log is deleted with it."""
     faults = [entry for entry in status.history if entry.message and entry.rung not in (Rung.RESIZE, Rung.GROW)]
     named = next((entry for entry in reversed(faults) if entry.pod == pod), None)
     if named is not None:

@@ -119,7 +119,7 @@ def _lost_a_peer(beat: HeartbeatRequest) -> bool:
 
 
 def _waited_in_collective(failure: ProcessFailure) -> bool:
-    """By its code, or by a message in its output: it waited for others that did not come."""
+    """Return whether, by its code or output, it waited for others that did not come."""
     sign = find_runtime_status(failure.runtime_status) or find_output_line(failure.output_line)
     return failure.exit_code == ExitCode.PEER_LOST or (sign is not None and sign.indirect)
 

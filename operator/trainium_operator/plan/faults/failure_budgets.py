@@ -65,7 +65,7 @@ def exhausted_budget(failures: tuple[FailureRecord, ...], recovery: RecoverySpec
 
 
 def _budgets(recovery: RecoverySpec) -> Iterator[tuple[str, str, frozenset[Cause], BudgetSpec]]:
-    """Path below `spec.recovery.budgets`, word for it, causes that use it, and the limit."""
+    """Yield path below `spec.recovery.budgets`, name, causes and limit of each budget."""
     budgets = recovery.budgets
     for budget, allowed in ((Budget.PROCESS, budgets.process), (Budget.INFRASTRUCTURE, budgets.infrastructure)):
         causes = frozenset(cause for cause in Cause if budget_of(cause) is budget)

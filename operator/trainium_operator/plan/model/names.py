@@ -26,7 +26,7 @@ LAST_ORDINAL = 999_999
 
 
 def pod_name(job: str, ordinal: int) -> str:
-    """Name of the worker pod with this ordinal."""
+    """Return the name of the worker pod with this ordinal."""
     return f"{job}-w-{ordinal}"
 
 

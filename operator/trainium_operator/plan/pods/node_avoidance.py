@@ -64,7 +64,7 @@ def _there(facts: Facts) -> dict[str, NodeView]:
 
 
 def _is_bad(facts: Facts, node: NodeView) -> bool:
-    """By its own signals: a pod that is let onto it would be taken off at once, and so would the next one."""
+    """Return whether its signals are bad: a pod on it would be replaced at once, and so would the next one."""
     problem = problem_of(facts.observed, node)
     return problem is not None and problem.severity >= Severity.DRAIN
 

@@ -152,7 +152,7 @@ def _any_open(history: tuple[Interruption, ...]) -> bool:
 
 
 def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> GoodputStatus:
-    """Time counts as start-up until a new step is seen; what came after the end of that step does not.
+    """Charge time to start-up until a new step is seen, without what came after the end of that step.
 
     A program without steps has started when all of its processes run. Where steps follow later, as after a compilation,
     all that was not lost until then was start-up.

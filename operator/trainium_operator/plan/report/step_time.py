@@ -91,7 +91,7 @@ def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> Go
 
 
 def _timed(facts: Facts) -> float | None:
-    """Median step time as the agents measure it; None where they do not."""
+    """Return the median step time as the agents measure it; None where they do not."""
     known = [beat.timing.step_seconds for _, beat in facts.beats if beat.timing and beat.timing.steps >= _TIMED_STEPS]
     return median(known) if known and min(known) > 0 else None
 

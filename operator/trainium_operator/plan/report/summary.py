@@ -222,7 +222,7 @@ def _worth(facts: Facts, status: public.PublicStatus) -> public.MembershipStatus
 
 
 def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    beats = in_order_of_steps(facts, _last_words(facts))
+    beats = in_order_of_steps(facts, _newest_heartbeats(facts))
     reports = [beat.progress for _, beat in beats if beat.progress is not None]
     if reports:
         newest = reports[0]
@@ -270,7 +270,7 @@ def _program_progress(facts: Facts, status: AnyShown, reports: list[Progress]) -
     return with_condition(status, kind, None, Reason.NO_STEP_REPORTED, message, now=facts.now)
 
 
-def _last_words(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+def _newest_heartbeats(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], ...]:
     """Return the members' heartbeats; of a suspended job the last ones, which report their last save."""
     recorded = facts.observed.membership
     return (
@@ -289,7 +289,7 @@ def _newest_alerts(old: tuple[public.AlertStatus, ...], newest: Progress) -> tup
 
 
 def _newest_checkpoints(facts: Facts, old: public.CheckpointStatus, reports: list[Progress]) -> public.CheckpointStatus:
-    """In memory: the step that every member holds. Durable: committed steps never go back."""
+    """Return the step that every member holds in memory, and the newest committed one, which never goes back."""
     complete = facts.current is not None and len(reports) == len(facts.current.members)
     memory = min(report.memory_step for report in reports) if complete else old.memory_step
     total = total_steps(facts, reports[0])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """The judgement."""
+    """Whether silence and refused connections count."""
 
     lost: str = ""
     """Why silence means nothing now, as a sentence; empty while it does."""
@@ -40,7 +40,7 @@ class Contact:
 
 
 def judge_contact(*, running: int, silent: int, refusing: int, frozen: str) -> Contact:
-    """From counts of workers; `frozen` is why nothing may be done to nodes (`FleetView`)."""
+    """Judge the silence from counts of workers; `frozen` is why nodes may not be acted on (`FleetView`)."""
     bound = cap_of(running)
     if silent == 0 or (silent <= bound and not frozen):
         return Contact()
@@ -154,7 +154,7 @@ class Worker:
 
     @property
     def stale_after(self) -> float:
-        """Silence after which a worker outside the membership is given up although its node requeue_at well."""
+        """Silence after which a worker outside the membership is given up although its node seems healthy."""
         return max(60.0, _SPARE_SILENCE_FACTOR * self.timeout)
 
     @cached_property

@@ -408,4 +408,4 @@ def test_time_is_up_when_one_does_not_answer_and_what_it_reported_before_does_no
     second.ask(0)  # the third's answer belongs to the first inquiry
     first.answer(shared.state())
     clock[0] += 1000.0
-    assert set(second._testimony(shared, 0)) == {0, 1}  # type: ignore[arg-type]
+    assert set(second._read_answers(shared, 0)) == {0, 1}  # type: ignore[arg-type]
