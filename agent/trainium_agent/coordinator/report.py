@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from trainium_agent.exits.diagnosis import MESSAGE_CHARACTERS, Signs, describe_exit, last_message
 from trainium_agent.ranks.results import read_results
 from trainium_contract.sizes import MAX_COMPILED
-from trainium_contract.status.results import RunStage
+from trainium_contract.status.results import Alert, RunStage
 from trainium_contract.wire.messages import (
-    Alert,
     CheckResult,
     HeartbeatRequest,
     ProcessFailure,
@@ -284,11 +283,11 @@ class PodReport:
         results = read_results(beside)
         self._progress = Progress(
             step=max(record.step, 0),
-            loss=_finite(record.loss),
-            tokens_per_second=_finite(record.tokens_per_second),
-            samples_per_second=_finite(record.samples_per_second),
-            reward_margin=_finite(record.reward_margin),
-            reward_accuracy=_finite(record.reward_accuracy),
+            loss=record.loss,
+            tokens_per_second=record.tokens_per_second,
+            samples_per_second=record.samples_per_second,
+            reward_margin=record.reward_margin,
+            reward_accuracy=record.reward_accuracy,
             resume_step=record.resume_step if record.resume_step >= 0 else None,
             samples=max(record.samples, 0),
             memory_step=max(record.memory_step, -1),

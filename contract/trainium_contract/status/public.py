@@ -20,10 +20,12 @@ from trainium_contract.status.results import (
     MAX_ARTIFACTS,
     MAX_EVALUATIONS,
     MAX_FIGURES,
+    Alert,
     ArtifactReport,
     EvaluationFigure,
     MilestoneEvaluation,
     StageName,
+    StepFigures,
 )
 
 
@@ -66,36 +68,11 @@ class MembershipStatus(StatusModel):
     """Warm workers beside the spares that this size leaves out: with them a step would take as many passes."""
 
 
-class ProgressStatus(StatusModel):
+class ProgressStatus(StepFigures):
     """Progress of training."""
 
-    step: int = 0
-    """Newest finished optimizer step."""
-    total_steps: int = 0
-    """Steps of the whole run; 0 while epochs decide and the trainer has not read its data."""
-    loss: float | None = None
-    """Loss of that step."""
-    tokens_per_second: float | None = None
-    """Throughput of the whole job."""
-    samples_per_second: float | None = None
-    """Throughput of the whole job in samples: sequences, or pairs of preference tuning."""
-    reward_margin: float | None = None
-    """Mean difference of the rewards of two answers in that step; preference tuning only."""
-    reward_accuracy: float | None = None
-    """Share of that step's pairs whose preferred answer has the greater reward; preference tuning only."""
     updated: Annotated[str, Field(max_length=32)] = ""
     """When this was reported, RFC 3339."""
-
-
-class AlertStatus(StatusModel):
-    """An alert of the trainer's monitors."""
-
-    kind: Annotated[str, Field(max_length=64)]
-    """`LossSpike`, `LossAlarm` or `StepSkipped`."""
-    step: int
-    """The step that raised it."""
-    message: Text = ""
-    """Evidence of it, and what to do."""
 
 
 def _is_none(step: int) -> bool:
@@ -167,7 +144,7 @@ class PublicStatus(StatusModel):
     """The result beside the model that the run began from, measured on examples that were held back."""
     evaluations: Annotated[tuple[MilestoneEvaluation, ...], Field(max_length=MAX_EVALUATIONS)] = ()
     """Figures of the newest milestones, oldest first; with trainer.evaluate.atMilestones."""
-    alerts: Annotated[tuple[AlertStatus, ...], Field(max_length=8)] = ()
+    alerts: Annotated[tuple[Alert, ...], Field(max_length=8)] = ()
     """The newest alert of each kind."""
     checkpoint: CheckpointStatus = CheckpointStatus()
     """Newest steps that a resume could use."""

@@ -1,4 +1,4 @@
-"""Results of a run beside its steps: its stage, its artifacts, the figures of its evaluation.
+"""Figures of a run's newest step, its alerts, and its results: its stage, its artifacts, its evaluation.
 
 The trainer leaves these for its agent, heartbeats carry them (`messages`), the status shows them (`job`). Readers are
 lenient: a kind or a stage that a newer side made is shown or passed over, never refused. Everything is bounded.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from trainium_contract.base import MessageModel, Text
 
@@ -48,8 +48,42 @@ StageName = Annotated[str, Field(max_length=32)]
 """A RunStage; readers take a stage that they do not know for one after the last step."""
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+Figure = Annotated[float | None, AfterValidator(_finite)]
+"""A measured value; none where it was not a number."""
+
+
+class StepFigures(MessageModel):
+    """Figures of the newest finished optimizer step."""
+
+    step: int = Field(ge=0, le=_LARGEST, default=0)
+    """Newest finished optimizer step."""
+    total_steps: int = Field(ge=0, le=_LARGEST, default=0)
+    """Steps of the whole run; 0 while epochs decide and the trainer has not read its data."""
+    loss: Figure = None
+    """Loss of that step."""
+    tokens_per_second: Figure = None
+    """Throughput of the whole job."""
+    samples_per_second: Figure = None
+    """Throughput of the whole job in samples: sequences, or pairs of preference tuning."""
+    reward_margin: Figure = None
+    """Mean difference of the rewards of two answers in that step; preference tuning only."""
+    reward_accuracy: Figure = None
+    """Share of that step's pairs whose preferred answer has the greater reward; preference tuning only."""
+
+
+class Alert(MessageModel):
+    """An alert of the trainer's monitors."""
+
+    kind: Annotated[str, Field(max_length=64)]
+    """`LossSpike`, `LossAlarm` or `StepSkipped`."""
+    step: int = Field(ge=0, le=_LARGEST)
+    """The step that raised it."""
+    message: Text = ""
+    """Evidence of it, and what to do."""
 
 
 class ArtifactReport(MessageModel):
@@ -74,11 +108,11 @@ class EvaluationFigure(MessageModel):
 
     name: Annotated[str, Field(min_length=1, max_length=192)]
     """Which one, for instance `perplexity`, `rougeL`, `accuracy`, or a task and its measure as in `mmlu acc`."""
-    before: Annotated[float | None, BeforeValidator(_finite)] = None
+    before: Figure = None
     """Figure of the model that the run started from; absent where it was not measured."""
-    after: Annotated[float | None, BeforeValidator(_finite)] = None
+    after: Figure = None
     """Figure of the result."""
-    standard_error: Annotated[float | None, BeforeValidator(_finite)] = None
+    standard_error: Figure = None
     """Standard error of `after`; absent where none is known."""
 
 

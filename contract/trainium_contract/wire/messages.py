@@ -9,7 +9,6 @@ or cause a status that the API server refuses. A loss that is not a number is re
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 from ipaddress import ip_address
 from typing import Annotated, Any
@@ -24,10 +23,13 @@ from trainium_contract.spec.precompile import CompiledSize
 from trainium_contract.status.results import (
     MAX_ARTIFACTS,
     MAX_FIGURES,
+    Alert,
     ArtifactReport,
     EvaluationFigure,
+    Figure,
     RunStage,
     StageName,
+    StepFigures,
 )
 
 PROTOCOL = 2
@@ -55,17 +57,11 @@ def _known_cause(value: Any) -> Any:
     return value if not isinstance(value, str) or value in set(Cause) else Cause.RESIZE
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 Protocol = Annotated[int, AfterValidator(_known)]
 Uid = Annotated[str, Field(min_length=1, max_length=128)]
 Address = Annotated[str, Field(max_length=45), AfterValidator(_address)]
 Time = Annotated[float, Field(ge=-1e11, le=1e11, allow_inf_nan=False)]
 """Unix seconds, or a length of time."""
-Figure = Annotated[float | None, AfterValidator(_finite)]
-"""A measured value that may be not a number."""
 _LARGEST = 2**53
 _LAST = 2**31 - 1
 LATEST_GENERATION = _LAST - 1_000_000
@@ -148,16 +144,6 @@ class AlertKind(StrEnum):
     """Loss or gradient of a step was not finite, and the update was left out."""
 
 
-class Alert(WireMessage):
-    """One alert of the trainer's monitors."""
-
-    kind: Annotated[str, Field(max_length=64)]
-    """An AlertKind; a reader leaves out what it does not know."""
-    step: int = Field(ge=0, le=_LARGEST)
-    """The step that raised it."""
-    message: Text = ""
-
-
 class HangDetection(StrEnum):
     """Sign by which the agent of a program detects a hang."""
 
@@ -168,20 +154,9 @@ class HangDetection(StrEnum):
     OFF = "Off"
 
 
-class Progress(WireMessage):
+class Progress(StepFigures, WireMessage):
     """Newest progress of the pod's first rank."""
 
-    step: int = Field(ge=0, le=_LARGEST)
-    """Optimizer steps completed."""
-    loss: Figure = None
-    tokens_per_second: Figure = None
-    """Over the whole job."""
-    samples_per_second: Figure = None
-    """Over the whole job."""
-    reward_margin: Figure = None
-    """Mean difference of the rewards of two answers; preference tuning only."""
-    reward_accuracy: Figure = None
-    """Share of pairs whose preferred answer has the greater reward; preference tuning only."""
     resume_step: Count | None = None
     """Step that this generation's ranks last resumed from; absent until they have."""
     samples: int = Field(ge=0, le=_LARGEST, default=0)
@@ -201,8 +176,6 @@ class Progress(WireMessage):
     """Newest sentence of the trainer to a person, for instance that a damaged checkpoint was stepped over."""
     alerts: tuple[Alert, ...] = Field(max_length=8, default=())
     """The newest one of each kind."""
-    total_steps: int = Field(ge=0, le=_LARGEST, default=0)
-    """Steps of the whole run; 0 while the trainer has not read its data."""
     stage: StageName = RunStage.TRAIN.value
     """The RunStage that the ranks are in."""
     stage_progress: Figure = None

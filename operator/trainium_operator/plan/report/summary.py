@@ -20,6 +20,7 @@ from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status import public
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.results import Alert, StepFigures
 from trainium_contract.wire.messages import AlertKind, HeartbeatRequest, Member, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER, is_outdated, template_hash
 from trainium_operator.plan.model import names
@@ -49,6 +50,14 @@ if TYPE_CHECKING:
 
 
 _SHOWN = 3
+_DIGITS = {
+    "loss": 6,
+    "tokens_per_second": 1,
+    "samples_per_second": 3,
+    "reward_margin": 6,
+    "reward_accuracy": 4,
+}
+"""Decimals of the figures that a person reads."""
 
 
 def set_nodes_healthy(facts: Facts, status: AnyShown) -> AnyShown:
@@ -244,15 +253,11 @@ def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
 
 
 def _progress_status(facts: Facts, status: public.PublicStatus, newest: Progress) -> public.ProgressStatus:
+    figures = {name: getattr(newest, name) for name in StepFigures.model_fields}
+    shown = {name: round(value, _DIGITS.get(name, 0)) for name, value in figures.items() if value is not None}
     moved = newest.step != status.progress.step or not status.progress.updated
     return public.ProgressStatus(
-        step=newest.step,
-        total_steps=total_steps(facts, newest),
-        loss=_rounded(newest.loss, 6),
-        tokens_per_second=_rounded(newest.tokens_per_second, 1),
-        samples_per_second=_rounded(newest.samples_per_second, 3),
-        reward_margin=_rounded(newest.reward_margin, 6),
-        reward_accuracy=_rounded(newest.reward_accuracy, 4),
+        **{**shown, "total_steps": total_steps(facts, newest)},
         updated=rfc3339(facts.now) if moved else status.progress.updated,
     )
 
@@ -278,13 +283,13 @@ def _newest_heartbeats(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], .
     )
 
 
-def _newest_alerts(old: tuple[public.AlertStatus, ...], newest: Progress) -> tuple[public.AlertStatus, ...]:
+def _newest_alerts(old: tuple[Alert, ...], newest: Progress) -> tuple[Alert, ...]:
     """Return the newest alert of each kind; a resumed run that repeats a step reports nothing new."""
     known = {alert.kind: alert for alert in old}
     for alert in newest.alerts:
         before = known.get(alert.kind)
         if alert.kind in _ALERTS and (before is None or before.step != alert.step):
-            known[alert.kind] = public.AlertStatus(kind=alert.kind, step=alert.step, message=alert.message)
+            known[alert.kind] = alert
     return tuple(known.values())
 
 
@@ -299,11 +304,6 @@ def _newest_checkpoints(facts: Facts, old: public.CheckpointStatus, reports: lis
     notices = [report.notice for report in reports if report.notice]
     notice = notices[0] if notices else old.notice
     return public.CheckpointStatus(memory_step=memory, durable_step=durable, durable_time=since, notice=notice)
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    """Return as many digits as a person reads."""
-    return None if value is None else round(value, digits)
 
 
 def _pods_ready(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trainium_contract.wire.messages import Alert, HeartbeatRequest, Membership, Progress, WorkerPhase
+from trainium_contract.status.results import Alert
+from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
 from trainium_contract.wire.stream import (
     HEAD_BYTES,
     FrameKind,

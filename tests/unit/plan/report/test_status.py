@@ -28,8 +28,9 @@ from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.public import MembershipStatus
+from trainium_contract.status.results import Alert
 from trainium_contract.status.start_failures import StartFailuresStatus
-from trainium_contract.wire.messages import Alert, AlertKind, Progress, WorkerPhase
+from trainium_contract.wire.messages import AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
