@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """Whether silence and refused connections count."""
+    """Judgement of the silence and of the ports that refuse."""
 
     lost: str = ""
     """Why silence means nothing now, as a sentence; empty while it does."""
