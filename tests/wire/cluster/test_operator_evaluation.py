@@ -82,8 +82,7 @@ def test_each_model_is_measured_once_whichever_write_the_operator_dies_after() -
         async with measuring(replicas=0) as (seen, kubelet):
             first = await seen.start_operator("operator-0", die_after_write=die_after_write)
             await until(lambda: is_measured(seen), 300, "all are measured")
-            gone = lambda: NAME not in seen.cluster.names(PODS)  # noqa: E731
-            await until(gone, 60, "no pod is left")
+            await until(lambda: NAME not in seen.cluster.names(PODS), 60, "no pod is left")
             await seen.runs()
             found = seen.status()["evaluations"]
             end = {
