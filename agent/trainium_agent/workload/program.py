@@ -132,7 +132,8 @@ def neuron_environment(layout: AttemptLayout, local_rank: int, devices: int) -> 
     """
     if not devices:
         return {}
-    cores = devices * _number(_NEURON / "neuron0" / "core_count") // max(1, _logical())
+    # The driver lets only root read `core_count` (neuron_cdev.c), and programs run without root.
+    cores = devices * len([*_NEURON.glob("neuron0/neuron_core*")]) // max(1, _logical())
     each = cores // layout.on_a_node
     found = {"NEURON_RT_ROOT_COMM_ID": f"{layout.master_ip}:{_NEURON_PORT}"}
     if each:
@@ -148,11 +149,3 @@ def neuron_environment(layout: AttemptLayout, local_rank: int, devices: int) -> 
 def _logical() -> int:
     text = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "")
     return int(text) if text.isdigit() else 1
-
-
-def _number(path: Path) -> int:
-    """Return the number that a file of the kernel holds; 0 where there is none."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 0

@@ -345,7 +345,11 @@ class _CheckpointFolder:
 
 
 def executions() -> int:
-    """Return how many programs the node's Neuron cores have executed; 0 where that cannot be read."""
+    """Return how many programs the node's Neuron cores have executed; 0 where that cannot be read.
+
+    Source: Neuron Sysfs User Guide of aws-neuron-sdk, and `neuron_sysfs_metrics.c` of aws-neuron-driver 2.24.7, where
+    `success` counts completed executions. Driver 2.31 moved nodes of this tree; its paths have not been checked.
+    """
     total = 0
     for path in _NEURON.glob("neuron*/neuron_core*/stats/status/success/total"):
         with contextlib.suppress(OSError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -65,8 +66,8 @@ def test_the_library_is_added_behind_the_modules_of_the_image(tmp_path: Path, mo
 def test_neuron_cores_are_divided_among_the_ranks_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_NEURON", tmp_path)
     monkeypatch.setattr(module, "_INFINIBAND", tmp_path)
-    (tmp_path / "neuron0").mkdir()
-    (tmp_path / "neuron0/core_count").write_text("8\n")
+    for number in range(8):
+        (tmp_path / f"neuron0/neuron_core{number}").mkdir(parents=True)
     found = neuron_environment(LAYOUT, 2, 2)
     assert found == {
         "NEURON_RT_ROOT_COMM_ID": "10.0.0.1:62182",
@@ -79,7 +80,7 @@ def test_neuron_cores_are_divided_among_the_ranks_of_a_node(tmp_path: Path, monk
     }
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     assert neuron_environment(LAYOUT, 2, 2)["NEURON_RT_VISIBLE_CORES"] == "4-5"
-    (tmp_path / "neuron0/core_count").unlink()
+    shutil.rmtree(tmp_path / "neuron0")
     assert "NEURON_RT_VISIBLE_CORES" not in neuron_environment(LAYOUT, 2, 2)
     assert neuron_environment(LAYOUT, 2, 0) == {}
 
