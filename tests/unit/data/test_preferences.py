@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.testing.trainer.example_files import EOS, config, opened, texts, write_records, write_tokenizer
-from trainium_trainer.data.batches.loader import build_micro_batch
+from trainium_trainer.data.batches.loader import build_micro_batch, trim_padding
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
 from trainium_trainer.exits import UserError
 
@@ -184,6 +184,18 @@ def test_both_answers_lie_in_adjacent_rows_of_one_micro_batch(tmp_path: Path) ->
     first = ids_of(data)[2]
     assert batch.inputs[0, : len(first) - 1].tolist() == first[:-1].tolist()
     assert batch.valid_tokens == int((batch.labels != -100).sum())
+
+
+def test_a_micro_batch_is_as_long_as_its_longest_row_in_whole_blocks_of_columns(tmp_path: Path) -> None:
+    data = pairs(tmp_path, [TEXT, TEXT | {"chosen": " a tensor of the mesh"}], sequence_length=40)
+    longest = max(len(ids) for ids in ids_of(data)) - 1
+    batch = build_micro_batch([data.training.sample(0, 1), data.training.sample(0, 0)], data.training.rules)
+    trimmed = trim_padding(batch, 4)
+    assert trimmed.inputs.shape == trimmed.labels.shape == (4, -(-longest // 4) * 4)
+    assert trimmed.inputs.tolist() == batch.inputs[:, : trimmed.inputs.shape[1]].tolist()
+    assert int((trimmed.labels != -100).sum()) == batch.valid_tokens, "nothing that is predicted is left out"
+    assert trim_padding(batch, 64) is batch, "never longer than the sequence"
+    assert trim_padding(build_micro_batch([None], data.training.rules), 4).inputs.shape == (2, 4)
 
 
 @pytest.mark.parametrize("loss", ["Answer", "All"])

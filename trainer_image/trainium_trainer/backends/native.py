@@ -17,7 +17,8 @@ import torch
 from torch import distributed as dist
 
 from trainium_contract.models.parameters import EMBEDDING
-from trainium_contract.trainer.parallelism import DataParallelMode, Precision
+from trainium_contract.models.shape import RopeScalingKind
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision, TorchCompile
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.base import Evaluation, StepOutcome, StepTotals
 from trainium_trainer.backends.compiled import compile_layers
@@ -28,6 +29,7 @@ from trainium_trainer.backends.optimizers import Rounding, find_update
 from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.backends.replicated import ReplicatedStore
 from trainium_trainer.backends.store import box, cut, is_dtensor, local_of
+from trainium_trainer.data.batches.loader import trim_padding
 from trainium_trainer.models.dropout import sample_keys
 from trainium_trainer.models.initial import initial_box
 from trainium_trainer.models.llama import Llama
@@ -55,6 +57,9 @@ if TYPE_CHECKING:
     from trainium_trainer.models.stages import LlamaStage
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights
+
+_COLUMNS = 64
+"""Multiple to which the longest row of a micro-batch is padded: few lengths, so that memory is used again."""
 
 
 class NativeBackend:
@@ -239,12 +244,23 @@ class NativeBackend:
             yield
 
     def _part(self, batch: MicroBatch) -> MicroBatch:
-        """Return this rank's tokens of a micro-batch, which still counts those of all."""
+        """Return what this rank computes of a micro-batch, which still counts the tokens of all."""
         if self._places is None:
-            return batch
+            return trim_padding(batch, math.lcm(_COLUMNS, self.mesh.tp_size)) if self._takes_any_length else batch
         positions = None if batch.positions is None else batch.positions[:, self._places]
         inputs, labels = batch.inputs[:, self._places], batch.labels[:, self._places]
         return replace(batch, inputs=inputs, labels=labels, positions=positions)
+
+    @property
+    def _takes_any_length(self) -> bool:
+        """Whether nothing is compiled or agreed for a length, and no rotary embedding follows from it."""
+        stretch = self._shape.rope_stretch
+        return (
+            self._device.type in ("cpu", "cuda")
+            and self._config.torch_compile is TorchCompile.NONE
+            and self._pipeline is None
+            and (stretch is None or stretch.kind is not RopeScalingKind.DYNAMIC)
+        )
 
     def accumulate(self, batch: MicroBatch, *, last: bool) -> None:
         """Forward and backward of the summed loss."""
@@ -316,7 +332,7 @@ class NativeBackend:
         if self._pipeline is not None:
             joined = [self._pipeline_log_probs(self._pipeline, batch) for batch in self._pipeline.joined(batches)]
         else:
-            joined = [self._reference_log_probs(batch) for batch in batches]
+            joined = [self._reference_log_probs(batch) for batch in map(self._part, batches)]
         self._store.after_evaluation()
         return torch.cat(joined).cpu()
 

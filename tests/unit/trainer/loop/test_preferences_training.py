@@ -105,6 +105,17 @@ def test_the_curve_and_the_rewards_do_not_depend_on_the_layout(
         assert_same(run(launch, ranks, name, [*pairs, tuning, *overrides]), whole)
 
 
+@pytest.mark.parametrize("tuning", ["LoRA", "full"])
+def test_columns_that_are_padding_in_all_rows_of_a_micro_batch_are_not_computed(
+    launch: Launcher, pairs: list[str], tuning: str
+) -> None:
+    short = run(launch, 1, "short", [*pairs, TUNINGS[tuning]])
+    long = run(launch, 1, "long", [*pairs, TUNINGS[tuning], "data.sequenceLength=256"])
+    assert [line["loss"] for line in long] == [line["loss"] for line in short], "the same tensors, to the bit"
+    whole = run(launch, 2, "pipeline", [*pairs, TUNINGS[tuning], "data.sequenceLength=256", PP])
+    assert_same(whole, short)
+
+
 def test_a_run_begins_at_the_reference_and_learns_what_is_preferred(launch: Launcher, pairs: list[str]) -> None:
     lines = run(launch, 1, "one", [*pairs, TUNINGS["LoRA"].replace("0.2", "0.0"), "steps=20"])
     assert lines[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)

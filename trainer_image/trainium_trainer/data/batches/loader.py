@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -141,6 +141,20 @@ def build_micro_batch(samples: Sequence[Sample | None], rules: SampleRules, firs
     if rules.rows > 1:
         pairs = Pairs(sum(sample is not None for sample in samples), answers, references)
     return MicroBatch(inputs, labels, int((labels != IGNORED_LABEL).sum()), places, positions, pairs)
+
+
+def trim_padding(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """Return a micro-batch without the last columns in which no row predicts a token, `multiple` columns at a time.
+
+    Tokens attend to nothing after them, so the loss stays the same. One column block always remains.
+    """
+    length = batch.inputs.shape[1]
+    predicted = (batch.labels != IGNORED_LABEL).any(0).nonzero()
+    used = int(predicted[-1]) + 1 if len(predicted) else 1
+    width = -(-used // multiple) * multiple
+    if width >= length or batch.positions is not None:
+        return batch
+    return replace(batch, inputs=batch.inputs[:, :width], labels=batch.labels[:, :width])
 
 
 def divide_samples(
