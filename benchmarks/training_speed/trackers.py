@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -76,9 +77,9 @@ def main() -> int:
             for name, overrides in kinds.items():
                 folder = Path(scratch, f"{name}-{number}")
                 folder.mkdir()
-                result = run_ours(task, folder, text, overrides)
-                found[name].seconds += result.seconds
-                found[name].processor_seconds.append(result.processor_seconds)
+                before = children_seconds()
+                found[name].seconds += run_ours(task, folder, text, overrides).seconds
+                found[name].processor_seconds.append(children_seconds() - before)
     shares = {
         kind: round(choose(found["MLflow"].seconds) / choose(found["without"].seconds) - 1, 4)
         for kind, choose in (("median", statistics.median), ("best", min))
@@ -96,6 +97,12 @@ def main() -> int:
     options.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
     return int(shares["median"] > GOAL)
+
+
+def children_seconds() -> float:
+    """Return the processor time of the ranks so far, with the processes that they started, in seconds."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":
