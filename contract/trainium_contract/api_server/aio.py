@@ -140,6 +140,7 @@ class HttpClient:
             timeout=limits,
             proxy=self._proxy,
             server_hostname=access.server_name or None,
+            allow_redirects=method == "GET",
         )
 
     async def _lines(self, path: str, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -153,3 +153,16 @@ async def test_what_is_applied_is_sent_as_yaml(tmp_path: Path) -> None:
         found = json.loads((await client.request("PATCH", "/x", **applied)).body)
         await client.close()
     assert found == {"type": APPLY_PATCH, "body": '{"word": "\N{GRINNING FACE}"}'}
+
+
+async def test_a_write_follows_no_redirect(tmp_path: Path) -> None:
+    async def redirect(request: web.Request) -> web.Response:
+        reached.append(request.path)
+        raise web.HTTPTemporaryRedirect("/elsewhere")
+
+    reached: list[str] = []
+    async with serving(redirect) as server:
+        client = await connect(written(tmp_path, server))
+        answer = await client.request("POST", "/x", **QUESTION)
+        await client.close()
+    assert (answer.status, reached) == (307, ["/x"])
