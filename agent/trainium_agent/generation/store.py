@@ -118,13 +118,10 @@ class GenerationStore:
             wanted = step(GenerationState.decode(seen)).encode()
             if wanted == seen:
                 return GenerationState.decode(seen)
-            found = self._swap(key, self._signer.sign(key, seen), self._signer.sign(key, wanted))
+            found = str(self._ask("swap", key, self._signer.sign(key, seen), self._signer.sign(key, wanted)))
             if self._opened(key, found) == wanted:
                 return GenerationState.decode(wanted)
             stored = found
-
-    def _swap(self, key: str, seen: str, wanted: str) -> str:
-        return str(self._ask("swap", key, seen, wanted))
 
     def _stored(self, key: str) -> str:
         stored = self._ask("get", key, _WAIT_SECONDS)

@@ -36,20 +36,6 @@ def record_results(facts: Facts, status: TrainingJobStatus, reports: list[Progre
     return status.replaced(stage=newest.stage, stage_progress=None if done is None else round(done, 2))
 
 
-def total_steps(facts: Facts, newest: Progress) -> int:
-    """Return the steps of the whole run: those of the spec, or those that the trainer or program reports.
-
-    The latter follow from the data where epochs decide (0: not yet), and from the size where steps differ in samples.
-    """
-    trainer = facts.job.spec.trainer
-    if trainer is None:
-        return newest.total_steps
-    if not trainer.epochs and not trainer.batch.tolerance:
-        return trainer.steps
-    given = 0 if trainer.epochs else trainer.steps
-    return newest.total_steps or facts.job.status.progress.total_steps or given
-
-
 def describe_activity(status: PublicStatus) -> str:
     """Return what the workers do, as a participle."""
     return _DOING.get(status.stage, "training")

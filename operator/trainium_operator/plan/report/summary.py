@@ -34,7 +34,7 @@ from trainium_operator.plan.pods.gang_policy import set_admitted
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
 from trainium_operator.plan.report.checkpoint_health import set_checkpoint_health
 from trainium_operator.plan.report.goodput import account
-from trainium_operator.plan.report.run_results import describe_activity, record_results, total_steps
+from trainium_operator.plan.report.run_results import describe_activity, record_results
 from trainium_operator.plan.view.facts import Facts, creation_refused, current_heartbeats, refuse_pods
 from trainium_operator.plan.view.progress import (
     has_reported_steps,
@@ -42,6 +42,7 @@ from trainium_operator.plan.view.progress import (
     is_settled,
     newest_progress,
     steady_at,
+    total_steps,
 )
 
 if TYPE_CHECKING:

@@ -31,6 +31,20 @@ def in_order_of_steps(facts: Facts, beats: Beats) -> Beats:
     return tuple(sorted(beats, key=lambda each: -(each[1].progress.step if each[1].progress else -1)))
 
 
+def total_steps(facts: Facts, newest: Progress) -> int:
+    """Return the steps of the whole run: those of the spec, or those that the trainer or program reports.
+
+    The latter follow from the data where epochs decide (0: not yet), and from the size where steps differ in samples.
+    """
+    trainer = facts.job.spec.trainer
+    if trainer is None:
+        return newest.total_steps
+    if not trainer.epochs and not trainer.batch.tolerance:
+        return trainer.steps
+    given = 0 if trainer.epochs else trainer.steps
+    return newest.total_steps or facts.job.status.progress.total_steps or given
+
+
 def has_progress(facts: Facts) -> bool:
     """Return whether the job has ever made a step, or a program without steps has run for a while."""
     return has_reported_steps(facts) or bool(facts.job.status.start_time)
