@@ -36,7 +36,7 @@ class Slot:
     occupied: bool = False
     """Whether pods of other users occupy it."""
     repair: int = 0
-    """Number of repairs begun here: only the newest restores the node."""
+    """Number of repairs here: only the newest restores the node."""
 
     @property
     def name(self) -> str:

@@ -147,7 +147,7 @@ class SimulatedOperator:
             self._agents()
 
     def update_ledger(self) -> None:
-        """Bring the ledger up to date."""
+        """Update the ledger to the present time."""
         if not self.job_ended:
             self._plan_once(_WRITES_ALL)
 

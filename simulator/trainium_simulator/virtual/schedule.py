@@ -2,7 +2,7 @@
 
 Guarantees:
 - The same seed gives the same faults.
-- Each node has random streams of its own: another spare changes no fault of the other nodes.
+- Each node has separate random streams: another spare changes no fault of the other nodes.
 """
 
 from __future__ import annotations
