@@ -12,7 +12,7 @@ import urllib.request
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tests.testing.suite.timeouts import until
+from tests.testing.suite.timeouts import scaled, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +56,10 @@ class MlflowServer:
         self._process = None
 
     def _answers(self) -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.address}/health", timeout=5) as answer:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{self.address}/health", timeout=scaled(5)) as answer,
+        ):
             return bool(answer.status == 200)
         return False
 

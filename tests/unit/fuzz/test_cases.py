@@ -28,7 +28,7 @@ def test_changes_leave_a_seed_as_it_is_and_a_case_bounded(name: str) -> None:
     donations = donations_of(seeds, TARGETS[name]().values())
     before, drawn = json.dumps(seeds), set()
 
-    @settings(SLOW_ALLOWED, max_examples=100)
+    @settings(SLOW_ALLOWED, max_examples=200)
     @given(st.sampled_from(seeds).flatmap(lambda seed: changed(seed, 5, donations)))
     def draw(case: Any) -> None:
         text = json.dumps(case)

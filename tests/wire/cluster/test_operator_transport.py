@@ -12,6 +12,7 @@ import yaml
 from aiohttp import web
 
 from tests.testing.api.recorded_jobs import kubeconfig
+from tests.testing.suite.timeouts import scaled
 from trainium_contract.api_server import kubeconfig as files
 from trainium_contract.api_server.aio import ConnectionFailedError
 from trainium_contract.api_server.kubeconfig import find_access
@@ -33,7 +34,7 @@ echo '{{"status": {{"token": "t'$(wc -l <{log})'", "expirationTimestamp": "{expi
 async def serving(answer: Callable[[web.Request], Any]) -> AsyncIterator[str]:
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=scaled(0.1))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
