@@ -159,7 +159,8 @@ def merge_traces(traces: Sequence[Trace]) -> bytes:
             if event.get("ph") == "M" and event.get("name") == "process_name":
                 changed["args"] = {"name": f"rank {trace.rank}: {text(mapping(event, 'args'), 'name')}"}
             events.append(changed)
-    kept = {"displayTimeUnit": "ms", "baseTimeNanoseconds": int(bases[0]), "traceEvents": events}
+    # The events come first: older versions of Perfetto's trace processor read no events after other keys.
+    kept = {"traceEvents": events, "displayTimeUnit": "ms", "baseTimeNanoseconds": int(bases[0])}
     return gzip.compress(json.dumps(kept).encode(), compresslevel=6)
 
 
