@@ -23,7 +23,7 @@ from typing import Any
 from trainium_agent import log_lines
 from trainium_contract.redaction import redact_secrets
 from trainium_trainer.monitor.lines import read_step
-from trainium_trainer.trackers.process import STATE_NAME, TrackedRun
+from trainium_trainer.trackers.process import STARTS_NAME, STATE_NAME, TrackedRun
 from trainium_trainer.trackers.services import SERVICES, Service, Step
 from trainium_worker import notice_path, replace_text
 
@@ -52,8 +52,8 @@ class Notes:
             self._state = {"run": self.run_id}
         self._artifacts: dict[str, dict[str, Any]] = {}
         self._facts = run.facts
+        self._starts = _read_starts(self._path.with_name(STARTS_NAME), run.run_id) or [run.start]
         with self._lock:
-            self._state["starts"] = [*self._state.get("starts", ()), run.start][-_MOST_STARTS:]
             self._save()
 
     def last_step(self, tracker: str) -> int:
@@ -73,7 +73,7 @@ class Notes:
 
     def text(self) -> str:
         """Return the description in Markdown."""
-        starts = [f"- start {number}: {start}" for number, start in enumerate(self._state["starts"], 1)]
+        starts = [f"- start {number}: {start}" for number, start in enumerate(self._starts, 1)][-_MOST_STARTS:]
         facts = [f"- {name}: `{value}`" for name, value in sorted(self._facts.items()) if isinstance(value, str)]
         artifacts = [
             f"- {each['kind']} of step {each['step']}: `{each['path']}` (digest `{each['digest']}`)"
@@ -87,6 +87,18 @@ class Notes:
             replace_text(self._path, json.dumps(self._state))
         except OSError as error:
             _log.warning("%s: cannot be written (%s): steps may be sent twice", self._path, error.strerror)
+
+
+def _read_starts(path: Path, run_id: str) -> list[str]:
+    """Return the starts of this run; lines of other runs, and one that was cut off, are skipped."""
+    starts = []
+    with contextlib.suppress(OSError), path.open() as file:
+        for line in file:
+            with contextlib.suppress(ValueError, TypeError):
+                run, start = json.loads(line)
+                if run == run_id:
+                    starts.append(str(start))
+    return starts
 
 
 class Sender(threading.Thread):

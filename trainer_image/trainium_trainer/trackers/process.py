@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 _MODULES = {Tracker.MLFLOW: "mlflow", Tracker.WANDB: "wandb", Tracker.TRACKIO: "trackio"}
 STATE_NAME = "trackers.json"
-"""Steps that were sent and starts of the run, beside its metrics."""
+"""Steps that were sent, beside the metrics of the run."""
+STARTS_NAME = "starts.jsonl"
+"""Starts of the run, beside its metrics: rank 0 writes them, because it may end before the process has begun."""
 _FINISH_SECONDS = 30.0
 """At its end the run waits so long for the next lines to be sent."""
 _LONGEST_FINISH_SECONDS = 300.0
@@ -71,6 +73,15 @@ def refuse_missing_trackers(trackers: tuple[Tracker, ...] | None) -> None:
         raise UserError("; ".join(missing))
 
 
+def record_start(root: Path, run_id: str, start: str) -> None:
+    """Append the description of a start to those of the run."""
+    try:
+        with (root / STARTS_NAME).open("a") as file:
+            file.write(json.dumps([run_id, start]) + "\n")
+    except OSError as error:
+        _log.warning("%s: cannot be written (%s): trackers do not show this start", STARTS_NAME, error.strerror)
+
+
 class TrackerProcess:
     """The process of rank 0 that sends the run. It ends with rank 0; what it did not send, the next start's sends."""
 
@@ -91,6 +102,7 @@ class TrackerProcess:
             + (f", generation {launch.generation}.{launch.attempt}" if launch.generation else "")
             + (f", because of {launch.cause}" if launch.cause else ""),
         )
+        record_start(root, run.run_id, run.start)
         command = [sys.executable, "-m", "trainium_trainer.trackers"]
         self._state = root / STATE_NAME
         self._process: subprocess.Popen[str] | None = None

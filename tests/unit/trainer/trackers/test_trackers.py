@@ -28,7 +28,7 @@ from trainium_trainer.cli import run as command
 from trainium_trainer.configuration.config import read_launch, resolve_settings
 from trainium_trainer.trackers import process
 from trainium_trainer.trackers.__main__ import Notes, Sender
-from trainium_trainer.trackers.process import TrackedRun
+from trainium_trainer.trackers.process import TrackedRun, record_start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,6 +63,7 @@ class Sending:
             "metrics": str(root / "metrics.jsonl"), "config": {"steps": 20, "batch": {"globalSize": 8}},
             "facts": {"data": "abc123"}, "start": start,
         }  # fmt: skip
+        record_start(root, RUN_ID, start)
         with (root / "log").open("a") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "trainium_trainer.trackers"],
@@ -311,6 +312,19 @@ def test_wandb_has_each_step_once_over_a_restart(tmp_path: Path) -> None:
             if record.WhichOneof("record_type") == "history":
                 steps.append(record.history.step.num)
     assert steps == list(range(1, 21))
+
+
+def test_a_start_that_ended_before_its_process_began_is_shown(tmp_path: Path) -> None:
+    record_start(tmp_path, "another", "of another run")
+    record_start(tmp_path, RUN_ID, "because of Hang")
+    record_start(tmp_path, RUN_ID, "because of Resize")
+    with (tmp_path / "starts.jsonl").open("a") as file:
+        file.write('["cut')
+    run = TrackedRun(
+        trackers=(Tracker.MLFLOW,), project="team", name="llama", run_id=RUN_ID, notice="", config={}, facts={},
+        metrics=str(tmp_path / "metrics.jsonl"), start="because of Resize",
+    )  # fmt: skip
+    assert Notes(run).text() == "### Starts\n- start 1: because of Hang\n- start 2: because of Resize"
 
 
 @pytest.mark.parametrize("tracker", Tracker)
