@@ -26,7 +26,7 @@ _MODULES = {Tracker.MLFLOW: "mlflow", Tracker.WANDB: "wandb", Tracker.TRACKIO: "
 STATE_NAME = "trackers.json"
 """Steps that were sent, beside the metrics of the run."""
 STARTS_NAME = "starts.jsonl"
-"""Starts of the run, beside its metrics: rank 0 writes them, because it may end before the process has begun."""
+"""Starts of the run, beside its metrics: rank 0 writes them, because it may end before that process starts."""
 _FINISH_SECONDS = 30.0
 """At its end the run waits so long for the next lines to be sent."""
 _LONGEST_FINISH_SECONDS = 300.0
