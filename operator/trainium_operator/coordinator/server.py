@@ -18,7 +18,8 @@ from aiohttp import web
 
 from trainium_contract.wire.messages import ErrorResponse, HeartbeatRequest
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
-from trainium_operator.coordinator.streams import LONGEST_SECONDS, BadMessageError, Stream, Streams, message_error
+from trainium_operator.coordinator.messages import BadMessageError, message_error
+from trainium_operator.coordinator.streams import LONGEST_SECONDS, Stream, Streams
 from trainium_operator.http.errors import RefusedError
 from trainium_operator.http.listener import BROKEN
 from trainium_operator.http.server import RETRY_AFTER, HttpServer, Upgrade, error_response

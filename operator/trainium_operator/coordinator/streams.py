@@ -5,9 +5,6 @@ Guarantees:
   after `LONGEST_SECONDS`, so that every token is reviewed again.
 - A frame is bounded before it is kept. The stream of an agent that does not read is closed before unsent bytes add up.
 - No frame is handled unless this process serves. A keepalive costs one update of the state and no answer.
-- A newer agent's message is read as far as possible: the models ignore unknown fields, and an unknown value of an
-  enumeration (a cause, a check, an alert) removes the smallest optional part with it, never the heartbeat. Anything
-  else that is invalid is an error. Every refusal is one sentence.
 """
 
 from __future__ import annotations
@@ -16,12 +13,8 @@ import asyncio
 import logging
 import time
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-from pydantic_core import from_json, to_json
-
-from trainium_contract.stored_json import optional_part, remove_places
 from trainium_contract.wire.messages import (
     ErrorResponse,
     HeartbeatRequest,
@@ -32,22 +25,19 @@ from trainium_contract.wire.messages import (
 )
 from trainium_contract.wire.stream import FrameKind, FrameReader, FrameTooLongError, frame, step_of
 from trainium_operator.coordinator.membership_cache import MembershipCache
-from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
+from trainium_operator.coordinator.messages import message_error, read_message
+from trainium_operator.coordinator.state import FutureGenerationError
 from trainium_operator.http.errors import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.base import MessageModel
     from trainium_contract.wire.membership_change import MembershipChange
     from trainium_operator.coordinator.authentication import Authenticator, Caller
     from trainium_operator.coordinator.state import CoordinatorState
     from trainium_operator.plan.model.names import JobId
 
 logger = logging.getLogger(__name__)
-_M = TypeVar("_M", bound="MessageModel")
-_Place = tuple[str | int, ...]
-_ROUNDS = 4
 LONGEST_FRAME = 832 * 1024
 """Above the largest heartbeat that the contract allows, every character of its texts escaped."""
 LARGEST_INLINE_MEMBERSHIP = 64
@@ -311,74 +301,3 @@ class Streams:
         """Send all agents to the next coordinator."""
         for stream in list(self.opened):
             stream.end(503, "the coordinator is shutting down; try the next address")
-
-
-class BadMessageError(Exception):
-    """The request cannot be parsed."""
-
-
-@dataclass(frozen=True, slots=True)
-class MessageError:
-    """The answer to a message that is refused."""
-
-    status: int
-    sentence: str
-    generation: int | None = None
-
-
-def message_error(error: Exception) -> MessageError | None:
-    """Return the answer to an error; None if the message did not cause it."""
-    match error:
-        case ValidationError() | BadMessageError():
-            return MessageError(400, _sentence(error))
-        case NotRegisteredError():
-            return MessageError(404, "this agent has not registered with this coordinator; register first")
-        case FutureGenerationError():
-            return MessageError(400, str(error))
-        case OldGenerationError():
-            return MessageError(409, str(error), generation=error.current)
-        case _:
-            return None
-
-
-def _sentence(error: Exception) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"the message is not valid: {where or 'body'}: {first['msg']}"[:1024]
-
-
-def read_message(model: type[_M], body: bytes) -> _M:
-    """Return the message, reduced to what is kept. Raises ValidationError."""
-    try:
-        return model.model_validate_json(body).lean()
-    except ValidationError as error:
-        first = last = error
-    raw, left_out = None, set[_Place]()
-    for _ in range(_ROUNDS):
-        places = _places_to_leave_out(last, left_out)
-        if not places:
-            break
-        raw = from_json(body) if raw is None else raw
-        remove_places(raw, places)
-        left_out |= places
-        try:
-            return model.model_validate_json(to_json(raw)).lean()
-        except ValidationError as error:
-            last = error
-    raise first
-
-
-def _places_to_leave_out(error: ValidationError, left_out: set[_Place]) -> set[_Place]:
-    """Return the parts to leave out; none when anything else is invalid."""
-    places = set()
-    for each in error.errors(include_url=False, include_input=False):
-        place = each["loc"]
-        if each["type"] == "missing" and place in left_out and len(place) > 1:
-            places.add(place[:-1])  # it is required, so the part that contains it is left out
-        elif each["type"] == "enum":
-            places.add(optional_part(place))
-        else:
-            return set()
-    return places

@@ -19,7 +19,7 @@ from trainium_operator.cluster.api.errors import UndeclaredFieldError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
 from trainium_operator.cluster.cache.lenient import readable_spec
 from trainium_operator.cluster.execute.undeclared_fields import FOR_SECONDS, UndeclaredFields, places_in
-from trainium_operator.coordinator.streams import read_message
+from trainium_operator.coordinator.messages import read_message
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -1,0 +1,97 @@
+"""Parse the messages of agents, and answer those that are refused.
+
+Guarantees:
+- A newer agent's message is read as far as possible: the models ignore unknown fields, and an unknown value of an
+  enumeration (a cause, a check, an alert) removes the smallest optional part with it, never the heartbeat. Anything
+  else that is invalid is an error.
+- Every refusal is one sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json, to_json
+
+from trainium_contract.stored_json import optional_part, remove_places
+from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
+
+if TYPE_CHECKING:
+    from trainium_contract.base import MessageModel
+
+_M = TypeVar("_M", bound="MessageModel")
+_Place = tuple[str | int, ...]
+_ROUNDS = 4
+
+
+class BadMessageError(Exception):
+    """The request cannot be parsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageError:
+    """The answer to a message that is refused."""
+
+    status: int
+    sentence: str
+    generation: int | None = None
+
+
+def message_error(error: Exception) -> MessageError | None:
+    """Return the answer to an error; None if the message did not cause it."""
+    match error:
+        case ValidationError() | BadMessageError():
+            return MessageError(400, _sentence(error))
+        case NotRegisteredError():
+            return MessageError(404, "this agent has not registered with this coordinator; register first")
+        case FutureGenerationError():
+            return MessageError(400, str(error))
+        case OldGenerationError():
+            return MessageError(409, str(error), generation=error.current)
+        case _:
+            return None
+
+
+def _sentence(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"the message is not valid: {where or 'body'}: {first['msg']}"[:1024]
+
+
+def read_message(model: type[_M], body: bytes) -> _M:
+    """Return the message, reduced to what is kept. Raises ValidationError."""
+    try:
+        return model.model_validate_json(body).lean()
+    except ValidationError as error:
+        first = last = error
+    raw, left_out = None, set[_Place]()
+    for _ in range(_ROUNDS):
+        places = _places_to_leave_out(last, left_out)
+        if not places:
+            break
+        raw = from_json(body) if raw is None else raw
+        remove_places(raw, places)
+        left_out |= places
+        try:
+            return model.model_validate_json(to_json(raw)).lean()
+        except ValidationError as error:
+            last = error
+    raise first
+
+
+def _places_to_leave_out(error: ValidationError, left_out: set[_Place]) -> set[_Place]:
+    """Return the parts to leave out; none when anything else is invalid."""
+    places = set()
+    for each in error.errors(include_url=False, include_input=False):
+        place = each["loc"]
+        if each["type"] == "missing" and place in left_out and len(place) > 1:
+            places.add(place[:-1])  # it is required, so the part that contains it is left out
+        elif each["type"] == "enum":
+            places.add(optional_part(place))
+        else:
+            return set()
+    return places
