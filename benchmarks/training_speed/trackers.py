@@ -34,7 +34,7 @@ class Measured:
     seconds: list[float] = field(default_factory=list)
     """Seconds of each counted step."""
     processor_seconds: list[float] = field(default_factory=list)
-    """Of each run, with the process that sends it."""
+    """Processor time of each run, with the process that sends it."""
 
     def to_json(self) -> dict[str, object]:
         """Return the median step, its quartiles, the best one and the processor time of a run, in seconds."""

@@ -31,8 +31,8 @@ _CAPTURED = {
     "NEURON_RT_INSPECT_SYSTEM_PROFILE": "1",  # newest million events of a core, in a ring buffer
     "NEURON_RT_INSPECT_DEVICE_PROFILE": "1",  # first execution of each graph on each core
 }
-"""What the runtime captures of a process, from its start, unless the user's environment sets another value (Neuron
-Explorer Environment Variables, Neuron SDK 2.33)."""
+"""Variables of the capture of a process, from its start; the user's environment may set other values (Neuron Explorer
+Environment Variables, Neuron SDK 2.33)."""
 _MODEL_TYPES = {ModelType.TRANSFORMER: "transformer", ModelType.GENERIC: "generic"}
 _STRATEGIES = {DistributionStrategy.LLM_TRAINING: "llm-training"}
 _AUTO_CASTS = {AutoCast.NONE: "none", AutoCast.MATMULT: "matmult", AutoCast.ALL: "all"}

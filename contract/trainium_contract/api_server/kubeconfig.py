@@ -46,7 +46,7 @@ class Access:
     server_name: str = ""
     proxy: str = ""
     keep_seconds: float | None = None
-    """How long the headers may be used before they are read again; None: for ever."""
+    """Seconds for which the headers may be used before they are read again; None: no limit."""
 
 
 def find_access(kubeconfig: str | None, context: str | None, environment: Mapping[str, str]) -> Access:

@@ -128,13 +128,13 @@ class MilestoneEvaluation(MessageModel):
     bytes: int = Field(ge=0, le=_LARGEST, default=0)
     """Size of its files."""
     figures: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()
-    """What was measured, in `after`; empty until then."""
+    """Figures of the model, in `after`; empty until it is measured."""
     failures: int = Field(ge=0, le=_LARGEST, default=0)
     """Pods that failed to measure it; after three it is left out."""
     message: Text = ""
-    """Why it is not measured yet, or not at all."""
+    """Reason that it is not measured yet, or not at all."""
     time: Annotated[str, Field(max_length=32)] = ""
-    """When it was measured, or a pod last failed to, RFC 3339."""
+    """Time at which it was measured, or a pod last failed to, RFC 3339."""
 
 
 class RunResults(MessageModel):

@@ -57,7 +57,7 @@ class FigureView:
     before: float | None
     after: float | None
     standard_error: float | None = None
-    """Of `after`."""
+    """Standard error of `after`."""
 
 
 @dataclass(frozen=True, slots=True)

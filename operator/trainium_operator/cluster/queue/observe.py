@@ -104,7 +104,7 @@ class Observer:
     creation_backoff: CreationBackoff
     warnings: PodWarnings
     refusal: Callable[[str, str], WriteRefusal | None]
-    """Of an object that nothing waits for, by kind and uid of its job."""
+    """Refusal of an object that nothing waits for, by kind and uid of its job."""
     fleet: Callable[[], FleetView]
     gangs: WaitingGangs
 

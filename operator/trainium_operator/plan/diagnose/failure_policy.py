@@ -65,7 +65,7 @@ _ADVICE_ON_CHECKPOINTS = (
 )
 _SIGNAL_BASE = 128
 _COMPARED_CHARACTERS = 200
-"""Of the error that ended a program: the history's messages are cut in the middle."""
+"""Characters of the error that ended a program: the history's messages are cut in the middle."""
 
 _NEVER_RAN = frozenset({"StartError", "ContainerCannotRun"})
 """Reasons of a container whose program was never started: its log is empty."""

@@ -309,7 +309,7 @@ class EvaluationView:
     pod: PodView | None = None
     """Its ordinal means nothing."""
     refusal: WriteRefusal | None = None
-    """Why it could not be created."""
+    """Reason that it could not be created."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
