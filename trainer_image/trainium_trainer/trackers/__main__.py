@@ -92,7 +92,7 @@ class Notes:
 def _read_starts(path: Path, run_id: str) -> list[str]:
     """Return the starts of this run; lines of other runs, and one that was cut off, are skipped."""
     starts = []
-    with contextlib.suppress(OSError), path.open() as file:
+    with contextlib.suppress(OSError), path.open(errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError, TypeError):
                 run, start = json.loads(line)

@@ -318,8 +318,8 @@ def test_a_start_that_ended_before_its_process_began_is_shown(tmp_path: Path) ->
     record_start(tmp_path, "another", "of another run")
     record_start(tmp_path, RUN_ID, "because of Hang")
     record_start(tmp_path, RUN_ID, "because of Resize")
-    with (tmp_path / "starts.jsonl").open("a") as file:
-        file.write('["cut')
+    with (tmp_path / "starts.jsonl").open("ab") as file:
+        file.write(b'["cut \xff')
     run = TrackedRun(
         trackers=(Tracker.MLFLOW,), project="team", name="llama", run_id=RUN_ID, notice="", config={}, facts={},
         metrics=str(tmp_path / "metrics.jsonl"), start="because of Resize",
