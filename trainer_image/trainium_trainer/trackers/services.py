@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from trainium_trainer.trackers.process import TrackedRun
 
 _RUN_TAG = "trainium.run"
-_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
-"""Without them MLflow's pages show the run of a model as an evaluation of one."""
 _LONGEST_VALUE = 500
 _MOST_AT_ONCE = 100
 """Parameters and tags of a request to MLflow."""
@@ -63,10 +61,7 @@ class MLflow:
         self._client = MlflowClient()
         project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
         experiment = self._client.get_experiment_by_name(project)
-        if experiment is None:
-            place = self._client.create_experiment(project, tags=_EXPERIMENT_TAGS)
-        else:
-            place = experiment.experiment_id
+        place = self._client.create_experiment(project) if experiment is None else experiment.experiment_id
         found = self._client.search_runs([place], f"tags.`{_RUN_TAG}` = '{run_id}'", max_results=1)
         there = found[0] if found else self._client.create_run(place, tags={_RUN_TAG: run_id}, run_name=run.name)
         self._id = there.info.run_id
