@@ -7,8 +7,8 @@
 #
 #   docker build --target agent       -t trainium-agent:0.1.0 .         # what is added to the image of a program
 #
-# An image holds the wheels of the contract and of its part of ours, and what those need. Every other package is installed at the
-# version and hash of constraints.txt. The vendor's image needs Python 3.11 or newer; its torch and what belongs to that are kept.
+# An image has the wheels of the contract and of its own distribution, and their requirements at the versions and hashes of
+# constraints.txt. The vendor's image needs Python 3.11 or newer; its torch and the packages of that torch are kept.
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
 ARG NEURON_IMAGE=public.ecr.aws/neuron/pytorch-training-neuronx:2.9.0-neuronx-py312-sdk2.30.0-ubuntu24.04
 
@@ -35,7 +35,7 @@ COPY worker worker
 COPY trainer_image trainer_image
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels ./contract ./worker ./agent ./trainer_image
 
-# What the other stages install from; its files are mounted there, so that no layer keeps them.
+# Files for the installation in other stages, which mount them, so that no layer contains them.
 FROM scratch AS operator-source
 COPY constraints.txt /
 COPY scripts/image_requirements.py /scripts/
@@ -81,7 +81,7 @@ RUN --mount=from=agent-source,target=/source \
     && python scripts/agent_folder.py /trainium /tmp/site \
     && /trainium/lib/ld.so --library-path /trainium/lib /trainium/bin/python -I -m compileall -q /trainium/lib
 
-# Nothing but the folder: the operator copies it into the pods of programs.
+# Contains only the folder, which the operator copies into the pods of programs.
 FROM scratch AS agent
 COPY --from=agent-folder /trainium /trainium
 USER 65532:65532
@@ -101,7 +101,7 @@ ENTRYPOINT ["trainium-agent"]
 
 FROM ${NEURON_IMAGE} AS trainer
 USER 0:0
-# The vendor's torch is not replaced: image_requirements.py leaves out what is there.
+# The vendor's torch is not replaced: image_requirements.py omits installed packages.
 RUN --mount=from=trainer-source,target=/source \
     cd /source \
     && python3 -c 'import importlib.util as found, sys; found.find_spec("torch") or sys.exit("NEURON_IMAGE has no torch")' \

@@ -10,20 +10,20 @@ TRACKERS_VENV ?= .venv-trackers
 TASKS_VENV ?= .venv-tasks
 BIN := $(VENV)/bin
 CLUSTER ?= local
-# Test processes side by side: one has the tests that share a cluster and waits much, the others the rest by files, so
-# there is one more than processors; 0: one process, in which --pdb and -s work.
-LANES ?= 3
+# Number of parallel test processes, twice that of processors, because tests wait for nearly half of their time. 0: one
+# process, in which --pdb and -s work.
+LANES ?= 4
 IN_LANES = -n $(LANES) --dist loadgroup --no-loadscope-reorder
 TRIALS ?= 20
 ARGS ?=
-# The pinned helm renders the plain install, whatever helm is on PATH.
+# The pinned helm renders the plain install, not the one on PATH.
 TOOLS = HELM="$$($(BIN)/trainium-devcluster binaries --helm | tail -n 1)/helm"
-# What starts no training process and no cluster.
+# Tests that start no training process and no cluster.
 FAST = tests/unit/contract tests/unit/docs tests/unit/operator tests/unit/packages tests/unit/plan tests/unit/tuning
-# Programs of fake ranks, which find each other as workers find a user's code; one cannot be imported, on purpose.
+# Programs of fake ranks, which import each other as workers import a user's code; one fails to import on purpose.
 FAKES = fake_check fake_figures fake_lockstep fake_pairing fake_rank
 export OMP_NUM_THREADS ?= 1
-# Compiled code is kept, whatever the shell says: each lane would compile the 350 files of tests anew, nine seconds of it.
+# Keep compiled code, in any environment: otherwise each lane would compile the 350 files of tests, for nine seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-nxd test-trackers test-tasks check docs format generate bench bench-check faults explore mutants coverage fuzz parity proof soak bench-training clean
@@ -76,7 +76,7 @@ test-trackers: binaries  ## Runs in MLflow (its server, with a database; also a 
 test-tasks: binaries  ## Models measured by lm-eval, also at milestones of a job; answers of a real server (docs/evaluate.md)
 	@$(BIN)/trainium-devcluster binaries --helm >/dev/null
 	@scripts/tool_venv.sh $(TASKS_VENV) $(abspath $(BIN))/python scripts/tasks_requirements.txt
-	@$(TASKS_VENV)/bin/python -m pytest tests/unit/evaluate/test_tasks.py tests/unit/evaluate/test_endpoint.py tests/cluster/training/test_milestones.py $(ARGS)
+	@$(TASKS_VENV)/bin/python -m pytest --ring=all tests/unit/evaluate/test_tasks.py tests/unit/evaluate/test_endpoint.py tests/cluster/training/test_milestones.py $(ARGS)
 
 check: setup  ## Lint, format, types, import rules, generated files
 	@$(BIN)/ruff check .
@@ -102,7 +102,7 @@ generate: setup  ## Write the CRD, manifests, reference pages and outputs on pag
 	@$(BIN)/python scripts/doc_outputs.py
 
 explore: setup  ## Explore small models of the plan exhaustively (ARGS="--depth 3")
-	@PYTHONPATH=tests/unit/plan:. $(BIN)/python -m explorer $(ARGS)
+	@$(BIN)/python -m tests.unit.plan.explorer $(ARGS)
 
 mutants: setup  ## Small faults in a copy of the plan's code: which ones do its tests see? (ARGS="'trainium_operator.plan.view*'")
 	@scripts/tool_venv.sh $(MUTANTS_VENV) $(abspath $(BIN))/python scripts/mutants_requirements.txt
@@ -143,8 +143,8 @@ clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all
 	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) $(FUZZ_VENV) $(TRACKERS_VENV) $(TASKS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# Programs of the cluster that are prepared while a new machine installs packages: `ahead` and options of
-# `trainium-devcluster binaries`, for the targets below and what they need.
+# Programs of the cluster that are prepared during the installation of packages: `ahead` and options of
+# `trainium-devcluster binaries`, for the targets below and their prerequisites.
 AHEAD =
 ALSO =
 binaries: AHEAD = ahead

@@ -1,1 +1,1 @@
-"""Measure what things cost, as ratios to a floor (`python -m benchmarks.run`), and prove recovery and parity."""
+"""Measure costs as ratios to a floor (`python -m benchmarks.run`), and prove recovery and parity."""

@@ -1,8 +1,8 @@
 """Compare measured figures with thresholds (`make bench-check`); the nightly workflow runs it.
 
-thresholds.json has for each figure the mean and spread of the runs that it comes from, who measured them where, and the
-limit: the mean and three spreads, at least a quarter above the mean, at least the goal where the goal is met.
-`python -m benchmarks.check --record` writes it again from the files in out/bench.
+For each figure thresholds.json has the mean and spread of its runs, the machine, and the limit: the mean plus three
+spreads, at least a quarter above the mean, and at least the goal if it is met. `python -m benchmarks.check --record`
+writes it from the files in out/bench.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def main() -> int:
         print(f"There are no figures in {options.folder}; run benchmarks/run.py fleet coordinator.", file=sys.stderr)
         return 64
     if options.record:
-        document = {"thresholds": [each for report in reports for each in thresholds_of(report)]}
+        document = {"thresholds": [each for report in reports for each in compute_thresholds(report)]}
         options.thresholds.write_text(json.dumps(document, indent=1) + "\n")
         return 0
     wanted = json.loads(options.thresholds.read_text())["thresholds"]
-    return judge(wanted, reports)
+    return compare_with_thresholds(wanted, reports)
 
 
-def thresholds_of(report: Json) -> list[Json]:
+def compute_thresholds(report: Json) -> list[Json]:
     """Return a threshold for each figure that can have one."""
     found = []
     for figure in report["figures"]:
@@ -73,7 +73,7 @@ def thresholds_of(report: Json) -> list[Json]:
     return found
 
 
-def judge(wanted: list[Json], reports: list[Json]) -> int:
+def compare_with_thresholds(wanted: list[Json], reports: list[Json]) -> int:
     """Print the comparison; return 1 if a figure is above its limit, or missing at a measured size."""
     measured = {
         (report["benchmark"], figure["name"], figure["nodes"]): figure

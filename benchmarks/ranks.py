@@ -8,13 +8,13 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
-from trainium_devcluster.ports import reserved_port
+from trainium_devcluster.ports import reserve_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false"}
+THREAD_VARIABLES = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false"}
 """Environment of every rank."""
 _POLL_SECONDS = 0.02
 
@@ -32,33 +32,33 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
-    } | THREADS
+    } | THREAD_VARIABLES
 
 
 def run_ranks(argv: list[str], ranks: int, folder: Path, environment: Mapping[str, str] | None = None) -> int:
-    """Run all ranks to their end, and return the bytes of the largest resident set of one.
+    """Run all ranks to their end, and return the largest resident set of a rank in bytes.
 
     Raises RunFailedError as soon as one fails.
     """
-    port = reserved_port()
+    port = reserve_port()
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            # What Inductor makes is created in each run.
+            # Inductor compiles again in each run.
             made = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
             given = os.environ | made | rank_environment(rank, ranks, port) | dict(environment or {})
             with (folder / f"rank-{rank}.log").open("w") as log:
                 processes.append(subprocess.Popen(argv, env=given, stdout=log, stderr=subprocess.STDOUT))
-        return wait_for({process.pid: rank for rank, process in enumerate(processes)}, folder)
+        return wait_for_ranks({process.pid: rank for rank, process in enumerate(processes)}, folder)
     finally:
         for process in processes:
-            process.returncode = process.returncode or 0  # reaped by `wait_for`
+            process.returncode = process.returncode or 0  # reaped by `wait_for_ranks`
 
 
-def wait_for(pids: dict[int, int], folder: Path) -> int:
-    """Wait for child processes (pid to rank), and return the bytes of the largest resident set of one.
+def wait_for_ranks(pids: dict[int, int], folder: Path) -> int:
+    """Wait for child processes (pid to rank), and return the largest resident set of a rank in bytes.
 
-    Raises RunFailedError as soon as one fails, once the others have been killed.
+    If one fails, kill the others and raise RunFailedError.
     """
     waiting, largest = dict(pids), 0
     failed: tuple[int, int] | None = None

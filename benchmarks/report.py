@@ -1,7 +1,7 @@
 """Write docs/benchmarks.md from the JSON files of the benchmarks and the measured figures of peers.
 
 `python -m benchmarks.report [--out FILE] [JSON ...]`, by default out/bench/*.json. A part of the page whose benchmark
-was not run again stays, with its date and machine.
+was not run again is kept, with its date and machine.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ def main() -> int:
         print("There are no figures; run `make bench` first.", file=sys.stderr)
         return 1
     former = options.out.read_text() if options.out.exists() else ""
-    options.out.write_text(page(found, former))
+    options.out.write_text(render_page(found, former))
     return 0
 
 
-def page(found: dict[str, Json], former: str = "") -> str:
-    """Render the page; a part that was not measured again keeps its former text."""
+def render_page(found: dict[str, Json], former: str = "") -> str:
+    """Render the page; a part that was not measured again keeps its text."""
     peers = json.loads((FOLDER / "peers.json").read_text())
     parts = {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in former.split("\n## ")[1:]}
     parts |= {
-        title: _with_former(_figures(title, found[name], peers), parts.get(title, ""))
+        title: _merge_with_former(_render_figures(title, found[name], peers), parts.get(title, ""))
         for name, title in TITLES.items()
         if name in found
     }
     if "training_speed" in found:
-        parts[TRAINING] = _training_speed(found["training_speed"])
-    return "\n".join([_head(peers), *parts.values()]).rstrip() + "\n"
+        parts[TRAINING] = _render_training_speed(found["training_speed"])
+    return "\n".join([_render_head(peers), *parts.values()]).rstrip() + "\n"
 
 
-def _with_former(part: str, former: str) -> str:
+def _merge_with_former(part: str, former: str) -> str:
     """Render a part with the sizes that were not measured again, each with its date."""
     head, *fresh = part.split("\n### ")
     former_head, *kept = former.split("\n### ")
@@ -67,7 +67,7 @@ def _with_former(part: str, former: str) -> str:
     return "\n\n".join([head.rstrip(), *(f"### {size}\n{rows.rstrip()}" for size, rows in ordered)]) + "\n"
 
 
-def _head(peers: Json) -> str:
+def _render_head(peers: Json) -> str:
     versions = "\n".join(f"- {name}: {text}." for name, text in peers["versions"].items())
     return f"""# Benchmarks
 
@@ -89,7 +89,7 @@ check out commit `02e7f559` and run `make bench ARGS=NAME`, with NAME from the e
 """
 
 
-def _figures(title: str, report: Json, peers: Json) -> str:
+def _render_figures(title: str, report: Json, peers: Json) -> str:
     rows = report["figures"]
     sizes = sorted({row["nodes"] for row in rows})
     others = {(row["name"], row["nodes"]): row for row in peers["figures"]}
@@ -108,11 +108,11 @@ def _figures(title: str, report: Json, peers: Json) -> str:
         if not compared:
             lines[-1] = "| figure | median | lowest to highest | goal |"
         lines.append("|---" * (4 + len(compared)) + "|")
-        lines += [_row(row, others.get((row["name"], size), {}), compared) for row in here]
+        lines += [_render_row(row, others.get((row["name"], size), {}), compared) for row in here]
     return "\n".join(lines) + "\n"
 
 
-def _row(row: Json, peer: Json, compared: list[str]) -> str:
+def _render_row(row: Json, peer: Json, compared: list[str]) -> str:
     unit = row["unit"]
     lowest, highest = format_value(min(row["values"]), unit), format_value(max(row["values"]), unit)
     spread = "" if len(row["values"]) == 1 else f"{lowest} to {highest}"
@@ -121,7 +121,7 @@ def _row(row: Json, peer: Json, compared: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _training_speed(report: Json) -> str:
+def _render_training_speed(report: Json) -> str:
     machine, settings, goals = report["machine"], report["settings"], report["goals"]
     model = settings["model"]
     conditions = (
@@ -154,17 +154,17 @@ def _training_speed(report: Json) -> str:
             cells = [
                 f"{row['ours']['tokensPerSecond']:,.0f}",
                 f"{peer['tokensPerSecond']:,.0f}",
-                _judged(peer["speedRatio"], peer["speedRatio"] >= goals["speed"]),
+                _format_ratio(peer["speedRatio"], peer["speedRatio"] >= goals["speed"]),
                 f"{peer['bestRatio']:.2f} x",
                 f"{compiled['tokensPerSecond']:,.0f}" if compiled else "",
                 f"{compiled['speedRatio']:.2f} x" if compiled else "",
-                _judged(peer["memoryRatio"], peer["memoryRatio"] <= goals["memory"]),
+                _format_ratio(peer["memoryRatio"], peer["memoryRatio"] <= goals["memory"]),
             ]
             lines.append(f"{start} {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _judged(ratio: float, met: bool) -> str:
+def _format_ratio(ratio: float, met: bool) -> str:
     return f"{ratio:.2f} x{'' if met else ', **missed**'}"
 
 

@@ -1,7 +1,8 @@
 """Run all benchmarks, one after the other: `make bench`, or `python -m benchmarks.run fleet --quick` for one of them.
 
-Each prints its table and writes `out/bench/<name>.json`. Figures move with the machine's load: quote ratios. Afterwards
-`python -m benchmarks.report` writes docs/benchmarks.md from those files, and `check.py` holds them to their thresholds.
+Each prints its table and writes `out/bench/<name>.json`. Figures depend on the machine's load, so quote ratios.
+Afterwards `python -m benchmarks.report` writes docs/benchmarks.md from those files, and `check.py` compares them with
+their thresholds.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 # ruff: noqa: INP001 - a script
-"""Assemble the folder that the agent's image holds: an interpreter that runs in any container, with the agent.
+"""Assemble the folder of the agent's image: an interpreter that runs in any container, with the agent.
 
 Usage: python scripts/agent_folder.py FOLDER [SITE]
-Run it with the interpreter that is copied, after the agent was installed there. SITE (its site-packages by default) has
-the installed packages. The folder is moved as a whole and started by its own loader, so that nothing of the image it is
-mounted into is used, neither a C library nor a shell:
+
+Run it with the interpreter to copy, after the installation of the agent. SITE (by default its site-packages) has the
+installed packages. The folder is moved as a whole and started by its own loader, so that it uses nothing of the image
+into which it is mounted, neither a C library nor a shell:
 
     FOLDER/lib/ld.so --library-path FOLDER/lib FOLDER/bin/python -I -m trainium_agent
 
 Guarantees:
-- Every shared library that a copied file is linked with is in FOLDER/lib.
-- All modules of FOLDER/lib are compiled: a pod mounts the folder read-only, and each start would compile them again.
+- FOLDER/lib has every shared library to which a copied file is linked.
+- All modules of FOLDER/lib are compiled, because a pod mounts the folder read-only, and each start would compile them
+  again.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ LEFT_OUT = (
 _LINKED = re.compile(r"(?:=>\s*)?(/\S+) \(0x")
 
 
-def linked(file: Path) -> set[Path]:
-    """Return the shared libraries that a program or library needs, the loader among them."""
+def shared_libraries(file: Path) -> set[Path]:
+    """Return the shared libraries that a program or library needs, including the loader."""
     listed = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=False).stdout
     return {Path(path) for path in _LINKED.findall(listed)}
 
@@ -54,10 +56,10 @@ def main(folder: Path, site: Path) -> None:
         shutil.copytree(worker, folder / "site" / "trainium_worker")
     (folder / "bin").mkdir()
     shutil.copy2(python, folder / "bin" / "python")
-    for path in linked(python).union(*(linked(file) for file in library.rglob("*.so"))):
+    for path in shared_libraries(python).union(*(shared_libraries(file) for file in library.rglob("*.so"))):
         loader = path.name.startswith("ld-")
         shutil.copy2(path.resolve(), folder / "lib" / ("ld.so" if loader else path.name))
-    # Layers of images and copies change the times of files, by which Python would decide that a compiled one is old.
+    # Image layers and copies change the times of files, by which Python would consider a compiled file stale.
     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
     if not compileall.compile_dir(library, quiet=1, invalidation_mode=unchecked):
         sys.exit("a module above cannot be compiled; leave it out, or use a version for this Python")

@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - a script
-"""`docs/causes.md`: the one table of faults for people, written from the table itself.
+"""Render `docs/causes.md`, the fault table for users, from the table in the code.
 
-Invariant: all of the table is in the text, so that the text cannot go stale unnoticed (`generate --check`).
+The page has the whole table, so `generate --check` detects a stale page.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ twice."""
 
 
 def reference_text(header: str) -> str:
-    """Return the whole file, with `header` as the first line."""
+    """Return the page, with `header` as the first line."""
     parts = [
         _BEGINNING,
         "## Causes\n\nBy severity: if several workers fail at once, the first names the interruption.\n\n"
@@ -76,7 +76,7 @@ def reference_text(header: str) -> str:
                     f"`{row.cause}`",
                     row.sentence,
                     row.blame.value.lower(),
-                    *_answers(default_responses(row.cause)),
+                    *_responses(default_responses(row.cause)),
                     row.budget.value if row.budget else "not counted",
                     "yes" if row.suspects_node else "",
                 )
@@ -84,17 +84,17 @@ def reference_text(header: str) -> str:
             ),
         ),
         "## Exit codes of a training process\n\n"
-        + _meanings(EXIT_CODES)
+        + _sign_table(EXIT_CODES)
         + "\n\nAny other code is a crash (128 + signal for a killed process), unless one of the next three tables "
         "explains it.",
         "## Status of the Neuron runtime\n\nRead from the last output of a process. When several are named, the first "
         "of these counts. A status explains a crash; to a lost peer (76) only one of a device or the network adds "
-        "anything.\n\n" + _meanings(RUNTIME_STATUSES),
+        "anything.\n\n" + _sign_table(RUNTIME_STATUSES),
         "## Lines of output\n\nRead from the newest error in the output of a process that ended by itself with a code "
-        "outside the contract. A line below means that another process ended before.\n\n" + _meanings(OUTPUT_LINES),
+        "outside the contract. A line below means that another process ended before.\n\n" + _sign_table(OUTPUT_LINES),
         "## Kernel lines\n\nRead from `/dev/kmsg` (or `TRAINIUM_KERNEL_LOG`) where the pod may. The "
         f"{_WORDS[sum(sign.decisive for sign in KERNEL_LINES)]} marked ‡ are a fault by themselves; the others explain "
-        "the end of a process within two minutes, that of memory only a SIGKILL.\n\n" + _meanings(KERNEL_LINES),
+        "the end of a process within two minutes, that of memory only a SIGKILL.\n\n" + _sign_table(KERNEL_LINES),
         "## Pods, nodes, silence\n\n"
         + _table(
             ("sign", "cause"),
@@ -104,19 +104,19 @@ def reference_text(header: str) -> str:
     return f"<!-- {header} -->\n" + "\n\n".join(parts) + "\n"
 
 
-def _meanings(signs: Iterable[Sign]) -> str:
+def _sign_table(signs: Iterable[Sign]) -> str:
     found = ((sign, classify_sign(sign)) for sign in signs)
     return _table(
         ("sign", "meaning", "cause", "response", "repeated"),
         (
-            (_name(sign), verdict.sentence, f"`{verdict.cause}`", *_answers(verdict.responses))
+            (_name(sign), verdict.sentence, f"`{verdict.cause}`", *_responses(verdict.responses))
             for sign, verdict in found
         ),
     )
 
 
 def _name(sign: Sign) -> str:
-    """Return a sign as people see it."""
+    """Return the name of a sign for users."""
     marks = (" ‡" if sign.decisive else "") + (" †" if sign.indirect else "")
     if sign.kind in (SignKind.EXIT_CODE, SignKind.SILENCE):
         return f"{sign.key}{marks}"
@@ -129,8 +129,8 @@ def _name(sign: Sign) -> str:
     return f"{sign.kind} `{sign.key}`" + (f", reason `{sign.value}`" if sign.value != "*" else "")
 
 
-def _answers(responses: Responses) -> tuple[str, str]:
-    """First, and again where that differs."""
+def _responses(responses: Responses) -> tuple[str, str]:
+    """Return the first response, and the repeated one if it differs."""
     return _ANSWERS[responses.first], "" if responses.repeated is responses.first else _ANSWERS[responses.repeated]
 
 

@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - a script
-"""Writes docs/commands.md: each command of each program with arguments and options, from the programs themselves.
+"""Write docs/commands.md, with the arguments and options of each command, from the programs themselves.
 
-`python scripts/commands_reference.py` writes it, with `--check` it only compares and exits 1 when it is stale.
+`python scripts/commands_reference.py` writes it; with `--check` it only compares and exits with 1 if it is stale.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _PROGRAMS = (
 )
 
 
-def page() -> str:
-    """Return the whole file."""
+def render_page() -> str:
+    """Return the page."""
     parts = [_BEGINNING]
     for name, text, app in _PROGRAMS:
         parts.append(f"## {name}\n\n{text}\n")
@@ -48,7 +48,7 @@ def page() -> str:
 
 
 def _command(name: str, command: Any) -> list[str]:
-    """Yield a section for a command, or one for each of its subcommands."""
+    """Return a section for the command, or one for each of its subcommands."""
     children = getattr(command, "commands", None)
     if children:
         return [section for child in children for section in _command(f"{name} {child}", children[child])]
@@ -90,7 +90,7 @@ def _text(text: str | None) -> str:
 
 
 def _operator() -> str:
-    """Yield the options of the operator, which are fields of its settings."""
+    """Return the table of the operator's options, which are the fields of its settings."""
     rows = []
     for each in fields(Settings):
         default = "" if each.default in (MISSING, "", None) else f" (default `{each.default}`)"
@@ -105,7 +105,7 @@ if __name__ == "__main__":
     if sys.argv[1:] not in ([], ["--check"]):
         sys.exit("usage: python scripts/commands_reference.py [--check]")
     if sys.argv[1:] == ["--check"]:
-        if not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page():
+        if not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != render_page():
             sys.exit(f"{PAGE} is stale; run `python scripts/commands_reference.py`")
     else:
-        PAGE.write_text(page(), encoding="utf-8")
+        PAGE.write_text(render_page(), encoding="utf-8")

@@ -1,9 +1,10 @@
 # ruff: noqa: INP001 - a script
-"""Writes what commands print into the pages that show it, between the marks `<!-- output: COMMAND -->`.
+"""Write the output of commands into the pages that show it, between the marks `<!-- output: COMMAND -->`.
 
-`python scripts/doc_outputs.py` writes it, with `--check` it only compares and exits 1 when a page is stale; what takes
-seconds is compared by a test that runs by night. `python scripts/doc_outputs.py record FILE NAMESPACE COMMAND...` runs
-a command of `kubectl trn` on the cluster of KUBECONFIG and keeps what it read and wrote (tests/testing/api/recorded).
+`python scripts/doc_outputs.py` writes it; with `--check` it only compares and exits with 1 if a page is stale. A
+nightly test compares the output of commands that take seconds. `python scripts/doc_outputs.py record FILE NAMESPACE
+COMMAND...` runs a command of `kubectl trn` on the cluster of KUBECONFIG and records its input and output
+(tests/testing/api/recorded).
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.testing.outputs.blocks import renewed  # noqa: E402 - after the path
+from tests.testing.outputs.blocks import update_blocks  # noqa: E402 - after the path
 from tests.testing.outputs.commands import PAGES, SLOW, output  # noqa: E402
-from tests.testing.outputs.recording import recorded_now  # noqa: E402
+from tests.testing.outputs.recording import record  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
     """Write or check the outputs; return the exit code."""
     if arguments[:1] == ["record"] and len(arguments) > 3:
-        found, text = recorded_now(arguments[3:], arguments[2])
+        found, text = record(arguments[3:], arguments[2])
         found.write(Path(arguments[1]))
         sys.stdout.write(f"{text}\n")
         return 0
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
     for name in PAGES:
         page = ROOT / name
         text = page.read_text(encoding="utf-8")
-        fresh = renewed(text, output, leave=SLOW if arguments else frozenset())
+        fresh = update_blocks(text, output, leave=SLOW if arguments else frozenset())
         if fresh != text and arguments:
             sys.stderr.write(f"{name} is stale; run `python scripts/doc_outputs.py`\n")
             sys.stderr.writelines(difflib.unified_diff(text.splitlines(True), fresh.splitlines(True), name, "now"))

@@ -20,7 +20,7 @@ TIMEOUT_SECONDS, MEMORY_MIB = 300, 2048
 
 
 def fuzz(target: str, inputs: int, seed: int) -> None:
-    """Fuzz a target in this process, which never returns."""
+    """Fuzz a target in this process; does not return."""
     sys.path.insert(0, str(ROOT))
     import atheris  # noqa: PLC0415 - only in the environment of `make fuzz`
 

@@ -1,15 +1,16 @@
 # ruff: noqa: INP001 - a script
-"""Write the files that are generated from the code: CRD, the chart's copy, reference pages, the plain install.
+"""Write the files that are generated from the code: the CRD, the chart's copy, reference pages, the plain install.
 
-`python -m scripts.generate` writes them, with `--check` it only compares and exits 1 when one is stale.
-Invariant: a generated file is never edited by hand; where the format has comments, its first line names the
-command. The plain install is the chart as the real `helm template` renders it, so it is skipped (with a message) where
-there is no helm.
+`python -m scripts.generate` writes them; with `--check` it only compares and exits with 1 if one is stale.
+
+Do not edit generated files; their first line names the command if the format has comments. `helm template` renders the
+plain install from the chart, so it is skipped (with a message) without helm.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -60,14 +61,19 @@ def to_yaml(data: Any) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=_WIDTH, allow_unicode=False)
 
 
+@functools.cache
+def _definition() -> str:
+    return to_yaml(custom_resource_definition())
+
+
 def crd_text() -> str:
-    """`manifests/crd.yaml`."""
-    return f"# {_HEADER}\n{to_yaml(custom_resource_definition())}"
+    """Return the text of `manifests/crd.yaml`."""
+    return f"# {_HEADER}\n{_definition()}"
 
 
 def chart_crd_text() -> str:
-    """Return the chart's template of the CRD: the same text, installed and kept by values."""
-    text = to_yaml(custom_resource_definition())
+    """Return the chart's template of the CRD: the same text, with installation and removal controlled by values."""
+    text = _definition()
     if "{{" in text:
         raise ValueError("the CRD contains '{{', which helm would take for a template; reword the description")
     name = f"  name: {custom_resource_definition()['metadata']['name']}\n"
@@ -85,7 +91,7 @@ def chart_crd_text() -> str:
 
 
 def reference_text() -> str:
-    """`docs/job-fields.md`: a table of every field of the spec, of what people read in the status, and of the rest."""
+    """Return `docs/job-fields.md`: tables of the spec, of the status for users, and of the operator's memory."""
     parts = object_schema()["properties"]
     status, remembered = list(_fields(parts["status"])), internal_fields()
     memory = [(path, node) for path, node in status if _is_below(path, remembered)]
@@ -107,7 +113,7 @@ def _table(title: str, rows: Iterable[tuple[str, dict[str, Any]]], word: str = "
 
 
 def _is_below(path: str, places: frozenset[str]) -> bool:
-    """Return whether it is one of them, or within one."""
+    """Return whether a path is one of the places, or below one."""
     return any(path == place or path.startswith((f"{place}.", f"{place}[")) for place in places)
 
 
@@ -120,7 +126,7 @@ def _fields(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[
 
 
 def _kind(node: dict[str, Any]) -> str:
-    """Type or choices, and default, in a few words; a number's range is in its description."""
+    """Return the type or the choices, and the default; the range of a number is in its description."""
     words = [node["type"] if "enum" not in node else " ".join(f"`{choice}`" for choice in node["enum"])]
     if node["type"] != "object" and "default" in node:
         words.append(f"default `{json.dumps(node['default'])}`")
@@ -132,7 +138,7 @@ def _cell(text: str) -> str:
 
 
 def install_text(root: Path, helm: str) -> str:
-    """`manifests/install.yaml`: a namespace and the chart with its default values, rendered by `helm` (a path)."""
+    """Return `manifests/install.yaml`: a namespace, and the chart with default values, rendered by `helm` (a path)."""
     namespace = {
         "apiVersion": "v1",
         "kind": "Namespace",
@@ -144,28 +150,28 @@ def install_text(root: Path, helm: str) -> str:
         capture_output=True,
         text=True,
     ).stdout
-    # Nobody's release: what helm would recognise as its own must not stand there.
+    # No release owns these objects, so labels by which helm would recognize its objects are removed.
     kept = "\n".join(line for line in rendered.splitlines() if "helm.sh/chart:" not in line)
     kept = kept.replace("app.kubernetes.io/managed-by: Helm", "app.kubernetes.io/managed-by: kubectl")
     return f"# {_HEADER}\n# kubectl apply --server-side -f install.yaml\n---\n{to_yaml(namespace)}{kept}\n"
 
 
 def find_helm() -> str | None:
-    """Return the helm to use: the variable HELM, else the one on PATH, else none."""
+    """Return the path of helm: the variable HELM, else the one on PATH; None without helm."""
     return os.environ.get("HELM") or shutil.which("helm")
 
 
-def expected(root: Path, helm: str | None) -> dict[Path, str]:
-    """Every generated file below `root` with the text that it should have; the install only when there is a helm."""
+def render_files(root: Path, helm: str | None) -> dict[Path, str]:
+    """Return each generated file below `root` with its expected text; the install only with helm."""
     files = {CRD: crd_text(), CHART_CRD: chart_crd_text(), REFERENCE: reference_text()}
     files[FAULT_REFERENCE] = causes_page.reference_text(_HEADER)
     files[METRICS_REFERENCE] = metrics_page.reference_text(_HEADER)
     return files | ({INSTALL: install_text(root, helm)} if helm else {})
 
 
-def stale(root: Path, helm: str | None) -> list[Path]:
-    """Return generated files that are missing or differ from what the code gives now."""
-    return [path for path, text in expected(root, helm).items() if not _has(root / path, text)]
+def find_stale(root: Path, helm: str | None) -> list[Path]:
+    """Return the generated files that are missing or differ from the expected text."""
+    return [path for path, text in render_files(root, helm).items() if not _has(root / path, text)]
 
 
 def _has(path: Path, text: str) -> bool:
@@ -173,22 +179,22 @@ def _has(path: Path, text: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the files or, with --check, compare them; the exit status is 1 when a file is stale."""
+    """Write the files or, with --check, compare them; return 1 if a file is stale."""
     parser = argparse.ArgumentParser(prog="python -m scripts.generate", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only compare; exit 1 when a file is stale")
+    parser.add_argument("--check", action="store_true", help="only compare; exit with 1 if a file is stale")
     parser.add_argument("--root", type=Path, default=Path(), help="folder of the repository (default: here)")
     given = parser.parse_args(arguments)
     helm = find_helm()
     if helm is None:
         sys.stderr.write(f"no helm on PATH or in HELM: {INSTALL} is left as it is\n")
     if given.check:
-        outdated = stale(given.root, helm)
+        outdated = find_stale(given.root, helm)
         for path in outdated:
             sys.stderr.write(f"{path} is stale; run `make generate`\n")
         return 1 if outdated else 0
-    # The install is rendered from the chart, so the chart's own files are written first.
+    # Helm renders the install from the chart, so the chart's files are written first.
     for step in (None, helm) if helm else (None,):
-        for path, text in expected(given.root, step).items():
+        for path, text in render_files(given.root, step).items():
             (given.root / path).parent.mkdir(parents=True, exist_ok=True)
             (given.root / path).write_text(text, encoding="utf-8")
     return 0

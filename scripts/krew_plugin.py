@@ -1,13 +1,14 @@
 # ruff: noqa: INP001 - a script
-"""Makes what krew installs: for each platform an archive with `kubectl trn` and its packages, and the manifest.
+"""Create the krew plugin: for each platform an archive with `kubectl trn` and its packages, and the manifest.
 
-Usage, from the repository's root, with a Python that has what trainium-client needs:
-python scripts/krew_plugin.py --uri BASE --homepage URL [--out FOLDER] [--all-platforms]
+Usage, from the repository's root, with a Python that has the requirements of trainium-client:
 
-krew unpacks an archive and links one file of it as `kubectl-trn`; it installs no Python. So an archive holds a starter
-and, beside it, every package. One of them is compiled, pydantic-core; its files bear system and Python in their names,
-so those for all Pythons lie side by side. Without --all-platforms: this machine and this Python alone, no network.
-Invariant: the same sources and packages give the same bytes, so that a digest of the manifest can be made again.
+    python scripts/krew_plugin.py --uri BASE --homepage URL [--out FOLDER] [--all-platforms]
+
+krew unpacks an archive and links one file of it as `kubectl-trn`; it installs no Python. So an archive contains a
+starter and all packages. One of them is compiled, pydantic-core; its file names include system and Python, so the files
+for all Pythons are in one folder. Without --all-platforms: only this machine and this Python, no network. The same
+sources and packages give the same bytes, so the digests in the manifest are reproducible.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import zipfile
 from pathlib import Path
 
 import yaml
-from image_requirements import projects, wanted
+from image_requirements import read_projects, requirements_of
 
 OWN = (Path("client/trainium_client"), Path("contract/trainium_contract"))
 COMPILED = "pydantic-core"
@@ -38,7 +39,7 @@ PLATFORMS = {
     "darwin-amd64": "macosx_10_12_x86_64",
     "darwin-arm64": "macosx_11_0_arm64",
 }
-"""krew's words for a platform -> pip's."""
+"""pip's name of each platform of krew."""
 STARTERS = {
     "kubectl-trn": "trainium_client.commands.main",
     "kubectl_complete-trn": "trainium_client.commands.complete",
@@ -67,8 +68,8 @@ goodput, bad machines, a page to share, a bundle for a bug report.
 """
 
 
-def closure(requirements: list[str]) -> list[str]:
-    """Return the installed distributions of these names and of all that they require."""
+def transitive_distributions(requirements: list[str]) -> list[str]:
+    """Return the installed distributions of these names and of their requirements."""
     found: set[str] = set()
     waiting = list(requirements)
     while waiting:
@@ -78,19 +79,19 @@ def closure(requirements: list[str]) -> list[str]:
         found.add(name)
         for need in importlib.metadata.requires(name) or []:
             requirement, _, marker = need.partition(";")
-            # Markers here are of extras, other systems and older Pythons: none of them is ours.
+            # Markers here select extras, other systems and older Pythons, which are not needed.
             if not marker:
                 waiting.append(requirement)
     return sorted(found)
 
 
-def library() -> dict[str, bytes]:
+def library_files() -> dict[str, bytes]:
     """Return the files of `lib/` for every platform by path. Raises ValueError for an unexpected compiled package."""
     files = {}
     for root in OWN:
         for file in root.rglob("*.py"):
             files[str(file.relative_to(root.parent))] = file.read_bytes()
-    for name in closure(wanted("client")):
+    for name in transitive_distributions(requirements_of("client")):
         for entry in importlib.metadata.files(name) or ():
             path = str(entry)
             if path.endswith((".so", ".pyd")) and name not in {COMPILED, "pyyaml"}:
@@ -101,13 +102,13 @@ def library() -> dict[str, bytes]:
     return files
 
 
-def compiled_here() -> dict[str, bytes]:
+def local_extensions() -> dict[str, bytes]:
     """Return the compiled files of this machine and Python."""
     found = (entry for entry in importlib.metadata.files(COMPILED) or () if str(entry).endswith(".so"))
     return {str(entry): Path(str(entry.locate())).read_bytes() for entry in found}
 
 
-def compiled_for(tag: str) -> dict[str, bytes]:
+def download_extensions(tag: str) -> dict[str, bytes]:
     """Return the compiled files of a platform for every Python, from wheels with the digests of constraints.txt."""
     pins = re.split(r"\n(?=[A-Za-z0-9])", Path("constraints.txt").read_text(encoding="utf-8"))
     (pin,) = [each for each in pins if each.startswith(f"{COMPILED}==")]
@@ -127,14 +128,14 @@ def compiled_for(tag: str) -> dict[str, bytes]:
     return files
 
 
-def starters() -> dict[str, bytes]:
+def starter_files() -> dict[str, bytes]:
     """Return the programs of the archive."""
     oldest, newest = (each.replace(".", ", ") for each in (PYTHONS[0], PYTHONS[-1]))
     words = {"oldest": oldest, "newest": newest, "first": PYTHONS[0], "last": PYTHONS[-1]}
     return {name: _STARTER.format(name=name, module=module, **words).encode() for name, module in STARTERS.items()}
 
 
-def archive(files: dict[str, bytes]) -> bytes:
+def build_archive(files: dict[str, bytes]) -> bytes:
     """Return a tar.gz without times, owners and modes of this machine."""
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
@@ -146,8 +147,8 @@ def archive(files: dict[str, bytes]) -> bytes:
     return packed.getvalue()
 
 
-def manifest(release: str, homepage: str, archives: dict[str, tuple[str, str]]) -> str:
-    """Return the manifest of krew; `archives`: platform -> address, digest."""
+def render_manifest(release: str, homepage: str, archives: dict[str, tuple[str, str]]) -> str:
+    """Return the manifest of krew; `archives` has address and digest by platform."""
     platforms = []
     for name, (uri, digest) in archives.items():
         system, _, processor = name.partition("-")
@@ -165,35 +166,35 @@ def manifest(release: str, homepage: str, archives: dict[str, tuple[str, str]]) 
     return yaml.safe_dump({**head, "metadata": {"name": "trn"}, "spec": spec}, sort_keys=False, width=110)
 
 
-def this_platform() -> str:
+def current_platform() -> str:
     """Return krew's name of this machine."""
     processor = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     return f"{platform.system().lower()}-{processor}"
 
 
-def make(base: str, homepage: str, out: Path, *, everywhere: bool) -> Path:
+def build_plugin(base: str, homepage: str, out: Path, *, everywhere: bool) -> Path:
     """Write the archives and return the path of the manifest."""
-    release = projects()["trainium-client"]["project"]["version"]
-    common = {f"lib/{path}": content for path, content in library().items()}
-    common |= starters() | {"LICENSE": Path("LICENSE").read_bytes()}
+    release = read_projects()["trainium-client"]["project"]["version"]
+    common = {f"lib/{path}": content for path, content in library_files().items()}
+    common |= starter_files() | {"LICENSE": Path("LICENSE").read_bytes()}
     out.mkdir(parents=True, exist_ok=True)
     archives = {}
-    for name in PLATFORMS if everywhere else (this_platform(),):
-        compiled = compiled_for(PLATFORMS[name]) if everywhere else compiled_here()
-        content = archive(common | {f"lib/{path}": data for path, data in compiled.items()})
+    for name in PLATFORMS if everywhere else (current_platform(),):
+        compiled = download_extensions(PLATFORMS[name]) if everywhere else local_extensions()
+        content = build_archive(common | {f"lib/{path}": data for path, data in compiled.items()})
         file = out / f"kubectl-trn-{release}-{name}.tar.gz"
         file.write_bytes(content)
         archives[name] = f"{base.rstrip('/')}/{file.name}", hashlib.sha256(content).hexdigest()
     path = out / "trn.yaml"
-    path.write_text(manifest(release, homepage, archives), encoding="utf-8")
+    path.write_text(render_manifest(release, homepage, archives), encoding="utf-8")
     return path
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Makes the archives and the manifest of the krew plugin trn.")
-    parser.add_argument("--uri", required=True, help="where the archives will be, without their names")
-    parser.add_argument("--homepage", required=True, help="where the project is")
+    parser = argparse.ArgumentParser(description="Create the archives and the manifest of the krew plugin trn.")
+    parser.add_argument("--uri", required=True, help="base URL of the archives")
+    parser.add_argument("--homepage", required=True, help="URL of the project")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for all files")
-    parser.add_argument("--all-platforms", action="store_true", help="not this machine alone; needs pip and a network")
+    parser.add_argument("--all-platforms", action="store_true", help="not only this machine; needs pip and a network")
     given = parser.parse_args()
-    make(given.uri, given.homepage, given.out, everywhere=given.all_platforms)
+    build_plugin(given.uri, given.homepage, given.out, everywhere=given.all_platforms)

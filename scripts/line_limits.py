@@ -1,8 +1,8 @@
 # ruff: noqa: INP001 - a script
-"""Compare the lines of each room with its limit in line_limits.toml (`make check`).
+"""Compare the lines of each part of the repository with its limit in line_limits.toml (`make check`).
 
-Counted are the lines of `git ls-files '*.py'` below the folders of a room, blanks and docstrings included. A room may
-exclude folders and has a `goal` where its limit is not the final one.
+It counts the lines of `git ls-files '*.py'` below the folders of a part, including blanks and docstrings. A part may
+exclude folders, and has a `goal` if its limit is not final.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def count_lines(folders: list[str], excluded: list[str]) -> int:
 
 
 def main() -> int:
-    """Print the lines of all programs and what is left; return 1 if one is above its limit."""
+    """Print lines, limits and goals of all parts; return 1 if one is above its limit."""
     table = Table(title="Lines of Python")
-    for heading in ("room", "lines", "at most", "left", "goal"):
-        table.add_column(heading, justify="left" if heading == "room" else "right")
+    for heading in ("part", "lines", "at most", "left", "goal"):
+        table.add_column(heading, justify="left" if heading == "part" else "right")
     above = []
-    for name, limit in tomllib.loads((ROOT / "line_limits.toml").read_text())["rooms"].items():
+    for name, limit in tomllib.loads((ROOT / "line_limits.toml").read_text())["parts"].items():
         lines = count_lines(limit["folders"], limit.get("exclude", []))
         left = limit["at_most"] - lines
         table.add_row(

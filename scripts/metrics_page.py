@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - a script
-"""`docs/metrics.md`: every metric with its labels, written from the metrics themselves.
+"""Render `docs/metrics.md`, with every metric and its labels, from the metrics themselves.
 
-Invariant: all of the registry is in the text, so that the text cannot go stale unnoticed (`generate --check`).
+The page has the whole registry, so `generate --check` detects a stale page.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ _OF_JOBS = """With `metrics.namedJobs` ([setup](watch.md#of-single-jobs)). Names
 `jobs_left_out` counts the jobs without metrics."""
 
 _Row = tuple[str, str, tuple[str, ...], str]
-"""Name, type, labels, meaning."""
+"""Name, type, labels and meaning of a metric."""
 
 
 def reference_text(header: str) -> str:
-    """Return the whole file, with `header` as the first line."""
-    own, named = _own(), _named()
+    """Return the page, with `header` as the first line."""
+    own, named = _operator_metrics(), _named_job_metrics()
     labels = sorted({label for _, _, found, _ in own + named for label in found})
     words = "\n".join(f"| `{label}` | {_LABELS[label]} |" for label in labels)
     parts = [
@@ -85,13 +85,13 @@ def reference_text(header: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _own() -> list[_Row]:
-    # What the library collects has no label names before there are samples; the metrics themselves have.
+def _operator_metrics() -> list[_Row]:
+    # Collected metrics have no label names before the first sample, but the metric objects have.
     found = [each for each in Metrics().registry._collector_to_names if isinstance(each, MetricWrapperBase)]  # noqa: SLF001
     return [_row(each._name, each._type or "", each._labelnames, each._documentation) for each in found]  # noqa: SLF001
 
 
-def _named() -> list[_Row]:
+def _named_job_metrics() -> list[_Row]:
     families = Families(PREFIX).all
     return [_row(each.name, each.type, each._labelnames, each.documentation) for each in families]  # noqa: SLF001
 

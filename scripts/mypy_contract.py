@@ -1,12 +1,12 @@
 # ruff: noqa: INP001 - a script
-"""A mypy plugin that knows the fields of the contract's models where Python cannot express them.
+"""Check fields of the contract's models in mypy, where Python's types cannot express them.
 
-- `model.replaced(field=value, ...)` takes only fields of the model, each with its own type, as mypy's own rule for
-  `dataclasses.replace` has it.
+- `model.replaced(field=value, ...)` takes only fields of the model, with their types, like mypy's rule for
+  `dataclasses.replace`.
 - `part.text("field")` of a `StatusReader[Model]` takes only wire names of the model's fields; `part.part("field")` and
-  `part.parts("field")` are of the model that the field has.
+  `part.parts("field")` return parts of the field's model.
 
-Invariant: without the plugin the code means the same and is only checked less. Named in `[tool.mypy]`.
+Without the plugin mypy only checks less. `[tool.mypy]` names it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME = "field"
 
 
 class ContractPlugin(Plugin):
-    """Gives methods of models and of parts of a status the model's own fields."""
+    """Types the methods of models and of status parts by the model's fields."""
 
     def get_method_signature_hook(self, fullname: str) -> Callable[[MethodSigContext], FunctionLike] | None:
         """Return the hook of `replaced`, and of every method of a part that takes a name."""
@@ -82,7 +82,7 @@ def _answer(context: MethodContext) -> Type:
 
 
 def _model(of: Type | None) -> Instance | None:
-    """Return the model in the type of a field: itself, optional, or a tuple of it."""
+    """Return the model in the type of a field: the model, an optional, or a tuple of it."""
     found = get_proper_type(of)
     if isinstance(found, UnionType):
         return next((model for each in found.items if (model := _model(each)) is not None), None)
@@ -94,7 +94,7 @@ def _model(of: Type | None) -> Instance | None:
 
 
 def _fields_of_part(part: Type) -> dict[str, Type]:
-    """Return wire name -> type of all fields of a part's model; none where the model is not known."""
+    """Return the types of all fields of a part's model by wire name; empty if the model is unknown."""
     found = get_proper_type(part)
     model = get_proper_type(found.args[0]) if isinstance(found, Instance) and found.args else None
     fields = _fields(model.type) if isinstance(model, Instance) else {}
@@ -102,7 +102,7 @@ def _fields_of_part(part: Type) -> dict[str, Type]:
 
 
 def _fields(model: TypeInfo) -> dict[str, Type]:
-    """Return name -> type of the fields, those of the bases first."""
+    """Return the types of the fields by name, those of the bases first."""
     return {
         name: symbol.node.type
         for base in reversed(model.mro)
@@ -121,5 +121,5 @@ def _is_model(kind: TypeInfo) -> bool:
 
 
 def plugin(_version: str) -> type[Plugin]:
-    """Entry point of mypy."""
+    """Return the plugin; mypy's entry point."""
     return ContractPlugin

@@ -29,7 +29,7 @@ say "the other packages at pinned versions and hashes"
 "$venv/bin/python" scripts/image_requirements.py dev >"$venv/requirements.txt"
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r "$venv/requirements.txt"
 set --
-for room in ./*/pyproject.toml; do set -- "$@" -e "${room%/*}"; done
+for folder in ./*/pyproject.toml; do set -- "$@" -e "${folder%/*}"; done
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation "$@"
 echo "$want" >"$venv/.complete"
 say "done"

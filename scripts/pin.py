@@ -1,9 +1,8 @@
 # ruff: noqa: INP001 - a script
-"""Adds to constraints.txt what the workspace asks for and is not pinned there: versions, hashes, markers.
+"""Pin the missing requirements of the workspace in constraints.txt: versions, hashes, markers.
 
-For all Pythons from the oldest that we support and all platforms at once. What is pinned keeps its version, as long as
-it satisfies what is asked for. Needs uv on PATH (or its path in `UV`). Usage, from the repository's root: python
-scripts/pin.py
+The pins hold for all supported Pythons and all platforms. A pinned version is kept as long as it satisfies the
+requirements. Needs uv on PATH (or its path in `UV`). Usage, from the repository's root: python scripts/pin.py
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from image_requirements import wanted
+from image_requirements import requirements_of
 
 OLDEST = "3.11"
 _HOW = ("--universal", "--generate-hashes", "--no-header", "--no-annotate", "--quiet")
 
 
 def main() -> int:
-    """Write the file; uv's exit code."""
+    """Write the file; return uv's exit code."""
     with tempfile.NamedTemporaryFile("w", suffix=".in") as file:
-        file.write("\n".join(sorted({*wanted("dev"), *wanted("build")})) + "\n")
+        file.write("\n".join(sorted({*requirements_of("dev"), *requirements_of("build")})) + "\n")
         file.flush()
         command = [os.environ.get("UV", "uv"), "pip", "compile", *_HOW, "--python-version", OLDEST]
         return subprocess.run([*command, "--output-file", "constraints.txt", file.name], check=False).returncode

@@ -67,13 +67,13 @@ say "packages at pinned versions and hashes (the first time downloads about 3 GB
 packages=$!
 wait "$packages"
 packages=
-say "this project's rooms, editable"
-# All go first: pip would take away a program with the room that it moved out of, after the new one has installed it.
+say "this project's distributions, editable"
+# All go first: pip would take away a program with the distribution that it moved out of, after the new one has installed it.
 "$venv/bin/python" -m pip uninstall -q -y --disable-pip-version-check \
     trainium-agent trainium-client trainium-contract trainium-devcluster trainium-operator trainium-simulator trainium-trainer \
     trainium-worker 2>/dev/null || true
 set --
-for room in ./*/pyproject.toml; do set -- "$@" -e "${room%/*}"; done
+for folder in ./*/pyproject.toml; do set -- "$@" -e "${folder%/*}"; done
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation "$@"
 # Pods of the development cluster see these files through a layer of their own: what they compiled would be lost. pip would
 # compile on one processor.

@@ -1,1 +1,1 @@
-"""The tests of all rooms, and what they share (`tests.testing`); benchmarks and scripts use the latter as well."""
+"""The tests of all packages, and what they share (`tests.testing`); benchmarks and scripts use the latter as well."""

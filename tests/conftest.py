@@ -1,30 +1,31 @@
 """Options and fixtures of all tests: which cluster the cluster tests use."""
 
-from __future__ import annotations
-
 import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import pytest_timeout
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
-from tests.testing.cluster.installed import RingNeed
-from tests.testing.cluster.sites import Site, open_site
+from tests.testing.cluster.installed import InstalledParts
+from tests.testing.cluster.shared_cluster import SharedCluster, open_cluster
 from tests.testing.suite.lanes import CLUSTER, DEFINITION, LaneScheduling, group_of
-from tests.testing.suite.last_tests import close_after_last, find_last_tests, for_group
+from tests.testing.suite.last_tests import close_after_last, exit_stack_of_group, find_last_tests
 from tests.testing.suite.timeouts import scaled
 from tests.testing.suite.times_record import TimesRecord
 from tests.testing.suite.trials import TRIALS, trials
 
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
 # A busy machine is no finding, and what lands is not held up by a new example: `make test-long` looks for those.
-settings.register_profile("trainium", deadline=None, derandomize=not TRIALS, max_examples=trials(100))
+settings.register_profile("trainium", deadline=None, derandomize=not TRIALS, max_examples=trials(50))
 settings.load_profile("trainium")
+if not TRIALS:
+    # Hypothesis also tries constants of the modules that are loaded: each lane would try other examples.
+    providers._get_local_constants = Constants
 
 
 def _guard_exit() -> None:
@@ -65,13 +66,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> object:
-    """A test that hangs ends later on a slow machine, where those that do not take longer too."""
+    """Scale pytest's timeout by the slowness of the machine."""
     slow = settings._replace(timeout=scaled(settings.timeout))
     return pytest_timeout.pytest_timeout_set_timer(item, slow)
 
 
-_FIRST = ("tests/cluster/", "tests/fleet/", "tests/wire/", "tests/unit/trainer/")
-"""Files that take longest, so that lanes end together with small ones."""
+_FIRST = ("tests/cluster/", "tests/fleet/", "tests/unit/trainer/", "tests/unit/data/", "tests/wire/")
+"""Groups that take longest, so that lanes end together with small files."""
 _LONG_SECONDS = 3600
 """Of a property test with many times as many examples."""
 
@@ -87,10 +88,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave what another ring runs; what shares a cluster, or a file's fixtures, is one lane's; the longest first."""
     _choose_ring(config, items)
     items.sort(key=lambda item: next((at for at, part in enumerate(_FIRST) if part in item.nodeid), len(_FIRST)))
-    lent = {"site", "api", *_NEEDS} if config.getoption("--cluster") == "existing" else set()
+    shared = {"shared_cluster", "api", *_NEEDS} if config.getoption("--cluster") == "existing" else set()
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            shares = lent & set(getattr(item, "fixturenames", ()))
+            shares = shared & set(getattr(item, "fixturenames", ()))
             item.add_marker(pytest.mark.xdist_group(CLUSTER if shares else group_of(item.nodeid)))
         if TRIALS:
             item.add_marker(pytest.mark.timeout(_LONG_SECONDS), append=False)
@@ -105,20 +106,19 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         find_last_tests(session.config, session.items)
         return done
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    """A cluster ends with the last test that needs it: an idle one takes a twentieth of a processor to the end."""
+    """Stop a cluster after the last test that needs it: an idle one takes a twentieth of a processor."""
     yield
     close_after_last(item)
 
 
 def _choose_ring(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test that is named by its own id runs in any ring."""
+    """Deselect the tests of the other ring, unless a test is named by its id."""
     ring = config.getoption("--ring")
     if ring == "all" or any("::" in argument for argument in config.args):
         return
@@ -129,8 +129,8 @@ def _choose_ring(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item not in left]
 
 
-_OPENED = pytest.StashKey[Site]()
-_NEEDS = {"defined": RingNeed.DEFINITION, "operator": RingNeed.OPERATOR}
+_OPENED = pytest.StashKey[SharedCluster]()
+_NEEDS = {"defined": InstalledParts.DEFINITION, "operator": InstalledParts.OPERATOR}
 """The state in which a fixture finds a shared cluster."""
 
 
@@ -138,30 +138,30 @@ _NEEDS = {"defined": RingNeed.DEFINITION, "operator": RingNeed.OPERATOR}
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """Open a cluster that is not the development cluster before the first test: its minutes are not that test's."""
     config = session.config
-    needed = any({"site", *_NEEDS} & set(getattr(item, "fixturenames", ())) for item in session.items)
-    with for_group(config, CLUSTER), for_group(config, DEFINITION):
+    needed = any({"shared_cluster", *_NEEDS} & set(getattr(item, "fixturenames", ())) for item in session.items)
+    with exit_stack_of_group(config, CLUSTER), exit_stack_of_group(config, DEFINITION):
         in_lane = hasattr(config, "workerinput")  # one of several, of which one at most needs it
         if needed and not in_lane and not config.option.collectonly and config.getoption("--cluster") != "local":
             _opened(config)
         return (yield)
 
 
-def _opened(config: pytest.Config) -> Site:
+def _opened(config: pytest.Config) -> SharedCluster:
     if _OPENED not in config.stash:
-        site = open_site(config.getoption("--cluster"))
-        config.stash[_OPENED] = for_group(config, CLUSTER).enter_context(site)
+        cluster = open_cluster(config.getoption("--cluster"))
+        config.stash[_OPENED] = exit_stack_of_group(config, CLUSTER).enter_context(cluster)
     return config.stash[_OPENED]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """On a cluster that is lent, each ring finds the definition and the operator as it needs them."""
+    """Install or remove the definition and the operator on an existing cluster, as the ring of the test needs it."""
     needs = [need for name, need in _NEEDS.items() if name in getattr(item, "fixturenames", ())]
     if needs and item.config.getoption("--cluster") == "existing":
         _opened(item.config).installed.ensure(needs[0])
 
 
 @pytest.fixture(scope="session")
-def site(request: pytest.FixtureRequest) -> Site:
+def shared_cluster(request: pytest.FixtureRequest) -> SharedCluster:
     """The cluster with nodes that all tests of this session share."""
     return _opened(request.config)

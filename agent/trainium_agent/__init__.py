@@ -1,1 +1,1 @@
-"""PID 1 of a worker pod: preflight, membership, rendezvous, supervision of the ranks, heartbeats."""
+"""Run as PID 1 of a worker pod: check the pod, join the membership, supervise the ranks, send heartbeats."""

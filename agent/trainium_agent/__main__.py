@@ -1,4 +1,4 @@
-"""`trainium-agent`, or `python -m trainium_agent`: PID 1 of a worker pod.
+"""Run the agent as PID 1 of a worker pod: `trainium-agent`, or `python -m trainium_agent`.
 
 This module imports nothing slow: the kernel drops a SIGTERM to PID 1 that has no handler, so a pod that is deleted
 while the agent imports its modules would wait for its whole grace period. The process that starts a program's ranks is
@@ -13,7 +13,7 @@ import sys
 
 
 def main() -> None:
-    """Run the agent; ends the process with the pod's exit code."""
+    """Run the agent and end the process with the pod's exit code."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from trainium_agent.linux.open_files import raise_limit  # noqa: PLC0415 - after the handler is set
     from trainium_agent.ranks import standby  # noqa: PLC0415 - as above
@@ -25,7 +25,7 @@ def main() -> None:
     code = start(forked)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Tearing torch down takes a second or more on a busy machine, and nothing is left to save.
+    # Unloading torch takes a second or more on a busy machine, and nothing is left to save.
     os._exit(code)
 
 

@@ -1,10 +1,10 @@
 """Compile for other sizes of the job while this pod is an idle spare.
 
 Guarantees:
-- It never runs beside ranks, which start after `on_end`, and it runs at the lowest priority.
+- Compilation never overlaps with ranks, which start after `on_end`, and runs at the lowest priority.
 - A failure has no effect: the size then compiles in its first step.
-- Sizes are compiled one after the other, in the order in which the job may need them. A stopped compilation restarts
-  when the pod is idle again; an ended one does not.
+- Sizes are compiled one at a time, in the order in which the job may need them. A stopped compilation restarts when the
+  pod is idle again; a completed one does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_agent.ranks.standby import StartRequest
-from trainium_agent.ranks.standby_keeper import StandbyLostError
+from trainium_agent.ranks.standby_manager import StandbyLostError
 from trainium_contract.sizes import order_by_likelihood
 from trainium_contract.spec.precompile import CompiledSize
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_agent.ranks.processes import RankProcess
-    from trainium_agent.ranks.standby_keeper import StandbyKeeper
+    from trainium_agent.ranks.standby_manager import StandbyManager
     from trainium_agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)
@@ -33,12 +33,12 @@ _ENTRY = "trainium_trainer.cli:precompile_in_background"
 
 
 class BackgroundCompiler:
-    """`start` whenever the pod has become an idle spare, `stop` before it gets ranks; the event loop's."""
+    """Compiles while the pod is an idle spare: `start` then, `stop` before ranks start. Used in the event loop only."""
 
     def __init__(
         self,
         settings: AgentSettings,
-        keeper: StandbyKeeper,
+        standby_manager: StandbyManager,
         *,
         post: Callable[[Callable[[], None]], None],
         on_compiled: Callable[[CompiledSize], None],
@@ -46,34 +46,36 @@ class BackgroundCompiler:
     ) -> None:
         """`post` runs a function in the event loop, from any thread.
 
-        `on_compiled` is called for each size with graphs, `on_end` when no process of a `start` is left.
+        `on_compiled` is called for each compiled size, `on_end` when every process of a `start` has ended.
         """
         self._settings = settings
-        self._keeper = keeper
+        self._standby_manager = standby_manager
         self._post = post
         self._on_compiled = on_compiled
         self._on_end = on_end
         self._left = [*settings.background_sizes]
         self._run: _Run | None = None
 
-    def start(self, present: int) -> None:
-        """Begin, unless it has been done or is under way; the others train on `present` nodes."""
+    def start(self, training_nodes: int) -> None:
+        """Start, unless it is done or already running; the other workers train on `training_nodes` nodes."""
         if self._run is not None:
-            self._run.train_on(present)
+            self._run.set_training_nodes(training_nodes)
             return
         if not self._left:
             self._post(self._on_end)
             return
-        self._run = _Run(self._settings, self._keeper, (*self._left,), present, self._ended, self._over)
+        self._run = _Run(
+            self._settings, self._standby_manager, (*self._left,), training_nodes, self._on_size_end, self._on_run_end
+        )
 
     def stop(self) -> None:
-        """End it at once; `on_end` follows. What it compiled and shared stays."""
+        """Stop at once; `on_end` follows. Graphs that were compiled and shared remain."""
         if self._run is not None:
             self._run.cancel()
 
-    # From the thread of a run.
+    # Called from the thread of a run.
 
-    def _ended(self, nodes: int, seconds: float | None) -> None:
+    def _on_size_end(self, nodes: int, seconds: float | None) -> None:
         def take() -> None:
             self._left.remove(nodes)
             if seconds is not None:
@@ -81,7 +83,7 @@ class BackgroundCompiler:
 
         self._post(take)
 
-    def _over(self) -> None:
+    def _on_run_end(self) -> None:
         def take() -> None:
             self._run = None
             self._on_end()
@@ -90,57 +92,57 @@ class BackgroundCompiler:
 
 
 class _Run:
-    """Compile one size, in a separate thread."""
+    """Compiles the remaining sizes, one after another, in a separate thread."""
 
     def __init__(
         self,
         settings: AgentSettings,
-        keeper: StandbyKeeper,
+        standby_manager: StandbyManager,
         sizes: tuple[int, ...],
-        present: int,
+        training_nodes: int,
         on_size: Callable[[int, float | None], None],
-        on_over: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> None:
-        """`on_size` gets the seconds that a size took, None where it failed; both are called from the thread."""
+        """`on_size` gets the seconds that a size took, None if it failed; both callbacks run in the thread."""
         self._settings = settings
-        self._keeper = keeper
+        self._standby_manager = standby_manager
         self._sizes = sizes
-        self._present = present
+        self._training_nodes = training_nodes
         self._on_size = on_size
-        self._on_over = on_over
+        self._on_end = on_end
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._process: RankProcess | None = None
-        threading.Thread(target=self._try, name="background-compiler", daemon=True).start()
+        threading.Thread(target=self._run, name="background-compiler", daemon=True).start()
 
-    def train_on(self, present: int) -> None:
-        """So many nodes train now; the next size is chosen by that."""
+    def set_training_nodes(self, training_nodes: int) -> None:
+        """Set the number of nodes that train now; it determines the next size."""
         with self._lock:
-            self._present = present
+            self._training_nodes = training_nodes
 
     def cancel(self) -> None:
-        """End the try; does not wait."""
+        """Cancel the compilation without waiting for it."""
         with self._lock:
             self._cancelled.set()
             if self._process is not None:
                 self._process.signal(signal.SIGKILL)
 
-    def _try(self) -> None:
+    def _run(self) -> None:
         try:
             self._compile_all()
         except StandbyLostError as loss:
             _log.warning("the graphs of other sizes could not be compiled: %s", loss)
         finally:
-            self._on_over()
+            self._on_end()
 
     def _compile_all(self) -> None:
-        while not self._keeper.warm:  # a fork of the standby is small, and its imports must not be hurried for this
+        while not self._standby_manager.warm:  # a fork of the standby is small, and this must not speed up its imports
             if self._cancelled.wait(_POLL_SECONDS):
                 return
         left = [*self._sizes]
         while left and not self._cancelled.is_set():
             with self._lock:
-                nodes = order_by_likelihood(left, self._present)[0]
+                nodes = order_by_likelihood(left, self._training_nodes)[0]
             began = time.monotonic()
             code = self._compile(nodes)
             if self._cancelled.is_set():
@@ -153,10 +155,10 @@ class _Run:
             self._on_size(nodes, time.monotonic() - began if code == 0 else None)
 
     def _compile(self, nodes: int) -> int | None:
-        """Compile for one size; the exit code. Raises StandbyLostError."""
+        """Compile for one size and return the exit code. Raises StandbyLostError."""
         arguments = ("--sizes", str(nodes), "--cores-per-node", str(self._settings.processes_per_node))
         ended = threading.Event()
-        process = self._keeper.start(
+        process = self._standby_manager.start(
             StartRequest(arguments, {}, "trainium-precompile", _ENTRY),
             local_rank=0,
             rank=0,

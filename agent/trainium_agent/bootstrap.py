@@ -1,9 +1,9 @@
-"""Starts the agent: reads its settings, checks the pod, forks the standby and runs the supervisor.
+"""Start the agent: read its settings, check the pod, fork the standby and run the supervisor.
 
 Guarantees:
-- A wrong environment ends the process within milliseconds with one sentence and code 64.
+- An invalid environment ends the process within milliseconds with one sentence and code 64.
 - The standby is forked before any thread exists.
-- Every process that it started has ended when it returns.
+- Every process that the agent started has ended when `start` returns.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import asyncio
 import importlib
 import logging
 import os
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from trainium_agent import log_lines
-from trainium_agent.checks.preflight import preflight, results
+from trainium_agent.checks.preflight import check_results, preflight
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.standby import fork
-from trainium_agent.ranks.standby_keeper import Standby
+from trainium_agent.ranks.standby_manager import Standby
 from trainium_agent.settings import TRAINER_WORKLOAD, AgentSettings, SettingsError, settings_from
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import LogSource
@@ -34,23 +35,18 @@ if TYPE_CHECKING:
 def start(forked: tuple[int, socket.socket] | None = None) -> int:
     """Run the agent with the settings of the environment; return the pod's exit code.
 
-    `forked`: a standby that executes commands (`standby.fork`), if one was made already.
+    `forked`: a standby that executes commands (`standby.fork`), if one was forked already.
     """
     try:
         settings = settings_from(os.environ)
     except SettingsError as error:
-        log_lines.report_end(f"trainium-agent: {error}", source=LogSource.AGENT)
+        log_lines.report_exit(f"trainium-agent: {error}", source=LogSource.AGENT)
         sys.exit(ExitCode.USER_ERROR)
-    return run(settings, forked)
-
-
-def run(settings: AgentSettings, forked: tuple[int, socket.socket] | None) -> int:
-    """Check the pod, start the standby and run the supervisor; return the pod's exit code."""
     kernel.adopt_orphans()
-    log_lines.write_as_agent()
+    log_lines.configure_agent_logging()
     began = time.monotonic()
     findings = preflight(settings)
-    checked = results(settings, findings, time.monotonic() - began)
+    checked = check_results(settings, findings, time.monotonic() - began)
     for finding in findings:
         logging.getLogger(__name__).log(
             logging.WARNING if finding.code is None else logging.ERROR, "%s", finding.sentence
@@ -60,16 +56,23 @@ def run(settings: AgentSettings, forked: tuple[int, socket.socket] | None) -> in
         if workload.plan.python:
             standby = Standby.spawn(workload.plan)
             if forked is not None:
-                forked[1].close()  # which ends it
+                _end_standby(*forked)
         else:
             standby = Standby(*forked or fork(workload.plan))
     except OSError as error:
-        return _refuse(f"program.warm needs {workload.plan.python}, which cannot be started ({error.strerror})")
+        return _report_refusal(f"program.warm needs {workload.plan.python}, which cannot be started ({error.strerror})")
     return asyncio.run(_supervise(settings, workload, standby, findings, checked))
 
 
+def _end_standby(pid: int, channel: socket.socket) -> None:
+    """End a forked standby, so that it is not taken for a process that the program left running."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    channel.close()
+
+
 def _workload(settings: AgentSettings) -> Workload:
-    """Create what the job runs; only what is needed for that is imported."""
+    """Create the workload of the job; import only what it needs."""
     if settings.program is None:
         trainer: Workload = importlib.import_module(TRAINER_WORKLOAD).Trainer(settings)
         return trainer
@@ -86,13 +89,13 @@ async def _supervise(settings: AgentSettings, workload: Workload, standby: Stand
         store = StoreServer(settings.pod_ip)
     except OSError as error:
         standby.kill()
-        return _refuse(f"cannot listen on POD_IP {settings.pod_ip} ({error.strerror})")
+        return _report_refusal(f"cannot listen on POD_IP {settings.pod_ip} ({error.strerror})")
     supervisor = AgentSupervisor(settings, workload, standby, store)
-    place = log_lines.place()
-    log_lines.write_as_agent(lambda: {**place, **supervisor.log_context()})
+    context = log_lines.log_context()
+    log_lines.configure_agent_logging(lambda: {**context, **supervisor.log_context()})
     return await supervisor.run(findings, checked)
 
 
-def _refuse(sentence: str) -> int:
-    log_lines.report_end(f"trainium-agent: {sentence}.", source=LogSource.AGENT)
+def _report_refusal(sentence: str) -> int:
+    log_lines.report_exit(f"trainium-agent: {sentence}.", source=LogSource.AGENT)
     return int(ExitCode.USER_ERROR)

@@ -1,4 +1,4 @@
-"""Run this pod's part of a generation from the agent's event loop, by the decisions of `lifecycle`.
+"""Run this pod's part of a generation from the agent's event loop, as `lifecycle` decides.
 
 Every other thread only posts events to it.
 
@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 from trainium_agent.generation.agreed_stop import AgreedStop
 from trainium_agent.generation.state_watcher import StateWatcher
 from trainium_agent.generation_tasks import GenerationTasks, TaskContext
-from trainium_agent.hang.watchdog import sample_seconds
-from trainium_agent.lifecycle import actions as do
-from trainium_agent.lifecycle import events as on
+from trainium_agent.hang.rank_sampler import sample_seconds
+from trainium_agent.lifecycle import actions, events
 from trainium_agent.lifecycle.generation import step, wake_at
 from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 from trainium_agent.workload.base import progress_file
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
     from trainium_agent.hang.detection import Calibration
     from trainium_agent.lifecycle.events import Order
     from trainium_agent.ranks.processes import RankProcess
-    from trainium_agent.ranks.standby_keeper import StandbyKeeper
+    from trainium_agent.ranks.standby_manager import StandbyManager
     from trainium_agent.settings import AgentSettings
     from trainium_agent.workload.base import Workload
-    from trainium_contract.wire.messages import CheckResult, Membership
+    from trainium_contract.wire.messages import Membership
 
 _log = logging.getLogger(__name__)
 _LAST_OUTPUT_SECONDS = 0.5
@@ -57,16 +56,16 @@ class GenerationRunner:
         node_rank: int,
         *,
         workload: Workload,
-        keeper: StandbyKeeper,
+        standby_manager: StandbyManager,
         report: PodReport,
         calibration: Calibration,
         worker: BlockingWorker,
         post: Callable[[Callable[[], None]], None],
         call_at: Callable[[float, Callable[[], None]], asyncio.TimerHandle],
-        on_over: Callable[[LocalGeneration], None],
+        on_end: Callable[[LocalGeneration], None],
         on_broken: Callable[[str], None],
     ) -> None:
-        """`post` has something done in the event loop, from any thread; `call_at` and what is called back are its own.
+        """`post` runs a function in the event loop, from any thread; `call_at` and all callbacks stay in the loop.
 
         Times are those of `time.monotonic`.
         """
@@ -74,175 +73,173 @@ class GenerationRunner:
         self._membership = membership
         self._node_rank = node_rank
         self._generation = membership.generation
-        self._limits = GenerationLimits(membership.generation, settings.grace_seconds, sample_seconds(settings.hang))
         self._report = report
         self._workload = workload
         self._worker = worker
         self._post = post
         self._call_at = call_at
-        self._on_over = on_over
+        self._on_end = on_end
         self._on_broken = on_broken
-        self._local = LocalGeneration()
+        self._local = LocalGeneration(
+            GenerationLimits(membership.generation, settings.grace_seconds, sample_seconds(settings.hang))
+        )
         self._stop: AgreedStop | None = None
         self._ranks: tuple[RankProcess, ...] = ()
-        self._alarm: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._leave_requested = threading.Event()
         self._watcher = StateWatcher(
             membership,
-            on_change=lambda state: self._post(lambda: self._shared_changed(state)),
+            on_change=lambda state: self._post(lambda: self._on_shared_state(state)),
             on_loss=lambda: _log.info("the store of generation %d cannot be reached", membership.generation),
         )
-        self._work = GenerationTasks(
+        self._tasks = GenerationTasks(
             settings,
             membership,
             node_rank,
             workload=workload,
-            keeper=keeper,
-            signs=report.signs,
+            standby_manager=standby_manager,
+            diagnoser=report.diagnoser,
             calibration=calibration,
             watcher=self._watcher,
-            reached=report.reached,
+            best_progress=report.best_progress,
             leave_requested=self._leave_requested,
-            post_fact=self._post_event,
-            on_started=lambda ranks: post(lambda: self._adopt(ranks)),
-            on_exit=self._ended,
-            report_check=lambda result: post(lambda: self._checked(result)),
+            post_event=self._post_event,
+            on_started=lambda ranks: post(lambda: self._set_ranks(ranks)),
+            on_exit=self._on_exit,
+            report_check=lambda result: post(lambda: report.record_check(result)),
         )
 
-    def begin(self) -> None:
-        """Take part."""
-        self._report.timed(None)
+    def start(self) -> None:
+        """Start this pod's part of the generation."""
+        self._report.timing = None
         self._watcher.start()
-        self._handle(on.Notice.BEGIN)
+        self._handle(events.SimpleEvent.BEGIN)
 
-    def order(self, order: Order, superseded_by: int = 0) -> None:
-        """Leave the generation; `on_over` is called when no rank is alive."""
-        self._handle(on.LeaveOrdered(order, superseded_by))
+    def leave(self, order: Order, superseded_by: int = 0) -> None:
+        """Order this pod to leave the generation; `on_end` is called when no rank is alive."""
+        self._handle(events.LeaveOrdered(order, superseded_by))
 
     # From any thread.
 
-    def _post_event(self, event: on.Event) -> None:
+    def _post_event(self, event: events.Event) -> None:
         self._post(lambda: self._handle(event))
 
-    def _ended(self, process: RankProcess) -> None:
-        self._post(lambda: self._take_end(process))
+    def _on_exit(self, process: RankProcess) -> None:
+        self._post(lambda: self._handle_exit(process))
 
     # In the event loop.
 
-    def _handle(self, event: on.Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         assert threading.current_thread() is threading.main_thread(), "threads post, they do not take"
         before = self._local.stage
-        self._local, actions = step(self._limits, self._local, event, time.monotonic())
-        for action in actions:
-            self._carry_out(action)
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-        if self._local.stage is not Stage.OVER:
+        self._local, requested = step(self._local, event, time.monotonic())
+        for action in requested:
+            self._perform(action)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._local.stage is not Stage.ENDED:
             deadline = wake_at(self._local)
             if deadline is not None:
-                self._alarm = self._call_at(deadline, lambda: self._handle(on.Notice.TICK))
-        elif before is not Stage.OVER:
-            self._end()
+                self._timer = self._call_at(deadline, lambda: self._handle(events.SimpleEvent.TICK))
+        elif before is not Stage.ENDED:
+            self._close()
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         self._watcher.stop()
-        self._report.stuck(())
+        self._report.set_stuck_ranks(())
         local = self._local
 
         def close() -> None:
-            self._work.close()
-            self._post(lambda: self._on_over(local))
+            self._tasks.close()
+            self._post(lambda: self._on_end(local))
 
-        self._worker.do(close)
+        self._worker.submit(close)
 
-    def _take_end(self, process: RankProcess) -> None:
+    def _handle_exit(self, process: RankProcess) -> None:
         code = process.exit_code
         assert code is not None
         unread = code == ExitCode.FINISHED and not process.output.complete.is_set()
         if unread and time.time() < process.ended_at + _LAST_OUTPUT_SECONDS:
-            # The last step of a program may be on its way through the pipe.
-            self._call_at(time.monotonic() + _POLL_SECONDS, lambda: self._take_end(process))
+            # The last step of a program may still be in the pipe.
+            self._call_at(time.monotonic() + _POLL_SECONDS, lambda: self._handle_exit(process))
             return
-        if process.asked or (self._stop is not None and self._stop.attempt == process.attempt):
+        if process.exit_requested or (self._stop is not None and self._stop.attempt == process.attempt):
             self._workload.observe(fresh=True)
-            code = self._workload.code_after_request(code)
-        self._handle(on.RankEnded(process.attempt, process.local_rank, process.rank, code, process.asked))
+            code = self._workload.exit_code_after_request(code)
+        self._handle(events.RankExited(process.attempt, process.local_rank, process.rank, code, process.exit_requested))
 
-    def _adopt(self, ranks: tuple[RankProcess, ...]) -> None:
+    def _set_ranks(self, ranks: tuple[RankProcess, ...]) -> None:
         self._ranks = ranks
 
-    def _checked(self, result: CheckResult) -> None:
-        self._report.checked(result)
-
-    def _carry_out(self, action: do.Action) -> None:
+    def _perform(self, action: actions.Action) -> None:
         report = self._report
         match action:
-            case do.RunTask(task):
-                self._give(task)
-            case do.SimpleAction.INTERRUPT_TASK:
+            case actions.RunTask(task):
+                self._submit(task)
+            case actions.SimpleAction.INTERRUPT_TASK:
                 self._leave_requested.set()
-                self._watcher.nudge()
-            case do.SimpleAction.KILL:
+                self._watcher.interrupt_waits()
+            case actions.SimpleAction.KILL:
                 self._signal(signal.SIGKILL)
-            case do.RequestExit(memory_ends):
+            case actions.RequestExit(memory_ends):
                 self._request_exit(self._workload.exit_signal(memory_ends=memory_ends))
-            case do.EnterPhase(phase, attempt):
-                report.enter(phase, generation=self._generation, attempt=attempt)
-            case do.ReportRestart(attempt, cause, failed_at):
-                report.restarting(self._generation, attempt, cause, time.time() if failed_at is None else failed_at)
-            case do.ReportFailure(local_rank):
-                report.failed(self._generation, self._ranks[local_rank])
-            case do.ReportHang(rank, sentence):
-                process = next(each for each in self._ranks if each.rank == rank)
-                report.hung(self._generation, process, ExitCode.HUNG, sentence)
-            case do.ReportVerdict(local_rank):
-                report.give_up(None if local_rank is None else self._ranks[local_rank])
-            case do.ReportNodeVerdict(code, sentence):
-                report.give_up_with(code, sentence)
-            case do.ReportWaiting(nodes):
-                report.wait_for(nodes)
-            case do.SimpleAction.OBSERVE_PROGRESS:
+            case actions.EnterPhase(phase, attempt):
+                report.set_phase(phase, generation=self._generation, attempt=attempt)
+            case actions.ReportRestart(attempt, cause, failed_at):
+                report.record_restart(self._generation, attempt, cause, time.time() if failed_at is None else failed_at)
+            case actions.ReportFailure(local_rank):
+                report.record_failure(self._generation, self._ranks[local_rank])
+            case actions.ReportHang(rank, sentence):
+                process = next(rank_process for rank_process in self._ranks if rank_process.rank == rank)
+                report.record_hang(self._generation, process, sentence)
+            case actions.ReportVerdict(local_rank):
+                report.set_verdict(None if local_rank is None else self._ranks[local_rank])
+            case actions.ReportNodeVerdict(code, sentence):
+                report.set_pod_verdict(code, sentence)
+            case actions.ReportWaiting(nodes):
+                report.set_waiting_for(nodes)
+            case actions.SimpleAction.OBSERVE_PROGRESS:
                 self._workload.observe(fresh=True)
                 report.observe()
-            case do.ReportStuck(ranks):
-                report.stuck(ranks)
-            case do.ReportTiming(timing):
-                report.timed(timing)
-            case do.Log(sentence, severe):
+            case actions.ReportStuck(ranks):
+                report.set_stuck_ranks(ranks)
+            case actions.ReportTiming(timing):
+                report.timing = timing
+            case actions.Log(sentence, severe):
                 _log.log(logging.ERROR if severe else logging.WARNING, "%s", sentence)
-            case do.FailPod(sentence):
+            case actions.FailPod(sentence):
                 self._on_broken(sentence)
 
-    def _give(self, task: do.Task) -> None:
-        given = TaskContext(self._report.reached, self._ranks, self._local.attempt)
+    def _submit(self, task: actions.Task) -> None:
+        context = TaskContext(self._report.best_progress, self._ranks, self._local.attempt)
 
         def perform() -> None:
             try:
-                result = self._work.perform(task, given)
+                result = self._tasks.perform(task, context)
             except Exception:  # noqa: BLE001 - the pod must end rather than sit idle
                 failure = traceback.format_exc()
                 self._post(lambda: self._on_broken(failure))
             else:
                 self._post_event(result)
 
-        self._worker.do(perform)
+        self._worker.submit(perform)
 
     def _request_exit(self, number: signal.Signals) -> None:
-        """Ask the ranks to save and exit: after a step that all agents agree on, where they ask for it."""
+        """Ask the ranks to save and exit: after a step that all agents agree on if the ranks ask, else by a signal."""
         stop = self._join_stop()
         if stop is None:
             self._signal(number)
         else:
-            stop.or_signal(lambda: self._post(lambda: self._signal(number)))
+            stop.signal_on_failure(lambda: self._post(lambda: self._signal(number)))
 
-    def _shared_changed(self, state: GenerationState) -> None:
-        if state.leaving or state.superseded > self._generation:
+    def _on_shared_state(self, state: GenerationState) -> None:
+        if state.leaving or state.superseded_by > self._generation:
             self._join_stop()
-        self._handle(on.SharedChanged(state))
+        self._handle(events.SharedStateChanged(state))
 
     def _join_stop(self) -> AgreedStop | None:
-        """Take part, once for an attempt, in the choice of its last step; None for ranks that never ask."""
+        """Join the agreed stop, once in an attempt; None for ranks that do not ask."""
         if not self._workload.agrees_on_stop or not self._ranks:
             return None
         attempt = self._ranks[0].attempt

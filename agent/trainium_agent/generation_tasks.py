@@ -1,7 +1,7 @@
 """Run the blocking tasks of a generation, one after another, in the pod's worker thread.
 
-A task gets all that it needs of the runner's state when it is submitted, and returns one result. Invariant: the
-connection to the generation's store, the rendezvous and the observed stalls belong to the worker alone.
+A task receives a copy of the runner's state that it needs, and returns one result. Only the worker thread uses the
+connection to the generation's store, the rendezvous and the observed stalls.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from trainium_agent.checks.pair_round import NodeFailedPairTestError, PairRound
-from trainium_agent.checks.pairing import noted
-from trainium_agent.exits.diagnosis import weight
-from trainium_agent.exits.restart_policy import Decision, GenerationState, RestartJudgement, after_yield, judge
+from trainium_agent.checks.pairing import count_unexplained
+from trainium_agent.exits.diagnosis import exit_priority
+from trainium_agent.exits.restart_policy import (
+    GenerationState,
+    RestartAction,
+    RestartDecision,
+    after_yield,
+    decide_restart,
+)
 from trainium_agent.generation.store import ExitBarrier, StoreLostError
 from trainium_agent.hang.detection import Finding, FindingKind, after_hang
 from trainium_agent.hang.response import HangResponse
-from trainium_agent.lifecycle import actions as do
-from trainium_agent.lifecycle import events as on
+from trainium_agent.lifecycle import actions, events
 from trainium_agent.rendezvous import (
     GenerationRendezvous,
     GenerationStoppedError,
@@ -33,11 +38,11 @@ from trainium_contract.wire.messages import WorkerPhase
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_agent.exits.diagnosis import Diagnosis, Signs
+    from trainium_agent.exits.diagnosis import Diagnosis, ExitDiagnoser
     from trainium_agent.generation.state_watcher import StateWatcher
     from trainium_agent.hang.detection import Calibration
     from trainium_agent.ranks.processes import RankProcess
-    from trainium_agent.ranks.standby_keeper import StandbyKeeper
+    from trainium_agent.ranks.standby_manager import StandbyManager
     from trainium_agent.settings import AgentSettings
     from trainium_agent.workload.base import Workload
     from trainium_contract.wire.messages import CheckResult, Membership
@@ -47,14 +52,14 @@ _LAST_LINES_SECONDS = 1.0
 
 
 class BlockingWorker:
-    """The thread in which tasks are done, one after another, for the life of the pod."""
+    """Runs tasks one after another in one thread, for the life of the pod."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="worker", daemon=True).start()
 
-    def do(self, task: Callable[[], None]) -> None:
-        """Do it when those before it are done; it raises nothing."""
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queue a task, which must not raise."""
         self._tasks.put(task)
 
     def _run(self) -> None:
@@ -64,17 +69,17 @@ class BlockingWorker:
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
-    """The owner's state as of when an task is given."""
+    """The runner's state at the time when a task is submitted."""
 
-    reached: float
-    """How far this pod has seen the run come."""
+    best_progress: float
+    """Progress of the run that this pod has observed (`PodReport.best_progress`)."""
     ranks: tuple[RankProcess, ...]
-    """Of the newest attempt, by local rank."""
+    """Ranks of the newest attempt, by local rank."""
     attempt: int
 
 
 class GenerationTasks:
-    """The tasks of one generation."""
+    """Performs the tasks of one generation."""
 
     def __init__(
         self,
@@ -83,24 +88,24 @@ class GenerationTasks:
         node_rank: int,
         *,
         workload: Workload,
-        keeper: StandbyKeeper,
-        signs: Signs,
+        standby_manager: StandbyManager,
+        diagnoser: ExitDiagnoser,
         calibration: Calibration,
         watcher: StateWatcher,
-        reached: float,
+        best_progress: float,
         leave_requested: threading.Event,
-        post_fact: Callable[[on.Fact], None],
+        post_event: Callable[[events.ExternalEvent], None],
         on_started: Callable[[tuple[RankProcess, ...]], None],
         on_exit: Callable[[RankProcess], None],
         report_check: Callable[[CheckResult], None],
     ) -> None:
-        """Callbacks run in the worker's thread, `on_exit` in any."""
+        """Callbacks run in the worker thread, `on_exit` in any thread."""
         self._settings = settings
         self._membership = membership
         self._node_rank = node_rank
         self._workload = workload
-        self._keeper = keeper
-        self._signs = signs
+        self._standby_manager = standby_manager
+        self._diagnoser = diagnoser
         self._leave_requested = leave_requested
         self._on_exit = on_exit
         self._on_started = on_started
@@ -110,9 +115,9 @@ class GenerationTasks:
         self._rendezvous = GenerationRendezvous(
             membership,
             node_rank,
-            initial=GenerationState(best_step=reached),
+            initial=GenerationState(best_progress=best_progress),
             interrupted=leave_requested.is_set,
-            waiting_for=lambda nodes: post_fact(on.WaitingFor(nodes)),
+            waiting_for=lambda nodes: post_event(events.WaitingForNodes(nodes)),
             watcher=watcher,
             reserve_port=workload.reserve_port,
             pair_rounds={
@@ -120,10 +125,10 @@ class GenerationTasks:
                     settings,
                     membership,
                     node_rank,
-                    keeper,
+                    standby_manager,
                     check=check,
                     reserve_port=workload.reserve_port,
-                    interrupted=self._stop_when_ordered,
+                    interrupted=self._raise_when_ordered_to_leave,
                     report=report_check,
                 )
                 for check in pair_checks
@@ -136,88 +141,90 @@ class GenerationTasks:
             settings, membership, node_rank, calibration=calibration, store=self._store, workload=workload
         )
 
-    def perform(self, task: do.Task, given: TaskContext) -> on.Result:
-        """Do it. Raises what makes the whole pod useless, as a standby that cannot be replaced."""
-        self._hangs.see(tuple(each for each in given.ranks if each.alive and not each.asked))
+    def perform(self, task: actions.Task, context: TaskContext) -> events.Result:
+        """Perform a task. Raises the errors that end the pod, such as a standby that cannot be replaced."""
+        self._hangs.set_living_ranks(tuple(rank for rank in context.ranks if rank.alive and not rank.exit_requested))
         try:
-            return self._perform(task, given)
+            return self._perform(task, context)
         except StoreLostError as loss:
-            return on.StoreLost(str(loss))
+            return events.StoreLost(str(loss))
 
     def close(self) -> None:
-        """Close the connections of the generation, which is over on this pod."""
+        """Close the connections of the generation."""
         self._rendezvous.shutdown()
 
-    def _perform(self, task: do.Task, given: TaskContext) -> on.Result:
+    def _perform(self, task: actions.Task, context: TaskContext) -> events.Result:
         match task:
-            case do.SimpleTask.JOIN:
-                return self._join(given)
-            case do.StartRanks():
-                return self._start(task, given.attempt)
-            case do.DiagnoseEnds():
-                return self._judge(task, given)
-            case do.SimpleTask.COUNT_UNANSWERED_HANG:
-                self._connect_again(wanted=True)
-                return on.HangCounted(self._count(Finding(FindingKind.SILENT), given))
-            case do.SignExit():
-                problem = self._workload.on_finish(given.ranks) if task.phase is WorkerPhase.FINISHED else ""
+            case actions.SimpleTask.JOIN:
+                return self._join(context)
+            case actions.StartRanks():
+                return self._start(task, context.attempt)
+            case actions.DiagnoseExits():
+                return self._diagnose(task, context)
+            case actions.SimpleTask.COUNT_UNANSWERED_HANG:
+                self._store.connect()
+                return events.HangCounted(self._count_hang(Finding(FindingKind.SILENT), context))
+            case actions.EnterExitBarrier():
+                problem = self._workload.on_finish(context.ranks) if task.phase is WorkerPhase.FINISHED else ""
                 if problem:
-                    return self._give_up(given.attempt, ExitCode.USER_ERROR, problem, given)
-                self._exit_barrier.sign(given.attempt, task.phase)
-                return on.Outcome.DONE
-            case do.SimpleTask.CHECK_FINISHED:
-                return self._finish(given.attempt)
-            case do.SimpleTask.CHECK_YIELDED:
-                return on.YieldChecked(self._unless_store_lost(lambda: self._go_on(given)))
-            case do.Announce():
-                self._unless_store_lost(lambda: self._store.change(lambda state: _announced(task, state)))
-                return on.Outcome.DONE
-            case do.SimpleTask.ANNOUNCE_BROKEN:
-                self._unless_store_lost(lambda: self._store.change(lambda state: replace(state, broken=True)))
-                return on.Outcome.DONE
+                    return self._give_up(context.attempt, ExitCode.USER_ERROR, problem, context)
+                self._exit_barrier.enter(context.attempt, task.phase)
+                return events.SimpleResult.DONE
+            case actions.SimpleTask.CHECK_FINISHED:
+                return self._check_finished(context.attempt)
+            case actions.SimpleTask.CHECK_YIELDED:
+                return events.YieldChecked(self._unless_store_lost(lambda: self._continue_after_yield(context)))
+            case actions.Announce():
+                self._unless_store_lost(lambda: self._store.update_state(lambda state: _with_announcement(task, state)))
+                return events.SimpleResult.DONE
+            case actions.SimpleTask.ANNOUNCE_BROKEN:
+                self._unless_store_lost(lambda: self._store.update_state(lambda state: replace(state, broken=True)))
+                return events.SimpleResult.DONE
             case _:
-                return self._perform_hang_task(task, given)
+                return self._perform_hang_task(task, context)
 
-    # The beginning of an attempt.
+    # Start of an attempt.
 
-    def _join(self, given: TaskContext) -> on.Result:
-        self._hangs.forget()
+    def _join(self, context: TaskContext) -> events.Result:
+        self._hangs.reset()
         try:
             state, port = self._rendezvous.next_rendezvous()
             self._cause = state.cause if state.attempt else self._membership.cause
-            return on.Joined(state, port)
+            return events.AttemptJoined(state, port)
         except RendezvousInterruptedError:
-            return on.Outcome.INTERRUPTED
+            return events.SimpleResult.INTERRUPTED
         except GenerationStoppedError:
-            return on.Outcome.STOPPED
+            return events.SimpleResult.STOPPED
         except NodeFailedPairTestError as found:
-            return self._give_up(self._rendezvous.attempt, found.code, str(found), given)
+            return self._give_up(self._rendezvous.attempt, found.code, str(found), context)
 
-    def _give_up(self, attempt: int, code: ExitCode, sentence: str, given: TaskContext) -> on.GaveUp:
+    def _give_up(self, attempt: int, code: ExitCode, sentence: str, context: TaskContext) -> events.PodGaveUp:
         self._unless_store_lost(
-            lambda: self._store.change(lambda state: judge(code, attempt, given.reached, state, 0).state)
+            lambda: self._store.update_state(
+                lambda state: decide_restart(code, attempt, context.best_progress, state, 0).state
+            )
         )
-        return on.GaveUp(code, sentence)
+        return events.PodGaveUp(code, sentence)
 
-    def _start(self, start: do.StartRanks, attempt: int) -> on.Started:
+    def _start(self, start: actions.StartRanks, attempt: int) -> events.RanksStarted:
         generation, members = self._membership.generation, self._membership.members
         layout = AttemptLayout(
             generation=generation,
             attempt=attempt,
             node_rank=self._node_rank,
             nodes=len(members),
-            on_a_node=self._membership.processes_per_node,
+            ranks_per_node=self._membership.processes_per_node,
             master_ip=members[0].pod_ip,
             master_port=start.port,
             accumulation=self._membership.accumulation,
             cause="" if generation == 1 and attempt == 0 else self._cause,
         )
-        ranks = tuple(self._start_rank(layout, local_rank) for local_rank in range(layout.on_a_node))
+        ranks = tuple(self._start_rank(layout, local_rank) for local_rank in range(layout.ranks_per_node))
         self._on_started(ranks)
-        return on.Started(len(ranks))
+        return events.RanksStarted(len(ranks))
 
     def _start_rank(self, layout: AttemptLayout, local_rank: int) -> RankProcess:
-        return self._keeper.start(
+        return self._standby_manager.start(
             self._workload.request(layout, local_rank),
             local_rank=local_rank,
             rank=layout.rank(local_rank),
@@ -228,29 +235,34 @@ class GenerationTasks:
 
     # Ends of ranks.
 
-    def _judge(self, task: do.DiagnoseEnds, given: TaskContext) -> on.EndsDiagnosed:
-        self._connect_again(wanted=task.reconnect)
-        ended = [given.ranks[local_rank] for local_rank in task.local_ranks]
-        process = ended[0] if len(ended) == 1 else max(ended, key=lambda each: weight(self._signs.meaning(each)))
-        code, attempt, diagnosis = process.exit_code or 0, given.attempt, self._diagnosis_of(process)
+    def _diagnose(self, task: actions.DiagnoseExits, context: TaskContext) -> events.ExitsDiagnosed:
+        if task.reconnect:
+            self._store.connect()
+        ended_ranks = [context.ranks[local_rank] for local_rank in task.local_ranks]
+        process = (
+            ended_ranks[0]
+            if len(ended_ranks) == 1
+            else max(ended_ranks, key=lambda each: exit_priority(self._diagnoser.classify(each)))
+        )
+        code, attempt, diagnosis = process.exit_code or 0, context.attempt, self._diagnosis_of(process)
 
-        def judged(state: GenerationState) -> RestartJudgement:
-            return judge(
+        def decide(state: GenerationState) -> RestartDecision:
+            return decide_restart(
                 code,
                 attempt,
-                given.reached,
+                context.best_progress,
                 state,
                 self._settings.max_in_place_restarts,
                 verdict=diagnosis.verdict,
                 seen_before=diagnosis.seen_before,
             )
 
-        judgement = judged(self._store.state())
-        after = self._store.change(lambda state: noted(state, judged(state).state))
-        withdraw = judgement.decision is Decision.WITHDRAW
-        if withdraw or after.stopped is not None:
-            process.output.complete.wait(_LAST_LINES_SECONDS)  # nobody can ask for them later
-        return on.EndsDiagnosed(
+        decision = decide(self._store.state())
+        new_state = self._store.update_state(lambda state: count_unexplained(state, decide(state).state))
+        withdraw = decision.action is RestartAction.WITHDRAW
+        if withdraw or new_state.stopped is not None:
+            process.output.complete.wait(_LAST_LINES_SECONDS)  # nothing can ask for them later
+        return events.ExitsDiagnosed(
             local_rank=process.local_rank,
             rank=process.rank,
             code=code,
@@ -258,61 +270,61 @@ class GenerationTasks:
             sentence=diagnosis.verdict.sentence,
             ended_at=process.ended_at,
             withdraw=withdraw,
-            backoff_seconds=judgement.backoff_seconds,
-            after=after,
+            backoff_seconds=decision.backoff_seconds,
+            state=new_state,
         )
 
     def _diagnosis_of(self, process: RankProcess) -> Diagnosis:
-        """Diagnose the end once: it counts as one failure, however often the store is lost meanwhile."""
+        """Diagnose the end once: it counts as one failure, even if the store is lost and the task is repeated."""
         if self._diagnosed is None or self._diagnosed[0] is not process:
-            self._diagnosed = (process, self._signs.diagnose(process))
+            self._diagnosed = (process, self._diagnoser.diagnose(process))
         return self._diagnosed[1]
 
-    # Standstills.
+    # Hangs.
 
-    def _perform_hang_task(self, task: do.Task, given: TaskContext) -> on.Result:
+    def _perform_hang_task(self, task: actions.Task, context: TaskContext) -> events.Result:
         match task:
-            case do.SimpleTask.OPEN_INQUIRY:
-                return self._hangs.ask(given.attempt)
-            case do.AnswerQuestion():
-                return self._unless_store_lost(lambda: self._hangs.answer(task.state)) or self._hangs.inquired()
-            case do.SimpleTask.CONCLUDE_INQUIRY:
-                finding = self._hangs.conclude(given.attempt)
+            case actions.SimpleTask.OPEN_INQUIRY:
+                self._hangs.inquiry.start(context.attempt)
+                return self._hangs.inquiry_update()
+            case actions.AnswerQuestion():
+                self._unless_store_lost(lambda: self._hangs.inquiry.answer(task.state))
+                return self._hangs.inquiry_update()
+            case actions.SimpleTask.CONCLUDE_INQUIRY:
+                finding = self._hangs.inquiry.conclude(context.attempt)
                 if finding is None:
-                    return self._hangs.inquired()
-                return self._hangs.found(finding, self._count(finding, given))
-            case do.ReadFinding():
-                finding = self._unless_store_lost(lambda: self._hangs.published(given.attempt))
-                return self._hangs.found(finding or Finding(FindingKind.COLLECTIVE), task.after)
+                    return self._hangs.inquiry_update()
+                return self._hangs.apply_finding(finding, self._count_hang(finding, context))
+            case actions.ReadFinding():
+                finding = self._unless_store_lost(lambda: self._hangs.inquiry.read_finding(context.attempt))
+                return self._hangs.apply_finding(finding or Finding(FindingKind.COLLECTIVE), task.state)
             case _:
                 return self._hangs.sample()
 
-    def _count(self, finding: Finding, given: TaskContext) -> GenerationState:
+    def _count_hang(self, finding: Finding, context: TaskContext) -> GenerationState:
         limit = self._settings.max_in_place_restarts
-        return self._store.change(lambda state: after_hang(finding, given.attempt, given.reached, state, limit))
+        return self._store.update_state(
+            lambda state: after_hang(finding, context.attempt, context.best_progress, state, limit)
+        )
 
-    # The end without a failure.
+    # Ends without a failure.
 
-    def _finish(self, attempt: int) -> on.FinishChecked:
+    def _check_finished(self, attempt: int) -> events.FinishChecked:
         finished = self._exit_barrier.all_finished(attempt)
         if finished:
-            self._exit_barrier.part()
-        return on.FinishChecked(finished)
+            self._exit_barrier.leave()
+        return events.FinishChecked(finished)
 
-    def _go_on(self, given: TaskContext) -> GenerationState | None:
-        """Continue in place where all ranks yielded and no newer generation came, unless a member leaves the job."""
-        if not self._exit_barrier.all_signed(given.attempt):
+    def _continue_after_yield(self, context: TaskContext) -> GenerationState | None:
+        """Start the next attempt if all ranks yielded, without a newer generation or a member that leaves the job."""
+        if not self._exit_barrier.all_entered(context.attempt):
             return None
         state = self._store.state()
-        if state.leaving or state.stopped is not None or state.superseded > self._membership.generation:
+        if state.leaving or state.stopped is not None or state.superseded_by > self._membership.generation:
             return None
-        return self._store.change(lambda seen: after_yield(given.attempt, given.reached, seen))
+        return self._store.update_state(lambda current: after_yield(context.attempt, context.best_progress, current))
 
     # The store.
-
-    def _connect_again(self, *, wanted: bool) -> None:
-        if wanted and not self._store.connected:
-            self._store.connect()
 
     def _unless_store_lost(self, operation: Callable[[], _T]) -> _T | None:
         try:
@@ -320,10 +332,12 @@ class GenerationTasks:
         except StoreLostError:
             return None
 
-    def _stop_when_ordered(self) -> None:
+    def _raise_when_ordered_to_leave(self) -> None:
         if self._leave_requested.is_set():
             raise RendezvousInterruptedError("ordered to leave")
 
 
-def _announced(task: do.Announce, state: GenerationState) -> GenerationState:
-    return replace(state, leaving=state.leaving or task.leaving, superseded=max(state.superseded, task.superseded_by))
+def _with_announcement(task: actions.Announce, state: GenerationState) -> GenerationState:
+    return replace(
+        state, leaving=state.leaving or task.leaving, superseded_by=max(state.superseded_by, task.superseded_by)
+    )

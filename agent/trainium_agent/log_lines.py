@@ -1,9 +1,9 @@
-"""Write the logs of the programs of this distribution: text for people, or lines of the contract's schema.
+"""Write the logs of this distribution's programs: text for people, or lines of the contract's schema.
 
 Guarantees:
-- The environment decides (`TRAINIUM_LOG_FORMAT`), so a process and those that it starts do alike.
-- A value that nobody knows counts as text here, as the agent has refused it with a sentence.
-- Nothing here raises.
+- The environment decides (`TRAINIUM_LOG_FORMAT`), so a process and its children use the same format.
+- An unknown value counts as text here, because the agent refuses it with a sentence.
+- No function raises.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire import worker_env
-from trainium_contract.wire.log_format import JsonFormatter, TextFormatter, choose_log_format, moment
-from trainium_contract.wire.log_line import EXIT_LOGGER, LogFormat, LogLevel, LogSource, log_line
+from trainium_contract.wire.log_format import JsonFormatter, TextFormatter, choose_log_format, format_time
+from trainium_contract.wire.log_line import EXIT_LOGGER, LogFormat, LogLevel, LogSource, build_log_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,15 +36,15 @@ _NUMBERS = {"generation": worker_env.ENV_GENERATION, "attempt": worker_env.ENV_A
 
 
 def is_json() -> bool:
-    """Return whether this process's log is lines of the schema."""
+    """Return whether this process logs lines of the schema."""
     try:
         return choose_log_format(os.environ) is LogFormat.JSON
     except ValueError:
         return False
 
 
-def place() -> Mapping[str, object]:
-    """Return the format of this process's lines, from its environment."""
+def log_context() -> Mapping[str, object]:
+    """Return the log context of this process (job, pod, rank), from its environment."""
     numbers = {field: os.environ.get(name, "") for field, name in _NUMBERS.items()}
     return {
         **{field: os.environ[name] for field, name in _PLACES.items() if os.environ.get(name)},
@@ -52,15 +52,15 @@ def place() -> Mapping[str, object]:
     }
 
 
-def write_as_agent(known: Callable[[], Mapping[str, object]] = place) -> None:
-    """Everything that is logged from now on goes to standard error, as the agent's."""
+def configure_agent_logging(known: Callable[[], Mapping[str, object]] = log_context) -> None:
+    """Write all further log records to standard error, as the agent's."""
     _write(JsonFormatter(LogSource.AGENT, known) if is_json() else TextFormatter(_AGENT_TEXT))
 
 
-def write_as_rank(rank: int) -> None:
-    """Everything that is logged from now on goes to standard error, as this rank's."""
+def configure_rank_logging(rank: int) -> None:
+    """Write all further log records to standard error, as this rank's."""
     text = TextFormatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    known = {**place(), "rank": rank}
+    known = {**log_context(), "rank": rank}
     _write(JsonFormatter(LogSource.TRAINER, lambda: known) if is_json() else text)
 
 
@@ -74,12 +74,12 @@ def format_sentence(
 ) -> str:
     """Format a sentence that a program writes without `logging`; as text it follows the traceback, if any.
 
-    A person who runs a command inside of a worker, on a terminal, gets text in any case.
+    A person who runs a command inside a worker, on a terminal, always gets text.
     """
     if not is_json() or sys.stderr.isatty():
         return f"{error}{sentence}"
-    fields = {"time": moment(time.time()), "level": level, "source": source, "logger": logger}
-    return log_line(sentence, error=error.rstrip("\n") or None, **fields, **place()).to_line()
+    fields = {"time": format_time(time.time()), "level": level, "source": source, "logger": logger}
+    return build_log_line(sentence, error=error.rstrip("\n") or None, **fields, **log_context()).to_line()
 
 
 def _write(formatter: logging.Formatter) -> None:
@@ -88,7 +88,7 @@ def _write(formatter: logging.Formatter) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
-def report_end(
+def report_exit(
     line: str, *, trace: str = "", level: LogLevel = LogLevel.ERROR, source: LogSource = LogSource.TRAINER
 ) -> None:
     """Report why the process ends: on stderr, below the traceback, and in the pod's termination log."""

@@ -1,10 +1,12 @@
-"""Rendezvous of a generation: all its members, at the ranks that the membership fixes, one attempt after another.
+"""Gather all members of a generation, at the ranks that the membership fixes, for each attempt.
 
-Only node 0 asks who has joined; the others wait for changes of the shared state (`state_watcher.py`), so that a restart
-costs each of them as many messages at any size and however long it takes.
+Only node 0 polls for members that have joined. The others wait for changes of the shared state (`state_watcher.py`), so
+a restart costs each of them the same number of messages at any size and duration.
 
-Invariants: nobody who is not in the membership can join it; ranks are never negotiated; an attempt begins when every
-member has joined it; while it waits it follows the shared state, so a newer attempt or a verdict is never missed.
+Guarantees:
+- Only members can join; ranks are never negotiated.
+- An attempt starts when every member has joined it.
+- A waiting agent follows the shared state, so it never misses a newer attempt or a verdict.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_agent.checks import pairing
-from trainium_agent.generation.state_watcher import LONGEST_TURN_SECONDS, StatePublisher
+from trainium_agent.generation.state_watcher import MAX_PUBLISH_INTERVAL_SECONDS, StatePublisher
 from trainium_agent.generation.store import GenerationStore, StoreLostError
 from trainium_contract.spec.health import PreflightCheck
 
@@ -29,14 +31,14 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.01
 _RECONNECT_SECONDS = 0.2
 _LONGEST_BEGIN_SECONDS = 0.5
-_TURN_TIMEOUT_SECONDS = 1.5 * LONGEST_TURN_SECONDS
+_TURN_TIMEOUT_SECONDS = 1.5 * MAX_PUBLISH_INTERVAL_SECONDS
 _MISSING_SECONDS = 0.5
 _LISTED = 64
-_GO = "1"
+_NO_CHECK = "1"
 
 
 class RendezvousInterruptedError(Exception):
-    """The agent must leave while it waits for the others."""
+    """The agent must leave while it waits for the other agents."""
 
 
 class GenerationStoppedError(Exception):
@@ -44,7 +46,7 @@ class GenerationStoppedError(Exception):
 
 
 class GenerationRendezvous:
-    """One agent's part; the generation's worker has it to itself."""
+    """Takes part in the rendezvous for one agent; used in the worker thread only."""
 
     def __init__(
         self,
@@ -58,9 +60,9 @@ class GenerationRendezvous:
         reserve_port: Callable[[str], RankPort],
         pair_rounds: Mapping[str, PairRound],
     ) -> None:
-        """`watcher` is started by who made it, and nudged when `interrupted` becomes true.
+        """Use a `watcher` that its creator starts, and nudges when `interrupted` becomes true.
 
-        `pair_rounds`: rounds of pairs by the name of their check, which precede some attempts.
+        `pair_rounds` are the pairwise tests by the name of their check; they precede some attempts.
         """
         self._reserve_port = reserve_port
         self._membership = membership
@@ -70,26 +72,26 @@ class GenerationRendezvous:
         self._pair_rounds = pair_rounds
         self._waiting_for = waiting_for
         self._watcher = watcher
-        # Node 0 asks for all others at once: the same bytes a second at any size.
+        # Node 0 asks for all others in one request: the same bytes a second at any size.
         self._poll_seconds = max(_POLL_SECONDS, len(membership.members) * 0.0001)
-        self._caller: StatePublisher | None = None
+        self._publisher: StatePublisher | None = None
         self._rank_port: RankPort | None = None
         self.store = GenerationStore(membership, hurried=interrupted)
         self.attempt = initial.attempt
-        """Newest one that was joined."""
+        """Newest attempt that was joined."""
 
     def next_rendezvous(self) -> tuple[GenerationState, int]:
-        """Join the newest attempt and wait for all members; the attempt's state, and the port at which its ranks meet.
+        """Join the newest attempt, wait for all members, and return its state and the port of the ranks' store.
 
-        Raises RendezvousInterruptedError, GenerationStoppedError, and NodeFailedPairTestError for this very node.
+        Raises RendezvousInterruptedError, GenerationStoppedError, and NodeFailedPairTestError for this node.
         """
         while True:
-            self._stop_when_interrupted()
+            self._raise_when_interrupted()
             try:
                 self._connect()
                 joined = self._join(self.store.state())
             except StoreLostError:
-                # Node 0's pod is gone or not there yet; only a newer generation or its return ends this.
+                # Node 0's pod failed or does not run yet; its return or a newer generation ends the wait.
                 self._waiting_for((0,))
                 time.sleep(_RECONNECT_SECONDS)
                 continue
@@ -98,25 +100,24 @@ class GenerationRendezvous:
                 return joined
 
     def shutdown(self) -> None:
-        """Close the connection to the generation's store, the ranks' store and the turns if they are here."""
+        """Close the connection to the generation's store; on node 0 also the ranks' store and the publications."""
         self.store.close()
         self._rank_port = None
-        if self._caller is not None:
-            self._caller.stop()
-            self._caller = None
+        if self._publisher is not None:
+            self._publisher.stop()
+            self._publisher = None
 
     def _connect(self) -> None:
-        if not self.store.connected:
-            self.store.connect()
+        self.store.connect()
         if self._node_rank == 0:
-            self.store.begin(self._initial)
-            if self._caller is None:
-                self._caller = StatePublisher(self._membership)
-                self._caller.start()
+            self.store.create_state(self._initial)
+            if self._publisher is None:
+                self._publisher = StatePublisher(self._membership)
+                self._publisher.start()
         pause = _POLL_SECONDS
-        while not self.store.has_started():
+        while not self.store.has_state():
             observations = self._watcher.observations
-            self._stop_when_interrupted()
+            self._raise_when_interrupted()
             self._waiting_for((0,))
             self._watcher.next_observation(observations, pause)
             pause = min(2 * pause, _LONGEST_BEGIN_SECONDS)
@@ -127,49 +128,49 @@ class GenerationRendezvous:
             raise GenerationStoppedError("the generation stopped")
         self.attempt = state.attempt
         store, attempt = self.store, state.attempt
-        port_key, go_key = store.key(attempt, "port"), store.key(attempt, "go")
+        port_key, release_key = store.key(attempt, "port"), store.key(attempt, "go")
         if self._node_rank == 0:
             self._rank_port = self._reserve_port(self._membership.members[0].pod_ip)
             store.set(port_key, str(self._rank_port.port))
         store.set(store.key(attempt, "joined", self._node_rank))
-        if not (self._gather(attempt) if self._node_rank == 0 else self._await_go(attempt)):
+        if not (self._gather(attempt) if self._node_rank == 0 else self._await_release(attempt)):
             return None
-        pair_round = self._pair_rounds.get(store.get(go_key))
+        pair_round = self._pair_rounds.get(store.get(release_key))
         if pair_round is not None:
             verdict = pair_round.run(store, attempt)
-            if verdict.bad:
-                self._await_withdrawal(attempt, verdict.bad)
+            if verdict.bad_nodes:
+                self._await_withdrawal(attempt, verdict.bad_nodes)
                 return None
         return state, int(store.get(port_key))
 
     def _gather(self, attempt: int) -> bool:
         """On node 0, release all agents once all have joined; return False for a newer attempt or a stop."""
-        store, go_key = self.store, self.store.key(attempt, "go")
+        store, release_key = self.store, self.store.key(attempt, "go")
         missing = [*range(1, len(self._membership.members))]
         next_listing = time.monotonic() + _MISSING_SECONDS
-        while not store.has(go_key):
+        while not store.has(release_key):
             observations = self._watcher.observations
-            self._stop_when_interrupted()
+            self._raise_when_interrupted()
             missing = self._still_missing(attempt, missing)
             if not missing:
-                # Only now have all members published what they know of the last attempt.
-                store.set(go_key, self._pending_check(store.state()))
-                continue  # a write has no answer: it is there, for everybody, when it is seen
+                # Only now have all members published their state of the last attempt.
+                store.set(release_key, self._pending_check(store.state()))
+                continue  # a write has no answer: it is visible to all once it can be read
             if time.monotonic() > next_listing:
                 next_listing += _MISSING_SECONDS
                 missing = self._list_missing(attempt, missing)
             if self._is_over(attempt, self._newest(observations, self._poll_seconds)):
                 return False
-        if self._caller is not None:
-            self._caller.notify()
+        if self._publisher is not None:
+            self._publisher.notify()
         return True
 
-    def _await_go(self, attempt: int) -> bool:
+    def _await_release(self, attempt: int) -> bool:
         """On all other nodes, wait for the release; return False for a newer attempt or a stop."""
         next_listing = time.monotonic() + _MISSING_SECONDS
         observations = self._watcher.observations
         while not self.store.has(self.store.key(attempt, "go")):
-            self._stop_when_interrupted()
+            self._raise_when_interrupted()
             if time.monotonic() > next_listing:
                 next_listing += _MISSING_SECONDS
                 key = self.store.key(attempt, "missing")
@@ -181,21 +182,21 @@ class GenerationRendezvous:
         return True
 
     def _newest(self, observations: int, seconds: float) -> GenerationState:
-        """Return the shared state at the watcher's next look, or when that does not come in time."""
+        """Return the shared state of the watcher's next observation, or the stored one if none comes in time."""
         return self._watcher.next_observation(observations, seconds) or self.store.state()
 
     @staticmethod
     def _is_over(attempt: int, state: GenerationState) -> bool:
-        # What the watcher saw may be older than what this attempt was joined by.
+        # The observed state may be older than the state by which this attempt was joined.
         return state.attempt > attempt or state.stopped is not None
 
     def _pending_check(self, state: GenerationState) -> str:
-        """Return the check that precedes the attempt, or `_GO`."""
+        """Return the check that precedes the attempt, or `_NO_CHECK`."""
         nodes = len(self._membership.members)
         if PreflightCheck.BANDWIDTH in self._pair_rounds and state.attempt == 0 and nodes > 1:
             return PreflightCheck.BANDWIDTH
-        pending = PreflightCheck.PAIRWISE in self._pair_rounds and pairing.is_due(state, nodes)
-        return PreflightCheck.PAIRWISE if pending else _GO
+        pending = PreflightCheck.PAIRWISE in self._pair_rounds and pairing.should_test_pairs(state, nodes)
+        return PreflightCheck.PAIRWISE if pending else _NO_CHECK
 
     def _await_withdrawal(self, attempt: int, bad: frozenset[int]) -> None:
         """Wait for the newer generation that replaces a bad node."""
@@ -203,11 +204,11 @@ class GenerationRendezvous:
         state = self.store.state()
         while not self._is_over(attempt, state):
             observations = self._watcher.observations
-            self._stop_when_interrupted()
+            self._raise_when_interrupted()
             state = self._newest(observations, _TURN_TIMEOUT_SECONDS)
 
     def _still_missing(self, attempt: int, missing: list[int]) -> list[int]:
-        """Those of `missing` from the first one on that has not joined: one question where nobody more has."""
+        """Drop the leading node ranks that have joined from `missing`; takes one request if none has."""
         step = 1
         while missing and self.store.has(*(self.store.key(attempt, "joined", rank) for rank in missing[:step])):
             missing = missing[step:]
@@ -215,7 +216,7 @@ class GenerationRendezvous:
         return missing
 
     def _list_missing(self, attempt: int, missing: list[int]) -> list[int]:
-        """Ask for each at node 0, and publish the first of the missing ones to the others."""
+        """On node 0, check each rank, and publish the first of the missing ones to the others."""
         absent: list[int] = []
         for at, rank in enumerate(missing):
             if len(absent) == _LISTED:
@@ -228,6 +229,6 @@ class GenerationRendezvous:
         self._waiting_for(listed)
         return absent
 
-    def _stop_when_interrupted(self) -> None:
+    def _raise_when_interrupted(self) -> None:
         if self._interrupted():
             raise RendezvousInterruptedError("ordered to leave")

@@ -1,9 +1,8 @@
-"""`python -m trainium_agent.request_profile RANK FIRST STEPS`: have a rank of this pod record a trace of some steps.
+"""Record a trace of steps in a rank of this pod: `python -m trainium_agent.request_profile RANK FIRST STEPS`.
 
-For `kubectl trn profile`. Leaves the request beside the progress record of the local rank, sends it `PROFILE_SIGNAL`,
-waits until the trace is written, and prints the answer as one JSON object.
-
-Guarantee: a process without a handler is never sent the signal, which would end it.
+`kubectl trn profile` runs it. It writes the request beside the progress record of the local rank, sends
+`PROFILE_SIGNAL`, waits until the trace is written, and prints the answer as one JSON object. A process without a
+handler never gets the signal, which would end it.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ if TYPE_CHECKING:
 PROFILE_SIGNAL = signal.SIGRTMIN + 5
 _POLL_SECONDS = 0.05
 _SLACK_SECONDS = 120.0
-"""Waited beside the steps: the first trace of a process loads a library, and a trace is compressed."""
+"""Time beyond the steps: the first trace of a process loads a library, and a trace is compressed."""
 _STEP_FACTOR = 4.0
-"""A recorded step may take so many times as long as the newest one."""
+"""Longest duration of a recorded step, as a multiple of the newest step."""
 
 
 def profile_request_path(progress: Path) -> Path:
-    """Return where a request is left: beside the progress record."""
+    """Return the path of the request, beside the progress record."""
     return progress.with_name(f"{progress.name}.profile")
 
 
 def request(local_rank: int, first: int, steps: int) -> dict[str, Any]:
-    """Return the answer of the rank, or the problem that keeps it from answering."""
+    """Request the trace and return the rank's answer, or the problem."""
     found = newest_records(found_in_output=False).get(local_rank)
     if found is None:
         return {"problem": "the rank does not run"}
     record, progress = found
-    if not kernel.handles(record.pid, PROFILE_SIGNAL):
+    if not kernel.has_signal_handler(record.pid, PROFILE_SIGNAL):
         return {"problem": f"the rank makes no steps now ({record.phase.name.lower()}, stage {record.stage})"}
     path = profile_request_path(progress)
     answer = path.with_name(f"{path.name}-{uuid.uuid4().hex[:8]}")
@@ -51,7 +50,7 @@ def request(local_rank: int, first: int, steps: int) -> dict[str, Any]:
     until_last = max(0, first - record.step) + steps
     deadline = time.monotonic() + _SLACK_SECONDS + _STEP_FACTOR * until_last * record.step_seconds
     while not answer.exists():
-        if not kernel.handles(record.pid, PROFILE_SIGNAL) and not answer.exists():
+        if not kernel.has_signal_handler(record.pid, PROFILE_SIGNAL) and not answer.exists():
             return {"problem": "the rank ended before the steps were recorded"}
         if time.monotonic() > deadline:
             return {"problem": "the rank has not recorded the steps in time"}

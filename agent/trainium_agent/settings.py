@@ -1,6 +1,6 @@
 """Read the agent's settings from its environment (names: `trainium_contract.wire.worker_env`).
 
-Invariant: either every value is present and well formed, or one sentence names all that is missing or wrong.
+Either every value is present and valid, or one sentence names what is missing or wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENV_CHECK_ENTRY = "TRAINIUM_CHECK_ENTRY"
 """`module:function` that each process of the node's own checks calls."""
 DEFAULT_CHECK_ENTRY = "trainium_trainer.checks.node_test:main"
 QUICK_CHECKS = frozenset({PreflightCheck.DEVICES, PreflightCheck.MEMORY, PreflightCheck.DISK, PreflightCheck.CLOCK})
-"""The checks of an agent without a setting."""
+"""The checks of an agent for which none are set."""
 
 DEFAULT_KERNEL_LOG = Path("/dev/kmsg")
 _DEFAULT_HANG = HangSpec()
@@ -55,7 +55,7 @@ _REQUIRED = (
 
 
 class SettingsError(ValueError):
-    """The environment is not one that the operator creates; the text names the change."""
+    """The environment is not one that the operator creates; the text names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """The agent's surroundings: who it is, whom it talks to, and the limits it keeps."""
+    """The agent's settings: its pod, its coordinator and its limits."""
 
     coordinator: tuple[Endpoint, ...]
     namespace: str
@@ -90,36 +90,36 @@ class AgentSettings:
     checks: frozenset[PreflightCheck] = QUICK_CHECKS
     """Checks before the pod may join."""
     minimum_bandwidth: float = 0.0
-    """Lowest bandwidth of an all-reduce, Gbit/s; 0: it is measured only."""
+    """Lowest bandwidth of an all-reduce, in Gbit/s; 0 to only measure it."""
     check_seconds: float = 60.0
-    """Limit of those checks."""
+    """Time limit of the checks."""
     check_entry: str = DEFAULT_CHECK_ENTRY
     scratch_directory: Path | None = None
-    """Directory of caches; None when it is not set."""
+    """Directory of caches; None if not set."""
     hang: HangSpec = _DEFAULT_HANG
     """When a stalled rank counts as hung."""
     background_sizes: tuple[int, ...] = ()
     """Numbers of nodes that an idle spare compiles for."""
     pair_entry: str = DEFAULT_PAIR_ENTRY
     pair_seconds: float = 8.0
-    """Limit of one exchange of the pairwise test, at least a second."""
+    """Time limit of one exchange of the pairwise test, at least a second."""
     log_format: LogFormat = LogFormat.TEXT
     program: ProgramSpec | None = None
     """Program that runs in place of the trainer; None for the trainer."""
 
     @property
     def run_id(self) -> str:
-        """Name of the job on this cluster."""
+        """Identifier of the job in this cluster."""
         return f"{self.namespace}.{self.job}"
 
     @property
     def rules_path(self) -> Path:
-        """Where `spec.recovery.rules` are, if the job has any."""
+        """Path of `spec.recovery.rules`, if the job has any."""
         return self.config_path.with_name(worker_env.RULES_NAME)
 
     @property
     def largest_nodes(self) -> int:
-        """Return the largest number of nodes of the job, written beside the configuration; 0 where it is missing."""
+        """Return the largest number of nodes of the job, from the file beside the configuration; 0 without the file."""
         try:
             text = self.config_path.with_name(worker_env.NODES_NAME).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError):
@@ -128,12 +128,12 @@ class AgentSettings:
 
     @property
     def progress_directory(self) -> Path:
-        """Where the ranks' progress records live."""
+        """Directory of the ranks' progress records."""
         return self.memory_directory / "progress"
 
 
 def settings_from(environment: Mapping[str, str]) -> AgentSettings:
-    """Return the settings that an environment holds.
+    """Parse the settings of an environment.
 
     Raises SettingsError with one sentence about everything that is missing, or about the first value that is wrong.
     """
@@ -154,27 +154,23 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         pod_uid=environment[worker_env.ENV_POD_UID],
         pod_ip=environment[worker_env.ENV_POD_IP],
         node_name=environment[worker_env.ENV_NODE_NAME],
-        processes_per_node=_whole(environment, worker_env.ENV_PROCESSES_PER_NODE, 1),
-        max_in_place_restarts=_whole(environment, worker_env.ENV_MAX_IN_PLACE_RESTARTS, 0),
+        processes_per_node=_integer(environment, worker_env.ENV_PROCESSES_PER_NODE, 1),
+        max_in_place_restarts=_integer(environment, worker_env.ENV_MAX_IN_PLACE_RESTARTS, 0),
         grace_seconds=_number(environment, worker_env.ENV_GRACE_SECONDS),
         config_path=Path(environment[worker_env.ENV_CONFIG]),
         memory_directory=Path(environment.get(worker_env.ENV_MEMORY_DIRECTORY) or worker_env.MEMORY_DIRECTORY),
         token_path=Path(environment.get(worker_env.ENV_TOKEN_PATH) or worker_env.TOKEN_PATH),
         ca_path=Path(environment.get(worker_env.ENV_CA_PATH) or worker_env.CA_PATH),
-        neuron_devices=_whole({worker_env.ENV_NEURON_DEVICES: "0", **environment}, worker_env.ENV_NEURON_DEVICES, 0),
+        neuron_devices=_integer(environment, worker_env.ENV_NEURON_DEVICES, 0, default="0"),
         rank_entry=rank_entry,
         kernel_log=Path(environment.get(worker_env.ENV_KERNEL_LOG) or DEFAULT_KERNEL_LOG),
-        pair_seconds=_number({ENV_PAIR_SECONDS: "8", **environment}, ENV_PAIR_SECONDS),
+        pair_seconds=_number(environment, ENV_PAIR_SECONDS, default="8"),
         pair_entry=environment.get(ENV_PAIR_ENTRY) or DEFAULT_PAIR_ENTRY,
         hang=_hang(environment.get(worker_env.ENV_HANG_LIMITS, "")),
         background_sizes=_sizes(environment.get(worker_env.ENV_BACKGROUND_SIZES, "")),
         checks=_checks(environment.get(worker_env.ENV_PREFLIGHT)),
-        check_seconds=_number(
-            {worker_env.ENV_PREFLIGHT_SECONDS: "60", **environment}, worker_env.ENV_PREFLIGHT_SECONDS
-        ),
-        minimum_bandwidth=_number(
-            {worker_env.ENV_MINIMUM_BANDWIDTH: "0", **environment}, worker_env.ENV_MINIMUM_BANDWIDTH, "Gbit/s"
-        ),
+        check_seconds=_number(environment, worker_env.ENV_PREFLIGHT_SECONDS, default="60"),
+        minimum_bandwidth=_number(environment, worker_env.ENV_MINIMUM_BANDWIDTH, "Gbit/s", default="0"),
         check_entry=environment.get(ENV_CHECK_ENTRY) or DEFAULT_CHECK_ENTRY,
         scratch_directory=Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None,
         log_format=_log_format(environment),
@@ -190,7 +186,7 @@ def _log_format(environment: Mapping[str, str]) -> LogFormat:
 
 
 def _checks(text: str | None) -> frozenset[PreflightCheck]:
-    """Return the named checks, without names that this agent does not know."""
+    """Return the named checks; unknown names are ignored."""
     if text is None:
         return QUICK_CHECKS
     known = {check.value: check for check in PreflightCheck}
@@ -211,7 +207,7 @@ def _hang(text: str) -> HangSpec:
     try:
         return HangSpec.model_validate_json(text) if text else HangSpec()
     except ValidationError as error:
-        sentence = f"{worker_env.ENV_HANG_LIMITS} must be spec.recovery.hang as JSON: {_first_of(error)}."
+        sentence = f"{worker_env.ENV_HANG_LIMITS} must be spec.recovery.hang as JSON: {_format_first_error(error)}."
         raise SettingsError(sentence) from error
 
 
@@ -219,11 +215,13 @@ def _program(text: str) -> ProgramSpec | None:
     try:
         return ProgramSpec.model_validate_json(text) if text else None
     except ValidationError as error:
-        raise SettingsError(f"{worker_env.ENV_PROGRAM} must be spec.program as JSON: {_first_of(error)}.") from error
+        raise SettingsError(
+            f"{worker_env.ENV_PROGRAM} must be spec.program as JSON: {_format_first_error(error)}."
+        ) from error
 
 
-def _first_of(error: ValidationError) -> str:
-    """Return where the first error is, and what it is."""
+def _format_first_error(error: ValidationError) -> str:
+    """Return the location and the message of the first error."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(str(part) for part in first['loc']) or 'the text'}: {first['msg']}"
 
@@ -241,15 +239,15 @@ def _endpoints(text: str) -> tuple[Endpoint, ...]:
     return tuple(endpoints)
 
 
-def _whole(environment: Mapping[str, str], name: str, least: int) -> int:
-    text = environment[name]
+def _integer(environment: Mapping[str, str], name: str, least: int, *, default: str = "") -> int:
+    text = environment.get(name, default)
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise SettingsError(f"{name}={text!r} must be a whole number of at least {least}.")
     return int(text)
 
 
-def _number(environment: Mapping[str, str], name: str, unit: str = "seconds") -> float:
-    text = environment[name]
+def _number(environment: Mapping[str, str], name: str, unit: str = "seconds", *, default: str = "") -> float:
+    text = environment.get(name, default)
     try:
         value = float(text)
     except ValueError:

@@ -1,6 +1,6 @@
 """Print the current state of this pod's ranks, one JSON object a line: `python -m trainium_agent.show_ranks`.
 
-For `kubectl trn ranks`. Reads the progress records of the newest generation; a pod without ranks prints nothing.
+`kubectl trn ranks` runs it. It reads the progress records of the newest generation; without ranks it prints nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from trainium_worker import ProgressRecord
 
 _FILE = re.compile(r"g(\d+)-r(\d+)(\.output)?")
-"""The record that a rank writes, and the one of the steps that were found in its output."""
+"""The record that a rank writes, and the record of the steps found in its output."""
 
 
 def newest_records(*, found_in_output: bool) -> dict[int, tuple[ProgressRecord, Path]]:
-    """Return the records of the newest generation by local rank, in order; of two that with the higher step.
+    """Return the records of the newest generation by local rank, in order; of two records the one with the higher step.
 
-    `found_in_output`: those too that the agent wrote, whose pid is the agent's.
+    `found_in_output`: include the records that the agent wrote, which have the agent's pid.
     """
     folder = Path(os.environ.get(worker_env.ENV_MEMORY_DIRECTORY, worker_env.MEMORY_DIRECTORY)) / "progress"
     named = [

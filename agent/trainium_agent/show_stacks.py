@@ -1,7 +1,7 @@
-"""`python -m trainium_agent.show_stacks`: what the ranks of this pod execute now, one JSON object a line.
+"""Print the stacks of this pod's ranks, one JSON object a line: `python -m trainium_agent.show_stacks`.
 
-For `kubectl trn stacks`. Asks each rank of the newest generation by its signal, as the agent does for a hang; training
-goes on. A pod without ranks prints nothing.
+`kubectl trn stacks` runs it. It signals each rank of the newest generation, as the agent does for a hang; training
+continues. A pod without ranks prints nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainium_agent.show_ranks import newest_records
 def main() -> None:
     """Print the stacks in the order of the local ranks."""
     found = newest_records(found_in_output=False)
-    answers = stacks.ask({rank: (record.pid, path) for rank, (record, path) in found.items()})
+    answers = stacks.request_stacks({rank: (record.pid, path) for rank, (record, path) in found.items()})
     for rank, (record, _) in found.items():
         answer = answers[rank]
         shown = {
@@ -25,8 +25,8 @@ def main() -> None:
             "phase": record.phase.name,
             "step": record.step,
             "stack": answer.text,
-            "whyNot": answer.why_not,
-            "kernelPlace": answer.kernel_place,
+            "whyNot": answer.problem,
+            "kernelPlace": answer.kernel_location,
         }
         sys.stdout.write(json.dumps(shown) + "\n")
 

@@ -1,10 +1,10 @@
 """Run a worker pod from the agent's event loop: one generation after another until the job is finished.
 
-It alone holds the state of the pod and decides by `lifecycle/pod.py`; threads only post to it.
+Only the event loop holds the state of the pod, and `lifecycle/pod.py` decides; threads only post events to it.
 
 Guarantees:
-- Blocking work is done in threads that know nothing of the supervisor's state.
-- When `run` returns, no process that the agent started is left.
+- Threads do the blocking work, and do not access the supervisor's state.
+- When `run` returns, every process that the agent started has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainium_agent.lifecycle import pod
 from trainium_agent.lifecycle.events import Order
 from trainium_agent.ranks.output import OutputPump
 from trainium_agent.ranks.processes import Reaper, kill_descendants
-from trainium_agent.ranks.standby_keeper import Standby, StandbyKeeper
+from trainium_agent.ranks.standby_manager import Standby, StandbyManager
 from trainium_agent.workload.base import progress_file
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.classify import stops_job
@@ -57,36 +57,36 @@ _UNACKNOWLEDGED_SECONDS = 300.0
 _LAST_KILL_SECONDS = 5.0
 _SLACK_SECONDS = 5.0
 _FLUSH_SECONDS = 2.0
-"""For the last heartbeat, with what was saved last; out of the margin between grace and kill."""
+"""Time for the last heartbeat, which reports the last save; part of the margin between grace period and kill."""
 _INTERNAL_ERROR = 70
 
 
 class AgentSupervisor:
-    """Everything that runs in the agent's process, wired together."""
+    """Creates and connects everything that runs in the agent's process."""
 
     def __init__(self, settings: AgentSettings, workload: Workload, standby: Standby, store: StoreServer) -> None:
         self._settings = settings
         self._workload = workload
         self._loop = asyncio.get_running_loop()
-        self._store = store  # serves for as long as the pod lives
+        self._store = store  # serves for the life of the pod
         self._reaper = Reaper()
         self._worker = BlockingWorker()
         self._report = PodReport(settings, workload, lambda: self._post(self._client.heartbeat_now))
-        self._keeper = StandbyKeeper(
+        self._standby_manager = StandbyManager(
             workload.plan, standby, self._reaper, OutputPump(settings), self._loop.call_soon_threadsafe
         )
-        self._background = BackgroundCompiler(
+        self._compiler = BackgroundCompiler(
             settings,
-            self._keeper,
+            self._standby_manager,
             post=self._post,
-            on_compiled=self._report.compiled,
-            on_end=lambda: self._handle(pod.Notice.COMPILER_ENDED),
+            on_compiled=self._report.record_compiled_size,
+            on_end=lambda: self._handle(pod.SimpleEvent.COMPILER_ENDED),
         )
         self._checks = NodeChecks(
-            settings, self._keeper, report=lambda result: self._post(lambda: self._report.checked(result))
+            settings, self._standby_manager, report=lambda result: self._post(lambda: self._report.record_check(result))
         )
         self._report.standby_warm = self._is_warm
-        self._kernel_log = KernelLog(settings.kernel_log, self._report.signs.kernel)
+        self._kernel_log = KernelLog(settings.kernel_log, self._report.diagnoser.kernel)
         self._client = CoordinatorClient(
             settings,
             store.port,
@@ -94,24 +94,24 @@ class AgentSupervisor:
             heartbeat=self._report.heartbeat,
             on_membership=self._on_membership,
             on_acknowledged=self._on_acknowledged,
-            on_job_deleted=lambda: self._handle(pod.Notice.JOB_DELETED),
+            on_job_deleted=lambda: self._handle(pod.SimpleEvent.JOB_DELETED),
             on_coordinator_time=self._on_coordinator_time,
         )
         self._calibration = Calibration()
         self._pod = pod.Pod(settings.check_seconds)
         self._membership: Membership | None = None
-        self._running: GenerationRunner | None = None
-        self._alarm: asyncio.TimerHandle | None = None
+        self._runner: GenerationRunner | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._clock_passed: bool | None = None
         self._exit: asyncio.Future[int] = self._loop.create_future()
 
     async def run(self, findings: Iterable[PreflightFinding], checked: Iterable[CheckResult] = ()) -> int:
-        """Live, after these quick checks; the exit code of the pod."""
+        """Run until the pod ends, given the findings of the quick checks; return its exit code."""
         for result in checked:
-            self._report.checked(result)
+            self._report.record_check(result)
         self._loop.add_signal_handler(signal.SIGCHLD, self._reaper.reap)
-        self._loop.add_signal_handler(signal.SIGTERM, self._guarded, self._terminate)
-        self._loop.add_signal_handler(signal.SIGINT, self._guarded, self._terminate)
+        self._loop.add_signal_handler(signal.SIGTERM, self._run_guarded, self._terminate)
+        self._loop.add_signal_handler(signal.SIGINT, self._run_guarded, self._terminate)
         self._reaper.reap()
         tasks = [asyncio.create_task(self._client.run()), asyncio.create_task(self._observe())]
         for task in tasks:
@@ -119,7 +119,7 @@ class AgentSupervisor:
         self._kernel_log.start()
         unfit = next((finding for finding in findings if finding.code is not None), None)
         if unfit is None:
-            self._report.enter(WorkerPhase.STANDBY)
+            self._report.set_phase(WorkerPhase.STANDBY)
             threading.Thread(target=self._check, name="preflight", daemon=True).start()
         else:
             self._give_up(unfit.code or ExitCode.USER_ERROR, unfit.sentence)
@@ -133,9 +133,9 @@ class AgentSupervisor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._checks.cancel()
-            self._background.stop()
+            self._compiler.stop()
             self._kernel_log.stop()
-            self._keeper.close()
+            self._standby_manager.close()
             self._loop.remove_signal_handler(signal.SIGCHLD)
             left = kill_descendants(_LAST_KILL_SECONDS)
             if left:
@@ -144,21 +144,21 @@ class AgentSupervisor:
     # From any thread.
 
     def log_context(self) -> Mapping[str, object]:
-        """Return generation and attempt for lines of the log; none before the first."""
-        generation, attempt = self._report.reporting_as
-        return {"generation": generation, "attempt": attempt} if generation else {}
+        """Return generation and attempt for log lines; empty before the first."""
+        report = self._report
+        return {"generation": report.generation, "attempt": report.attempt} if report.generation else {}
 
     def _post(self, what: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._guarded, what)
+            self._loop.call_soon_threadsafe(self._run_guarded, what)
 
-    # In the thread of the node's checks.
+    # Called in the thread of the node's checks.
 
     def _check(self) -> None:
         sentence = self._checks.run()
         self._post(lambda: self._on_checked(sentence))
 
-    # In the event loop: what happens.
+    # Events, handled in the event loop.
 
     def _on_membership(self, membership: Membership) -> None:
         node_rank = membership.rank_of(self._settings.pod_uid)
@@ -176,7 +176,7 @@ class AgentSupervisor:
 
     def _on_acknowledged(self, message: HeartbeatRequest) -> None:
         if message.phase is WorkerPhase.FINISHED:
-            self._handle(pod.Acknowledged(message.generation))
+            self._handle(pod.FinishAcknowledged(message.generation))
         elif message.phase is WorkerPhase.FAILED and message.verdict and stops_job(message.verdict.exit_code):
             self._handle(pod.VerdictAcknowledged(message.generation))
 
@@ -189,39 +189,39 @@ class AgentSupervisor:
         if not result.passed and self._clock_passed is not False:
             _log.warning("%s", result.detail)
         self._clock_passed = result.passed
-        self._report.checked(result)
+        self._report.record_check(result)
 
     def _on_checked(self, unfit: str) -> None:
         if unfit:
             self._give_up(ExitCode.DEVICE_FAULT, unfit)
             return
-        self._handle(pod.Notice.NODE_CHECKED)
+        self._handle(pod.SimpleEvent.NODE_CHECKED)
         self._client.heartbeat_now()
 
-    def _on_over(self, local: LocalGeneration) -> None:
-        self._running = None
-        self._handle(pod.GenerationOver(local.outcome, local.yielded))
+    def _on_end(self, local: LocalGeneration) -> None:
+        self._runner = None
+        self._handle(pod.GenerationEnded(local.outcome, local.yielded))
 
     def _give_up(self, code: int, sentence: str) -> None:
-        self._handle(pod.Notice.NODE_UNFIT)
-        self._report.give_up_with(code, sentence)
+        self._handle(pod.SimpleEvent.NODE_UNFIT)
+        self._report.set_pod_verdict(code, sentence)
 
     def _terminate(self) -> None:
         _log.info("asked to end; the ranks may save for %.0f s", self._settings.grace_seconds)
-        self._handle(pod.Notice.TERMINATE)
+        self._handle(pod.SimpleEvent.TERMINATE)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             _log.error("the agent failed", exc_info=task.exception())
-            self._leave(_INTERNAL_ERROR)
+            self._exit_with(_INTERNAL_ERROR)
 
     def _on_broken(self, failure: str) -> None:
-        """End the pod, which must not sit idle."""
+        """End the pod, which must not stay idle."""
         _log.error("the agent failed:\n%s", failure)
-        self._leave(_INTERNAL_ERROR)
+        self._exit_with(_INTERNAL_ERROR)
 
     async def _observe(self) -> None:
-        """Follow the ranks' progress closely while a restart has not resumed, and end when nobody cares any more."""
+        """Read the ranks' progress often until a restart has resumed; end if no coordinator takes the verdict."""
         while True:
             self._workload.observe()
             self._report.observe()
@@ -230,18 +230,18 @@ class AgentSupervisor:
             unacknowledged = time.monotonic() - self._client.answered_at > _UNACKNOWLEDGED_SECONDS
             if unacknowledged and self._report.phase is WorkerPhase.FAILED:
                 _log.error("no coordinator has taken the verdict for %.0f s; leaving with it", _UNACKNOWLEDGED_SECONDS)
-                self._leave(self._report.verdict_code or ExitCode.YIELDING)
+                self._exit_with(self._report.verdict_code or ExitCode.YIELDING)
 
-    # In the event loop: what follows.
+    # Actions, performed in the event loop.
 
-    def _guarded(self, what: Callable[[], None]) -> None:
+    def _run_guarded(self, what: Callable[[], None]) -> None:
         try:
             what()
         except Exception:  # noqa: BLE001 - the loop would only log it
             self._on_broken(traceback.format_exc())
 
     def _call_at(self, deadline: float, what: Callable[[], None]) -> asyncio.TimerHandle:
-        return self._loop.call_at(deadline, self._guarded, what)
+        return self._loop.call_at(deadline, self._run_guarded, what)
 
     def _handle(self, event: pod.Event) -> None:
         assert threading.current_thread() is threading.main_thread(), "threads post events, this one handles them"
@@ -249,72 +249,72 @@ class AgentSupervisor:
             return
         self._pod, actions = pod.step(self._pod, event, time.monotonic())
         for action in actions:
-            self._carry_out(action)
-        if self._alarm is not None:
-            self._alarm.cancel()
+            self._perform(action)
+        if self._timer is not None:
+            self._timer.cancel()
         deadline = self._pod.wake_at
-        self._alarm = None if deadline is None else self._call_at(deadline, lambda: self._handle(pod.Notice.TICK))
+        self._timer = None if deadline is None else self._call_at(deadline, lambda: self._handle(pod.SimpleEvent.TICK))
 
-    def _carry_out(self, action: pod.Action) -> None:
+    def _perform(self, action: pod.Action) -> None:
         match action:
-            case pod.BeginGeneration():
-                self._begin()
-            case pod.Idle(generation):
-                self._report.follow(())
-                self._report.enter_generation(generation, WorkerPhase.STANDBY)
-                self._background.start(len(self._newest.members))
+            case pod.StartGeneration():
+                self._start_generation()
+            case pod.BecomeSpare(generation):
+                self._report.progress_files = ()
+                self._report.start_generation(generation, WorkerPhase.STANDBY)
+                self._compiler.start(len(self._newest.members))
             case pod.StopCompiler():
-                self._background.stop()
+                self._compiler.stop()
             case pod.LeaveGeneration(order, superseded_by):
-                self._order(order, superseded_by)
+                self._leave_generation(order, superseded_by)
             case pod.ReportGeneration(generation):
-                self._report.know(generation)
-            case pod.LeavePod(code):
-                self._leave((self._report.verdict_code or ExitCode.FINISHED) if code is None else code)
+                self._report.set_generation(generation)
+            case pod.ExitPod(code):
+                self._exit_with((self._report.verdict_code or ExitCode.FINISHED) if code is None else code)
 
     @property
     def _newest(self) -> Membership:
         assert self._membership is not None, "a generation is known before it is begun"
         return self._membership
 
-    def _begin(self) -> None:
+    def _start_generation(self) -> None:
         membership = self._newest
         node_rank = membership.rank_of(self._settings.pod_uid)
         assert node_rank is not None, "only a member takes part"
-        self._report.enter_generation(membership.generation, WorkerPhase.JOINING)
-        self._report.follow(_fresh_progress_files(self._settings, membership))
-        self._running = GenerationRunner(
+        self._report.start_generation(membership.generation, WorkerPhase.JOINING)
+        self._report.progress_files = _fresh_progress_files(self._settings, membership)
+        self._runner = GenerationRunner(
             self._settings,
             membership,
             node_rank,
             workload=self._workload,
-            keeper=self._keeper,
+            standby_manager=self._standby_manager,
             report=self._report,
             calibration=self._calibration,
             worker=self._worker,
             post=self._post,
             call_at=self._call_at,
-            on_over=self._on_over,
+            on_end=self._on_end,
             on_broken=self._on_broken,
         )
-        self._running.begin()
+        self._runner.start()
 
-    def _order(self, order: Order, superseded_by: int) -> None:
+    def _leave_generation(self, order: Order, superseded_by: int) -> None:
         if not superseded_by:
             grace = self._settings.grace_seconds if order is Order.TERMINATE else 0.0
-            self._loop.call_later(grace + _SLACK_SECONDS, self._leave, ExitCode.YIELDING)
+            self._loop.call_later(grace + _SLACK_SECONDS, self._exit_with, ExitCode.YIELDING)
         else:
-            # Nothing that its ranks do from now on is reported as the new generation's.
-            self._report.enter_generation(superseded_by, WorkerPhase.JOINING)
-        if self._running is not None:
-            self._running.order(order, superseded_by)
+            # Later progress of the old ranks is not reported for the new generation.
+            self._report.start_generation(superseded_by, WorkerPhase.JOINING)
+        if self._runner is not None:
+            self._runner.leave(order, superseded_by)
 
-    def _leave(self, code: int) -> None:
+    def _exit_with(self, code: int) -> None:
         if not self._exit.done():
             self._exit.set_result(int(code))
 
     def _is_warm(self) -> bool:
-        return self._pod.checked and not self._pod.unfit and self._keeper.warm
+        return self._pod.checked and not self._pod.unfit and self._standby_manager.warm
 
 
 def _fresh_progress_files(settings: AgentSettings, membership: Membership) -> tuple[Path, ...]:

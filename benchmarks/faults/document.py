@@ -1,8 +1,8 @@
 """Write the results of all rows as a page.
 
 Guarantees:
-- The page depends on the results alone, so it can be written again at any time.
-- A row without a result keeps its line of the former page, marked as older, or is listed as not run.
+- The page depends only on the results, so it can be written again at any time.
+- A row without a result keeps its line of the previous page, marked as older, or is listed as not run.
 - A row that fails is listed with its deviations.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.record import RowResult, Spread, Where
+from benchmarks.faults.record import ClusterKind, RowResult, Spread
 from benchmarks.faults.rows import ROWS
 
 if TYPE_CHECKING:
@@ -77,13 +77,13 @@ def _lines(results: Path, former: str) -> Iterator[str]:
     found = {path.stem: RowResult.load(path) for path in sorted(results.glob("*.json"))}
     local = [(row, found.get(f"{row.number:02d}{row.part}-local")) for row in ROWS]
     kubelet = [(row, found.get(f"{row.number:02d}{row.part}-kubelet")) for row in ROWS if row.kubelet]
-    yield f"Run {_about([result for _, result in (*local, *kubelet) if result is not None])}.\n"
+    yield f"Run {_summarize([result for _, result in (*local, *kubelet) if result is not None])}.\n"
     here, _, there = former.partition(_KUBELETS)
-    yield from _table(local, here, Where.REAL)
+    yield from _table(local, here, ClusterKind.REAL)
     if there or any(result is not None for _, result in kubelet):
         yield _KUBELETS
-        yield from _table(kubelet, there, Where.KUBELET)
-    failing = [(row, result) for row, result in (*local, *kubelet) if result is not None and _sentences(result)]
+        yield from _table(kubelet, there, ClusterKind.KUBELET)
+    failing = [(row, result) for row, result in (*local, *kubelet) if result is not None and _all_deviations(result)]
     if failing:
         yield "\n## Deviations\n"
         for row, result in failing:
@@ -92,11 +92,11 @@ def _lines(results: Path, former: str) -> Iterator[str]:
     yield "| # | injected | expected | checked by |"
     yield "|---|---|---|---|"
     for row in ROWS:
-        yield f"| {row.name} | {row.injected} | {row.expected} | {row.judged} |"
+        yield f"| {row.name} | {row.injected} | {row.expected} | {row.checked} |"
     yield VIRTUAL
 
 
-def _table(rows: Iterable[tuple[Row, RowResult | None]], former: str, where: Where) -> Iterator[str]:
+def _table(rows: Iterable[tuple[Row, RowResult | None]], former: str, where: ClusterKind) -> Iterator[str]:
     figures = "detect p50 / p95 / max | first new step p50 / p95 / max"
     yield f"| # | fault | where | runs | {figures} | lost | blame | seed | |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
@@ -104,8 +104,8 @@ def _table(rows: Iterable[tuple[Row, RowResult | None]], former: str, where: Whe
         yield table_line(row, result) if result is not None else _older_line(row, former, where)
 
 
-def _older_line(row: Row, former: str, where: Where) -> str:
-    """Return the line of the former page, with its figures or the reason why the row did not run."""
+def _older_line(row: Row, former: str, where: ClusterKind) -> str:
+    """Return the line of the previous page, with its figures or the reason why the row did not run."""
     for line in former.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[0] != row.name or len(cells) != _CELLS or cells[-1] == "not run yet":
@@ -115,7 +115,7 @@ def _older_line(row: Row, former: str, where: Where) -> str:
     return table_line(row, None, where)
 
 
-def table_line(row: Row, result: RowResult | None, where: Where = Where.REAL) -> str:
+def table_line(row: Row, result: RowResult | None, where: ClusterKind = ClusterKind.REAL) -> str:
     """Return the line of a row."""
     if result is None or result.skipped:
         why = "not run yet" if result is None else f"not run: {result.skipped}"
@@ -129,8 +129,8 @@ def table_line(row: Row, result: RowResult | None, where: Where = Where.REAL) ->
         row.fault,
         result.where.value,
         str(len(result.outcomes)),
-        _spread(outcome.detect for outcome in result.outcomes),
-        _spread(outcome.recover for outcome in result.outcomes),
+        _format_spread(outcome.detect for outcome in result.outcomes),
+        _format_spread(outcome.recover for outcome in result.outcomes),
         str(max(lost)) if lost else "",
         f"{right}/{judged}" if judged else "",
         str(result.seed),
@@ -139,30 +139,30 @@ def table_line(row: Row, result: RowResult | None, where: Where = Where.REAL) ->
     return f"| {' | '.join(cells)} |"
 
 
-def _spread(values: Iterable[float | None]) -> str:
+def _format_spread(values: Iterable[float | None]) -> str:
     spread = Spread.of(values)
-    return "" if spread is None else f"{spread.p50:.2f} / {spread.p95:.2f} / {spread.most:.2f}"
+    return "" if spread is None else f"{spread.p50:.2f} / {spread.p95:.2f} / {spread.maximum:.2f}"
 
 
-def _sentences(result: RowResult) -> list[str]:
-    return [*result.wrong, *(sentence for outcome in result.outcomes for sentence in outcome.wrong)]
+def _all_deviations(result: RowResult) -> list[str]:
+    return [*result.deviations, *(sentence for outcome in result.outcomes for sentence in outcome.deviations)]
 
 
 def _failure(row: Row, result: RowResult) -> Iterator[str]:
-    where = "" if result.where is not Where.KUBELET else f" ({result.where.value})"
+    where = "" if result.where is not ClusterKind.KUBELET else f" ({result.where.value})"
     yield f"**{row.name}, {row.fault}**{where}:"
-    for sentence, times in Counter(_shortened(one) for one in _sentences(result)).most_common(6):
+    for sentence, times in Counter(_shorten(one) for one in _all_deviations(result)).most_common(6):
         yield f"- {sentence}{f' ({times} times)' if times > 1 else ''}"
     yield ""
 
 
-def _shortened(sentence: str) -> str:
+def _shorten(sentence: str) -> str:
     """Return the sentence as one line of limited length."""
     text = " ".join(sentence.split()).replace("|", "/")
     return text if len(text) <= 400 else f"{text[:400]} …"
 
 
-def _about(results: list[RowResult]) -> str:
+def _summarize(results: list[RowResult]) -> str:
     if not results:
         return "without any result yet"
     seeds = sorted({result.seed for result in results})

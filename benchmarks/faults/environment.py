@@ -2,7 +2,7 @@
 
 Guarantees:
 - Every job trains the same model on the same data, so there is one reference curve for each size.
-- A faulty node is replaced before the next run, so that no run inherits what the fleet remembers of it.
+- A faulty node is replaced before the next run, so that no run inherits its strikes.
 - Leftovers of a row are removed.
 """
 
@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
-from benchmarks.curves import check_batches, compare_losses
 from benchmarks.faults.operator_pods import OperatorPods
 from benchmarks.faults.target import TargetJob
 from tests.testing.cluster.access import ROOT
 from tests.testing.cluster.installed import NAMESPACE as OPERATOR_NAMESPACE
 from tests.testing.cluster.installed import RELEASE, install_operator, make_namespace
-from tests.testing.cluster.jobs import Job, merged
+from tests.testing.cluster.jobs import Job, merge
 from tests.testing.suite import timeouts
 from trainium_contract.api_server.kubeconfig import find_access
 from trainium_devcluster.controlplane.client import ApiClient, ControlPlaneError
@@ -35,23 +34,23 @@ from trainium_devcluster.demos.metrics import read_samples
 from trainium_devcluster.state import NodeSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
-    from tests.testing.cluster.sites import Site
+    from tests.testing.cluster.shared_cluster import SharedCluster
     from trainium_devcluster.faults import Faults
 
 Json = dict[str, Any]
 NAMESPACE = "fault-table"
 STEPS = 2400
 BATCH = 12
-PACE_SECONDS = 0.15
-"""Length of a step; a model as small as this one needs 20 ms."""
+STEP_SECONDS = 0.15
+"""Duration of a step; this small model needs only 20 ms."""
 NODES = 7
-"""Three for members, two for spares, and two idle ones; the operator has another node."""
+"""Three nodes for members, two for spares, and two idle ones; the operator has another node."""
 FULL_SIZE_NODES = 6
 """Nodes for three members, two spares and the operator; on fewer a job has two members and one spare."""
 HERE = Path(__file__).parent
-SPEC = f"""
+BASE_SPEC = f"""
 workers: {{accelerator: {{device: cpu}}}}
 trainer:
   model: {{preset: Tiny}}
@@ -69,6 +68,7 @@ recovery:
 """
 _FEW_STEPS = 500
 """Length of the reference curve unless a row needs more."""
+_MAX_SENTENCES = 5
 _CURVE_PARTS = ("models", "data", "backends", "loop")
 
 
@@ -79,7 +79,7 @@ class RowSkippedError(Exception):
 class FaultEnvironment:
     """A cluster for all rows."""
 
-    def __init__(self, site: Site, out: Path, log: Callable[[str], None]) -> None:
+    def __init__(self, site: SharedCluster, out: Path, log: Callable[[str], None]) -> None:
         self.site = site
         self.out = out
         self.log = log
@@ -108,7 +108,7 @@ class FaultEnvironment:
     @property
     def local(self) -> bool:
         """Whether this is the development cluster, where all faults can be injected."""
-        return self.site.cluster is not None
+        return self.site.devcluster is not None
 
     @property
     def size(self) -> int:
@@ -116,7 +116,7 @@ class FaultEnvironment:
         return 3 if self._full_size else 2
 
     def spares(self, wanted: int) -> int:
-        """Return the number of spares that the cluster has nodes for."""
+        """Return the number of spares for which the cluster has nodes."""
         return wanted if self._full_size else min(wanted, 1)
 
     def require_full_size(self) -> None:
@@ -126,7 +126,7 @@ class FaultEnvironment:
 
     @contextlib.contextmanager
     def job(
-        self, name: str, *changes: str, environment: dict[str, str] | None = None, pace: float = PACE_SECONDS
+        self, name: str, *changes: str, environment: dict[str, str] | None = None, pace: float = STEP_SECONDS
     ) -> Iterator[TargetJob]:
         """Run a job with a fault injector, and remove it at the end."""
         unique = f"{name}-{next(self._numbers)}"
@@ -143,7 +143,7 @@ class FaultEnvironment:
             self.site,
             NAMESPACE,
             unique,
-            merged_yaml(SPEC, f"workers: {{replicas: {self.size}}}", *changes),
+            merged_yaml(BASE_SPEC, f"workers: {{replicas: {self.size}}}", *changes),
             environment=variables | (environment or {}),
         )
         spares = int(job.manifest["spec"]["workers"].get("spares", 0))
@@ -156,13 +156,13 @@ class FaultEnvironment:
             shutil.rmtree(job.folder, ignore_errors=True)
 
     def reference(self, size: int, steps: int, batch: int = BATCH) -> dict[int, float]:
-        """Return step -> loss of an undisturbed job at this size and global batch, for at least `steps` steps.
+        """Return the losses by step of an undisturbed job at this size and global batch, for at least `steps` steps.
 
-        The curve is computed once for a state of the trainer's code.
+        The curve is computed once for each version of the trainer's code.
         """
         name = f"reference-{size}" if batch == BATCH else f"reference-{size}-{batch}"
         path = self.out / f"{name}-{curve_digest()}.json"
-        known = self._references.get(path.name) or _losses_of(path)
+        known = self._references.get(path.name) or _read_losses(path)
         if len(known) < steps:
             wanted = _FEW_STEPS if steps <= _FEW_STEPS else STEPS
             self.log(f"an undisturbed run of {wanted} steps at size {size}, to compare the curves with")
@@ -181,11 +181,11 @@ class FaultEnvironment:
         losses = target.losses()
         reference = self.reference(size, max(losses, default=0), batch)
         samples = read_samples(target.job.folder)
-        recorded = max(0, max(samples, default=0) - 2)  # the newest steps may not be recorded by every rank yet
+        recorded = max(0, max(samples, default=0) - 2)  # some ranks may not have recorded the newest steps yet
         return [*compare_losses(losses, reference, tolerance), *check_batches(samples, recorded, batch)]
 
     def save_diagnostics(self, target: TargetJob, name: str) -> None:
-        """Save objects, events and logs of a run that got stuck."""
+        """Save objects, events and logs of a stuck run."""
         folder = self.out / "stuck" / name
         folder.mkdir(parents=True, exist_ok=True)
         namespace = target.job.namespace
@@ -207,7 +207,7 @@ class FaultEnvironment:
 
     def replace_node(self, node: str) -> None:
         """Replace a faulty node by a new one; on an existing cluster, power it on."""
-        cluster = self.site.cluster
+        cluster = self.site.devcluster
         if cluster is None:
             if node in self.site.powerless:
                 self.site.power_on(node)
@@ -217,7 +217,7 @@ class FaultEnvironment:
         cluster.add_node(NodeSpec(name=f"node-{next(self._numbers)}", cpu="4", memory="8Gi"), wait=False)
         with contextlib.suppress(Exception):
             cluster.faults.kill_node(node)
-        cluster.supervisor({"op": "forget-node", "node": node})
+        cluster.supervisor({"op": "delete-node", "node": node})
         self.api.delete(f"/api/v1/nodes/{node}")
 
     def cordoned(self) -> list[str]:
@@ -226,7 +226,7 @@ class FaultEnvironment:
         return [node["metadata"]["name"] for node in nodes if node["spec"].get("unschedulable")]
 
     def release_nodes(self) -> None:
-        """Delete the fleet's memory of bad machines, so that rows are independent."""
+        """Delete the fleet's records of bad machines, so that rows are independent."""
         self.api.delete(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/configmaps/{RELEASE}-quarantine")
 
     def taint(self, node: str, key: str, effect: str) -> None:
@@ -240,10 +240,10 @@ class FaultEnvironment:
     def set_unhealthy(self, node: str, *, bad: bool = True) -> None:
         """Set the condition of a health monitor on a Node object, or remove it."""
         kind, reason = "NeuronHealth", "NeuronHasError_HBM_UNCORRECTABLE_ERROR"
-        if self.site.cluster is not None and bad:
-            self.site.cluster.faults.set_condition(node, kind, "True", reason)
-        elif self.site.cluster is not None:
-            self.site.cluster.faults.clear_condition(node, kind)
+        if self.site.devcluster is not None and bad:
+            self.site.devcluster.faults.set_condition(node, kind, "True", reason)
+        elif self.site.devcluster is not None:
+            self.site.devcluster.faults.clear_condition(node, kind)
         else:
             condition = {"status": "True", "reason": reason} if bad else {"$patch": "delete"}
             change = json.dumps({"status": {"conditions": [{"type": kind, **condition}]}})
@@ -251,53 +251,53 @@ class FaultEnvironment:
 
     def partition(self, node: str, *, on: bool = True) -> None:
         """Cut a node off from the API and its peers, or reconnect it; raises RowSkippedError if it cannot."""
-        if self.site.cluster is not None:
-            faults = self.site.cluster.faults
+        if self.site.devcluster is not None:
+            faults = self.site.devcluster.faults
             (faults.partition_node if on else faults.heal_node)(node)
             return
         command = self.site.settings.get("cutOff" if on else "mend")
         if not command:
-            raise RowSkippedError("the site's settings have no cutOff and mend commands")
+            raise RowSkippedError("the cluster's settings have no cutOff and mend commands")
         subprocess.run(command.format(node=node), shell=True, check=True, timeout=timeouts.scaled(60))
 
     @property
     def faults(self) -> Faults:
         """Fault controls of the development cluster; raises RowSkippedError elsewhere."""
-        if self.site.cluster is None:
+        if self.site.devcluster is None:
             raise RowSkippedError("needs the development cluster")
-        return self.site.cluster.faults
+        return self.site.devcluster.faults
 
     def kill_agent(self, namespace: str, pod: str, node: str) -> None:
         """Send SIGKILL to the main process of a worker, from outside its container."""
-        if self.site.cluster is not None:
-            self.site.cluster.faults.kill_container(namespace, pod)
+        if self.site.devcluster is not None:
+            self.site.devcluster.faults.kill_container(namespace, pod)
             return
         shell = self.site.settings.get("nodeShell")
         if not shell:
-            raise RowSkippedError("the site's settings have no nodeShell command")
+            raise RowSkippedError("the cluster's settings have no nodeShell command")
         command = f"{shell.format(node=node)} pkill -9 -o -f trainium-agent"
         subprocess.run(command, shell=True, check=True, timeout=timeouts.scaled(60))
 
     def require_name_servers(self) -> None:
         """Raise RowSkippedError where name servers cannot be stopped."""
-        if self.site.cluster is not None:
+        if self.site.devcluster is not None:
             raise RowSkippedError("the development cluster has no name server; test_name_server.py has one")
         if not {"dnsStop", "dnsGo"} <= self.site.settings.keys():
-            raise RowSkippedError("the site's settings have no dnsStop and dnsGo commands")
+            raise RowSkippedError("the cluster's settings have no dnsStop and dnsGo commands")
 
     @contextlib.contextmanager
-    def silenced_name_servers(self) -> Iterator[None]:
+    def stopped_name_servers(self) -> Iterator[None]:
         """Stop all name servers of the cluster, after `require_name_servers`."""
         stop, go = (self.site.settings.get(key, "") for key in ("dnsStop", "dnsGo"))
         try:
             subprocess.run(stop, shell=True, check=True, timeout=timeouts.scaled(60))
             yield
         finally:
-            # A name server that its kubelet has restarted meanwhile needs no signal.
+            # A name server that its kubelet has restarted needs no signal.
             subprocess.run(go, shell=True, check=False, timeout=timeouts.scaled(60))
 
     def move_operator_off(self, node: str) -> bool:
-        """Move the operator off a node that is about to fail; return whether it had to move."""
+        """Move the operator off a node that is about to fail; return whether it was there."""
         if all(pod["spec"].get("nodeName") != node for pod in self.operator.pods()):
             return False
         with self.site.cordoned(node):
@@ -311,22 +311,52 @@ def merged_yaml(*parts: str) -> str:
     """Merge mappings in order and return them as YAML."""
     result: dict[str, Any] = {}
     for part in parts:
-        result = merged(result, yaml.safe_load(part) or {})
+        result = merge(result, yaml.safe_load(part) or {})
     return str(yaml.safe_dump(result))
 
 
-def _losses_of(path: Path) -> dict[int, float]:
+def _read_losses(path: Path) -> dict[int, float]:
     if not path.exists():
         return {}
     return {int(step): loss for step, loss in json.loads(path.read_text()).items()}
 
 
 def curve_digest() -> str:
-    """Return a digest of the code that determines the loss curve."""
+    """Return a digest of the code that affects the loss curve."""
     package = ROOT / "trainer_image" / "trainium_trainer"
-    digest = hashlib.sha256(SPEC.encode())
+    digest = hashlib.sha256(BASE_SPEC.encode())
     for part in _CURVE_PARTS:
         path = package / part
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _difference(loss: float, reference: float | None) -> float:
+    difference = float("inf") if reference is None else abs(loss - reference) / abs(reference)
+    return difference if difference == difference else float("inf")  # noqa: PLR0124 - NaN
+
+
+def compare_losses(losses: Mapping[int, float], reference: Mapping[int, float], tolerance: float) -> Iterator[str]:
+    """Yield a sentence for missing steps and one for a curve that differs by more than the relative tolerance."""
+    missing = [step for step in range(1, max(losses, default=0) + 1) if step not in losses]
+    if missing:
+        yield f"steps are missing in the history: {missing[:_MAX_SENTENCES]}"
+    differences = ((_difference(loss, reference.get(step)), step) for step, loss in losses.items())
+    worst, step = max(differences, default=(0.0, 0))
+    if worst > tolerance:
+        yield f"the curve differs from the undisturbed one: by {worst:.1e} (relative) at step {step}"
+
+
+def check_batches(samples: Mapping[int, list[int]], steps: int, batch: int) -> Iterator[str]:
+    """Yield a sentence for each of the first `steps` steps without a whole batch of new samples, within an epoch."""
+    seen: set[int] = set()
+    wrong = []
+    for step in range(1, steps + 1):
+        batch_samples = samples.get(step, [])
+        if len(batch_samples) != batch or len(set(batch_samples) - seen) != batch:
+            wrong.append(f"step {step} saw {batch_samples}")
+        seen.update(batch_samples)
+    yield from wrong[:_MAX_SENTENCES]
+    if len(wrong) > _MAX_SENTENCES:
+        yield f"so did {len(wrong) - _MAX_SENTENCES} more steps"

@@ -1,10 +1,10 @@
-"""Find leaks: what remains after the jobs of all rows, and what grows in processes that live long.
+"""Find leaks: leftovers after the jobs of all rows, and growth of long-lived processes.
 
 Guarantees:
 - A process is compared with itself (pid and start time).
-- Growth is the median of the last quarter over that of the second one, so warming up does not count.
-- Files, sockets and threads that another process of the same role had in its second quarter are no growth: an agent
-  that becomes the host of the generation's store gets that agent's connections.
+- Growth is the median of the last quarter over that of the second quarter, so warm-up does not count.
+- Files, sockets and threads up to the number of another process of the role in its second quarter are no growth: an
+  agent that becomes the host of the generation's store gets the connections of the previous host.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.faults.census import OURS, take_census
+from benchmarks.faults.resource_usage import OURS, measure_usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from benchmarks.faults.census import Census, Process
     from benchmarks.faults.environment import FaultEnvironment
+    from benchmarks.faults.resource_usage import Process, ResourceUsage
 
-CENSUS_SECONDS = 20.0
+SAMPLE_SECONDS = 20.0
 DELETION_SECONDS = 90.0
 MIN_SAMPLES = 16
-"""Number of samples of a process that is checked for growth."""
+"""Least number of samples of a process that is checked for growth."""
 MORE_MEGABYTES = 16.0
 MORE_SHARE = 0.15
 MORE_DESCRIPTORS = 8
@@ -40,8 +40,8 @@ MORE_FILES = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """Growth of a process: its second and its last quarter."""
+class ResourceGrowth:
+    """Growth of a process from its second to its last quarter."""
 
     role: str
     samples: int
@@ -52,21 +52,21 @@ class Growth:
     threads: tuple[float, float]
 
 
-def growths(samples: Sequence[Census]) -> list[Growth]:
+def process_growth(samples: Sequence[ResourceUsage]) -> list[ResourceGrowth]:
     """Return the growth of each long-lived process, the longest-lived first."""
     lives: dict[tuple[int, float, str], list[tuple[float, Process]]] = defaultdict(list)
     for sample in samples:
         for process in sample.processes:
             lives[process.pid, process.started, process.role].append((sample.at, process))
     found = [
-        Growth(
+        ResourceGrowth(
             role=role,
             samples=len(life),
             minutes=round((life[-1][0] - life[0][0]) / 60, 1),
-            megabytes=_ends([each.megabytes for _, each in life]),
-            files=_ends([each.files for _, each in life]),
-            sockets=_ends([each.sockets for _, each in life]),
-            threads=_ends([each.threads for _, each in life]),
+            megabytes=_quarter_medians([each.megabytes for _, each in life]),
+            files=_quarter_medians([each.files for _, each in life]),
+            sockets=_quarter_medians([each.sockets for _, each in life]),
+            threads=_quarter_medians([each.threads for _, each in life]),
         )
         for (_, _, role), life in lives.items()
         if len(life) >= MIN_SAMPLES
@@ -74,14 +74,14 @@ def growths(samples: Sequence[Census]) -> list[Growth]:
     return sorted(found, key=lambda each: -each.minutes)
 
 
-def _ends(values: Sequence[float]) -> tuple[float, float]:
+def _quarter_medians(values: Sequence[float]) -> tuple[float, float]:
     quarter = len(values) // 4
     return median(values[quarter : 2 * quarter]), median(values[-quarter:])
 
 
-def find_growth(samples: Sequence[Census]) -> Iterator[str]:
+def find_growth(samples: Sequence[ResourceUsage]) -> Iterator[str]:
     """Yield a sentence for each process that grew; programs of Kubernetes are not checked."""
-    found = growths(samples)
+    found = process_growth(samples)
     for each in found:
         if each.role not in OURS:
             continue
@@ -96,8 +96,8 @@ def find_growth(samples: Sequence[Census]) -> Iterator[str]:
                 yield f"a process ({each.role}) had {first:.0f} open {what}, later {last:.0f}"
 
 
-def find_leftovers(before: Census, after: Census) -> Iterator[str]:
-    """Yield a sentence for everything that remains after the jobs and was not there before."""
+def find_leftovers(before: ResourceUsage, after: ResourceUsage) -> Iterator[str]:
+    """Yield a sentence for each leftover of the jobs."""
     for role in sorted({*before.roles(), *after.roles()}):
         first, last = before.roles().get(role, 0), after.roles().get(role, 0)
         if last > first:
@@ -110,32 +110,32 @@ def find_leftovers(before: Census, after: Census) -> Iterator[str]:
     if after.node_files > before.node_files + MORE_FILES:
         yield f"{after.node_files - before.node_files} more files in the folders of the nodes"
     for role in sorted(OURS & set(before.roles()) & set(after.roles())):
-        first, last = (max(one.sockets for one in census.processes if one.role == role) for census in (before, after))
+        first, last = (max(one.sockets for one in usage.processes if one.role == role) for usage in (before, after))
         if last > first + MORE_DESCRIPTORS:
             yield f"a process ({role}) has {last} sockets, before the jobs at most {first}"
 
 
-def find_job_files(samples: Sequence[Census]) -> Iterator[str]:
-    """Yield a sentence if the folders of the jobs grow: the number of checkpoints is bounded."""
+def find_job_files(samples: Sequence[ResourceUsage]) -> Iterator[str]:
+    """Yield a sentence if the folders of the jobs grow, because the number of checkpoints is bounded."""
     counts = [sample.job_files for sample in samples if sample.job_files]
     if len(counts) < MIN_SAMPLES:
         return
-    before, after = _ends(counts)
+    before, after = _quarter_medians(counts)
     if after - before > MORE_FILES:
         yield f"the jobs' folders had {before:.0f} files, later {after:.0f}"
 
 
-class LeakSearch:
-    """Take a census from time to time within a block, and find what leaked in it."""
+class LeakDetector:
+    """Takes a census at intervals within a block, and finds leaks."""
 
     def __init__(self, env: FaultEnvironment) -> None:
         self._env = env
-        self._samples: list[Census] = []
+        self._samples: list[ResourceUsage] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
-        self._before = take_census(self._env)
+        self._before = measure_usage(self._env)
         self._thread.start()
         return self
 
@@ -148,27 +148,23 @@ class LeakSearch:
         table = Table(title="Long-lived processes: second quarter and last")
         for heading in ("process", "minutes", "MB", "files", "sockets", "threads"):
             table.add_column(heading, justify="left" if heading == "process" else "right")
-        for each in growths(self._samples):
+        for each in process_growth(self._samples):
             pairs = (each.megabytes, each.files, each.sockets, each.threads)
             table.add_row(each.role, f"{each.minutes:.0f}", *(f"{first:.0f} → {last:.0f}" for first, last in pairs))
         Console(width=120).print(table)
-        after = self._census_after_deletion()
-        return [
-            *find_leftovers(self._before, after),
-            *find_growth(self._samples),
-            *find_job_files(self._samples),
-        ]
+        after = self._usage_after_deletion()
+        return [*find_leftovers(self._before, after), *find_growth(self._samples), *find_job_files(self._samples)]
 
     def _run(self) -> None:
-        while not self._ended.wait(CENSUS_SECONDS):
+        while not self._ended.wait(SAMPLE_SECONDS):
             with suppress(OSError):
-                self._samples.append(take_census(self._env))
+                self._samples.append(measure_usage(self._env))
 
-    def _census_after_deletion(self) -> Census:
-        """Return the first census without leftovers of the jobs, or the last one in time."""
+    def _usage_after_deletion(self) -> ResourceUsage:
+        """Return the first census without leftovers of the jobs, or the last one before the timeout."""
         deadline = time.monotonic() + DELETION_SECONDS
         while True:
-            after = take_census(self._env)
+            after = measure_usage(self._env)
             if not list(find_leftovers(self._before, after)) or time.monotonic() > deadline:
                 return after
             time.sleep(3)

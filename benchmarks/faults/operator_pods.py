@@ -1,4 +1,4 @@
-"""Control the replicas of the operator: how many there are, where they run, and which of them leads."""
+"""Control the replicas of the operator: their number, their nodes, and their leader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.testing.suite import timeouts
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.testing.cluster.sites import Site
+    from tests.testing.cluster.shared_cluster import SharedCluster
     from trainium_devcluster.controlplane.client import ApiClient
 
 Json = dict[str, Any]
@@ -21,9 +21,9 @@ _PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 
 
 class OperatorPods:
-    """Replicas of the operator on a cluster; a change is complete when a call returns."""
+    """Controls the replicas of the operator on a cluster; each call returns when its change is complete."""
 
-    def __init__(self, site: Site, api: ApiClient) -> None:
+    def __init__(self, site: SharedCluster, api: ApiClient) -> None:
         self._site = site
         self._api = api
 
@@ -45,7 +45,7 @@ class OperatorPods:
 
     @contextlib.contextmanager
     def on_nodes(self, nodes: list[str]) -> Iterator[None]:
-        """Run two replicas on two of these nodes, with all agents connected; afterwards one, where it was."""
+        """Run two replicas on two of these nodes, with all agents connected; afterwards one, on its previous node."""
         home = self._api.get(_DEPLOYMENT)["spec"]["template"]["spec"].get("nodeSelector")
         rule = "requiredDuringSchedulingIgnoredDuringExecution"
         term_here = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": nodes}]}
@@ -53,11 +53,11 @@ class OperatorPods:
         def place(replicas: int, selector: Json | None, term: Json | None) -> None:
             pod = {"nodeSelector": selector, "affinity": {"nodeAffinity": {rule: term}}}
             self._api.patch(_DEPLOYMENT, {"spec": {"replicas": replicas, "template": {"spec": pod}}})
-            self._rolled_out(120)
+            self._wait_for_rollout(120)
 
         place(2, None, {"nodeSelectorTerms": [term_here]})
         try:
-            self._await_agents()
+            self._wait_for_agents()
             yield
         finally:
             place(1, home, None)
@@ -74,38 +74,38 @@ class OperatorPods:
         return found[0]
 
     def leader(self) -> str:
-        """Return the identity that holds the Lease."""
+        """Return the identity of the Lease's holder."""
         path = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{RELEASE}"
         holder: str = self._api.get(path)["spec"].get("holderIdentity") or ""
         return holder
 
     def until_stable(self, seconds: float) -> None:
         """Wait until only the newest pods are left and all agents are connected to the leader."""
-        self._rolled_out(seconds)
-        self._await_agents()
+        self._wait_for_rollout(seconds)
+        self._wait_for_agents()
 
-    def _rolled_out(self, seconds: float) -> None:
+    def _wait_for_rollout(self, seconds: float) -> None:
         limit = f"--timeout={timeouts.scaled(seconds):.0f}s"
         deployment = ("-n", NAMESPACE, f"deployment/{RELEASE}")
         self._site.kubectl("rollout", "status", *deployment, limit, seconds=seconds + 10)
 
-    def _await_agents(self) -> None:
-        """Wait until every worker has registered: the operator does not miss an agent that never connected."""
+    def _wait_for_agents(self) -> None:
+        """Wait until every worker has registered, because the operator does not miss an agent that never connected."""
         workers = self._api.get("/api/v1/pods?labelSelector=trainium.dev/role%3Dworker")["items"]
         wanted = sum(pod["status"].get("phase") == "Running" for pod in workers)
 
         def are_registered() -> bool:
             with contextlib.suppress(TimeoutError):
-                text = self._metrics_of(self._leader_pod())
+                text = self._read_metrics(self._leader_pod())
                 lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
                 return bool(float(lines["trainingjob_operator_agents"]) >= wanted)
             return False
 
         timeouts.until(are_registered, f"{wanted} agents register with the new operator", pause=0.2)
 
-    def _metrics_of(self, pod: Json) -> str:
-        if self._site.cluster is not None:
-            # An API server does not proxy to loopback, where pods of the development cluster listen.
+    def _read_metrics(self, pod: Json) -> str:
+        if self._site.devcluster is not None:
+            # An API server does not proxy to loopback, on which pods of the development cluster listen.
             with urllib.request.urlopen(
                 f"http://{pod['status']['podIP']}:8080/metrics", timeout=timeouts.scaled(5)
             ) as answer:

@@ -1,7 +1,7 @@
 """Record the results of runs and rows, and summarize them.
 
 Guarantees:
-- A run passes if `wrong` is empty. A row passes if it has runs, all of them passed, and its own `wrong` is empty.
+- A run passes if `deviations` is empty. A row passes if it has runs, all of them passed, and its `deviations` is empty.
 - Percentiles (nearest rank) are of the runs that have the figure, so each of them is a measured value.
 """
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Where(StrEnum):
-    """Kind of processes that a row runs on."""
+class ClusterKind(StrEnum):
+    """The kinds of clusters."""
 
     REAL = "real processes"
     """The development cluster, the real operator, real training processes on CPU."""
@@ -38,11 +38,11 @@ class FaultRun:
     """Seconds until the end of the first new step."""
     steps_lost: int | None = None
     blame: bool | None = None
-    """Whether cause, rung, pod and node are the expected ones; None where nothing is expected."""
-    wrong: tuple[str, ...] = ()
+    """Whether cause, rung, pod and node are as expected; None if nothing is expected."""
+    deviations: tuple[str, ...] = ()
     """A sentence for each deviation."""
     note: str = ""
-    """Distinction of this run, for instance the pod."""
+    """A detail of this run, for instance the pod."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +51,29 @@ class RowResult:
 
     name: str
     """Number and part."""
-    where: Where
+    where: ClusterKind
     seed: int
     outcomes: tuple[FaultRun, ...] = ()
-    wrong: tuple[str, ...] = ()
-    """Deviations of the row as a whole, for instance of the loss curve."""
+    deviations: tuple[str, ...] = ()
+    """Deviations of the whole row, for instance of the loss curve."""
     skipped: str = ""
     """Reason why the row did not run; empty if it did."""
     seconds: float = 0.0
     """Duration of all runs."""
-    asked: int = 0
+    requested: int = 0
     """Number of requested runs."""
     commits: tuple[str, ...] = ()
-    """Commits at which the runs were made."""
+    """Commits of the runs."""
 
     @property
     def passed(self) -> bool:
         """Whether all runs were as expected."""
-        return bool(self.outcomes) and not self.wrong and not any(outcome.wrong for outcome in self.outcomes)
+        return bool(self.outcomes) and not self.deviations and not any(outcome.deviations for outcome in self.outcomes)
 
     @property
     def failures(self) -> int:
         """Number of runs with a deviation."""
-        return sum(bool(outcome.wrong) for outcome in self.outcomes)
+        return sum(bool(outcome.deviations) for outcome in self.outcomes)
 
     @property
     def blamed_correctly(self) -> tuple[int, int]:
@@ -88,12 +88,12 @@ class RowResult:
 
     @staticmethod
     def load(path: Path) -> RowResult:
-        """Read what `save` wrote."""
+        """Read the file of `save`."""
         fields: dict[str, Any] = json.loads(path.read_text())
-        outcomes = tuple(FaultRun(**{**one, "wrong": tuple(one["wrong"])}) for one in fields.pop("outcomes"))
-        for name in ("wrong", "commits"):
+        outcomes = tuple(FaultRun(**{**one, "deviations": tuple(one["deviations"])}) for one in fields.pop("outcomes"))
+        for name in ("deviations", "commits"):
             fields[name] = tuple(fields[name])
-        return RowResult(**{**fields, "where": Where(fields["where"])}, outcomes=outcomes)
+        return RowResult(**{**fields, "where": ClusterKind(fields["where"])}, outcomes=outcomes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Spread:
 
     p50: float
     p95: float
-    most: float
+    maximum: float
 
     @staticmethod
     def of(values: Iterable[float | None]) -> Spread | None:
@@ -120,12 +120,12 @@ def _percentile(ordered: list[float], share: float) -> float:
 
 @dataclass
 class Findings:
-    """Deviations that are found during a run."""
+    """Collects the deviations of a run."""
 
-    wrong: list[str] = field(default_factory=list)
+    deviations: list[str] = field(default_factory=list)
 
     def expect(self, condition: object, sentence: str) -> bool:
         """Add the sentence unless the condition is true; return whether it is."""
         if not condition:
-            self.wrong.append(sentence)
+            self.deviations.append(sentence)
         return bool(condition)

@@ -1,4 +1,4 @@
-"""Inject a fault into a stable job, follow the recovery, measure it, and compare it with what is expected."""
+"""Inject a fault into a stable job, follow and measure the recovery, and compare it with the expectation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPARE_OR_REPLACE = frozenset({"Spare", "Replace"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expect:
+class ExpectedRecovery:
     """Expected consequences of a fault; empty sets accept anything."""
 
     causes: frozenset[str]
@@ -32,31 +32,31 @@ class Expect:
     """Node that the failure must be attributed to; "" for none, None if it is not checked."""
     steps_lost: int = 1
     replaced: int | None = None
-    """Pods that joined for it; 0 also means that every pod keeps its uid. None if it is not checked."""
+    """Number of pods that joined; 0 also requires that every pod keeps its uid. None if it is not checked."""
     interruptions: int = 1
     """Maximum number of entries in the history; more means that one fault was counted as several."""
     detect_within: float | None = None
-    """Limit in seconds, where it is a part of the row."""
+    """Limit of the detection in seconds, if the row has one."""
     seconds: float = 60.0
-    """Limit of each wait for the recovery."""
-    also: Callable[[Findings, Json], bool] | None = None
+    """Limit of each wait for the recovery, in seconds."""
+    extra_check: Callable[[Findings, Json], bool] | None = None
     """Further check of the last history entry; returns whether the blame is right."""
 
 
-def expect_in_place(cause: str, pod: str, suspect: str = "") -> Expect:
+def expect_in_place(cause: str, pod: str, suspect: str = "") -> ExpectedRecovery:
     """Expect a restart in place that names one worker, keeps all pods and by default suspects no node."""
     rungs = frozenset({"InPlace"})
-    return Expect(causes=frozenset({cause}), rungs=rungs, pod=pod, suspect=suspect, replaced=0)
+    return ExpectedRecovery(causes=frozenset({cause}), rungs=rungs, pod=pod, suspect=suspect, replaced=0)
 
 
-def expect_node_lost(node: str, **fields: object) -> Expect:
+def expect_node_lost(node: str, **fields: object) -> ExpectedRecovery:
     """Expect a failed node to be named and suspected, and its rank to go to a spare or to a new pod."""
     usual = {"causes": frozenset({"NodeLost"}), "rungs": SPARE_OR_REPLACE, "node": node, "suspect": node, "replaced": 1}
-    return Expect(**(usual | fields))  # type: ignore[arg-type]
+    return ExpectedRecovery(**(usual | fields))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class JobSnapshot:
     """State of the job right before the fault."""
 
     entries: frozenset[tuple[Any, ...]]
@@ -65,13 +65,13 @@ class Before:
 
 
 def entry_key(entry: Json) -> tuple[Any, ...]:
-    """Return what identifies an interruption; its rung may still change."""
+    """Return the identity of an interruption, without its rung, which may still change."""
     return (entry["generation"], entry.get("attempt", 0), entry.get("failedAt"))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a row: the cluster, the job, and a random generator that depends on seed, row and run alone."""
+    """A run of a row: the cluster, the job, and a random generator that depends only on seed, row and run."""
 
     env: FaultEnvironment
     target: TargetJob
@@ -84,27 +84,36 @@ class Run:
         time.sleep(self.rng.uniform(0.0, 0.5))
         return member
 
-    def before(self) -> Before:
+    def snapshot(self) -> JobSnapshot:
         """Record the state of the job."""
         uids = frozenset(pod["metadata"]["uid"] for pod in self.target.pods())
-        return Before(frozenset(entry_key(entry) for entry in self.target.history()), uids)
+        return JobSnapshot(frozenset(entry_key(entry) for entry in self.target.history()), uids)
 
     def result(self, findings: Findings, **fields: Any) -> FaultRun:
-        """Return the result of a run that is not measured by `follow`."""
-        return FaultRun(self.number, wrong=tuple(findings.wrong), **fields)
+        """Return the result of a run that `follow` does not measure."""
+        return FaultRun(self.number, deviations=tuple(findings.deviations), **fields)
 
-    def inject(self, act: Callable[[], float | None], expect: Expect, *, note: str = "", gap: float = 0.0) -> FaultRun:
+    def inject(
+        self, fault: Callable[[], float | None], expect: ExpectedRecovery, *, note: str = "", gap: float = 0.0
+    ) -> FaultRun:
         """Inject a fault by an action, which may return the time of the fault, and follow the recovery."""
-        before, moment = self.before(), time.time()
-        moment = act() or moment
+        before, moment = self.snapshot(), time.time()
+        moment = fault() or moment
         return self.follow(before, moment, self.target.step(), expect, note=note, gap=gap)
 
-    def command(self, what: str, expect: Expect, pod: str, **fields: Any) -> FaultRun:
-        """Have the fault injector of a pod act, and follow the recovery."""
+    def command(self, what: str, expect: ExpectedRecovery, pod: str, **fields: Any) -> FaultRun:
+        """Send a command to the fault injector of a pod, and follow the recovery."""
         return self.inject(lambda: self.target.inject(what, pod, **fields), expect, note=pod)
 
     def follow(
-        self, before: Before, moment: float, completed: int, expect: Expect, *, note: str = "", gap: float = 0.0
+        self,
+        before: JobSnapshot,
+        moment: float,
+        completed: int,
+        expect: ExpectedRecovery,
+        *,
+        note: str = "",
+        gap: float = 0.0,
     ) -> FaultRun:
         """Follow the recovery from a fault at `moment`, when `completed` steps were done, and check it."""
         target = self.target
@@ -113,10 +122,10 @@ class Run:
             entries = [entry for entry in target.history() if entry_key(entry) not in before.entries]
             return entries if all(entry.get("recoveredSeconds") is not None for entry in entries) else []
 
-        target.until("recovery and new step", recovered, expect.seconds)
+        target.until(recovered, "recovery and new step", expect.seconds)
         if gap:
             time.sleep(gap)
-        entries = target.until("recovery from all interruptions", recovered, expect.seconds)
+        entries = target.until(recovered, "recovery from all interruptions", expect.seconds)
         first, last = entries[0], entries[-1]
         found = Findings()
         blame = self._check_blame(before, first, expect, found)
@@ -131,8 +140,8 @@ class Run:
         if expect.detect_within is not None and detect is not None:
             found.expect(detect <= expect.detect_within, f"it took {detect:.1f} s to detect")
         self._check_pods(before, entries, expect, found)
-        if expect.also is not None:
-            blame = expect.also(found, last) and blame
+        if expect.extra_check is not None:
+            blame = expect.extra_check(found, last) and blame
         new = max(completed, *(entry.get("stepBefore", 0) for entry in entries), last.get("resumeStep") or 0) + 1
         target.until_step(new, expect.seconds)
         ended = target.records().get(new, {}).get("time")
@@ -142,12 +151,12 @@ class Run:
             recover=None if ended is None else round(ended - moment, 3),
             steps_lost=lost,
             blame=blame,
-            wrong=tuple(found.wrong),
+            deviations=tuple(found.deviations),
             note=note,
         )
 
-    def _check_blame(self, before: Before, entry: Json, expect: Expect, found: Findings) -> bool:
-        start = len(found.wrong)
+    def _check_blame(self, before: JobSnapshot, entry: Json, expect: ExpectedRecovery, found: Findings) -> bool:
+        start = len(found.deviations)
         text = f"{entry['cause']} ({entry['message'][:160]})"
         found.expect(not expect.causes or entry["cause"] in expect.causes, f"the cause named is {text}")
         found.expect(not expect.rungs or entry["rung"] in expect.rungs, f"the rung is {entry['rung']}")
@@ -157,15 +166,15 @@ class Run:
                 found.expect(named == wanted, f"the {what} named is {named or 'none'}, it was {wanted or 'none'}")
         if expect.suspect is not None:
             failures = self.target.status().get("failures") or []
-            # Failures have times of the operator's clock, some of them whole seconds.
+            # Times of failures are from the operator's clock, some in whole seconds.
             suspects = {record.get("node", "") for record in failures if record["at"] >= before.started - 1} - {""}
             found.expect(
                 suspects == {expect.suspect} - {""},
                 f"suspected nodes are {', '.join(sorted(suspects)) or 'none'}, expected {expect.suspect or 'none'}",
             )
-        return len(found.wrong) == start
+        return len(found.deviations) == start
 
-    def _check_pods(self, before: Before, entries: list[Json], expect: Expect, found: Findings) -> None:
+    def _check_pods(self, before: JobSnapshot, entries: list[Json], expect: ExpectedRecovery, found: Findings) -> None:
         if expect.replaced is None:
             return
         joined = sum(entry.get("podsReplaced", 0) for entry in entries)

@@ -1,8 +1,8 @@
-"""Define a row, and run it several times in a job that lives as long as it can.
+"""Define a row, and run it several times, in one job if possible.
 
 Guarantees:
-- Every random choice of a run comes from a generator that depends on seed, row and run alone.
-- A run that gets stuck fails with the state of the job and costs that job, but no later run.
+- Every random choice of a run comes from a generator that depends only on seed, row and run.
+- A stuck run fails with the state of the job; the next run gets a new job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.faults.environment import BATCH, STEPS
 from benchmarks.faults.record import FaultRun
 from benchmarks.faults.recovery import Run
-from benchmarks.faults.target import StuckError
+from benchmarks.faults.target import NoProgressError
 from tests.testing.cluster.access import CommandError
 from tests.testing.suite.timeouts import NotInTimeError
 from trainium_devcluster.errors import ClusterError
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from benchmarks.faults.environment import FaultEnvironment
 
 _LAST_STEPS = 100
-"""A new job is started when so few steps remain that the next recovery might not fit."""
+"""A new job is started when fewer steps remain, because the next recovery might not fit."""
 _MAX_FAILED_JOBS = 3
 EXPECTED_ERRORS = (
-    StuckError,
+    NoProgressError,
     NotInTimeError,
     CommandError,
     ClusterError,
@@ -43,14 +43,14 @@ EXPECTED_ERRORS = (
 
 
 @dataclass
-class Session:
+class RowRuns:
     """The requested runs of a row."""
 
     name: str
     seed: int
     runs: range
-    wrong: list[str] = field(default_factory=list)
-    """Deviations of the row as a whole."""
+    deviations: list[str] = field(default_factory=list)
+    """Deviations of the whole row."""
 
     def random(self, run: int) -> random.Random:
         """Return the random generator of a run."""
@@ -58,38 +58,38 @@ class Session:
 
     def add_errors(self, sentences: list[str]) -> None:
         """Add deviations of the row, each sentence once."""
-        self.wrong += [sentence for sentence in sentences if sentence not in self.wrong]
+        self.deviations += [sentence for sentence in sentences if sentence not in self.deviations]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of the table."""
+    """A row of the table."""
 
     number: int
     part: str = ""
-    """A letter where a row has several variants."""
+    """A letter if a row has several variants."""
     fault: str
     injected: str
     expected: str
-    judged: str
-    """Check of the result."""
+    checked: str
+    """The check of the result, for the page."""
     run_once: Callable[[Run], FaultRun]
     require: Callable[[FaultEnvironment], object] | None = None
-    """Raises RowSkippedError on a cluster on which the row cannot run."""
+    """Function that raises RowSkippedError on a cluster on which the row cannot run."""
     within: Callable[[FaultEnvironment], AbstractContextManager[None]] | None = None
-    """State of the cluster during all runs; of a row whose runs have a job each, during each run."""
+    """Context of the cluster during all runs; during each run if each has a separate job."""
     spares: int = 1
     spec: str = ""
-    """Difference of the job's spec, as YAML."""
+    """Changes of the job's spec, as YAML."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment of the workers."""
-    own_job: bool = False
+    job_per_run: bool = False
     """Whether each run has a separate job, whose curve is not checked."""
     tolerance: float = 0.0
     """Largest relative difference of a loss from the reference curve."""
     batch: int = BATCH
     max_runs: int = 30
-    """Runs at most; fewer than 30 where one of them takes long."""
+    """Maximum number of runs; below 30 if a run takes long."""
     kubelet: bool = True
     """Whether the row can also run on genuine kubelets."""
 
@@ -98,12 +98,12 @@ class Row:
         """Number and part."""
         return f"{self.number}{self.part}"
 
-    def run(self, env: FaultEnvironment, session: Session) -> Iterator[FaultRun]:
-        """Run the row as often as the session asks."""
+    def run(self, env: FaultEnvironment, session: RowRuns) -> Iterator[FaultRun]:
+        """Run the row as often as the session requests."""
         if self.require is not None:
             self.require(env)
         within = self.within or (lambda _: nullcontext())
-        if self.own_job:
+        if self.job_per_run:
             for run in session.runs:
                 with within(env):
                     yield self._run_in_own_job(env, session, run)
@@ -115,7 +115,7 @@ class Row:
         change = f"workers: {{spares: {env.spares(self.spares)}}}"
         return env.job(f"row{self.name}", change, self.spec, environment=dict(self.variables))
 
-    def _run_in_own_job(self, env: FaultEnvironment, session: Session, run: int) -> FaultRun:
+    def _run_in_own_job(self, env: FaultEnvironment, session: RowRuns, run: int) -> FaultRun:
         try:
             env.release_nodes()
             with self._job(env) as target:
@@ -125,9 +125,9 @@ class Row:
                     env.save_diagnostics(target, f"{session.name}-{run}")
                     raise
         except EXPECTED_ERRORS as error:
-            return FaultRun(run=run, wrong=(str(error),))
+            return FaultRun(run=run, deviations=(str(error),))
 
-    def _run_in_one_job(self, env: FaultEnvironment, session: Session) -> Iterator[FaultRun]:
+    def _run_in_one_job(self, env: FaultEnvironment, session: RowRuns) -> Iterator[FaultRun]:
         waiting = deque(session.runs)
         failed_jobs = 0
         while waiting:
@@ -139,9 +139,9 @@ class Row:
             with self._job(env) as target:
                 try:
                     target.until_stable(3, seconds=180)
-                except StuckError as error:
+                except NoProgressError as error:
                     env.save_diagnostics(target, f"{session.name}-{waiting[0]}-before")
-                    yield FaultRun(run=waiting.popleft(), wrong=(f"before the fault: {error}",))
+                    yield FaultRun(run=waiting.popleft(), deviations=(f"before the fault: {error}",))
                     continue
                 while waiting and target.step() < STEPS - _LAST_STEPS:
                     run = waiting.popleft()
@@ -151,7 +151,7 @@ class Row:
                         result = self.run_once(Run(env, target, run, session.random(run)))
                     except EXPECTED_ERRORS as error:
                         env.save_diagnostics(target, f"{session.name}-{run}")
-                        yield FaultRun(run=run, wrong=(str(error),))
+                        yield FaultRun(run=run, deviations=(str(error),))
                         break
                     yield result
                     failed_jobs = 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.testing.suite.timeouts import Deadline
-from trainium_contract.wire.recorded_membership import members_of
+from trainium_contract.wire.recorded_membership import parse_members
 from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.demos.metrics import read_steps
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.testing.cluster.jobs import Job
-    from tests.testing.cluster.sites import Site
+    from tests.testing.cluster.shared_cluster import SharedCluster
     from trainium_devcluster.controlplane.client import ApiClient
 
 Json = dict[str, Any]
@@ -33,19 +33,19 @@ POLL_SECONDS = 0.1
 _TAIL_BYTES = 8192
 
 
-class StuckError(RuntimeError):
+class NoProgressError(RuntimeError):
     """A wait timed out; the message ends with the state of the job."""
 
 
 @dataclass
 class TargetJob:
-    """A job that faults are injected into."""
+    """Controls a job into which faults are injected."""
 
-    site: Site
+    site: SharedCluster
     api: ApiClient
     job: Job
     commands: Path
-    """Folder in which the fault injector of the workers looks for commands."""
+    """Folder of the commands for the fault injector of the workers."""
     spares: int = 0
 
     @property
@@ -74,7 +74,7 @@ class TargetJob:
     def members(self) -> list[Json]:
         """Return the members by node rank."""
         path = f"/api/v1/namespaces/{self.job.namespace}/configmaps/{self.job.name}-membership"
-        return members_of(self.api.get(path))
+        return parse_members(self.api.get(path))
 
     def member_uids(self) -> set[str]:
         """Return the pod uids of the members."""
@@ -86,11 +86,11 @@ class TargetJob:
         return found[0] if found else {}
 
     def records(self) -> dict[int, Json]:
-        """Return step -> line of metrics.jsonl."""
+        """Return the lines of metrics.jsonl by step."""
         return read_steps(self.job.folder / "metrics.jsonl")
 
     def losses(self) -> dict[int, float]:
-        """Return step -> loss of the final history."""
+        """Return the losses of the final history by step."""
         return {step: float(record["loss"]) for step, record in self.records().items()}
 
     def step(self) -> int:
@@ -107,7 +107,7 @@ class TargetJob:
         """Return the steps of the committed checkpoints, oldest first."""
         return sorted(int(path.parent.name.split("-")[1]) for path in self.job.folder.glob("step-*/COMMITTED"))
 
-    def until(self, what: str, condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
         """Return the value of the condition once it is true; an API server that does not answer counts as not yet."""
         deadline = Deadline(seconds)
         while True:
@@ -116,17 +116,17 @@ class TargetJob:
                 if found:
                     return found
             if deadline.is_over():
-                raise StuckError(f"no {what} within {deadline.waited():.0f} s. {self.describe()}")
+                raise NoProgressError(f"no {what} within {deadline.waited():.0f} s. {self.describe()}")
             time.sleep(POLL_SECONDS)
 
     def until_step(self, step: int, seconds: float = 60.0) -> None:
         """Wait until `step` is completed."""
-        self.until(f"step {step}", lambda: self.step() >= step, seconds)
+        self.until(lambda: self.step() >= step, f"step {step}", seconds)
 
     def until_stable(self, steps: int = 2, seconds: float = 120.0) -> None:
-        """Wait until the job trains at its full size with a ready spare and has made `steps` more steps.
+        """Wait until the job trains at its full size with a ready spare and has completed `steps` more steps.
 
-        Further spares warm up at the lowest priority and are not waited for.
+        It does not wait for further spares, which warm up at the lowest priority.
         """
 
         def is_stable() -> bool:
@@ -139,7 +139,7 @@ class TargetJob:
                 and status["membership"]["size"] == status.get("desired")
             )
 
-        self.until("stable training with a ready spare", is_stable, seconds)
+        self.until(is_stable, "stable training with a ready spare", seconds)
         self.until_step(self.step() + steps, seconds)
 
     def describe(self) -> str:
@@ -160,29 +160,29 @@ class TargetJob:
         command = ("exec", pod, "-n", self.job.namespace, "-c", "worker", "--", "sh", "-c", script)
         return self.site.kubectl(*command)
 
-    def signal(self, pod: str, name: str, local_rank: int = 0) -> float:
-        """Send a signal (by its short name) to a training process."""
-        pid = f"/cache/faults/{self.commands.name}/pid-{pod}-{local_rank}"
+    def signal(self, pod: str, name: str) -> float:
+        """Send a signal (by its short name) to the first training process of a pod."""
+        pid = f"/cache/faults/{self.commands.name}/pid-{pod}-0"
         return float(self.shell(pod, f"date +%s.%N; kill -{name} $(cat {pid})").split()[0])
 
     def command(self, what: str, pod: str, **fields: Any) -> None:
-        """Have the fault injector act in the next step of a pod's ranks."""
+        """Send a command to the fault injector for the next step of a pod's ranks."""
         draft = self.commands / f".draft-{pod}"
         draft.write_text(json.dumps({"what": what, **fields}))
         draft.chmod(0o666)
         draft.rename(self.commands / f"do-{pod}")
 
     def inject(self, what: str, pod: str, **fields: Any) -> float:
-        """Have the fault injector of a pod act, and return the time of the fault."""
+        """Send a command to the fault injector of a pod, and return the time of the fault."""
         self.command(what, pod, **fields)
         path = self.commands / f"injected-{pod}"
-        self.until(f"fault in {pod}", path.exists, 30.0)
+        self.until(path.exists, f"fault in {pod}", 30.0)
         moment = float(path.read_text() or time.time())
         path.unlink()
         return moment
 
     def clear_commands(self) -> None:
-        """Remove all commands and what they left."""
+        """Remove all commands and their files."""
         for pattern in ("do-*", "done-*", "injected-*", "stall", "slow"):
             for path in self.commands.glob(pattern):
                 path.unlink(missing_ok=True)
@@ -195,7 +195,7 @@ class TargetJob:
         return moment
 
     def evict(self, pod: str, seconds: float = 30.0) -> float:
-        """Evict a pod through the eviction API, again while a budget refuses it."""
+        """Evict a pod through the eviction API; retry while a budget refuses it."""
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
@@ -218,7 +218,7 @@ class TargetJob:
         self.api.patch(self._path, change)
 
     def clear_failures(self) -> None:
-        """Empty the windows of budgets and back-off: rows measure single faults."""
+        """Clear the windows of budgets and backoff, because rows measure single faults."""
         if self.status().get("failures"):
             self.api.patch(f"{self._path}/status", {"status": {"failures": [], "avoidedNodes": []}})
 
@@ -227,5 +227,5 @@ class TargetJob:
         self.api.delete(self._path, {"propagationPolicy": "Background"})
         for pod in self.pods():
             self.delete_pod(pod["metadata"]["name"], force=True)
-        self.until("deletion of its pods", lambda: not self.pods(), 60)
+        self.until(lambda: not self.pods(), "deletion of its pods", 60)
         shutil.rmtree(self.commands, ignore_errors=True)

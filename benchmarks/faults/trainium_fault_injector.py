@@ -1,9 +1,10 @@
-"""Run the trainer with a fault injector, in place of the plain entry point, in the workers of the fault table.
+"""Run the trainer with a fault injector, instead of the plain entry point, in the workers of the fault table.
 
-It paces the steps, so that a small model has steps of a steady length, and executes commands that are files in
-`TRAINIUM_FAULTS_DIR`: `do-POD` for the ranks of one pod, `do-all` for all. A command is executed once unless it is
-`sticky`. The file is copied to a folder that workers import from, so it imports nothing of this package. Losses are
-those of the plain trainer, since a step without a command is only delayed.
+It delays the steps of the small model to a constant duration, and executes commands, which are files in
+`TRAINIUM_FAULTS_DIR`: `do-POD` for the ranks of one pod, `do-all` for all. A command runs once unless it is `sticky`.
+
+The file is copied to a folder from which workers import, so it imports nothing of this package. Losses equal those of
+the plain trainer, because a step without a command is only delayed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_trainer.backends.native import NativeBackend
-    from trainium_trainer.data.batches.loader import MicroBatch
+    from trainium_trainer.data.batches.micro_batches import MicroBatch
 
 FOLDER = Path(os.environ.get("TRAINIUM_FAULTS_DIR", "/nonexistent"))
 PACE = float(os.environ.get("TRAINIUM_FAULTS_PACE", "0"))
@@ -75,7 +76,7 @@ def _pace_steps() -> None:
     def paced(self: NativeBackend, batch: MicroBatch, *, last: bool) -> None:
         accumulate(self, batch, last=last)
         if last:
-            with self._pulse.work:  # to observers, this is a longer computation
+            with self._pulse.work:  # observers see a longer computation
                 _execute_command(self)
                 time.sleep(max(0.0, last_end[0] + PACE - time.monotonic()))
             last_end[0] = time.monotonic()
@@ -112,8 +113,8 @@ def _execute_command(backend: NativeBackend) -> None:
         _FAULTS[found["what"]](backend, found)
 
 
-def _mute(_: NativeBackend, __: dict[str, Any]) -> None:
-    _STATE["mute"] = True  # it waits in the next collective like the others, and sends nothing
+def _stop_heartbeats(_: NativeBackend, __: dict[str, Any]) -> None:
+    _STATE["mute"] = True  # it waits in the next collective like the others, but sends nothing
 
 
 def _not_a_number(backend: NativeBackend, _: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ def _out_of_memory(_: NativeBackend, __: dict[str, Any]) -> None:
 
 def _fault_in_collective(_: NativeBackend, __: dict[str, Any]) -> None:
     def read_null() -> None:
-        time.sleep(PACE + 0.005)  # the main thread is in the next collective by then
+        time.sleep(PACE + 0.005)  # by then the main thread is in the next collective
         ctypes.string_at(0)
 
     threading.Thread(target=read_null, daemon=True).start()
@@ -143,12 +144,12 @@ _FAULTS: dict[str, Callable[[NativeBackend, dict[str, Any]], None]] = {
     "oom": _out_of_memory,
     "segv": _fault_in_collective,
     "exit": _exit,
-    "mute": _mute,
+    "mute": _stop_heartbeats,
 }
 
 
 def _stall_storage() -> None:
-    """Patch storage: reads and writes of checkpoints block while the file `stall` exists."""
+    """Patch storage, so that reads and writes of checkpoints block while the file `stall` exists."""
     from trainium_trainer.storage.posix import PosixStorage  # noqa: PLC0415 - as above
 
     def wait() -> None:
@@ -173,7 +174,7 @@ def _stall_storage() -> None:
 
 
 def _prepare() -> None:
-    """Warm up as the plain entry point does: the standby process imports this module."""
+    """Warm up like the plain entry point, because the standby process imports this module."""
     kernel_log = os.environ.get("TRAINIUM_KERNEL_LOG")
     if kernel_log:  # replaces /dev/kmsg, which always exists
         with contextlib.suppress(OSError):

@@ -1,1 +1,1 @@
-"""Measure what operator and coordinator cost at fleet size, on fake nodes, compared with a floor and with others."""
+"""Measure the cost of operator and coordinator at fleet size, on fake nodes, relative to a floor and to peers."""

@@ -1,8 +1,9 @@
 """Measure how fast and how cheaply a job starts and recovers on 128 to 5,000 fake nodes of a real control plane.
 
-Whatever depends on the machine is divided by the floor of the same run: the same pods, created and deleted by a plain
-client with 64 requests at once. The controller manager may make 200 requests a second and the scheduler 500, as when
-the peers were measured. Agents are simulated: the real protocol over real TLS with real tokens, in one process.
+Figures that depend on the machine are divided by the floor of the same run: the same pods, created and deleted by a
+plain client with 64 requests in flight. The controller manager may send 200 requests a second and the scheduler 500, as
+in the measurements of the peers. Agents are simulated: the real protocol over real TLS with real tokens, in one
+process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.fleet.figures import Report
-from benchmarks.fleet.scenario import Plan, run_fleet
+from benchmarks.fleet.scenario import MeasurementPlan, run_fleet
 
 SIZES = (128, 1000, 5000)
 QUICK_SIZES = (128, 1000)
@@ -29,7 +30,7 @@ def main() -> None:
     report = Report("fleet", options.quick)
     for nodes in options.nodes or (QUICK_SIZES if options.quick else SIZES):
         with tempfile.TemporaryDirectory(prefix="trainium-bench-") as folder:
-            asyncio.run(run_fleet(Plan.of(nodes, quick=options.quick), report, Path(folder)))
+            asyncio.run(run_fleet(MeasurementPlan.for_size(nodes, quick=options.quick), report, Path(folder)))
         report.write(options.json)
     report.print()
 

@@ -1,8 +1,8 @@
 """Simulate an agent: the real protocol over real TLS with a real token, without training.
 
-It does on the wire what the agent of a worker pod does: it registers with the leader over a stream, sends a heartbeat
-once a second, reports phases, steps, failures and restarts, and connects again when the coordinator is gone. Bytes are
-handled as they arrive, so that thousands of agents in one process do not measure themselves.
+It sends the same messages as the agent of a worker pod: it registers with the leader over a stream, sends a heartbeat
+once a second, reports phases, steps, failures and restarts, and reconnects when the coordinator ends. It handles bytes
+as they arrive, so that thousands of agents in one process do not distort the figures.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from trainium_contract.wire.stream import (
     UPGRADE,
     FrameKind,
     FrameReader,
-    alive,
-    frame,
+    encode_frame,
+    encode_keepalive,
     jitter_fraction,
     must_send_now,
 )
@@ -57,7 +57,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An address, and the name that its certificate must bear."""
+    """An address, and the name that its certificate must have."""
 
     ip: str
     port: int
@@ -78,15 +78,15 @@ class Pod:
     token: str
 
 
-class Job:
-    """State that all agents of one job share: the step, and memberships that are parsed once for all of them."""
+class JobState:
+    """The state that all agents of a job share: the step, and memberships that are parsed once for all agents."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
-        self.learned: dict[int, dict[str, float]] = {}
-        """Generation -> pod uid -> when that agent received it."""
-        self.served: dict[str, float] = {}
-        """Pod uid -> when that agent last registered."""
+        self.received_at: dict[int, dict[str, float]] = {}
+        """Time at which each agent received a generation, by generation and pod uid."""
+        self.registered_at: dict[str, float] = {}
+        """Time of each agent's last registration, by pod uid."""
         self.latencies: list[float] = []
         self.errors: dict[str, int] = {}
         self.changed = asyncio.Condition()
@@ -96,11 +96,11 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Completed steps: one a second, while all members are there."""
+        """Completed steps: one a second while no member is missing."""
         return int((self._stalled or time.monotonic()) - self.began)
 
     def stall(self) -> None:
-        """Stop stepping, because a member failed and the others wait for it."""
+        """Stop the steps, because a member failed and the others wait for it."""
         self._stalled = self._stalled or time.monotonic()
 
     def resume(self) -> None:
@@ -133,13 +133,13 @@ class Agent:
     """One simulated agent."""
 
     pod: Pod
-    shared: Job
+    shared: JobState
     endpoints: Sequence[Endpoint]
     registered: bool = False
     silent: bool = False
     generation: int = 0
     attempt: int = 0
-    known: int = 0
+    newest_generation: int = 0
     member: bool = False
     phase: WorkerPhase = WorkerPhase.STANDBY
     on_change: Callable[[], None] = lambda: None
@@ -169,7 +169,7 @@ class Agent:
             backoff = min(backoff * 2, _LONGEST_BACKOFF)
 
     def crash(self, *, here: bool) -> None:
-        """Restart in place after a process died in this pod or (`here` off) in another one."""
+        """Restart in place after a process died in this pod or, without `here`, in another one."""
         now = time.time()
         if here:
             failure = ProcessFailure(
@@ -202,19 +202,19 @@ class Agent:
     async def _serve_stream(self, endpoint: Endpoint) -> None:
         headers = {"Authorization": f"Bearer {self.pod.token}"}
         sent: list[float] = []
-        welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        registration: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def handle(kind: int, payload: bytes) -> None:
             if self.silent:
                 return
             if kind in (FrameKind.MEMBERSHIP, FrameKind.MEMBERSHIP_CHANGE):
-                self._learn(payload, change=kind == FrameKind.MEMBERSHIP_CHANGE)
+                self._apply_membership(payload, change=kind == FrameKind.MEMBERSHIP_CHANGE)
             elif kind == FrameKind.HEARTBEAT_ACK:
                 self.shared.latencies.append(time.monotonic() - sent.pop(0))
                 self._detail_seconds = json.loads(payload)["fullHeartbeatSeconds"]
             elif kind == FrameKind.REGISTERED:
-                self._welcomed(payload)
-                welcomed.set_result(None)
+                self._on_registered(payload)
+                registration.set_result(None)
             elif kind == FrameKind.ERROR:
                 status = json.loads(payload)["status"]
                 if status == 409:
@@ -225,10 +225,10 @@ class Agent:
         stream = StreamConnection(handle)
         try:
             async with asyncio.timeout(_REQUEST_SECONDS):
-                await stream.open(endpoint, headers, {"podUid": self.pod.uid, "after": self.known})
+                await stream.open(endpoint, headers, {"podUid": self.pod.uid, "after": self.newest_generation})
                 if not stream.closed.done():
-                    stream.send(FrameKind.REGISTER, _encoded(self._register_request()))
-                    ends: set[asyncio.Future[Any]] = {welcomed, stream.closed}
+                    stream.send(FrameKind.REGISTER, _encode(self._register_request()))
+                    ends: set[asyncio.Future[Any]] = {registration, stream.closed}
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             heartbeats = asyncio.create_task(self._send_heartbeats(stream, sent))
             try:
@@ -249,9 +249,9 @@ class Agent:
                 if must_send or now - last_at >= self._detail_seconds * share:
                     sent.append(now)
                     last, last_at, share = message, now, jitter_fraction(random.random(), after_news=must_send)
-                    stream.send(FrameKind.HEARTBEAT, _encoded(message))
+                    stream.send(FrameKind.HEARTBEAT, _encode(message))
                 else:
-                    stream.send(FrameKind.KEEPALIVE, alive(message))
+                    stream.send(FrameKind.KEEPALIVE, encode_keepalive(message))
             await self._until_next_heartbeat()
 
     def _register_request(self) -> RegisterRequest:
@@ -267,13 +267,13 @@ class Agent:
             agent_version="bench",
         )
 
-    def _welcomed(self, body: bytes) -> None:
-        welcome = json.loads(body)
+    def _on_registered(self, body: bytes) -> None:
+        response = json.loads(body)
         self.registered = True
-        self.shared.served[self.pod.uid] = time.monotonic()
-        self._seconds = welcome["heartbeatSeconds"]
-        if welcome.get("membership"):
-            self._learn(json.dumps(welcome["membership"]).encode())
+        self.shared.registered_at[self.pod.uid] = time.monotonic()
+        self._seconds = response["heartbeatSeconds"]
+        if response.get("membership"):
+            self._apply_membership(json.dumps(response["membership"]).encode())
         self.on_change()
 
     async def _until_next_heartbeat(self) -> None:
@@ -316,13 +316,13 @@ class Agent:
             ready=True,
         )
 
-    def _learn(self, body: bytes, *, change: bool = False) -> None:
+    def _apply_membership(self, body: bytes, *, change: bool = False) -> None:
         generation, members = self.shared.membership(body, change=change)
-        if generation <= self.known or self.silent:
+        if generation <= self.newest_generation or self.silent:
             return
-        self.known = generation
+        self.newest_generation = generation
         self.shared.resume()
-        self.shared.learned.setdefault(generation, {})[self.pod.uid] = time.monotonic()
+        self.shared.received_at.setdefault(generation, {})[self.pod.uid] = time.monotonic()
         self.member = self.pod.uid in members
         self.phase = WorkerPhase.STANDBY
         if self.member:
@@ -331,7 +331,7 @@ class Agent:
         self.on_change()
 
 
-def _encoded(message: MessageModel) -> bytes:
+def _encode(message: MessageModel) -> bytes:
     return message.model_dump_json(by_alias=True, exclude_none=True).encode()
 
 
@@ -342,11 +342,11 @@ def _cache(cache: dict[K, V], key: K, value: V) -> None:
 
 
 class DisconnectedError(Exception):
-    """The coordinator at this address does not serve the agent."""
+    """The coordinator at this address refused the agent."""
 
 
 class StreamConnection(asyncio.Protocol):
-    """Connection of one agent; `closed` resolves to the status of the refusal, or to 0 when the connection broke."""
+    """The connection of an agent; `closed` resolves to the status of a refusal, or to 0 if the connection broke."""
 
     def __init__(self, on_frame: Callable[[int, bytes], None]) -> None:
         self._on_frame = on_frame
@@ -373,7 +373,7 @@ class StreamConnection(asyncio.Protocol):
     def send(self, kind: FrameKind, payload: bytes = b"") -> None:
         """Send a frame."""
         if self._transport is not None:
-            self._transport.write(frame(kind, payload))
+            self._transport.write(encode_frame(kind, payload))
 
     def end(self, status: int) -> None:
         """Close the connection, with the status of the refusal."""
@@ -410,12 +410,12 @@ class StreamConnection(asyncio.Protocol):
             self.opened.set_result(None)
         for kind, payload in self._reader.frames(data):
             if kind == FrameKind.PACKED_MEMBERSHIP:
-                self._on_frame(FrameKind.MEMBERSHIP, _unpacked(payload))
+                self._on_frame(FrameKind.MEMBERSHIP, _decompress(payload))
             else:
                 self._on_frame(kind, payload)
 
 
 @functools.lru_cache(maxsize=1)
-def _unpacked(data: bytes) -> bytes:
+def _decompress(data: bytes) -> bytes:
     """Decompress a membership once; real agents do that on separate machines."""
     return zlib.decompress(data, _GZIP)

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from benchmarks.fleet.agent import Agent, Endpoint, Job, Pod
-from benchmarks.fleet.kube import PodWatch, administrator
+from benchmarks.fleet.agent import Agent, Endpoint, JobState, Pod
+from benchmarks.fleet.kube import PodWatch, admin_client
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, TOKEN_AUDIENCE
 from trainium_devcluster.cluster import Cluster
@@ -34,15 +34,15 @@ Command = dict[str, Any]
 _TOKENS_IN_FLIGHT = 16
 _WARM_SECONDS = 5.0
 _PAUSE_SECONDS = 2.0
-"""After a collection of garbage: until what waited for its end has been worked off."""
+"""Pause after a garbage collection, in which delayed work completes."""
 _TOKEN_LENGTH = 1100
-"""Length of a token that is bound to a pod and its node."""
+"""Length of a token bound to a pod and its node."""
 _ANSWER_SECONDS = 30.0
 _ROOT = Path(__file__).parents[2]
 
 
 class Agents:
-    """All agents of one job."""
+    """Runs all agents of one job."""
 
     def __init__(self, kube: Api, job: str, addresses: list[tuple[str, int]], name: str) -> None:
         self._kube = kube
@@ -50,7 +50,7 @@ class Agents:
         self._addresses = addresses
         self._name = name
         self._context: ssl.SSLContext | None = None
-        self._shared = Job()
+        self._shared = JobState()
         self._agents: dict[str, Agent] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._started = False
@@ -66,7 +66,7 @@ class Agents:
             await asyncio.Event().wait()
 
     async def answer(self, command: Command) -> Command:
-        """Carry out one command."""
+        """Execute a command."""
         match command["op"]:
             case "start":
                 await self._start()
@@ -75,20 +75,20 @@ class Agents:
                 self._shared.stall()
             case "crash":
                 self._crash(command["pod"])
-            case "learned":
-                return await self._learned(command)
-            case "reset_served":
-                self._shared.served.clear()
-            case "served":
-                return await self._served(command)
+            case "wait_for_membership":
+                return await self._wait_for_membership(command)
+            case "reset_registrations":
+                self._shared.registered_at.clear()
+            case "wait_for_registrations":
+                return await self._wait_for_registrations(command)
             case "freeze_gc":
-                freeze_gc()  # a collection in this process would count as latency of the coordinator
+                freeze_gc()  # a garbage collection in this process would count as latency of the coordinator
                 await asyncio.sleep(_PAUSE_SECONDS)
-                latency_of(self._shared)
+                pop_latencies(self._shared)
             case "latency":
-                return latency_of(self._shared)
-            case "bare":
-                return await self._bare(command)
+                return pop_latencies(self._shared)
+            case "measure_stub":
+                return await self._measure_stub(command)
             case "state":
                 return self._state()
             case other:
@@ -110,12 +110,12 @@ class Agents:
         task = self._tasks.get(name)
         if running and task is None:
             self._tasks[name] = asyncio.create_task(self._run_agent(name, seen))
-            self._tasks[name].add_done_callback(_report_defect)
+            self._tasks[name].add_done_callback(_print_exception)
         elif not running and task is not None:
             task.cancel()
             del self._tasks[name]
             agent = self._agents.pop(name, None)
-            if agent is not None and agent.member and agent.known == max(self._shared.learned):
+            if agent is not None and agent.member and agent.newest_generation == max(self._shared.received_at):
                 self._shared.stall()
             self._changed.set()
 
@@ -138,7 +138,7 @@ class Agents:
         async with self._tokens:
             try:
                 answer = await self._kube.create("/api/v1/namespaces/default/serviceaccounts/default/token", body)
-            except ApiError:  # the pod went meanwhile
+            except ApiError:  # the pod was deleted
                 await asyncio.Event().wait()
         return str(answer["status"]["token"])
 
@@ -148,14 +148,14 @@ class Agents:
             if agent.member and agent.generation == hit.generation:
                 agent.crash(here=agent is hit)
 
-    async def _learned(self, command: Command) -> Command:
+    async def _wait_for_membership(self, command: Command) -> Command:
         """Return when the last of `count` agents received `generation` or a newer one."""
         wanted, count = int(command["generation"]), int(command["count"])
         received: dict[str, float] = {}
 
         def enough() -> bool:
             received.clear()
-            for generation, times in self._shared.learned.items():
+            for generation, times in self._shared.received_at.items():
                 if generation >= wanted:
                     for uid, at in times.items():
                         received[uid] = min(at, received.get(uid, at))
@@ -163,19 +163,19 @@ class Agents:
 
         await self._until(enough, command)
         times = sorted(received.values())[:count]
-        return {"first": times[0], "last": times[-1], "newest": max(self._shared.learned)}
+        return {"first": times[0], "last": times[-1], "newest": max(self._shared.received_at)}
 
-    async def _served(self, command: Command) -> Command:
-        """Return when the first and the last of `count` agents registered since `reset_served`."""
-        served = self._shared.served
-        await self._until(lambda: len(served) >= int(command["count"]), command)
-        return {"first": min(served.values()), "last": max(served.values())}
+    async def _wait_for_registrations(self, command: Command) -> Command:
+        """Return when the first and the last of `count` agents registered since `reset_registrations`."""
+        registered_at = self._shared.registered_at
+        await self._until(lambda: len(registered_at) >= int(command["count"]), command)
+        return {"first": min(registered_at.values()), "last": max(registered_at.values())}
 
-    async def _bare(self, command: Command) -> Command:
-        """Measure heartbeat latencies of as many agents at a server that does nothing, then stop these agents."""
+    async def _measure_stub(self, command: Command) -> Command:
+        """Measure heartbeat latencies of the same number of agents at a server without work, then stop these agents."""
         context = ssl.create_default_context(cadata=command["authority"])
         endpoints = [Endpoint(command["host"], int(command["port"]), self._name, context)]
-        shared, notify = Job(), self._changed.set
+        shared, notify = JobState(), self._changed.set
         agents = [Agent(_fake_pod(each), shared, endpoints, on_change=notify) for each in range(int(command["count"]))]
         tasks = [asyncio.create_task(agent.run()) for agent in agents]
         try:
@@ -183,9 +183,9 @@ class Agents:
             await asyncio.sleep(_WARM_SECONDS)
             freeze_gc()
             await asyncio.sleep(_PAUSE_SECONDS)
-            latency_of(shared)
+            pop_latencies(shared)
             await asyncio.sleep(float(command["measure"]))
-            return latency_of(shared)
+            return pop_latencies(shared)
         finally:
             for task in tasks:
                 task.cancel()
@@ -197,7 +197,7 @@ class Agents:
             "registered": self._count(lambda agent: agent.registered),
             "members": self._count(lambda agent: agent.member),
             "training": self._count(lambda agent: agent.phase is WorkerPhase.TRAINING),
-            "newest": max(self._shared.learned, default=0),
+            "newest": max(self._shared.received_at, default=0),
             "errors": self._shared.errors,
         }
 
@@ -211,11 +211,11 @@ class Agents:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.2):
                         await self._changed.wait()
-                # A waiting command is checked every few milliseconds, not after each of a thousand changes.
+                # Check a waiting command every few milliseconds, not after each of a thousand changes.
                 await asyncio.sleep(0.005)
 
 
-def latency_of(job: Job) -> Command:
+def pop_latencies(job: JobState) -> Command:
     """Return heartbeat latencies since the last call."""
     latencies, errors = sorted(job.latencies), dict(job.errors)
     job.latencies.clear()
@@ -230,15 +230,15 @@ def latency_of(job: Job) -> Command:
 
 
 def _fake_pod(number: int) -> Pod:
-    """Return a pod that does not exist, whose messages are as long as those of others."""
+    """Return a pod that does not exist, with messages as long as those of others."""
     name = f"fleet-w-{number}"
     uid = f"00000000-0000-0000-0000-{number:012}"
     ip, token = f"10.0.{number >> 8}.{number & 255}", "x" * _TOKEN_LENGTH
     return Pod(namespace="default", job="fleet", name=name, uid=uid, ip=ip, node=f"node-{number}", token=token)
 
 
-def _report_defect(task: asyncio.Task[None]) -> None:
-    """Print a defect of an agent, which would otherwise look like a fault of the operator."""
+def _print_exception(task: asyncio.Task[None]) -> None:
+    """Print an error of an agent, which would otherwise appear to be a fault of the operator."""
     if not task.cancelled() and (error := task.exception()) is not None:
         print(f"   an agent died: {error!r}", file=sys.stderr, flush=True)
 
@@ -248,7 +248,7 @@ class AgentsError(Exception):
 
 
 class AgentsProcess:
-    """Control the process with the agents of a job; it ends with the `async with` block."""
+    """Controls the process with the agents of a job, which ends with the `async with` block."""
 
     def __init__(self, cluster: Cluster, job: str, *, addresses: Sequence[tuple[str, int]], name: str) -> None:
         self._options = {"cluster": cluster.name, "job": job, "addresses": list(addresses), "name": name}
@@ -285,7 +285,7 @@ class AgentsProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def ask(self, op: str, *, seconds: float = 60.0, **fields: Any) -> dict[str, Any]:
+    async def request(self, op: str, *, seconds: float = 60.0, **fields: Any) -> dict[str, Any]:
         """Send a command and return its answer; raises AgentsError."""
         assert self._process is not None
         assert self._process.stdin is not None
@@ -318,7 +318,7 @@ class AgentsProcess:
 
 async def _serve(options: Command) -> None:
     cluster = Cluster.connect(options["cluster"])
-    async with administrator(cluster) as kube:
+    async with admin_client(cluster) as kube:
         addresses = [(ip, int(port)) for ip, port in options["addresses"]]
         agents = Agents(kube, options["job"], addresses, options["name"])
         following = asyncio.create_task(agents.run())
@@ -327,13 +327,13 @@ async def _serve(options: Command) -> None:
         pending: set[asyncio.Task[None]] = set()
         async for line in reader:
             command = json.loads(line)
-            task = asyncio.create_task(_carry_out(agents, command))
+            task = asyncio.create_task(_execute(agents, command))
             pending.add(task)
             task.add_done_callback(pending.discard)
         following.cancel()
 
 
-async def _carry_out(agents: Agents, command: Command) -> None:
+async def _execute(agents: Agents, command: Command) -> None:
     try:
         answer = await agents.answer(command)
     except Exception as error:  # noqa: BLE001 - reported to the caller

@@ -1,9 +1,9 @@
 """Measure the coordinator with 1,000 agents: heartbeats at 1 Hz, a membership change, and two handovers.
 
 Two operator processes with the rights of the chart run on a real control plane with fake nodes. Agents speak the real
-protocol over real TLS with tokens of the API server. Latency is measured at the agents, and divided by that of the
-same agents at a server that answers and does nothing else, in the same run. Control plane and fake nodes then have the
-lowest priority, because in a cluster they run on other machines.
+protocol over real TLS with tokens of the API server. Agents measure the latency, which is divided by that of the same
+agents at a server that only answers, in the same run. Control plane and fake nodes have the lowest priority then,
+because in a cluster they run on other machines.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.fleet.agents_process import AgentsProcess
-from benchmarks.fleet.bare_server import BareServer
 from benchmarks.fleet.figures import Report
 from benchmarks.fleet.job import NAME, training_job
-from benchmarks.fleet.kube import PodWatch, administrator, delete
+from benchmarks.fleet.kube import PodWatch, admin_client, delete
 from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation, free_port
-from benchmarks.fleet.scenario import JOBS, cluster_of, log, until_status
+from benchmarks.fleet.scenario import JOBS, log, start_cluster, until_status
+from benchmarks.fleet.stub_coordinator import StubCoordinator
 from trainium_contract.wire.worker_env import LABEL_JOB
-from trainium_devcluster.processes.process_families import trees
+from trainium_devcluster.processes.process_tree import tree_of
 
 if TYPE_CHECKING:
     from benchmarks.fleet.operator_process import OperatorProcess
@@ -38,7 +38,7 @@ TIMEOUT_SECONDS = 240.0
 
 
 class CoordinatorRun:
-    """One job whose agents are served by the leader of two operators."""
+    """Measures a job whose agents the leader of two operators serves."""
 
     def __init__(self, cluster: Cluster, kube: Api, chart: ChartInstallation, report: Report, agents: int) -> None:
         self._cluster = cluster
@@ -59,47 +59,49 @@ class CoordinatorRun:
             PodWatch(self._kube, f"{LABEL_JOB}={NAME}") as watch,
             AgentsProcess(self._cluster, NAME, addresses=addresses, name=SERVER_NAME) as agents,
         ):
-            await agents.ask("state")
+            await agents.request("state")
             await self._kube.create(JOBS, training_job(self._count, spares=1))
             await watch.until_running(self._count + 1, TIMEOUT_SECONDS)
             _lower_priority(self._cluster)
             _raise_priority(leader.pid, standby.pid, agents.pid)
-            floor = await self._bare(agents, seconds)
+            floor = await self._measure_floor(agents, seconds)
             began, cpu = time.monotonic(), leader.cpu_seconds()
-            await agents.ask("start")
-            await agents.ask("learned", generation=1, count=self._count, seconds=TIMEOUT_SECONDS)
+            await agents.request("start")
+            await agents.request("wait_for_membership", generation=1, count=self._count, seconds=TIMEOUT_SECONDS)
             self._report.add("all agents connect, register and join", self._count, "s", time.monotonic() - began)
             self._report.add("operator CPU for that", self._count, "s", leader.cpu_seconds() - cpu)
             await self._until_complete()
-            await self._serve(leader, agents, seconds, floor)
-            await self._change(agents, watch)
-            await self._hand_over(agents, leader, crash=True)
+            await self._measure_heartbeats(leader, agents, seconds, floor)
+            await self._measure_membership_change(agents, watch)
+            await self._measure_handover(agents, leader, crash=True)
             leader, standby = standby, await self._chart.start(HOSTS[0], self._port)
             await standby.until_ready()
             await self._until_complete()
-            await self._hand_over(agents, leader, crash=False)
+            await self._measure_handover(agents, leader, crash=False)
             await self._until_complete()
             await delete(self._kube, f"{JOBS}/{NAME}")
         await standby.stop()
 
-    async def _bare(self, agents: AgentsProcess, seconds: float) -> float:
-        """Return the floor: p99 of heartbeats (seconds) at a server that does nothing, while the operator is idle."""
-        async with BareServer() as server:
+    async def _measure_floor(self, agents: AgentsProcess, seconds: float) -> float:
+        """Return the floor: p99 of heartbeats (seconds) at a server without work, while the operator is idle."""
+        async with StubCoordinator() as server:
             asked = {"count": self._count, "measure": seconds, "host": server.host, "port": server.port}
-            found = await agents.ask("bare", **asked, authority=server.authority, seconds=TIMEOUT_SECONDS)
+            found = await agents.request("measure_stub", **asked, authority=server.authority, seconds=TIMEOUT_SECONDS)
         self._report.add("floor: heartbeat latency, median", self._count, "ms", found["p50"] * 1000)
         self._report.add("floor: heartbeat latency, p99", self._count, "ms", found["p99"] * 1000)
         return float(found["p99"])
 
-    async def _serve(self, leader: OperatorProcess, agents: AgentsProcess, seconds: float, floor: float) -> None:
+    async def _measure_heartbeats(
+        self, leader: OperatorProcess, agents: AgentsProcess, seconds: float, floor: float
+    ) -> None:
         """Measure heartbeats of an undisturbed job."""
         await asyncio.sleep(5.0)
-        await agents.ask("freeze_gc")
+        await agents.request("freeze_gc")
         cpu, began = leader.cpu_seconds(), time.monotonic()
         await asyncio.sleep(seconds)
         took = time.monotonic() - began
         cores = (leader.cpu_seconds() - cpu) / took
-        found = await agents.ask("latency")
+        found = await agents.request("latency")
         log(f"{found['count'] / took:.0f} heartbeats a second; errors: {found['errors']}")
         self._report.add("heartbeats in full a second", self._count, "count", found["count"] / took)
         self._report.add("heartbeat latency, median", self._count, "ms", found["p50"] * 1000)
@@ -108,30 +110,32 @@ class CoordinatorRun:
         self._report.add("operator processor use", self._count, "cores", cores, goal=0.25)
         self._report.add("operator memory, all agents connected", self._count, "MiB", leader.resident_mib(), goal=120.0)
 
-    async def _change(self, agents: AgentsProcess, watch: PodWatch) -> None:
+    async def _measure_membership_change(self, agents: AgentsProcess, watch: PodWatch) -> None:
         """Fail a member; measure from the first agent that receives the new membership to the last."""
         fleet = self._cluster.fleet
         assert fleet is not None
         victim = next(name for name in sorted(watch.pods) if name.endswith("-7"))
         began = time.monotonic()
         await asyncio.to_thread(fleet.fail_pod, "default", victim, exit_code=137)
-        learned = await agents.ask("learned", generation=2, count=self._count, seconds=TIMEOUT_SECONDS)
-        spread = learned["last"] - learned["first"]
+        received = await agents.request("wait_for_membership", generation=2, count=self._count, seconds=TIMEOUT_SECONDS)
+        spread = received["last"] - received["first"]
         self._report.add("membership change, from the first agent to the last", self._count, "s", spread, goal=0.5)
-        self._report.add("one pod fails, until the last agent knows", self._count, "s", learned["last"] - began)
+        self._report.add("one pod fails, until the last agent knows", self._count, "s", received["last"] - began)
         await self._until_complete()
 
-    async def _hand_over(self, agents: AgentsProcess, leader: OperatorProcess, *, crash: bool) -> None:
+    async def _measure_handover(self, agents: AgentsProcess, leader: OperatorProcess, *, crash: bool) -> None:
         """Stop the leader; measure until the first and the last agent are served by the standby."""
         before = (await self._status())["membership"]["generation"]
-        await agents.ask("reset_served")
+        await agents.request("reset_registrations")
         began = time.monotonic()
         ending = asyncio.create_task(leader.kill() if crash else leader.stop())
-        served = await agents.ask("served", count=self._count, seconds=TIMEOUT_SECONDS)
+        registered = await agents.request("wait_for_registrations", count=self._count, seconds=TIMEOUT_SECONDS)
         await ending
         how, goal = ("after a crash", 20.0) if crash else ("in order", 2.0)
-        self._report.add(f"handover {how}: first agent served", self._count, "s", served["first"] - began, goal=goal)
-        self._report.add(f"handover {how}: all agents served", self._count, "s", served["last"] - began)
+        self._report.add(
+            f"handover {how}: first agent served", self._count, "s", registered["first"] - began, goal=goal
+        )
+        self._report.add(f"handover {how}: all agents served", self._count, "s", registered["last"] - began)
         lost = float((await self._status())["membership"]["generation"] - before)
         self._report.add(f"handover {how}: generations started", self._count, "count", lost, goal=0.0)
 
@@ -143,15 +147,15 @@ class CoordinatorRun:
         def is_complete(status: dict[str, Any]) -> bool:
             return status.get("phase") == "Running" and status.get("readyReplicas") == self._count
 
-        await until_status(self._kube, is_complete, TIMEOUT_SECONDS, "all workers train")
+        await until_status(self._kube, is_complete, "all workers train", TIMEOUT_SECONDS)
 
 
 async def measure(options: argparse.Namespace, report: Report, folder: Path) -> None:
     """Measure on a new cluster."""
-    with cluster_of(options.agents + 4, options.agents) as cluster:
-        async with administrator(cluster) as kube:
+    with start_cluster(options.agents + 4, options.agents) as cluster:
+        async with admin_client(cluster) as kube:
             supervisor = cluster.status()["supervisor"]["pid"]
-            _raise_priority(os.getpid(), *trees([supervisor]))
+            _raise_priority(os.getpid(), *tree_of([supervisor]))
             chart = ChartInstallation(cluster, folder)
             await chart.install(kube)
             seconds = 15.0 if options.quick else 60.0
@@ -159,10 +163,9 @@ async def measure(options: argparse.Namespace, report: Report, folder: Path) -> 
 
 
 def _raise_priority(*pids: int, level: int = -10) -> None:
-    """Run these processes before others, where that is permitted (to root).
+    """Raise the priority of these processes, if permitted (to root).
 
-    Where the kernel gives each session a share, a priority counts within the session alone, so the session
-    is raised too.
+    If the kernel schedules by session, a priority counts only within the session, so the session is raised too.
     """
     with contextlib.suppress(OSError):
         for pid in pids:
@@ -174,8 +177,8 @@ def _raise_priority(*pids: int, level: int = -10) -> None:
 
 
 def _lower_priority(cluster: Cluster) -> None:
-    """Give control plane and fake nodes the lowest priority, for as long as they run."""
-    for pid in trees([cluster.status()["supervisor"]["pid"]])[1:]:
+    """Lower the priority of control plane and fake nodes, for their whole life."""
+    for pid in tree_of([cluster.status()["supervisor"]["pid"]])[1:]:
         with contextlib.suppress(OSError):  # the process has ended
             # A priority belongs to a thread; threads that start later inherit it.
             for thread in Path(f"/proc/{pid}/task").iterdir():

@@ -1,4 +1,4 @@
-"""Inject faults into a running job at fleet size, and measure how long and how much work a recovery takes."""
+"""Inject faults into a running job at fleet size, and measure the duration and the cost of recoveries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JOB = "/apis/trainium.dev/v1alpha1/namespaces/default/trainingjobs/fleet"
 
 
 class FaultRound:
-    """Faults of one training job."""
+    """Injects faults into a training job."""
 
     def __init__(self, run: FleetRun, operator: OperatorProcess, watch: PodWatch, agents: AgentsProcess) -> None:
         assert run.cluster.fleet is not None
@@ -37,23 +37,23 @@ class FaultRound:
         self._report = run.report
 
     async def measure_steady_state(self) -> None:
-        """Measure what an undisturbed job costs."""
+        """Measure the cost of an undisturbed job."""
         seconds = self._run.plan.steady_seconds
-        await self._agents.ask("freeze_gc")
-        before, cpu, began = await self._writes(), self._operator.cpu_seconds(), time.monotonic()
+        await self._agents.request("freeze_gc")
+        before, cpu, began = await self._count_writes(), self._operator.cpu_seconds(), time.monotonic()
         await asyncio.sleep(seconds)
         took = time.monotonic() - began
         cores = (self._operator.cpu_seconds() - cpu) / took
-        writes = await self._writes() - before
-        latency = await self._agents.ask("latency")
+        writes = await self._count_writes() - before
+        latency = await self._agents.request("latency")
         n = self._nodes
         self._report.add("operator API writes at rest", n, "/min", writes * 60 / took, goal=60.0 if n == 128 else None)
         self._report.add("operator cores at rest", n, "cores", cores)
         self._report.add("heartbeats at rest", n, "/min", latency["count"] * 60 / took)
         self._report.add("heartbeat p99 at rest", n, "ms", latency["p99"] * 1000)
 
-    async def _writes(self) -> float:
-        """Count the writes of the operator: everything except reads and token reviews, which change nothing."""
+    async def _count_writes(self) -> float:
+        """Count the writes of the operator: all requests except reads and token reviews."""
         requests = await self._operator.requests()
         writes = sum(count for verb, count in requests.items() if verb not in ("GET", "WATCH", "LIST"))
         reviews = (await asyncio.to_thread(count_writes, self._run.cluster)).get("tokenreviews", 0.0)
@@ -64,67 +64,69 @@ class FaultRound:
         n = self._nodes
         for _ in range(self._run.plan.faults):
             pod = await self._member()
-            await self._measured("one pod fails", partial(self._fail, pod), goal=0.3 if n == 128 else None)
+            await self._measure_fault("one pod fails", partial(self._fail_pod, pod), goal=0.3 if n == 128 else None)
             await self._crash()
             pod = await self._member()
-            # The cache of nodes may be stale, so two seconds without a heartbeat must confirm it.
-            await self._measured("node deleted", partial(self._delete_node, pod), goal=3.0)
+            # The cache of nodes may be stale, so two seconds without a heartbeat must confirm the fault.
+            await self._measure_fault("node deleted", partial(self._delete_node, pod), goal=3.0)
             pod = await self._member()
-            await self._measured("node marked bad", partial(self._mark, pod), goal=1.0)
+            await self._measure_fault("node marked bad", partial(self._mark_unhealthy, pod), goal=1.0)
             pod = await self._member()
-            await self._measured("node silent", partial(self._silence, pod), goal=8.0)
+            await self._measure_fault("node silent", partial(self._silence_node, pod), goal=8.0)
 
-    async def _measured(self, name: str, fault: Callable[[], Awaitable[None]], *, goal: float | None) -> None:
+    async def _measure_fault(self, name: str, fault: Callable[[], Awaitable[None]], *, goal: float | None) -> None:
         """Measure from the fault until every agent has the new membership, then until the job is complete."""
         n = self._nodes
         await self._until_complete()
         generation = (await self._run.status())["membership"]["generation"]
-        writes, created, cpu = await self._writes(), self._watch.created, self._operator.cpu_seconds()
+        writes, created, cpu = await self._count_writes(), self._watch.created, self._operator.cpu_seconds()
         began = time.monotonic()
         await fault()
-        learned = await self._agents.ask("learned", generation=generation + 1, count=n, seconds=self._run.plan.timeout)
-        self._report.add(f"{name}: new membership with every agent", n, "s", learned["last"] - began, goal=goal)
+        received = await self._agents.request(
+            "wait_for_membership", generation=generation + 1, count=n, seconds=self._run.plan.timeout
+        )
+        self._report.add(f"{name}: new membership with every agent", n, "s", received["last"] - began, goal=goal)
         await self._until_complete()
         self._report.add(f"{name}: until all workers and spares are back", n, "s", time.monotonic() - began)
         self._report.add(f"{name}: pods recreated", n, "count", float(self._watch.created - created), goal=1.0)
-        self._report.add(f"{name}: API writes of the operator", n, "count", await self._writes() - writes)
+        self._report.add(f"{name}: API writes of the operator", n, "count", await self._count_writes() - writes)
         self._report.add(f"{name}: operator CPU", n, "s", self._operator.cpu_seconds() - cpu)
 
     async def _crash(self) -> None:
         """Kill a process: the agents restart in place, and no pod changes."""
         await self._until_complete()
-        created, writes = self._watch.created, await self._writes()
+        created, writes = self._watch.created, await self._count_writes()
         await self._restart_in_place()
         await self._until_complete()
         self._report.add(
             "process crash: pods recreated", self._nodes, "count", float(self._watch.created - created), goal=0.0
         )
         self._report.add(
-            "process crash: API writes of the operator", self._nodes, "count", await self._writes() - writes
+            "process crash: API writes of the operator", self._nodes, "count", await self._count_writes() - writes
         )
 
     async def _restart_in_place(self) -> None:
         """Crash a process and wait until the status counts the restart."""
         before = (await self._run.status()).get("restarts", {}).get("total", 0)
-        await self._agents.ask("crash", pod=await self._member())
+        await self._agents.request("crash", pod=await self._member())
         await self._run.until_status(
             lambda status: status.get("restarts", {}).get("total", 0) > before, "the restart is counted"
         )
 
-    async def _fail(self, pod: str) -> None:
+    async def _fail_pod(self, pod: str) -> None:
         await asyncio.to_thread(self._fleet.fail_pod, "default", pod, exit_code=137, message="killed")
 
     async def _delete_node(self, pod: str) -> None:
-        await self._agents.ask("silence", pod=pod)
+        await self._agents.request("silence", pod=pod)
         await asyncio.to_thread(self._fleet.delete_node, self._watch.pods[pod].node)
 
-    async def _mark(self, pod: str) -> None:
+    async def _mark_unhealthy(self, pod: str) -> None:
         node = self._watch.pods[pod].node
         await asyncio.to_thread(self._fleet.set_condition, node, "NeuronHealth", "True", reason="NeuronHasError_SRAM")
 
-    async def _silence(self, pod: str) -> None:
-        await self._agents.ask("silence", pod=pod)
-        await asyncio.to_thread(self._fleet.silence_node, self._watch.pods[pod].node)
+    async def _silence_node(self, pod: str) -> None:
+        await self._agents.request("silence", pod=pod)
+        await asyncio.to_thread(self._fleet.stop_kubelet, self._watch.pods[pod].node)
 
     async def _member(self) -> str:
         """Return a member of the current generation."""
@@ -138,7 +140,7 @@ class FaultRound:
         def is_complete(status: Json) -> bool:
             pods = [pod for pod in self._watch.pods.values() if pod.running and not pod.failed and not pod.deleting]
             return (
-                len(pods) >= wanted + SPARES  # the status may be a moment behind
+                len(pods) >= wanted + SPARES  # the status may be slightly older
                 and status.get("phase") == "Running"
                 and status.get("readyReplicas") == wanted
                 and status.get("spares", 0) >= SPARES
@@ -166,7 +168,7 @@ class FaultRound:
             pods = self._watch.pods.values()
             return sum(pod.uid not in old and pod.running is not None for pod in pods) >= n
 
-        last = await self._watch.until(all_replaced, run.plan.timeout, "all pods run again")
+        last = await self._watch.until(all_replaced, "all pods run again", run.plan.timeout)
         self._report.add("all pods fail: to fail them", n, "s", failed - began)
         self._report.add("all pods fail: all Running again", n, "s", last - began)
         self._report.add("gang restart over the floor", n, "x", (last - began) / floor, goal=1.15)
@@ -179,9 +181,11 @@ class FaultRound:
         generation = (await run.status())["membership"]["generation"]
         began = time.monotonic()
         await run.kube.patch(JOB, {"spec": {"workers": {"replicas": size}}}, MERGE_PATCH)
-        learned = await self._agents.ask("learned", generation=generation + 1, count=size, seconds=run.plan.timeout)
+        received = await self._agents.request(
+            "wait_for_membership", generation=generation + 1, count=size, seconds=run.plan.timeout
+        )
         name = "scale: new membership with every agent"
-        self._report.add(name, n, "s", learned["last"] - began)
+        self._report.add(name, n, "s", received["last"] - began)
         self._nodes = size
         await self._until_complete()
         self._nodes = n

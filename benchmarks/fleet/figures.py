@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleet.operator_process import machine
+from benchmarks.fleet.operator_process import describe_machine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Figure:
-    """A figure that was measured once or several times."""
+    """A figure with its measured values."""
 
     name: str
     nodes: int
@@ -27,7 +27,7 @@ class Figure:
     """`s`, `x` (ratio to the floor of the same run), `count`, `MiB`, `cores`, `/min`."""
     values: list[float]
     goal: float | None = None
-    """The largest median that meets the goal."""
+    """Goal: the largest acceptable median."""
 
     @property
     def median(self) -> float:
@@ -36,7 +36,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is reached; None without one."""
+        """Whether the goal is met; None without one."""
         return None if self.goal is None else self.median <= self.goal
 
 
@@ -66,7 +66,7 @@ class Report:
 
     def print(self) -> None:
         """Print the table."""
-        table = Table(title=f"{self.benchmark} ({'quick, ' if self.quick else ''}{machine()['cores']} cores)")
+        table = Table(title=f"{self.benchmark} ({'quick, ' if self.quick else ''}{describe_machine()['cores']} cores)")
         for heading in ("figure", "nodes", "median", "lowest", "highest", "goal", ""):
             table.add_column(heading, justify="left" if heading in ("figure", "") else "right")
         for each in self.figures:
@@ -82,7 +82,7 @@ class Report:
             "benchmark": self.benchmark,
             "date": datetime.now(UTC).date().isoformat(),
             "quick": self.quick,
-            "machine": machine(),
+            "machine": describe_machine(),
             "figures": [{**asdict(each), "median": each.median, "met": each.met} for each in self.figures],
         }
         path.parent.mkdir(parents=True, exist_ok=True)

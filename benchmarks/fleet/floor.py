@@ -1,4 +1,4 @@
-"""Measure the floor: the same pods without an operator, created and deleted by a plain client, 64 requests at once."""
+"""Measure the floor: the same pods, created and deleted by a plain client with 64 requests in flight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Floor:
     created: float
     running: float
     restarted: float | None
-    """Fail all, delete all, create all, until all run; None where that was not measured."""
+    """Fail all, delete all and create all pods, until all run; None if not measured."""
 
 
 async def measure_floor(kube: Api, manifests: Sequence[Json], *, restart: bool, seconds: float) -> Floor:
@@ -44,20 +44,20 @@ async def measure_floor(kube: Api, manifests: Sequence[Json], *, restart: bool, 
         if restart:
             async with PodWatch(kube, f"{_LABEL}=second") as second:
                 again = time.monotonic()
-                await fail_pods(kube, [_of_wave(each, "first")["metadata"]["name"] for each in manifests])
+                await fail_pods(kube, [_in_wave(each, "first")["metadata"]["name"] for each in manifests])
                 await _delete(kube, manifests, "first")
                 await _create(kube, manifests, "second")
                 restarted = (await second.until_running(len(manifests), seconds))[1] - again
                 await _delete(kube, manifests, "second")
-                await second.until(lambda: not second.pods, seconds, "the pods of the floor are deleted")
+                await second.until(lambda: not second.pods, "the pods of the floor are deleted", seconds)
         else:
             await _delete(kube, manifests, "first")
-        await first.until(lambda: not first.pods, seconds, "the pods of the floor are deleted")
+        await first.until(lambda: not first.pods, "the pods of the floor are deleted", seconds)
     return Floor(created - began, running - began, restarted)
 
 
-async def _in_flight(calls: Iterable[Callable[[], Awaitable[object]]], limit: int = _IN_FLIGHT) -> None:
-    """Run all calls, at most `limit` at a time."""
+async def _in_flight(calls: Iterable[Callable[[], Awaitable[object]]]) -> None:
+    """Run all calls, at most `_IN_FLIGHT` at a time."""
     waiting = iter(calls)
 
     async def work() -> None:
@@ -65,12 +65,12 @@ async def _in_flight(calls: Iterable[Callable[[], Awaitable[object]]], limit: in
             await call()
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(limit):
+        for _ in range(_IN_FLIGHT):
             group.create_task(work())
 
 
 async def fail_pods(kube: Api, names: Iterable[str]) -> None:
-    """Write the status that kubelets write when the agents of these pods are killed."""
+    """Write the status that kubelets write after the agents of these pods were killed."""
     ended = {"exitCode": 137, "reason": "Error", "message": "killed", "finishedAt": timestamp()}
     worker = {"name": "worker", "image": "", "imageID": "", "ready": False, "restartCount": 0}
     status = {"phase": "Failed", "containerStatuses": [worker | {"state": {"terminated": ended}}]}
@@ -78,15 +78,15 @@ async def fail_pods(kube: Api, names: Iterable[str]) -> None:
 
 
 async def _create(kube: Api, manifests: Sequence[Json], wave: str) -> None:
-    await _in_flight(partial(kube.create, _PODS, _of_wave(each, wave)) for each in manifests)
+    await _in_flight(partial(kube.create, _PODS, _in_wave(each, wave)) for each in manifests)
 
 
 async def _delete(kube: Api, manifests: Sequence[Json], wave: str) -> None:
-    paths = [f"{_PODS}/{_of_wave(each, wave)['metadata']['name']}" for each in manifests]
+    paths = [f"{_PODS}/{_in_wave(each, wave)['metadata']['name']}" for each in manifests]
     await _in_flight(partial(delete, kube, path) for path in paths)
 
 
-def _of_wave(manifest: Json, wave: str) -> Json:
+def _in_wave(manifest: Json, wave: str) -> Json:
     """Return the pod with another name and label, without an owner."""
     metadata = manifest["metadata"]
     kept = {key: value for key, value in metadata.items() if key != "ownerReferences"}
@@ -95,7 +95,7 @@ def _of_wave(manifest: Json, wave: str) -> Json:
 
 
 def _with_affinity_to(spec: Json, wave: str) -> Json:
-    """Return the spec with its pod affinity towards this wave, so that the scheduler has the same work."""
+    """Return the spec with its pod affinity to this wave, so that the scheduler has the same work."""
     affinity = copy.deepcopy(spec.get("affinity") or {})
     for terms in (affinity.get("podAffinity") or {}).values():
         for each in terms:

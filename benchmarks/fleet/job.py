@@ -19,7 +19,7 @@ CORES = 32
 
 
 def training_job(replicas: int, *, spares: int, sizes: Sequence[int] = ()) -> Json:
-    """Build a job of `replicas` nodes whose global batch is divisible at each of `sizes` too."""
+    """Build a job of `replicas` nodes whose global batch is also divisible at each of `sizes`."""
     batch = math.lcm(replicas, *sizes)
     return {
         "apiVersion": "trainium.dev/v1alpha1",
@@ -40,7 +40,7 @@ def training_job(replicas: int, *, spares: int, sizes: Sequence[int] = ()) -> Js
 
 
 def worker_manifests(job: Json, count: int, layers: Iterable[str]) -> list[Json]:
-    """Build the pods that the operator creates where nodes carry these network topology labels, for the floor."""
+    """Build the pods that the operator creates on nodes with these network topology labels, for the floor."""
     metadata = job["metadata"]
     view = JobView(
         namespace=metadata["namespace"],

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-def administrator(cluster: Cluster) -> Api:
+def admin_client(cluster: Cluster) -> Api:
     """Return a client with the administrator's rights."""
     return Api(find_access(str(cluster.kubeconfig), None, {}), "fleet-benchmark", seconds=120)
 
@@ -40,7 +40,7 @@ async def delete(api: Api, path: str) -> None:
 
 
 def count_writes(cluster: Cluster) -> dict[str, float]:
-    """Return the number of writing requests so far, by resource, as the API server counts them."""
+    """Return the number of writes so far by resource, as the API server counts them."""
     counts: dict[str, float] = {}
     for line in cluster.api.get_text("/metrics").splitlines():
         if not line.startswith("apiserver_request_total{"):
@@ -54,7 +54,7 @@ def count_writes(cluster: Cluster) -> dict[str, float]:
 
 @dataclass(slots=True)
 class PodState:
-    """State of a pod, with times."""
+    """The state of a pod, with times."""
 
     uid: str
     created: float
@@ -66,7 +66,7 @@ class PodState:
 
 
 class PodWatch:
-    """Pods of a label selector, followed by a watch."""
+    """Watches the pods of a label selector."""
 
     def __init__(self, api: Api, selector: str, on_change: Callable[[str, PodState, bool], None] | None = None) -> None:
         """Follow the pods; `on_change` is called for each event with name, pod and whether it was deleted."""
@@ -75,11 +75,11 @@ class PodWatch:
         """Number of pods that were created since the start of the watch."""
         self._on_change = on_change
         self._changed = asyncio.Event()
-        self._following = Reflector(api, "/api/v1/namespaces/default/pods", {"labelSelector": selector}, self._apply)
+        self._reflector = Reflector(api, "/api/v1/namespaces/default/pods", {"labelSelector": selector}, self._apply)
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._following.run())
-        await self._following.synced.wait()
+        self._task = asyncio.create_task(self._reflector.run())
+        await self._reflector.synced.wait()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -87,7 +87,7 @@ class PodWatch:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
-    async def until(self, condition: Callable[[], bool], seconds: float, what: str) -> float:
+    async def until(self, condition: Callable[[], bool], what: str, seconds: float) -> float:
         """Wait until the condition holds and return the time. Raises TimeoutError with `what`."""
         try:
             async with asyncio.timeout(seconds):
@@ -100,12 +100,12 @@ class PodWatch:
         return time.monotonic()
 
     async def until_running(self, count: int, seconds: float) -> tuple[float, float]:
-        """Wait until `count` pods run; return when the last of them was created and when the last of them ran."""
+        """Wait until `count` pods run; return when the last one was created and when the last one ran."""
 
         def running() -> list[PodState]:
             return [pod for pod in self.pods.values() if pod.running and not pod.failed and not pod.deleting]
 
-        await self.until(lambda: len(running()) >= count, seconds, f"{count} pods run")
+        await self.until(lambda: len(running()) >= count, f"{count} pods run", seconds)
         first = sorted(running(), key=lambda pod: pod.running or 0.0)[:count]
         return max(pod.created for pod in first), max(pod.running or 0.0 for pod in first)
 

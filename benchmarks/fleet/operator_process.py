@@ -1,7 +1,7 @@
 """Run the operator beside a fleet: the objects of the chart in the cluster, the operator as a process.
 
-The process has the rights that the chart grants and no others (a token of its ServiceAccount), and the arguments of
-the chart's Deployment except for addresses. Its processor time and memory are read from the kernel.
+The process has only the permissions that the chart grants (a token of its ServiceAccount), and the arguments of the
+chart's Deployment except for addresses. The kernel reports its processor time and memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import yaml
 
-from trainium_devcluster.processes.process_families import resident_bytes
+from trainium_devcluster.processes.process_tree import resident_bytes
 
 if TYPE_CHECKING:
     from trainium_devcluster.cluster import Cluster
@@ -32,7 +32,7 @@ NAMESPACE = "trainium-system"
 RELEASE = "trainium-operator"
 SERVICE = f"{RELEASE}-coordinator"
 SERVER_NAME = f"{SERVICE}.{NAMESPACE}.svc"
-_NOT_APPLIED = ("Deployment", "PodDisruptionBudget", "NetworkPolicy")
+_SKIPPED_KINDS = ("Deployment", "PodDisruptionBudget", "NetworkPolicy")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -52,7 +52,7 @@ class ChartInstallation:
         deployment = next(each for each in documents if each["kind"] == "Deployment")
         self.arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
         self._cluster.kubectl("create", "namespace", NAMESPACE)
-        kept = [each for each in documents if each["kind"] not in _NOT_APPLIED]
+        kept = [each for each in documents if each["kind"] not in _SKIPPED_KINDS]
         items = json.dumps({"apiVersion": "v1", "kind": "List", "items": kept})
         self._cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", "--server-side", stdin=items)
         self._cluster.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.trainium.dev")
@@ -121,7 +121,7 @@ class OperatorProcess:
             before = now
 
     async def until_ready(self, seconds: float = 60.0) -> None:
-        """Wait until it could take over."""
+        """Wait until it can take over."""
         async with asyncio.timeout(seconds):
             while True:
                 with contextlib.suppress(aiohttp.ClientError, OSError):
@@ -157,7 +157,7 @@ class OperatorProcess:
             return ""
 
     async def requests(self) -> dict[str, float]:
-        """Return the number of requests to the API server so far, by verb; raises TimeoutError where there are none."""
+        """Return the number of requests to the API server so far, by verb; raises TimeoutError if there are none."""
         name = "trainingjob_operator_api_requests_total"
         text = await self._until(name + "{", 30.0)
         found: dict[str, float] = {}
@@ -203,7 +203,7 @@ def free_port(host: str) -> int:
     return port
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Describe the machine that the figures were measured on."""
     model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {"cores": os.cpu_count(), "processor": model[1] if model else "unknown", "load": os.getloadavg()[0]}

@@ -14,12 +14,12 @@ from benchmarks.fleet.agents_process import AgentsProcess
 from benchmarks.fleet.faults import SPARES, FaultRound
 from benchmarks.fleet.floor import Floor, measure_floor
 from benchmarks.fleet.job import NAME, training_job, worker_manifests
-from benchmarks.fleet.kube import PodWatch, administrator, delete
+from benchmarks.fleet.kube import PodWatch, admin_client, delete
 from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.fleet.fake_nodes import FleetShape
-from trainium_operator.cluster.cache.membership_record import membership_of
+from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.plan.model.names import LAYERS
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ RATIO_GOAL = 1.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MeasurementPlan:
     """Extent of the measurements at a size."""
 
     nodes: int
@@ -49,11 +49,11 @@ class Plan:
     """Whether gang restart and scaling are measured."""
     steady_seconds: float
     agents: bool = True
-    """Whether agents are simulated, and with them faults; one process cannot send heartbeats for 5,000 of them."""
+    """Whether agents and faults are simulated; one process cannot send heartbeats for 5,000 agents."""
 
     @classmethod
-    def of(cls, nodes: int, *, quick: bool) -> Plan:
-        """Return what two cores can carry."""
+    def for_size(cls, nodes: int, *, quick: bool) -> MeasurementPlan:
+        """Return a plan that two cores can run."""
         if nodes <= 256:
             return cls(
                 nodes=nodes,
@@ -78,26 +78,26 @@ class Plan:
         return 120.0 + self.nodes / 5
 
 
-async def run_fleet(plan: Plan, report: Report, folder: Path) -> None:
+async def run_fleet(plan: MeasurementPlan, report: Report, folder: Path) -> None:
     """Measure a size."""
     log(f"{plan.nodes} nodes: starting the control plane")
     # Each round of faults uses up three nodes.
-    with cluster_of(math.ceil(plan.nodes * 1.1) + 8 + SPARES + 3 * plan.faults, plan.nodes) as cluster:
-        async with administrator(cluster) as kube:
+    with start_cluster(math.ceil(plan.nodes * 1.1) + 8 + SPARES + 3 * plan.faults, plan.nodes) as cluster:
+        async with admin_client(cluster) as kube:
             chart = ChartInstallation(cluster, folder)
             await chart.install(kube)
             await FleetRun(plan, report, cluster, kube, chart).run()
 
 
-def cluster_of(nodes: int, workers: int) -> Cluster:
-    """Start the control plane that the peers were measured on, with `nodes` fake nodes for a job of `workers`."""
-    # Fewer renewals than a kubelet's: two cores carry all of it.
+def start_cluster(nodes: int, workers: int) -> Cluster:
+    """Start a control plane as in the peers' measurements, with `nodes` fake nodes for a job of `workers`."""
+    # Fewer renewals than a kubelet's, because two cores run everything.
     lease = 400 if workers > 1500 else 120
     return Cluster.start(
         fleet=nodes,
         fleet_shape=FleetShape(lease_seconds=lease),
         node_monitor_grace_seconds=lease * 1.25,
-        # Nodes are registered Ready: without this the controller manager would first take a taint off each.
+        # Nodes are registered Ready; without this the controller manager would first remove a taint from each.
         apiserver_args=("--disable-admission-plugins=TaintNodesByCondition",),
         controller_manager_args=("--kube-api-qps=200", "--kube-api-burst=400"),
         scheduler_args=("--kube-api-qps=500", "--kube-api-burst=1000"),
@@ -108,7 +108,9 @@ def cluster_of(nodes: int, workers: int) -> Cluster:
 class FleetRun:
     """The measurements at a size."""
 
-    def __init__(self, plan: Plan, report: Report, cluster: Cluster, kube: Api, chart: ChartInstallation) -> None:
+    def __init__(
+        self, plan: MeasurementPlan, report: Report, cluster: Cluster, kube: Api, chart: ChartInstallation
+    ) -> None:
         self.plan = plan
         self.report = report
         self.cluster = cluster
@@ -125,17 +127,17 @@ class FleetRun:
         try:
             await operator.until_leader()
             for number in range(self.plan.starts):
-                await self._floor(restart=number == 0 and self.plan.restarts)
+                await self._measure_floor(restart=number == 0 and self.plan.restarts)
                 await operator.until_idle()
                 # Faults are injected into the last job.
-                await self._job(operator, last=number == self.plan.starts - 1)
+                await self._run_job(operator, last=number == self.plan.starts - 1)
             if self.plan.agents:
                 name = "operator memory, peak with all agents connected"
                 self.report.add(name, self.plan.nodes, "MiB", operator.peak_mib())
         finally:
             await operator.stop()
 
-    async def _floor(self, *, restart: bool) -> None:
+    async def _measure_floor(self, *, restart: bool) -> None:
         (node,) = (await self.kube.get("/api/v1/nodes?limit=1"))["items"]
         layers = [label for label in LAYERS if label in node["metadata"]["labels"]]
         manifests = worker_manifests(self.body, self.plan.nodes + SPARES, layers)
@@ -147,7 +149,7 @@ class FleetRun:
         if floor.restarted is not None:
             self.report.add("floor: fail all, delete all, create all", self.plan.nodes, "s", floor.restarted)
 
-    async def _job(self, operator: OperatorProcess, *, last: bool) -> None:
+    async def _run_job(self, operator: OperatorProcess, *, last: bool) -> None:
         """Start the job and delete it again; measure the last one while it trains."""
         async with AsyncExitStack() as stack:
             watch = await stack.enter_async_context(PodWatch(self.kube, f"{LABEL_JOB}={NAME}"))
@@ -155,14 +157,14 @@ class FleetRun:
             if last and self.plan.agents:
                 agents = AgentsProcess(self.cluster, NAME, addresses=[(operator.host, operator.port)], name=SERVER_NAME)
                 await stack.enter_async_context(agents)
-                await agents.ask("state")
-            await self._start(operator, watch)
+                await agents.request("state")
+            await self._measure_start(operator, watch)
             if agents is not None:
-                await self._train(operator, watch, agents)
+                await self._measure_training(operator, watch, agents)
             await delete(self.kube, f"{JOBS}/{NAME}")
-            await watch.until(lambda: not watch.pods, self.plan.timeout, "the pods of the job are deleted")
+            await watch.until(lambda: not watch.pods, "the pods of the job are deleted", self.plan.timeout)
 
-    async def _start(self, operator: OperatorProcess, watch: PodWatch) -> None:
+    async def _measure_start(self, operator: OperatorProcess, watch: PodWatch) -> None:
         n, floor = self.plan.nodes, self.floors[-1]
         cpu = operator.cpu_seconds()
         began = time.monotonic()
@@ -178,19 +180,19 @@ class FleetRun:
         goal = 150.0 if n <= 1000 else None
         self.report.add("operator memory, peak until all run", n, "MiB", operator.peak_mib(), goal=goal)
 
-    async def _train(self, operator: OperatorProcess, watch: PodWatch, agents: AgentsProcess) -> None:
+    async def _measure_training(self, operator: OperatorProcess, watch: PodWatch, agents: AgentsProcess) -> None:
         n = self.plan.nodes
         cpu, began = operator.cpu_seconds(), time.monotonic()
-        await agents.ask("start")
-        learned = await agents.ask("learned", generation=1, count=n, seconds=self.plan.timeout)
-        self.report.add("agents go → first membership with all", n, "s", learned["last"] - began)
-        await self._phase("Running")
+        await agents.request("start")
+        received = await agents.request("wait_for_membership", generation=1, count=n, seconds=self.plan.timeout)
+        self.report.add("agents go → first membership with all", n, "s", received["last"] - began)
+        await self._wait_for_phase("Running")
         self.report.add("operator CPU until all agents train", n, "s", operator.cpu_seconds() - cpu)
         log(f"{n} nodes: all agents train after {time.monotonic() - began:.1f} s")
         faults = FaultRound(self, operator, watch, agents)
         await faults.measure_steady_state()
         if self.plan.restarts:
-            await faults.measure_gang_restart()  # first, because pod creation backs off after a few failures
+            await faults.measure_gang_restart()  # first, because after a few failures the creation of pods backs off
         await faults.measure_faults()
 
     async def status(self) -> Json:
@@ -202,23 +204,23 @@ class FleetRun:
         """Return the recorded membership."""
         return await membership(self.kube)
 
-    async def _phase(self, phase: str) -> None:
+    async def _wait_for_phase(self, phase: str) -> None:
         await self.until_status(lambda status: status.get("phase") == phase, f"phase {phase}")
 
     async def until_status(self, condition: Callable[[Json], bool], what: str) -> Json:
         """Wait until the status satisfies the condition."""
-        return await until_status(self.kube, condition, self.plan.timeout, what)
+        return await until_status(self.kube, condition, what, self.plan.timeout)
 
 
 async def membership(kube: Api) -> Membership:
     """Return the recorded membership of the job."""
     path = f"/api/v1/namespaces/default/configmaps/{NAME}-membership"
-    found = membership_of(await kube.get(path))
+    found = read_membership(await kube.get(path))
     assert found is not None
     return found
 
 
-async def until_status(kube: Api, condition: Callable[[Json], bool], seconds: float, what: str) -> Json:
+async def until_status(kube: Api, condition: Callable[[Json], bool], what: str, seconds: float) -> Json:
     """Wait until the status of the job satisfies the condition; raises TimeoutError with `what`."""
     deadline = time.monotonic() + seconds
     while True:

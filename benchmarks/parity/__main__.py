@@ -1,7 +1,7 @@
 """Run the references and all rows; write JSON, docs/parity.md and its picture (`python -m benchmarks.parity`).
 
-Exits with 1 if a row fails, and prints it. Takes about 20 s per row on one core. Rows that were not run again keep
-what the JSON file has of them, if the steps and the versions of the peers are the same.
+Exits with 1 if a row fails, and prints it. A row takes about 20 s on one core. Rows that are not run again keep their
+results in the JSON file, if the steps and the versions of the peers are the same.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import peft
 import torch
 import transformers
 
-from benchmarks.parity import document, material, preferences, reference, tuned
-from benchmarks.parity.ours import compare_curves, export_newest, run_trainer
+from benchmarks.parity import document, inputs, preferences, reference, tuned
 from benchmarks.parity.rows import BASE, LOGITS_TOLERANCE, ROWS, SETTINGS, TOLERANCE, Row, Settings, write_config
+from benchmarks.parity.trainer_runs import compare_curves, export_newest, run_trainer
 from benchmarks.parity.tuning_rows import (
     ADAPTER_TOLERANCE,
     FAMILY_ROWS,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "parity.json"
-R = TypeVar("R", reference.Reference, tuned.Tuned)
+R = TypeVar("R", reference.Reference, tuned.TuningResult)
 
 
 def main() -> int:
@@ -74,7 +74,7 @@ def main() -> int:
         mine = [row for row in rows if row.settings is settings]
         if not mine:
             continue
-        losses, judged, theirs = (_pretrained if settings.base is None else _tuned)(settings, mine, options)
+        losses, judged, theirs = (_run_pretraining if settings.base is None else _run_tuning)(settings, mine, options)
         report["references"][settings.name] = losses
         if theirs is not None:
             report["adaptersOfPeft"][settings.name] = theirs
@@ -82,12 +82,12 @@ def main() -> int:
         report["rows"] = [known[row.name] for row in every if row.name in known]
         (options.out / RESULTS).write_text(json.dumps(report, indent=1) + "\n")
     if not options.no_document:
-        document.write(report, ROOT / "docs/parity.md", ROOT / "docs/images/parity.png")
+        document.write_report(report, ROOT / "docs/parity.md", ROOT / "docs/images/parity.png")
     return _verdict(report, {row.name for row in rows})
 
 
 def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
-    """Return a report with the results of earlier runs of as many steps."""
+    """Return a report with the results of earlier runs of the same number of steps."""
     report: dict[str, Any] = {
         "benchmark": "parity",
         "versions": {"transformers": transformers.__version__, "peft": peft.__version__},
@@ -96,10 +96,10 @@ def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
         "logitsTolerance": LOGITS_TOLERANCE,
         "adapterTolerance": ADAPTER_TOLERANCE,
         "mergedTolerance": MERGED_TOLERANCE,
-        "settings": {settings.name: settings.about for settings in SETTINGS},
-        "tunings": {settings.name: settings.about for settings in TUNING_SETTINGS},
-        "preferences": {settings.name: settings.about for settings in PREFERENCE_SETTINGS},
-        "families": {settings.name: settings.about for settings in FAMILY_SETTINGS},
+        "settings": {settings.name: settings.description for settings in SETTINGS},
+        "tunings": {settings.name: settings.description for settings in TUNING_SETTINGS},
+        "preferences": {settings.name: settings.description for settings in PREFERENCE_SETTINGS},
+        "families": {settings.name: settings.description for settings in FAMILY_SETTINGS},
         "familySteps": min(options.steps, FAMILY_STEPS),
         "adaptersOfPeft": {},
         "references": {},
@@ -116,7 +116,7 @@ def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _verdict(report: dict[str, Any], names: set[str]) -> int:
-    """Print the failed rows among these; return 1 if there are any."""
+    """Print the failed rows; return 1 if there are any."""
     run = [row for row in report["rows"] if row["name"] in names]
     failed = [row["name"] for row in run if not row["passed"]]
     tuned_now = {row["settings"] for row in run}
@@ -131,50 +131,52 @@ def _verdict(report: dict[str, Any], names: set[str]) -> int:
 
 
 Measured = tuple[list[float], list[dict[str, Any]], float | None]
-"""Reference losses, rows, and the difference of a run that starts from the adapter that peft saved."""
+"""Reference losses, rows, and the difference of a run that starts from peft's saved adapter."""
 
 
-def _pretrained(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Measured:
+def _run_pretraining(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Measured:
     """Run a reference of pretraining and its rows."""
     file = write_config(settings, options.out, options.steps)
-    against = _run_reference(settings, reference.train_reference, configuration.load(file))
-    judged = [_judged(row, options.out, lambda row, folder: _judge(row, file, against, folder)) for row in rows]
-    return against.losses, judged, None
+    expected = _run_reference(settings, reference.train_reference, configuration.load(file))
+    judged = [_run_row(row, options.out, lambda row, folder: _compare_row(row, file, expected, folder)) for row in rows]
+    return expected.losses, judged, None
 
 
-def _tuned(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Measured:
+def _run_tuning(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Measured:
     """Run a reference of fine-tuning and its rows."""
     assert settings.base is not None
-    begin = material.base_model(settings.base, options.out)
-    made = getattr(material, settings.records)(options.out / f"{settings.records}.jsonl") if settings.records else None
-    steps = min(options.steps, settings.most_steps or options.steps)
-    file = write_config(settings, options.out, steps, begin, made)
+    base = inputs.create_base(settings.base, options.out)
+    records = None
+    if settings.records:
+        records = getattr(inputs, f"write_{settings.records}")(options.out / f"{settings.records}.jsonl")
+    steps = min(options.steps, settings.max_steps or options.steps)
+    file = write_config(settings, options.out, steps, base, records)
     folder = options.out / "runs" / settings.slug
 
-    def train(config: TrainingConfig) -> tuned.Tuned:
+    def train(config: TrainingConfig) -> tuned.TuningResult:
         if settings in PREFERENCE_SETTINGS:
             return preferences.preference_run(config, folder, options.peer_python)
         return tuned.reference_run(config, folder)
 
-    against = _run_reference(settings, train, configuration.load(file))
-    judged = [_judged(row, options.out, lambda row, at: tuned.judge(row, file, against, at)) for row in rows]
+    expected = _run_reference(settings, train, configuration.load(file))
+    judged = [_run_row(row, options.out, lambda row, at: tuned.compare_row(row, file, expected, at)) for row in rows]
     theirs = None
-    if against.adapter is not None:
-        theirs = tuned.begins_with_theirs(file, against, folder / "again")
+    if expected.adapter is not None:
+        theirs = tuned.first_loss_difference(file, expected, folder / "again")
         _print(f"{settings.name}: begins with peft's adapter, {theirs:.1e} from its loss")
     shutil.rmtree(folder)
-    return against.losses, judged, theirs
+    return expected.losses, judged, theirs
 
 
 def _run_reference(settings: Settings, train: Callable[[TrainingConfig], R], config: TrainingConfig) -> R:
     """Run a reference and print a line."""
     began = time.monotonic()
-    against = train(config)
-    _print(f"reference {settings.name}: loss {against.losses[-1]:.4f}, {time.monotonic() - began:.0f} s")
-    return against
+    expected = train(config)
+    _print(f"reference {settings.name}: loss {expected.losses[-1]:.4f}, {time.monotonic() - began:.0f} s")
+    return expected
 
 
-def _judged(row: Row, out: Path, judge: Callable[[Row, Path], dict[str, Any]]) -> dict[str, Any]:
+def _run_row(row: Row, out: Path, compare_row: Callable[[Row, Path], dict[str, Any]]) -> dict[str, Any]:
     """Run a row in a temporary folder and print a line."""
     result: dict[str, Any] = {
         "name": row.name,
@@ -190,7 +192,7 @@ def _judged(row: Row, out: Path, judge: Callable[[Row, Path], dict[str, Any]]) -
     }
     folder = out / "runs" / row.name
     try:
-        result |= judge(row, folder)
+        result |= compare_row(row, folder)
     except RunFailedError as error:
         _print(f"{row.name}: {error}")
         return result | {"passed": False, "problem": str(error)}
@@ -205,7 +207,7 @@ def _judged(row: Row, out: Path, judge: Callable[[Row, Path], dict[str, Any]]) -
     return result
 
 
-def _judge(row: Row, file: Path, against: reference.Reference, folder: Path) -> dict[str, Any]:
+def _compare_row(row: Row, file: Path, expected: reference.Reference, folder: Path) -> dict[str, Any]:
     """Run a row of pretraining; compare its curve and its exported model. Raises RunFailedError."""
     began = time.monotonic()
     losses = run_trainer(file, row.set_options, ranks=row.ranks, folder=folder)
@@ -216,9 +218,9 @@ def _judge(row: Row, file: Path, against: reference.Reference, folder: Path) -> 
         own = model(tokens)
     theirs = reference.logits_of(reference.load_model(exported), tokens)
     spread = float(theirs.std())
-    result = compare_curves(losses, against.losses) | {
+    result = compare_curves(losses, expected.losses) | {
         "exportedLogits": float((own - theirs).abs().max()) / spread,
-        "trainedLogits": float((reference.logits_of(against.model, tokens) - theirs).abs().max()) / spread,
+        "trainedLogits": float((reference.logits_of(expected.model, tokens) - theirs).abs().max()) / spread,
         "seconds": round(time.monotonic() - began, 1),
     }
     result["passed"] = result["greatestDifference"] <= TOLERANCE and result["exportedLogits"] <= LOGITS_TOLERANCE

@@ -59,7 +59,7 @@ Fine-tuning of a model of each family with random weights, in the same way and w
 """
 
 
-def write(report: dict[str, Any], page: Path, picture: Path) -> None:
+def write_report(report: dict[str, Any], page: Path, picture: Path) -> None:
     """Write the page and the picture; a failed row is listed with its error."""
     page.parent.mkdir(parents=True, exist_ok=True)
     picture.parent.mkdir(parents=True, exist_ok=True)
@@ -101,12 +101,12 @@ def _differences(adapters: dict[str, float]) -> str:
 
 
 def _tables(report: dict[str, Any], group: str) -> list[str]:
-    """Yield a table for the settings of each name that has rows."""
+    """Return a table for each setting that has rows."""
     found = []
-    for name, about in report[group].items():
+    for name, description in report[group].items():
         rows = [row for row in report["rows"] if row["settings"] == name]
         if rows:
-            found.append(_table(f"{name}: {about}", rows, _COLUMNS[group]))
+            found.append(_table(f"{name}: {description}", rows, _COLUMNS[group]))
     return found
 
 
@@ -153,7 +153,7 @@ model in `transformers`, *trained* between the exported model's and the model th
 standard deviations of the logits.
 
 The learning rate is HLAT's. At 1e-3 two runs of `transformers` itself that differ only in the number of micro-batches \
-drift 4e-5 apart, at HLAT's 1e-7: embeddings that pass near zero make the first normalisation very steep, and faster \
+drift 4e-5 apart, at HLAT's 1e-7: embeddings that pass near zero make the first normalization very steep, and faster \
 training moves more of them there.
 """
 _TUNING_END = """*Numbers* is the greatest difference between two trained numbers, *merged* between the logits of our \

@@ -1,4 +1,4 @@
-"""Tune a Llama on pairs by trl's DPOTrainer or ORPOTrainer, as the reference of preference tuning.
+"""Tune a Llama on pairs with trl's DPOTrainer or ORPOTrainer, as the reference of preference tuning.
 
 Run by `benchmarks.parity` in an environment that has trl; it imports nothing from here. The task is a JSON object in
 the environment variable TASK. The losses of all steps are written to `losses.json` in the task's folder, and the
@@ -21,19 +21,19 @@ from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import SequentialSampler
 
-_NAMES = ("base_model.model.", ".default", ".base_layer")
+_PEFT_PREFIXES = ("base_model.model.", ".default", ".base_layer")
 """Prefixes that peft adds to the names of parameters."""
 
 
 def plain_name(name: str) -> str:
     """Return the name of a parameter without peft's prefixes."""
-    for added in _NAMES:
+    for added in _PEFT_PREFIXES:
         name = name.replace(added, "")
     return name
 
 
-class Recorded:
-    """A trainer that takes pairs of token ids in their order, and keeps each loss."""
+class RecordingTrainer:
+    """A trainer that reads pairs of token ids in order, and records each loss."""
 
     losses: list[float]
     train_dataset: Any
@@ -42,13 +42,13 @@ class Recorded:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
     def compute_loss(self, *given: Any, **options: Any) -> Any:
-        """Compute the library's loss and keep it."""
+        """Compute and record the library's loss."""
         loss = super().compute_loss(*given, **options)  # type: ignore[misc]
         self.losses.append(float((loss[0] if isinstance(loss, tuple) else loss).detach()))
         return loss
 
 
-class Clock(transformers.TrainerCallback):
+class StepTimer(transformers.TrainerCallback):
     """Times of the optimizer steps, seconds since the epoch."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Clock(transformers.TrainerCallback):
 
 
 def main() -> None:
-    """Train, and write what came of it."""
+    """Train, and write the results."""
     task: dict[str, Any] = json.loads(os.environ["TASK"])
     folder = Path(task["folder"])
     torch.use_deterministic_algorithms(mode=task["deterministic"])
@@ -74,11 +74,11 @@ def main() -> None:
     trainer = (_dpo if task["kind"] == "DPO" else _orpo)(task, model, tokenizer, lora, _arguments(task))
     trainer.losses = []
     if lora is not None:
-        _begin(trainer.model, safetensors.torch.load_file(task["adapter"]))
+        _initialize_adapter(trainer.model, safetensors.torch.load_file(task["adapter"]))
     numbers, rates = [one for one in trainer.model.parameters() if one.requires_grad], task["rates"]
     trainer.optimizer = torch.optim.AdamW(numbers, lr=1.0, **task["optimizer"])
     trainer.lr_scheduler = LambdaLR(trainer.optimizer, lambda step: rates[step] if step < len(rates) else 0.0)
-    clock = Clock()
+    clock = StepTimer()
     trainer.add_callback(clock)
     trainer.train()
     passes = trainer.args.gradient_accumulation_steps
@@ -114,7 +114,7 @@ def _arguments(task: dict[str, Any]) -> dict[str, Any]:
 def _dpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments: dict[str, Any]) -> Any:
     from trl import DPOConfig, DPOTrainer  # noqa: PLC0415 - only one of the two is needed
 
-    class Trainer(Recorded, DPOTrainer):  # type: ignore[misc]
+    class Trainer(RecordingTrainer, DPOTrainer):  # type: ignore[misc]
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
             return dataset  # token ids already
 
@@ -138,10 +138,10 @@ def _dpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments:
 
 
 def _orpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments: dict[str, Any]) -> Any:
-    """One pair at a time: with several, the library weighs the likelihood of a longer pair more."""
+    """Return the settings of ORPO, one pair at a time: with several the library gives longer pairs more weight."""
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: PLC0415 - as above
 
-    class Trainer(Recorded, ORPOTrainer):  # type: ignore[misc]
+    class Trainer(RecordingTrainer, ORPOTrainer):  # type: ignore[misc]
         def tokenize_row(self, feature: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
             """Return the token ids under the library's names."""
             row, prompt = feature["row"], feature["row"]["prompt"]
@@ -160,7 +160,7 @@ def _orpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments
         processing_class=tokenizer,
         peft_config=lora,
     )
-    trainer.model_accepts_loss_kwargs = False  # its loss is a mean, which is to be divided by the passes of a step
+    trainer.model_accepts_loss_kwargs = False  # the loss is a mean, which must be divided by the passes of a step
     return trainer
 
 
@@ -170,7 +170,7 @@ def _rows(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def _begin(model: Any, initial: dict[str, torch.Tensor]) -> None:
+def _initialize_adapter(model: Any, initial: dict[str, torch.Tensor]) -> None:
     """Set the adapter to its initial values."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -1,7 +1,7 @@
 """Run the reference of preference tuning: trl's DPOTrainer and ORPOTrainer, by the peer's interpreter.
 
-Nothing of the trainer computes there. It gives the token ids of each pair, the learning rates and the values that the
-adapter begins with.
+The trainer computes nothing there. It only provides the token ids of each pair, the learning rates and the adapter's
+initial values.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from benchmarks.parity.reference import logits_of, micro_batches, rate_of, shape_of
-from benchmarks.parity.tuned import Tuned
+from benchmarks.parity.reference import learning_rate_at, logits_of, micro_batches, shape_of
+from benchmarks.parity.tuned import TuningResult
 from benchmarks.parity.tuned_reference import TunedReference, base_with_adapter, plain_name
 from benchmarks.ranks import RunFailedError
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.tuning.apply import initial_adapter
-from trainium_trainer.tuning.choice import choose
+from trainium_trainer.tuning.trainable import select_trainable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.data.batches.loader import MicroBatch
+    from trainium_trainer.data.batches.micro_batches import MicroBatch
 
 PEER = Path(__file__).with_name("preference_peer.py")
 _END = 0
-"""A token of the vocabulary that the peer, which gets ids, takes for its special tokens."""
+"""A token of the vocabulary that the peer, which gets ids, uses as its special tokens."""
 
 
 def trl_version(python: str) -> str | None:
-    """Return the version of trl that an interpreter has; None for none."""
+    """Return the version of trl in an interpreter's environment; None if it is not installed."""
     code = "import importlib.metadata as m; print(m.version('trl'))"
     asked = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     return asked.stdout.strip() or None
 
 
 def write_task(config: TrainingConfig, folder: Path, *, deterministic: bool = True) -> dict[str, Any]:
-    """Return the task of the peer; its pairs and the first values of an adapter are written into `folder`."""
+    """Return the task of the peer; write its pairs and the adapter's initial values to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     tuning, optimizer = config.tuning, config.optimizer
     assert tuning.objective is not None
@@ -58,7 +58,7 @@ def write_task(config: TrainingConfig, folder: Path, *, deterministic: bool = Tr
         "beta": tuning.objective.beta,
         "batch": config.batch.global_size,
         "steps": config.steps,
-        "rates": [rate_of(config, step) for step in range(config.steps)],
+        "rates": [learning_rate_at(config, step) for step in range(config.steps)],
         "clipNorm": optimizer.clip_norm,
         "optimizer": {
             "betas": [optimizer.beta1, optimizer.beta2],
@@ -70,22 +70,22 @@ def write_task(config: TrainingConfig, folder: Path, *, deterministic: bool = Tr
         "lora": None,
     }
     if tuning.method is TuningMethod.LORA:
-        choice = choose(shape_of(config), tuning)
+        trainable = select_trainable(shape_of(config), tuning)
         initial = {
             name: initial_adapter(name, torch.Size(size), config.seed).contiguous()
-            for name, size in choice.sizes.items()
+            for name, size in trainable.sizes.items()
         }
         save_file(initial, folder / "initial.safetensors")
         task["adapter"] = str(folder / "initial.safetensors")
         task["lora"] = {
             "r": tuning.lora.rank,
             "lora_alpha": tuning.lora.alpha,
-            "target_modules": list(choice.adapters),
+            "target_modules": list(trainable.adapters),
         }
     return task
 
 
-def preference_run(config: TrainingConfig, folder: Path, python: str) -> Tuned:
+def preference_run(config: TrainingConfig, folder: Path, python: str) -> TuningResult:
     """Train with trl and return the results. Raises RunFailedError."""
     environment = os.environ | {"TASK": json.dumps(write_task(config, folder)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([python, str(PEER)], env=environment, capture_output=True, text=True, check=False)
@@ -99,11 +99,11 @@ def preference_run(config: TrainingConfig, folder: Path, python: str) -> Tuned:
             if parameter.requires_grad:
                 parameter.copy_(numbers[plain_name(name)])
     tokens = next(micro_batches(config)).inputs
-    return Tuned(losses, numbers, logits_of(TunedReference(losses, model).merged(), tokens), tokens, None, None)
+    return TuningResult(losses, numbers, logits_of(TunedReference(losses, model).merged(), tokens), tokens, None, None)
 
 
 def _rows(batch: MicroBatch) -> Iterator[dict[str, Any]]:
-    """Yield the pairs of a batch: token ids of both answers, and how many of them are the prompt's."""
+    """Yield the pairs of a batch: token ids of both answers, and the length of the prompt."""
     assert batch.pairs is not None
     for first in range(0, len(batch.inputs), 2):
         learned = batch.labels[first] != -100

@@ -1,7 +1,7 @@
 """Train the reference of pretraining in one process: `transformers`' LlamaForCausalLM and its loss, torch's AdamW.
 
-Nothing of the trainer computes here: it gives the initial weights, the samples of each step and the shape, and the
-learning rate is written down a second time.
+The trainer computes nothing here. It only provides the initial weights, the samples of each step and the shape; the
+learning rate is implemented a second time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_trainer.configuration.config import Launch, resolve_settings
-from trainium_trainer.data.batches.loader import Share
-from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.streaming import open_loader
+from trainium_trainer.data.batches.micro_batches import Share
+from trainium_trainer.data.dataset import open_data
+from trainium_trainer.data.loader import open_loader
 from trainium_trainer.models.huggingface import to_config
-from trainium_trainer.models.initial import initial_whole
+from trainium_trainer.models.initialization import initial_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.models.shape import ModelShape
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.data.batches.loader import MicroBatch
+    from trainium_trainer.data.batches.micro_batches import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ def train_reference(config: TrainingConfig) -> Reference:
     model = LlamaForCausalLM(LlamaConfig(**options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_whole(name, parameter.shape, seed=config.seed, shape=shape))
+            parameter.copy_(initial_tensor(name, parameter.shape, seed=config.seed, shape=shape))
     model.train()
     optimizer = optimizer_of(model, config)
     losses = []
     for step, (inputs, labels) in zip(range(config.steps), batches(config), strict=False):
         for group in optimizer.param_groups:
-            group["lr"] = rate_of(config, step)
+            group["lr"] = learning_rate_at(config, step)
         valid = int((labels != -100).sum())
         loss = model(input_ids=inputs, labels=labels, shift_labels=labels, num_items_in_batch=valid).loss
         loss.backward()
@@ -81,12 +81,12 @@ def train_reference(config: TrainingConfig) -> Reference:
 
 
 def batches(config: TrainingConfig) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs and next tokens, each [samples, sequence], of one global batch after another."""
+    """Yield inputs and next tokens, each [samples, sequence], of each global batch."""
     return ((batch.inputs, batch.labels) for batch in micro_batches(config))
 
 
 def micro_batches(config: TrainingConfig) -> Iterator[MicroBatch]:
-    """Yield one global batch after another."""
+    """Yield the micro-batches of each global batch."""
     size = config.batch.global_size
     share = Share(global_size=size, micro_size=size, dp_rank=0, dp_size=1)
     loader = open_loader(open_data(config.data, size), share)
@@ -122,7 +122,7 @@ def optimizer_of(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     )
 
 
-def rate_of(config: TrainingConfig, step: int) -> float:
+def learning_rate_at(config: TrainingConfig, step: int) -> float:
     """Return the learning rate of step `step` (from 0)."""
     schedule, peak, number = config.schedule, config.optimizer.learning_rate, step + 1
     if number <= schedule.warmup_steps:
@@ -131,7 +131,7 @@ def rate_of(config: TrainingConfig, step: int) -> float:
         share = (number - schedule.warmup_steps) / (config.steps - schedule.warmup_steps)
         return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * (1 + math.cos(math.pi * share)) / 2)
     if schedule.kind is not ScheduleKind.WARMUP_STABLE_DECAY or schedule.decay_steps is None:
-        raise ValueError(f"the reference has no schedule {schedule.kind}: write it down here")
+        raise ValueError(f"the reference has no schedule {schedule.kind}: implement it here")
     left = min(1.0, (config.steps - number) / schedule.decay_steps)
     return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * left)
 

@@ -1,6 +1,6 @@
-"""Define the comparisons of pretraining: settings with a reference run each, and layouts.
+"""Define the comparisons of pretraining: settings, each with a reference run, and layouts.
 
-Add a row to have another layout judged; nothing else knows the rows. Those of fine-tuning are in `tuning_rows`.
+To compare another layout, add a row; no other code lists the rows. Those of fine-tuning are in `tuning_rows`.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Settings:
     """Settings of a training run."""
 
     name: str
-    about: str
+    description: str
     overrides: dict[str, Any] = field(default_factory=dict)
     base: Settings | None = None
     """Settings whose model is the base of a fine-tuning run."""
     records: str = ""
-    """Function of `material` that creates the examples of a fine-tuning run; empty for text."""
+    """Function of `inputs` that creates the examples of a fine-tuning run; empty for text."""
     family: dict[str, Any] = field(default_factory=dict)
-    """Fields of `transformers`' configuration of a base that is random instead of trained for a while."""
-    most_steps: int | None = None
-    """Steps of a run, where fewer than those of the other settings are enough."""
+    """Fields of `transformers`' configuration of a base with random weights, instead of a briefly trained one."""
+    max_steps: int | None = None
+    """Steps of a run, if fewer than those of the other settings are enough."""
 
     @property
     def slug(self) -> str:
@@ -60,10 +60,8 @@ class Settings:
         return self.name.lower().replace(" ", "-").replace(",", "")
 
 
-def write_config(
-    settings: Settings, out: Path, steps: int, begin: Path | None = None, data: Path | None = None
-) -> Path:
-    """Write the YAML file of these settings, for runs that start from the model in `begin` and read `data`."""
+def write_config(settings: Settings, out: Path, steps: int, base: Path | None = None, data: Path | None = None) -> Path:
+    """Write the YAML file of these settings, for runs that start from the model in `base` and read `data`."""
     content: dict[str, Any] = json.loads(json.dumps(BASE))
     content["steps"] = steps
     content["data"]["cacheDirectory"] = str(out / "cache")
@@ -73,8 +71,8 @@ def write_config(
         for name in parents:
             node = node.setdefault(name, {})
         node[last] = value
-    if begin is not None:
-        content["model"] = {"weights": str(begin)}
+    if base is not None:
+        content["model"] = {"weights": str(base)}
         content["artifacts"] = {"precision": "Float32"}
     if data is not None:
         content["data"]["source"] = str(data)
@@ -111,7 +109,7 @@ class Row:
     pipeline: int = 1
     context: int = 1
     accumulation: int = 1
-    """Micro-batches of a step; some rows are empty where data x accumulation does not divide the batch."""
+    """Micro-batches of a step; some have empty rows if data x accumulation does not divide the batch."""
     overrides: tuple[str, ...] = ()
     """Additional `--set` options."""
 

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft import PeftModel
 
-from benchmarks.parity.ours import compare_curves, run_trainer
 from benchmarks.parity.reference import load_model, logits_of, micro_batches
 from benchmarks.parity.rows import TOLERANCE, Row
+from benchmarks.parity.trainer_runs import compare_curves, run_trainer
 from benchmarks.parity.tuned_reference import TunedReference, loss_on, tune_reference
 from benchmarks.parity.tuning_rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE
 from trainium_contract.trainer.tuning import TuningMethod
-from trainium_trainer.checkpoint.format.contents import Contents
-from trainium_trainer.checkpoint.root.selection import choose
+from trainium_trainer.checkpoint.format.reader import CheckpointReader
+from trainium_trainer.checkpoint.root.selection import choose_checkpoint
 from trainium_trainer.configuration import config as configuration
-from trainium_trainer.data.batches.loader import validation_batches
-from trainium_trainer.data.opening import open_data
-from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.data.batches.micro_batches import validation_batches
+from trainium_trainer.data.dataset import open_data
+from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class TuningResult:
     """Results of a reference run of fine-tuning."""
 
     losses: list[float]
@@ -42,12 +42,12 @@ class Tuned:
     tokens: Tensor
     """Tokens of the first step, [samples, sequence]."""
     accuracy: float | None
-    """Share of held-out answers whose first token is the likeliest; None without held-out answers."""
+    """Share of held-out answers whose first token is the most likely one; None without held-out answers."""
     adapter: Path | None
     """Folder of the adapter that peft saved."""
 
 
-def reference_run(config: TrainingConfig, out: Path) -> Tuned:
+def reference_run(config: TrainingConfig, out: Path) -> TuningResult:
     """Train with the libraries and return the results."""
     run: TunedReference = tune_reference(config, out / "reference")
     adapter: Path | None = None
@@ -57,10 +57,10 @@ def reference_run(config: TrainingConfig, out: Path) -> Tuned:
     numbers = {name: value.clone() for name, value in run.trained().items()}
     merged = run.merged()
     tokens = next(micro_batches(config)).inputs
-    return Tuned(run.losses, numbers, logits_of(merged, tokens), tokens, accuracy_of(merged, config), adapter)
+    return TuningResult(run.losses, numbers, logits_of(merged, tokens), tokens, accuracy_of(merged, config), adapter)
 
 
-def judge(row: Row, file: Path, against: Tuned, folder: Path) -> dict[str, Any]:
+def compare_row(row: Row, file: Path, expected: TuningResult, folder: Path) -> dict[str, Any]:
     """Run a row in `folder` and compare its curve, its trained parameters and its artifacts.
 
     Raises RunFailedError.
@@ -68,43 +68,40 @@ def judge(row: Row, file: Path, against: Tuned, folder: Path) -> dict[str, Any]:
     began = time.monotonic()
     config = configuration.load(file)
     losses = run_trainer(file, row.set_options, ranks=row.ranks, folder=folder)
-    left = left_behind(folder)
-    own = logits_of(load_model(left["model"]), against.tokens)
-    spread = float(against.logits.std())
-    result = compare_curves(losses, against.losses) | {
-        "trainedNumbers": _greatest_difference(trained_numbers(folder), against.numbers),
-        "trainedLogits": float((own - against.logits).abs().max()) / spread,
+    left = artifact_folders(folder)
+    own = logits_of(load_model(left["model"]), expected.tokens)
+    spread = float(expected.logits.std())
+    result = compare_curves(losses, expected.losses) | {
+        "trainedNumbers": _greatest_difference(trained_weights(folder), expected.numbers),
+        "trainedLogits": float((own - expected.logits).abs().max()) / spread,
         "seconds": round(time.monotonic() - began, 1),
     }
     passed = result["greatestDifference"] <= TOLERANCE and result["trainedNumbers"] <= ADAPTER_TOLERANCE
     if config.tuning.method is TuningMethod.LORA:
         assert config.model.weights is not None
-        theirs = merged_by_peft(Path(config.model.weights), left["adapter"], against.tokens)
+        theirs = merged_by_peft(Path(config.model.weights), left["adapter"], expected.tokens)
         result["mergedLogits"] = float((own - theirs).abs().max()) / spread
         passed = passed and result["mergedLogits"] <= MERGED_TOLERANCE
-    if against.accuracy is not None:
+    if expected.accuracy is not None:
         result["accuracy"] = accuracy_of(load_model(left["model"]), config)
-        passed = passed and result["accuracy"] == against.accuracy
+        passed = passed and result["accuracy"] == expected.accuracy
     return result | {"passed": passed}
 
 
-def begins_with_theirs(file: Path, against: Tuned, folder: Path) -> float:
-    """Return the relative difference between the first loss with peft's own adapter and peft's loss.
-
-    Raises RunFailedError.
-    """
+def first_loss_difference(file: Path, expected: TuningResult, folder: Path) -> float:
+    """Return the relative difference of the first loss with peft's adapter from peft's loss. Raises RunFailedError."""
     config = configuration.load(file)
-    assert against.adapter is not None
+    assert expected.adapter is not None
     constant = ("schedule.kind=Constant", "schedule.warmupSteps=0", "schedule.decaySteps=null")
-    overrides = [f"tuning.lora.adapter={against.adapter}", "steps=1", *constant]
+    overrides = [f"tuning.lora.adapter={expected.adapter}", "steps=1", *constant]
     (own,) = run_trainer(file, overrides, ranks=1, folder=folder)
-    adapted = PeftModel.from_pretrained(load_model(Path(config.model.weights or "")), str(against.adapter))
+    adapted = PeftModel.from_pretrained(load_model(Path(config.model.weights or "")), str(expected.adapter))
     theirs = loss_on(adapted, next(micro_batches(config)))
     return abs(own - theirs) / theirs
 
 
-def left_behind(folder: Path) -> dict[str, Path]:
-    """Write the artifacts of the run below `folder`: `model`, and `adapter` if there is one."""
+def artifact_folders(folder: Path) -> dict[str, Path]:
+    """Return the folders of the artifacts below `folder` by name: `model`, and `adapter` if there is one."""
     return {path.name: path for path in (folder / "run" / "artifacts").glob("*/*") if path.is_dir()}
 
 
@@ -114,17 +111,17 @@ def merged_by_peft(base: Path, adapter: Path, tokens: Tensor) -> Tensor:
     return logits_of(adapted.merge_and_unload(), tokens)
 
 
-def trained_numbers(folder: Path) -> dict[str, Tensor]:
+def trained_weights(folder: Path) -> dict[str, Tensor]:
     """Return the weights in the newest checkpoint below `folder`, by parameter."""
     root = str(folder / "run")
     storage = open_storage(root)
-    contents = Contents(storage, choose(storage, root, None, milestones=False), Retry())
-    names = [name for name in contents.tensors if name.startswith("model.")]
-    return {name.removeprefix("model."): contents.read(name) for name in names}
+    reader = CheckpointReader(storage, choose_checkpoint(storage, root, None, milestones=False), Retry())
+    names = [name for name in reader.tensors if name.startswith("model.")]
+    return {name.removeprefix("model."): reader.read(name) for name in names}
 
 
 def accuracy_of(model: nn.Module, config: TrainingConfig) -> float | None:
-    """Return the share of held-out examples whose first answer token is the model's likeliest."""
+    """Return the share of held-out examples whose first answer token is the model's most likely one."""
     data = open_data(config.data, config.batch.global_size)
     if data.validation is None:
         return None
@@ -139,6 +136,6 @@ def accuracy_of(model: nn.Module, config: TrainingConfig) -> float | None:
     return right / total
 
 
-def _greatest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - value).abs().max()) for name, value in theirs.items())
+def _greatest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(float((actual[name] - value).abs().max()) for name, value in expected.items())

@@ -1,7 +1,7 @@
 """Run the reference of fine-tuning in one process: `transformers.Trainer`, with `peft` for adapters.
 
-Nothing of the trainer computes here. It gives the samples of each step and the values that the adapter begins with;
-learning rate and optimizer are those of `reference`.
+The trainer computes nothing here. It only provides the samples of each step and the adapter's initial values; learning
+rate and optimizer are those of `reference`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.parity.reference import micro_batches, optimizer_of, rate_of, shape_of
+from benchmarks.parity.reference import learning_rate_at, micro_batches, optimizer_of, shape_of
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.tuning.apply import initial_adapter
-from trainium_trainer.tuning.choice import MAGNITUDE, choose
+from trainium_trainer.tuning.trainable import MAGNITUDE, select_trainable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.data.batches.loader import MicroBatch
+    from trainium_trainer.data.batches.micro_batches import MicroBatch
 
 Sample = dict[str, "Tensor"]
-_NAMES = ("base_model.model.", ".default", ".base_layer")
+_PEFT_PREFIXES = ("base_model.model.", ".default", ".base_layer")
 """Prefixes that peft adds to the names of parameters."""
 
 
@@ -76,7 +76,7 @@ def tune_reference(config: TrainingConfig, folder: Path) -> TunedReference:
     )
     optimizer = optimizer_of(model, config)
     peak = config.optimizer.learning_rate
-    schedule = LambdaLR(optimizer, lambda step: rate_of(config, step) / peak if step < config.steps else 0.0)
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_at(config, step) / peak if step < config.steps else 0.0)
     trainer = _Trainer(model=model, args=arguments, train_dataset=_Samples(samples), optimizers=(optimizer, schedule))
     trainer.train()
     return TunedReference(trainer.losses, model)
@@ -91,7 +91,7 @@ def loss_on(model: nn.Module, batch: MicroBatch) -> float:
 
 def plain_name(name: str) -> str:
     """Return the name of a parameter without peft's prefixes."""
-    for added in _NAMES:
+    for added in _PEFT_PREFIXES:
         name = name.replace(added, "")
     return name
 
@@ -108,7 +108,7 @@ class _Samples(Dataset[Sample]):
 
 
 class _Trainer(transformers.Trainer):
-    """Use samples in their order and keep the exact loss of every step."""
+    """Uses the samples in order and records the exact loss of every step."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -148,8 +148,8 @@ def base_with_adapter(config: TrainingConfig) -> PreTrainedModel | PeftModel:
     if tuning.method is TuningMethod.FULL:
         return model
     lora = tuning.lora
-    targets = choose(shape_of(config), tuning).adapters
-    alpha: Any = lora.alpha  # peft multiplies with it: it need not be whole
+    targets = select_trainable(shape_of(config), tuning).adapters
+    alpha: Any = lora.alpha  # peft multiplies by it, so it may be fractional
     peft = LoraConfig(
         r=lora.rank,
         lora_alpha=alpha,
@@ -161,13 +161,13 @@ def base_with_adapter(config: TrainingConfig) -> PreTrainedModel | PeftModel:
         task_type="CAUSAL_LM",
     )
     adapted: PeftModel = get_peft_model(model, peft)
-    _begin(adapted, config.seed)
+    _initialize_adapter(adapted, config.seed)
     return adapted
 
 
 @torch.no_grad()
-def _begin(model: nn.Module, seed: int) -> None:
-    """Set the adapter to the initial values of the trainer's adapter; peft computes those of DoRA's lengths."""
+def _initialize_adapter(model: nn.Module, seed: int) -> None:
+    """Set the adapter to the trainer's initial values; peft computes the initial magnitudes of DoRA."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and f".{MAGNITUDE}." not in name:
             parameter.copy_(initial_adapter(plain_name(name), parameter.shape, seed))

@@ -1,7 +1,7 @@
 """Define the comparisons of fine-tuning: settings, each with a reference run, and layouts.
 
-The reference is `transformers.Trainer` with peft, or trl where answers are compared. Each begins with a model that
-`transformers` trained for a while, and trains running text, examples or pairs of answers.
+The reference is `transformers.Trainer` with peft, or trl for pairs of answers. Each starts from a model that
+`transformers` trained briefly, and trains on running text, examples or pairs of answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from benchmarks.parity.rows import HLAT, LLAMA31, Row, Settings
 ADAPTER_TOLERANCE = 1e-4
 """Allowed difference of two trained numbers."""
 MERGED_TOLERANCE = 1e-5
-"""Allowed difference of two logits of an adapter that is merged here and by peft."""
+"""Allowed difference of the logits of an adapter merged here and by peft."""
 FAMILY_STEPS = 100
 
 _RATE = {"optimizer.learningRate": 1e-3}
@@ -32,10 +32,7 @@ LORA_ALL = Settings(
     {
         **LLAMA31.overrides,
         **_RATE,
-        "tuning": {
-            "method": "LoRA",
-            "lora": {"rank": 4, "alpha": 32.0, "rankStabilized": True, "targets": ["*_proj"]},
-        },
+        "tuning": {"method": "LoRA", "lora": {"rank": 4, "alpha": 32.0, "rankStabilized": True, "targets": ["*_proj"]}},
         "data.maskDocuments": True,
     },
     LLAMA31,
@@ -80,7 +77,7 @@ LABELS = Settings(
     "LoRA, labels",
     "classification: rank 8 and alpha 16 on all projections, the label's word is the answer",
     {
-        "optimizer.learningRate": 1e-3,  # at five times that any rounding grows tenfold every ten steps
+        "optimizer.learningRate": 1e-3,  # at five times this rate any rounding error grows tenfold every ten steps
         "data.format": "Classification",
         "data.sequenceLength": 128,
         "data.examples.classification.labels": ["class", "function"],
@@ -169,18 +166,18 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 _BASES = {name: Settings(f"{name} base", "", family=_SMALL | fields) for name, (_, fields) in _FAMILIES.items()}
 _ALL_PROJECTIONS = {"tuning": {"method": "LoRA", "lora": {"rank": 4, "alpha": 8.0, "targets": ["*_proj"]}}, **_RATE}
 FAMILIES_FULL = tuple(
-    Settings(f"{name}, full", f"{about}; all weights, running text", base=_BASES[name], most_steps=FAMILY_STEPS)
-    for name, (about, _) in _FAMILIES.items()
+    Settings(f"{name}, full", f"{description}; all weights, running text", base=_BASES[name], max_steps=FAMILY_STEPS)
+    for name, (description, _) in _FAMILIES.items()
 )
 FAMILIES_LORA = tuple(
     Settings(
         f"{name}, LoRA",
-        f"{about}; rank 4 and alpha 8 on all projections",
+        f"{description}; rank 4 and alpha 8 on all projections",
         _ALL_PROJECTIONS,
         _BASES[name],
-        most_steps=FAMILY_STEPS,
+        max_steps=FAMILY_STEPS,
     )
-    for name, (about, _) in _FAMILIES.items()
+    for name, (description, _) in _FAMILIES.items()
 )
 TUNING_SETTINGS = (FULL, LORA, LORA_ALL, DORA, FULL_ANSWERS, ANSWERS, PACKED, LABELS)
 FAMILY_SETTINGS = (*FAMILIES_FULL, *FAMILIES_LORA)

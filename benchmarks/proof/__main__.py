@@ -1,7 +1,7 @@
-"""Kill real ranks at seeded points until enough of them were killed, and write the results (`make proof`).
+"""Kill real ranks at seeded points until the requested number of kills, and write the results (`make proof`).
 
     python -m benchmarks.proof [--uneven | --tuning | --preferences] [--points 200] [--seed 0] [--json FILE]
-                                [--document FILE] [--folder DIR]
+                               [--document FILE] [--folder DIR]
 
 A point counts if a rank was killed there. A trial that fails keeps its folder (logs, metrics, checkpoints).
 """
@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.proof.document import replace_section, section, summary
+from benchmarks.proof.document import render_section, replace_section, summarize
 from benchmarks.proof.runner import Runner
-from benchmarks.proof.suites import PREFERENCES, PRETRAINING, TUNING, UNEVEN, trial
+from benchmarks.proof.suites import PREFERENCES, PRETRAINING, TUNING, UNEVEN, draw_trial
 
 if TYPE_CHECKING:
     from benchmarks.proof.checks import TrialResult
@@ -31,12 +31,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.proof", description=__doc__.splitlines()[0] if __doc__ else "")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--uneven", action="store_true", help="pretraining at sizes that leave slots of the batch empty")
-    which.add_argument("--tuning", action="store_true", help="LoRA and what follows it, in place of pretraining")
-    which.add_argument("--preferences", action="store_true", help="DPO on pairs of answers, in place of pretraining")
-    parser.add_argument("--points", type=int, help="ranks that have to die where they should; 200, of the others 100")
+    which.add_argument("--tuning", action="store_true", help="LoRA, artifacts and evaluation instead of pretraining")
+    which.add_argument("--preferences", action="store_true", help="DPO on pairs of answers instead of pretraining")
+    parser.add_argument("--points", type=int, help="number of kills; default 200 for pretraining, else 100")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial")
     parser.add_argument("--json", type=Path, help="for the figures; below out/bench by default")
-    parser.add_argument("--document", type=Path, help="put the table into this page, too")
+    parser.add_argument("--document", type=Path, help="also write the table to this page")
     parser.add_argument("--folder", type=Path, help="for the runs; a temporary one by default")
     options = parser.parse_args()
     suite = UNEVEN if options.uneven else TUNING if options.tuning else PRETRAINING
@@ -48,19 +48,19 @@ def main() -> int:
     with Runner(folder, suite) as runner:
         seed = options.seed
         while sum(result.killed for result in results) < points:
-            results.append(runner.run(trial(seed, suite)))
+            results.append(runner.run(draw_trial(seed, suite)))
             seed += 1
             _log(results[-1], sum(result.killed for result in results), points)
-    report = summary(results, suite, options.seed, time.time() - began)
+    report = summarize(results, suite, options.seed, time.time() - began)
     file = options.json or ROOT / "out/bench" / f"recovery_proof{'' if suite is PRETRAINING else f'_{suite.name}'}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(report, indent=2) + "\n")
-    part = section(report, suite)
+    part = render_section(report, suite)
     if options.document:
         known = options.document.read_text() if options.document.exists() else ""
         options.document.write_text(replace_section(known, part, suite))
     print(part)
-    return 1 if report["wrong"] else 0
+    return 1 if report["deviations"] else 0
 
 
 def _log(result: TrialResult, killed: int, wanted: int) -> None:
@@ -68,10 +68,10 @@ def _log(result: TrialResult, killed: int, wanted: int) -> None:
         f"{each.layout} from {each.resumed} to {each.completed}{f' ({each.point})' if each.killed else ''}"
         for each in result.attempts
     )
-    wrong = "".join(f"\n    WRONG: {text}" for text in result.wrong)
+    deviations = "".join(f"\n    WRONG: {text}" for text in result.deviations)
     lost = [each.steps for each in result.lost]
-    line = f"{killed:>4}/{wanted} seed {result.seed} {result.family}: {attempts}; lost {lost}"
-    print(line + wrong, file=sys.stderr, flush=True)
+    line = f"{killed:>4}/{wanted} seed {result.seed} {result.scenario}: {attempts}; lost {lost}"
+    print(line + deviations, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 FOLDERS = {"adapter": ArtifactKind.ADAPTER, "model": ArtifactKind.MODEL}
 RESULT, RESULT_TABLE = "evaluation.json", "evaluation.md"
 _MEASURED = ("examples", "answerTokens", "figures", "answers")
-"""Fields of an evaluation that do not depend on paths."""
+"""Fields of an evaluation that are independent of paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArtifactSnapshot:
-    """Artifacts of a step and their evaluation."""
+    """The artifacts of a step and their evaluation."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Tensors by artifact and name."""
@@ -42,7 +42,7 @@ class ArtifactSnapshot:
     """Results of the evaluation."""
 
 
-def read(step: Path) -> ArtifactSnapshot:
+def read_artifacts(step: Path) -> ArtifactSnapshot:
     """Read the folder of a step. Raises OSError, ValueError."""
     tensors: dict[str, Tensor] = {}
     for file in step.rglob("*.safetensors"):
@@ -56,43 +56,43 @@ def read(step: Path) -> ArtifactSnapshot:
     return ArtifactSnapshot(tensors, files, {name: result.get(name) for name in _MEASURED})
 
 
-def differences(found: ArtifactSnapshot, known: ArtifactSnapshot, close: float = 0.0) -> list[str]:
-    """Return the differences to the artifacts of an undisturbed run; `close` is a relative tolerance."""
-    wrong = []
+def compare_artifacts(found: ArtifactSnapshot, known: ArtifactSnapshot, tolerance: float = 0.0) -> list[str]:
+    """Return the differences to the artifacts of an undisturbed run; `tolerance` is a relative tolerance."""
+    deviations = []
     if found.tensors.keys() != known.tensors.keys():
-        wrong.append(f"the tensors are others: {sorted(found.tensors.keys() ^ known.tensors.keys())}")
+        deviations.append(f"the tensors are others: {sorted(found.tensors.keys() ^ known.tensors.keys())}")
     for name in found.tensors.keys() & known.tensors.keys():
         ours, theirs = found.tensors[name], known.tensors[name]
-        far = float((ours - theirs).norm() / theirs.norm()) if ours.shape == theirs.shape else 1.0
-        if ours.dtype != theirs.dtype or (far > close if close else not ours.equal(theirs)):
-            wrong.append(f"{name} is another by {far:.2g}")
-    ours_beside, theirs_beside = _beside_tensors(found), _beside_tensors(known)
-    if ours_beside.keys() != theirs_beside.keys():
-        wrong.append(f"the files are others: {sorted(ours_beside.keys() ^ theirs_beside.keys())}")
-    # How many ranks began to write decides how many files of tensors there are; else they are the same to the byte.
-    alike = not close and found.files.keys() == known.files.keys()
-    for name, digest in sorted((found.files if alike else ours_beside).items()):
+        distance = float((ours - theirs).norm() / theirs.norm()) if ours.shape == theirs.shape else 1.0
+        if ours.dtype != theirs.dtype or (distance > tolerance if tolerance else not ours.equal(theirs)):
+            deviations.append(f"{name} is another by {distance:.2g}")
+    our_files, their_files = _files_without_tensors(found), _files_without_tensors(known)
+    if our_files.keys() != their_files.keys():
+        deviations.append(f"the files are others: {sorted(our_files.keys() ^ their_files.keys())}")
+    # The number of ranks that started to write determines the number of tensor files; all else is identical.
+    alike = not tolerance and found.files.keys() == known.files.keys()
+    for name, digest in sorted((found.files if alike else our_files).items()):
         if known.files.get(name, digest) != digest:
-            wrong.append(f"{name} is not the same to the byte")
-    return wrong + _figures_differ(found.measured, known.measured, close)
+            deviations.append(f"{name} is not the same to the byte")
+    return deviations + _figures_differ(found.measured, known.measured, tolerance)
 
 
-def _beside_tensors(left: ArtifactSnapshot) -> dict[str, str]:
-    """Return the files that do not depend on how tensors are divided."""
-    return {name: digest for name, digest in left.files.items() if ".safetensors" not in name}
+def _files_without_tensors(artifacts: ArtifactSnapshot) -> dict[str, str]:
+    """Return the files that are independent of the division of tensors."""
+    return {name: digest for name, digest in artifacts.files.items() if ".safetensors" not in name}
 
 
-def _figures_differ(found: dict[str, Any], known: dict[str, Any], close: float) -> list[str]:
-    if not close:
+def _figures_differ(found: dict[str, Any], known: dict[str, Any], tolerance: float) -> list[str]:
+    if not tolerance:
         return [] if found == known else [f"the evaluation found {found['figures']}, not {known['figures']}"]
     for ours, theirs in zip(found["figures"], known["figures"], strict=True):
         for column in ("before", "after"):
-            if abs(ours[column] - theirs[column]) > close * abs(theirs[column]):
+            if abs(ours[column] - theirs[column]) > tolerance * abs(theirs[column]):
                 return [f"{ours['name']} {column} is {ours[column]}, not {theirs[column]}"]
     return []
 
 
-def complete(step: Path) -> dict[str, ArtifactManifest]:
+def complete_artifacts(step: Path) -> dict[str, ArtifactManifest]:
     """Return the artifacts that look complete, by folder. Raises ValueError for an invalid manifest."""
     found = {}
     for name, kind in FOLDERS.items():
@@ -103,24 +103,24 @@ def complete(step: Path) -> dict[str, ArtifactManifest]:
 
 
 def find_incomplete(step: Path) -> list[str]:
-    """Return a sentence for each file that is damaged although its artifact or evaluation looks complete."""
-    wrong = []
+    """Return a sentence for each damaged file of an artifact or evaluation that looks complete."""
+    deviations = []
     try:
-        for name, manifest in complete(step).items():
+        for name, manifest in complete_artifacts(step).items():
             for file in manifest.files:
                 data = (step / name / file.name).read_bytes()
                 if (len(data), sha256(data).hexdigest()) != (file.size, file.digest):
-                    wrong.append(f"{name}/{file.name} does not match its manifest")
+                    deviations.append(f"{name}/{file.name} does not match its manifest")
         if (step / RESULT).exists():
             json.loads((step / RESULT).read_text())
     except (OSError, ValueError) as error:
-        wrong.append(f"looks complete and is not: {error}")
-    return wrong
+        deviations.append(f"looks complete and is not: {error}")
+    return deviations
 
 
 def complete_files(step: Path) -> dict[Path, int]:
-    """Return the complete data files and when each was written; a later start must not write them again."""
-    names = [step / name / file.name for name, manifest in complete(step).items() for file in manifest.files]
+    """Return the complete data files with their times; a later start must not write them again."""
+    names = [step / name / file.name for name, manifest in complete_artifacts(step).items() for file in manifest.files]
     for receipt in step.glob(f"*/{UNFINISHED}/*.safetensors.json"):
         file = receipt.parent.parent / ArtifactFile.model_validate_json(receipt.read_bytes()).name
         names.append(file)

@@ -10,25 +10,25 @@ from safetensors.torch import load_file
 
 from benchmarks.proof import artifact_checks
 from benchmarks.proof.kill_points import ARTIFACTS
-from trainium_agent.ranks.results import read_results
+from trainium_agent.workload.base import read_results
 from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_devcluster.demos.metrics import read_samples
 from trainium_trainer.artifacts.manifest import UNFINISHED
-from trainium_trainer.artifacts.peft_format import parameter_name
-from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.format.reader import CheckpointReader
 from trainium_trainer.checkpoint.root.survey import survey, verify
 from trainium_trainer.models.state_dict import WEIGHT, state_name
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
+from trainium_trainer.weights.adapter import from_tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.proof.suites import Suite
 
-_CLOSE = 1e-5
-"""Allowed relative difference of losses across sizes, where sums have another order."""
-_CLOSE_WEIGHTS = 1e-4
+_LOSS_TOLERANCE = 1e-5
+"""Allowed relative difference of losses across sizes, which sum in another order."""
+_WEIGHT_TOLERANCE = 1e-4
 """Allowed relative difference of trained weights across sizes."""
 
 
@@ -38,10 +38,10 @@ class AttemptResult:
 
     layout: str
     point: str
-    """Point of the kill; empty for an attempt that ends by itself."""
+    """Point of the kill; empty for an attempt without a kill."""
     killed: bool
     completed: int
-    """Newest step that any rank completed."""
+    """Newest step that a rank completed."""
     resumed: int
     """Step that the attempt resumed from."""
     committed: int
@@ -50,7 +50,7 @@ class AttemptResult:
 
 @dataclass(slots=True)
 class StepsLost:
-    """Steps that a kill cost."""
+    """Steps lost by a kill."""
 
     point: str
     steps: int
@@ -61,12 +61,12 @@ class TrialResult:
     """Result of a trial."""
 
     seed: int
-    family: str
+    scenario: str
     lost: list[StepsLost] = field(default_factory=list)
     attempts: list[AttemptResult] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+    deviations: list[str] = field(default_factory=list)
     waited: int = 0
-    """Number of ranks that waited for a killed one for a minute and were terminated, as their agent does."""
+    """Number of ranks that waited a minute for a killed one and were then terminated, as by an agent."""
 
     @property
     def killed(self) -> int:
@@ -81,59 +81,65 @@ class Reference:
     losses: dict[int, float]
     samples: dict[int, list[int]]
     """Sorted samples by step."""
-    left: artifact_checks.ArtifactSnapshot
+    artifacts: artifact_checks.ArtifactSnapshot
 
     @staticmethod
     def read(root: Path, suite: Suite) -> Reference:
-        """Read the run below `root`. Raises ValueError where the suite would prove nothing."""
+        """Read the run below `root`. Raises ValueError if the suite would prove nothing."""
         samples = read_samples(root)
-        if suite.tunes and (problem := find_epoch_error(samples, suite)):
+        if suite.tuning and (problem := find_epoch_error(samples, suite)):
             raise ValueError(f"the undisturbed run: {problem}")
-        left = artifact_checks.read(artifacts_of(root, suite)) if suite.tunes else artifact_checks.ArtifactSnapshot()
-        return Reference(dict(curve_of(root)), samples, left)
+        artifacts = (
+            artifact_checks.read_artifacts(artifacts_folder(root, suite))
+            if suite.tuning
+            else artifact_checks.ArtifactSnapshot()
+        )
+        return Reference(dict(read_curve(root)), samples, artifacts)
 
 
 def check_steps_lost(
     before: AttemptResult, after: AttemptResult, point: str, result: TrialResult, *, allowed: int
 ) -> None:
-    """Check the steps that the kill of `before` cost; `after` may have been killed before it resumed."""
+    """Check the steps lost by the kill of `before`; `after` may have been killed before it resumed."""
     if after.resumed < 0 or not before.killed:
         return
     lost = before.completed - after.resumed
     result.lost.append(StepsLost(point, lost))
     if lost > allowed:
-        result.wrong.append(
+        result.deviations.append(
             f"{lost} steps lost, {allowed} allowed: {before.completed} completed, {before.committed} committed, "
             f"resumed from {after.resumed}"
         )
 
 
-def check_end(root: Path, result: TrialResult, reference: Reference, suite: Suite, *, exact: bool) -> None:
-    """Check curve, samples, checkpoints and artifacts; `exact` if all steps were made at one size."""
-    curve = curve_of(root)
+def check_result(root: Path, result: TrialResult, reference: Reference, suite: Suite, *, exact: bool) -> None:
+    """Check curve, samples, checkpoints and artifacts; `exact` if all steps ran at one size."""
+    curve = read_curve(root)
     if [step for step, _ in curve] != list(range(1, suite.steps + 1)):
-        result.wrong.append(f"metrics.jsonl has the steps {[step for step, _ in curve]}")
+        result.deviations.append(f"metrics.jsonl has the steps {[step for step, _ in curve]}")
     for step, loss in curve:
         known = reference.losses.get(step, float("nan"))
-        if not abs(loss - known) <= (0.0 if exact else _CLOSE * abs(known)):
-            result.wrong.append(f"loss of step {step} is {loss}, in an undisturbed run {known}")
+        if not abs(loss - known) <= (0.0 if exact else _LOSS_TOLERANCE * abs(known)):
+            result.deviations.append(f"loss of step {step} is {loss}, in an undisturbed run {known}")
             break
     if read_samples(root) != reference.samples:
-        result.wrong.append("not every sample was seen exactly once, in its step")
+        result.deviations.append("not every sample was seen exactly once, in its step")
     storage = PosixStorage(root)
     found = survey(storage)
     broken = [*found.damaged, *(item.folder for item in found.committed if verify(storage, item, Retry()))]
     if broken:
-        result.wrong.append(f"committed checkpoints are not whole: {broken}")
-    if suite.tunes:
-        folder = artifacts_of(root, suite)
-        result.wrong += artifact_checks.find_incomplete(folder)
+        result.deviations.append(f"committed checkpoints are not whole: {broken}")
+    if suite.tuning:
+        folder = artifacts_folder(root, suite)
+        result.deviations += artifact_checks.find_incomplete(folder)
         try:
-            left = artifact_checks.read(folder)
+            artifacts = artifact_checks.read_artifacts(folder)
         except (OSError, ValueError) as error:
-            result.wrong.append(f"what was left behind cannot be read: {error}")
+            result.deviations.append(f"what was left behind cannot be read: {error}")
         else:
-            result.wrong += artifact_checks.differences(left, reference.left, 0.0 if exact else _CLOSE_WEIGHTS)
+            result.deviations += artifact_checks.compare_artifacts(
+                artifacts, reference.artifacts, 0.0 if exact else _WEIGHT_TOLERANCE
+            )
 
 
 def check_milestones(root: Path, result: TrialResult) -> None:
@@ -141,32 +147,32 @@ def check_milestones(root: Path, result: TrialResult) -> None:
     storage = PosixStorage(root)
     for milestone in survey(storage).milestones:
         step = root / ARTIFACTS / folder_name(milestone.step)
-        if artifact_checks.complete(step).keys() != artifact_checks.FOLDERS.keys() or list(
+        if artifact_checks.complete_artifacts(step).keys() != artifact_checks.FOLDERS.keys() or list(
             step.glob(f"*/{UNFINISHED}")
         ):
-            result.wrong.append(f"the artifacts of the milestone of step {milestone.step} are not complete")
+            result.deviations.append(f"the artifacts of the milestone of step {milestone.step} are not complete")
             continue
-        contents = Contents(storage, milestone, Retry())
+        reader = CheckpointReader(storage, milestone, Retry())
         for name, tensor in load_file(step / "adapter" / "adapter_model.safetensors").items():
-            if not tensor.equal(contents.read(state_name(WEIGHT, parameter_name(name)))):
-                result.wrong.append(f"{name} of milestone {milestone.step} is not that of its checkpoint")
+            if not tensor.equal(reader.read(state_name(WEIGHT, from_tensor(name)))):
+                result.deviations.append(f"{name} of milestone {milestone.step} is not that of its checkpoint")
 
 
 def check_reported(root: Path, progress: Path, result: TrialResult, suite: Suite) -> None:
     """Check the artifacts and the evaluation that the first rank reported to its agent."""
     results = read_results(progress)
-    known = {manifest.digest for manifest in artifact_checks.complete(artifacts_of(root, suite)).values()}
+    known = {manifest.digest for manifest in artifact_checks.complete_artifacts(artifacts_folder(root, suite)).values()}
     if {each.digest for each in results.artifacts if each.step == suite.steps} != known or not results.evaluation:
-        result.wrong.append(f"the agent was results of {results}")
+        result.deviations.append(f"the agent received the results {results}")
 
 
-def artifacts_of(root: Path, suite: Suite) -> Path:
+def artifacts_folder(root: Path, suite: Suite) -> Path:
     """Return the folder of the artifacts of the last step."""
     return root / ARTIFACTS / folder_name(suite.steps)
 
 
-def curve_of(root: Path) -> list[tuple[int, float]]:
-    """Step and loss of each line."""
+def read_curve(root: Path) -> list[tuple[int, float]]:
+    """Return the loss of each line by step."""
     lines = (root / "metrics.jsonl").read_text().splitlines()
     return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
 

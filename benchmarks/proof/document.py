@@ -86,17 +86,17 @@ _TEXTS = {
 }
 
 
-def summary(results: Sequence[TrialResult], suite: Suite, seed: int, seconds: float) -> dict[str, Any]:
+def summarize(results: Sequence[TrialResult], suite: Suite, seed: int, seconds: float) -> dict[str, Any]:
     """Summarize results by family and point, with every trial that failed."""
     cells: list[dict[str, Any]] = []
-    for family in suite.families:
+    for scenario in suite.scenarios:
         for point in suite.points:
-            ours = [result for result in results if result.family == family.name]
+            ours = [result for result in results if result.scenario == scenario.name]
             lost = [each.steps for result in ours for each in result.lost if each.point == point]
             attempts = [attempt for result in ours for attempt in result.attempts if attempt.point == point]
             cells.append(
                 {
-                    "family": family.name,
+                    "family": scenario.name,
                     "point": point.value,
                     "attempts": len(attempts),
                     "killed": sum(attempt.killed for attempt in attempts),
@@ -116,11 +116,11 @@ def summary(results: Sequence[TrialResult], suite: Suite, seed: int, seconds: fl
         "globalBatch": suite.global_batch,
         "cells": cells,
         "waited": sum(result.waited for result in results),
-        "wrong": [asdict(result) for result in results if result.wrong],
+        "deviations": [asdict(result) for result in results if result.deviations],
     }
 
 
-def section(report: dict[str, Any], suite: Suite) -> str:
+def render_section(report: dict[str, Any], suite: Suite) -> str:
     """Render the section of a suite."""
     head, foot = _TEXTS[suite.name]
     lines = [
@@ -131,10 +131,10 @@ def section(report: dict[str, Any], suite: Suite) -> str:
         "|---|---|" + "---|" * len(suite.points),
     ]
     cells = {(cell["family"], cell["point"]): cell for cell in report["cells"]}
-    for family in suite.families:
-        sizes = " → ".join(layout.name for layout in family.attempts)
-        shown = [_cell(cells[family.name, point.value]) for point in suite.points]
-        lines.append(f"| {family.what}: {sizes} | {family.allowed_loss} | " + " | ".join(shown) + " |")
+    for scenario in suite.scenarios:
+        sizes = " → ".join(layout.name for layout in scenario.attempts)
+        shown = [_cell(cells[scenario.name, point.value]) for point in suite.points]
+        lines.append(f"| {scenario.what}: {sizes} | {scenario.allowed_loss} | " + " | ".join(shown) + " |")
     return "\n".join([*lines, "", foot])
 
 
@@ -154,7 +154,7 @@ def _figures(report: dict[str, Any]) -> str:
     return (
         f"{report['points']} kills in {report['trials']} runs of {report['steps']} steps (a durable save every "
         f"{report['saveEvery']}, a snapshot every step where there is a memory tier); "
-        f"{len(report['wrong'])} runs with a deviation.{waited}"
+        f"{len(report['deviations'])} runs with a deviation.{waited}"
     )
 
 

@@ -2,8 +2,8 @@
 """Fork ranks on request from a process that has imported the trainer, as a worker's agent does.
 
 Reads one JSON object per line from stdin: {"ranks": [{"environment", "log"}, ...], "argv"} starts a rank for each entry
-and answers {"pids"}; {"wait": pids, "seconds"} answers {"codes"}, where a rank that had to be killed has null. Once one
-rank has died, the others are given `seconds` to notice. Its arguments are modules to import, too.
+and answers {"pids"}; {"wait": pids, "seconds"} answers {"codes"}, with null for a rank that had to be killed. Once a
+rank has died, the others have `seconds` to end. Its arguments are additional modules to import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 60.0
 _SMALLEST = 1 << 14
-"""Minimum size of a model's file in bytes, so that each rank writes a file of the small model."""
+"""Minimum size of a model's file in bytes, so small that each rank writes a file of the small model."""
 
 
 def start(request: dict[str, Any]) -> list[int]:
@@ -38,7 +38,7 @@ def start(request: dict[str, Any]) -> list[int]:
             from trainium_trainer.cli import main
 
             if text := os.environ.get(kill_points.VARIABLE):
-                kill_points.arm(text)
+                kill_points.install_kill(text)
             main(request["argv"])
         pids.append(pid)
     return pids
@@ -66,13 +66,13 @@ def wait(pids: list[int], seconds: float) -> list[int | None]:
 
 def serve() -> None:
     """Answer requests until stdin ends."""
-    from trainium_trainer.artifacts import layout
+    from trainium_trainer.artifacts import data_files
     from trainium_trainer.warm import warm
 
     warm()
     for name in sys.argv[1:]:
         importlib.import_module(name)
-    layout.SMALLEST = _SMALLEST
+    data_files.SMALLEST = _SMALLEST
     for line in sys.stdin:
         request = json.loads(line)
         answer = {"codes": wait(request["wait"], request["seconds"])} if "wait" in request else {"pids": start(request)}

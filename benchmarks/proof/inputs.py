@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from benchmarks.proof.suites import Family, Layout, Suite
+    from benchmarks.proof.suites import Layout, Scenario, Suite
 
 _WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
 _VOCABULARY = 320
 _EXAMPLES = 40
 _EPOCHS = 5
 _MILESTONE_TOKENS = 200
-"""Tokens of answers between milestones, those of a few steps."""
+"""Tokens of answers between milestones, enough for a few steps."""
 _MODEL = {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 64}
 
 
 class Inputs:
-    """Files that all runs of a suite read."""
+    """The files that all runs of a suite read."""
 
     def __init__(self, folder: Path, suite: Suite) -> None:
         """Create the files below `folder`."""
@@ -33,7 +33,7 @@ class Inputs:
         self._examples = folder / "sums.jsonl"
         rng = random.Random(0)
         self._text.write_text("".join(" ".join(rng.choices(_WORDS, k=12)) + ".\n" for _ in range(60)))
-        if suite.tunes or suite.prefers:
+        if suite.tuning or suite.preferences:
             records = [
                 {"instruction": f"Add {n} and {n + 3}.", "response": str(2 * n + 3)}
                 | {"prompt": f"{n} + 3 =", "chosen": f" {n + 3}", "rejected": f" {n - 3}"}
@@ -42,7 +42,7 @@ class Inputs:
             self._examples.write_text("".join(json.dumps(record) + "\n" for record in records))
             self._make_base()
 
-    def config(self, family: Family, layout: Layout, root: Path) -> dict[str, Any]:
+    def config(self, scenario: Scenario, layout: Layout, root: Path) -> dict[str, Any]:
         """Return the configuration of an attempt whose checkpoints are below `root`."""
         suite = self._suite
         common: dict[str, Any] = {
@@ -53,16 +53,16 @@ class Inputs:
             "schedule": {"warmupSteps": 2},
             "checkpoint": {
                 "path": str(root),
-                "memory": {"everySteps": 1 if family.memory else 0},
+                "memory": {"everySteps": 1 if scenario.memory else 0},
                 "durable": {"everySeconds": None, "everySteps": suite.save_every, "keepLast": 2},
             },
             "monitor": {"tensorboard": False, "recordSamples": True},
         }
-        if family.milestones:
+        if scenario.milestones:
             common["checkpoint"]["milestones"] = {"everyTokens": _MILESTONE_TOKENS}
-        if suite.prefers:
+        if suite.preferences:
             return common | self._preferences()
-        return common | (self._tuning(family) if suite.tunes else self._pretraining())
+        return common | (self._tuning(scenario) if suite.tuning else self._pretraining())
 
     def _pretraining(self) -> dict[str, Any]:
         data = {
@@ -88,7 +88,7 @@ class Inputs:
             "artifacts": {"kinds": []},
         }
 
-    def _tuning(self, family: Family) -> dict[str, Any]:
+    def _tuning(self, scenario: Scenario) -> dict[str, Any]:
         """Return a configuration whose epochs end with an incomplete batch, with validation."""
         data = {
             "source": str(self._examples),
@@ -104,7 +104,7 @@ class Inputs:
             "data": data,
             "model": {"weights": str(self._base)},
             "tuning": {"method": "LoRA", "lora": lora},
-            "artifacts": {"precision": "Float32", "atMilestones": family.milestones},
+            "artifacts": {"precision": "Float32", "atMilestones": scenario.milestones},
             "evaluate": {"enabled": True, "samples": 6, "generation": {"maxNewTokens": 3, "batchSize": 2}},
         }
 
@@ -112,7 +112,7 @@ class Inputs:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from trainium_trainer.data.prepared.origins import train_for_texts
+        from trainium_trainer.data.prepared.text_sources import train_for_texts
         from trainium_trainer.data.sources.resolve import SourceSpec
 
         torch.manual_seed(0)

@@ -1,9 +1,9 @@
 # ruff: noqa: PLC0415, SLF001 - what is patched is private, and imported by the rank that is to die
 """Let a rank kill itself (SIGKILL, without cleanup) at a chosen point of its work.
 
-A forked rank calls `arm` with the value of `TRAINIUM_PROOF`: the point, how many times the rank passes it
-first, and how far into it. Points are real calls of the trainer; before, in the middle of, and after them a kill
-leaves different things behind. What is patched is only when the rank dies, never what it does.
+A forked rank calls `install_kill` with the value of `TRAINIUM_PROOF`: the point, the number of passes before the kill,
+and the position within the point. Points are real calls of the trainer; a kill before, within or after them leaves
+different files. Patches only determine when the rank dies, not its work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VARIABLE = "TRAINIUM_PROOF"
 
 
 class Point(StrEnum):
-    """Point at which a rank is killed."""
+    """The points at which a rank is killed."""
 
     STEP = "step"
     """Anywhere in a training step: forward, backward, reduction, update."""
@@ -39,21 +39,21 @@ class Point(StrEnum):
     EXPORT = "export"
     """While artifacts are written: in a data file, around a small one, in the merge, in a gather."""
     EVALUATE = "evaluate"
-    """While artifacts are evaluated: around the questions, the result, the table in the cards."""
+    """While artifacts are evaluated: around the questions, the result, and the table in the model cards."""
 
     @property
     def follows_training(self) -> bool:
-        """Whether it lies after the last step, so that no step may be lost."""
+        """Whether it is after the last step, so that no step may be lost."""
         return self in (Point.EXPORT, Point.EVALUATE)
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The kill of a rank."""
+    """A kill of a rank."""
 
     point: Point
     passes: int
-    """Number of times that the rank passes the point before."""
+    """Number of passes of the point before the kill."""
     fraction: float
     """Position within the point, 0 to 1."""
     seed: int
@@ -63,21 +63,21 @@ class Kill:
         return json.dumps(asdict(self))
 
 
-def arm(text: str) -> None:
+def install_kill(text: str) -> None:
     """Patch this process for the kill that `Kill.to_text` describes."""
     raw = json.loads(text)
     kill = Kill(Point(raw["point"]), raw["passes"], raw["fraction"], raw["seed"])
     _PATCHES[kill.point](PassCounter(kill.passes, kill.fraction), random.Random(kill.seed))
 
 
-def die() -> NoReturn:
+def kill_process() -> NoReturn:
     """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise SystemExit("not reached")
 
 
 class PassCounter:
-    """Count passes of a point, and report once that the chosen one is reached."""
+    """Counts the passes of a point, and reports once that the chosen one is reached."""
 
     def __init__(self, passes: int, fraction: float) -> None:
         self.fraction = fraction
@@ -88,42 +88,42 @@ class PassCounter:
         self._left -= 1
         return self._left == -1
 
-    def around(self, call: Callable[[], Any], middle: Callable[[], None] | None = None) -> Any:
-        """Make a call, or die before it, in its middle (`middle` does half of it), or after it."""
+    def die_around(self, call: Callable[[], Any], middle: Callable[[], None] | None = None) -> Any:
+        """Make a call, or die before it, within it (`middle` does half of it) or after it."""
         if not self.is_reached():
             return call()
         if self.fraction < 1 / 3:
-            die()
+            kill_process()
         if self.fraction < 2 / 3 and middle is not None:
             middle()
-            die()
+            kill_process()
         call()
-        die()
+        kill_process()
 
 
-def cut(pieces: Iterable[memoryview], left: int) -> Iterator[memoryview]:
+def truncate(pieces: Iterable[memoryview], left: int) -> Iterator[memoryview]:
     """Yield the first `left` bytes of some pieces, then die."""
     for piece in pieces:
         if len(piece) >= left:
             yield piece[:left]
-            die()
+            kill_process()
         left -= len(piece)
         yield piece
-    die()
+    kill_process()
 
 
 def _in_step(passes: PassCounter, _: random.Random) -> None:
     from trainium_trainer.monitor.progress import ProgressWriter
 
-    writer: Any = ProgressWriter  # what is patched takes any arguments
-    done = writer.step_done
+    writer: Any = ProgressWriter  # patched functions take any arguments
+    done = writer.record_step
 
-    def step_done(self: Any, *given: Any, seconds: float) -> None:
+    def record_step(self: Any, *given: Any, seconds: float) -> None:
         done(self, *given, seconds=seconds)
         if passes.is_reached():
-            threading.Timer(passes.fraction * 1.2 * seconds, die).start()
+            threading.Timer(passes.fraction * 1.2 * seconds, kill_process).start()
 
-    writer.step_done = step_done
+    writer.record_step = record_step
 
 
 def _in_staging(passes: PassCounter, rng: random.Random) -> None:
@@ -133,23 +133,23 @@ def _in_staging(passes: PassCounter, rng: random.Random) -> None:
     def halved(copy: Any) -> Any:
         def copy_all(targets: list[Any], sources: list[Any]) -> None:
             half = len(targets) // 2
-            passes.around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
+            passes.die_around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
 
         return copy_all
 
     place = rng.choice(("copy", "copy", "finalize", "send"))
-    # Always: without a memory tier nothing is finalized or sent.
+    # Only this point: without a memory tier nothing is finalized or sent.
     live_state.copy_all = halved(live_state.copy_all)
     if place == "copy":
         memory_tier.copy_all = halved(memory_tier.copy_all)  # type: ignore[attr-defined]
     elif place == "finalize":
         finalize = snapshot.SnapshotFile.finalize
-        snapshot.SnapshotFile.finalize = lambda *given: passes.around(lambda: finalize(*given))  # type: ignore[method-assign]
+        snapshot.SnapshotFile.finalize = lambda *given: passes.die_around(lambda: finalize(*given))  # type: ignore[method-assign]
     else:
-        send, finalize = buddy.Sender.send, snapshot.SnapshotFile.finalize
-        if rng.random() < 0.5:  # where nothing is sent, at the finalize
-            buddy.Sender.send = lambda *given: passes.around(lambda: send(*given))  # type: ignore[method-assign]
-        snapshot.SnapshotFile.finalize = lambda *given: passes.around(lambda: finalize(*given))  # type: ignore[method-assign]
+        send, finalize = buddy.SnapshotSender.send, snapshot.SnapshotFile.finalize
+        if rng.random() < 0.5:  # at the finalize if nothing is sent
+            buddy.SnapshotSender.send = lambda *given: passes.die_around(lambda: send(*given))  # type: ignore[method-assign]
+        snapshot.SnapshotFile.finalize = lambda *given: passes.die_around(lambda: finalize(*given))  # type: ignore[method-assign]
 
 
 def _in_writing(passes: PassCounter, _: random.Random) -> None:
@@ -158,7 +158,7 @@ def _in_writing(passes: PassCounter, _: random.Random) -> None:
     write = PosixStorage.write_stream
 
     def write_stream(self: Any, name: str, pieces: Any, size: int) -> None:
-        write(self, name, cut(pieces, int(passes.fraction * size)) if passes.is_reached() else pieces, size)
+        write(self, name, truncate(pieces, int(passes.fraction * size)) if passes.is_reached() else pieces, size)
 
     PosixStorage.write_stream = write_stream  # type: ignore[method-assign]
 
@@ -166,21 +166,21 @@ def _in_writing(passes: PassCounter, _: random.Random) -> None:
 def _in_commit(passes: PassCounter, rng: random.Random) -> None:
     from trainium_trainer.storage.posix import PosixStorage
 
-    def around(method: str) -> None:
+    def die_around(method: str) -> None:
         original = getattr(PosixStorage, method)
 
         def access(self: Any, name: str, *rest: Any) -> Any:
             if not name.startswith("step-"):
                 return original(self, name, *rest)
-            return passes.around(lambda: original(self, name, *rest), lambda: half(self, method, name))
+            return passes.die_around(lambda: original(self, name, *rest), lambda: write_half(self, method, name))
 
         setattr(PosixStorage, method, access)
 
     for method in rng.choice((("write",), ("create",), ("write", "create"), ("remove_file", "remove_files"))):
-        around(method)
+        die_around(method)
 
 
-def half(storage: Any, method: str, name: str) -> None:
+def write_half(storage: Any, method: str, name: str) -> None:
     """Do half of what a method of `PosixStorage` does: write a draft, or remove one file of a folder."""
     if method in ("write", "create"):
         storage._draft(name, b"half of it")
@@ -191,23 +191,23 @@ def half(storage: Any, method: str, name: str) -> None:
 
 
 def _in_load(passes: PassCounter, rng: random.Random) -> None:
-    from trainium_trainer.checkpoint.format import contents
+    from trainium_trainer.checkpoint.format import reader
     from trainium_trainer.checkpoint.resume import resume as imported
 
-    resume: Any = imported  # it calls these names, and gives them to nobody
+    resume: Any = imported  # the trainer calls these names and does not pass them on
     place = rng.choice(("gather", "copy"))
     if place == "gather":
         scatter = resume.scatter_from_root
-        resume.scatter_from_root = lambda *given: passes.around(lambda: scatter(*given))
+        resume.scatter_from_root = lambda *given: passes.die_around(lambda: scatter(*given))
         return
-    copy, read = resume.copy_all, contents.Contents._read_extent
+    copy, read = resume.copy_all, reader.CheckpointReader._read_extent
 
     def copy_all(targets: list[Any], sources: list[Any]) -> None:
         half = len(targets) // 2
-        passes.around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
+        passes.die_around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
 
     resume.copy_all = copy_all
-    contents.Contents._read_extent = lambda *given: passes.around(lambda: read(*given))  # type: ignore[method-assign]
+    reader.CheckpointReader._read_extent = lambda *given: passes.die_around(lambda: read(*given))  # type: ignore[method-assign]
 
 
 ARTIFACTS = "artifacts"
@@ -215,24 +215,26 @@ ARTIFACTS = "artifacts"
 _EXPORT = {"file": 1, "merge": 3, "gather": 8}
 """Places, and the maximum number of passes before the kill."""
 _EXPORT_FIRST = {"file": 4, "merge": 8, "gather": 8, "small": 18, "small ": 18, "tidy": 1}
-_EVALUATE = {"load": 1, "take": 1, "gather": 5}
+_EVALUATE = {"load": 1, "score": 1, "gather": 5}
 _EVALUATE_FIRST = {**_EVALUATE, "result": 3, "result ": 3}
 
 
 def _in_export(passes: PassCounter, rng: random.Random) -> None:
     """Die in a data file, in the merge of a weight, around a small file or the last removal, or in a gather."""
-    from trainium_trainer.artifacts.result import Result
+    from trainium_trainer.artifacts.merged_parameters import MergedParameters
 
-    place, passes = _drawn(_EXPORT_FIRST if _is_first() else _EXPORT, passes, rng)
+    place, passes = _draw_place(_EXPORT_FIRST if _is_first() else _EXPORT, passes, rng)
     if place == "file":
         _in_data_file(passes)
     elif place == "merge":
-        result: Any = Result  # what is patched takes any arguments
+        result: Any = MergedParameters  # patched functions take any arguments
         rows = result.rows
 
         def merged(self: Any, name: str, *rest: Any) -> Any:
             beside = f"{name.removesuffix('.weight')}.lora_B.weight"
-            return passes.around(lambda: rows(self, name, *rest)) if beside in self._names else rows(self, name, *rest)
+            return (
+                passes.die_around(lambda: rows(self, name, *rest)) if beside in self._names else rows(self, name, *rest)
+            )
 
         result.rows = merged
     elif place == "gather":
@@ -244,12 +246,12 @@ def _in_export(passes: PassCounter, rng: random.Random) -> None:
 
 
 def _in_evaluation(passes: PassCounter, rng: random.Random) -> None:
-    """Die around the loading of a model, its questions, a gather, or a file of the result."""
+    """Die around the load of a model, its questions, a gather, or a file of the result."""
     from trainium_trainer.evaluate import compare as imported
     from trainium_trainer.evaluate import stage
 
-    compare: Any = imported  # it calls these names, and gives them to nobody
-    place, passes = _drawn(_EVALUATE_FIRST if _is_first() else _EVALUATE, passes, rng)
+    compare: Any = imported  # the trainer calls these names and does not pass them on
+    place, passes = _draw_place(_EVALUATE_FIRST if _is_first() else _EVALUATE, passes, rng)
     started: list[bool] = []
     evaluate = stage.evaluate_artifacts
 
@@ -260,18 +262,19 @@ def _in_evaluation(passes: PassCounter, rng: random.Random) -> None:
     stage.evaluate_artifacts = evaluate_artifacts
     if place == "load":
         load = compare.load
-        compare.load = lambda *given, **named: passes.around(lambda: load(*given, **named))
-    elif place == "take":
-        take = compare.take
+        compare.load = lambda *given, **named: passes.die_around(lambda: load(*given, **named))
+    elif place == "score":
+        score = compare.score_model
 
-        def taken(model: Any, exam: Any, mine: Any, *rest: Any, **named: Any) -> Any:
+        def scored(model: Any, exam: Any, mine: Any, *rest: Any, **named: Any) -> Any:
             mine = list(mine)
             some = mine[: len(mine) // 2]
-            return passes.around(
-                lambda: take(model, exam, mine, *rest, **named), lambda: _done(take(model, exam, some, *rest, **named))
+            return passes.die_around(
+                lambda: score(model, exam, mine, *rest, **named),
+                lambda: _done(score(model, exam, some, *rest, **named)),
             )
 
-        compare.take = taken
+        compare.score_model = scored
     elif place == "gather":
         _in_gather(passes, lambda: bool(started))
     else:
@@ -282,8 +285,8 @@ def _is_first() -> bool:
     return os.environ["RANK"] == "0"
 
 
-def _drawn(places: dict[str, int], passes: PassCounter, rng: random.Random) -> tuple[str, PassCounter]:
-    """Draw a place and its number of passes; a name with a trailing blank is the same place."""
+def _draw_place(places: dict[str, int], passes: PassCounter, rng: random.Random) -> tuple[str, PassCounter]:
+    """Draw a place and its number of passes; names that differ by a trailing blank are the same place."""
     place = rng.choice(tuple(places))
     return place.strip(), PassCounter(rng.randint(0, places[place]), passes.fraction)
 
@@ -295,29 +298,29 @@ def _in_data_file(passes: PassCounter) -> None:
 
     def write_stream(self: Any, name: str, pieces: Any, size: int) -> None:
         is_reached = ARTIFACTS in self._root.parts and passes.is_reached()
-        write(self, name, cut(pieces, int(passes.fraction * size)) if is_reached else pieces, size)
+        write(self, name, truncate(pieces, int(passes.fraction * size)) if is_reached else pieces, size)
 
     PosixStorage.write_stream = write_stream  # type: ignore[method-assign]
 
 
-def _in_gather(passes: PassCounter, counts: Callable[[], bool]) -> None:
+def _in_gather(passes: PassCounter, is_counted: Callable[[], bool]) -> None:
     from trainium_trainer.peers import Peers
 
     gather = Peers.gather
     Peers.gather = lambda self, value: (  # type: ignore[method-assign]
-        passes.around(lambda: gather(self, value)) if counts() else gather(self, value)
+        passes.die_around(lambda: gather(self, value)) if is_counted() else gather(self, value)
     )
 
 
-def _around(method: str, passes: PassCounter, counts: Callable[[str], bool]) -> None:
+def _around(method: str, passes: PassCounter, is_counted: Callable[[str], bool]) -> None:
     from trainium_trainer.storage.posix import PosixStorage
 
     original = getattr(PosixStorage, method)
 
     def access(self: Any, name: str, *rest: Any) -> Any:
-        if ARTIFACTS not in self._root.parts or not counts(name):
+        if ARTIFACTS not in self._root.parts or not is_counted(name):
             return original(self, name, *rest)
-        return passes.around(lambda: original(self, name, *rest), lambda: half(self, method, name))
+        return passes.die_around(lambda: original(self, name, *rest), lambda: write_half(self, method, name))
 
     setattr(PosixStorage, method, access)
 

@@ -17,27 +17,27 @@ from benchmarks.proof.checks import (
     AttemptResult,
     Reference,
     TrialResult,
-    check_end,
     check_milestones,
     check_reported,
+    check_result,
     check_steps_lost,
 )
 from benchmarks.proof.inputs import Inputs
 from benchmarks.proof.kill_points import ARTIFACTS, VARIABLE
 from benchmarks.proof.suites import Attempt, Layout
-from benchmarks.ranks import THREADS, rank_environment
-from trainium_devcluster.ports import reserved_port
+from benchmarks.ranks import THREAD_VARIABLES, rank_environment
+from trainium_devcluster.ports import reserve_port
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_worker import read_progress
 
 if TYPE_CHECKING:
-    from benchmarks.proof.suites import Family, Suite, Trial
+    from benchmarks.proof.suites import Scenario, Suite, Trial
 
 _ATTEMPT_SECONDS = 1200.0
 _KILLED = -9
-_NODES_BORNE = 2
-"""Number of failed nodes, before copies are recreated, that may lose a shard with its copy."""
+_TOLERATED_NODE_FAILURES = 2
+"""Number of failed nodes, before copies are recreated, from which a shard and its copy may be lost."""
 _TUNING = (
     "trainium_trainer.loop.after_training",
     "trainium_trainer.evaluate.stage",
@@ -47,7 +47,7 @@ _TUNING = (
 
 
 class Runner:
-    """Run trials in a folder, with a forking process; a context manager."""
+    """Runs trials in a folder, with a forking process; a context manager."""
 
     def __init__(self, folder: Path, suite: Suite) -> None:
         self._folder = folder
@@ -60,58 +60,60 @@ class Runner:
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.proof.fork_server", *(_TUNING if self._suite.tunes else ())],
+            [sys.executable, "-m", "benchmarks.proof.fork_server", *(_TUNING if self._suite.tuning else ())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | THREADS | {"PYTHONPATH": path},
+            env=os.environ | THREAD_VARIABLES | {"PYTHONPATH": path},
         )
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.communicate()
-        if not list(self._folder.glob("trial-*")):  # those that failed stay
+        if not list(self._folder.glob("trial-*")):  # failed trials keep their folder
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, trial: Trial) -> TrialResult:
         """Run a trial and check it."""
         folder = self._folder / f"trial-{trial.seed}"
         folder.mkdir()
-        result = TrialResult(trial.seed, trial.family.name)
+        result = TrialResult(trial.seed, trial.scenario.name)
         nodes = [folder / f"node-{number}" for number in range(max(attempt.layout.ranks for attempt in trial.attempts))]
         before: AttemptResult | None = None
         point, lost_nodes = "", 0
         complete_files: dict[Path, int] = {}
         for number, attempt in enumerate(trial.attempts):
-            codes = self._run_attempt(folder, trial.family, attempt, nodes, number)
+            codes = self._run_attempt(folder, trial.scenario, attempt, nodes, number)
             attempt_result = self._read_attempt(
                 folder, attempt, number, killed=attempt.rank is not None and codes[attempt.rank] == _KILLED
             )
             result.attempts.append(attempt_result)
             if before is not None:
-                in_memory = trial.family.memory and (lost_nodes < _NODES_BORNE or trial.attempts[0].layout.is_whole)
+                in_memory = trial.scenario.memory and (
+                    lost_nodes < _TOLERATED_NODE_FAILURES or trial.attempts[0].layout.is_whole
+                )
                 allowed = 1 if in_memory else before.completed - max(before.committed, 0)
-                # While artifacts of a milestone are written, steps go on.
+                # While artifacts of a milestone are written, steps continue.
                 follows = result.attempts[-2].killed and trial.attempts[number - 1].follows_training
-                follows = follows and not trial.family.milestones
+                follows = follows and not trial.scenario.milestones
                 check_steps_lost(before, attempt_result, point, result, allowed=0 if follows else allowed)
             if attempt_result.resumed >= 0:
                 lost_nodes = 0
             self._check_codes(folder, attempt, number, codes, result)
-            if self._suite.tunes:
+            if self._suite.tuning:
                 self._check_artifacts(folder, complete_files, result)
             if attempt_result.killed:
                 point = attempt_result.point
-                if trial.family.node_is_lost and attempt.rank is not None:
+                if trial.scenario.node_lost and attempt.rank is not None:
                     shutil.rmtree(nodes[attempt.rank], ignore_errors=True)
                     nodes[attempt.rank] = folder / f"node-{attempt.rank}-after-{number}"
                     lost_nodes += 1
-                elif trial.family.through_nxd and attempt_result.committed >= 0:
+                elif trial.scenario.through_nxd and attempt_result.committed >= 0:
                     self._convert(folder, number, result)
-            # Where a rank died while it loaded, what counts is the step from before.
+            # If a rank died while it loaded, the step before that counts.
             before = attempt_result if attempt_result.completed >= 0 or before is None else before
         self._check_end(folder, trial, result)
-        if not result.wrong:
+        if not result.deviations:
             shutil.rmtree(folder)
         return result
 
@@ -121,42 +123,42 @@ class Runner:
         """Check that an attempt without a kill succeeds; in others, count ranks that wait for the killed one."""
         if not result.attempts[-1].killed:
             if codes != [0] * attempt.layout.ranks:
-                result.wrong.append(f"attempt {number} ended with {codes}: {self._tail(folder, number)}")
+                result.deviations.append(f"attempt {number} ended with {codes}: {self._tail(folder, number)}")
         else:
             result.waited += codes.count(None)
 
     def _check_artifacts(self, folder: Path, complete_files: dict[Path, int], result: TrialResult) -> None:
         """Check that no incomplete artifact looks complete, and no complete file was written again."""
         for step in sorted((folder / "run" / ARTIFACTS).glob("step-*")):
-            if wrong := artifact_checks.find_incomplete(step):
-                result.wrong += [f"{step.name}: {each}" for each in wrong]
+            if deviations := artifact_checks.find_incomplete(step):
+                result.deviations += [f"{step.name}: {each}" for each in deviations]
                 continue
             now = artifact_checks.complete_files(step)
             again = [
                 str(path) for path, at in complete_files.items() if path.is_relative_to(step) and now.get(path) != at
             ]
             if again:
-                result.wrong.append(f"complete and yet written again: {again}")
+                result.deviations.append(f"complete and yet written again: {again}")
             complete_files.update(now)
 
     def _check_end(self, folder: Path, trial: Trial, result: TrialResult) -> None:
         sizes = layouts_with_steps(trial, result)
         exact = len(sizes) == 1
         layout = next(iter(sizes)) if exact else Layout(1)
-        check_end(folder / "run", result, self.reference(layout), self._suite, exact=exact)
-        if self._suite.tunes:
+        check_result(folder / "run", result, self.reference(layout), self._suite, exact=exact)
+        if self._suite.tuning:
             progress = folder / f"progress-{len(trial.attempts) - 1}-0"
             check_reported(folder / "run", progress, result, self._suite)
             check_milestones(folder / "run", result)
 
     def _run_attempt(
-        self, folder: Path, family: Family, attempt: Attempt, nodes: list[Path], number: int
+        self, folder: Path, scenario: Scenario, attempt: Attempt, nodes: list[Path], number: int
     ) -> list[int | None]:
         layout = attempt.layout
-        config = self._inputs.config(family, layout, folder / "run")
+        config = self._inputs.config(scenario, layout, folder / "run")
         file = folder / f"trainer-{number}.yaml"
         file.write_text(yaml.safe_dump(config))
-        port = reserved_port()
+        port = reserve_port()
         ranks = []
         for rank in range(layout.ranks):
             environment = rank_environment(rank, layout.ranks, port) | {
@@ -166,8 +168,8 @@ class Runner:
                 VARIABLE: attempt.kill.to_text() if attempt.kill is not None and rank == attempt.rank else "",
             }
             ranks.append({"environment": environment, "log": str(folder / f"log-{number}-{rank}")})
-        pids = self._ask(ranks=ranks, argv=["train", "--config", str(file)])["pids"]
-        codes: list[int | None] = self._ask(wait=pids, seconds=_ATTEMPT_SECONDS)["codes"]
+        pids = self._request(ranks=ranks, argv=["train", "--config", str(file)])["pids"]
+        codes: list[int | None] = self._request(wait=pids, seconds=_ATTEMPT_SECONDS)["codes"]
         return codes
 
     def _read_attempt(self, folder: Path, attempt: Attempt, number: int, *, killed: bool) -> AttemptResult:
@@ -192,10 +194,10 @@ class Runner:
             ["convert", "to-nxd", str(old), str(tag), "--tensor", "2", "--zero1", "3", *config],
             ["convert", "from-nxd", str(tag), str(root), *config],
         ):
-            pids = self._ask(ranks=[{"environment": {}, "log": str(folder / f"log-{number}-convert")}], argv=argv)
-            codes = self._ask(wait=pids["pids"], seconds=_ATTEMPT_SECONDS)["codes"]
+            pids = self._request(ranks=[{"environment": {}, "log": str(folder / f"log-{number}-convert")}], argv=argv)
+            codes = self._request(wait=pids["pids"], seconds=_ATTEMPT_SECONDS)["codes"]
             if codes != [0]:
-                result.wrong.append(f"{' '.join(argv[:2])} ended with {codes}: {self._tail(folder, number)}")
+                result.deviations.append(f"{' '.join(argv[:2])} ended with {codes}: {self._tail(folder, number)}")
         root.mkdir(exist_ok=True)
         for path in (old / "metrics.jsonl", *old.glob("samples-*.jsonl")):
             shutil.copy(path, root)
@@ -206,16 +208,16 @@ class Runner:
             folder = self._folder / f"reference-{len(self._references)}"
             folder.mkdir()
             nodes = [folder / f"node-{number}" for number in range(layout.ranks)]
-            codes = self._run_attempt(folder, self._suite.families[0], Attempt(layout, None, None), nodes, 0)
+            codes = self._run_attempt(folder, self._suite.scenarios[0], Attempt(layout, None, None), nodes, 0)
             if codes != [0] * layout.ranks:
                 raise RuntimeError(f"the undisturbed run at {layout.name} ended with {codes}: {self._tail(folder, 0)}")
             self._references[layout] = Reference.read(folder / "run", self._suite)
         return self._references[layout]
 
-    def _ask(self, **order: Any) -> dict[str, Any]:
+    def _request(self, **request: Any) -> dict[str, Any]:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(order) + "\n")
+        self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         answer: dict[str, Any] = json.loads(self._server.stdout.readline())
         return answer

@@ -1,4 +1,4 @@
-"""Define the suites of the proof, and draw trials: layouts of the ranks and the points at which they are killed."""
+"""Define the suites of the proof, and draw trials: layouts of ranks and points of kills."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MODES = {
 }
 _IN_A_STEP = 0.5
 _FIRST_RANK = 0.4
-"""Additional share of kills of the first rank, which does more than the others after the last step."""
+"""Additional share of kills of the first rank, which has more work than the others after the last step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of the ranks of an attempt."""
+    """The layout of the ranks of an attempt."""
 
     dp: int
     tp: int = 1
@@ -47,7 +47,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Scenario:
     """Layouts of the attempts of a run; each attempt but the last ends with a kill."""
 
     name: str
@@ -55,7 +55,7 @@ class Family:
     attempts: tuple[Layout, ...]
     memory: bool = True
     """Whether there is a memory tier, with each rank as a separate node."""
-    node_is_lost: bool = False
+    node_lost: bool = False
     """Whether the memory of the killed rank's node is lost and another node replaces it."""
     through_nxd: bool = False
     """Whether the newest checkpoint is converted to NxD's layout and back, into a new root, between the attempts."""
@@ -74,7 +74,7 @@ class Attempt:
 
     layout: Layout
     rank: int | None
-    """The rank to kill; None for an attempt that ends by itself."""
+    """The rank to kill; None for an attempt without a kill."""
     kill: Kill | None
 
     @property
@@ -85,33 +85,33 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A run that is drawn from a seed."""
+    """A run drawn from a seed."""
 
     seed: int
-    family: Family
+    scenario: Scenario
     point: Point
     attempts: tuple[Attempt, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """A kind of run, and the trials that are drawn for it.
+    """A kind of run, from which trials are drawn.
 
-    The families are as many as have no divisor in common with the points: consecutive seeds meet every pair once.
+    The numbers of scenarios and points have no common divisor, so consecutive seeds cover every pair once.
     """
 
     name: str
-    families: tuple[Family, ...]
+    scenarios: tuple[Scenario, ...]
     passes: Mapping[Point, tuple[int, int]]
     """The points, with the minimum and maximum number of passes before a kill."""
     passes_without_memory: Mapping[Point, tuple[int, int]] = field(default_factory=dict)
-    """The same without a memory tier, where it differs."""
+    """The same without a memory tier, if it differs."""
     steps: int
     global_batch: int
     save_every: int
-    tunes: bool = False
+    tuning: bool = False
     """Whether adapters of a base are trained on examples, followed by artifacts and an evaluation."""
-    prefers: bool = False
+    preferences: bool = False
     """Whether all weights of a base are trained on pairs of answers by DPO."""
 
     @property
@@ -120,29 +120,29 @@ class Suite:
         return tuple(self.passes)
 
 
-def trial(seed: int, suite: Suite) -> Trial:
-    """Draw the trial of a seed; neighboring seeds have different points and families."""
+def draw_trial(seed: int, suite: Suite) -> Trial:
+    """Draw the trial of a seed; consecutive seeds have different points and scenarios."""
     rng = random.Random(seed)
     point = suite.points[seed % len(suite.points)]
-    family = suite.families[seed % len(suite.families)]
+    scenario = suite.scenarios[seed % len(suite.scenarios)]
     attempts: list[Attempt] = []
-    for number, layout in enumerate(family.attempts[:-1]):
-        last = number == len(family.attempts) - 2
+    for number, layout in enumerate(scenario.attempts[:-1]):
+        last = number == len(scenario.attempts) - 2
         here = point
-        # A load is killed in the attempt after one that was killed in a step; of those that follow the last step the
-        # first may have been.
+        # A kill in a load follows an attempt that was killed in a step. Before a kill after the last step the first
+        # attempt may have been killed in a step too.
         if point is Point.LOAD or (point.follows_training and not last and rng.random() < _IN_A_STEP):
             here = Point.STEP
-        attempts.append(_killed(layout, here, family, suite, rng))
+        attempts.append(_draw_kill(layout, here, scenario, suite, rng))
         if point is Point.LOAD and last:
-            attempts.append(_killed(family.attempts[-1], Point.LOAD, family, suite, rng))
-    attempts.append(Attempt(family.attempts[-1], None, None))
-    return Trial(seed, family, point, tuple(attempts))
+            attempts.append(_draw_kill(scenario.attempts[-1], Point.LOAD, scenario, suite, rng))
+    attempts.append(Attempt(scenario.attempts[-1], None, None))
+    return Trial(seed, scenario, point, tuple(attempts))
 
 
-def _killed(layout: Layout, point: Point, family: Family, suite: Suite, rng: random.Random) -> Attempt:
+def _draw_kill(layout: Layout, point: Point, scenario: Scenario, suite: Suite, rng: random.Random) -> Attempt:
     low, high = suite.passes[point]
-    if not family.memory:
+    if not scenario.memory:
         low, high = suite.passes_without_memory.get(point, (low, high))
     rank = 0 if point is Point.COMMIT else rng.randrange(layout.ranks)
     if point.follows_training and rng.random() < _FIRST_RANK:
@@ -153,28 +153,28 @@ def _killed(layout: Layout, point: Point, family: Family, suite: Suite, rng: ran
 
 _SHARDED, _ZERO1 = DataParallelMode.FULLY_SHARDED, DataParallelMode.SHARDED_OPTIMIZER
 _PRETRAINING = (
-    Family("process", "a process is killed, all restart from memory", (Layout(2), Layout(2))),
-    Family("node", "a node fails, its shard comes from its buddy", (Layout(3, mode=_SHARDED),) * 2, node_is_lost=True),
-    Family("wide", "a node of a model wider than a node fails", (Layout(1, tp=2),) * 2, node_is_lost=True),
-    Family(
+    Scenario("process", "a process is killed, all restart from memory", (Layout(2), Layout(2))),
+    Scenario("node", "a node fails, its shard comes from its buddy", (Layout(3, mode=_SHARDED),) * 2, node_lost=True),
+    Scenario("wide", "a node of a model wider than a node fails", (Layout(1, tp=2),) * 2, node_lost=True),
+    Scenario(
         "resize",
         "each time a node fails and the size changes",
         (Layout(4), Layout(2), Layout(3), Layout(4)),
-        node_is_lost=True,
+        node_lost=True,
     ),
-    Family(
+    Scenario(
         "reshard",
         "all memory is lost, the checkpoint is read at another data-parallel size",
         (Layout(4, mode=_SHARDED), Layout(2, mode=_ZERO1), Layout(3, mode=_SHARDED), Layout(4)),
         memory=False,
     ),
-    Family(
+    Scenario(
         "retensor",
         "all memory is lost, the checkpoint is read at another tensor-parallel size",
         (Layout(1, tp=2), Layout(2), Layout(2, tp=2, mode=_SHARDED)),
         memory=False,
     ),
-    Family(
+    Scenario(
         "nxd",
         "all memory is lost, the checkpoint is converted to NxD's layout (tp 2, ZeRO-1 over 3) and back",
         (Layout(2), Layout(2)),
@@ -182,7 +182,7 @@ _PRETRAINING = (
         through_nxd=True,
     ),
 )
-_LIVES_AT_UNEVEN_SIZES = {
+_UNEVEN_LAYOUTS = {
     "process": (Layout(3), Layout(3)),
     "node": (Layout(4, mode=_SHARDED),) * 2,
     "wide": (Layout(2, tp=2),) * 2,
@@ -191,25 +191,25 @@ _LIVES_AT_UNEVEN_SIZES = {
     "reshard": (Layout(4, mode=_SHARDED), Layout(3, mode=_ZERO1), Layout(2, mode=_SHARDED), Layout(6)),
     "retensor": (Layout(2, tp=2), Layout(3), Layout(2, tp=2, mode=_SHARDED)),
 }
-_KINDS = {family.name: family for family in _PRETRAINING} | {
-    "idle": Family("idle", "a process is killed, one rank has no sample at all", ())
+_BY_NAME = {scenario.name: scenario for scenario in _PRETRAINING} | {
+    "idle": Scenario("idle", "a process is killed, one rank has no sample at all", ())
 }
-_UNEVEN = tuple(replace(_KINDS[name], attempts=attempts) for name, attempts in _LIVES_AT_UNEVEN_SIZES.items())
+_UNEVEN = tuple(replace(_BY_NAME[name], attempts=attempts) for name, attempts in _UNEVEN_LAYOUTS.items())
 _TUNING = (
-    Family("process", "a process is killed, all restart from memory", (Layout(2), Layout(2))),
-    Family("node", "a node fails, its shard comes from its buddy", (Layout(3, mode=_SHARDED),) * 2, node_is_lost=True),
-    Family("wide", "a node of a model wider than a node fails", (Layout(1, tp=2),) * 2, node_is_lost=True),
-    Family(
-        "resize", "each time a node fails and the size changes", (Layout(4), Layout(2), Layout(3)), node_is_lost=True
+    Scenario("process", "a process is killed, all restart from memory", (Layout(2), Layout(2))),
+    Scenario("node", "a node fails, its shard comes from its buddy", (Layout(3, mode=_SHARDED),) * 2, node_lost=True),
+    Scenario("wide", "a node of a model wider than a node fails", (Layout(1, tp=2),) * 2, node_lost=True),
+    Scenario(
+        "resize", "each time a node fails and the size changes", (Layout(4), Layout(2), Layout(3)), node_lost=True
     ),
-    Family(
+    Scenario(
         "storage",
         "all memory is lost, the checkpoint is read at the same size; artifacts at milestones",
         (Layout(2),) * 3,
         memory=False,
         milestones=True,
     ),
-    Family(
+    Scenario(
         "reshard",
         "all memory is lost, the checkpoint is read at another size",
         (Layout(4, mode=_SHARDED), Layout(1, tp=2), Layout(3, mode=_ZERO1)),
@@ -219,7 +219,7 @@ _TUNING = (
 
 PRETRAINING = Suite(
     name="pretraining",
-    families=_PRETRAINING,
+    scenarios=_PRETRAINING,
     passes={
         Point.STEP: (1, 9),
         Point.STAGING: (3, 24),
@@ -232,26 +232,29 @@ PRETRAINING = Suite(
     global_batch=12,
     save_every=4,
 )
-UNEVEN = replace(PRETRAINING, name="uneven", families=_UNEVEN, global_batch=5)
+UNEVEN = replace(PRETRAINING, name="uneven", scenarios=_UNEVEN, global_batch=5)
 """Five samples, one for each rank and pass: no size divides them, and one of six ranks has no sample."""
 PREFERENCES = replace(
-    PRETRAINING, name="preferences", families=tuple(each for each in _PRETRAINING if not each.through_nxd), prefers=True
+    PRETRAINING,
+    name="preferences",
+    scenarios=tuple(each for each in _PRETRAINING if not each.through_nxd),
+    preferences=True,
 )
 TUNING = Suite(
     name="tuning",
-    families=_TUNING,
+    scenarios=_TUNING,
     passes={
         Point.STEP: (1, 6),
         Point.STAGING: (1, 12),
         Point.WRITING: (0, 2),
         Point.COMMIT: (0, 2),
         Point.LOAD: (0, 1),
-        Point.EXPORT: (0, 0),  # they count by themselves: each place in them is passed another number of times
+        Point.EXPORT: (0, 0),  # these points count passes themselves, because each of their places has another number
         Point.EVALUATE: (0, 0),
     },
     passes_without_memory={Point.STEP: (3, 7), Point.STAGING: (0, 2)},
     steps=15,
     global_batch=12,
     save_every=4,
-    tunes=True,
+    tuning=True,
 )

@@ -30,16 +30,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.ranks import THREADS, RunFailedError
+from benchmarks.ranks import THREAD_VARIABLES, RunFailedError
 from benchmarks.training_speed.runs import (
     WARM_STEPS,
     Result,
     Task,
-    make_base,
-    run_ours,
+    create_base,
     run_pairs_peer,
     run_peer,
-    text_file,
+    run_trainer,
+    write_text,
 )
 from trainium_contract.models.families import FAMILIES
 
@@ -106,7 +106,7 @@ QUICK = {
     "numKeyValueHeads": 2,
     "vocabSize": 512,
 }
-"""A task that only shows that everything runs; its figures have no meaning."""
+"""A task that only checks that everything runs; its figures have no meaning."""
 
 
 def main() -> int:
@@ -116,7 +116,7 @@ def main() -> int:
     if unknown:
         print(f"There is no mode {unknown.pop()!r}; there are {', '.join(MODES)}.", file=sys.stderr)
         return 64
-    peers = _state_of_peers(options.peer_python)
+    peers = _check_peers(options.peer_python)
     for name, state in peers.items():
         if reason := state.get("missing"):
             print(f"{name} is not measured: {reason}", flush=True)
@@ -145,7 +145,7 @@ def main() -> int:
             "processor": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
             "load": os.getloadavg()[0],
-            "threads": THREADS["OMP_NUM_THREADS"],
+            "threads": THREAD_VARIABLES["OMP_NUM_THREADS"],
             "torch": torch.__version__,
         },
         "settings": {"model": base.model, "length": base.length, "micro": base.micro, "half": base.half}
@@ -154,7 +154,7 @@ def main() -> int:
         "peers": peers,
     }
     report["rows"] = [
-        _row(mode, replace(base, ranks=ranks, **MODES[mode]), options, peer_python)
+        _run_mode(mode, replace(base, ranks=ranks, **MODES[mode]), options, peer_python)
         for ranks in options.ranks
         for mode in options.modes.split(",")
         if not (mode == "sharded" and ranks == 1)
@@ -164,8 +164,8 @@ def main() -> int:
     return int(any("error" in row for row in report["rows"]))
 
 
-def _state_of_peers(python: str) -> dict[str, dict[str, str]]:
-    """Return the versions of each peer, or under `missing` why it is not measured."""
+def _check_peers(python: str) -> dict[str, dict[str, str]]:
+    """Return the versions of each peer, or under `missing` the reason why it is not measured."""
     every = sorted({name for names in _NEEDED.values() for name in names})
     asked = subprocess.run([python, "-c", _VERSIONS, *every], capture_output=True, text=True, timeout=120, check=True)
     versions: dict[str, str] = json.loads(asked.stdout)
@@ -193,10 +193,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--micro", type=int, default=8, help="samples of a micro-batch")
     parser.add_argument("--half", action="store_true", help="bfloat16 in all modes, which is what devices train in")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C", help="of our trainer")
-    parser.add_argument("--quick", action="store_true", help="one short run of a tiny model: whether it works")
+    parser.add_argument("--quick", action="store_true", help="one short run of a tiny model, to check that it works")
     parser.add_argument("--json", type=Path, default=Path("out/bench/training_speed.json"))
-    parser.add_argument("--families", action="store_true", help="the families in place of modes")
-    parser.add_argument("--preferences", action="store_true", help="DPO, in place of modes, beside trl")
+    parser.add_argument("--families", action="store_true", help="the families instead of modes")
+    parser.add_argument("--preferences", action="store_true", help="DPO instead of modes, compared with trl")
     options = parser.parse_args()
     if options.families:
         parser.set_defaults(modes=",".join(FAMILIES), ranks=[1], rounds=2, json=Path("out/bench/family_speed.json"))
@@ -211,7 +211,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _row(mode: str, task: Task, options: argparse.Namespace, peer_python: str | None) -> dict[str, Any]:
+def _run_mode(mode: str, task: Task, options: argparse.Namespace, peer_python: str | None) -> dict[str, Any]:
     """Run the trainers in turn and print a line."""
     row: dict[str, Any] = {"mode": mode, "ranks": task.ranks, "tokensPerStep": task.tokens}
     found: dict[str, list[Result]] = {"ours": [], "peer": [], "compiledPeer": []}
@@ -221,10 +221,10 @@ def _row(mode: str, task: Task, options: argparse.Namespace, peer_python: str | 
                 folders = {name: Path(scratch, name) for name in ("text", "base", *found)}
                 for folder in folders.values():
                     folder.mkdir()
-                line = text_file(folders["text"])
+                line = write_text(folders["text"])
                 tuned = task.lora or task.pairs
-                each = replace(task, base=make_base(task, folders["base"], line)) if tuned else task
-                found["ours"].append(run_ours(each, folders["ours"], line, options.overrides))
+                each = replace(task, base=create_base(task, folders["base"], line)) if tuned else task
+                found["ours"].append(run_trainer(each, folders["ours"], line, options.overrides))
                 if peer_python is None:
                     continue
                 if task.pairs:

@@ -30,7 +30,7 @@ class Samples(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self._ids[index], "labels": self._ids[index]}
 
 
-class Clock(transformers.TrainerCallback):
+class StepTimer(transformers.TrainerCallback):
     """Times of the optimizer steps, seconds since the epoch."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def main() -> None:
         ddp_find_unused_parameters=False,
         **sharding,
     )
-    clock = Clock()
+    clock = StepTimer()
     count = task["steps"] * task["micro"] * task["accumulation"] * int(os.environ["WORLD_SIZE"])
     trainer = transformers.Trainer(
         model=model,
@@ -109,7 +109,7 @@ def main() -> None:
     if os.environ["RANK"] == "0":
         print(json.dumps({"ends": clock.ends, "deviceBytes": memory}), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # as the trainer does: what comes after the last step is not measured
+    os._exit(0)  # as in the trainer, work after the last step is not measured
 
 
 if __name__ == "__main__":

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 _WORDS = 40_000
 WARM_STEPS = 3
-"""Number of first steps that are not counted: they allocate and compile."""
+"""Number of first steps that are not counted, because they allocate and compile."""
 _LORA = {"rank": 16, "alpha": 32.0}
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Task of both trainers."""
+    """The task of both trainers."""
 
     ranks: int
     device: str
@@ -76,7 +76,7 @@ class Result:
         return tokens / statistics.median(self.seconds)
 
 
-def text_file(folder: Path) -> Path:
+def write_text(folder: Path) -> Path:
     """Write a file of random words."""
     choose = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -86,8 +86,8 @@ def text_file(folder: Path) -> Path:
     return path
 
 
-def pairs_file(task: Task, text: Path) -> Path:
-    """Write pairs for all steps: a prompt with two answers, each longer than the length, so that both are cut to it."""
+def write_pairs(task: Task, text: Path) -> Path:
+    """Write pairs for all steps: a prompt with two answers, each longer than the length, to which both are cut."""
     lines = text.read_text().splitlines()
     choose, many = random.Random(0), task.length // 12
     rows = [
@@ -128,7 +128,7 @@ def write_config(task: Task, folder: Path, text: Path) -> Path:
     if task.pairs:
         config["tuning"]["objective"] = {"kind": "DPO"}
         config["data"] |= {
-            "source": str(pairs_file(task, text)),
+            "source": str(write_pairs(task, text)),
             "format": "Preference",
             "examples": {"tooLong": "CutRight"},
         }
@@ -147,7 +147,7 @@ def _write_shape(task: Task, folder: Path) -> Path:
     return folder / "config.json"
 
 
-def run_ours(task: Task, folder: Path, text: Path, overrides: Sequence[str] = ()) -> Result:
+def run_trainer(task: Task, folder: Path, text: Path, overrides: Sequence[str] = ()) -> Result:
     """Run this repository's trainer. Raises RunFailedError."""
     argv = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(write_config(task, folder, text))]
     for override in overrides:
@@ -155,7 +155,7 @@ def run_ours(task: Task, folder: Path, text: Path, overrides: Sequence[str] = ()
     host_bytes = run_ranks(argv, task.ranks, folder)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
-    # Log-probabilities of the reference are computed ahead; their seconds belong to the steps that need them.
+    # The reference's log-probabilities are computed ahead; their seconds count for the steps that need them.
     ahead = re.search(r"references ([\d.]+) s", (folder / "rank-0.log").read_text())
     share = float(ahead[1]) / len(steps) if ahead else 0.0
     seconds = tuple(line["seconds"] + share for line in steps[WARM_STEPS:])
@@ -175,11 +175,11 @@ def model_options(task: Task) -> dict[str, Any]:
         "num_key_value_heads": model["numKeyValueHeads"],
         "max_position_embeddings": task.length,
         "tie_word_embeddings": False,
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),  # a family's may be beyond the vocabulary
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),  # a family's may exceed the vocabulary
     }
 
 
-def make_base(task: Task, folder: Path, text: Path) -> Path:
+def create_base(task: Task, folder: Path, text: Path) -> Path:
     """Write a Hugging Face folder with random weights of the task's shape and a tokenizer of the text."""
     import torch  # noqa: PLC0415 - the runs are separate processes
     from tokenizers import ByteLevelBPETokenizer  # noqa: PLC0415

@@ -1,9 +1,9 @@
-"""Compare a step of a run that MLflow follows with one that nothing follows.
+"""Compare a step of a run with MLflow tracking with a step without tracking.
 
     python -m benchmarks.training_speed.trackers [--rounds 5] [--ranks 1]      # in an interpreter that has mlflow
 
-MLflow's own server with SQLite is on loopback; runs with and without it alternate. The processor time of a run includes
-that of the process that sends it: where all processors are busy, a step can lose as much as that differs.
+MLflow's server with SQLite runs on loopback; runs with and without it alternate. The processor time of a run includes
+that of the sending process: if all processors are busy, a step can lose the difference.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.training_speed.__main__ import SHAPES
-from benchmarks.training_speed.runs import WARM_STEPS, Task, run_ours, text_file
+from benchmarks.training_speed.runs import WARM_STEPS, Task, run_trainer, write_text
 from tests.testing.trainer.mlflow_server import run_mlflow_server
 
 GOAL = 0.005
-"""Goal for the longer step, as a share of a step."""
+"""Goal of the additional time of a step, as a share of a step."""
 
 
 @dataclass
-class Measured:
-    """Steps and processor time of the runs of one kind."""
+class Measurement:
+    """Steps and processor times of the runs of one kind."""
 
     seconds: list[float] = field(default_factory=list)
     """Seconds of each counted step."""
@@ -69,16 +69,16 @@ def main() -> int:
         compiled=False,
     )
     kinds: dict[str, tuple[str, ...]] = {"without": (), "MLflow": ("monitor.trackers=[MLflow]",)}
-    found = {name: Measured() for name in kinds}
+    found = {name: Measurement() for name in kinds}
     with tempfile.TemporaryDirectory(prefix="trackers-") as scratch, run_mlflow_server(Path(scratch)) as server:
         os.environ["MLFLOW_TRACKING_URI"] = server.address
-        text = text_file(Path(scratch))
+        text = write_text(Path(scratch))
         for number in range(options.rounds):
             for name, overrides in kinds.items():
                 folder = Path(scratch, f"{name}-{number}")
                 folder.mkdir()
                 before = children_seconds()
-                found[name].seconds += run_ours(task, folder, text, overrides).seconds
+                found[name].seconds += run_trainer(task, folder, text, overrides).seconds
                 found[name].processor_seconds.append(children_seconds() - before)
     tracked, plain = found["MLflow"].seconds, found["without"].seconds
     longer = {

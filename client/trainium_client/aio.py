@@ -1,9 +1,10 @@
-"""`TrainingJob` with asynchronous verbs, for programs and notebooks that do other things meanwhile.
+"""`TrainingJob` with asynchronous methods, for programs and notebooks that do other work meanwhile.
 
-`from trainium_client.aio import TrainingJob`. Each verb is the other TrainingJob's, run in a thread, so the two cannot
-differ in what they do; only waiting has a second implementation, because a thread must not sleep for a day.
-Invariants: many jobs may be asked at once; a verb that is cancelled returns at once, and its one request, which has a
-time limit, ends by itself.
+`from trainium_client.aio import TrainingJob`. Each method runs that of the synchronous class in a thread, so the two
+behave the same. Only waiting has a second implementation, because a thread must not sleep for a day.
+
+Invariants: many jobs may be queried at once. A cancelled method returns at once, and its one request, which has a
+time-out, ends by itself.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ if TYPE_CHECKING:
 
 __all__ = ["ClientError", "JobFailedError", "TrainingJob"]
 
-_Asked = ParamSpec("_Asked")
+_Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 
 def _in_thread(
-    verb: Callable[Concatenate[sync.TrainingJob, _Asked], _Result],
-) -> Callable[Concatenate[TrainingJob, _Asked], Coroutine[Any, Any, _Result]]:
+    verb: Callable[Concatenate[sync.TrainingJob, _Params], _Result],
+) -> Callable[Concatenate[TrainingJob, _Params], Coroutine[Any, Any, _Result]]:
     """Wrap a method so that it has the same arguments and result, as a coroutine function."""
 
-    async def asked(self: TrainingJob, /, *args: _Asked.args, **kwargs: _Asked.kwargs) -> _Result:
+    async def call(self: TrainingJob, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         return await asyncio.to_thread(verb, self.blocking, *args, **kwargs)
 
-    functools.update_wrapper(asked, verb)
-    return asked
+    functools.update_wrapper(call, verb)
+    return call
 
 
 class TrainingJob:
@@ -49,7 +50,7 @@ class TrainingJob:
     __slots__ = ("blocking",)
 
     def __init__(self, name: str, spec: Mapping[str, Any] | None = None, **where: Any) -> None:
-        """`where`: namespace, context, kubeconfig, metadata."""
+        """Create the job; `where` has namespace, context, kubeconfig and metadata."""
         self.blocking = sync.TrainingJob(name, spec, **where)
 
     @classmethod
@@ -59,7 +60,7 @@ class TrainingJob:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **where: Any) -> TrainingJob:
-        """Create a job from a manifest. Raises ClientError when the file holds none."""
+        """Create a job from a manifest. Raises ClientError if the file has none."""
         return cls._of(sync.TrainingJob.from_file(path, **where))
 
     @classmethod
@@ -95,7 +96,7 @@ class TrainingJob:
     ) -> JobView:
         """Wait until the job is in that phase; `on_view` is called with each view and may be a coroutine function.
 
-        Raises JobFailedError when it fails instead, ClientError when it ends otherwise or the time is over.
+        Raises JobFailedError if it fails instead, ClientError if it ends otherwise or after the time-out.
         """
         target = sync.WaitTarget(self.blocking.name, until, seconds, time.monotonic())
         while True:
@@ -110,17 +111,17 @@ class TrainingJob:
     async def watch(
         self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> JobView:
-        """Show the job, live, until it has ended or the time is over; several at once, each in a separate place."""
-        from trainium_client.live import Watched, curve_so_far, open_display  # noqa: PLC0415 - only watching needs it
+        """Show the job live until it has ended or the time-out; several at once have separate outputs."""
+        from trainium_client.live import WatchState, open_display, read_curve_if_possible  # noqa: PLC0415 - only watching needs it
 
         view = await self.status()
         with open_display() as display:
-            watched = Watched(display, time.monotonic() + seconds)
+            watch_state = WatchState(display, time.monotonic() + seconds)
             while True:
-                if watched.lacks_curve(view):
-                    watched.begin(await asyncio.to_thread(curve_so_far, self.blocking.metrics))
-                watched.saw(view)
-                if watched.is_over(view, time.monotonic()):
+                if watch_state.needs_curve(view):
+                    watch_state.set_curve(await asyncio.to_thread(read_curve_if_possible, self.blocking.metrics))
+                watch_state.update(view)
+                if watch_state.has_ended(view, time.monotonic()):
                     return view
                 await pause(sync.POLL_SECONDS)
                 view = await self.status()

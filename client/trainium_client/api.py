@@ -1,7 +1,7 @@
-"""The objects of one job in the API server, as raw JSON: one list call per kind.
+"""Read and write the objects of one job in the API server, as raw JSON: one list call per kind.
 
-Invariants: nothing here decides or formats; every refusal is one sentence that names the verb and the resource; what is
-read to show and not to act may be `Missing`, so that a person without all rights still sees the rest.
+Invariants: nothing here decides or formats. Every refusal is one sentence that names the verb and the resource. Objects
+that are only shown may be `Unreadable`, so that a person without all rights still sees the rest.
 """
 
 from __future__ import annotations
@@ -24,28 +24,44 @@ TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 APPLY = "application/apply-patch+yaml"
-"""JSON is YAML, of the kind that `json.dumps` writes by default."""
+"""JSON is YAML, in the form that `json.dumps` writes by default."""
 _FORBIDDEN, _MISSING, _CONFLICT, _UNAUTHORIZED = 403, 404, 409, 401
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
-    """Something that could not be read, and why."""
+class Unreadable:
+    """Why an object could not be read."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request by verb and resource, as RBAC names them."""
+class Request:
+    """One request by verb and resource, in RBAC's terms."""
 
     verb: str
     resource: str
+    """`pods`, or `pods/log` for a subresource."""
     namespace: str = ""
+    """Empty for all namespaces, and for resources without one."""
     name: str = ""
 
     @property
-    def sentence(self) -> str:
+    def method(self) -> str:
+        """HTTP method of the verb."""
+        return {"create": "POST", "patch": "PATCH", "delete": "DELETE"}.get(self.verb, "GET")
+
+    @property
+    def path(self) -> str:
+        """Path at the API server."""
+        kind, _, subresource = self.resource.partition("/")
+        kind = kind.removesuffix(f".{GROUP}")
+        root = f"/apis/{GROUP}/{VERSION}" if kind == PLURAL else "/api/v1"
+        where = f"namespaces/{self.namespace}" if self.namespace else ""
+        return "/".join(filter(None, (root, where, kind, self.name, subresource)))
+
+    @property
+    def text(self) -> str:
         """`get configmaps/x in namespace y`."""
         name = f"/{self.name}" if self.name else ""
         return f"{self.verb} {self.resource}{name}" + (f" in namespace {self.namespace}" if self.namespace else "")
@@ -61,118 +77,118 @@ class Api:
     # --- jobs ----------------------------------------------------------------------------------------------------
 
     def job(self, name: str) -> Json:
-        """Return the TrainingJob. Raises NotFoundError with names that are close to it."""
-        return self._jobs("GET", Asked("get", PLURAL, self.namespace, name), f"/{name}")
+        """Return the TrainingJob. Raises NotFoundError with similar names."""
+        return self._call_jobs("get", name)
 
     def jobs(self) -> list[Json]:
-        """All jobs of the namespace."""
-        return _items(self._jobs("GET", Asked("list", PLURAL, self.namespace), ""))
+        """Return all jobs of the namespace."""
+        return _items(self._call_jobs("list"))
 
     def all_jobs(self) -> list[Json]:
-        """All jobs of all namespaces."""
-        return _items(self.call("GET", Asked("list", f"{PLURAL}.{GROUP}"), f"/apis/{GROUP}/{VERSION}/{PLURAL}"))
+        """Return all jobs of all namespaces."""
+        return _items(self.call(Request("list", f"{PLURAL}.{GROUP}")))
 
     def create_job(self, manifest: Json, *, dry_run: bool = False) -> Json:
-        """Create it; a dry run validates it only."""
+        """Create the job; a dry run only validates it."""
         query = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
-        return self._jobs("POST", Asked("create", PLURAL, self.namespace), "", body=manifest, query=query)
+        return self._call_jobs("create", body=manifest, query=query)
 
     def apply_job(self, manifest: Json, manager: str) -> Json:
         """Server-side apply."""
-        name = str(manifest["metadata"]["name"])
         query = {"fieldManager": manager, "force": "true", "fieldValidation": "Strict"}
-        asked = Asked("patch", PLURAL, self.namespace, name)
-        return self._jobs("PATCH", asked, f"/{name}", body=manifest, query=query, content_type=APPLY)
+        name = str(manifest["metadata"]["name"])
+        return self._call_jobs("patch", name, body=manifest, query=query, content_type=APPLY)
 
     def patch_job(self, name: str, patch: Json) -> Json:
         """Send a merge patch."""
-        asked = Asked("patch", PLURAL, self.namespace, name)
-        return self._jobs("PATCH", asked, f"/{name}", body=patch, content_type=MERGE_PATCH)
+        return self._call_jobs("patch", name, body=patch, content_type=MERGE_PATCH)
 
     def scale_job(self, name: str, size: int) -> Json:
-        """Set the size by the scale subresource. Raises ClientError for less than a node, with what to do instead."""
+        """Set the size by the scale subresource. Raises ClientError for less than one node, with the alternative."""
         if size < 1:
-            hint = f"to give all of its nodes back, suspend it: kubectl trn suspend {name}"
+            hint = f"to release all of its nodes, suspend it: kubectl trn suspend {name}"
             raise ClientError(f"{name} cannot train on {size} nodes; {hint}")
-        asked = Asked("patch", f"{PLURAL}/scale", self.namespace, name)
         body = {"spec": {"replicas": size}}
-        return self._jobs("PATCH", asked, f"/{name}/scale", body=body, content_type=MERGE_PATCH)
+        return self._call_jobs("patch", name, resource=f"{PLURAL}/scale", body=body, content_type=MERGE_PATCH)
 
     def delete_job(self, name: str, uid: str, *, foreground: bool) -> None:
-        """Delete exactly this object; `foreground` keeps it until all that belongs to it is gone."""
+        """Delete exactly this object; `foreground` keeps it until all dependents are deleted."""
         policy = "Foreground" if foreground else "Background"
-        body = {"preconditions": {"uid": uid}, "propagationPolicy": policy}
-        self._jobs("DELETE", Asked("delete", PLURAL, self.namespace, name), f"/{name}", body=body)
+        self._call_jobs("delete", name, body={"preconditions": {"uid": uid}, "propagationPolicy": policy})
 
-    # --- what belongs to a job -----------------------------------------------------------------------------------
+    # --- objects of a job ----------------------------------------------------------------------------------------
 
-    def membership(self, job: str) -> Json | Missing:
+    def membership(self, job: str) -> Json | Unreadable:
         """Return the ConfigMap that records the members."""
-        asked = Asked("get", "configmaps", self.namespace, f"{job}-membership")
-        return self.readable(asked, f"/api/v1/namespaces/{self.namespace}/configmaps/{job}-membership")
+        return self.config_map(f"{job}-membership")
 
-    def pod_table(self, job: str) -> Json | Missing:
-        """Return the worker pods as the server's table: a tenth of the bytes of the pods themselves."""
-        query = {"labelSelector": f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}", "includeObject": "None"}
-        path = f"/api/v1/namespaces/{self.namespace}/pods"
-        return self.readable(Asked("list", "pods", self.namespace), path, query=query, accept=TABLE)
+    def config_map(self, name: str) -> Json | Unreadable:
+        """Return a ConfigMap."""
+        return self._read(Request("get", "configmaps", self.namespace, name))
 
-    def pods(self, job: str) -> list[Json] | Missing:
-        """Return the worker pods."""
-        query = {"labelSelector": f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"}
-        path = f"/api/v1/namespaces/{self.namespace}/pods"
-        found = self.readable(Asked("list", "pods", self.namespace), path, query=query)
-        return found if isinstance(found, Missing) else _items(found)
+    def pod_table(self, job: str) -> Json | Unreadable:
+        """Return the worker pods as the server's table: a tenth of the bytes of the pods."""
+        query = {"labelSelector": worker_selector(job), "includeObject": "None"}
+        return self._read(Request("list", "pods", self.namespace), query=query, accept=TABLE)
 
-    def events(self, job: str) -> list[Json] | Missing:
-        """Events about the job."""
+    def pods(self, selector: str) -> list[Json] | Unreadable:
+        """Return the pods with these labels."""
+        return self._list(Request("list", "pods", self.namespace), {"labelSelector": selector})
+
+    def events(self, job: str) -> list[Json] | Unreadable:
+        """Return events about the job."""
         query = {"fieldSelector": f"involvedObject.kind={KIND},involvedObject.name={job}"}
-        path = f"/api/v1/namespaces/{self.namespace}/events"
-        found = self.readable(Asked("list", "events", self.namespace), path, query=query)
-        return found if isinstance(found, Missing) else _items(found)
+        return self._list(Request("list", "events", self.namespace), query)
 
-    def log(self, pod: str, *, query: Mapping[str, str], container: str = "worker") -> str | Missing:
+    def nodes(self) -> list[Json] | Unreadable:
+        """Return all nodes."""
+        return self._list(Request("list", "nodes"), {})
+
+    def log(self, pod: str, *, query: Mapping[str, str], container: str = "worker") -> str | Unreadable:
         """Return a pod's log, with timestamps if the query asks for them."""
-        asked = Asked("get", "pods/log", self.namespace, pod)
-        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
+        request = Request("get", "pods/log", self.namespace, pod)
         chosen = {"container": container} if container else {}
-        answer = self.connection.request("GET", path, query={**chosen, **query}, accept="*/*")
+        answer = self.connection.request("GET", request.path, query={**chosen, **query}, accept="*/*")
         if answer.status >= 400:
-            return Missing(str(_refusal(asked, answer)))
+            return Unreadable(str(_refusal(request, answer)))
         return answer.body.decode(errors="replace")
 
-    # --- anything ------------------------------------------------------------------------------------------------
+    # --- any object ----------------------------------------------------------------------------------------------
 
-    def call(self, method: str, asked: Asked, path: str, **more: Any) -> Json:
-        """One exchange; raises a ClientError with a sentence."""
-        answer = self.connection.request(method, path, **more)
+    def call(self, request: Request, **more: Any) -> Json:
+        """Send a request; raises a ClientError with a sentence."""
+        answer = self.connection.request(request.method, request.path, **more)
         if answer.status >= 400:
-            raise _refusal(asked, answer)
-        return _object(asked, answer)
+            raise _refusal(request, answer)
+        return _object(request, answer)
 
-    def readable(self, asked: Asked, path: str, **more: Any) -> Json | Missing:
-        """Send a GET whose refusal is returned and not raised."""
+    def _read(self, request: Request, **more: Any) -> Json | Unreadable:
+        """Send a request whose refusal is returned instead of raised."""
         try:
-            return self.call("GET", asked, path, **more)
+            return self.call(request, **more)
         except (ForbiddenError, NotFoundError) as error:
-            return Missing(str(error))
+            return Unreadable(str(error))
 
-    def _jobs(self, method: str, asked: Asked, tail: str, **more: Any) -> Json:
-        path = f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/{PLURAL}{tail}"
-        answer = self.connection.request(method, path, **more)
+    def _list(self, request: Request, query: Mapping[str, str]) -> list[Json] | Unreadable:
+        response = self._read(request, query=query)
+        return response if isinstance(response, Unreadable) else _items(response)
+
+    def _call_jobs(self, verb: str, name: str = "", *, resource: str = PLURAL, **more: Any) -> Json:
+        request = Request(verb, resource, self.namespace, name)
+        answer = self.connection.request(request.method, request.path, **more)
         if answer.status == _MISSING:
             # An unknown resource is answered by plain text, an unknown object by a Status.
             status = _status(answer)
-            sentence = self._unknown(asked.name) if asked.name else str(status.get("message") or "not found")
-            raise NotFoundError(sentence if status else self._no_definition())
+            sentence = self._explain_unknown_job(name) if name else str(status.get("message") or "not found")
+            raise NotFoundError(sentence if status else self._explain_missing_definition())
         if answer.status >= 400:
-            raise _refusal(asked, answer)
-        return _object(asked, answer)
+            raise _refusal(request, answer)
+        return _object(request, answer)
 
-    def _no_definition(self) -> str:
-        """Why the cluster does not know TrainingJobs in the version that is spoken here."""
+    def _explain_missing_definition(self) -> str:
+        """Return why the cluster does not serve TrainingJobs in this version."""
         answer = self.connection.request("GET", f"/apis/{GROUP}")
-        served = [str(each.get("version")) for each in _status(answer).get("versions") or ()]
+        served = [str(version.get("version")) for version in _status(answer).get("versions") or ()]
         if answer.status == 200 and served:
             return (
                 f"the cluster serves TrainingJobs as {GROUP}/{', '.join(served)} and this command speaks {VERSION}: "
@@ -183,9 +199,9 @@ class Api:
             "or choose another cluster by --context"
         )
 
-    def _unknown(self, name: str) -> str:
+    def _explain_unknown_job(self, name: str) -> str:
         sentence = f"there is no TrainingJob {name!r} in namespace {self.namespace}"
-        elsewhere = self._namespaces_of(name)
+        elsewhere = self._find_namespaces(name)
         if elsewhere:
             return f"{sentence}; there is one in namespace {' and '.join(elsewhere[:3])}: give it with -n"
         try:
@@ -200,47 +216,52 @@ class Api:
         more = ", …" if len(known) > 5 else ""
         return f"{sentence}; there are {', '.join(known[:5])}{more}"
 
-    def _namespaces_of(self, name: str) -> list[str]:
-        """Return the namespaces that have a job of this name, as far as they may be listed."""
-        asked, query = Asked("list", f"{PLURAL}.{GROUP}"), {"fieldSelector": f"metadata.name={name}"}
+    def _find_namespaces(self, name: str) -> list[str]:
+        """Return the namespaces with a job of this name, as far as they may be listed."""
+        query = {"fieldSelector": f"metadata.name={name}"}
         try:
-            found = self.call("GET", asked, f"/apis/{GROUP}/{VERSION}/{PLURAL}", query=query)
+            job_list = self.call(Request("list", f"{PLURAL}.{GROUP}"), query=query)
         except ClientError:
             return []
-        return sorted({str(job["metadata"].get("namespace")) for job in _items(found)} - {self.namespace})
+        return sorted({str(job["metadata"].get("namespace")) for job in _items(job_list)} - {self.namespace})
 
 
-def _items(found: Json) -> list[Json]:
-    items = found.get("items")
+def worker_selector(job: str) -> str:
+    """Return the label selector of a job's workers."""
+    return f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"
+
+
+def _items(response: Json) -> list[Json]:
+    items = response.get("items")
     return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
 
-def _object(asked: Asked, answer: Answer) -> Json:
+def _object(request: Request, answer: Answer) -> Json:
     try:
-        found = read_json(answer.body)
+        body = read_json(answer.body)
     except ValueError as error:
-        raise ClientError(f"{asked.sentence}: the answer is no JSON ({error}): is this an API server?") from None
-    return found if isinstance(found, dict) else {}
+        raise ClientError(f"{request.text}: the answer is no JSON ({error}): is this an API server?") from None
+    return body if isinstance(body, dict) else {}
 
 
 def _status(answer: Answer) -> Json:
     try:
-        found = read_json(answer.body)
+        body = read_json(answer.body)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return body if isinstance(body, dict) else {}
 
 
-def _refusal(asked: Asked, answer: Answer) -> ClientError:
+def _refusal(request: Request, answer: Answer) -> ClientError:
     sentence = " ".join(str(_status(answer).get("message") or answer.body[:200].decode(errors="replace")).split())
     if answer.status == _FORBIDDEN:
         return ForbiddenError(
-            f"you may not {asked.sentence}; ask for a Role with verb {asked.verb!r} on {asked.resource!r}"
+            f"you may not {request.text}; ask for a Role with verb {request.verb!r} on {request.resource!r}"
         )
     if answer.status == _UNAUTHORIZED:
         return ForbiddenError("the API server does not know you (401): log in again, or check the kubeconfig's user")
     if answer.status == _MISSING:
-        return NotFoundError(sentence or f"{asked.sentence}: not found")
+        return NotFoundError(sentence or f"{request.text}: not found")
     if answer.status == _CONFLICT:
-        return ConflictError(f"{asked.sentence}: {sentence}")
-    return ClientError(f"{asked.sentence}: the API server answered {answer.status}: {sentence}")
+        return ConflictError(f"{request.text}: {sentence}")
+    return ClientError(f"{request.text}: the API server answered {answer.status}: {sentence}")

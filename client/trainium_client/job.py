@@ -1,7 +1,7 @@
-"""`TrainingJob`: apply a job, wait for it, read it and end it from a Python program or a notebook.
+"""`TrainingJob`: apply a job, wait for it, read it and delete it from a Python program or a notebook.
 
-Invariants: every method is one or a few calls to the API server and keeps nothing, so what it returns is how things are
-now; what goes wrong is a `ClientError` with a sentence; waiting has a limit.
+Invariants: every method makes one or a few calls to the API server and caches nothing, so results are current. Errors
+are a `ClientError` with a sentence. Waiting has a limit.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainium_client.api import Api, Missing
-from trainium_client.manifest import read_job
+from trainium_client.api import Api, Unreadable
+from trainium_client.manifest import read_manifest
 from trainium_client.pod_exec import read_curve_in_pod
-from trainium_client.read import read_interruption, read_members, read_screen
+from trainium_client.read import read_interruption, read_job_snapshot, read_members
 from trainium_client.retry import correct_manifest, retry_job
 from trainium_client.views.log_lines import parse_log_line
 from trainium_contract.api_server.connection import Connection
 from trainium_contract.api_server.errors import ClientError, NotFoundError
 from trainium_contract.api_server.kubeconfig import find_access
 from trainium_contract.views.checkpoints import metrics_path
-from trainium_contract.views.events import EventView, event_views
+from trainium_contract.views.events import EventView, build_event_views
 from trainium_contract.views.job import build_job_view
 from trainium_contract.views.raw import mapping, text
 from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
@@ -40,7 +40,7 @@ POLL_SECONDS = 2.0
 
 
 class JobFailedError(ClientError):
-    """The job that was waited for has failed; the sentence is its verdict."""
+    """The awaited job has failed; the sentence is its verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,10 @@ class WaitTarget:
     since: float
 
     def is_met(self, view: JobView, now: float) -> bool:
-        """Return whether the job is there. Raises JobFailedError or ClientError when it will not be, or not in time."""
+        """Return whether the job is in that phase.
+
+        Raises JobFailedError or ClientError if it will not be, or not in time.
+        """
         if view.phase == self.phase:
             return True
         if view.phase == "Failed":
@@ -74,7 +77,7 @@ class TrainingJob:
     spec: Mapping[str, Any] | None = None
     """Manifest to apply; None for a job that exists."""
     namespace: str = ""
-    """Empty: that of the kubeconfig's context."""
+    """Empty for that of the kubeconfig's context."""
     context: str | None = None
     kubeconfig: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -87,8 +90,8 @@ class TrainingJob:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **where: Any) -> TrainingJob:
-        """Create a job from a manifest. Raises ClientError when the file holds none."""
-        found = read_job(path)
+        """Create a job from a manifest. Raises ClientError if the file has none."""
+        found = read_manifest(path)
         metadata = mapping(found, "metadata")
         kept = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
         place = {"namespace": text(metadata, "namespace"), **where}
@@ -98,7 +101,7 @@ class TrainingJob:
         """Create the job, or change it to this spec (server-side apply)."""
         if self.spec is None:
             raise ClientError(f"there is no spec of {self.name} to apply: give one, or use from_file")
-        self._with(lambda api: api.apply_job(self._manifest(api), _MANAGER))
+        self._call(lambda api: api.apply_job(self._manifest(api), _MANAGER))
         return self
 
     def _manifest(self, api: Api) -> dict[str, Any]:
@@ -107,20 +110,20 @@ class TrainingJob:
 
     def status(self) -> JobView:
         """Return the job as `kubectl trn status` shows it."""
-        return self._with(lambda api: read_screen(api, self.name, time.time()).view)
+        return self._call(lambda api: read_job_snapshot(api, self.name, time.time()).view)
 
     def why(self, entry: int | None = None) -> InterruptionReport:
-        """Return the last interruption, or why the job failed, with the log lines that show it."""
-        return self._with(lambda api: read_interruption(api, self.name, time.time(), entry))
+        """Return the last interruption, or why the job failed, with the log lines about it."""
+        return self._call(lambda api: read_interruption(api, self.name, time.time(), entry))
 
     def events(self) -> tuple[EventView, ...]:
         """Return the events, the newest first."""
 
         def read(api: Api) -> tuple[EventView, ...]:
             uid = text(mapping(api.job(self.name), "metadata"), "uid")
-            return event_views(_there(api.events(self.name)), uid=uid)
+            return build_event_views(_require_readable(api.events(self.name)), uid=uid)
 
-        return self._with(read)
+        return self._call(read)
 
     def logs(self, rank: int = 0, *, tail: int | None = None) -> list[str]:
         """Return the lines of a rank in its present pod; `tail` limits them to the last lines of the pod."""
@@ -130,11 +133,11 @@ class TrainingJob:
             if member is None:
                 raise ClientError(f"there is no rank {rank} of {self.name}")
             query = {"timestamps": "true", **({} if tail is None else {"tailLines": str(tail)})}
-            lines = str(_there(api.log(member.pod, query=query))).splitlines()
-            words = [parse_log_line(line.partition(" ")[2]) for line in lines]
-            return [line for each in words if each.rank == rank for line in each.text.split("\n")]
+            lines = str(_require_readable(api.log(member.pod, query=query))).splitlines()
+            entries = [parse_log_line(line.partition(" ")[2]) for line in lines]
+            return [line for entry in entries if entry.rank == rank for line in entry.text.split("\n")]
 
-        return self._with(read)
+        return self._call(read)
 
     def metrics(self) -> tuple[CurvePoint, ...]:
         """Return the loss curve, thinned; read in the worker of rank 0, so while the job runs."""
@@ -143,11 +146,11 @@ class TrainingJob:
             first = read_members(api, self.name).rows[0]
             return read_curve_in_pod(api, first.pod, metrics_path(api.job(self.name)))
 
-        return self._with(read)
+        return self._call(read)
 
     def artifacts(self) -> tuple[ArtifactView, ...]:
         """Return the run's artifacts so far: models and adapters with their paths."""
-        return self._with(lambda api: build_job_view(api.job(self.name), now=time.time()).artifacts)
+        return self._call(lambda api: build_job_view(api.job(self.name), now=time.time()).artifacts)
 
     def wait(
         self,
@@ -159,7 +162,7 @@ class TrainingJob:
     ) -> JobView:
         """Wait until the job is in that phase; `on_view` is called with each view.
 
-        Raises JobFailedError when it fails instead, ClientError when it ends otherwise or the time is over.
+        Raises JobFailedError if it fails instead, ClientError if it ends otherwise or after the time-out.
         """
         target = WaitTarget(self.name, until, seconds, time.monotonic())
         while True:
@@ -171,21 +174,21 @@ class TrainingJob:
             pause(POLL_SECONDS)
 
     def watch(self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], None] = time.sleep) -> JobView:
-        """Show the job, live, until it has ended or the time is over: in a notebook with its curve, else as text.
+        """Show the job live until it has ended or the time-out: in a notebook with its curve, else as text.
 
-        Interrupted (Ctrl-C, or the notebook's stop button) it only stops to watch. Returns what it saw last.
+        An interrupt (Ctrl-C, or the notebook's stop button) only ends watching. Returns the last view.
         """
-        from trainium_client.live import Watched, curve_so_far, open_display  # noqa: PLC0415 - only watching needs it
+        from trainium_client.live import WatchState, open_display, read_curve_if_possible  # noqa: PLC0415 - only watching needs it
 
         view = self.status()
         with open_display() as display:
-            watched = Watched(display, time.monotonic() + seconds)
+            watch_state = WatchState(display, time.monotonic() + seconds)
             try:
                 while True:
-                    if watched.lacks_curve(view):
-                        watched.begin(curve_so_far(self.metrics))
-                    watched.saw(view)
-                    if watched.is_over(view, time.monotonic()):
+                    if watch_state.needs_curve(view):
+                        watch_state.set_curve(read_curve_if_possible(self.metrics))
+                    watch_state.update(view)
+                    if watch_state.has_ended(view, time.monotonic()):
                         return view
                     pause(POLL_SECONDS)
                     view = self.status()
@@ -193,35 +196,35 @@ class TrainingJob:
                 return view
 
     def scale(self, size: int) -> None:
-        """Another number of nodes."""
-        self._with(lambda api: api.scale_job(self.name, size))
+        """Change the number of nodes."""
+        self._call(lambda api: api.scale_job(self.name, size))
 
     def suspend(self) -> None:
-        """Save and give the nodes back."""
-        self._with(lambda api: api.patch_job(self.name, {"spec": {"suspend": True}}))
+        """Save and release the nodes."""
+        self._call(lambda api: api.patch_job(self.name, {"spec": {"suspend": True}}))
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint."""
-        self._with(lambda api: api.patch_job(self.name, {"spec": {"suspend": False}}))
+        """Resume from the newest checkpoint."""
+        self._call(lambda api: api.patch_job(self.name, {"spec": {"suspend": False}}))
 
     def retry(self) -> None:
-        """Run it again after it failed, from its newest checkpoint: with this spec, without one unchanged."""
+        """Run a failed job again from its newest checkpoint, with this spec or unchanged."""
 
         def start(api: Api) -> None:
             job = api.job(self.name)
             retry_job(api, job, None if self.spec is None else correct_manifest(job, self._manifest(api), "the spec"))
 
-        self._with(start)
+        self._call(start)
 
     def delete(self) -> None:
-        """Delete the job and its pods; checkpoints stay. A job that is not there is no error."""
+        """Delete the job and its pods; checkpoints stay. A missing job is no error."""
 
         def remove(api: Api) -> None:
             uid = text(mapping(api.job(self.name), "metadata"), "uid")
             api.delete_job(self.name, uid, foreground=False)
 
         try:
-            self._with(remove)
+            self._call(remove)
         except NotFoundError:
             return
 
@@ -235,7 +238,7 @@ class TrainingJob:
         access = find_access(self.kubeconfig, self.context, os.environ)
         return Api(Connection(access), self.namespace or access.namespace)
 
-    def _with(self, read: Callable[[Api], _Result]) -> _Result:
+    def _call(self, read: Callable[[Api], _Result]) -> _Result:
         api = self._api()
         try:
             return read(api)
@@ -243,7 +246,7 @@ class TrainingJob:
             api.connection.close()
 
 
-def _there(found: _Result | Missing) -> _Result:
-    if isinstance(found, Missing):
-        raise ClientError(found.why)
+def _require_readable(found: _Result | Unreadable) -> _Result:
+    if isinstance(found, Unreadable):
+        raise ClientError(found.reason)
     return found

@@ -1,7 +1,7 @@
-"""A job that is watched from Python: in a notebook's cell, on a terminal, or as lines.
+"""Show a job that is watched from Python: in a notebook's cell, on a terminal, or as lines.
 
-Invariants: IPython is needed only where it runs already; the curve is read in a worker once, later points are what each
-look sees; an interrupt stops the watch, and nothing else.
+Invariants: IPython is needed only where it already runs. The curve is read in a worker once, and later points come from
+the status. An interrupt only ends the watch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Display(Protocol):
     """Where a job is shown."""
 
     def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:
-        """Show the job as it is now."""
+        """Show the present state of the job."""
         ...
 
 
@@ -40,7 +40,7 @@ class NotebookDisplay:
         """See Display."""
         from trainium_contract.pages.notebook import cell_html  # noqa: PLC0415 - only notebooks need it
 
-        shown = {"text/html": cell_html(view, curve), "text/plain": _line(view)}
+        shown = {"text/html": cell_html(view, curve), "text/plain": _format_line(view)}
         if self._handle is None:
             self._handle = self._display(shown, raw=True, display_id=True)
         else:
@@ -69,13 +69,13 @@ class LineDisplay:
 
     def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:  # noqa: ARG002 - a line has no curve
         """See Display."""
-        line = _line(view)
+        line = _format_line(view)
         if line != self._last:
             self._write(f"{line}\n")
         self._last = line
 
 
-class Watched:
+class WatchState:
     """The state of one watch; displays belong to the thread that opened them."""
 
     def __init__(self, display: Display, until: float) -> None:
@@ -84,28 +84,28 @@ class Watched:
         self._until = until
         self._curve: LiveCurve | None = None
 
-    def lacks_curve(self, view: JobView) -> bool:
-        """Return whether what came before should be read now, once: where a curve is shown, and a worker has it."""
+    def needs_curve(self, view: JobView) -> bool:
+        """Return whether the earlier curve should be read now, once: if a curve is shown, and a worker has it."""
         drawn = isinstance(self._display, NotebookDisplay)
         return drawn and self._curve is None and not view.ended and view.loss is not None
 
-    def begin(self, points: Sequence[CurvePoint]) -> None:
-        """Set the curve so far."""
+    def set_curve(self, points: Sequence[CurvePoint]) -> None:
+        """Set the earlier curve."""
         self._curve = LiveCurve(points=points)
 
-    def saw(self, view: JobView) -> None:
-        """Show how the job is now."""
+    def update(self, view: JobView) -> None:
+        """Show the present state of the job."""
         if self._curve is not None:
             self._curve.add(view.step, view.loss, view.tokens_per_second)
         self._display.show(view, self._curve.points if self._curve is not None else ())
 
-    def is_over(self, view: JobView, now: float) -> bool:
-        """Return whether there is nothing more to see, or the time is over."""
+    def has_ended(self, view: JobView, now: float) -> bool:
+        """Return whether the job has ended, or the time is over."""
         return view.ended or now >= self._until
 
 
-def curve_so_far(metrics: Callable[[], Sequence[CurvePoint]]) -> Sequence[CurvePoint]:
-    """Return the curve, or none where it cannot be read: the watch continues without it."""
+def read_curve_if_possible(metrics: Callable[[], Sequence[CurvePoint]]) -> Sequence[CurvePoint]:
+    """Return the curve; none if it cannot be read, because the watch continues without it."""
     try:
         return metrics()
     except ClientError:
@@ -114,7 +114,7 @@ def curve_so_far(metrics: Callable[[], Sequence[CurvePoint]]) -> Sequence[CurveP
 
 @contextmanager
 def open_display() -> Iterator[Display]:
-    """Open the display that fits where this program runs."""
+    """Open the display for the environment of this program."""
     notebook = notebook_display()
     if notebook is not None:
         yield NotebookDisplay(notebook)
@@ -128,7 +128,7 @@ def open_display() -> Iterator[Display]:
 
 
 def notebook_display() -> Callable[..., Any] | None:
-    """IPython's `display` where a notebook's kernel runs this program; None anywhere else."""
+    """Return IPython's `display` if a notebook's kernel runs this program; else None."""
     package: Any = sys.modules.get("IPython")
     shell = package.get_ipython() if package is not None else None
     if shell is None or getattr(shell, "kernel", None) is None:
@@ -137,7 +137,7 @@ def notebook_display() -> Callable[..., Any] | None:
     return found
 
 
-def _line(view: JobView) -> str:
+def _format_line(view: JobView) -> str:
     from trainium_client.render.status import status_line  # noqa: PLC0415 - rich takes a while
 
     return status_line(view)

@@ -1,4 +1,4 @@
-"""A TrainingJob in a file, as `kubectl apply -f` takes it; other objects may stand beside it."""
+"""Read a TrainingJob from a file for `kubectl apply -f`, which may contain other objects."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     import os
 
 
-def read_job(path: str | os.PathLike[str], name: str = "") -> dict[str, Any]:
+def read_manifest(path: str | os.PathLike[str], name: str = "") -> dict[str, Any]:
     """Return the TrainingJob in the file, or the one of that name. Raises ClientError for none and for several."""
     try:
         with Path(path).open(encoding="utf-8") as file:
-            found = list(yaml.safe_load_all(file))
+            documents = list(yaml.safe_load_all(file))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ClientError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    jobs: dict[str, dict[str, Any]] = {text(mapping(each, "metadata"), "name"): each for each in found if _is_job(each)}
+    jobs: dict[str, dict[str, Any]] = {
+        text(mapping(document, "metadata"), "name"): document for document in documents if _is_named_job(document)
+    }
     if not jobs:
         raise ClientError(f"{path} holds no {KIND} with a name")
     if name in jobs:
@@ -33,5 +35,9 @@ def read_job(path: str | os.PathLike[str], name: str = "") -> dict[str, Any]:
     return next(iter(jobs.values()))
 
 
-def _is_job(found: Any) -> bool:
-    return isinstance(found, dict) and found.get("kind") == KIND and bool(text(mapping(found, "metadata"), "name"))
+def _is_named_job(document: Any) -> bool:
+    return (
+        isinstance(document, dict)
+        and document.get("kind") == KIND
+        and bool(text(mapping(document, "metadata"), "name"))
+    )

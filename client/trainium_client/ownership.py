@@ -1,10 +1,11 @@
 """Transfer field ownership (`metadata.managedFields`) to a job that is recreated.
 
-The creator of an object owns all of it: the next `kubectl apply --server-side` of its author would conflict with us
-wherever the file has changed, and would not remove fields that the file no longer has. So owners are transferred: of a
-job that is recreated unchanged to its previous owners; of a corrected one to its previous applier.
-Invariants: entries of the status are never touched; a job whose owners cannot be handed over (no right to patch) runs
-all the same.
+The creator of an object owns all of it: the next `kubectl apply --server-side` of its author would conflict with this
+client wherever the file has changed, and would not remove fields that the file no longer has. So an unchanged job is
+transferred to its previous owners, a corrected one to its previous applier.
+
+Invariants: entries of the status are never touched. A job whose ownership cannot be transferred (no right to patch)
+runs all the same.
 """
 
 from __future__ import annotations
@@ -25,14 +26,9 @@ _TRIES = 5
 Entries = tuple[dict[str, Any], ...]
 
 
-def owners_before(job: Json) -> Entries:
-    """Return the entries of a job that is recreated unchanged."""
-    return _entries(job)
-
-
-def owner_after(job: Json, made: Json) -> Entries:
-    """Return the entries of a job that was recreated from a file: all of it belongs to its previous applier."""
-    applied = [each for each in _entries(job) if each.get("operation") == "Apply"]
+def applier_entries(job: Json, created: Json) -> Entries:
+    """Return the entries of a job that was recreated from a file: its previous applier owns all of it."""
+    applied = [entry for entry in field_owners(job) if entry.get("operation") == "Apply"]
     if applied:
         first = max(applied, key=lambda each: _fields(mapping(each, "fieldsV1").get("f:spec")))
         owner = {"manager": text(first, "manager"), "operation": "Apply"}
@@ -40,36 +36,37 @@ def owner_after(job: Json, made: Json) -> Entries:
         owner = {"manager": _APPLIED_BY_CLIENT, "operation": "Update"}
     else:
         return ()
-    return tuple({**each, **owner} for each in _entries(made))
+    return tuple({**entry, **owner} for entry in field_owners(created))
 
 
-def hand_over(api: Api, made: Json, entries: Entries) -> Json:
-    """Give what we own of a job that we just made to those in `entries`; none: it stays ours."""
-    ours, name = {_key(each) for each in _entries(made)}, str(made.get("metadata", {}).get("name", ""))
-    found = made
+def transfer_ownership(api: Api, created: Json, entries: Entries) -> Json:
+    """Transfer ownership of a new job to those in `entries`; without entries it stays with this client."""
+    ours, name = {_key(entry) for entry in field_owners(created)}, str(created.get("metadata", {}).get("name", ""))
+    current = created
     for _ in range(_TRIES if ours and entries else 0):
-        others = [each for each in objects(mapping(found, "metadata"), "managedFields") if _key(each) not in ours]
-        version = text(mapping(found, "metadata"), "resourceVersion")
+        others = [entry for entry in objects(mapping(current, "metadata"), "managedFields") if _key(entry) not in ours]
+        version = text(mapping(current, "metadata"), "resourceVersion")
         patch = {"metadata": {"managedFields": [*entries, *others], "resourceVersion": version}}
         try:
             return api.patch_job(name, patch)
         except ForbiddenError:
-            return found
+            return current
         except ConflictError:  # the operator has written the status
-            found = api.job(name)
-    return found
+            current = api.job(name)
+    return current
 
 
-def contains(found: Any, wanted: Any) -> bool:
+def contains_fields(found: Any, wanted: Any) -> bool:
     """Return whether an object has all wanted fields; it may have more, for instance defaults."""
     if isinstance(wanted, dict):
-        return isinstance(found, dict) and all(contains(found.get(key), each) for key, each in wanted.items())
+        return isinstance(found, dict) and all(contains_fields(found.get(key), each) for key, each in wanted.items())
     return bool(found == wanted)
 
 
-def _entries(job: Mapping[str, Any]) -> Entries:
-    found = objects(mapping(job, "metadata"), "managedFields")
-    return tuple(dict(each) for each in found if text(each, "subresource") != "status")
+def field_owners(job: Mapping[str, Any]) -> Entries:
+    """Return the entries of a job without those of its status."""
+    entries = objects(mapping(job, "metadata"), "managedFields")
+    return tuple(dict(entry) for entry in entries if text(entry, "subresource") != "status")
 
 
 def _key(entry: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -1,6 +1,7 @@
-"""Running a program inside a worker, as `kubectl exec` does: the API server's WebSocket, protocol v4.
+"""Run a program inside a worker, as `kubectl exec` does: the API server's WebSocket, protocol v4.
 
-Invariants: what comes back is bounded; a program that fails is a sentence, not a stack; many workers are asked at once.
+Invariants: output is bounded. A failed program is reported as a sentence without a stack. Many workers are queried at
+once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from trainium_client.views.log_lines import parse_log_line
-from trainium_contract.api_server.connection import proxy_of
+from trainium_contract.api_server.connection import find_proxy
 from trainium_contract.api_server.errors import ClientError, ForbiddenError, NotFoundError
 from trainium_contract.views.curve import read_curve
 
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 _PROTOCOL = "v4.channel.k8s.io"
 _OUT, _ERROR, _STATUS = 1, 2, 3
-MOST_BYTES = 256 * 2**20
-AT_ONCE = 16
+MAX_OUTPUT_BYTES = 256 * 2**20
+MAX_CONCURRENT_PODS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ExecOutput:
     """The output of a program."""
 
     out: bytes
@@ -42,10 +43,9 @@ def run_in_pod(
     command: Sequence[str],
     *,
     seconds: float = 60.0,
-    most: int = MOST_BYTES,
-    accepted: tuple[int, ...] = (0,),
-) -> Output:
-    """Run it in the container `worker`. Raises ClientError when it cannot be run or exits with another code."""
+    accepted_codes: tuple[int, ...] = (0,),
+) -> ExecOutput:
+    """Run it in the container `worker`. Raises ClientError if it cannot be run or exits with another code."""
     # Imported here: few commands look inside a worker. The package has no annotations.
     import websocket  # noqa: PLC0415
 
@@ -65,16 +65,16 @@ def run_in_pod(
         socket = client.create_connection(
             url, timeout=seconds, sslopt=options, subprotocols=[_PROTOCOL], enable_multithread=False,
             header=[f"{name}: {value}" for name, value in connection.access.headers], suppress_origin=True,
-            **_proxy(proxy_of(connection.access, "https" if connection.tls else "http", host)),
+            **_proxy(find_proxy(connection.access, "https" if connection.tls else "http", host)),
         )  # fmt: skip
     except client.WebSocketBadStatusException as error:
-        raise _refused(error.status_code, api.namespace, pod) from error
+        raise _describe_refusal(error.status_code, api.namespace, pod) from error
     except (client.WebSocketException, OSError) as error:
         raise ClientError(f"cannot run a program in {pod}: {error}") from error
     try:
-        return _read(socket, client, pod, most, accepted)
+        return _read(socket, client, pod, accepted_codes)
     finally:
-        socket.shutdown()  # not `close`: that leaves a socket open whose server has left already
+        socket.shutdown()  # not `close`, which leaves a socket open after the server has closed its side
 
 
 def read_curve_in_pod(api: Api, pod: str, path: str) -> tuple[CurvePoint, ...]:
@@ -82,22 +82,27 @@ def read_curve_in_pod(api: Api, pod: str, path: str) -> tuple[CurvePoint, ...]:
     return read_curve(run_in_pod(api, pod, ("cat", path)).out.decode(errors="replace").splitlines())
 
 
-def for_each_pod(pods: Sequence[str], ask: Callable[[str], Any]) -> dict[str, Any]:
-    """Call `ask` for each pod, several at once; a failure is its sentence."""
+def for_each_pod(pods: Sequence[str], call: Callable[[str], Any]) -> dict[str, Any]:
+    """Call a function for each pod, several at once; a failure becomes its sentence."""
 
     def one(pod: str) -> Any:
         try:
-            return ask(pod)
+            return call(pod)
         except ForbiddenError:
             raise
         except ClientError as error:
             return str(error)
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(MAX_CONCURRENT_PODS) as pool:
         return dict(zip(pods, pool.map(one, pods), strict=True))
 
 
-def json_lines(output: Output) -> list[dict[str, Any]]:
+def query_pods(api: Api, pods: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
+    """Run a program in each pod and return the objects that it printed, or the sentence of a failure."""
+    return for_each_pod(pods, lambda pod: parse_json_lines(run_in_pod(api, pod, command)))
+
+
+def parse_json_lines(output: ExecOutput) -> list[dict[str, Any]]:
     """Parse the objects that a program printed, one a line; other lines are left out."""
     found = []
     for line in output.out.decode(errors="replace").splitlines():
@@ -110,7 +115,7 @@ def json_lines(output: Output) -> list[dict[str, Any]]:
     return found
 
 
-def _read(socket: Any, client: Any, pod: str, most: int, accepted: tuple[int, ...]) -> Output:
+def _read(socket: Any, client: Any, pod: str, accepted_codes: tuple[int, ...]) -> ExecOutput:
     channels: dict[int, bytearray] = {_OUT: bytearray(), _ERROR: bytearray(), _STATUS: bytearray()}
     try:
         while True:
@@ -119,28 +124,28 @@ def _read(socket: Any, client: Any, pod: str, most: int, accepted: tuple[int, ..
                 break
             if data and data[0] in channels:
                 channels[data[0]] += data[1:]
-            if sum(map(len, channels.values())) > most:
-                raise ClientError(f"the program in {pod} prints more than {most} bytes")
+            if sum(map(len, channels.values())) > MAX_OUTPUT_BYTES:
+                raise ClientError(f"the program in {pod} prints more than {MAX_OUTPUT_BYTES} bytes")
     except (client.WebSocketConnectionClosedException, ConnectionError):
-        pass  # the server closes without a farewell once the program has ended
+        pass  # the server closes the connection without a close frame once the program has ended
     except (client.WebSocketException, OSError) as error:
         raise ClientError(f"the program in {pod} gave no answer in time: {error}") from error
-    output = Output(bytes(channels[_OUT]), bytes(channels[_ERROR]))
-    _check(bytes(channels[_STATUS]), output, pod, accepted)
+    output = ExecOutput(bytes(channels[_OUT]), bytes(channels[_ERROR]))
+    _check(bytes(channels[_STATUS]), output, pod, accepted_codes)
     return output
 
 
-def _check(status: bytes, output: Output, pod: str, accepted: tuple[int, ...]) -> None:
+def _check(status: bytes, output: ExecOutput, pod: str, accepted_codes: tuple[int, ...]) -> None:
     try:
         found = json.loads(status) if status else {}
     except ValueError:
         found = {}
     causes = (found.get("details") or {}).get("causes") or ()
-    codes = [str(each.get("message")) for each in causes if each.get("reason") == "ExitCode"]
-    if found.get("status") == "Success" or any(code == str(number) for code in codes for number in accepted):
+    codes = [str(cause.get("message")) for cause in causes if cause.get("reason") == "ExitCode"]
+    if found.get("status") == "Success" or any(code == str(number) for code in codes for number in accepted_codes):
         return
     last = output.error.decode(errors="replace").strip().splitlines()[-1:] or [str(found.get("message") or "cut off")]
-    # A program of a worker whose log is lines of the schema ends with such a line.
+    # If the worker's log has lines of the schema, so has the end of its program's output.
     raise ClientError(f"{pod}: {parse_log_line(last[0]).text.splitlines()[-1]}")
 
 
@@ -153,7 +158,7 @@ def _proxy(url: str) -> dict[str, Any]:
             "proxy_type": "http"}  # fmt: skip
 
 
-def _refused(code: int, namespace: str, pod: str) -> ClientError:
+def _describe_refusal(code: int, namespace: str, pod: str) -> ClientError:
     if code == 403:
         asked = f"create pods/exec in namespace {namespace}"
         return ForbiddenError(f"you may not {asked}; ask for a Role with verb 'create' on 'pods/exec'")

@@ -1,4 +1,4 @@
-"""Reading what a page needs, several objects at once, so that a far API server costs one round trip and not five."""
+"""Read several objects of a page at once, so that a distant API server costs one round trip instead of five."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.api import Missing
+from trainium_client.api import Unreadable
 from trainium_client.views.interruption_report import InterruptionReport, explain_interruption
 from trainium_contract.api_server.errors import ClientError
-from trainium_contract.views.events import event_views
-from trainium_contract.views.interruptions import InterruptionView, interruptions
+from trainium_contract.views.events import build_event_views
+from trainium_contract.views.interruptions import InterruptionView, read_interruptions
 from trainium_contract.views.job import advise_retry, build_job_view
 from trainium_contract.views.status_reader import public_status
-from trainium_contract.views.workers import Members, PodRow, members_view, pod_rows, workers_view
-from trainium_contract.wire.recorded_membership import recorded_membership
+from trainium_contract.views.workers import MemberRow, Members, PodRow, build_members, count_workers, parse_pod_table
+from trainium_contract.wire.recorded_membership import parse_membership
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
@@ -25,8 +25,8 @@ _LOG_LINES = 5000
 
 
 @dataclass(frozen=True, slots=True)
-class Screen:
-    """The screen of a job, and what it was made of."""
+class JobSnapshot:
+    """The view of a job, and the objects of which it was built."""
 
     view: JobView
     job: Json
@@ -34,8 +34,8 @@ class Screen:
     pods: tuple[PodRow, ...]
 
 
-def read_screen(api: Api, name: str, now: float) -> Screen:
-    """Read a job with its workers and events; what may not be read is named on the screen."""
+def read_job_snapshot(api: Api, name: str, now: float) -> JobSnapshot:
+    """Read a job with its workers and events; the screen names what may not be read."""
     with ThreadPoolExecutor(3) as pool:
         membership = pool.submit(api.membership, name)
         table = pool.submit(api.pod_table, name)
@@ -45,64 +45,72 @@ def read_screen(api: Api, name: str, now: float) -> Screen:
     record, rows, happened_raw = found
     members = decode_members(record)
     uid = str(job.get("metadata", {}).get("uid") or "")
-    pods = () if isinstance(rows, Missing) else pod_rows(rows, now)
-    workers = None if isinstance(rows, Missing) else workers_view(pods, members)
-    # A job that never began has no membership: that is no gap in what is shown.
-    gaps = tuple(f"{what}: {each.why}" for what, each in (("workers", rows), ("events", happened_raw))
-                 if isinstance(each, Missing))  # fmt: skip
-    if isinstance(record, Missing) and record.why.startswith("you may not"):
-        gaps = (*gaps, f"which pods are members: {record.why}")
-    happened = () if isinstance(happened_raw, Missing) else event_views(happened_raw, uid=uid)
+    pods = () if isinstance(rows, Unreadable) else parse_pod_table(rows, now)
+    workers = None if isinstance(rows, Unreadable) else count_workers(pods, members)
+    # A job that never started has no membership, which is no missing information.
+    gaps = tuple(f"{what}: {each.reason}" for what, each in (("workers", rows), ("events", happened_raw))
+                 if isinstance(each, Unreadable))  # fmt: skip
+    if isinstance(record, Unreadable) and record.reason.startswith("you may not"):
+        gaps = (*gaps, f"which pods are members: {record.reason}")
+    happened = () if isinstance(happened_raw, Unreadable) else build_event_views(happened_raw, uid=uid)
     view = build_job_view(job, now=now, workers=workers, events=happened, not_shown=gaps)
-    return Screen(view, job, members, pods)
+    return JobSnapshot(view, job, members, pods)
 
 
 def read_members(api: Api, name: str) -> Members:
-    """Read the members. Raises ClientError with the reason where there are none, or they cannot be read."""
+    """Read the members. Raises ClientError with the reason if there are none, or they cannot be read."""
     record = api.membership(name)
     members = decode_members(record)
     if members is not None and members.rows:
         return members
-    api.job(name)  # an unknown job is the better sentence
-    if isinstance(record, Missing) and record.why.startswith("you may not"):
-        raise ClientError(f"which pod has which rank cannot be read: {record.why}")
+    api.job(name)  # the sentence about an unknown job is better
+    if isinstance(record, Unreadable) and record.reason.startswith("you may not"):
+        raise ClientError(f"which pod has which rank cannot be read: {record.reason}")
     raise ClientError(
         f"the workers of {name} have not started together yet, so there are no ranks; see: kubectl trn status {name}"
     )
 
 
-def decode_members(record: Json | Missing) -> Members | None:
-    """Decode the membership in a ConfigMap; None when there is none that can be read."""
-    if isinstance(record, Missing):
+def find_member(members: Members, rank: int, name: str) -> MemberRow:
+    """Return the member that has a rank. Raises ClientError with the ranks of the job."""
+    row = members.of_rank(rank)
+    if row is None:
+        raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
+    return row
+
+
+def decode_members(record: Json | Unreadable) -> Members | None:
+    """Decode the membership in a ConfigMap; None if there is none, or none that can be read."""
+    if isinstance(record, Unreadable):
         return None
     try:
-        return members_view(recorded_membership(record))
+        return build_members(parse_membership(record))
     except (KeyError, ValueError, TypeError):
         return None
 
 
 def read_interruption(api: Api, name: str, now: float, which: int | None = None) -> InterruptionReport:
-    """Explain an interruption, with the lines of the log that show it."""
+    """Explain an interruption, with the log lines about it."""
     job = api.job(name)
     view = build_job_view(job, now=now)
-    entries = interruptions(public_status(job))
+    entries = read_interruptions(public_status(job))
     if which is not None and not 0 < which <= len(entries):
         raise ClientError(f"there is no interruption {which}: `kubectl trn history {name}` lists {len(entries)}")
     chosen = entries[which - 1] if which is not None else entries[-1] if entries else None
-    log, note = _log_of(api, chosen)
+    log, note = _read_worker_log(api, chosen)
     # The report of the end has the verdict itself.
     failed = view.phase == "Failed" and (chosen is None or chosen.stopped)
     advice = (advise_retry(view),) if failed else view.advice
     return explain_interruption(job, which=which, log=log, log_note=note, advice=advice)
 
 
-def _log_of(api: Api, entry: InterruptionView | None) -> tuple[str, str]:
-    """Return the log of the worker that failed, with time stamps, or why there is none."""
+def _read_worker_log(api: Api, entry: InterruptionView | None) -> tuple[str, str]:
+    """Return the log of the failed worker, with time stamps, or why there is none."""
     if entry is None or not entry.pod:
         return "", ""
     found = api.log(entry.pod, query={"timestamps": "true", "tailLines": str(_LOG_LINES)})
-    if not isinstance(found, Missing):
+    if not isinstance(found, Unreadable):
         return found, ""
-    if "not found" in found.why:
+    if "not found" in found.reason:
         return "", f"{entry.pod} is gone, and its log with it; `Seen` has its last words"
-    return "", f"the log cannot be read: {found.why}"
+    return "", f"the log cannot be read: {found.reason}"

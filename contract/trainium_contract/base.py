@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.alias_generators import to_camel
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 DERIVED = "derived"
-"""Mark of a field whose default the definition does not store, see `derived`."""
+"""Marks a field whose default the definition does not store, see `derived`."""
 MATCHING = "matching"
-"""Key of a JSON schema under which `Matching` keeps its pattern and its sentence."""
-_given: dict[frozenset[str], set[str]] = {}
-_MOST_GIVEN = 512
-"""Beyond so many different sets of fields, each message keeps a separate set."""
+"""JSON schema key under which `Matching` stores its pattern and its sentence."""
+_Value = TypeVar("_Value")
+_shared_fields_sets: dict[frozenset[str], set[str]] = {}
+_MOST_SHARED_SETS = 512
+"""Most sets of given fields that are shared; beyond it each message keeps a separate set."""
 
 
 class ContractModel(BaseModel):
@@ -36,11 +37,11 @@ class ContractModel(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def replaced(self, **changes: Any) -> Self:
-        """Copy the model with these fields changed, without validating it again.
+        """Copy the model with changed fields, without validation.
 
-        mypy knows the fields of each model, and their types (`scripts/mypy_contract.py`): a misspelt one is an error.
+        mypy knows the fields of each model and their types (`scripts/mypy_contract.py`), so a misspelt one is an error.
         """
-        # As model_copy does it, and cheaper: a simulation makes a copy for each worker and plan.
+        # Like model_copy, but cheaper: a simulation copies models for each worker and plan.
         copied = type(self).__new__(type(self))
         object.__setattr__(copied, "__dict__", {**self.__dict__, **changes})
         object.__setattr__(copied, "__pydantic_fields_set__", self.__pydantic_fields_set__ | changes.keys())
@@ -53,27 +54,42 @@ class ContractModel(BaseModel):
         if field not in self.model_fields_set:
             self.__dict__[field] = value
 
-    def lean(self) -> Self:
-        """Share the set of given fields with all models that were given the same; for models that are kept for long.
+    def share_fields_set(self) -> Self:
+        """Share the set of given fields between models with the same one; for models that are kept for long.
 
-        pydantic notes it in a set for each model: 700 bytes where there are more than four.
+        pydantic stores a set in each model: 700 bytes for more than four fields.
         """
-        given = self.model_fields_set
-        kind = frozenset(given)
-        if kind in _given or len(_given) < _MOST_GIVEN:
-            object.__setattr__(self, "__pydantic_fields_set__", _given.setdefault(kind, given))
+        fields_set = self.model_fields_set
+        key = frozenset(fields_set)
+        if key in _shared_fields_sets or len(_shared_fields_sets) < _MOST_SHARED_SETS:
+            object.__setattr__(self, "__pydantic_fields_set__", _shared_fields_sets.setdefault(key, fields_set))
         for value in self.__dict__.values():
             if isinstance(value, ContractModel):
-                value.lean()
+                value.share_fields_set()
             elif isinstance(value, tuple):
                 for part in value:
                     if isinstance(part, ContractModel):
-                        part.lean()
+                        part.share_fields_set()
         return self
 
 
+class Identical(Generic[_Value]):
+    """Key of a cache for a value that is not hashable and never changes: equal only to the key of the same object."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: _Value) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identical) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def derived(default: Any, **bounds: Any) -> Any:
-    """Declare a field whose default adapts to other fields of the same file, and its bounds.
+    """Declare a field with bounds whose default adapts to other fields of the same file.
 
     Guarantees:
     - The definition does not store the default, so a reader knows that the field was not given.
@@ -84,13 +100,13 @@ def derived(default: Any, **bounds: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """Annotation of a text that must match a regular expression; `sentence` explains how to write it.
+    """Annotation of a text that must match a regular expression; `sentence` explains the form.
 
-    The definition carries the sentence as a rule, because a schema's `pattern` is refused with the bare expression.
+    The definition has the sentence as a rule, because the refusal of a schema's `pattern` shows only the expression.
     """
 
     pattern: str
-    """In the syntax that Python and RE2 share; it must match the whole text."""
+    """In the common syntax of Python and RE2; it must match the whole text."""
     sentence: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -108,18 +124,18 @@ class Matching:
 
 
 class MessageModel(ContractModel):
-    """Base of messages and status: a reader ignores fields it does not know, so that old and new sides can talk."""
+    """Base of messages and status: a reader ignores unknown fields, so that versions can differ."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class StatusModel(MessageModel):
-    """Base of the parts of a job's status: only numbers that JSON can carry."""
+    """Base of the parts of a job's status: only numbers that JSON can represent."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
 
 Text = Annotated[str, Field(max_length=1024)]
-"""A bounded human sentence."""
+"""A bounded sentence for people."""
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 """A Kubernetes object name."""

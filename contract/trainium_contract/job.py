@@ -1,20 +1,23 @@
-"""The TrainingJob resource: spec and status models, from which the CRD is generated (`definition/crd.py`).
+"""Define the TrainingJob resource: spec and status models, from which the CRD is generated (`definition/crd.py`).
 
-The spec is what a user writes and is strict; the status is what the operator writes and is read leniently, so that an
+The spec is what a user writes and is strict. The status is what the operator writes and is read leniently, so that an
 older operator can read a newer status. Every list and string is bounded: the object must stay far below etcd's limit
-and within the CEL cost budget. What a schema cannot state is a CEL rule of `definition`, with a sentence. The parts of
-the spec are described in `spec/` and `trainer/`. The status is put together here of what people read and of the
-operator's memory, both in `status/`; on the wire they stand side by side, as in every version.
+and within the CEL cost budget. A CEL rule of `definition` checks, with a sentence, what a schema cannot state. The
+parts of the spec are described in `spec/` and `trainer/`.
+
+The status combines a public part and the operator's internal state, both in `status/`; on the wire their fields are
+side by side.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from trainium_contract.base import ContractModel
+from trainium_contract.base import ContractModel, Identical
 from trainium_contract.requirements.worker_requests import smallest_fitting_size
 from trainium_contract.sizes import MAX_COMPILED, BatchShape, SizeRule, order_by_likelihood
 from trainium_contract.spec.elasticity import ElasticitySpec
@@ -43,7 +46,7 @@ class CleanPodPolicy(StrEnum):
     """Which worker pods are deleted when the job has ended."""
 
     RUNNING = "Running"
-    """Those that still run; the others stay for their logs."""
+    """Pods that still run; the others stay for their logs."""
     ALL = "All"
     NONE = "None"
 
@@ -92,29 +95,29 @@ class TrainingJobSpec(ContractModel):
         if self.trainer is not None and self.program is not None:
             raise ValueError("trainer and program are both given: leave one of them out")
         if self.program is None:
-            # The definition refuses a job without both; a test or a simulation needs no more than the defaults.
+            # The definition refuses a job without both; tests and simulations use the defaults.
             self.fit_default("trainer", TrainerSpec())
         return self
 
     @property
     def worker_image(self) -> str | None:
-        """Image of the training container; None for the one that the operator was installed with."""
+        """Return the image of the training container; None for the one that the operator was installed with."""
         return self.image if self.program is None else self.program.image
 
     @property
     def processes_per_node(self) -> int:
-        """Processes that the agent starts on each node."""
+        """Return the number of processes that the agent starts on each node."""
         given = None if self.program is None else self.program.processes_per_node
         return given or self.workers.accelerator.cores()
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks by which a size is legal or not: a program may start one process that has all cores."""
+        """Return the ranks that decide whether a size is legal: a program may start one process with all cores."""
         return max(self.processes_per_node, self.workers.accelerator.cores())
 
     @property
     def has_fixed_size(self) -> bool:
-        """Whether the job runs at one number of nodes only."""
+        """Return whether the job runs at one number of nodes only."""
         return self.program is not None and self.program.resize is ProgramResize.NEVER
 
     def training_config(self) -> TrainingConfig:
@@ -122,19 +125,7 @@ class TrainingJobSpec(ContractModel):
 
         Raises ValueError for a program.
         """
-        if self.trainer is None:
-            raise ValueError("spec.program runs without the trainer's configuration")
-        return TrainingConfig(
-            **{name: getattr(self.trainer, name) for name in TrainerSpec.model_fields},
-            parallelism=self.parallelism,
-            checkpoint=CheckpointConfig(
-                path=CHECKPOINT_MOUNT,
-                take_over=self.checkpoint.storage.take_over,
-                memory=self.checkpoint.memory,
-                durable=self.checkpoint.durable,
-                milestones=self.checkpoint.milestones,
-            ),
-        )
+        return _training_config(Identical(self))
 
     def batch_shape(self) -> BatchShape:
         """Return the arithmetic that decides this job's legal sizes."""
@@ -161,9 +152,9 @@ class TrainingJobSpec(ContractModel):
         return smallest_fitting_size(self.training_config(), accelerator, self.batch_shape(), least, largest)
 
     def sizes_to_compile(self) -> tuple[int, ...]:
-        """Return the sizes whose graphs are compiled ahead: the one that the job starts at, then the likely ones.
+        """Return the sizes whose graphs are compiled ahead: the initial size, then the likely ones.
 
-        Empty when no size is legal.
+        Empty if no size is legal.
         """
         if self.precompile.sizes is PrecompileSizes.ALL:
             return self._sizes_to_want()
@@ -171,7 +162,7 @@ class TrainingJobSpec(ContractModel):
         return (start,) if start else ()
 
     def sizes_for_spares(self) -> tuple[int, ...]:
-        """Return the sizes that idle spares compile graphs for, those first that a job may soon need."""
+        """Return the sizes that idle spares compile graphs for; those that a job may soon need come first."""
         enabled = self.precompile.enabled and self.precompile.sizes is PrecompileSizes.BACKGROUND
         return self._sizes_to_want()[1 : MAX_COMPILED + 1] if enabled and self.workers.spares else ()
 
@@ -188,18 +179,36 @@ class TrainingJobSpec(ContractModel):
         return shape.best(self.workers.replicas, self.workers.min_replicas or 1)
 
 
+@lru_cache(maxsize=16)  # a plan needs it several times; few, since specs may be large
+def _training_config(key: Identical[TrainingJobSpec]) -> TrainingConfig:
+    spec = key.value
+    if spec.trainer is None:
+        raise ValueError("spec.program runs without the trainer's configuration")
+    return TrainingConfig(
+        **{name: getattr(spec.trainer, name) for name in TrainerSpec.model_fields},
+        parallelism=spec.parallelism,
+        checkpoint=CheckpointConfig(
+            path=CHECKPOINT_MOUNT,
+            take_over=spec.checkpoint.storage.take_over,
+            memory=spec.checkpoint.memory,
+            durable=spec.checkpoint.durable,
+            milestones=spec.checkpoint.milestones,
+        ),
+    )
+
+
 class GoodputStatus(InternalGoodput, PublicGoodput):
-    """Where the time went since the workers first began together, and what is needed to go on counting."""
+    """Where the time went since the first generation of workers, and the state for further accounting."""
 
 
 class IdleNodesStatus(InternalIdleNodes, PublicIdleNodes):
-    """Nodes beyond those that were asked for, and when they are asked for again."""
+    """Nodes beyond the requested ones, and when they are requested again."""
 
 
 class TrainingJobStatus(InternalStatus, PublicStatus):
     """Observed state of the job, and the operator's state across restarts."""
 
     idle_nodes: IdleNodesStatus = IdleNodesStatus()
-    """Nodes beyond those that were asked for."""
+    """Nodes beyond the requested ones."""
     goodput: GoodputStatus = GoodputStatus()
-    """Where the time went since the workers first began together."""
+    """Where the time went since the first generation of workers."""

@@ -1,7 +1,6 @@
-"""Select the lines of a program's output that explain its end: the agent keeps these, and people see them.
+"""Select the lines of a program's output that explain its end: the agent keeps them, and people see them.
 
-Invariant: a line is judged by its form alone, so agent and client judge alike; noise is left out only where
-something else is left.
+Invariant: only the form of a line counts, so agent and client agree. Noise is dropped only if something else is left.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ _RULER = re.compile(r"[\s=\-_*#~^]+")
 """A line between parts of a report, or below a line of code."""
 _ERROR = re.compile(r"(?:\[rank\d+\]: *)?(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Interrupt))(?:: |:?$)")
 _OF_CHILDREN = frozenset({"ChildFailedError", "CalledProcessError", "ProcessExitedException", "ProcessRaisedException"})
-"""Errors of launchers, which report the end of a process that has given the reason before."""
+"""Errors of launchers, which report the end of a process whose own reason precedes it."""
 _NEXT_SENTENCE = re.compile(r"\. (?=[A-Z])")
 _LEFT_OUT = "…"
 
 
 def is_native_frame(line: str) -> bool:
-    """Return whether a line is a frame of a C++ stack, which Python's traceback makes redundant."""
+    """Return whether a line is a frame of a C++ stack, which is redundant beside Python's traceback."""
     return _NATIVE.match(line) is not None
 
 
 def explains_exit(line: str) -> bool:
-    """Return whether a line may explain the end; a start, a step that went well, a frame of C++ or a ruler does not."""
+    """Return whether a line may explain the end; not a start, a successful step, a frame of C++ or a ruler."""
     return not (_STEP.search(line) or is_native_frame(line) or _RULER.fullmatch(line))
 
 

@@ -1,6 +1,6 @@
-"""Taking secrets out of text that goes into a status, an event or a log of ours: a program's output may hold some.
+"""Remove secrets from text for a status, an event or a log, because a program's output may contain some.
 
-Invariant: the result is never longer than the text, and text without secrets is returned as it is.
+Invariant: the result is never longer than the text, and text without secrets is returned unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def redact_secrets(text: str) -> str:
-    """Replace keys, tokens and passwords by `***`, as far as their form shows them."""
+    """Replace keys, tokens and passwords that have a known form by `***`."""
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
     return text

@@ -1,11 +1,10 @@
-"""Legal sizes and batch arithmetic; pure functions that the CRD's rules, the planner and the trainer share.
+"""Compute legal sizes and batches; pure functions that the CRD's rules, the planner and the trainer share.
 
-A size is a number of nodes. World = nodes x cores per node; data-parallel degree = world / group, where a group
-is tensor x pipeline x context ranks, which train on the same samples.
-The global batch is the same at every size; what changes is how many micro-batches a rank computes in a step (`passes`).
-Where they do not come out even, some rows of some ranks' last micro-batches are empty, or, within a tolerance that is
-given by choice, a step takes a few samples more or fewer. A size is legal when the world is divisible by the group
-and, under the rule `Even`, the global batch itself leaves no row empty.
+A size is a number of nodes. World = nodes x cores per node; data-parallel degree = world / group, where a group is
+tensor x pipeline x context ranks, which train on the same samples. The global batch is the same at every size; the
+number of micro-batches that a rank computes in a step (`passes`) changes. If they do not divide evenly, some rows of
+some ranks' last micro-batches are empty, or, within an optional tolerance, a step has a few samples more or fewer. A
+size is legal if the world is divisible by the group and, under the rule `Even`, the global batch leaves no row empty.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 MAX_COMPILED = 64
-"""Sizes that are compiled in the background, and remembered, at most."""
+"""Most sizes that are compiled in the background and recorded."""
 _MILLION = 1_000_000
 
 
@@ -28,37 +27,39 @@ class SizeRule(StrEnum):
     """Which sizes a job may have."""
 
     ANY = "Any"
-    """Every size; where the global batch does not come out even, the last pass of some ranks is partly empty."""
+    """Every size; if the global batch does not divide evenly, the last pass of some ranks is partly empty."""
     EVEN = "Even"
-    """Only those at which the global batch is divisible by data parallel x micro-batch."""
+    """Only sizes at which the global batch is divisible by data parallel x micro-batch."""
 
 
 def passes(global_size: int, micro_size: int, data_parallel: int) -> int:
-    """Micro-batches of one step on each data-parallel rank."""
+    """Return the micro-batches of one step on each data-parallel rank."""
     return -(-global_size // (micro_size * data_parallel))
 
 
 def step_batch(global_size: int, micro_size: int, data_parallel: int, tolerance: float = 0.0) -> int:
-    """Return the samples of one step: the nearest number that leaves no row empty, if within the tolerance.
+    """Return the samples of one step: the nearest number without an empty row, if within the tolerance.
 
-    Else the global batch. The tolerance is a share; of two numbers that are as near it is the smaller.
+    Otherwise the global batch. The tolerance is a share; of two equally near numbers the smaller is used.
     """
     rows = micro_size * data_parallel
     nearest = max(1, -((rows - 2 * global_size) // (2 * rows))) * rows
-    # In whole millionths: a share such as 0.29 is no exact number.
+    # In whole millionths, because a share such as 0.29 is not exact.
     within = abs(nearest - global_size) * _MILLION <= round(tolerance * _MILLION) * global_size
     return nearest if within else global_size
 
 
 def order_by_likelihood(sizes: Collection[int], present: int) -> tuple[int, ...]:
-    """Sizes in the order in which a job on `present` nodes may come to need them.
+    """Return sizes in the order in which a job on `present` nodes may need them.
 
-    First those for the loss of one node, two, four, eight and so on, a rack among them; then the nearest.
+    First those after the loss of one node, two, four, eight and so on, a rack among them; then the nearest.
     """
     losses = (1 << doubled for doubled in range(present.bit_length()))
-    after = (max((size for size in sizes if size <= present - lost), default=None) for lost in losses)
+    sizes_after_loss = (
+        max((size for size in sizes if size <= present - lost_nodes), default=None) for lost_nodes in losses
+    )
     nearest = sorted(sizes, key=lambda nodes: (abs(nodes - present), nodes))
-    return tuple(dict.fromkeys([*(size for size in after if size is not None), *nearest]))
+    return tuple(dict.fromkeys([*(size for size in sizes_after_loss if size is not None), *nearest]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class BatchShape:
     pipeline: int
     context: int = 1
     global_batch_size: int
-    """0 where it is not known: a step has one micro-batch on each rank, so the batch follows the size."""
+    """0 if unknown: a step has one micro-batch on each rank, so the batch follows the size."""
     micro_batch_size: int
     rule: SizeRule = SizeRule.ANY
     tolerance: float = 0.0
@@ -82,12 +83,12 @@ class BatchShape:
         return self.tensor * self.pipeline * self.context
 
     def data_parallel(self, nodes: int) -> int:
-        """Data-parallel degree at `nodes` nodes; 0 when the world is not divisible by the group."""
+        """Return the data-parallel degree at `nodes` nodes; 0 if the world is not divisible by the group."""
         world = nodes * self.cores_per_node
         return 0 if world % self.group else world // self.group
 
     def passes(self, nodes: int) -> int:
-        """Micro-batches per optimizer step and data-parallel rank; 0 when the size is not legal."""
+        """Return the micro-batches per optimizer step and data-parallel rank; 0 if the size is not legal."""
         if not self.is_legal(nodes):
             return 0
         return passes(self.batch(nodes), self.micro_batch_size, self.data_parallel(nodes))
@@ -120,15 +121,15 @@ class BatchShape:
         return next((size for size in range(nodes, max(1, smallest) - 1, -1) if self.is_legal(size)), 0)
 
     def best(self, nodes: int, smallest: int = 1) -> int:
-        """Return the legal size <= nodes and >= smallest with the most samples a pass, and of several the smallest.
+        """Return the legal size <= nodes and >= smallest with the most samples a pass; of several the smallest.
 
-        With one batch at every size that is the one with the fewest passes. What is beyond it would save no time. 0
-        when there is none.
+        With one batch at every size it is the one with the fewest passes; more nodes would save no time. 0 if there is
+        none.
         """
         if self.tolerance:
-            return _fastest(self, nodes, smallest)
+            return _best_with_tolerance(self, nodes, smallest)
         largest = self.floor(nodes, smallest)
-        # Fewer nodes of an even size always need a pass more.
+        # Fewer nodes of an even size always need one more pass.
         return self._least(self.passes(largest), smallest) if largest and self.rule is SizeRule.ANY else largest
 
     def useful_sizes(self, smallest: int, largest: int) -> tuple[int, ...]:
@@ -136,34 +137,34 @@ class BatchShape:
         if self.rule is SizeRule.EVEN or self.micro_batch_size > self.global_batch_size:
             return self.legal_sizes(smallest, largest)
         if self.tolerance:
-            return _ever_faster(self, smallest, largest)
-        found: list[int] = []
+            return _useful_sizes_with_tolerance(self, smallest, largest)
+        sizes: list[int] = []
         size = self._whole(smallest)
         while size <= largest:
-            found.append(size)
+            sizes.append(size)
             if self.passes(size) == 1:
                 break
             size = self._least(self.passes(size) - 1, smallest)
-        return tuple(found)
+        return tuple(sizes)
 
     def speed(self, nodes: int, full: int) -> float:
-        """Return the samples per time at `nodes` nodes as a share of those at `full` nodes; both are legal.
+        """Return the samples per time at `nodes` nodes relative to `full` nodes; both are legal.
 
-        A step lasts by its passes.
+        The duration of a step follows from its passes.
         """
         return self.batch(nodes) * self.passes(full) / (self.batch(full) * self.passes(nodes))
 
     def filled(self, nodes: int) -> float:
-        """Share of the rows of a step that hold a sample, at a legal size."""
+        """Return the share of the rows of a step that hold a sample, at a legal size."""
         rows = self.passes(nodes) * self.data_parallel(nodes) * self.micro_batch_size
         return self.batch(nodes) / rows
 
     def idle_ranks(self, nodes: int) -> int:
-        """Data-parallel ranks that never have a sample at a legal size: the batch is smaller than their number."""
+        """Return the data-parallel ranks that never have a sample at a legal size, because the batch is smaller."""
         return max(0, self.data_parallel(nodes) - self.batch(nodes))
 
     def _least(self, most_passes: int, smallest: int) -> int:
-        """Return the smallest size >= smallest that needs no more passes than these."""
+        """Return the smallest size >= smallest that needs at most this many passes."""
         replicas = passes(self.global_batch_size, self.micro_batch_size, most_passes)
         return self._whole(max(smallest, -(-replicas * self.group // self.cores_per_node)))
 
@@ -173,28 +174,28 @@ class BatchShape:
         return -(-max(1, smallest) // step) * step
 
 
-@functools.lru_cache(maxsize=1024)  # a plan asks for the same few at each round
-def _fastest(shape: BatchShape, nodes: int, smallest: int) -> int:
-    """`BatchShape.best` of a shape with a tolerance, under which more nodes are not always as fast as fewer."""
-    found = 0
+@functools.lru_cache(maxsize=1024)  # cached: a plan asks for the same few repeatedly
+def _best_with_tolerance(shape: BatchShape, nodes: int, smallest: int) -> int:
+    """Return `BatchShape.best` of a shape with a tolerance, where more nodes may be slower than fewer."""
+    best = 0
     for size in reversed(shape.legal_sizes(smallest, nodes)):
-        # No rank computes more in a pass than a micro-batch, so what is smaller than this cannot be faster.
+        # No rank computes more in a pass than a micro-batch, so a smaller size cannot be faster.
         rows = shape.data_parallel(size) * shape.micro_batch_size
-        if found and rows * shape.passes(found) < shape.batch(found):
+        if best and rows * shape.passes(best) < shape.batch(best):
             break
-        if not found or shape.speed(size, found) >= 1:
-            found = size
-    return found
+        if not best or shape.speed(size, best) >= 1:
+            best = size
+    return best
 
 
 @functools.lru_cache(maxsize=64)
-def _ever_faster(shape: BatchShape, smallest: int, largest: int) -> tuple[int, ...]:
-    """`BatchShape.useful_sizes` of a shape with a tolerance."""
-    found: list[int] = []
+def _useful_sizes_with_tolerance(shape: BatchShape, smallest: int, largest: int) -> tuple[int, ...]:
+    """Return `BatchShape.useful_sizes` of a shape with a tolerance."""
+    sizes: list[int] = []
     for size in shape.legal_sizes(smallest, largest):
-        if not found or shape.speed(size, found[-1]) > 1:
-            found.append(size)
-    return tuple(found)
+        if not sizes or shape.speed(size, sizes[-1]) > 1:
+            sizes.append(size)
+    return tuple(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +206,15 @@ class Instance:
     cores: int
     efa: int
     core_bytes: int = 0
-    """Device memory of a core; 0 where it is not known."""
+    """Device memory of a core; 0 if unknown."""
     host_bytes: int = 0
-    """Memory of the node; 0 where it is not known, as are the vCPUs then."""
+    """Memory of the node; 0 if unknown, as are the vCPUs then."""
     vcpus: int = 0
     core_parts: int = 1
-    """Physical cores that make one of `cores`; a job may have its processes see them singly."""
+    """Physical cores in one of `cores`; a job may let its processes use them singly."""
 
     def core_memory(self, physical_cores: int | None = None) -> int:
-        """Bytes of a core that is made of so many physical ones, by default of `core_parts`; 0 where not known."""
+        """Return the bytes of a core of this many physical ones, by default of `core_parts`; 0 if unknown."""
         return self.core_bytes * (physical_cores or self.core_parts) // self.core_parts
 
 
@@ -234,6 +235,6 @@ INSTANCES: dict[str, Instance] = {
     ),
 }
 """`aws.amazon.com/neuron` and `vpc.amazonaws.com/efa` capacities (Neuron and EKS device-plugin documentation); memory
-and vCPUs as EC2 lists them, of a trn2 device a quarter for each logical core. A trn2.3xlarge is one Trainium2 chip (8
-cores and 96 GiB, Neuron's page on the chip); no page that was found lists its memory, vCPUs and EFA interfaces: they
-are not counted with, and no EFA is asked for. Types of trn3 are not here: what they are called is not settled."""
+and vCPUs as EC2 lists them, of a trn2 device a quarter for each logical core. A trn2.3xlarge is one Trainium2 chip
+(8 cores and 96 GiB, Neuron's page on the chip); no page with its memory, vCPUs and EFA interfaces was found, so they
+are unknown here, and no EFA is requested. Types of trn3 are missing, because their names are not settled."""

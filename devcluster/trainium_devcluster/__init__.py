@@ -1,1 +1,1 @@
-"""A Kubernetes cluster for development on one machine: real control plane, nodes that run pods as processes, faults."""
+"""Run a Kubernetes cluster for development on one machine: a real control plane, pods as processes, and faults."""

@@ -1,7 +1,8 @@
-"""The command `trainium-devcluster`.
+"""Run the command `trainium-devcluster`.
 
-Invariants: results go to standard output, progress and errors to standard error; an error is one sentence and a non-
-zero exit code.
+Guarantees:
+- Results go to standard output, progress and errors to standard error.
+- An error is one sentence and a non-zero exit code.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ app.add_typer(node_app, name="node")
 
 NodeCount = Annotated[int, typer.Option("--nodes", min=0, help="How many nodes.")]
 FleetCount = Annotated[
-    int, typer.Option("--fleet", min=0, help="How many fake nodes besides; with them, --nodes is 0 unless given.")
+    int, typer.Option("--fleet", min=0, help="Number of fake nodes in addition; with them, --nodes is 0 unless given.")
 ]
 GraceSeconds = Annotated[
     float | None, typer.Option("--node-monitor-grace", min=1, help="Seconds after which a silent node is NotReady.")
@@ -60,7 +61,7 @@ GraceSeconds = Annotated[
 def up(
     *,
     name: Name = "trainium",
-    nodes: Annotated[int | None, typer.Option("--nodes", min=0, help="How many nodes; 4 without a fleet.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=0, help="Number of nodes; 4 without a fleet.")] = None,
     fleet: FleetCount = 0,
     neuron: Neuron = 16,
     efa: Efa = 8,
@@ -149,7 +150,7 @@ def run(
     nodes: NodeCount = 2,
     neuron: Neuron = 16,
 ) -> None:
-    """Start a temporary cluster, run a command with its kubectl, helm and KUBECONFIG, and take it down again."""
+    """Start a temporary cluster, run a command with its kubectl, helm and KUBECONFIG, and stop the cluster."""
     with Cluster.start(name, node_specs(nodes, neuron=neuron), write=to_stderr) as cluster:
         try:
             done = subprocess.run(command, env={**os.environ, **cluster.variables()}, check=False)
@@ -170,14 +171,14 @@ def binaries(
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one line."""
+    """Run the command line; print a ClusterError as one line."""
     try:
         app()
     except ClusterError as error:
         Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
         raise SystemExit(1) from None
     except BrokenPipeError:
-        # The reader of our output left; Python would complain again when it flushes at exit.
+        # The reader of our output has closed it; Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
 

@@ -1,4 +1,4 @@
-"""Commands `node ...` and `fault ...`: nodes that come and go, and faults made on purpose."""
+"""Run the commands `node ...` and `fault ...`, which add and remove nodes and inject faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 node_app = typer.Typer(help="Add and remove nodes.", no_args_is_help=True)
-fault_app = typer.Typer(help="Make faults on purpose.", no_args_is_help=True)
+fault_app = typer.Typer(help="Inject faults.", no_args_is_help=True)
 
 NodeName = Annotated[str, typer.Argument(metavar="NODE", help="The node's name.")]
 PodName = Annotated[str, typer.Argument(metavar="POD", help="The pod's name.")]
@@ -46,7 +46,7 @@ def add_node(
 
 @node_app.command("remove")
 def remove_node(node: NodeName, name: Name = "trainium") -> None:
-    """Shut a node down politely and delete its Node object."""
+    """Shut a node down gracefully and delete its Node object."""
     Cluster.connect(name).remove_node(node)
     to_stderr(f"node {node} is removed")
 
@@ -71,9 +71,9 @@ _add_node_fault(
     "freeze-node",
     Faults.freeze_node,
     "Freeze every process of a node, as on a hung machine.",
-    "node {node} is frozen; let it go on with: fault thaw-node {node}",
+    "node {node} is frozen; continue it with: fault thaw-node {node}",
 )
-_add_node_fault("thaw-node", Faults.thaw_node, "Let a frozen node continue.", "node {node} goes on")
+_add_node_fault("thaw-node", Faults.thaw_node, "Let a frozen node continue.", "node {node} continues")
 
 
 @fault_app.command("slow-node")
@@ -93,8 +93,8 @@ def slow_node(
 _add_node_fault(
     "partition-node",
     Faults.partition_node,
-    "Cut the node off the API server; its pods run on.",
-    "node {node} is cut off; mend it with: fault heal-node {node}",
+    "Cut the node off from the API server; its pods continue to run.",
+    "node {node} is cut off; reconnect it with: fault heal-node {node}",
 )
 _add_node_fault("heal-node", Faults.heal_node, "Mend a partition.", "node {node} is connected again")
 
@@ -120,7 +120,7 @@ def clear_condition(
     kind: Annotated[str, typer.Argument(metavar="TYPE", help="Type of the condition.")],
     name: Name = "trainium",
 ) -> None:
-    """Take a condition back."""
+    """Clear a condition that `set-condition` set."""
     Cluster.connect(name).faults.clear_condition(node, kind)
     to_stderr(f"node {node}: {kind} cleared")
 
@@ -146,7 +146,7 @@ def kill_container(
 def freeze_container(
     pod: PodName, name: Name = "trainium", namespace: Namespace = "default", container: Container = None
 ) -> None:
-    """Stop all processes of a container where they are."""
+    """Freeze all processes of a container."""
     Cluster.connect(name).faults.freeze_container(namespace, pod, container)
     to_stderr(f"pod {namespace}/{pod} is frozen")
 
@@ -157,19 +157,19 @@ def thaw_container(
 ) -> None:
     """Let a frozen container continue."""
     Cluster.connect(name).faults.thaw_container(namespace, pod, container)
-    to_stderr(f"pod {namespace}/{pod} goes on")
+    to_stderr(f"pod {namespace}/{pod} continues")
 
 
 @fault_app.command("stop-component")
 def stop_component(component: Component, name: Name = "trainium") -> None:
-    """Kill a part of the control plane and leave it away."""
+    """Kill a component of the control plane and do not restart it."""
     Cluster.connect(name).faults.stop(component, seconds=0.0)
-    to_stderr(f"{component} is away; bring it back with: fault start-component {component}")
+    to_stderr(f"{component} is stopped; start it again with: fault start-component {component}")
 
 
 @fault_app.command("start-component")
 def start_component(component: Component, name: Name = "trainium") -> None:
-    """Start a part of the control plane again and wait until it is ready."""
+    """Start a component of the control plane again and wait until it is ready."""
     Cluster.connect(name).faults.start(component)
     to_stderr(f"{component} is ready")
 

@@ -1,8 +1,10 @@
-"""One development cluster, as tests, the demo and the command line use it.
+"""Start, use and stop a development cluster, for tests, demos and the command line.
 
-Invariants: a cluster that `start` made belongs to this process: it ends with the `with` block and with the process
-itself, even one that is killed (unless it is detached); a cluster reached by `connect` is left as it is; every method
-either succeeds or raises ClusterError.
+Guarantees:
+- A cluster that `start` created belongs to this process: it ends with the `with` block and with the process, even if
+  that is killed (unless the cluster is detached).
+- A cluster reached by `connect` continues to run.
+- Every method either succeeds or raises ClusterError.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from trainium_devcluster.faults import Faults
 from trainium_devcluster.fleet.fake_nodes import KwokFleet
 from trainium_devcluster.handle import ClusterHandle
 from trainium_devcluster.kueue import install_kueue
-from trainium_devcluster.launch import launch_supervisor, name_reserved
+from trainium_devcluster.launch import launch_supervisor, reserve_name
 from trainium_devcluster.node.spec.images import write_image
 from trainium_devcluster.processes.cleanup import end_leftovers, remove_folder
-from trainium_devcluster.processes.process_families import ProcessId, identify
-from trainium_devcluster.progress import Write, silent
+from trainium_devcluster.processes.process_tree import ProcessId, identify
+from trainium_devcluster.progress import Write, ignore_progress
 from trainium_devcluster.state import ClusterPaths, ClusterSpec, NodeSpec
 
 if TYPE_CHECKING:
@@ -42,14 +44,14 @@ _SYSTEM = ("dedicated", "system")
 
 
 class Cluster(ClusterHandle):
-    """A running cluster: its kubeconfig, its tools, its nodes and its faults."""
+    """A running cluster, with its kubeconfig, tools, nodes and faults."""
 
     def __init__(self, paths: ClusterPaths, binaries: Binaries, owner: subprocess.Popen[bytes] | None = None) -> None:
         super().__init__(paths)
         self.binaries = binaries
         self.faults = Faults(self)
         self.fleet: KwokFleet | None = None
-        """Fake nodes that this object made."""
+        """Fake nodes that this object created."""
         self._owner = owner
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -70,14 +72,14 @@ class Cluster(ClusterHandle):
         detached: bool = False,
         keep_files: bool = False,
         venv_bin: Path | None = None,
-        write: Write = silent,
+        write: Write = ignore_progress,
     ) -> Cluster:
         """Start a cluster and wait until its control plane and nodes are ready.
 
-        `fleet` fake nodes of `fleet_shape` are registered besides; their pods are Running and nothing runs in them.
-        With `kueue` the real Kueue controller runs in it, with no queues yet.
-        `venv_bin` is the folder of programs that pods find on their PATH; by default that of this interpreter. A
-        detached cluster goes on until `stop`, any other ends with this process. `keep_files` leaves logs and data.
+        `fleet` fake nodes of `fleet_shape` are also registered; their pods are Running without processes. With `kueue`
+        the real Kueue controller runs, without queues. `venv_bin` is the folder of programs on the PATH of pods; by
+        default that of this interpreter. A detached cluster runs until `stop`, any other ends with this process.
+        `keep_files` keeps logs and data.
         """
         name = name or f"c{os.getpid()}-{secrets.token_hex(3)}"
         spec = ClusterSpec(
@@ -90,7 +92,7 @@ class Cluster(ClusterHandle):
         )
         paths = ClusterPaths.of(name)
         binaries = ensure_binaries(write=write)
-        with name_reserved(paths):
+        with reserve_name(paths):
             write(f"starting cluster {name}: etcd, API server, controller manager, scheduler")
             supervisor = launch_supervisor(
                 spec, paths, binaries.folder, venv_bin, detached=detached, keep_files=keep_files
@@ -106,7 +108,7 @@ class Cluster(ClusterHandle):
             if kueue:
                 install_kueue(cluster, write=write)
         except BaseException:
-            if detached:  # a person will want to read the logs
+            if detached:  # keep the logs for debugging
                 paths.keep.touch()
             cluster.stop()
             raise
@@ -114,14 +116,14 @@ class Cluster(ClusterHandle):
 
     @classmethod
     def connect(cls, name: str) -> Cluster:
-        """Return a cluster that runs already; raises ClusterError when it does not."""
+        """Return a running cluster; raises ClusterError if it does not run."""
         paths = ClusterPaths.of(name)
         if not paths.is_running():
             raise ClusterError(f"Cluster {name!r} is not running; start it with: trainium-devcluster up --name {name}")
         return cls(paths, ensure_binaries())
 
     def stop(self) -> None:
-        """End the cluster and everything in it; nothing of it is left running. May be repeated."""
+        """Stop the cluster and all its processes. Idempotent."""
         if self._api is not None:
             self._api.close()
         supervisor: ProcessId | None = None
@@ -135,7 +137,7 @@ class Cluster(ClusterHandle):
             _end_process(self._owner)
             self._owner = None
         else:
-            _wait_while_running(self.paths, supervisor, _STOP_SECONDS)
+            _wait_until_stopped(self.paths, supervisor, _STOP_SECONDS)
         remove_leftovers(self.paths)
 
     def __enter__(self) -> Self:
@@ -154,16 +156,16 @@ class Cluster(ClusterHandle):
         return self.paths.kubeconfig
 
     def variables(self) -> dict[str, str]:
-        """Return what `env` exports: KUBECONFIG and a PATH with kubectl and helm."""
+        """Return the variables that `env` exports: KUBECONFIG, and a PATH with kubectl and helm."""
         path = os.environ.get("PATH", "/usr/bin:/bin")
         return {"KUBECONFIG": str(self.kubeconfig), "PATH": f"{self.binaries.folder}:{path}"}
 
     def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True, timeout: float = 60.0) -> str:
-        """Run kubectl and return its standard output; raises ClusterError with its message unless `check` is off."""
+        """Run kubectl and return its standard output; raises ClusterError with its message unless `check` is false."""
         return self._tool(Program.KUBECTL, arguments, stdin, check=check, timeout=timeout)
 
     def helm(self, *arguments: str, stdin: str | None = None, check: bool = True, timeout: float = 180.0) -> str:
-        """Run helm and return its standard output; raises ClusterError with its message unless `check` is off."""
+        """Run helm and return its standard output; raises ClusterError with its message unless `check` is false."""
         return self._tool(Program.HELM, arguments, stdin, check=check, timeout=timeout)
 
     def _tool(self, tool: Program, arguments: Iterable[str], stdin: str | None, *, check: bool, timeout: float) -> str:
@@ -195,19 +197,19 @@ class Cluster(ClusterHandle):
             self.wait_for_nodes([node.name])
 
     def remove_node(self, node: str) -> None:
-        """Shut a node down politely and take it out of the cluster."""
+        """Shut a node down gracefully and remove it from the cluster."""
         self.supervisor({"op": "stop-node", "node": node, "seconds": 10.0})
-        self.supervisor({"op": "forget-node", "node": node})
+        self.supervisor({"op": "delete-node", "node": node})
         self.api.delete(f"/api/v1/nodes/{node}")
 
     def ready_nodes(self) -> dict[str, bool]:
         """Return for each Node object whether it is Ready."""
         return {item["metadata"]["name"]: _is_ready(item) for item in self.api.get("/api/v1/nodes")["items"]}
 
-    def wait_for_nodes(self, names: Iterable[str], *, ready: bool = True, seconds: float = _NODE_SECONDS) -> None:
-        """Wait until the nodes are Ready (or, with `ready` off, until they are not)."""
+    def wait_for_nodes(self, names: Iterable[str], *, ready: bool = True) -> None:
+        """Wait until the nodes are Ready (or NotReady, if `ready` is false)."""
         wanted = set(names)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _NODE_SECONDS
         while True:
             states: Mapping[str, bool] = {}
             with contextlib.suppress(ControlPlaneError):
@@ -216,13 +218,15 @@ class Cluster(ClusterHandle):
             if not late:
                 return
             if ready:
-                self._complain_about_dead(late)
+                self._check_nodes(late)
             if time.monotonic() > deadline:
                 what = "not Ready" if ready else "still Ready"
-                raise ClusterError(f"{', '.join(late)}: {what} after {seconds:.0f} s; logs are in {self.paths.logs}.")
+                raise ClusterError(
+                    f"{', '.join(late)}: {what} after {_NODE_SECONDS:.0f} s; logs are in {self.paths.logs}."
+                )
             time.sleep(0.1)
 
-    def _complain_about_dead(self, names: Iterable[str]) -> None:
+    def _check_nodes(self, names: Iterable[str]) -> None:
         nodes = self.status()["nodes"]
         for name in names:
             if name in nodes and nodes[name]["code"] is not None:
@@ -234,12 +238,12 @@ class Cluster(ClusterHandle):
     # --- images ------------------------------------------------------------------------------------------------------
 
     def set_image(self, image: str, modules: Sequence[Path] | None) -> None:
-        """Let containers of this image read these folders of modules first; None: it cannot be pulled any more."""
+        """Set the folders of modules that containers of an image import first; None: the image cannot be pulled."""
         write_image(self.paths.images, image, modules)
 
 
 def node_specs(count: int, *, prefix: str = "node", **fields: Any) -> list[NodeSpec]:
-    """Return `count` equal nodes named `<prefix>-1` and so on; `fields` are those of NodeSpec."""
+    """Return `count` equal nodes named `<prefix>-1` and so on; `fields` are arguments of NodeSpec."""
     if count < 0:
         raise ClusterError(f"A cluster cannot have {count} nodes; use 0 or more.")
     return [NodeSpec(name=f"{prefix}-{index}", **fields) for index in range(1, count + 1)]
@@ -254,7 +258,7 @@ def system_node() -> NodeSpec:
 
 
 def system_values() -> dict[str, Any]:
-    """Values of a chart whose pods go to the system node, away from the nodes that are made to fail."""
+    """Return chart values that place the pods on the system node, away from the nodes with injected faults."""
     key, value = _SYSTEM
     return {
         "nodeSelector": {key: value},
@@ -263,7 +267,7 @@ def system_values() -> dict[str, Any]:
 
 
 def remove_leftovers(paths: ClusterPaths, *, even_kept: bool = False) -> int:
-    """End what a dead supervisor left running; remove its files unless they are to be kept; return the number ended."""
+    """End processes of a dead supervisor and remove its files unless they are kept; return the number of processes."""
     if paths.is_running() or not paths.root.exists():
         return 0
     found = end_leftovers(paths)
@@ -282,8 +286,8 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _wait_while_running(paths: ClusterPaths, supervisor: ProcessId | None, seconds: float) -> None:
-    """Wait until the lock is free and the process that held it, which ends a little later, has ended."""
+def _wait_until_stopped(paths: ClusterPaths, supervisor: ProcessId | None, seconds: float) -> None:
+    """Wait until the lock is free and the process that held it, which ends shortly after, has ended."""
     deadline = time.monotonic() + seconds
     while paths.is_running() or (supervisor is not None and supervisor.is_alive()):
         if time.monotonic() > deadline:

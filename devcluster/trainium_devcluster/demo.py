@@ -1,4 +1,4 @@
-"""Train a model through faults on a development cluster; compare its curve with an undisturbed run (`make demo`)."""
+"""Train a model through faults on a development cluster, and compare it with an undisturbed run (`make demo`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import typer
 
-from trainium_devcluster.demos.curves import Curves, draw, fault_table
-from trainium_devcluster.demos.frame import REPOSITORY, DemoFrame, Keep, Name, Out, Outcome
+from trainium_devcluster.demos.curves import Curves, fault_table, plot_curves
 from trainium_devcluster.demos.jobs import WAIT_SECONDS, Demo, Run
 from trainium_devcluster.demos.metrics import every_sample_once
+from trainium_devcluster.demos.session import REPOSITORY, DemoSession, Keep, Name, Out, Outcome
 
 
 def _picture(curves: Curves, path: Path) -> None:
@@ -24,14 +24,14 @@ def _picture(curves: Curves, path: Path) -> None:
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(9, 5.6), sharex=True, height_ratios=(3, 1), constrained_layout=True
     )
-    draw(curves, top, bottom)
+    plot_curves(curves, top, bottom)
     top.set_title("Same loss curve, whatever fails")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 class PretrainDemo(Demo):
-    """A model trained from random weights."""
+    """A demo that trains a model from random weights."""
 
     def create_manifest(self, name: str) -> dict[str, Any]:
         """Read the example job."""
@@ -40,7 +40,7 @@ class PretrainDemo(Demo):
     def run_with_faults(self) -> Run:
         """Run the job with all faults."""
         run = self.run(self.create_manifest("demo"))
-        self.until(run, "the first step", lambda: run.log.newest >= 1, seconds=WAIT_SECONDS * 2)
+        self.until(run, lambda: run.log.newest >= 1, "the first step", seconds=WAIT_SECONDS * 2)
         self.view.log("the first step is done")
         at = [round(run.steps * share) for share in (0.1, 0.2, 0.6, 0.8)]
         self.kill_process_and_node(run, at[0], at[1])
@@ -48,7 +48,7 @@ class PretrainDemo(Demo):
         self.resize(run, 3)
         self.until_step(run, at[3])
         self.resize(run, 4)
-        self.until(run, "the end", lambda: run.finished)
+        self.until(run, lambda: run.finished, "the end")
         run.log.refresh()
         self.view.log("the job is complete")
         return run
@@ -56,32 +56,32 @@ class PretrainDemo(Demo):
 
 def demo(*, keep: Keep = False, out: Out = Path("out/demo"), name: Name = None) -> None:
     """Train a Llama model on a real control plane, through real faults, and compare it with an undisturbed run."""
-    DemoFrame("demo", out, name, keep=keep).show(_compare)
+    DemoSession("demo", out, name, keep=keep).show(_compare)
 
 
-def _compare(frame: DemoFrame) -> Outcome:
-    with frame.cluster() as cluster:
-        began = time.monotonic()
-        demo = PretrainDemo(cluster, frame.view, REPOSITORY, frame.out)
+def _compare(session: DemoSession) -> Outcome:
+    with session.cluster() as cluster:
+        started = time.monotonic()
+        demo = PretrainDemo(cluster, session.view, REPOSITORY, session.out)
         demo.install()
         run = demo.run_with_faults()
         reference = demo.run_undisturbed(4, WAIT_SECONDS * 2)
-        seconds = round(time.monotonic() - began, 1)
+        seconds = round(time.monotonic() - started, 1)
     curves = Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(demo.faults))
     completed = run.status.get("phase") == "Completed" and run.log.newest == run.steps
     once = every_sample_once(run.folder, run.steps, run.global_batch)
     goodput = (run.status.get("goodput") or {}).get("ratio", 0.0)
     report = {"completed": completed, **curves.to_json(), "everySampleSeenOnce": once}
     report |= {"goodput": goodput, "seconds": seconds}
-    (frame.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    _picture(curves, frame.out / "loss.png")
+    (session.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    _picture(curves, session.out / "loss.png")
     text = (
         f"loss after {curves.steps} steps: {curves.loss[curves.steps]:.6f} with faults, "
         f"{curves.reference[curves.steps]:.6f} undisturbed; largest relative difference {curves.max_difference:.1e}"
-        f"{', none before the first resize' if curves.identical_before_resize else ''}\n"
+        f"{', none before the first resize' if curves.is_identical_before_resize else ''}\n"
         f"every sample seen once: {'yes' if once else 'NO'}; goodput {goodput:.1%} of a "
         f"{seconds:.0f} s run with {len(curves.faults)} faults\n"
-        f"picture: {frame.out / 'loss.png'}   report: {frame.out / 'report.json'}"
+        f"picture: {session.out / 'loss.png'}   report: {session.out / 'report.json'}"
     )
     problems = {
         "The job did not complete.": not completed,

@@ -1,7 +1,9 @@
-"""Faults for tests and people: what power cuts, hung machines, bad links and bad devices do, on purpose.
+"""Inject faults for tests and users: power loss, hung machines, network partitions, bad devices.
 
-Invariants: a fault acts at once and is not reported to Kubernetes by the tool itself: what the cluster notices, it
-notices by its own means (missing Leases, exit codes, conditions); every fault but a kill can be taken back.
+Guarantees:
+- A fault acts at once and is not reported to Kubernetes: the cluster detects it by its own means (missing Leases, exit
+  codes, conditions).
+- Every fault except a kill can be reverted.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import signal as signals
 from typing import TYPE_CHECKING, Any
 
-from trainium_devcluster.control import request
+from trainium_devcluster.control_socket import request
 from trainium_devcluster.controlplane.components import Component
 from trainium_devcluster.errors import ClusterError
 
@@ -30,33 +32,33 @@ class Faults:
     # --- whole nodes -------------------------------------------------------------------------------------------------
 
     def kill_node(self, node: str) -> None:
-        """Power loss: the node's runtime and every process of its pods end at once."""
+        """Cut the power of a node: its runtime and every process of its pods end at once."""
         self._cluster.supervisor({"op": "kill-node", "node": node})
 
     def start_node(self, node: str) -> None:
-        """Power on after `kill_node`: the same node comes back, its containers do not."""
+        """Power on after `kill_node`: the same node returns, without its containers."""
         self._cluster.supervisor({"op": "start-node", "node": node})
 
     def freeze_node(self, node: str) -> None:
-        """Freeze every process of a node, which keeps its connections."""
+        """Freeze every process of a node; its connections stay open."""
         self._cluster.supervisor({"op": "freeze-node", "node": node})
 
     def thaw_node(self, node: str) -> None:
-        """Let a frozen node go on."""
+        """Let a frozen node continue."""
         self._cluster.supervisor({"op": "thaw-node", "node": node})
 
     def slow_node(self, node: str, share: float = 0.25) -> None:
-        """Let the containers of a node run only this share of the time; 1 is full speed."""
+        """Limit the containers of a node to this share of the time; 1 is full speed."""
         if not 0 < share <= 1:
             raise ClusterError(f"A node cannot run {share:g} of the time; give a share above 0 and up to 1.")
         self._node(node, {"op": "slow", "factor": share})
 
     def partition_node(self, node: str) -> None:
-        """Cut the links of a node: it continues to run, but does not reach the API server and is not reached."""
+        """Partition a node: it continues to run, but has no connection to or from the API server."""
         self._node(node, {"op": "partition", "on": True})
 
     def heal_node(self, node: str) -> None:
-        """Mend the link that `partition_node` cut."""
+        """Revert `partition_node`."""
         self._node(node, {"op": "partition", "on": False})
 
     def set_condition(self, node: str, kind: str, status: str, reason: str, message: str = "") -> None:
@@ -67,7 +69,7 @@ class Faults:
         self._node(node, {"op": "set-condition", **fields})
 
     def clear_condition(self, node: str, kind: str) -> None:
-        """Take back a condition that `set_condition` set."""
+        """Clear a condition that `set_condition` set."""
         self._node(node, {"op": "clear-condition", "type": kind})
 
     # --- processes of a pod ------------------------------------------------------------------------------------------
@@ -81,21 +83,21 @@ class Faults:
         signal: int = signals.SIGKILL,
         match: str | None = None,
     ) -> None:
-        """Signal a container's main process, or the first in it whose command line matches a regular expression."""
+        """Signal a container's main process, or its first process whose command line matches a regular expression."""
         self._container("kill-container", namespace, pod, container, signal=int(signal), match=match)
 
     def freeze_container(self, namespace: str, pod: str, container: str | None = None) -> None:
-        """Stop all processes of a container where they are."""
+        """Freeze all processes of a container."""
         self._container("freeze-container", namespace, pod, container)
 
     def thaw_container(self, namespace: str, pod: str, container: str | None = None) -> None:
-        """Let a frozen container go on."""
+        """Let a frozen container continue."""
         self._container("thaw-container", namespace, pod, container)
 
     # --- control plane -----------------------------------------------------------------------------------------------
 
     def stop(self, component: Component, *, seconds: float = _STOP_SECONDS) -> None:
-        """End a component, politely for up to `seconds`, and leave it ended; 0 kills it."""
+        """Stop a component, gracefully for up to `seconds`, and do not restart it; 0 kills it."""
         self._cluster.supervisor({"op": "stop-component", "component": component, "seconds": seconds})
 
     def start(self, component: Component) -> None:
@@ -103,18 +105,10 @@ class Faults:
         self._cluster.supervisor({"op": "start-component", "component": component})
         self._cluster.wait_for_component(component)
 
-    def stop_apiserver(self, *, seconds: float = 0.0) -> None:
-        """Take the API server away, by default at once."""
-        self.stop(Component.APISERVER, seconds=seconds)
-
-    def start_apiserver(self) -> None:
-        """Start the API server at the same address."""
+    def restart_apiserver(self) -> None:
+        """Restart the API server at the same address, and wait until it is ready."""
+        self.stop(Component.APISERVER, seconds=0)
         self.start(Component.APISERVER)
-
-    def restart_apiserver(self, *, seconds: float = 0.0) -> None:
-        """Restart the API server and wait until it is ready."""
-        self.stop_apiserver(seconds=seconds)
-        self.start_apiserver()
 
     def _node(self, node: str, message: Mapping[str, Any]) -> dict[str, Any]:
         self._cluster.check_node(node)

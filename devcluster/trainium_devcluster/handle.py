@@ -1,11 +1,11 @@
-"""Use a cluster that runs: its files, its API server and its supervisor."""
+"""Access a running cluster: its files, its API server and its supervisor."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainium_devcluster.control import request
+from trainium_devcluster.control_socket import request
 from trainium_devcluster.controlplane import components
 from trainium_devcluster.controlplane.components import Component, Ports
 from trainium_devcluster.errors import ClusterError
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from trainium_devcluster.controlplane.client import ApiClient
     from trainium_devcluster.state import ClusterPaths
 
+_READY_SECONDS = 60.0
+
 
 class ClusterHandle:
-    """Give faults, fleets of fake nodes and queues access to a cluster."""
+    """Gives faults, fleets of fake nodes and Kueue access to a cluster."""
 
     def __init__(self, paths: ClusterPaths) -> None:
         self.paths = paths
@@ -31,7 +33,7 @@ class ClusterHandle:
 
     @property
     def ports(self) -> Ports:
-        """Where the components listen."""
+        """The ports of the components."""
         return Ports.from_json(self.paths.endpoints.read_text())
 
     @property
@@ -57,11 +59,11 @@ class ClusterHandle:
                 f"Cluster {self.name!r} has no node {node!r}; its nodes: {', '.join(sorted(known)) or 'none'}."
             )
 
-    def wait_for_component(self, component: Component, seconds: float = 60.0) -> None:
+    def wait_for_component(self, component: Component) -> None:
         """Wait until a component is ready."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _READY_SECONDS
         while not components.is_ready(component, self.paths, self.ports):
             if time.monotonic() > deadline:
                 log = self.paths.logs / f"{component}.log"
-                raise ClusterError(f"{component} is not ready after {seconds:.0f} s; its log is {log}.")
+                raise ClusterError(f"{component} is not ready after {_READY_SECONDS:.0f} s; its log is {log}.")
             time.sleep(0.05)

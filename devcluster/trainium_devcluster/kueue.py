@@ -1,9 +1,10 @@
-"""The real Kueue controller beside a cluster's control plane: its definitions, its webhooks, its own certificates.
+"""Run the real Kueue controller beside a cluster's control plane: its CRDs, its webhooks, its certificates.
 
-Kueue makes and signs its certificates itself and finds them, as in a pod, in a folder that a kubelet has filled from
-its Secret; here `install_kueue` is that kubelet. Its webhooks are reached through a Service of type ExternalName, so
-names and certificates are those of a real installation. Invariant: `install_kueue` returns when a Workload could be
-created: the controller is ready and its webhooks answer.
+Kueue generates and signs its certificates itself, and reads them, as in a pod, from a folder that a kubelet fills from
+its Secret; here `install_kueue` fills it. A Service of type ExternalName leads to its webhooks, so names and
+certificates are those of a real installation.
+
+`install_kueue` returns when Workloads can be created: the controller is ready and its webhooks answer.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ if TYPE_CHECKING:
 
 NAMESPACE = "kueue-system"
 FRAMEWORK = "TrainingJob.v1alpha1.trainium.dev"
+"""The kind whose controller creates Workloads itself."""
 _SERVICE = "kueue-webhook-service"
 _SECRET = "kueue-webhook-server-cert"  # noqa: S105 - the name of an object
 _GROUP = "kueue.x-k8s.io"
-_CONVERTED = frozenset({"localqueues", "clusterqueues", "cohorts", "workloads", "multikueueclusters"})
-"""Definitions whose older version the controller converts, as its own kustomization has it."""
+_CONVERTED_KINDS = frozenset({"localqueues", "clusterqueues", "cohorts", "workloads", "multikueueclusters"})
+"""CRDs whose older version the controller converts, as in its kustomization."""
 _READY_SECONDS = 120.0
 _PAUSE = 0.1
 _DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _ADMISSION = "/apis/admissionregistration.k8s.io/v1"
 
 
-def install_kueue(cluster: ClusterHandle, *, write: Write, framework: str = FRAMEWORK) -> None:
-    """Install and start Kueue; `framework` is the kind whose own controller makes Workloads. Raises ClusterError."""
+def install_kueue(cluster: ClusterHandle, *, write: Write) -> None:
+    """Install and start Kueue. Raises ClusterError."""
     binaries = ensure_binaries(programs=KUEUE_PROGRAMS, write=write)
     port, health = free_ports(2)
     manifests = binaries.folder / "components"
@@ -57,16 +59,16 @@ def install_kueue(cluster: ClusterHandle, *, write: Write, framework: str = FRAM
         api.create(f"{_ADMISSION}/{webhooks['kind'].lower()}s", webhooks, exists_ok=True)
     certificates = cluster.paths.root / "kueue-certificates"
     configuration = cluster.paths.root / "kueue.yaml"
-    configuration.write_text(yaml.safe_dump(_configuration(certificates, port, health, framework)))
+    configuration.write_text(yaml.safe_dump(_configuration(certificates, port, health)))
     cluster.supervisor(
         {"op": "start-kueue", "program": str(binaries.path(Program.KUEUE)), "configuration": str(configuration)}
     )
     deadline = time.monotonic() + _READY_SECONDS
-    _until(cluster, deadline, lambda: _mount(cluster, certificates), "its certificates")
-    _until(cluster, deadline, lambda: _admits(cluster), "its webhooks")
+    _wait_until(cluster, deadline, lambda: _write_certificates(cluster, certificates), "its certificates")
+    _wait_until(cluster, deadline, lambda: _is_webhook_ready(cluster), "its webhooks")
 
 
-def _configuration(certificates: Path, port: int, health: int, framework: str) -> dict[str, Any]:
+def _configuration(certificates: Path, port: int, health: int) -> dict[str, Any]:
     return {
         "apiVersion": "config.kueue.x-k8s.io/v1beta2",
         "kind": "Configuration",
@@ -76,8 +78,8 @@ def _configuration(certificates: Path, port: int, health: int, framework: str) -
         "webhook": {"host": HOST, "port": port, "certDir": str(certificates)},
         "leaderElection": {"leaderElect": False},
         "internalCertManagement": {"enable": True, "webhookServiceName": _SERVICE, "webhookSecretName": _SECRET},
-        "integrations": {"frameworks": ["batch/job"], "externalFrameworks": [framework]},
-        # A separate API server, with certificates in a folder of root's: nothing here asks it.
+        "integrations": {"frameworks": ["batch/job"], "externalFrameworks": [FRAMEWORK]},
+        # An additional API server, with certificates in a folder of root; nothing here uses it.
         "featureGates": {"VisibilityOnDemand": False},
     }
 
@@ -92,7 +94,7 @@ def _service_objects(port: int) -> Iterator[tuple[str, dict[str, Any]]]:
 def _definitions(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
     for path in sorted((manifests / "crd" / "bases").glob(f"{_GROUP}_*.yaml")):
         definition = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506 - the C loader of safe_load
-        if definition["spec"]["names"]["plural"] in _CONVERTED:
+        if definition["spec"]["names"]["plural"] in _CONVERTED_KINDS:
             client = {"service": {"namespace": NAMESPACE, "name": _SERVICE, "path": "/convert", "port": port}}
             webhook = {"clientConfig": client, "conversionReviewVersions": ["v1"]}
             definition["spec"]["conversion"] = {"strategy": "Webhook", "webhook": webhook}
@@ -100,7 +102,7 @@ def _definitions(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
 
 
 def _webhooks(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
-    """Return the webhooks of Kueue's own objects, without those of workloads that it would manage itself."""
+    """Return the webhooks of Kueue's own objects, without those of the workloads that it could manage."""
     for document in yaml.safe_load_all((manifests / "webhook" / "manifests.yaml").read_text()):
         kept = [each for each in document["webhooks"] if all(rule["apiGroups"] == [_GROUP] for rule in each["rules"])]
         for each in kept:
@@ -108,19 +110,19 @@ def _webhooks(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
         yield {**document, "metadata": {"name": f"kueue-{document['metadata']['name']}"}, "webhooks": kept}
 
 
-def _mount(cluster: ClusterHandle, folder: Path) -> bool:
-    """Put the Secret's content where the controller looks for it; False while it is empty."""
+def _write_certificates(cluster: ClusterHandle, folder: Path) -> bool:
+    """Write the Secret's content to the folder that the controller reads; return False while it is empty."""
     data = cluster.api.get(f"/api/v1/namespaces/{NAMESPACE}/secrets/{_SECRET}").get("data") or {}
     if "tls.crt" not in data:
         return False
     folder.mkdir(mode=0o700, exist_ok=True)
-    for name, value in sorted(data.items(), key=lambda item: item[0] == "tls.crt"):  # waited for, so written last
+    for name, value in sorted(data.items(), key=lambda item: item[0] == "tls.crt"):  # the last file, for which it waits
         (folder / name).write_bytes(base64.b64decode(value))
     return True
 
 
-def _admits(cluster: ClusterHandle) -> bool:
-    """Return whether a flavor passes its webhooks; none is kept."""
+def _is_webhook_ready(cluster: ClusterHandle) -> bool:
+    """Return whether the webhooks admit a flavor (a dry run)."""
     flavor = {"apiVersion": f"{_GROUP}/v1beta2", "kind": "ResourceFlavor", "metadata": {"name": "probe"}}
     with contextlib.suppress(ControlPlaneError):
         cluster.api.create(f"/apis/{_GROUP}/v1beta2/resourceflavors?dryRun=All", flavor)
@@ -128,16 +130,16 @@ def _admits(cluster: ClusterHandle) -> bool:
     return False
 
 
-def _until(cluster: ClusterHandle, deadline: float, condition: Any, what: str) -> None:
+def _wait_until(cluster: ClusterHandle, deadline: float, condition: Any, what: str) -> None:
     while not condition():
         row = cluster.supervisor({"op": "status"})["kueue"]
         log = cluster.paths.logs / "kueue.log"
         if row is None or row["code"] is not None:
             raise ClusterError(f"Kueue ended with code {row and row['code']} while it started; its log is {log}.")
         if time.monotonic() > deadline:
-            raise ClusterError(f"Kueue has not got {what} after {_READY_SECONDS:.0f} s; its log is {log}.")
+            raise ClusterError(f"Kueue still lacks {what} after {_READY_SECONDS:.0f} s; its log is {log}.")
         time.sleep(_PAUSE)
 
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The definition of Workload is a megabyte: 0.6 s instead of 6."""
+"""Loads the CRD of Workload, a megabyte, in 0.6 s instead of 6."""

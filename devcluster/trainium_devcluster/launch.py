@@ -1,6 +1,6 @@
 """Start the supervisor of a new cluster.
 
-Of two simultaneous starts with one name, one wins and the other gets an error; neither removes files of the other.
+Of two simultaneous starts with one name, one succeeds and the other gets an error; neither removes files of the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_devcluster.control import answers
+from trainium_devcluster.control_socket import accepts_requests
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.processes.cleanup import end_leftovers, remove_folder
 
@@ -26,15 +26,15 @@ _SECONDS = 30.0
 
 
 @contextlib.contextmanager
-def name_reserved(paths: ClusterPaths) -> Iterator[None]:
-    """Keep a name from others until its supervisor holds the cluster's lock; what a dead cluster left is removed."""
+def reserve_name(paths: ClusterPaths) -> Iterator[None]:
+    """Reserve a name until its supervisor holds the cluster's lock; remove the leftovers of a dead cluster."""
     try:
         paths.root.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # One file for all names: it is held for a fraction of a second only.
+        # One lock for all names, because it is held for a fraction of a second only.
         with (paths.root.parent / ".starting").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if paths.is_running():
-                raise ClusterError(f"Cluster {paths.name!r} runs already; take it down first or choose another name.")
+                raise ClusterError(f"Cluster {paths.name!r} already runs; stop it first or choose another name.")
             if paths.root.exists():
                 end_leftovers(paths)
                 remove_folder(paths.root)
@@ -48,7 +48,7 @@ def name_reserved(paths: ClusterPaths) -> Iterator[None]:
 def launch_supervisor(
     spec: ClusterSpec, paths: ClusterPaths, binaries: Path, venv_bin: Path | None, *, detached: bool, keep_files: bool
 ) -> subprocess.Popen[bytes]:
-    """Start the supervisor and wait until it takes requests; raises ClusterError when it does not within 30 s."""
+    """Start the supervisor and wait until it accepts requests; raises ClusterError after 30 s."""
     paths.logs.mkdir(parents=True, mode=0o700)
     paths.root.chmod(0o700)
     paths.spec.write_text(spec.to_json())
@@ -70,7 +70,7 @@ def launch_supervisor(
             start_new_session=True,
         )
     deadline = time.monotonic() + _SECONDS
-    while not answers(paths.control_socket):
+    while not accepts_requests(paths.control_socket):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             process.wait()

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Define the options that several commands share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NodeTaints = Annotated[
 
 
 def parse_labels(pairs: Sequence[str] | None) -> dict[str, str]:
-    """Read `key=value` options; raises ClusterError for one without a key or an equals sign."""
+    """Parse `key=value` options; raises ClusterError for one without a key or an equals sign."""
     labels = {}
     for pair in pairs or ():
         key, equals, value = pair.partition("=")

@@ -1,4 +1,4 @@
-"""Ports for processes that listen later: nobody else on this machine is given them meanwhile."""
+"""Reserve ports for processes that listen later, so that no other process on this machine gets them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import socket
 from collections import deque
 
 _HELD: deque[socket.socket] = deque()
-"""Bound and never listening: as these have SO_REUSEADDR, so may who listens, and the system hands them to no other."""
+"""Bound sockets that never listen: with SO_REUSEADDR a listener can bind the port too, but no other process gets it."""
 
 
-def reserved_port() -> int:
+def reserve_port() -> int:
     """Return a port that is free on all addresses of this machine, reserved until 64 more are requested."""
     if len(_HELD) == 64:
         _HELD.popleft().close()
@@ -23,7 +23,7 @@ def reserved_port() -> int:
 
 
 @atexit.register
-def let_go() -> None:
-    """Close those of this process; in a forked child, the parent's stay."""
+def release_ports() -> None:
+    """Close the sockets of this process; in a forked child those of the parent stay open."""
     while _HELD:
         _HELD.pop().close()

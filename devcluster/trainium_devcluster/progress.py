@@ -1,7 +1,8 @@
-"""Print progress of work that takes long enough to make a person wonder.
+"""Print the progress of long work.
 
-Invariant: a running step prints its name when it begins, its age every few seconds, and its duration when it ends, so
-that no wait is silent.
+Guarantees:
+- A step prints its name at its start, its age every few seconds, and its duration at its end, so that no wait is
+  silent.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ TICK_SECONDS = 10.0
 
 
 def to_stderr(line: str) -> None:
-    """Print one line to standard error, at once; standard output stays free for results."""
+    """Print one line to standard error at once, because standard output is for results."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
-def silent(_line: str) -> None:
+def ignore_progress(_line: str) -> None:
     """Print nothing."""
 
 
@@ -37,8 +38,8 @@ def _nothing() -> str:
 
 
 @contextlib.contextmanager
-def exclusive(lock: Path, work: str, write: Write) -> Iterator[None]:
-    """Hold a lock file; `work` is what another process that holds it does."""
+def hold_lock(lock: Path, work: str, write: Write) -> Iterator[None]:
+    """Hold a lock file; `work` describes the work of another process that holds it."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,7 +50,7 @@ def exclusive(lock: Path, work: str, write: Write) -> Iterator[None]:
 
 
 class ProgressLines:
-    """Numbers the steps of one piece of work: `[3/6] building helm ... 40 s, 120 of 900 packages; then kwok`."""
+    """Numbers the steps of a task: `[3/6] building helm ... 40 s, 120 of 900 packages; then kwok`."""
 
     def __init__(self, total: int, write: Write = to_stderr, tick_seconds: float = TICK_SECONDS) -> None:
         self._total = total
@@ -57,19 +58,15 @@ class ProgressLines:
         self._tick_seconds = tick_seconds
         self._number = 0
 
-    def note(self, line: str) -> None:
-        """Print a line that belongs to no step."""
+    def log(self, line: str) -> None:
+        """Print a line outside of steps."""
         self._write(line)
 
-    def expect(self, total: int) -> None:
-        """Change the number of steps, when it turns out on the way."""
-        self._total = total
-
     @contextlib.contextmanager
-    def step(self, label: str, *, so_far: Callable[[], str] = _nothing, then: str = "") -> Iterator[None]:
+    def step(self, label: str, *, describe_progress: Callable[[], str] = _nothing, then: str = "") -> Iterator[None]:
         """Time one step and report it while it runs; a step that raises is not reported as done.
 
-        `so_far` is how much of it is done, `then` what remains after it; both may be empty.
+        `describe_progress` returns the progress of the step, `then` names the steps after it; both may be empty.
         """
         self._number += 1
         head = f"[{self._number}/{max(self._total, self._number)}] {label}"
@@ -79,7 +76,7 @@ class ProgressLines:
 
         def tick() -> None:
             while not finished.wait(self._tick_seconds):
-                done = "".join(f", {words}" for words in (so_far(),) if words)
+                done = "".join(f", {words}" for words in (describe_progress(),) if words)
                 left = f"; then {then}" if then else ""
                 self._write(f"{head} ... {time.monotonic() - started:.0f} s{done}{left}")
 

@@ -1,8 +1,10 @@
-"""Describe the requested state of a cluster, and where it keeps its files.
+"""Define the options of a cluster, and the locations of its files.
 
-Invariants: one folder per cluster name holds everything of it (keys, data, logs, pid files), is readable by its owner
-only, and `down` removes it; while a cluster runs, its supervisor holds the lock in that folder, so a free lock means
-that nothing of it should be running.
+Guarantees:
+- One folder per cluster name has all its files (keys, data, logs, pid files); only its owner can read it, and `down`
+  removes it.
+- While a cluster runs, its supervisor holds the lock in that folder; with a free lock no process of the cluster should
+  run.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 _SOCKET_PATH_LIMIT = 100  # the kernel allows 107 bytes
 
 MARKER = "TRAINIUM_DEVCLUSTER_NODE"
-"""Environment variable of every process of a node, pods included: `<state folder>/<node>`; how stragglers are found."""
+"""Environment variable of every process of a node, including pods: `<state folder>/<node>`; finds leftover processes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """One node of the development cluster: what it claims to have."""
+    """The options of a node."""
 
     name: str
     neuron: int = 16
@@ -40,7 +43,7 @@ class NodeSpec:
     memory: str = "32Gi"
     labels: Mapping[str, str] = field(default_factory=dict)
     taints: tuple[str, ...] = ()
-    """`key=value:Effect` each."""
+    """Taints of the form `key=value:Effect`."""
 
     def __post_init__(self) -> None:
         check_name(self.name, "node")
@@ -50,12 +53,12 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """Options of a cluster."""
+    """The options of a cluster."""
 
     name: str
     nodes: tuple[NodeSpec, ...] = ()
     node_monitor_grace_seconds: float | None = None
-    """Time that a silent node stays Ready; None keeps the default of the controller manager."""
+    """Time for which a silent node stays Ready; None for the default of the controller manager."""
     apiserver_args: tuple[str, ...] = ()
     controller_manager_args: tuple[str, ...] = ()
     scheduler_args: tuple[str, ...] = ()
@@ -68,17 +71,17 @@ class ClusterSpec:
 
     @property
     def heartbeat_seconds(self) -> float:
-        """Interval of node heartbeats: as a kubelet does, or often enough for a shorter grace."""
+        """The interval of node heartbeats: that of a kubelet, or shorter for a shorter grace period."""
         grace = self.node_monitor_grace_seconds
         return 10.0 if grace is None else min(10.0, grace / 4)
 
     def to_json(self) -> str:
-        """Return the text that `from_json` reads."""
+        """Encode the options for `from_json`."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ClusterSpec:
-        """Read what `to_json` wrote."""
+        """Decode the text of `to_json`."""
         fields: dict[str, Any] = json.loads(text)
         nodes = tuple(node_from_fields(node) for node in fields.pop("nodes"))
         for name in ("apiserver_args", "controller_manager_args", "scheduler_args"):
@@ -87,19 +90,19 @@ class ClusterSpec:
 
 
 def node_from_fields(fields: Mapping[str, Any]) -> NodeSpec:
-    """Read a node from the fields of its JSON form."""
+    """Create a node from the fields of its JSON form."""
     return NodeSpec(**{**fields, "taints": tuple(fields.get("taints", ()))})
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterPaths:
-    """The files of one cluster."""
+    """The paths of a cluster's files."""
 
     root: Path
 
     @classmethod
     def of(cls, name: str) -> ClusterPaths:
-        """Return the files of the cluster with this name."""
+        """Return the paths of the cluster with this name."""
         check_name(name, "cluster")
         return cls(clusters_folder() / name)
 
@@ -110,52 +113,52 @@ class ClusterPaths:
 
     @property
     def spec(self) -> Path:
-        """File of the options of the cluster."""
+        """The file of the cluster's options."""
         return self.root / "spec.json"
 
     @property
     def lock(self) -> Path:
-        """Held by the supervisor while the cluster runs."""
+        """The lock that the supervisor holds while the cluster runs."""
         return self.root / "lock"
 
     @property
     def pki(self) -> Path:
-        """Certificates and keys."""
+        """The folder of certificates and keys."""
         return self.root / "pki"
 
     @property
     def logs(self) -> Path:
-        """One log per component and node."""
+        """The folder of logs, one per component and node."""
         return self.root / "logs"
 
     @property
     def pids(self) -> Path:
-        """One pid file per component and node."""
+        """The folder of pid files, one per component and node."""
         return self.root / "pids"
 
     @property
     def kubeconfig(self) -> Path:
-        """The administrator's kubeconfig."""
+        """The file of the administrator's kubeconfig."""
         return self.root / "kubeconfig"
 
     @property
     def endpoints(self) -> Path:
-        """The ports of the components, as JSON."""
+        """The file of the components' ports, as JSON."""
         return self.root / "endpoints.json"
 
     @property
     def control_socket(self) -> Path:
-        """Where the supervisor takes commands."""
+        """The socket of the supervisor."""
         return short_socket(self.root / "supervisor.sock")
 
     @property
     def keep(self) -> Path:
-        """An empty file; where it is, the folder outlives the cluster."""
+        """An empty file; if it exists, the folder outlives the cluster."""
         return self.root / "keep"
 
     @property
     def images(self) -> Path:
-        """Images with separate modules, or that cannot be pulled; one file each."""
+        """The folder of images with separate modules, or that cannot be pulled; one file each."""
         return self.root / "images"
 
     def node(self, name: str) -> Path:
@@ -163,11 +166,11 @@ class ClusterPaths:
         return self.root / "nodes" / name
 
     def node_socket(self, name: str) -> Path:
-        """Where a node takes fault commands."""
+        """Return the socket of a node for fault commands."""
         return short_socket(self.node(name) / "control.sock")
 
     def marker(self, node: str) -> str:
-        """Return the value of the marker variable in the processes of a node."""
+        """Return the value of the marker variable for the processes of a node."""
         return f"{self.root}/{node}"
 
     def is_running(self) -> bool:
@@ -187,7 +190,7 @@ class ClusterPaths:
 
 
 def clusters_folder() -> Path:
-    """Return the folder that holds all clusters of this user: under XDG_STATE_HOME or ~/.local/state."""
+    """Return the folder of all clusters of this user, below XDG_STATE_HOME or ~/.local/state."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser().absolute() / "trainium-devcluster"
 
@@ -201,7 +204,7 @@ def cluster_names() -> list[str]:
 
 
 def check_name(name: str, what: str) -> None:
-    """Raise ClusterError unless the name may be part of host names and paths."""
+    """Raise ClusterError unless the name is valid in host names and paths."""
     if not _NAME.fullmatch(name):
         raise ClusterError(
             f"{name!r} cannot be the name of a {what}; use up to 40 lower-case letters, digits and dashes, "
@@ -210,7 +213,7 @@ def check_name(name: str, what: str) -> None:
 
 
 def short_socket(path: Path) -> Path:
-    """Return `path`, or a short one for temporary files in place of one that is too long for a Unix socket."""
+    """Return `path`, or a path in the temporary folder if it is too long for a Unix socket."""
     if len(os.fsencode(path)) <= _SOCKET_PATH_LIMIT:
         return path
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]

@@ -1,9 +1,11 @@
-"""The process that owns a running cluster: it starts, watches, restarts and ends every component and node.
+"""Run the supervisor of a cluster: start, watch, restart and stop every component and node.
 
-Invariants: all of a cluster hangs below this process and is killed by the kernel when it dies; it holds the cluster's
-lock while anything runs; its main thread starts all processes, because the kernel's death signal is bound to the thread
-that forked; an owned cluster (a test's, `run`'s) ends when the owner closes the supervisor's standard input, which the
-kernel does for an owner that crashes.
+Guarantees:
+- All processes of a cluster are descendants of the supervisor, and the kernel kills them when it dies.
+- It holds the cluster's lock while any of them runs.
+- Its main thread starts all processes, because the kernel's death signal is bound to the thread that forked.
+- An owned cluster (of a test or of `run`) ends when the owner closes the supervisor's standard input; the kernel closes
+  it if the owner crashes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainium_devcluster import control
+from trainium_devcluster import control_socket
 from trainium_devcluster.controlplane import components
 from trainium_devcluster.controlplane.bootstrap import bootstrap
 from trainium_devcluster.controlplane.client import ControlPlaneError
@@ -30,7 +32,7 @@ from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.nodepool.pool import NodePool
 from trainium_devcluster.processes.children import Child, Children
 from trainium_devcluster.processes.cleanup import remove_folder
-from trainium_devcluster.processes.process_families import kill_family, resident_bytes
+from trainium_devcluster.processes.process_tree import kill_tree, resident_bytes
 from trainium_devcluster.processes.syscalls import become_subreaper
 from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, node_from_fields
 
@@ -38,14 +40,16 @@ logger = logging.getLogger("supervisor")
 
 START_SECONDS = 120.0
 _RESTART_DELAY = 0.5
-_POLITE_SECONDS = 5.0
+_GRACE_SECONDS = 5.0
+_GO_COLLECTOR_PERCENT = "400"
+"""Growth of the heap between two runs of Go's garbage collector: a small cluster has more memory than processors."""
 
 Message = Mapping[str, Any]
 Answer = dict[str, Any]
 
 
 class ClusterSupervisor:
-    """Run one cluster until it is stopped."""
+    """Runs one cluster until it is stopped."""
 
     def __init__(self, paths: ClusterPaths, binaries: Path, venv_bin: Path) -> None:
         self._paths = paths
@@ -63,7 +67,7 @@ class ClusterSupervisor:
         )
         self._components: dict[Component, Child] = {}
         self._programs: dict[str, Child] = {}
-        """Programs beside the control plane: kwok, which simulates the kubelets of fake nodes, and Kueue."""
+        """Programs beside the control plane: kwok, which simulates kubelets, and Kueue."""
         self._stopped: set[Component] = set()
         self._restarts: dict[Component, int] = dict.fromkeys(Component, 0)
         self._started = asyncio.Event()
@@ -77,10 +81,10 @@ class ClusterSupervisor:
     async def run(self) -> None:
         """Serve until the cluster is stopped."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._children.collect)
+        loop.add_signal_handler(signal.SIGCHLD, self._children.reap)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ending.set)
-        server = await control.serve(self._paths.control_socket, self._answer)
+        server = await control_socket.serve(self._paths.control_socket, self._handle)
         starting = loop.create_task(self._start())
         try:
             await self._ending.wait()
@@ -88,14 +92,14 @@ class ClusterSupervisor:
             starting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await starting
-            await self._end()
+            await self._shut_down()
             self._ended.set()
-            await asyncio.sleep(0.05)  # lets the answer to `down` be written
+            await asyncio.sleep(0.05)  # time to write the answer to `down`
             server.close()
             self._paths.control_socket.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """Start to stop the cluster, because its owner has ended."""
+        """Stop the cluster, because its owner has ended."""
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         self._ending.set()
 
@@ -108,13 +112,13 @@ class ClusterSupervisor:
         try:
             components.prepare(self._paths, self._ports)
             self._start_component(Component.ETCD)
-            # An API server that meets no etcd tries again only after a second.
+            # An API server that finds no etcd retries only after a second.
             await self._until(lambda: components.listens(self._ports.etcd), "etcd did not listen")
             phase("etcd")
             self._start_component(Component.APISERVER)
             await self._until_ready(Component.APISERVER)
             phase("apiserver")
-            # Not earlier: without the roles that the API server makes first, the controller manager gives up.
+            # Not earlier: without the API server's first roles the controller manager fails.
             self._start_component(Component.CONTROLLER_MANAGER)
             self._start_component(Component.SCHEDULER)
             await asyncio.to_thread(self._bootstrap)
@@ -124,7 +128,7 @@ class ClusterSupervisor:
             phase("controller-manager")
             await self._until_ready(Component.SCHEDULER)
             phase("scheduler")
-            await self._until(self._has_default_account, "The controller manager made no default ServiceAccount")
+            await self._until(self._has_default_account, "The controller manager created no default ServiceAccount")
             phase("ready")
         except (ClusterError, OSError) as error:
             logger.exception("start failed")
@@ -153,41 +157,42 @@ class ClusterSupervisor:
     async def _until(self, condition: Callable[[], bool], failure: str) -> None:
         deadline = time.monotonic() + START_SECONDS
         while not await asyncio.to_thread(condition):
-            self._complain_about_dead()
+            self._check_components()
             if time.monotonic() > deadline:
                 raise ClusterError(f"{failure} (waited {START_SECONDS:.0f} s).")
             await asyncio.sleep(0.05)
 
-    def _complain_about_dead(self) -> None:
-        """Fail when a component ended in its first start: it was given bad flags, or the machine cannot run it."""
+    def _check_components(self) -> None:
+        """Fail if a component ended during its first start: its flags are wrong, or the machine cannot run it."""
         for component, child in self._components.items():
             if child.code is not None and component not in self._stopped:
                 log = self._log(component)
                 last = _last_line(log)
                 raise ClusterError(f"{component} ended with code {child.code} while it started; {log} ends: {last}")
 
-    async def _end(self) -> None:
+    async def _shut_down(self) -> None:
         self._stopped.update(Component)
-        await self._nodes.end(_POLITE_SECONDS)
+        await self._nodes.end(_GRACE_SECONDS)
         everything = [*self._components.values(), *self._programs.values()]
         for child in everything:
-            child.identity.signal(signal.SIGKILL)  # its data goes with the folder
+            child.identity.signal(signal.SIGKILL)  # its data is removed with the folder
         for child in everything:
             await child.ended.wait()
-        self._children.stop_watching()
-        kill_family(None, MARKER, f"{self._paths.root}/", prefix=True)
+        self._children.cancel_background()
+        kill_tree(None, MARKER, f"{self._paths.root}/", prefix=True)
 
     # --- components --------------------------------------------------------------------------------------------------
 
     def _start_component(self, component: Component) -> None:
         self._stopped.discard(component)
         flags = components.arguments(component, self._spec, self._paths, self._ports)
-        child = self._children.start(component, [str(self._binaries / component), *flags], dict(os.environ))
+        environment = {"GOGC": _GO_COLLECTOR_PERCENT, **os.environ}
+        child = self._children.start(component, [str(self._binaries / component), *flags], environment)
         self._components[component] = child
-        self._children.watch(self._keep(component, child))
+        self._children.run_in_background(self._restart_on_exit(component, child))
 
-    async def _keep(self, component: Component, child: Child) -> None:
-        """Restart a component that ended unexpectedly, as a kubelet does with the control plane of a real cluster."""
+    async def _restart_on_exit(self, component: Component, child: Child) -> None:
+        """Restart a component that ended unexpectedly, as a kubelet restarts a real control plane."""
         await child.ended.wait()
         if component in self._stopped or not self._started.is_set() or self._failure is not None:
             return
@@ -207,7 +212,7 @@ class ClusterSupervisor:
         await child.ended.wait()
 
     async def _start_program(self, name: str, message: Message, *flags: str) -> None:
-        """Start a program, in place of one that runs: so that it reads its configuration again."""
+        """Start a program; replace a running one, so that it reads its configuration again."""
         running = self._programs.get(name)
         if running is not None:
             running.identity.signal(signal.SIGKILL)
@@ -220,7 +225,7 @@ class ClusterSupervisor:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, message: Message) -> Answer:
+    async def _handle(self, message: Message) -> Answer:
         match message["op"]:
             case "wait-ready":
                 await self._started.wait()
@@ -240,15 +245,15 @@ class ClusterSupervisor:
                     self._start_component(component)
             case "start-fleet":
                 if "kwok" in self._programs and self._programs["kwok"].code is None:
-                    raise ClusterError(f"Cluster {self._paths.name!r} has a fleet already.")
+                    raise ClusterError(f"Cluster {self._paths.name!r} already has a fleet.")
                 await self._start_program("kwok", message, "--v=WARN")
             case "start-kueue":
                 await self._start_program("kueue", message)
             case operation:
-                await self._answer_node(operation, message)
+                await self._handle_node(operation, message)
         return {}
 
-    async def _answer_node(self, operation: str, message: Message) -> None:
+    async def _handle_node(self, operation: str, message: Message) -> None:
         match operation:
             case "add-node":
                 self._nodes.add(node_from_fields(message["node"]))
@@ -258,8 +263,8 @@ class ClusterSupervisor:
                 await self._nodes.kill(message["node"])
             case "stop-node":
                 await self._nodes.stop(message["node"], float(message["seconds"]))
-            case "forget-node":
-                await self._nodes.forget(message["node"])
+            case "delete-node":
+                await self._nodes.remove(message["node"])
             case "freeze-node":
                 self._nodes.freeze(message["node"])
             case "thaw-node":
@@ -267,14 +272,14 @@ class ClusterSupervisor:
             case _:
                 raise ClusterError(f"The supervisor knows no operation {operation!r}.")
 
-    def _program_row(self, name: str) -> Answer | None:
+    def _program_status(self, name: str) -> Answer | None:
         child = self._programs.get(name)
-        return None if child is None else child.row("running" if child.pid else "ended")
+        return None if child is None else child.status_row("running" if child.pid else "ended")
 
     def _status(self) -> Answer:
         components = {
             component.value: {
-                **child.row("running" if child.code is None else "stopped"),
+                **child.status_row("running" if child.code is None else "stopped"),
                 "restarts": self._restarts[component],
             }
             for component, child in self._components.items()
@@ -287,8 +292,8 @@ class ClusterSupervisor:
             "server": self._ports.server,
             "supervisor": own,
             "components": components,
-            "fleet": self._program_row("kwok"),
-            "kueue": self._program_row("kueue"),
+            "fleet": self._program_status("kwok"),
+            "kueue": self._program_status("kueue"),
             "nodes": self._nodes.rows(),
         }
 
@@ -313,7 +318,7 @@ def main() -> None:
 async def _supervise(paths: ClusterPaths, binaries: Path, venv_bin: Path, *, owned: bool) -> None:
     supervisor = ClusterSupervisor(paths, binaries, venv_bin)
     if owned:
-        # The owner never writes, so this becomes readable only when its end of the pipe is closed.
+        # The owner never writes, so this is readable only when the owner's end of the pipe is closed.
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), supervisor.end)
     await supervisor.run()
 
@@ -323,7 +328,7 @@ def _lock(paths: ClusterPaths) -> TextIO:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ClusterError(f"Cluster {paths.name!r} runs already.") from None
+        raise ClusterError(f"Cluster {paths.name!r} already runs.") from None
     return file
 
 

@@ -1,8 +1,9 @@
-"""The command `trainium-operator check`: whether the operator that the chart installed works; `helm test` runs it.
+"""Implement `trainium-operator check`: whether the installed operator works; `helm test` runs it.
 
-It looks as a worker and a kubelet do, from inside the cluster and with no rights at the API server: every replica
-answers its readiness probe (then the API server serves it TrainingJobs), every replica shows a certificate of the
-release's own authority, and one of them leads (it asks for a token where the others answer that they do not lead).
+It connects as a worker and a kubelet do, from inside the cluster and without rights at the API server. It checks that
+- every replica passes its readiness probe, so its caches of TrainingJobs are in sync;
+- every replica presents a certificate signed by the release's own authority;
+- exactly one replica leads: it asks for a token, and the others answer that they do not lead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _ANSWER_SECONDS = 5.0
 _PAUSE_SECONDS = 1.0
 _MOST = 200
-"""Characters of somebody's answer."""
+"""Characters of a response that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,9 @@ class Replica:
     """The answer of one address of the coordinator's Service."""
 
     address: str
-    leads: bool = False
+    is_leader: bool = False
     problem: str = ""
-    """Why it does not work, in a few words; empty when it does."""
+    """The problem in a few words; empty when the replica works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class CheckVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
-    """Where the operator is to be found."""
+class Installation:
+    """The addresses and the certificates of the installed operator."""
 
     service: str
     """Name of the coordinator's Service, with its namespace and .svc."""
@@ -59,10 +60,10 @@ class Installed:
     """File with the certificates that the release trusts."""
 
 
-def verdict(service: str, expected: int, found: Sequence[Replica]) -> CheckVerdict:
-    """Return the verdict on the answers of the replicas."""
+def judge_replicas(service: str, expected: int, found: Sequence[Replica]) -> CheckVerdict:
+    """Return the verdict on the responses of the replicas."""
     bad = [f"{each.address} {each.problem}" for each in found if each.problem]
-    leaders = [each.address for each in found if each.leads and not each.problem]
+    leaders = [each.address for each in found if each.is_leader and not each.problem]
     if bad:
         problem = "; ".join(bad)
     elif len(found) < expected:
@@ -77,12 +78,12 @@ def verdict(service: str, expected: int, found: Sequence[Replica]) -> CheckVerdi
     return CheckVerdict(works=False, sentence=f"the operator does not work: {problem}")
 
 
-def addresses_of(name: str) -> list[str]:
+def resolve_addresses(name: str) -> list[str]:
     """Return every address of a name. Raises OSError."""
     return sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
 
 
-def poll(installed: Installed, *, resolve: Callable[[str], Sequence[str]] = addresses_of) -> CheckVerdict:
+def poll(installed: Installation, *, resolve: Callable[[str], Sequence[str]] = resolve_addresses) -> CheckVerdict:
     """Ask every replica once."""
     try:
         trust = ssl.create_default_context(cafile=str(installed.authority))
@@ -102,13 +103,13 @@ def poll(installed: Installed, *, resolve: Callable[[str], Sequence[str]] = addr
             "pods, or names are not resolved; look at the Deployment's pods",
         )
     found = [_replica(installed, address, trust) for address in addresses]
-    return verdict(installed.service, installed.replicas, found)
+    return judge_replicas(installed.service, installed.replicas, found)
 
 
-def until_it_works(
+def poll_until_ready(
     check_once: Callable[[], CheckVerdict], seconds: float, pause: Callable[[float], None]
 ) -> CheckVerdict:
-    """Return the first verdict of success, else the last one after about so many seconds of pauses."""
+    """Poll until the operator works; return that verdict, or the last one after about `seconds` of pauses."""
     for _ in range(int(seconds / _PAUSE_SECONDS)):
         found = check_once()
         if found.works:
@@ -117,7 +118,7 @@ def until_it_works(
     return check_once()
 
 
-def _replica(installed: Installed, address: str, trust: ssl.SSLContext) -> Replica:
+def _replica(installed: Installation, address: str, trust: ssl.SSLContext) -> Replica:
     try:
         probed = http.client.HTTPConnection(address, installed.probe_port, timeout=_ANSWER_SECONDS)
         status, text = _get(probed, "/readyz")
@@ -133,12 +134,12 @@ def _replica(installed: Installed, address: str, trust: ssl.SSLContext) -> Repli
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return Replica(address, problem=f"does not answer ({reason}); look at its log and at NetworkPolicies")
     if status in (http.client.UNAUTHORIZED, http.client.SERVICE_UNAVAILABLE):
-        return Replica(address, leads=status == http.client.UNAUTHORIZED)
+        return Replica(address, is_leader=status == http.client.UNAUTHORIZED)
     return Replica(address, problem=f"answers {status} where it should ask for a token ({text}); look at its log")
 
 
 def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, str]:
-    """Status and the begin of the answer's sentence."""
+    """Return the HTTP status and the start of the first sentence of the body."""
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -161,8 +162,8 @@ def check(
     seconds: Annotated[float, typer.Option(min=0.0, max=600.0, help="How long to wait until it works.")] = 30.0,
 ) -> None:
     """Print in one sentence whether the installed operator works, from inside the cluster; exit 1 when not."""
-    installed = Installed(service, replicas, coordinator_port, probe_port, authority)
-    found = until_it_works(lambda: poll(installed), seconds, time.sleep)
+    installed = Installation(service, replicas, coordinator_port, probe_port, authority)
+    found = poll_until_ready(lambda: poll(installed), seconds, time.sleep)
     typer.echo(found.sentence, err=not found.works)
     raise typer.Exit(0 if found.works else 1)
 

@@ -1,8 +1,11 @@
-"""A clock for decisions: Unix seconds that never jump, whatever is done to the machine's clock.
+"""A clock for decisions: Unix seconds that never jump, even if the machine's clock is set.
 
-Invariants: it starts at the machine's time, runs with the monotonic clock, and follows a machine's clock that was set
-by at most a fiftieth of the time that passes; it never goes back. So an hour's jump makes no agent silent and no
-deadline due, and after some days the times in a status are right again.
+Guarantees:
+- It starts at the machine's time, runs with the monotonic clock, and never goes back.
+- It approaches a machine's clock that was set, by at most a fiftieth of the time that passes.
+
+So a jump of an hour makes no agent silent and no deadline expire, and after some days the times in a status are right
+again.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ _FASTEST_CORRECTION = 0.02
 
 
 class SteadyClock:
-    """Call it for the time."""
+    """A callable that returns the time."""
 
     def __init__(self, wall: Callable[[], float], monotonic: Callable[[], float]) -> None:
         self._wall = wall

@@ -2,9 +2,9 @@
 
 Guarantees:
 - Only `on.event` is used, which needs no finalizer, annotation or status of kopf; handlers return nothing.
-- kopf's events are off, and it uses our credentials.
-- No stored object is too deep for kopf's client; what it reads without trouble is handed on byte for byte.
-- A list that kopf repeats does not contain deleted jobs, so the operator lists the jobs periodically too.
+- kopf's own events are off, and it uses the operator's credentials.
+- No stored object is too deep for kopf's client; all others are passed on byte for byte.
+- A list that kopf repeats does not report deleted jobs, so the operator lists the jobs periodically too.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _IDENTITY: Any = "trainium-operator"
 
 
 class _Backoffs:
-    """Delays between tries, for ever: kopf would end the operator after the last one."""
+    """Delays between retries, without end: kopf would stop the operator after the last one."""
 
     def __iter__(self) -> Iterator[float]:
         for attempt in itertools.count():
             yield min(15.0, 0.2 * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load
 
 
-class _NothingCompared(kopf.AnnotationsDiffBaseStorage):
-    """Nobody asks kopf what has changed, and for an answer it copies each job several times at each event."""
+class _NoDiffStorage(kopf.AnnotationsDiffBaseStorage):
+    """Compares nothing: kopf would copy each job several times at each event, and no handler needs the difference."""
 
     def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
         """See kopf.DiffBaseStorage."""
@@ -53,8 +53,8 @@ class _NothingCompared(kopf.AnnotationsDiffBaseStorage):
         return kopf.BodyEssence()
 
 
-class StoredAnswer(aiohttp.ClientResponse):
-    """To be the `response_class` of such a client's session."""
+class StoredJsonResponse(aiohttp.ClientResponse):
+    """A response that parses objects of any depth; set it as the `response_class` of the client's session."""
 
     async def json(self, **_how: Any) -> Any:
         """See aiohttp.ClientResponse. Raises ValueError."""
@@ -69,7 +69,7 @@ class StoredAnswer(aiohttp.ClientResponse):
 
 
 class _Lines:
-    """A watch, an event a line."""
+    """The events of a watch, one per line."""
 
     def __init__(self, content: aiohttp.StreamReader) -> None:
         self._content = content
@@ -78,7 +78,7 @@ class _Lines:
         return getattr(self._content, name)
 
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        """See aiohttp.StreamReader; in whole lines."""
+        """Yield whole lines; see aiohttp.StreamReader."""
         held = b""
         async for data in self._content.iter_chunked(size):
             lines, end, held = (held + data).rpartition(b"\n")
@@ -101,7 +101,7 @@ def make_registry(
     observe: Callable[[dict[str, Any], bool], None],
     credentials: Callable[[], Awaitable[Access]],
 ) -> kopf.OperatorRegistry:
-    """Handlers of one operator; `observe(body, deleted)` gets every TrainingJob that kopf receives."""
+    """Create the handlers of one operator; `observe(body, deleted)` receives every TrainingJob that kopf receives."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=registry)
@@ -115,7 +115,7 @@ def make_registry(
         ours = await credentials()
         if not known or known[0][0] != ours:
             known[:] = [(ours, _session(ours))]
-        return known[0][1]  # the same refused credentials: kopf then knows that no others exist
+        return known[0][1]  # the same refused credentials: kopf then has no others to try
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def job_changed(event: kopf.RawEvent, **_: Any) -> None:
@@ -125,10 +125,10 @@ def make_registry(
 
 
 def _session(ours: Access) -> kopf.AiohttpSession:
-    """Create connections for kopf that read objects of any depth; kopf closes them."""
+    """Create kopf's connections, which read objects of any depth; kopf closes them."""
     connector = aiohttp.TCPConnector(limit=0, ssl=tls_context(ours))
     session = aiohttp.ClientSession(
-        connector=connector, headers=dict(ours.headers), response_class=StoredAnswer, trust_env=False
+        connector=connector, headers=dict(ours.headers), response_class=StoredJsonResponse, trust_env=False
     )
     return kopf.AiohttpSession(server=ours.server, default_namespace=ours.namespace, aiohttp_session=session)
 
@@ -137,9 +137,9 @@ def apply_settings(settings: kopf.OperatorSettings) -> None:
     """Set kopf's settings; docs and this module's docstring have the reasons."""
     settings.posting.enabled = False
     settings.posting.loggers = False
-    settings.scanning.disabled = True  # no right to list CRDs and namespaces is needed then
+    settings.scanning.disabled = True  # then no right to list CRDs and namespaces is needed
     settings.peering.standalone = True  # the Lease decides who acts
-    # A whole number: kopf passes it on as it is, and the API server takes no other.
+    # kopf passes the number on as it is, and the API server accepts only integers.
     settings.watching.server_timeout = int(WATCH_SECONDS * random.uniform(1.0, 1.25))  # noqa: S311 - spreads load
     settings.watching.client_timeout = settings.watching.server_timeout + 30
     settings.watching.connect_timeout = 10
@@ -148,11 +148,11 @@ def apply_settings(settings: kopf.OperatorSettings) -> None:
     settings.networking.error_backoffs = _Backoffs()
     settings.networking.enforce_retry_after = True
     settings.process.ultimate_exiting_timeout = 20
-    settings.persistence.diffbase_storage = _NothingCompared()
+    settings.persistence.diffbase_storage = _NoDiffStorage()
 
 
 async def run_kopf(registry: kopf.OperatorRegistry, *, stop: asyncio.Event, ready: asyncio.Event) -> None:
-    """Watch all namespaces until `stop`. Create every long-lived task before this one."""
+    """Watch all namespaces until `stop`. Create every other long-lived task first."""
     logging.getLogger("kopf").setLevel(logging.WARNING)
     await kopf.operator(
         registry=registry,

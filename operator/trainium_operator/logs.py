@@ -1,6 +1,6 @@
-"""The operator's log: lines of the contract's schema (`wire/log_line.py`), or text for people.
+"""Configure the operator's log: lines of the contract's schema (`wire/log_line.py`), or text for people.
 
-Invariant: what others can have written as often as they like (`OF_OTHERS`) is bounded by the minute; errors never are.
+Invariant: lines that clients can cause at will (`LIMITED_LOGGERS`) are limited per minute; errors never are.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from trainium_contract.wire.worker_env import KIND
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OF_OTHERS = ("trainium_operator.coordinator.server", "trainium_operator.http.listener.http")
-"""Loggers of requests and connections, each of which costs its sender nothing."""
+LIMITED_LOGGERS = ("trainium_operator.coordinator.server", "trainium_operator.http.listener.http")
+"""Loggers of requests and connections, which cost their senders nothing."""
 MOST_LINES = 60
 """Limit for one such logger within a minute."""
 _MINUTE = 60.0
 
 
-class Bounded(logging.Filter):
-    """Drops lines of one of `OF_OTHERS` beyond so many a minute; the next line has their count."""
+class LineLimitFilter(logging.Filter):
+    """Drops lines of `LIMITED_LOGGERS` beyond a number per minute; the next line has their count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class Bounded(logging.Filter):
         self._reported: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether it is written."""
-        if record.name not in OF_OTHERS or record.levelno >= logging.ERROR:
+        """Return whether the record is written."""
+        if record.name not in LIMITED_LOGGERS or record.levelno >= logging.ERROR:
             return True
         now, reported = self._clock(), self._reported.get(record.name, 0)
         if now - self._since.setdefault(record.name, now) >= _MINUTE:
@@ -48,7 +48,7 @@ class Bounded(logging.Filter):
 
 
 def _name_the_job(record: logging.LogRecord) -> bool:
-    """Set the job of a kopf line, which names its object differently; the line is always written."""
+    """Set the job of a kopf record, which names its object differently; the record is always written."""
     about = getattr(record, "k8s_ref", None)
     if isinstance(about, dict) and about.get("kind") == KIND:
         record.namespace, record.job = about.get("namespace"), about.get("name")
@@ -56,7 +56,7 @@ def _name_the_job(record: logging.LogRecord) -> bool:
 
 
 def configure_logs(level: str, style: str, stream: TextIO | None = None) -> None:
-    """Send all logs to `stream` (standard error) in one style, `json` or `text`."""
+    """Send all logs to `stream` (standard error) in one format, `json` or `text`."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(
         JsonFormatter(LogSource.OPERATOR)
@@ -64,8 +64,8 @@ def configure_logs(level: str, style: str, stream: TextIO | None = None) -> None
         else TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    handler.addFilter(Bounded())
+    handler.addFilter(LineLimitFilter())
     handler.addFilter(_name_the_job)
-    # kopf logs every event and every retry; what matters is a warning.
+    # kopf logs every event and every retry; only its warnings matter
     for noisy in ("kopf", "asyncio", "aiohttp.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

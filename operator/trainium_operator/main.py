@@ -1,9 +1,11 @@
-"""The command `trainium-operator`: start the parts, supervise them, and stop them in order.
+"""Implement the command `trainium-operator`: start the parts, supervise them, and stop them in order.
 
-Invariants: any task that ends with an error ends the process (the kubelet starts it again; nothing is kept that is not
-in the cluster); a lost Lease does so too. SIGTERM and SIGINT are orderly: agents are sent on, the plan in hand is
-finished, the Lease is released. Every long-lived task is created before kopf's, because kopf takes what comes later
-for its own. Start-up is short because a restart is a recovery: what is slow to import is imported when it is needed.
+Invariants:
+- A task that ends with an error ends the process, and so does a lost Lease. The kubelet starts it again, and all state
+  is in the cluster.
+- SIGTERM and SIGINT stop in order: agents are redirected, the running plan is finished, the Lease is released.
+- Every long-lived task is created before kopf's, because kopf cancels tasks that are created later.
+- Start-up is short because a restart is a recovery: slow imports happen when they are needed.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ LEASE_CONNECTIONS = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run until a signal; the exit code is 0 then, and 1 after a failure. `simulate` and `check` have their own."""
+    """Run until a signal; return 0 then, and 1 after a failure. `simulate` and `check` have their own codes."""
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["simulate"]:
         sys.exit(_simulate(given[1:]))
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _simulate(arguments: Sequence[str]) -> int:
-    """Run the simulator, which is a separate distribution: the operator never needs it."""
+    """Run the simulator, a separate distribution that the operator never needs."""
     try:
         from trainium_simulator.command import main as simulate  # noqa: PLC0415 - the image does not have it
     except ModuleNotFoundError as error:
@@ -66,7 +68,7 @@ def _simulate(arguments: Sequence[str]) -> int:
 
 
 async def operate(settings: Settings) -> int:
-    """Connect and run; the exit code."""
+    """Connect and run; return the exit code."""
     from trainium_contract.api_server.errors import NoClusterError  # noqa: PLC0415 - after --help
     from trainium_operator.cluster.api.transport import connect  # noqa: PLC0415 - after --help
     from trainium_operator.runtime import Runtime  # noqa: PLC0415 - after --help
@@ -88,7 +90,7 @@ async def operate(settings: Settings) -> int:
 
 
 class RuntimeSupervisor:
-    """Starts, watches over and stops the parts of one runtime."""
+    """Starts, supervises and stops the parts of one runtime."""
 
     def __init__(self, runtime: Runtime, transport: KubernetesTransport) -> None:
         self._runtime = runtime
@@ -98,10 +100,10 @@ class RuntimeSupervisor:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> int:
-        """Run until a signal (0) or a failure (1)."""
+        """Run until a signal (return 0) or a failure (return 1)."""
         from trainium_operator.cluster.lease import LeaseLostError  # noqa: PLC0415
 
-        self._take_signals()
+        self._install_signal_handlers()
         try:
             async with asyncio.TaskGroup() as group:
                 await self._start(group)
@@ -153,7 +155,7 @@ class RuntimeSupervisor:
         self._tasks.append(group.create_task(work, name=name))
 
     async def _first_list(self) -> None:
-        """List the jobs; log what is missing while the CRD is not installed."""
+        """List the jobs; while the CRD is not installed, log that it is missing."""
         from trainium_operator.cluster.api.errors import ApiError, NotFoundError  # noqa: PLC0415
 
         while True:
@@ -170,7 +172,7 @@ class RuntimeSupervisor:
             await asyncio.sleep(FIRST_LIST_RETRY_SECONDS)
 
     async def _lead(self) -> None:
-        """Wait for the Lease, begin to act, keep the Lease. Raises LeaseLostError."""
+        """Acquire the Lease, start to act, hold the Lease. Raises LeaseLostError."""
         runtime = self._runtime
         await runtime.elector.acquire()
         async with asyncio.TaskGroup() as group:
@@ -179,7 +181,7 @@ class RuntimeSupervisor:
             await runtime.take_over()
 
     async def _serve_agents(self, host: str) -> None:
-        """Listen as soon as there is a certificate, on followers too: they answer 503, so agents try the next."""
+        """Listen as soon as there is a certificate. Followers answer 503, so agents try the next replica."""
         runtime = self._runtime
         await runtime.keeper.tls.loaded.wait()
         port = await runtime.coordinator.start(host, runtime.settings.coordinator_port, runtime.keeper.tls.context)
@@ -198,17 +200,17 @@ class RuntimeSupervisor:
         await self._runtime.reconciler.work()
 
     async def _resync(self) -> None:
-        # Followers list too: their copy of the jobs must not grow old either.
+        # Followers list too, so that their copy of the jobs stays current.
         await self._runtime.caches.jobs.synced.wait()
         await self._runtime.reconciler.resync(self._runtime.settings.resync)
 
     async def _watch_jobs(self) -> None:
-        """Run kopf; when it ends by itself, so do we."""
+        """Run kopf; if it ends, the operator ends."""
         runtime = self._runtime
-        # Our own list is enough to begin with; kopf's import must not delay it.
+        # The operator's own list is enough to begin with; kopf's import must not delay it.
         await runtime.caches.synced()
         if runtime.settings.namespaces:
-            # Each has a reflector: kopf would end with the first namespace that it may not read.
+            # Each namespace has a reflector: kopf would end with the first namespace that it may not read.
             freeze_gc()
             await self._kopf_stop.wait()
             return
@@ -219,19 +221,19 @@ class RuntimeSupervisor:
             credentials=self._transport.renewed_access,
         )
         ready = asyncio.Event()
-        retake = asyncio.ensure_future(self._retake_signals(ready))
+        retake = asyncio.ensure_future(self._reinstall_signal_handlers(ready))
         try:
             await handlers.run_kopf(registry, stop=self._kopf_stop, ready=ready)
         finally:
             retake.cancel()
         self._stop.set()
 
-    async def _retake_signals(self, ready: asyncio.Event) -> None:
-        """Take the signals back from kopf, which would stop before the rest of us."""
+    async def _reinstall_signal_handlers(self, ready: asyncio.Event) -> None:
+        """Take the signal handlers back from kopf, which would stop before the other parts."""
         await ready.wait()
-        self._take_signals()
+        self._install_signal_handlers()
 
-    def _take_signals(self) -> None:
+    def _install_signal_handlers(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -239,14 +241,14 @@ class RuntimeSupervisor:
     async def _shut_down(self) -> None:
         """Finish running plans, release the Lease, close streams, write events, stop kopf, then the rest.
 
-        Once no plan runs this process does not need the Lease, and keeping it leaves the cluster without an operator.
+        Once no plan runs this process does not need the Lease, and holding it leaves the cluster without an operator.
         """
         runtime = self._runtime
         logger.info("stopping")
         runtime.stop_leading()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
-                await runtime.queue.drained()
+                await runtime.queue.wait_until_idle()
         await self._end("lease")
         await runtime.elector.release()
         await runtime.coordinator.stop()
@@ -258,7 +260,7 @@ class RuntimeSupervisor:
             task.cancel()
 
     async def _stop_after_failure(self) -> None:
-        """Release the Lease and end the servers after a failure too."""
+        """Release the Lease and stop the servers, also after a failure."""
         runtime = self._runtime
         runtime.stop_leading()
         await runtime.elector.release()

@@ -1,8 +1,8 @@
-"""Tune memory and garbage collection: an operator of 1,000 agents holds 1,000 TLS connections.
+"""Tune memory and garbage collection for an operator with 1,000 agents, so 1,000 TLS connections.
 
-asyncio allocates a receive buffer of 256 KiB for each TLS connection. A socket is read into it and TLS consumes it at
-once, so one buffer serves all connections of a thread. Objects that were loaded at the start are never garbage, so
-collections skip them. Memory that lists, faults of a thousand pods and closed connections leave is returned to the
+asyncio allocates a receive buffer of 256 KiB for each TLS connection. TLS consumes the bytes as soon as a socket is
+read, so one buffer serves all connections of a thread. Objects that were loaded at the start are never garbage, so
+collections skip them. Free memory after lists, faults of a thousand pods and closed connections is returned to the
 system; otherwise the process would keep its largest size.
 """
 
@@ -16,22 +16,22 @@ from asyncio import sslproto
 from typing import Any
 
 TLS_BUFFER = 16 * 1024
-"""Bytes; a record of TLS has no more."""
+"""Bytes; a TLS record is no larger."""
 _YOUNG, _MIDDLE, _OLD = 10_000, 20, 20
-"""Objects between two collections, and how many of those lead to a collection of the next generation."""
+"""Objects between two collections, and the collections after which the next generation is collected."""
 TRIM_SECONDS = 60.0
 LARGE_BLOCK = 256 * 1024
-"""Bytes from which on a block is the system's own again as soon as it is freed: bodies of lists are as large."""
+"""Bytes from which a freed block returns to the system at once; bodies of lists are as large."""
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of mallopt(3)
 _shared = threading.local()
 _OwnProtocol = sslproto.SSLProtocol
 
 
 class _SharedBufferProtocol(_OwnProtocol):
-    """asyncio's TLS, reading into the buffer of its thread.
+    """asyncio's TLS protocol, reading into the buffer of its thread.
 
-    asyncio sets up to 37 attributes, and Python keeps the names of at most 29 once for all instances: with these in
-    slots a connection needs 1.3 kB less. An attribute that a later asyncio calls otherwise is kept as any other.
+    asyncio sets up to 37 attributes, and Python shares the names of at most 29 between instances. With these in slots a
+    connection needs 1.3 kB less. An attribute that a later asyncio renames is stored as any other.
     """
 
     __slots__ = (
@@ -54,7 +54,7 @@ class _SharedBufferProtocol(_OwnProtocol):
 
     @property
     def max_size(self) -> int:  # type: ignore[override]  # a class variable there
-        """Bytes to read at once; asyncio's own initialiser allocates as many, for a buffer that is not used."""
+        """Return the bytes to read at once; asyncio's initializer allocates as many for a buffer that is not used."""
         return TLS_BUFFER if hasattr(self, "_ssl_buffer_view") else 1
 
     def get_buffer(self, _n: int) -> memoryview:
@@ -76,9 +76,9 @@ def freeze_gc() -> None:
 
 
 def use_one_heap() -> None:
-    """Have the C library keep one heap for all threads, without large blocks; before the first thread.
+    """Let the C library use one heap for all threads, and map large blocks; call before the first thread.
 
-    Left to itself it counts ever larger blocks as small ones once it has seen them freed, and they tear holes.
+    By default it raises its limit for small blocks once larger ones were freed, and these fragment the heap.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):

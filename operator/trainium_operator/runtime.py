@@ -1,8 +1,8 @@
-"""The operator's parts, wired together; `main` runs them.
+"""Wire the operator's parts together; `main` runs them.
 
-Invariant: agents are answered from `serving` on; everything that decides or writes is gated by `leading`, and each
-write by the Lease itself (`acting`). Decisions go by a clock that does not jump; certificates, tokens and the Lease
-show the machine's.
+Invariant: agents are answered from `serving` on. Everything that decides or writes is gated by `leading`, and each
+write by the Lease itself (`acting`). Decisions use a clock that does not jump; certificates, tokens and the Lease use
+the machine's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainium_operator.cluster.api import client, errors, resources
 from trainium_operator.cluster.cache import discovery, dra, kueue, namespaces, reflector, store, views
 from trainium_operator.cluster.execute import events, executor, optional_writes
 from trainium_operator.cluster.fleet import fleet_reconciler
-from trainium_operator.cluster.queue import creation_backoff, observe, pace, pod_warnings, waiting_gangs, work_queue
+from trainium_operator.cluster.queue import creation_backoff, observe, pod_warnings, waiting_gangs, work_queue
 from trainium_operator.coordinator import authentication, certificate_keeper, certificates, probe, server, state
 from trainium_operator.endpoints import access, servers
 from trainium_operator.http import tls
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from trainium_operator.settings import Settings
 
 WATCH_STALE_SECONDS = 180.0
-"""A watch that is silent this long although the API server answers is broken (bookmarks come each minute)."""
+"""A watch that is silent this long while the API server answers is broken (bookmarks come each minute)."""
 STUCK_SECONDS = 900.0
 CATCH_UP_SECONDS = 1.0
-"""Between two tries to list what the last leader left."""
+"""Pause between two attempts to list the previous leader's objects."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +59,17 @@ class Runtime:
         wall_clock: Callable[[], float] = time.time,
         lease_transport: Transport | None = None,
     ) -> None:
-        """`lease_transport` serves the Lease alone, so that no other request can keep it waiting."""
+        """`lease_transport` serves the Lease alone, so that no other request delays it."""
         self.settings = settings
         self.serving = asyncio.Event()
-        """Agents are answered: the Lease is ours, and the newest memberships are known."""
+        """Set while agents are answered: this process holds the Lease, and the newest memberships are known."""
         self.leading = asyncio.Event()
-        """Jobs are planned: everything else is known too."""
+        """Set while jobs are planned: everything else is known too."""
         self.metrics = metrics.Metrics(named_jobs=settings.named_jobs)
         self.api_last_seen = 0.0
         self.api = client.Api(transport, on_request=self._on_request)
         self.queue: work_queue.WorkQueue[store.Key] = work_queue.WorkQueue(most_slow=max(1, settings.workers // 2))
-        self.pace = pace.Pace(self.queue)
+        self.plan_rate_limiter = work_queue.PlanRateLimiter(self.queue)
         clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
         self.caches = make_caches(self.api, settings, clock, on_change=self._apis_changed)
         self.state = state.CoordinatorState(clock)
@@ -86,7 +86,7 @@ class Runtime:
             identity,
             wall_clock=wall_clock,
             times=times,
-            owners=lambda: self.release.owners_of(resources.LEASES),
+            owners=lambda: self.release.list_owners(resources.LEASES),
         )
         self.acting = client.Api(transport, on_request=self._on_request, may_write=self.elector.may_act)
         self.release = release.Release(
@@ -122,17 +122,17 @@ class Runtime:
             notify=self._notify,
             until_serving=self._until_serving,
             on_message=self.metrics.message,
-            on_news=self.metrics.heartbeat_changed,
+            on_change=self.metrics.heartbeat_changed,
         )
         self.prober = probe.Prober(
-            self.state, is_serving=self.leading.is_set, notify=self._notify, address_of=self._address_of
+            self.state, is_serving=self.leading.is_set, notify=self._notify, find_address=self._find_address
         )
         exposition = servers.Exposition(self._exposition, clock)
         self.health = servers.ProbeServer(
             live=self.live_problem, ready=self.ready_problem, metrics=None if settings.secure_metrics else exposition
         )
         self.mounted = tls.CertificateFolder(settings.https_certificate) if settings.https_certificate else None
-        """The certificate of the HTTPS port, where it is not the coordinator's."""
+        """The certificate of the HTTPS port, if it is not the coordinator's."""
         self.shown = job_pages.JobPageData(self.api, self.caches, clock) if settings.ui else None
         self.readers: servers.EndpointServer | None = None
         if settings.serves_readers:
@@ -160,7 +160,7 @@ class Runtime:
             taints_nodes=settings.taint_nodes,
             wall_clock=clock,
             on_change=self.enqueue_all,
-            owners=lambda: self.release.owners_of(resources.CONFIG_MAPS),
+            owners=lambda: self.release.list_owners(resources.CONFIG_MAPS),
         )
         backoff, optional = creation_backoff.CreationBackoff(clock), optional_writes.OptionalWrites(clock)
         warnings = pod_warnings.PodWarnings(self.api, self.caches.pods, clock)
@@ -173,7 +173,7 @@ class Runtime:
             refusal=optional.refusal,
             wall_clock=clock,
             fleet=self.fleet.current,
-            gangs=waiting_gangs.WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.pace.put),
+            gangs=waiting_gangs.WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.plan_rate_limiter.put),
         )
         self.reconciler = reconciler.Reconciler(
             queue=self.queue,
@@ -192,18 +192,19 @@ class Runtime:
             recorder=self.recorder,
             on_reconciled=self.metrics.reconciled,
             on_planned=self._planned,
-            pace=self.pace,
+            rate_limiter=self.plan_rate_limiter,
             warnings=warnings,
         )
-        observe.enqueue_on_change(self.caches, self.queue, self.pace)
-        self.caches.namespaces.listen(self._enqueue_all_of)
+        observe.enqueue_on_change(self.caches, self.queue, self.plan_rate_limiter)
+        self.caches.namespaces.listen(self._enqueue_namespace)
         self.caches.jobs.store.listen(self._forget_job)
         self.caches.pods.store.listen(self._forget_pod)
 
     async def take_over(self) -> None:
         """Answer agents once their memberships are known, and plan once everything is; call with the Lease held.
 
-        Objects that the last leader wrote are read again, for watches may lag; agents do not wait for the long lists.
+        Objects that the previous leader wrote are read again, because watches may lag; agents do not wait for the long
+        lists.
         """
         since = asyncio.get_running_loop().time()
         await self.caches.synced()
@@ -213,7 +214,7 @@ class Runtime:
         await self._retried(lambda: self.caches.catch_up(since))
         await self._retried(self.fleet.prime)
         await self.discovery.known.wait()
-        self._note_optional_apis()
+        self._apply_api_states()
         self._begin_leading()
 
     async def _retried(self, reading: Callable[[], Awaitable[None]]) -> None:
@@ -231,7 +232,7 @@ class Runtime:
             return
         for entry in self.caches.jobs.store.snapshot().values():
             view = entry.view.view
-            record = self.caches.membership_of(view) if view is not None else None
+            record = self.caches.find_membership(view) if view is not None else None
             if view is not None and record is not None and record.membership is not None:
                 self.state.publish(view.id, record.membership)
         self.state.start_serving()
@@ -245,7 +246,7 @@ class Runtime:
         self.enqueue_all()
 
     def stop_leading(self) -> None:
-        """Answer no agent and start no plan any more, for good."""
+        """Stop answering agents and starting plans, permanently."""
         self._stopped = True
         self.serving.clear()
         self.leading.clear()
@@ -253,17 +254,17 @@ class Runtime:
         self.queue.close()
 
     def enqueue_all(self) -> None:
-        """Have every job planned."""
+        """Enqueue every job."""
         for key in self.caches.jobs.store.snapshot():
             self.queue.put(key)
 
-    def _enqueue_all_of(self, namespace: str) -> None:
+    def _enqueue_namespace(self, namespace: str) -> None:
         for key in self.caches.jobs.store.snapshot():
             if namespace in ("", key[0]):
                 self.queue.put(key)
 
     def live_problem(self) -> str:
-        """Return why a restart would help; empty when it would not."""
+        """Return why a restart would help; empty if it would not."""
         now = asyncio.get_running_loop().time()
         if now - self.api_last_seen > WATCH_STALE_SECONDS:
             return ""  # the API server is away: a restart would only lose the state of agents
@@ -281,38 +282,33 @@ class Runtime:
         return f"not listed yet: {', '.join(missing)}" if missing else ""
 
     def _until_serving(self) -> Awaitable[object] | None:
-        # An agent comes to a follower only when the leader does not answer it, or when it is new.
-        self.elector.nudge()
+        # An agent connects to a follower only if the leader does not answer, or if it is new.
+        self.elector.read_soon()
         return self.serving.wait() if self.elector.is_pending() else None
 
     def _plan(self, observed: Observed) -> Plan:
         return plan(observed, self.plan_settings)
 
     def _discovered(self) -> None:
-        """Apply changed API discovery: every plan may depend on it."""
+        """Apply changed API discovery, because every plan may depend on it."""
         found = self.discovery
-        self.caches.kueue.offered.is_served(found.kueue)
-        self.caches.dra.offered.is_served(found.claims)
-        kueue, dra = self.caches.kueue.offered.state, self.caches.dra.offered.state
+        self.caches.kueue.offered.set_served(found.kueue)
+        self.caches.dra.offered.set_served(found.claims)
         before = self.plan_settings
-        changed = (found.gang_apis, kueue, dra) != (before.gang_apis, before.kueue, before.dra)
         self.plan_settings = replace(
-            self.plan_settings,
-            gang_apis=found.gang_apis,
-            topology_layers=found.topology_layers,
-            cluster=found.cluster,
-            kueue=kueue,
-            dra=dra,
+            before, gang_apis=found.gang_apis, topology_layers=found.topology_layers, cluster=found.cluster
         )
-        if changed:
+        self._apply_api_states()
+        now = self.plan_settings
+        if (now.gang_apis, now.kueue, now.dra) != (before.gang_apis, before.kueue, before.dra):
             self.enqueue_all()
 
     def _apis_changed(self) -> None:
-        """Kueue's objects or those of claimed devices are read now, or a flavor has changed."""
-        self._note_optional_apis()
+        """Enqueue all jobs: objects of Kueue or claimed devices are now read, or a flavor has changed."""
+        self._apply_api_states()
         self.enqueue_all()
 
-    def _note_optional_apis(self) -> None:
+    def _apply_api_states(self) -> None:
         kueue, dra = self.caches.kueue.offered.state, self.caches.dra.offered.state
         self.plan_settings = replace(self.plan_settings, kueue=kueue, dra=dra)
 
@@ -324,13 +320,13 @@ class Runtime:
     def _notify(self, namespace: str, job: str, at_once: bool) -> None:
         key = (namespace, job)
         if at_once:
-            self.pace.put(key)
+            self.plan_rate_limiter.put(key)
             return
         record = self.caches.jobs.store.get(key)
         workers = record.view.status.desired if record is not None and record.view is not None else 0
         self.queue.put_after(key, self.plan_settings.status_interval(workers))
 
-    def _address_of(self, target: state.ProbeTarget) -> str:
+    def _find_address(self, target: state.ProbeTarget) -> str:
         entry = self.caches.pods.store.entry((target.namespace, target.pod))
         known = entry is not None and entry.uid == target.pod_uid and entry.owner == target.job_id
         return entry.view.ip if entry is not None and known else ""
@@ -369,7 +365,7 @@ def make_caches(
     *,
     on_change: Callable[[], None] = lambda: None,
 ) -> observe.Caches:
-    """Create empty caches of what the settings allow; `on_change` follows changes that concern all jobs."""
+    """Create empty caches for these settings; `on_change` follows changes that concern all jobs."""
     served = settings.namespaces
     states = namespaces.Namespaces(served or namespaces.EVERYWHERE, clock=clock)
     jobs = reflector.Reflector if served else reflector.Lister
@@ -383,7 +379,7 @@ def make_caches(
         kueue=kueue.Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
         dra=dra.Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
         namespaces=states,
-        # The rest have separate states of namespaces: one where they cannot be read is served like the others.
+        # The others have separate namespace states: a namespace in which they cannot be read is served like others.
         evaluations=reflector.Reflector(
             api,
             resources.PODS,

@@ -1,6 +1,6 @@
-"""The operator's settings: one typed list, from flags, from `TRAINIUM_OPERATOR_*` variables, else from defaults.
+"""Define the operator's settings in one typed list: from flags, `TRAINIUM_OPERATOR_*` variables, or defaults.
 
-Invariant: a flag wins over its variable; a value that is not usable is refused with a sentence before anything starts.
+Invariant: a flag wins over its variable; an invalid value is refused with a sentence before anything starts.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ def _setting(default: Any, text: str, *, variable: str = "") -> Any:
 
 
 MOST_NAMESPACES = 50
-"""Served by name: each takes five connections to the API server, one for each kind that is watched in it."""
+"""Most namespaces served by name: each takes five connections to the API server, one for each watched kind."""
 LEASE_SECONDS = (3, 600)
 """Shortest and longest time of the Lease."""
 MOST_NAMED_JOBS = 500
-"""Jobs with separate metrics: about 25 time series each, and 0.25 ms of the loop's time at each scrape."""
+"""Most jobs with separate metrics: about 25 time series each, and 0.25 ms of the loop's time at each scrape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """See the help texts; times in seconds."""
+    """The settings; their help texts describe them. Times in seconds."""
 
     namespace: str = _setting(
         "",
         "namespace of the operator itself (Lease, Secret, memory of bad machines); default: the pod's",
         variable="POD_NAMESPACE",
     )
-    watch_namespace: str = _setting("", "one more of --watch-namespaces")
+    watch_namespace: str = _setting("", "a further namespace of --watch-namespaces")
     watch_namespaces: str = _setting(
         "", f"serve the jobs of these namespaces only, separated by commas, at most {MOST_NAMESPACES}; empty: of all"
     )
@@ -67,7 +67,7 @@ class Settings:
     lease_duration: int = _setting(
         15, "seconds after the last renewal that was seen in which no other replica takes the Lease"
     )
-    lease_renew_deadline: float = _setting(10.0, "seconds without a renewal after which the holder stops to act")
+    lease_renew_deadline: float = _setting(10.0, "seconds without a renewal after which the holder stops acting")
     lease_retry: float = _setting(2.0, "seconds between two renewals")
     coordinator_service: str = _setting(
         "trainium-operator-coordinator", "name of the headless Service by which workers find the coordinator"
@@ -83,14 +83,14 @@ class Settings:
         "", "ConfigMap in the operator's namespace that remembers bad machines; default: <lease name>-quarantine"
     )
     keep_memory: bool = _setting(
-        False, "leave that ConfigMap where it is when the operator is uninstalled, for the next one of the same name"
+        False, "keep that ConfigMap when the operator is uninstalled, for the next one of the same name"
     )
     deployment: str = _setting(
         "",
         "Deployment that this operator is a part of: its Lease and its memory of bad machines are removed with it; "
         "empty: they stay",
     )
-    taint_nodes: bool = _setting(False, "taint nodes in quarantine; otherwise only TrainingJobs keep away from them")
+    taint_nodes: bool = _setting(False, "taint nodes in quarantine; otherwise only TrainingJobs avoid them")
     kueue: bool = _setting(False, "ask Kueue for the quota of jobs that name a queue")
     extra_priority_class: str = _setting(
         "",
@@ -99,18 +99,19 @@ class Settings:
     )
     dra: bool = _setting(False, "let jobs claim their devices (dynamic resource allocation)")
     job_network_policy: bool = _setting(
-        False, "make a NetworkPolicy for the workers of each job: only they themselves and this operator may reach them"
+        False,
+        "create a NetworkPolicy for the workers of each job: only they themselves and this operator may reach them",
     )
     operator_labels: str = _setting(
         "",
-        "labels of this operator's own pods (key=value, separated by commas), which --job-network-policy lets in",
+        "labels of this operator's own pods (key=value, separated by commas), which --job-network-policy admits",
     )
     job_ingress: str = _setting(
         "", "further ingress rules of the workers' NetworkPolicies, as a JSON list of objects with `from` and `ports`"
     )
     metrics_port: int = _setting(8080, "port of /livez, /readyz and /metrics (HTTP); 0: any free one")
     secure_metrics: bool = _setting(
-        False, "serve /metrics at the HTTPS port only, to whom the API server lets get the nonResourceURL /metrics"
+        False, "serve /metrics at the HTTPS port only, to users with the right to get the nonResourceURL /metrics"
     )
     ui: bool = _setting(
         False, "serve pages of jobs (/ui) at the HTTPS port, to each user what the API server lets them read"
@@ -128,14 +129,14 @@ class Settings:
         32, "jobs that are reconciled at the same time; half of them at most may be slow ones (a webhook that hangs)"
     )
     status_interval: float = _setting(5.0, "shortest time between two status writes that only report progress")
-    resync: float = _setting(300.0, "every job is looked at once in this time even when nothing has changed")
+    resync: float = _setting(300.0, "every job is reconciled at least once in this time, even without changes")
     log_level: str = _setting("info", "debug, info, warning or error")
     log_format: str = _setting("json", "json or text")
-    worker_log_format: str = _setting("text", "what agents and training processes write into their log: json or text")
+    worker_log_format: str = _setting("text", "log format of agents and training processes: json or text")
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """The namespaces that are served, each once; empty for all."""
+        """Return the served namespaces without duplicates; empty for all."""
         given = f"{self.watch_namespaces},{self.watch_namespace}".split(",")
         return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
 
@@ -148,17 +149,17 @@ class Settings:
 
     @property
     def secret_name(self) -> str:
-        """Name of the Secret with the certificates."""
+        """Return the name of the Secret with the certificates."""
         return self.tls_secret_name or f"{self.coordinator_service}-tls"
 
     @property
     def memory_name(self) -> str:
-        """Name of the ConfigMap that remembers bad machines."""
+        """Return the name of the ConfigMap with the memory of bad machines."""
         return self.quarantine_name or f"{self.lease_name}-quarantine"
 
     @property
     def template(self) -> dict[str, Any]:
-        """The pod template for all workers. Raises ValueError where it is none."""
+        """Return the pod template for all workers. Raises ValueError if it is invalid."""
         return _template(self.worker_template)
 
     @property
@@ -167,7 +168,7 @@ class Settings:
         return self.secure_metrics or self.ui
 
     def problems(self) -> list[str]:
-        """Return what is wrong, one sentence each."""
+        """Return all problems of the values, one sentence each."""
         checks = (
             *self._lease_checks(),
             ("--workers", self.workers, self.workers >= 1, "at least 1"),
@@ -217,7 +218,10 @@ class Settings:
         return [f"{flag} must be {rule}, not {value!r}" for flag, value, good, rule in checks if not good]
 
     def _lease_checks(self) -> tuple[tuple[str, float, bool, str], ...]:
-        """Return who lost the Lease has stopped before another may take it, and one try that fails does not lose it."""
+        """Return the checks that a holder that loses the Lease stops before another may take it.
+
+        One failed renewal must be harmless.
+        """
         duration, deadline, retry = self.lease_duration, self.lease_renew_deadline, self.lease_retry
         low, high = LEASE_SECONDS
         longest = f"four fifths of --lease-duration ({0.8 * duration:g})"
@@ -234,13 +238,13 @@ class Settings:
 
 
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
-    """Parse a command line. Ends the process with a sentence when it is not usable, as argparse does."""
+    """Parse a command line. Ends the process with a sentence if it is invalid, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="trainium-operator",
         description="Runs TrainingJobs. Each option can also be set by the variable named with it.",
     )
-    reported = "`run` (may be left out); see also `simulate --help` and `check --help`"
-    parser.add_argument("command", nargs="?", choices=["run"], default="run", help=reported)
+    command_help = "`run` (may be left out); see also `simulate --help` and `check --help`"
+    parser.add_argument("command", nargs="?", choices=["run"], default="run", help=command_help)
     types = get_type_hints(Settings)
     for each in fields(Settings):
         default = each.default if each.default is not MISSING else None
@@ -264,7 +268,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def process_identity(environment: Mapping[str, str]) -> str:
-    """Return who holds the Lease: the same after a restart of the container in its pod, else unique."""
+    """Return the identity of the Lease's holder: the same after a restart of the container in its pod, else unique."""
     pod, uid = environment.get("POD_NAME"), environment.get("POD_UID")
     return f"{pod}_{uid}" if pod and uid else f"{socket.gethostname()}_{os.getpid()}_{uuid.uuid4().hex[:12]}"
 

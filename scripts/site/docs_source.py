@@ -1,10 +1,11 @@
 # ruff: noqa: INP001 - a script
-"""Gathers what the documentation site is built from: docs/, the pages at the root, and files that they link to.
+"""Gather the source of the documentation site: docs/, the pages at the root, and files to which they link.
 
 Usage, from the repository's root: python scripts/site/docs_source.py FOLDER
+
 Pages are written for the repository, where a link may leave docs/. On the site README.md is the first page, the other
-pages of the root stand beside docs/, and a file that a page links to becomes a page that shows it, so that no link
-leaves the site. Invariant: the text of a page is not changed, only the targets of its links.
+pages of the root are beside docs/, and a linked file becomes a page that shows it, so that no link leaves the site.
+Only the targets of links change, not the text.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ ROOT_PAGES = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
 }
-"""Page of the root -> its name on the site."""
+"""Name on the site of each page at the root."""
 SHOWN = "files"
-"""Folder of the site for files that are no pages."""
+"""Folder of the site for files that are not pages."""
 _LANGUAGES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python", ".sh": "sh", ".toml": "toml"}
 _LINK = re.compile(r"(`+).+?\1|(?<!\\)\]\((?P<target>[^()\s]+)\)")
-"""A piece of code, which is passed over, or the second half of a link."""
+"""Matches inline code, which is skipped, or the second half of a link."""
 _FENCE = re.compile(r"^ {0,3}(```+|~~~+)")
 
 
-def is_elsewhere(target: str) -> bool:
+def is_external_link(target: str) -> bool:
     """Return whether a link leads out of the repository."""
     return re.match(r"[a-z][a-z0-9+.-]*:", target) is not None
 
 
 def lines_with_prose(text: str) -> list[tuple[str, bool]]:
-    """Each line with its end, and whether it is prose: not within a fenced block of code."""
+    """Return each line with its end, and whether it is outside fenced code blocks."""
     found, fence = [], ""
     for line in text.splitlines(keepends=True):
         mark = _FENCE.match(line)
@@ -54,13 +55,13 @@ def lines_with_prose(text: str) -> list[tuple[str, bool]]:
 
 
 def links(text: str) -> list[str]:
-    """Targets of the links and pictures of a page, in order."""
+    """Return the targets of a page's links and images, in order."""
     prose = [line for line, counts in lines_with_prose(text) if counts]
     return [match["target"] for line in prose for match in _LINK.finditer(line) if match["target"]]
 
 
-def headings(text: str) -> list[str]:
-    """Anchors of a page, as GitHub and the site name them."""
+def heading_anchors(text: str) -> list[str]:
+    """Return the anchors of a page, as on GitHub and the site."""
     titles = [match[1] for line, counts in lines_with_prose(text) if counts and (match := re.match(r"#+ +(.+)", line))]
     return [_anchor(title) for title in titles]
 
@@ -70,8 +71,8 @@ def _anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", plain.lower()).strip().replace(" ", "-")
 
 
-def place(root: Path, path: str) -> str:
-    """Where a file or folder of the repository is on the site. Raises ValueError when it is not there."""
+def site_path(root: Path, path: str) -> str:
+    """Return the path on the site of a file or folder of the repository. Raises ValueError if it is missing."""
     if path in ROOT_PAGES:
         return ROOT_PAGES[path]
     if path == DECISIONS:
@@ -83,8 +84,8 @@ def place(root: Path, path: str) -> str:
     return f"{SHOWN}/{path}.md"
 
 
-def resolved(root: Path, page: str, target: str) -> tuple[str, str]:
-    """Return the file or folder that a link points to, below the root, and its anchor. Raises ValueError."""
+def resolve_link(root: Path, page: str, target: str) -> tuple[str, str]:
+    """Return the file or folder of a link, below the root, and its anchor. Raises ValueError."""
     path, _, anchor = target.partition("#")
     found = normpath(str(PurePosixPath(page).parent / path)) if path else page
     if found.startswith("..") or not (root / found).exists():
@@ -92,24 +93,24 @@ def resolved(root: Path, page: str, target: str) -> tuple[str, str]:
     return found, anchor
 
 
-def on_the_site(root: Path, page: str, text: str) -> tuple[str, set[str]]:
+def rewrite_links(root: Path, page: str, text: str) -> tuple[str, set[str]]:
     """Rewrite the links of a page for the site; return it and its targets outside of docs/."""
-    here = PurePosixPath(place(root, page)).parent
+    here = PurePosixPath(site_path(root, page)).parent
     outside = set()
 
     def moved(match: re.Match[str]) -> str:
         target = match["target"]
-        if not target or is_elsewhere(target) or target.startswith("#"):
+        if not target or is_external_link(target) or target.startswith("#"):
             return match[0]
-        found, anchor = resolved(root, page, target)
+        found, anchor = resolve_link(root, page, target)
         if not found.startswith(f"{DOCS}/") and found not in ROOT_PAGES:
             outside.add(found)
-        return f"]({relpath(place(root, found), str(here))}{'#' + anchor if anchor else ''})"
+        return f"]({relpath(site_path(root, found), str(here))}{'#' + anchor if anchor else ''})"
 
     return "".join(_LINK.sub(moved, line) if counts else line for line, counts in lines_with_prose(text)), outside
 
 
-def shown(root: Path, path: str) -> str:
+def render_file(root: Path, path: str) -> str:
     """Return the page that shows a file or lists a folder."""
     file = root / path
     if file.is_dir():
@@ -119,29 +120,26 @@ def shown(root: Path, path: str) -> str:
     return f"# {file.name}\n\n`{path}`\n\n````{language}\n{file.read_text(encoding='utf-8')}````\n"
 
 
-def decisions(root: Path) -> str:
+def render_decisions(root: Path) -> str:
     """Return the page that lists the decisions, newest first."""
     rows = []
     for file in sorted((root / DECISIONS).glob("[0-9]*.md"), reverse=True):
         title, _, status, *_ = file.read_text(encoding="utf-8").splitlines()
         rows.append(f"- [{title.lstrip('# ')}]({file.name}) ({status.removeprefix('Status: ')})\n")
-    return (
-        "# Decisions\n\nWhy it is built as it is: what was decided, what else there was, what was measured.\n\n"
-        + "".join(rows)
-    )
+    return "# Decisions\n\nThe reasons for the design: decisions, alternatives, measurements.\n\n" + "".join(rows)
 
 
-def gather(root: Path, folder: Path) -> None:
-    """Write the source of the site; what was in the folder before is removed."""
+def write_site(root: Path, folder: Path) -> None:
+    """Write the source of the site; the previous content of the folder is removed."""
     if folder.exists():
         shutil.rmtree(folder)
     pages = [*ROOT_PAGES, *(str(file.relative_to(root)) for file in (root / DOCS).rglob("*.md"))]
     outside: set[str] = set()
     for page in pages:
-        text, more = on_the_site(root, page, (root / page).read_text(encoding="utf-8"))
+        text, more = rewrite_links(root, page, (root / page).read_text(encoding="utf-8"))
         outside |= more
-        _write(folder / place(root, page), text)
-    _write(folder / "decisions/index.md", decisions(root))
+        _write(folder / site_path(root, page), text)
+    _write(folder / "decisions/index.md", render_decisions(root))
     for path in sorted(outside):
         inside = (
             [f"{path}/{file.name}" for file in (root / path).iterdir() if file.is_file()]
@@ -149,7 +147,7 @@ def gather(root: Path, folder: Path) -> None:
             else []
         )
         for each in (path, *inside):
-            _write(folder / place(root, each), shown(root, each))
+            _write(folder / site_path(root, each), render_file(root, each))
     for file in (root / DOCS).rglob("*"):
         if file.is_file() and file.suffix != ".md":
             target = folder / file.relative_to(root / DOCS)
@@ -166,6 +164,6 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python scripts/site/docs_source.py FOLDER")
     try:
-        gather(Path(), Path(sys.argv[1]))
+        write_site(Path(), Path(sys.argv[1]))
     except ValueError as error:
         sys.exit(f"docs: {error}")

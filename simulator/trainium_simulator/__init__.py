@@ -1,4 +1,4 @@
-"""`trainium-operator simulate`: the operator's own plans in virtual time, against simulated nodes, pods and agents.
+"""`trainium-operator simulate`: the operator's own plans in virtual time, on simulated nodes, pods and agents.
 
-Nothing but the command imports it, and it imports the plan and the contract alone.
+Only the command imports it, and it imports only the plan and the contract.
 """

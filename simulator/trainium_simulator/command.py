@@ -21,22 +21,22 @@ from rich.progress import Progress
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.workers import MAX_NODES
 from trainium_simulator.errors import InputError, describe_errors
-from trainium_simulator.job import make_spec, parse_variation, read_job
-from trainium_simulator.report import document, draw_picture, show
+from trainium_simulator.job import build_spec, parse_variation, read_job
+from trainium_simulator.report import draw_picture, print_report, report_document
 from trainium_simulator.stages import StageTimes, learn_stages, read_stages, read_yaml
-from trainium_simulator.study import Case, study
+from trainium_simulator.study import Case, run_study
 from trainium_simulator.virtual.failures import FailureModel, Mix
 from trainium_simulator.virtual.schedule import read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-MOST_DAYS = 366.0
-MOST_CASES = 200
+MAX_DAYS = 366.0
+MAX_CASES = 200
 
 app = typer.Typer(name="trainium-operator simulate", add_completion=False, pretty_exceptions_enable=False)
 
-_File = Path | None
+_OptionalPath = Path | None
 
 
 @app.command()
@@ -53,79 +53,79 @@ def simulate(
     days: Annotated[float, typer.Option(help="Days to simulate.")] = 30.0,
     seeds: Annotated[int, typer.Option(help="Simulations of each case.")] = 20,
     trace: Annotated[
-        _File, typer.Option(help="CSV of faults: seconds,class,node[,duration]; in place of rates.")
+        _OptionalPath, typer.Option(help="CSV of faults: seconds,class,node[,duration]; in place of rates.")
     ] = None,
-    stages: Annotated[_File, typer.Option(help="YAML with the seconds of the stages of a recovery.")] = None,
-    learn_from: Annotated[_File, typer.Option(help="A job with its status, to take the stages from.")] = None,
-    model: Annotated[_File, typer.Option(help="YAML that changes the failure model.")] = None,
+    stages: Annotated[_OptionalPath, typer.Option(help="YAML with the seconds of the stages of a recovery.")] = None,
+    learn_from: Annotated[_OptionalPath, typer.Option(help="A job with its status, to take the stages from.")] = None,
+    model: Annotated[_OptionalPath, typer.Option(help="YAML that changes the failure model.")] = None,
     mix: Annotated[Mix, typer.Option(help="Which causes the failures have.")] = Mix.AUTO,
     vary: Annotated[list[str] | None, typer.Option(help="FIELD=VALUE,VALUE: fields of the spec to try.")] = None,
     goal: Annotated[float | None, typer.Option(help="Strict goodput to judge by, for instance 0.999.")] = None,
     price: Annotated[float | None, typer.Option("--price-per-node-hour", help="Also costs, in your currency.")] = None,
     output: Annotated[str, typer.Option("--output", "-o", help="table or json")] = "table",
-    picture: Annotated[_File, typer.Option(help="Also draw a picture (PNG).")] = None,
+    picture: Annotated[_OptionalPath, typer.Option(help="Also draw a picture (PNG).")] = None,
 ) -> None:
     """Simulate a job's month with the operator's own plan: goodput, where the time goes, what each spare buys."""
-    _check(days, seeds, goal, output, idle_nodes, price)
-    raw = read_job(job)
-    times = StageTimes() if learn_from is None else learn_stages(learn_from, StageTimes())
+    _validate(days, seeds, goal, output, idle_nodes, price)
+    raw_spec = read_job(job)
+    learned_stages = StageTimes() if learn_from is None else learn_stages(learn_from, StageTimes())
     cases = tuple(
-        _cases(
+        _build_cases(
             job,
-            raw,
+            raw_spec,
             tuple(map(parse_variation, vary or ())),
             nodes=nodes,
             spares=parse_counts(spares) if spares else (None,),
             rates=parse_rates(failures) if trace is None else (0.0,),
             trace=trace,
-            stages=times if stages is None else read_stages(stages, times),
-            model=FailureModel() if model is None else read_model(model),
+            stages=learned_stages if stages is None else read_stages(stages, learned_stages),
+            model=FailureModel() if model is None else read_failure_model(model),
             mix=mix,
             days=days,
-            shared=idle_nodes,
+            shared_nodes=idle_nodes,
         )
     )
-    # Plans make many short-lived objects and no circles: the collector would only search without effect.
+    # Plans create many short-lived objects and no cycles, so the collector would find nothing.
     gc.set_threshold(100_000, 20, 20)
-    rounds = 1 if trace is not None else seeds
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("simulating", total=len(cases) * rounds)
-        results = [study(case, rounds, done=lambda: bar.advance(task)) for case in cases]
+    seed_count = 1 if trace is not None else seeds
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("simulating", total=len(cases) * seed_count)
+        results = [run_study(case, seed_count, on_seed_done=lambda: progress.advance(task)) for case in cases]
     if output == "json":
-        typer.echo(json.dumps(document(results, goal=goal, price=price), indent=2))
+        typer.echo(json.dumps(report_document(results, goal=goal, price=price), indent=2))
     else:
-        show(Console(width=None if sys.stdout.isatty() else 150), results, goal=goal, price=price)
+        print_report(Console(width=None if sys.stdout.isatty() else 150), results, goal=goal, price=price)
     if picture is not None:
         draw_picture(picture, results)
 
 
-def _cases(
-    path: Path,
-    raw: dict[str, Any],
-    choices: Sequence[tuple[str, Sequence[Any]]],
+def _build_cases(
+    job_path: Path,
+    raw_spec: dict[str, Any],
+    variations: Sequence[tuple[str, Sequence[Any]]],
     *,
     nodes: int | None,
     spares: Sequence[int | None],
     rates: Sequence[float],
     trace: Path | None,
-    **same: Any,
+    **common: Any,
 ) -> Iterator[Case]:
-    """Yield a case for each choice of fields, rate and spares; `same`: what all of them have."""
-    count = math.prod(len(values) for _, values in choices) * len(rates) * len(spares)
-    if count > MOST_CASES:
-        raise InputError(f"these are {count} cases, more than {MOST_CASES}: give fewer spares, rates or values")
-    for chosen in itertools.product(*([(place, value) for value in values] for place, values in choices)):
-        for rate, waiting in itertools.product(rates, spares):
-            spec = make_spec(path, raw, nodes=nodes, spares=waiting, changes=dict(chosen))
-            places = spec.workers.replicas + spec.workers.spares + same["shared"]
-            faults = None if trace is None else read_trace(trace, slots=places, model=same["model"])
-            variation = ", ".join(f"{place}={value}" for place, value in chosen)
-            yield Case(spec=spec, rate=rate, trace=faults, variation=variation, **same)
+    """Yield a case for each combination of changed fields, rate and spares; all share the values in `common`."""
+    count = math.prod(len(values) for _, values in variations) * len(rates) * len(spares)
+    if count > MAX_CASES:
+        raise InputError(f"these are {count} cases, more than {MAX_CASES}: give fewer spares, rates or values")
+    for changes in itertools.product(*([(field_path, value) for value in values] for field_path, values in variations)):
+        for rate, spare_count in itertools.product(rates, spares):
+            spec = build_spec(job_path, raw_spec, nodes=nodes, spares=spare_count, changes=dict(changes))
+            slots = spec.workers.replicas + spec.workers.spares + common["shared_nodes"]
+            faults = None if trace is None else read_trace(trace, slots=slots, model=common["model"])
+            variation = ", ".join(f"{field_path}={value}" for field_path, value in changes)
+            yield Case(spec=spec, rate=rate, trace=faults, variation=variation, **common)
 
 
-def _check(days: float, seeds: int, goal: float | None, output: str, idle_nodes: int, price: float | None) -> None:
-    if not 0 < days <= MOST_DAYS:
-        raise InputError(f"--days must be above 0 and at most {MOST_DAYS:g}, not {days:g}")
+def _validate(days: float, seeds: int, goal: float | None, output: str, idle_nodes: int, price: float | None) -> None:
+    if not 0 < days <= MAX_DAYS:
+        raise InputError(f"--days must be above 0 and at most {MAX_DAYS:g}, not {days:g}")
     if not 1 <= seeds <= 10_000:
         raise InputError(f"--seeds must be from 1 to 10,000, not {seeds}")
     if goal is not None and not 0 < goal < 1:
@@ -138,32 +138,32 @@ def _check(days: float, seeds: int, goal: float | None, output: str, idle_nodes:
         raise InputError(f"--output must be table or json, not {output!r}")
 
 
-def read_model(path: Path) -> FailureModel:
-    """Return the failure model with what a YAML file changes. Raises InputError."""
+def read_failure_model(path: Path) -> FailureModel:
+    """Return the failure model with the changes of a YAML file. Raises InputError."""
     document = read_yaml(path)
     try:
         return FailureModel.model_validate({} if document is None else document)
     except ValidationError as error:
-        known = ", ".join(sorted(field.alias or name for name, field in FailureModel.model_fields.items()))
-        raise InputError(f"{path}: {describe_errors(error)}. Known are {known}") from error
+        known_fields = ", ".join(sorted(field.alias or name for name, field in FailureModel.model_fields.items()))
+        raise InputError(f"{path}: {describe_errors(error)}. Known are {known_fields}") from error
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """`2`, `0,2,4` or `0..4`. Raises InputError."""
-    found: list[int] = []
+    """Parse `2`, `0,2,4` or `0..4`. Raises InputError."""
+    counts: list[int] = []
     for part in text.split(","):
         first, dots, last = part.strip().partition("..")
         try:
-            found += range(int(first), int(last) + 1) if dots else [int(first)]
+            counts += range(int(first), int(last) + 1) if dots else [int(first)]
         except ValueError as error:
             raise InputError(f"--spares must be like 2, 0,2,4 or 0..4, not {text!r}") from error
-    if not found or min(found) < 0:
+    if not counts or min(counts) < 0:
         raise InputError(f"--spares must be 0 or more, and a range must rise: {text!r}")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(counts))
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """`4,22`. Raises InputError."""
+    """Parse `4,22`. Raises InputError."""
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError as error:
@@ -174,18 +174,18 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """TrainingRanks the command; its exit code."""
+    """Run the command; return its exit code."""
     try:
         app(args=list(arguments), prog_name="trainium-operator simulate", standalone_mode=False)
     except InputError as error:
         typer.echo(f"trainium-operator simulate: {error}", err=True)
         return int(ExitCode.USER_ERROR)
-    except typer.Exit as asked:
-        return asked.exit_code
+    except typer.Exit as request:
+        return request.exit_code
     except typer.Abort:
         return 130
     except Exception as error:
-        if hasattr(error, "format_message"):  # click's own: an option that does not exist, a value of no use
+        if hasattr(error, "format_message"):  # click's own: an unknown option, an invalid value
             typer.echo(f"trainium-operator simulate: {error.format_message()}", err=True)
             return int(ExitCode.USER_ERROR)
         raise

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 class InputError(Exception):
-    """A file, an option or a job that cannot be simulated; its text states what was wrong, where, and what to do."""
+    """An invalid file, option or job; the text states what is wrong, where, and what to do."""
 
 
 def describe_errors(error: ValidationError) -> str:
-    """Return the first things that a model refused, each with its place, in one line."""
+    """Return the first three errors of a model, each with the path of its field, on one line."""
     parts = []
-    for each in error.errors()[:3]:
-        place = ".".join(str(step) for step in each["loc"])
-        parts.append(f"{place}: {each['msg']}" if place else str(each["msg"]))
-    more = error.error_count() - len(parts)
-    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
+    for detail in error.errors()[:3]:
+        field_path = ".".join(str(part) for part in detail["loc"])
+        parts.append(f"{field_path}: {detail['msg']}" if field_path else str(detail["msg"]))
+    omitted = error.error_count() - len(parts)
+    return "; ".join(parts) + (f"; and {omitted} more" if omitted > 0 else "")

@@ -1,9 +1,9 @@
-"""Checkpoint interval against loss: what the interval of durable saves costs and saves in this job.
+"""Estimate how much training time a job loses for each interval between its durable saves.
 
-Invariant: a fault costs by the interval only when training went on from the durable tier. The memory tier answers the
-others, whatever the interval is; so the rollbacks are counted in the simulation, and the rest is arithmetic.
+The interval matters only for faults after which training resumed from the durable tier; the memory tier serves the
+others. The simulation counts these rollbacks, and the loss follows from their rate.
 
-Source of the arithmetic: Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
+Source: Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 """
 
 from __future__ import annotations
@@ -19,64 +19,63 @@ if TYPE_CHECKING:
     from trainium_simulator.stages import StageTimes
 
 USUAL_INTERVALS = (60.0, 300.0, 900.0, 3600.0, 14400.0)
-"""Seconds; what people choose between."""
-_NONE_SEEN = 3.0
-"""Events that none seen leaves possible, with 95 % (the rule of three)."""
+"""Intervals in seconds that the report compares."""
+_RULE_OF_THREE_EVENTS = 3.0
+"""Upper limit (95 %) of the expected number of events if none was seen: the rule of three."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntervalLoss:
-    """One interval between durable saves."""
+    """The estimated loss with one interval between durable saves."""
 
-    seconds: float
-    stall: float
-    """Share of the time that the saves take from training."""
-    repeated: float
-    """Share of the time for steps that are made a second time."""
+    interval_seconds: float
+    stall_share: float
+    """Share of the time in which saves stall training."""
+    repeated_share: float
+    """Share of the time in which steps are repeated after rollbacks."""
 
     @property
-    def total(self) -> float:
-        """Both; 1 where the job makes no progress."""
-        return min(1.0, self.stall + self.repeated)
+    def total_share(self) -> float:
+        """Return the sum of both shares, at most 1: the job then makes no progress."""
+        return min(1.0, self.stall_share + self.repeated_share)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollbacks:
-    """Counts of resumptions from the durable tier."""
+    """Resumptions from the durable tier that repeat steps, over all simulated time."""
 
-    seen: int
-    seconds: float
-    """That were simulated."""
+    count: int
+    simulated_seconds: float
 
     @property
     def per_second(self) -> float:
-        """Their rate; where none was seen, the highest that the simulation does not exclude."""
-        return (self.seen or _NONE_SEEN) / self.seconds if self.seconds > 0 else 0.0
+        """Return the rate; without a rollback, the highest rate that the simulation does not exclude (95 %)."""
+        return (self.count or _RULE_OF_THREE_EVENTS) / self.simulated_seconds if self.simulated_seconds > 0 else 0.0
 
 
-def loss(seconds: float, rollbacks: Rollbacks, stages: StageTimes) -> IntervalLoss:
-    """Return what saves every so many seconds cost: half an interval and the save itself are lost at a rollback."""
-    again = rollbacks.per_second * (seconds / 2 + stages.save_seconds)
-    return IntervalLoss(seconds, stages.save_stall_seconds / seconds, again)
+def estimate_loss(interval_seconds: float, rollbacks: Rollbacks, stages: StageTimes) -> IntervalLoss:
+    """Estimate the loss with a durable save each `interval_seconds`; a rollback repeats half of it and a save."""
+    repeated_share = rollbacks.per_second * (interval_seconds / 2 + stages.save_seconds)
+    return IntervalLoss(interval_seconds, stages.save_stall_seconds / interval_seconds, repeated_share)
 
 
-def losses(rollbacks: Rollbacks, stages: StageTimes) -> Sequence[IntervalLoss]:
-    """Return the usual intervals that leave time for a save."""
-    return [loss(each, rollbacks, stages) for each in USUAL_INTERVALS if each > stages.save_seconds]
+def estimate_usual_losses(rollbacks: Rollbacks, stages: StageTimes) -> Sequence[IntervalLoss]:
+    """Estimate the loss at each usual interval that is longer than a save."""
+    return [estimate_loss(seconds, rollbacks, stages) for seconds in USUAL_INTERVALS if seconds > stages.save_seconds]
 
 
-def best_interval(rollbacks: Rollbacks, stages: StageTimes) -> float:
-    """Return seconds at which the loss is least, never less than the duration of a save.
+def compute_optimal_interval(rollbacks: Rollbacks, stages: StageTimes) -> float:
+    """Return the interval in seconds with the least loss (Young's formula), at least the duration of a save.
 
-    Infinite when nothing calls for saves.
+    Infinite if no fault requires saves.
     """
     if not rollbacks.per_second:
         return math.inf
     return max(stages.save_seconds, math.sqrt(2 * stages.save_stall_seconds / rollbacks.per_second))
 
 
-def present_interval(spec: TrainingJobSpec, stages: StageTimes) -> float | None:
-    """Return seconds between durable saves as the job has them; None when it makes none while it trains."""
+def configured_interval(spec: TrainingJobSpec, stages: StageTimes) -> float | None:
+    """Return the job's interval of durable saves in seconds; None if it makes none while it trains."""
     durable = spec.checkpoint.durable
-    by_steps = None if durable.every_steps is None else durable.every_steps * stages.step_seconds
-    return min((each for each in (durable.every_seconds, by_steps) if each is not None), default=None)
+    seconds_of_steps = None if durable.every_steps is None else durable.every_steps * stages.step_seconds
+    return min((seconds for seconds in (durable.every_seconds, seconds_of_steps) if seconds is not None), default=None)

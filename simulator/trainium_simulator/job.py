@@ -1,4 +1,4 @@
-"""The job that is simulated: read from a manifest, changed as the command line states, and refused with a sentence."""
+"""Read the simulated job from a manifest, apply the options of the command line, and refuse invalid ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-_ENDLESS = 2**31 - 1
-"""Steps of a job that trains for as long as it is simulated."""
+_MAX_STEPS = 2**31 - 1
+"""Steps of a job that trains during the whole simulation."""
 
 
 def read_job(path: Path) -> dict[str, Any]:
@@ -32,52 +32,55 @@ def read_job(path: Path) -> dict[str, Any]:
     return spec
 
 
-def make_spec(
-    path: Path, raw: Mapping[str, Any], *, nodes: int | None, spares: int | None, changes: Mapping[str, Any]
+def build_spec(
+    path: Path, raw_spec: Mapping[str, Any], *, nodes: int | None, spares: int | None, changes: Mapping[str, Any]
 ) -> TrainingJobSpec:
-    """Return the spec with these nodes, spares and paths (`recovery.rescaleAfterSeconds`) set. Raises InputError."""
-    changed = copy.deepcopy(dict(raw))
-    workers = changed.setdefault("workers", {})
+    """Return the spec with these nodes, spares and changed fields. Raises InputError.
+
+    The keys of `changes` are paths of fields such as `recovery.rescaleAfterSeconds`.
+    """
+    document = copy.deepcopy(dict(raw_spec))
+    workers = document.setdefault("workers", {})
     if nodes is not None:
         workers["replicas"] = nodes
         if (workers.get("maxReplicas") or nodes) < nodes:
             del workers["maxReplicas"]
     if spares is not None:
         workers["spares"] = spares
-    # Capacity is what is simulated; a queue would have to be asked.
-    changed.get("scheduling", {}).pop("queueName", None)
-    for place, value in changes.items():
-        _set(changed, place, value)
+    # The simulation has its own capacity, so the job waits in no queue.
+    document.get("scheduling", {}).pop("queueName", None)
+    for field_path, value in changes.items():
+        _set_field(document, field_path, value)
     try:
-        spec = TrainingJobSpec.model_validate(changed)
+        spec = TrainingJobSpec.model_validate(document)
     except ValidationError as error:
         raise InputError(f"{path}: spec: {describe_errors(error)}") from error
-    asked = spec.workers.replicas
-    if (spec.workers.min_replicas or 1) > asked:
-        raise InputError(f"{path}: workers.minReplicas is {spec.workers.min_replicas}, more than {asked} nodes")
+    replicas = spec.workers.replicas
+    if (spec.workers.min_replicas or 1) > replicas:
+        raise InputError(f"{path}: workers.minReplicas is {spec.workers.min_replicas}, more than {replicas} nodes")
     size = decide_size(spec)
-    if size.desired == 0 or size.shape is None or not size.shape.is_legal(asked):
-        raise InputError(f"{path}: the job cannot train on {asked} nodes: {size.message}")
+    if size.desired == 0 or size.shape is None or not size.shape.is_legal(replicas):
+        raise InputError(f"{path}: the job cannot train on {replicas} nodes: {size.message}")
     if spec.trainer is None:
-        # A program resumes from its own checkpoints, as often as checkpoint.durable states.
+        # A program resumes from its own checkpoints, at the interval in checkpoint.durable.
         checkpoint = spec.checkpoint
         return spec.replaced(checkpoint=checkpoint.replaced(memory=checkpoint.memory.replaced(every_steps=0)))
-    # It trains all the days that are asked for: near its end a job does not grow back, for little is left to do.
-    return spec.replaced(trainer=spec.trainer.replaced(steps=_ENDLESS, epochs=0.0))
+    # It trains during all simulated days: near its end a job does not grow back, because little is left to do.
+    return spec.replaced(trainer=spec.trainer.replaced(steps=_MAX_STEPS, epochs=0.0))
 
 
 def parse_variation(text: str) -> tuple[str, tuple[Any, ...]]:
-    """`recovery.rescaleAfterSeconds=60,600`: a field of the spec and the values to try. Raises InputError."""
-    place, separator, values = text.partition("=")
-    if not separator or not place or not values:
+    """Parse `recovery.rescaleAfterSeconds=60,600`: a field of the spec and the values to try. Raises InputError."""
+    field_path, separator, values = text.partition("=")
+    if not separator or not field_path or not values:
         raise InputError(f"--vary {text!r} must be FIELD=VALUE,VALUE, for instance recovery.rescaleAfterSeconds=60,600")
-    return place, tuple(yaml.safe_load(value) for value in values.split(","))
+    return field_path, tuple(yaml.safe_load(value) for value in values.split(","))
 
 
-def _set(spec: dict[str, Any], place: str, value: Any) -> None:
-    *folders, last = place.split(".")
-    for folder in folders:
-        spec = spec.setdefault(folder, {})
+def _set_field(spec: dict[str, Any], field_path: str, value: Any) -> None:
+    *parents, last = field_path.split(".")
+    for parent in parents:
+        spec = spec.setdefault(parent, {})
         if not isinstance(spec, dict):
-            raise InputError(f"--vary: {folder} in {place} holds no fields")
+            raise InputError(f"--vary: {parent} in {field_path} holds no fields")
     spec[last] = value

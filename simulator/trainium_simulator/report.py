@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from trainium_contract.views.interruptions import stage_words
+from trainium_contract.views.interruptions import describe_stage
 from trainium_simulator.errors import InputError
-from trainium_simulator.interval import USUAL_INTERVALS, IntervalLoss, best_interval, loss, losses, present_interval
-from trainium_simulator.study import MONTH, Estimate, Result, gain_of_spares
-from trainium_simulator.virtual.failures import mix_of
+from trainium_simulator.interval import (
+    USUAL_INTERVALS,
+    IntervalLoss,
+    compute_optimal_interval,
+    configured_interval,
+    estimate_loss,
+    estimate_usual_losses,
+)
+from trainium_simulator.study import MONTH, Estimate, Result, compute_spare_gain
+from trainium_simulator.virtual.failures import resolve_mix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -20,158 +27,163 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-_ROWS = 6
-_LEAST = 0.00005
-"""Shares below are left out of the tables."""
+_MAX_ROWS = 6
+_MIN_SHARE = 0.00005
+"""Smaller shares are left out of the tables."""
 
 
-def show(console: Console, results: Sequence[Result], *, goal: float | None, price: float | None = None) -> None:
+def print_report(
+    console: Console, results: Sequence[Result], *, goal: float | None, price: float | None = None
+) -> None:
     """Print all tables."""
-    console.print(_goodput(results))
-    costs = () if price is None else (_costs(results, price),)
-    for table in (_spares(results), *costs, _losses(results), _recoveries(results), _intervals(results)):
+    console.print(_goodput_table(results))
+    tables = [_spares_table(results), _losses_table(results), _recoveries_table(results), _intervals_table(results)]
+    if price is not None:
+        tables.insert(1, _costs_table(results, price))
+    for table in tables:
         if table.row_count:
             console.print(table)
-    for sentence in goal_sentences(results, goal):
+    for sentence in describe_goals(results, goal):
         console.print(sentence)
 
 
-def goal_sentences(results: Sequence[Result], goal: float | None) -> Iterator[str]:
-    """Return whether a goal of strict goodput is reached, and what to shorten where it is not."""
+def describe_goals(results: Sequence[Result], goal: float | None) -> Iterator[str]:
+    """Yield a sentence per result: whether it reaches the goal of strict goodput, else the stage to shorten."""
     for result in results if goal is not None else ():
         assert goal is not None
-        reached = result.strict.mean >= goal
-        text = f"{_name(result)}: {_percent(result.strict.mean)} of {_percent(goal)}"
+        reached = result.strict_goodput.mean >= goal
+        text = f"{_format_case(result)}: {_format_percent(result.strict_goodput.mean)} of {_format_percent(goal)}"
         if reached:
             yield f"{text}: reached."
         elif result.stage_to_shorten:
             stage = result.stage_to_shorten
-            share = _percent(result.by_stage[stage])
-            yield f"{text}: missed; most is lost in {stage_words(stage)}, {share}: shorten that first."
+            share = _format_percent(result.lost_by_stage[stage])
+            yield f"{text}: missed; most is lost in {describe_stage(stage)}, {share}: shorten that first."
         else:
             yield f"{text}: missed, by overhead in the steps."
 
 
-def _goodput(results: Sequence[Result]) -> Table:
-    table = _table("Goodput", "case", "strict", "uptime", "work done", "fleet", "worst day", "at other sizes")
+def _goodput_table(results: Sequence[Result]) -> Table:
+    table = _new_table("Goodput", "case", "strict", "uptime", "work done", "fleet", "worst day", "at other sizes")
     for result in results:
-        smaller = [
-            f"{size}: {_percent(share)}"
-            for size, share in result.sizes.items()
-            if size != result.case.nodes and share >= _LEAST
+        other_sizes = [
+            f"{size}: {_format_percent(share)}"
+            for size, share in result.share_by_size.items()
+            if size != result.case.nodes and share >= _MIN_SHARE
         ]
         table.add_row(
-            _name(result),
-            _estimate(result.strict),
-            _estimate(result.uptime),
-            _estimate(result.work),
-            _estimate(result.fleet),
-            _percent(result.worst_day),
-            ", ".join(smaller[:3]) or "-",
+            _format_case(result),
+            _format_estimate(result.strict_goodput),
+            _format_estimate(result.uptime),
+            _format_estimate(result.work_done),
+            _format_estimate(result.fleet_utilization),
+            _format_percent(result.worst_day),
+            ", ".join(other_sizes[:3]) or "-",
         )
     return table
 
 
-def _spares(results: Sequence[Result]) -> Table:
-    table = _table("What a spare buys, in node-hours a month", "case", "brings", "holds", "pays")
-    for before, after in _pairs(results):
-        gain, cost = gain_of_spares(before, after)
-        more, rest = after.case.spares - before.case.spares, _name(after).partition(", ")[2]
-        spares = f"spare {after.case.spares}" if more == 1 else f"spares {before.case.spares + 1}..{after.case.spares}"
-        table.add_row(f"{spares}, {rest}", f"{gain:,.1f}", f"{cost:,.0f}", "yes" if gain > cost else "no")
+def _spares_table(results: Sequence[Result]) -> Table:
+    table = _new_table("What a spare buys, in node-hours a month", "case", "brings", "holds", "pays")
+    for before, after in _pair_by_spares(results):
+        gain, cost = compute_spare_gain(before, after)
+        added, other_terms = after.case.spares - before.case.spares, _format_case(after).partition(", ")[2]
+        spares = f"spare {after.case.spares}" if added == 1 else f"spares {before.case.spares + 1}..{after.case.spares}"
+        table.add_row(f"{spares}, {other_terms}", f"{gain:,.1f}", f"{cost:,.0f}", "yes" if gain > cost else "no")
     return table
 
 
-def _costs(results: Sequence[Result], price: float) -> Table:
+def _costs_table(results: Sequence[Result], price: float) -> Table:
     columns = ("case", "node-hours", "cost", "of it lost or idle", "for a month's work")
-    table = _table(f"Cost of a month, at {price:,g} a node-hour", *columns)
+    table = _new_table(f"Cost of a month, at {price:,g} a node-hour", *columns)
     for result in results:
-        cost = _cost(result, price)
-        work = "-" if cost["forAMonthsWork"] is None else f"{cost['forAMonthsWork']:,.0f}"
-        table.add_row(
-            _name(result), f"{cost['nodeHours']:,.0f}", f"{cost['aMonth']:,.0f}", f"{cost['lostOrIdle']:,.0f}", work
-        )
+        costs = _cost_document(result, price)
+        work_cost = "-" if costs["forAMonthsWork"] is None else f"{costs['forAMonthsWork']:,.0f}"
+        amounts = (f"{costs[key]:,.0f}" for key in ("nodeHours", "aMonth", "lostOrIdle"))
+        table.add_row(_format_case(result), *amounts, work_cost)
     return table
 
 
-def _cost(result: Result, price: float) -> dict[str, Any]:
-    """Return the cost of a month: of all node time that the job holds, and of the work of an undisturbed month."""
-    cost = result.held_node_hours * price
-    work = result.work.mean
+def _cost_document(result: Result, price: float) -> dict[str, Any]:
+    """Return costs in the currency of `price`: of all nodes held for a month, and of the work of a full month."""
+    cost = result.monthly_node_hours * price
+    work_done = result.work_done.mean
     return {
         "pricePerNodeHour": price,
-        "nodeHours": round(result.held_node_hours, 1),
+        "nodeHours": round(result.monthly_node_hours, 1),
         "aMonth": round(cost, 2),
-        "lostOrIdle": round(cost * (1 - result.fleet.mean), 2),
-        "forAMonthsWork": round(cost / work, 2) if work > 0 else None,
+        "lostOrIdle": round(cost * (1 - result.fleet_utilization.mean), 2),
+        "forAMonthsWork": round(cost / work_done, 2) if work_done > 0 else None,
     }
 
 
-def _pairs(results: Sequence[Result]) -> Iterator[tuple[Result, Result]]:
-    """Results that differ in their spares alone, each with the next larger."""
+def _pair_by_spares(results: Sequence[Result]) -> Iterator[tuple[Result, Result]]:
+    """Yield pairs of results that differ only in their spares, the one with fewer spares first."""
     for after in results:
-        others = [
-            each
-            for each in results
-            if (each.case.rate, each.case.variation) == (after.case.rate, after.case.variation)
-            and each.case.spares < after.case.spares
+        smaller = [
+            result
+            for result in results
+            if (result.case.rate, result.case.variation) == (after.case.rate, after.case.variation)
+            and result.case.spares < after.case.spares
         ]
-        if others:
-            yield max(others, key=lambda each: each.case.spares), after
+        if smaller:
+            yield max(smaller, key=lambda result: result.case.spares), after
 
 
-def _losses(results: Sequence[Result]) -> Table:
-    table = _table("Where the time goes", "case", "by cause", "by stage")
+def _losses_table(results: Sequence[Result]) -> Table:
+    table = _new_table("Where the time goes", "case", "by cause", "by stage")
     for result in results:
-        table.add_row(_name(result), _parts(result.by_cause), _parts(result.by_stage))
+        table.add_row(_format_case(result), _format_shares(result.lost_by_cause), _format_shares(result.lost_by_stage))
     return table
 
 
-def _parts(shares: Mapping[str, float]) -> str:
-    text = [f"{name} {_percent(share)}" for name, share in shares.items() if share >= _LEAST]
-    return ", ".join(text[:_ROWS]) or "nothing"
+def _format_shares(shares: Mapping[str, float]) -> str:
+    text = [f"{name} {_format_percent(share)}" for name, share in shares.items() if share >= _MIN_SHARE]
+    return ", ".join(text[:_MAX_ROWS]) or "nothing"
 
 
-def _recoveries(results: Sequence[Result]) -> Table:
+def _recoveries_table(results: Sequence[Result]) -> Table:
     columns = ("case", "cause", "a day", "median", "95th percentile", "longest", "steps lost at most")
-    table = _table("Recoveries, from the failure to the first new step", *columns)
+    table = _new_table("Recoveries, from the failure to the first new step", *columns)
     for result in results:
-        for number, each in enumerate(result.recoveries[:_ROWS]):
+        for number, recovery in enumerate(result.recoveries[:_MAX_ROWS]):
             table.add_row(
-                _name(result) if number == 0 else "",
-                each.cause,
-                f"{each.per_day:.2f}",
-                f"{each.median:,.1f} s",
-                f"{each.slow:,.1f} s",
-                f"{each.longest:,.0f} s",
-                str(each.steps_lost),
+                _format_case(result) if number == 0 else "",
+                recovery.cause,
+                f"{recovery.per_day:.2f}",
+                f"{recovery.median_seconds:,.1f} s",
+                f"{recovery.p95_seconds:,.1f} s",
+                f"{recovery.longest_seconds:,.0f} s",
+                str(recovery.max_steps_lost),
             )
     return table
 
 
-def _intervals(results: Sequence[Result]) -> Table:
-    usual = [_duration(each) for each in USUAL_INTERVALS]
-    columns = ("case", "rollbacks a month", "best", "present", *usual)
-    table = _table("Loss by the interval of durable saves: their stall and the steps made again", *columns)
+def _intervals_table(results: Sequence[Result]) -> Table:
+    usual_columns = [_format_duration(interval) for interval in USUAL_INTERVALS]
+    columns = ("case", "rollbacks a month", "best", "present", *usual_columns)
+    table = _new_table("Loss by the interval of durable saves: their stall and the steps made again", *columns)
     for result in results:
         stages, rollbacks = result.case.stages, result.rollbacks
-        most = "" if rollbacks.seen else "≤ "
-        by_interval = {each.seconds: f"{most}{_percent(each.total)}" for each in losses(rollbacks, stages)}
-        present = present_interval(result.case.spec, stages)
-        text = "-"
-        if present is not None:
-            text = f"{_duration(present)}: {most}{_percent(loss(present, rollbacks, stages).total)}"
+        bound = "" if rollbacks.count else "≤ "
+        losses = estimate_usual_losses(rollbacks, stages)
+        by_interval = {loss.interval_seconds: f"{bound}{_format_percent(loss.total_share)}" for loss in losses}
+        configured = configured_interval(result.case.spec, stages)
+        configured_text = "-"
+        if configured is not None:
+            share = _format_percent(estimate_loss(configured, rollbacks, stages).total_share)
+            configured_text = f"{_format_duration(configured)}: {bound}{share}"
         table.add_row(
-            _name(result),
-            f"{most}{rollbacks.per_second * MONTH:,.2f}",
-            f"{'≥ ' if most else ''}{_duration(best_interval(rollbacks, stages))}",
-            text,
-            *(by_interval.get(each, "-") for each in USUAL_INTERVALS),
+            _format_case(result),
+            f"{bound}{rollbacks.per_second * MONTH:,.2f}",
+            f"{'≥ ' if bound else ''}{_format_duration(compute_optimal_interval(rollbacks, stages))}",
+            configured_text,
+            *(by_interval.get(interval, "-") for interval in USUAL_INTERVALS),
         )
     return table
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if math.isinf(seconds):
         return "none"
     if seconds < 90:
@@ -179,109 +191,110 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"
 
 
-def _table(title: str, *columns: str) -> Table:
+def _new_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 or column.startswith(("by ", "cause")) else "right")
     return table
 
 
-def _name(result: Result) -> str:
+def _format_case(result: Result) -> str:
     case = result.case
     spares = f"{case.spares} spare" + ("" if case.spares == 1 else "s")
     rate = "the trace" if case.trace is not None else f"{case.rate:g} a 1,000 node-days"
-    shared = f"{case.shared} shared" if case.shared else ""
+    shared = f"{case.shared_nodes} shared" if case.shared_nodes else ""
     return ", ".join(part for part in (spares, rate, shared, case.variation) if part)
 
 
-def _estimate(value: Estimate) -> str:
-    margin = "" if math.isnan(value.margin) else f" ± {value.margin * 100:.3f}"
-    return f"{value.mean * 100:.3f}{margin} %"
+def _format_estimate(estimate: Estimate) -> str:
+    margin = "" if math.isnan(estimate.margin) else f" ± {estimate.margin * 100:.3f}"
+    return f"{estimate.mean * 100:.3f}{margin} %"
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{share * 100:.3f} %"
 
 
-def document(results: Sequence[Result], *, goal: float | None, price: float | None = None) -> dict[str, Any]:
-    """Return the same as JSON; times in seconds, shares of 1."""
-    gains = {id(after): gain_of_spares(before, after) for before, after in _pairs(results)}
-    documents = [_result(each, gains.get(id(each)), goal) for each in results]
+def report_document(results: Sequence[Result], *, goal: float | None, price: float | None = None) -> dict[str, Any]:
+    """Return the data of the tables for JSON: times in seconds, shares from 0 to 1."""
+    gains = {id(after): compute_spare_gain(before, after) for before, after in _pair_by_spares(results)}
+    documents = [_result_document(result, gains.get(id(result)), goal) for result in results]
     if price is not None:
-        documents = [each | {"cost": _cost(result, price)} for each, result in zip(documents, results, strict=True)]
+        for document, result in zip(documents, results, strict=True):
+            document["cost"] = _cost_document(result, price)
     return {"results": documents}
 
 
-def _result(result: Result, gain: tuple[float, float] | None, goal: float | None) -> dict[str, Any]:
+def _result_document(result: Result, gain: tuple[float, float] | None, goal: float | None) -> dict[str, Any]:
     case = result.case
     traced = case.trace is not None
     return {
         "nodes": case.nodes,
         "spares": case.spares,
-        "sharedNodes": case.shared,
+        "sharedNodes": case.shared_nodes,
         "failuresPer1000NodeDays": None if traced else case.rate,
-        "mix": None if traced else mix_of(case.rate, case.mix).value,
+        "mix": None if traced else resolve_mix(case.rate, case.mix).value,
         "variation": case.variation or None,
         "days": case.days,
         "seeds": result.seeds,
-        "strict": _interval(result.strict),
-        "uptime": _interval(result.uptime),
-        "work": _interval(result.work),
-        "fleet": _interval(result.fleet),
+        "strict": _estimate_document(result.strict_goodput),
+        "uptime": _estimate_document(result.uptime),
+        "work": _estimate_document(result.work_done),
+        "fleet": _estimate_document(result.fleet_utilization),
         "worstDay": round(result.worst_day, 6),
-        "lostByCause": {name: round(share, 7) for name, share in result.by_cause.items()},
-        "lostByStage": {name: round(share, 7) for name, share in result.by_stage.items()},
-        "sizes": {str(size): round(share, 7) for size, share in result.sizes.items()},
+        "lostByCause": {name: round(share, 7) for name, share in result.lost_by_cause.items()},
+        "lostByStage": {name: round(share, 7) for name, share in result.lost_by_stage.items()},
+        "sizes": {str(size): round(share, 7) for size, share in result.share_by_size.items()},
         "recoveries": [
             {
                 "cause": each.cause,
                 "aDay": round(each.per_day, 4),
-                "medianSeconds": round(each.median, 3),
-                "p95Seconds": round(each.slow, 3),
-                "longestSeconds": round(each.longest, 3),
-                "stepsLostAtMost": each.steps_lost,
+                "medianSeconds": round(each.median_seconds, 3),
+                "p95Seconds": round(each.p95_seconds, 3),
+                "longestSeconds": round(each.longest_seconds, 3),
+                "stepsLostAtMost": each.max_steps_lost,
             }
             for each in result.recoveries
         ],
         "durableInterval": _interval_document(result),
         "sparesBring": None if gain is None else {"nodeHours": round(gain[0], 2), "holdNodeHours": round(gain[1], 2)},
-        "goal": None if goal is None else {"strict": goal, "reached": result.strict.mean >= goal},
+        "goal": None if goal is None else {"strict": goal, "reached": result.strict_goodput.mean >= goal},
         "stageToShorten": result.stage_to_shorten or None,
-        "nodeHours": result.node_hours,
+        "nodeHours": result.simulated_node_hours,
     }
 
 
 def _interval_document(result: Result) -> dict[str, Any]:
     stages, rollbacks = result.case.stages, result.rollbacks
-    present = present_interval(result.case.spec, stages)
-    best = best_interval(rollbacks, stages)
+    configured = configured_interval(result.case.spec, stages)
+    optimal = compute_optimal_interval(rollbacks, stages)
     return {
-        "rollbacks": rollbacks.seen,
-        "rollbacksAMonthAtMost" if not rollbacks.seen else "rollbacksAMonth": round(rollbacks.per_second * MONTH, 4),
-        "bestSeconds": None if math.isinf(best) else round(best, 1),
-        "present": None if present is None else _interval_loss(loss(present, rollbacks, stages)),
-        "usual": [_interval_loss(each) for each in losses(rollbacks, stages)],
+        "rollbacks": rollbacks.count,
+        "rollbacksAMonthAtMost" if not rollbacks.count else "rollbacksAMonth": round(rollbacks.per_second * MONTH, 4),
+        "bestSeconds": None if math.isinf(optimal) else round(optimal, 1),
+        "present": None if configured is None else _loss_document(estimate_loss(configured, rollbacks, stages)),
+        "usual": [_loss_document(loss) for loss in estimate_usual_losses(rollbacks, stages)],
     }
 
 
-def _interval_loss(each: IntervalLoss) -> dict[str, float]:
+def _loss_document(loss: IntervalLoss) -> dict[str, float]:
     return {
-        "everySeconds": each.seconds,
-        "stall": round(each.stall, 7),
-        "madeAgain": round(each.repeated, 7),
-        "loss": round(each.total, 7),
+        "everySeconds": loss.interval_seconds,
+        "stall": round(loss.stall_share, 7),
+        "madeAgain": round(loss.repeated_share, 7),
+        "loss": round(loss.total_share, 7),
     }
 
 
-def _interval(value: Estimate) -> dict[str, float | None]:
+def _estimate_document(estimate: Estimate) -> dict[str, float | None]:
     return {
-        "mean": round(value.mean, 7),
-        "margin95": None if math.isnan(value.margin) else round(value.margin, 7),
+        "mean": round(estimate.mean, 7),
+        "margin95": None if math.isnan(estimate.margin) else round(estimate.margin, 7),
     }
 
 
 def draw_picture(path: Path, results: Sequence[Result]) -> None:
-    """Write the picture. Raises InputError when matplotlib is not there, or the file cannot be written."""
+    """Write the picture. Raises InputError if matplotlib is missing, or the file cannot be written."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 - slow to import, needed only here
     except ImportError as error:
@@ -295,21 +308,19 @@ def draw_picture(path: Path, results: Sequence[Result]) -> None:
     for number, group in enumerate(groups):
         chosen = [each for each in results if (each.case.rate, each.case.variation) == group]
         spares = [each.case.spares for each in chosen]
-        margins = [0.0 if math.isnan(each.work.margin) else each.work.margin * 100 for each in chosen]
+        margins = [0.0 if math.isnan(each.work_done.margin) else each.work_done.margin * 100 for each in chosen]
         label = f"{group[0]:g} failures per 1,000 node-days" + (f", {group[1]}" if group[1] else "")
-        left.errorbar(
-            spares, [each.work.mean * 100 for each in chosen], yerr=margins, marker="o", capsize=3, color=f"C{number}",
-            label=label,
-        )  # fmt: skip
+        work_done = [each.work_done.mean * 100 for each in chosen]
+        left.errorbar(spares, work_done, yerr=margins, marker="o", capsize=3, color=f"C{number}", label=label)
     left.set(xlabel="spares", ylabel="work done, % of an undisturbed run", title="What each spare buys")
     left.xaxis.get_major_locator().set_params(integer=True)
     left.grid(visible=True, alpha=0.3)
     left.legend(fontsize=8)
-    stages = list(dict.fromkeys(name for each in results for name in each.by_stage))
+    stages = list(dict.fromkeys(name for each in results for name in each.lost_by_stage))
     names = [f"{each.case.spares} / {each.case.rate:g}" for each in results]
     bottom = [0.0] * len(results)
     for number, stage in enumerate(stages):
-        heights = [each.by_stage.get(stage, 0.0) * 100 for each in results]
+        heights = [each.lost_by_stage.get(stage, 0.0) * 100 for each in results]
         right.bar(range(len(results)), heights, bottom=bottom, label=stage, color=f"C{number}")
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     right.set_xticks(range(len(results)), names, rotation=45, fontsize=8)

@@ -1,8 +1,8 @@
-"""Read the duration of each stage of a recovery from a file, from the ledger of a job, or from our benchmarks.
+"""Read the duration of each stage of a recovery from a file, from the ledger of a job, or from the benchmarks.
 
 The defaults are those of the development cluster (docs/benchmarks.md and docs/fault-table.md: four workers, a small
-model): they are the machinery alone. A model's own start-up, its graphs and its state come on top on a real cluster, so
-use a file (`--stages`) or a job (`--learn-from`).
+model), without a large model's start-up, graphs and state. For a real cluster use a file (`--stages`) or a job
+(`--learn-from`).
 """
 
 from __future__ import annotations
@@ -28,72 +28,73 @@ DEFAULT_STEP_SECONDS = 2.0
 
 
 class StageTimes(ContractModel):
-    """Seconds of each stage, in the order in which they happen."""
+    """Durations of the stages of a recovery in seconds."""
 
     step_seconds: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = DEFAULT_STEP_SECONDS
-    """One step at the size that the job asks for; at another size it follows from the micro-batches."""
+    """One step at the size in the job; for another size it follows from the micro-batches."""
     detect_exit_seconds: Seconds = 0.04
-    """From the end of a process until its agent, and the agents of the others, know it."""
+    """From the end of a process until all agents have detected it."""
     publish_seconds: Seconds = 0.08
-    """From a decision until the first agents know the new membership."""
+    """From a decision until the first agents have the new membership."""
     publish_per_node_seconds: Seconds = 0.0006
-    """Addition of each node until the last one knows (0.15 s at 128, 0.67 s at 1,000)."""
+    """Additional time for each node until the last one has it (0.15 s at 128, 0.67 s at 1,000)."""
     leave_seconds: Seconds = 0.15
-    """A rank that is asked to leave: after the step in hand, until its state is saved in memory and it is gone."""
+    """For a rank that is asked to leave: after the current step, until its state is saved in memory and it has
+    ended."""
     restart_seconds: Seconds = 0.15
-    """Time until the processes of the next attempt are up, from the warm standby."""
+    """To start the processes of the next attempt from the warm standby."""
     rendezvous_seconds: Seconds = 0.05
-    """Time until they have met and built the model."""
+    """To connect the processes and build the model."""
     load_memory_seconds: Seconds = 0.09
-    """Loading the state from the node's own memory."""
+    """To load the state from the memory of the node."""
     load_peer_seconds: Seconds = 0.9
-    """Loading it from a peer's memory or a buddy's copy, where a node is new."""
+    """To load the state from a peer's memory or a buddy's copy, on a new node."""
     load_durable_seconds: Seconds = 1.5
-    """Loading it from the durable checkpoint."""
+    """To load the state from the durable checkpoint."""
     first_step_seconds: Seconds = 0.0
-    """Delay of the first step after a start: graphs are loaded, caches are cold."""
+    """Additional time of the first step after a start: graphs are loaded, caches are cold."""
     newcomer_step_seconds: Seconds = 0.0
-    """Further delay of that step where a node is new."""
+    """Further additional time of that step on a new node."""
     compile_seconds: Seconds = 0.0
-    """Delay of the first step at a size whose graphs were not compiled ahead."""
+    """Additional time of the first step at a size whose graphs were not compiled ahead."""
     pod_seconds: Seconds = 2.2
     """From the creation of a pod until it runs: scheduling, image, start."""
     warm_seconds: Seconds = 3.3
-    """From then until its worker can join: preflight, standby processes."""
+    """From the start of a pod until its worker can join: preflight, standby processes."""
     pod_stop_seconds: Seconds = 1.0
-    """From the deletion of a pod until it is gone."""
+    """From the deletion of a pod until it has ended."""
     reconnect_seconds: Seconds = 1.0
-    """Time until the agents have found an operator that is back."""
+    """From the return of an operator until the agents have connected to it."""
     save_stall_seconds: Seconds = 0.02
-    """Time that a durable save takes from training."""
+    """Stall of training by a durable save."""
     save_seconds: Seconds = 10.0
-    """From the beginning of a durable save until it is committed."""
+    """From the start of a durable save until it is committed."""
 
-    def publish(self, nodes: int) -> float:
-        """From a decision until the last of so many nodes knows it."""
+    def publication_seconds(self, nodes: int) -> float:
+        """Return the seconds from a decision until the last of this many nodes has the new membership."""
         return self.publish_seconds + self.publish_per_node_seconds * nodes
 
-    def replaced_by(self, given: dict[str, Any]) -> StageTimes:
-        """Return these times, with those that a mapping of camelCase names gives. Raises ValidationError."""
-        return StageTimes.model_validate({**self.model_dump(by_alias=True), **given})
+    def with_overrides(self, overrides: dict[str, Any]) -> StageTimes:
+        """Return these times, overridden by a mapping with camelCase names. Raises ValidationError."""
+        return StageTimes.model_validate({**self.model_dump(by_alias=True), **overrides})
 
 
 def read_stages(path: Path, base: StageTimes) -> StageTimes:
-    """Return the times of a YAML file, `stepSeconds: 2.2` and so on; what it leaves out stays. Raises InputError."""
+    """Return `base` with the times of a YAML file such as `stepSeconds: 2.2`. Raises InputError."""
     document = read_yaml(path)
     if not isinstance(document, dict):
         raise InputError(f"{path} must hold a mapping such as 'restartSeconds: 3'; it holds something else")
     try:
-        return base.replaced_by(document)
+        return base.with_overrides(document)
     except ValidationError as error:
         known = ", ".join(sorted(field.alias or name for name, field in StageTimes.model_fields.items()))
         raise InputError(f"{path}: {describe_errors(error)}. Known are {known}") from error
 
 
 def learn_stages(path: Path, base: StageTimes) -> StageTimes:
-    """Return the times of a job's ledger and history (`kubectl get trainingjob NAME -o yaml`). Raises InputError.
+    """Return `base` with the times of a job's ledger and history. Raises InputError.
 
-    The file may have more of the history than a status keeps.
+    The file is the output of `kubectl get trainingjob NAME -o yaml`. It may have more history than a status holds.
     """
     document = read_yaml(path)
     raw = document.get("status") if isinstance(document, dict) else None
@@ -105,73 +106,75 @@ def learn_stages(path: Path, base: StageTimes) -> StageTimes:
     except (ValidationError, TypeError) as error:
         text = describe_errors(error) if isinstance(error, ValidationError) else "history is no list"
         raise InputError(f"{path}: status: {text}") from error
-    learnt = learnt_from(status, history, base)
-    if not learnt:
+    learned = learn_medians(status, history, base)
+    if not learned:
         raise InputError(
             f"{path}: its status has neither a step time nor a recovery yet; take a job that has trained on"
         )
-    return base.replaced_by(learnt)
+    return base.with_overrides(learned)
 
 
-def learnt_from(status: TrainingJobStatus, history: tuple[Interruption, ...], base: StageTimes) -> dict[str, float]:
-    """Return the median seconds of a job's recoveries, by stage that it had."""
-    learnt: dict[str, float] = {}
+def learn_medians(status: TrainingJobStatus, history: tuple[Interruption, ...], base: StageTimes) -> dict[str, float]:
+    """Return the median seconds of each stage over a job's recoveries, by the camelCase name of the stage."""
+    learned: dict[str, float] = {}
     sizes = [each for each in status.goodput.sizes if each.step_seconds]
     if sizes:
-        newest = max(sizes, key=lambda each: each.size)
-        learnt["stepSeconds"] = newest.step_seconds or 0.0
-    over = [entry for entry in history if entry.recovered_seconds is not None and entry.stages is not None]
-    in_place = [entry for entry in over if entry.rung is Rung.IN_PLACE]
-    asked = [entry for entry in over if entry.cause in _GRACEFUL]
-    moved = [entry for entry in over if entry.rung in (Rung.SPARE, Rung.REPLACE) and entry not in asked]
+        largest = max(sizes, key=lambda each: each.size)
+        learned["stepSeconds"] = largest.step_seconds or 0.0
+    recovered = [entry for entry in history if entry.recovered_seconds is not None and entry.stages is not None]
+    in_place = [entry for entry in recovered if entry.rung is Rung.IN_PLACE]
+    graceful = [entry for entry in recovered if entry.cause in _GRACEFUL]
+    replaced = [entry for entry in recovered if entry.rung in (Rung.SPARE, Rung.REPLACE) and entry not in graceful]
     crashed = [entry for entry in in_place if entry.cause is Cause.CRASH]
-    _learn(learnt, "detectExitSeconds", (entry.detected_seconds or 0.0 for entry in crashed))
-    _learn(learnt, "restartSeconds", (entry.stages.restart for entry in in_place or moved if entry.stages))
-    # The ledger's Load includes the meeting of the ranks, its Restart what the publication takes.
-    _learn(learnt, "loadMemorySeconds", (entry.stages.load for entry in in_place if entry.stages))
-    _learn(learnt, "loadPeerSeconds", (entry.stages.load for entry in moved if entry.stages))
-    _learn(learnt, "firstStepSeconds", _replays(in_place))
-    first = learnt.get("firstStepSeconds", base.first_step_seconds)
-    _learn(learnt, "newcomerStepSeconds", (max(0.0, seconds - first) for seconds in _replays(moved)))
-    if in_place or moved:
-        learnt["rendezvousSeconds"] = 0.0
-    if moved and not in_place:
-        learnt |= {"publishSeconds": 0.0, "publishPerNodeSeconds": 0.0}
-    return learnt | _leaving(learnt, moved if in_place else [], asked, base)
+    _set_median(learned, "detectExitSeconds", (entry.detected_seconds or 0.0 for entry in crashed))
+    _set_median(learned, "restartSeconds", (entry.stages.restart for entry in in_place or replaced if entry.stages))
+    # The ledger's Load includes the rendezvous, its Restart the publication.
+    _set_median(learned, "loadMemorySeconds", (entry.stages.load for entry in in_place if entry.stages))
+    _set_median(learned, "loadPeerSeconds", (entry.stages.load for entry in replaced if entry.stages))
+    _set_median(learned, "firstStepSeconds", _first_step_delays(in_place))
+    first_step = learned.get("firstStepSeconds", base.first_step_seconds)
+    delays = _first_step_delays(replaced)
+    _set_median(learned, "newcomerStepSeconds", (max(0.0, seconds - first_step) for seconds in delays))
+    if in_place or replaced:
+        learned["rendezvousSeconds"] = 0.0
+    if replaced and not in_place:
+        learned |= {"publishSeconds": 0.0, "publishPerNodeSeconds": 0.0}
+    return learned | _learn_handover_times(learned, replaced if in_place else [], graceful, base)
 
 
 _GRACEFUL = frozenset({Cause.RESIZE, Cause.CAPACITY, Cause.PREEMPTED, Cause.STRAGGLER})
 """Interruptions in which all ranks leave together after the current step."""
 
 
-def _leaving(
-    learnt: dict[str, float], moved: list[Interruption], asked: list[Interruption], base: StageTimes
+def _learn_handover_times(
+    learned: dict[str, float], replaced: list[Interruption], graceful: list[Interruption], base: StageTimes
 ) -> dict[str, float]:
-    """Return the seconds of publication and leaving: a move less a restart in place, less half a step's wait."""
-    found: dict[str, float] = {}
-    restart = learnt.get("restartSeconds")
-    if restart is not None and moved:
-        published = median(entry.stages.restart for entry in moved if entry.stages) - restart
-        found |= {"publishSeconds": round(max(0.0, published), 3), "publishPerNodeSeconds": 0.0}
-    if restart is not None and asked and "stepSeconds" in learnt:
-        left = median(entry.stages.restart for entry in asked if entry.stages) - restart - learnt["stepSeconds"] / 2
-        found["leaveSeconds"] = round(max(0.0, left - found.get("publishSeconds", base.publish_seconds)), 3)
-    return found
+    """Return the seconds of publication and of leaving: what replacements take longer than restarts in place."""
+    times: dict[str, float] = {}
+    restart = learned.get("restartSeconds")
+    if restart is not None and replaced:
+        publication = median(entry.stages.restart for entry in replaced if entry.stages) - restart
+        times |= {"publishSeconds": round(max(0.0, publication), 3), "publishPerNodeSeconds": 0.0}
+    if restart is not None and graceful and "stepSeconds" in learned:
+        graceful_restart = median(entry.stages.restart for entry in graceful if entry.stages)
+        leave = graceful_restart - restart - learned["stepSeconds"] / 2  # ranks wait half a step on average
+        times["leaveSeconds"] = round(max(0.0, leave - times.get("publishSeconds", base.publish_seconds)), 3)
+    return times
 
 
-def _replays(entries: list[Interruption]) -> list[float]:
-    """Return the delays of first steps, where none was repeated."""
+def _first_step_delays(entries: list[Interruption]) -> list[float]:
+    """Return the additional seconds of the first steps of recoveries that repeated no step."""
     return [entry.stages.replay for entry in entries if entry.stages and not entry.steps_lost]
 
 
-def _learn(learnt: dict[str, float], name: str, seconds: Iterable[float]) -> None:
-    known = list(seconds)
-    if known:
-        learnt[name] = round(median(known), 3)
+def _set_median(learned: dict[str, float], name: str, seconds: Iterable[float]) -> None:
+    values = list(seconds)
+    if values:
+        learned[name] = round(median(values), 3)
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the one document of a YAML file. Raises InputError."""
+    """Return the only document of a YAML file. Raises InputError."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

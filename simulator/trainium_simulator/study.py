@@ -15,7 +15,7 @@ from statistics import NormalDist, mean, median, stdev
 from typing import TYPE_CHECKING, TypeVar
 
 from trainium_simulator.interval import Rollbacks
-from trainium_simulator.virtual.schedule import DAY, Fault, draw
+from trainium_simulator.virtual.schedule import DAY, Fault, draw_faults
 from trainium_simulator.virtual.simulation import Simulation, SimulationSettings
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 HOUR = 3600.0
 MONTH = 30 * DAY
-Key = TypeVar("Key")
+KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One column of a study."""
+    """One variant of the job in a study, which all seeds simulate."""
 
     spec: TrainingJobSpec
     stages: StageTimes
@@ -46,8 +46,8 @@ class Case:
     """Interruptions per 1,000 node-days; unused with a trace."""
     trace: tuple[Fault, ...] | None = None
     variation: str = ""
-    shared: int = 0
-    """Further nodes, which others use from time to time."""
+    shared_nodes: int = 0
+    """Additional nodes, which other users need from time to time."""
 
     @property
     def nodes(self) -> int:
@@ -62,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over the seeds, and half of its 95 % interval."""
+    """The mean of a figure over the seeds, and half of its 95 % confidence interval (not a number for one seed)."""
 
     mean: float
     margin: float
@@ -72,143 +72,144 @@ class Estimate:
         """Estimate the mean of one value per seed."""
         if len(values) < 2:
             return cls(values[0] if values else 0.0, math.nan)
-        return cls(mean(values), _student(len(values) - 1) * stdev(values) / math.sqrt(len(values)))
+        return cls(mean(values), _student_t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recoveries:
-    """Interruptions of one cause."""
+class RecoveryStatistics:
+    """Statistics of the interruptions of one cause, from the failure to the first new step."""
 
     cause: Cause
     per_day: float
-    median: float
-    slow: float
-    """95th percentile."""
-    longest: float
-    steps_lost: int
+    median_seconds: float
+    p95_seconds: float
+    longest_seconds: float
+    max_steps_lost: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Result of one case."""
+    """Figures of one case over all seeds; shares are from 0 to 1."""
 
     case: Case
     seeds: int
-    strict: Estimate
+    strict_goodput: Estimate
     uptime: Estimate
-    work: Estimate
-    fleet: Estimate
+    work_done: Estimate
+    fleet_utilization: Estimate
     worst_day: float
-    """Worst day of all seeds."""
-    by_cause: Mapping[str, float]
-    """Lost share of the time, the greatest first."""
-    by_stage: Mapping[str, float]
-    sizes: Mapping[int, float]
+    """Work done on the worst day of all seeds."""
+    lost_by_cause: Mapping[str, float]
+    """Lost share of the time, the largest first."""
+    lost_by_stage: Mapping[str, float]
+    share_by_size: Mapping[int, float]
     """Share of the time at each size."""
-    recoveries: tuple[Recoveries, ...]
+    recoveries: tuple[RecoveryStatistics, ...]
     rollbacks: Rollbacks
-    node_hours: float
-    """Simulated node-hours."""
-    held_node_hours: float
-    """Node time that the job held in a month of 30 days, spares included."""
+    simulated_node_hours: float
+    """Node-hours of all seeds, spares included."""
+    monthly_node_hours: float
+    """Node-hours that the job held in a month of 30 days, spares included."""
 
     @property
     def stage_to_shorten(self) -> str:
-        """Stage with the greatest loss, "" without one; overhead is no stage."""
-        return next((name for name, share in self.by_stage.items() if share > 0 and name != "Overhead"), "")
+        """Return the stage with the greatest loss, "" without one; overhead is no stage."""
+        return next((name for name, share in self.lost_by_stage.items() if share > 0 and name != "Overhead"), "")
 
 
-def simulate(case: Case, seed: int) -> SimulationResult:
-    """Simulate one seed of a case."""
-    places = case.nodes + case.spares + case.shared
+def simulate_seed(case: Case, seed: int) -> SimulationResult:
+    """Simulate a case with the faults and lemons that this seed draws."""
+    slots = case.nodes + case.spares + case.shared_nodes
     faults = case.trace
     if faults is None:
-        faults = draw(
+        faults = draw_faults(
             seed,
-            slots=places,
+            slots=slots,
             days=case.days,
             rate=case.rate,
             mix=case.mix,
             model=case.model,
-            shared=case.shared,
+            shared_nodes=case.shared_nodes,
         )
     lemons = frozenset(
         slot
-        for slot in range(places)
+        for slot in range(slots)
         if random.Random(f"{seed}/{slot}/lemon").random() < case.model.lemon_share  # noqa: S311 - a simulation
     )
-    setting = SimulationSettings(
-        spec=case.spec, stages=case.stages, model=case.model, days=case.days, shared=case.shared
+    settings = SimulationSettings(
+        spec=case.spec, stages=case.stages, model=case.model, days=case.days, shared_nodes=case.shared_nodes
     )
-    return Simulation(setting, lemons=lemons).run(faults)
+    return Simulation(settings, lemons=lemons).run(faults)
 
 
-def study(case: Case, seeds: int, *, done: Callable[[], None] = lambda: None) -> Result:
-    """Simulate all seeds of a case; call `done()` after each."""
-    outcomes = []
+def run_study(case: Case, seeds: int, *, on_seed_done: Callable[[], None] = lambda: None) -> Result:
+    """Simulate all seeds of a case; call `on_seed_done()` after each."""
+    results = []
     for seed in range(seeds):
-        outcomes.append(simulate(case, seed))
-        done()
-    wall = sum(outcome.wall for outcome in outcomes) or 1.0
-    in_force = sum(sum(outcome.sizes.values()) for outcome in outcomes) or 1.0
+        results.append(simulate_seed(case, seed))
+        on_seed_done()
+    wall_seconds = sum(result.wall_seconds for result in results) or 1.0
+    size_seconds = sum(sum(result.seconds_by_size.values()) for result in results) or 1.0
+    share_by_size = _sum_shares((result.seconds_by_size for result in results), size_seconds)
+    interruptions = [entry for result in results for entry in result.interruptions]
     return Result(
         case=case,
         seeds=seeds,
-        strict=Estimate.of([outcome.strict for outcome in outcomes]),
-        uptime=Estimate.of([outcome.uptime for outcome in outcomes]),
-        work=Estimate.of([outcome.work for outcome in outcomes]),
-        fleet=Estimate.of([outcome.fleet(case.nodes) for outcome in outcomes]),
-        worst_day=min(outcome.worst_day for outcome in outcomes),
-        by_cause=_shares((outcome.lost_by_cause for outcome in outcomes), wall),
-        by_stage=_shares((outcome.lost_by_stage for outcome in outcomes), wall),
-        sizes=dict(sorted(_shares((outcome.sizes for outcome in outcomes), in_force).items(), reverse=True)),
-        recoveries=_recoveries([each for outcome in outcomes for each in outcome.recoveries], seeds * case.days),
-        rollbacks=Rollbacks(sum(outcome.rollbacks for outcome in outcomes), wall),
-        node_hours=seeds * case.days * 24 * (case.nodes + case.spares),
-        held_node_hours=mean(outcome.ledger.node_seconds for outcome in outcomes) / HOUR * MONTH / (case.days * DAY),
+        strict_goodput=Estimate.of([result.strict_goodput for result in results]),
+        uptime=Estimate.of([result.uptime for result in results]),
+        work_done=Estimate.of([result.work_done for result in results]),
+        fleet_utilization=Estimate.of([result.fleet_utilization(case.nodes) for result in results]),
+        worst_day=min(result.worst_day for result in results),
+        lost_by_cause=_sum_shares((result.lost_by_cause for result in results), wall_seconds),
+        lost_by_stage=_sum_shares((result.lost_by_stage for result in results), wall_seconds),
+        share_by_size=dict(sorted(share_by_size.items(), reverse=True)),
+        recoveries=_summarize_recoveries(interruptions, seeds * case.days),
+        rollbacks=Rollbacks(sum(result.rollbacks for result in results), wall_seconds),
+        simulated_node_hours=seeds * case.days * 24 * (case.nodes + case.spares),
+        monthly_node_hours=mean(result.ledger.node_seconds for result in results) / HOUR * MONTH / (case.days * DAY),
     )
 
 
-def gain_of_spares(before: Result, after: Result) -> tuple[float, float]:
+def compute_spare_gain(before: Result, after: Result) -> tuple[float, float]:
     """Return the node-hours a month of 30 days that the additional spares of `after` gain and hold."""
     hours = MONTH / HOUR
-    gain = (after.work.mean - before.work.mean) * after.case.nodes * hours
+    gain = (after.work_done.mean - before.work_done.mean) * after.case.nodes * hours
     return gain, (after.case.spares - before.case.spares) * hours
 
 
-def _shares(parts: Iterable[Mapping[Key, float]], whole: float) -> dict[Key, float]:
-    summed: dict[Key, float] = defaultdict(float)
+def _sum_shares(parts: Iterable[Mapping[KeyT, float]], total: float) -> dict[KeyT, float]:
+    sums: dict[KeyT, float] = defaultdict(float)
     for part in parts:
         for key, seconds in part.items():
-            summed[key] += seconds
-    return {key: seconds / whole for key, seconds in sorted(summed.items(), key=lambda item: -item[1])}
+            sums[key] += seconds
+    return {key: seconds / total for key, seconds in sorted(sums.items(), key=lambda item: -item[1])}
 
 
-def _recoveries(all_of_them: Sequence[Interruption], days: float) -> tuple[Recoveries, ...]:
+def _summarize_recoveries(interruptions: Sequence[Interruption], days: float) -> tuple[RecoveryStatistics, ...]:
     by_cause: dict[Cause, list[Interruption]] = defaultdict(list)
-    for each in all_of_them:
-        by_cause[each.cause].append(each)
-    found = []
+    for entry in interruptions:
+        by_cause[entry.cause].append(entry)
+    statistics = []
     for cause, recoveries in by_cause.items():
-        seconds = sorted(each.recovered_seconds for each in recoveries if each.recovered_seconds is not None)
+        seconds = sorted(entry.recovered_seconds for entry in recoveries if entry.recovered_seconds is not None)
         if seconds:
-            found.append(
-                Recoveries(
+            statistics.append(
+                RecoveryStatistics(
                     cause=cause,
                     per_day=len(recoveries) / days,
-                    median=median(seconds),
-                    slow=seconds[min(len(seconds) - 1, math.ceil(0.95 * len(seconds)) - 1)],
-                    longest=seconds[-1],
-                    steps_lost=max(each.steps_lost or 0 for each in recoveries),
+                    median_seconds=median(seconds),
+                    p95_seconds=seconds[min(len(seconds) - 1, math.ceil(0.95 * len(seconds)) - 1)],
+                    longest_seconds=seconds[-1],
+                    max_steps_lost=max(entry.steps_lost or 0 for entry in recoveries),
                 )
             )
-    return tuple(sorted(found, key=lambda each: -each.per_day))
+    return tuple(sorted(statistics, key=lambda each: -each.per_day))
 
 
-def _student(freedom: int) -> float:
+def _student_t_quantile(degrees_of_freedom: int) -> float:
     """Return the 97.5 % point of Student's t (Hill's expansion; exact values for few degrees of freedom)."""
     exact = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
-    if freedom in exact:
-        return exact[freedom]
+    if degrees_of_freedom in exact:
+        return exact[degrees_of_freedom]
     z = NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return z + (z**3 + z) / (4 * degrees_of_freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees_of_freedom**2)

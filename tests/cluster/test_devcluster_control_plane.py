@@ -1,7 +1,6 @@
 """The development cluster's control plane: real components, verified TLS, real accounts, and nothing left behind."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import signal
@@ -10,8 +9,9 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,9 +20,6 @@ from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.controlplane.components import Component
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.state import ClusterPaths, ClusterSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -43,20 +40,47 @@ def pids(cluster: Cluster) -> list[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Clusters of these tests never meet those of a person."""
+    """Return a state folder apart from that of the user's clusters, which are stopped at the end if a test failed."""
     folder = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder))
         yield folder
+        subprocess.run([*CLI, "down", "--all"], check=True, capture_output=True)
+
+
+OWNER = """
+import time
+from trainium_devcluster.cluster import Cluster
+cluster = Cluster.start("owned")
+print("up", flush=True)
+time.sleep(3600)
+"""
 
 
 @pytest.fixture(scope="module")
-def cluster(state_home: Path) -> Iterator[Cluster]:
-    with Cluster.start() as cluster:
-        yield cluster
+def owner(state_home: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that owns a cluster; it is killed afterwards."""
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"up\n"
+        yield owner
+        owner.kill()
 
 
-def test_all_components_are_ready_and_the_objects_of_a_new_cluster_exist(cluster: Cluster) -> None:
+@pytest.fixture(scope="module")
+def cluster(owner: subprocess.Popen[bytes]) -> Iterator[Cluster]:
+    connected = Cluster.connect("owned")
+    with contextlib.closing(connected.api):
+        yield connected
+
+
+def run_command(*arguments: str, name: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*CLI, *arguments, "--name", name], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_components_are_ready_and_default_objects_exist(cluster: Cluster) -> None:
     state = cluster.status()
     assert state["ready"]
     assert sorted(state["components"]) == sorted(Component)
@@ -82,13 +106,13 @@ def test_a_server_certificate_is_needed_and_verified(cluster: Cluster) -> None:
         assert json.load(answer)["gitVersion"] == "v1.36.3"
 
 
-def test_etcd_refuses_who_has_no_certificate(cluster: Cluster) -> None:
+def test_etcd_requires_a_client_certificate(cluster: Cluster) -> None:
     own = ssl.create_default_context(cafile=str(cluster.paths.pki / "ca.crt"))
     with pytest.raises((ssl.SSLError, OSError)):
         urllib.request.urlopen(f"https://127.0.0.1:{cluster.ports.etcd}/health", timeout=scaled(5), context=own)
 
 
-def test_a_token_is_valid_for_its_audience_only_and_its_rights_are_checked(cluster: Cluster) -> None:
+def test_a_token_is_valid_for_its_audience_and_rights(cluster: Cluster) -> None:
     cluster.kubectl("create", "serviceaccount", "worker")
     token = cluster.kubectl("create", "token", "worker", "--audience", "trainium.dev/coordinator").strip()
 
@@ -130,7 +154,7 @@ def test_the_garbage_collector_and_admission_work(cluster: Cluster) -> None:
     until(lambda: cluster.kubectl("get", "pod", "owned", "--ignore-not-found") == "", "the owned pod goes")
 
 
-def test_a_node_may_not_act_for_another(cluster: Cluster) -> None:
+def test_a_node_cannot_write_another_node(cluster: Cluster) -> None:
     arguments = ("--as", "system:node:node-1", "--as-group", "system:nodes")
     assert cluster.kubectl("auth", "can-i", "list", "services", *arguments).strip() == "yes"
     manifest = json.dumps({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-2"}})
@@ -141,16 +165,16 @@ def test_a_node_may_not_act_for_another(cluster: Cluster) -> None:
 def test_a_restarted_api_server_keeps_address_and_data(cluster: Cluster) -> None:
     before = cluster.status()["components"][Component.APISERVER]["pid"]
     cluster.kubectl("create", "configmap", "kept", "--from-literal=a=b")
-    cluster.faults.stop_apiserver()
+    cluster.faults.stop(Component.APISERVER, seconds=0)
     with pytest.raises(ClusterError, match="refused"):
         cluster.kubectl("get", "configmap", "kept")
     assert cluster.status()["components"][Component.APISERVER]["state"] == "stopped"
-    cluster.faults.start_apiserver()
+    assert "is ready" in run_command("fault", "restart-apiserver", name="owned").stderr
     assert cluster.kubectl("get", "configmap", "kept", "-o", "jsonpath={.data.a}") == "b"
     assert cluster.status()["components"][Component.APISERVER]["pid"] != before
 
 
-def test_a_component_that_dies_by_itself_comes_back(cluster: Cluster) -> None:
+def test_a_crashed_component_is_restarted(cluster: Cluster) -> None:
     before = cluster.status()["components"][Component.SCHEDULER]
     os.kill(before["pid"], signal.SIGKILL)
     until(
@@ -160,7 +184,7 @@ def test_a_component_that_dies_by_itself_comes_back(cluster: Cluster) -> None:
     cluster.wait_for_component(Component.SCHEDULER)
 
 
-def test_unknown_nodes_and_pods_are_sentences(cluster: Cluster) -> None:
+def test_unknown_nodes_and_pods_are_errors(cluster: Cluster) -> None:
     with pytest.raises(ClusterError, match="has no node 'nobody'; its nodes: none"):
         cluster.faults.kill_node("nobody")
     with pytest.raises(ClusterError, match="has no node 'nobody'"):
@@ -173,7 +197,8 @@ def test_unknown_nodes_and_pods_are_sentences(cluster: Cluster) -> None:
         cluster.faults.kill_container("default", "nobody")
 
 
-def test_two_clusters_run_side_by_side_also_over_files_of_a_dead_one_and_stop_leaves_nothing(cluster: Cluster) -> None:
+@pytest.mark.long
+def test_two_clusters_run_side_by_side_and_stop_completely(cluster: Cluster) -> None:
     paths = ClusterPaths.of("stale")
     (paths.root / "etcd").mkdir(parents=True)
     paths.spec.write_text(ClusterSpec("stale").to_json())
@@ -188,39 +213,26 @@ def test_two_clusters_run_side_by_side_also_over_files_of_a_dead_one_and_stop_le
     assert cluster.kubectl("get", "--raw", "/readyz") == "ok"
 
 
-def test_bad_flags_are_reported_as_the_component_reports_them_and_nothing_stays(state_home: Path) -> None:
+def test_invalid_flags_have_the_error_of_the_component(state_home: Path) -> None:
     with pytest.raises(ClusterError, match=r"kube-apiserver ended with code 1.*unknown flag: --no-such-flag"):
         Cluster.start("bad-flags", apiserver_args=["--no-such-flag"])
     assert not ClusterPaths.of("bad-flags").root.exists()
 
 
-def test_a_cluster_ends_with_the_process_that_owns_it(state_home: Path) -> None:
-    script = (
-        "import time\n"
-        "from trainium_devcluster.cluster import Cluster\n"
-        "cluster = Cluster.start('orphan')\n"
-        "print('up', flush=True)\n"
-        "time.sleep(300)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == b"up\n"
-        processes = pids(Cluster.connect("orphan"))
-        owner.kill()
+def test_a_cluster_ends_with_the_process_that_owns_it(owner: subprocess.Popen[bytes], cluster: Cluster) -> None:
+    """The last test of this cluster."""
+    processes = pids(cluster)
+    owner.kill()
     until(lambda: not any(is_alive(pid) for pid in processes), "every process ends")
-    until(lambda: not ClusterPaths.of("orphan").root.exists(), "the files go")
+    until(lambda: not cluster.paths.root.exists(), "the files go")
 
 
 def test_the_command_line_starts_and_stops_a_cluster(state_home: Path) -> None:
-    def command(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run([*CLI, *arguments, "--name", "by-hand"], capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stderr
-        return done
-
+    command = partial(run_command, name="by-hand")
     assert "is not running" in command("status", code=1).stderr
     assert "is ready after" in command("up", "--nodes", "0").stderr
     processes = pids(Cluster.connect("by-hand"))
-    assert "runs already" in command("up", "--nodes", "0", code=1).stderr
+    assert "already runs" in command("up", "--nodes", "0", code=1).stderr
     exports = command("env").stdout
     shell = subprocess.run(
         ["bash", "-c", f"{exports}\nkubectl get --raw /readyz"], capture_output=True, text=True, check=True
@@ -228,7 +240,6 @@ def test_the_command_line_starts_and_stops_a_cluster(state_home: Path) -> None:
     assert shell.stdout == "ok"
     assert "kube-apiserver" in command("status").stdout
     assert json.loads(command("status", "--json").stdout)["ready"] is True
-    assert "is ready" in command("fault", "restart-apiserver").stderr
     missing = command("fault", "kill-node", "nobody", code=1).stderr
     assert missing.startswith("error: ")
     assert len(missing.strip().splitlines()) == 1
@@ -238,7 +249,7 @@ def test_the_command_line_starts_and_stops_a_cluster(state_home: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_supervisor_takes_everything_along_and_down_clears_the_rest(state_home: Path) -> None:
+def test_a_killed_supervisor_ends_its_cluster(state_home: Path) -> None:
     subprocess.run([*CLI, "up", "--nodes", "0", "--name", "crashed"], check=True, capture_output=True)
     cluster = Cluster.connect("crashed")
     processes = pids(cluster)
@@ -249,7 +260,8 @@ def test_a_killed_supervisor_takes_everything_along_and_down_clears_the_rest(sta
     assert not cluster.paths.root.exists()
 
 
-def test_run_gives_the_command_a_cluster_and_its_exit_code(state_home: Path) -> None:
+@pytest.mark.long
+def test_run_returns_the_exit_code_of_its_command(state_home: Path) -> None:
     command = ["run", "--nodes", "0", "--", "sh", "-c", "kubectl get --raw /readyz && exit 7"]
     done = subprocess.run([*CLI, *command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (7, "ok")

@@ -1,21 +1,17 @@
-"""Faults that tests and people make: what they do to nodes and pods, and that they can be taken back."""
-
-from __future__ import annotations
+"""Injected faults: their effects on nodes and pods, and their repair."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.testing.suite.timeouts import scaled, until
 from trainium_devcluster.cluster import Cluster, node_specs
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.processes.process_families import marked
+from trainium_devcluster.processes.process_tree import find_marked
 from trainium_devcluster.state import MARKER, NodeSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -46,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def pod(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A pod on node-1 whose shell has two children; the name is that of the test."""
+    """Start a pod named like the test on node-1, whose shell has two children."""
     name = request.node.name.removeprefix("test_").replace("_", "-")[:50].strip("-")
     container = {"name": "main", "image": "any", "command": ["sh", "-c", "sleep 901 & exec sleep 902"]}
     manifest = {
@@ -64,13 +60,13 @@ def pod(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
     cluster.kubectl("wait", "--for=condition=Ready", f"pod/{name}", f"--timeout={scaled(30):.0f}s")
     yield name
-    cluster.faults.thaw_node("node-1")  # a test that failed meanwhile must not take the next ones along
+    cluster.faults.thaw_node("node-1")  # else a failed test would make the next ones fail
     cluster.kubectl("delete", "pod", name, "--force", "--grace-period=0", "--ignore-not-found")
 
 
-def processes(cluster: Cluster, text: str, node: str = "node-1") -> list[int]:
-    """The pids on a node whose command line has a text and that are alive."""
-    pids = marked(MARKER, cluster.paths.marker(node))
+def processes(cluster: Cluster, text: str) -> list[int]:
+    """Return the pids of living processes on node-1 whose command line has a text."""
+    pids = find_marked(MARKER, cluster.paths.marker("node-1"))
     return [pid for pid in pids if text in command_line(pid) and state(pid) not in {"Z", "gone"}]
 
 
@@ -127,7 +123,7 @@ def test_a_condition_stays_until_it_is_cleared(cluster: Cluster) -> None:
     cluster.wait_for_nodes(["node-2"])
 
 
-def test_a_frozen_node_is_noticed_by_its_silence_and_comes_back(cluster: Cluster, pod: str) -> None:
+def test_a_frozen_node_is_not_ready_until_it_is_thawed(cluster: Cluster, pod: str) -> None:
     cluster.faults.freeze_node("node-1")
     assert all(state(pid) == "T" for pid in processes(cluster, "sleep 90"))
     cluster.wait_for_nodes(["node-1"], ready=False)
@@ -136,7 +132,7 @@ def test_a_frozen_node_is_noticed_by_its_silence_and_comes_back(cluster: Cluster
     assert len(processes(cluster, "sleep 90")) == 2
 
 
-def test_a_partitioned_node_is_not_ready_while_its_pods_run_on(cluster: Cluster, pod: str) -> None:
+def test_pods_of_a_partitioned_node_continue(cluster: Cluster, pod: str) -> None:
     cluster.faults.partition_node("node-1")
     cluster.wait_for_nodes(["node-1"], ready=False)
     assert len(processes(cluster, "sleep 90")) == 2
@@ -144,36 +140,36 @@ def test_a_partitioned_node_is_not_ready_while_its_pods_run_on(cluster: Cluster,
     cluster.wait_for_nodes(["node-1"])
 
 
-def test_a_killed_node_takes_its_pods_along_and_comes_back_without_them(cluster: Cluster, pod: str) -> None:
+def test_a_restarted_node_has_no_pods(cluster: Cluster, pod: str) -> None:
     cluster.faults.kill_node("node-1")
-    assert not marked(MARKER, cluster.paths.marker("node-1"))
+    assert not find_marked(MARKER, cluster.paths.marker("node-1"))
     assert cluster.status()["nodes"]["node-1"]["state"] == "dead"
-    assert phase(cluster, pod) == "Running"  # nobody has notified the API server
+    assert phase(cluster, pod) == "Running"  # the API server has not been notified
     cluster.wait_for_nodes(["node-1"], ready=False)
     cluster.faults.start_node("node-1")
     cluster.wait_for_nodes(["node-1"])
     until(lambda: phase(cluster, pod) == "Failed", "the pod fails")
-    with pytest.raises(ClusterError, match="runs already"):
+    with pytest.raises(ClusterError, match="already runs"):
         cluster.faults.start_node("node-1")
 
 
-def test_nodes_come_and_go(cluster: Cluster) -> None:
+def test_nodes_are_added_and_removed(cluster: Cluster) -> None:
     cluster.add_node(NodeSpec("late", neuron=1, labels={"zone": "b"}))
     assert cluster.api.get("/api/v1/nodes/late")["metadata"]["labels"]["zone"] == "b"
     with pytest.raises(ClusterError, match="has a node 'late' already"):
         cluster.add_node(NodeSpec("late"))
     cluster.remove_node("late")
     assert "late" not in cluster.ready_nodes()
-    assert not marked(MARKER, cluster.paths.marker("late"))
+    assert not find_marked(MARKER, cluster.paths.marker("late"))
 
 
 @pytest.mark.long
-def test_a_stopped_cluster_leaves_no_process_of_its_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_cluster_ends_all_processes_of_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with Cluster.start(nodes=node_specs(1)) as cluster:
         root = cluster.paths.root
         cluster.kubectl("run", "busy", "--image=any", "--command", "--", "sh", "-c", "trap '' TERM; sleep 903")
         cluster.kubectl("wait", "--for=condition=Ready", "pod/busy", f"--timeout={scaled(30):.0f}s")
         assert processes(cluster, "sleep 903")
-    assert not marked(MARKER, f"{root}/", prefix=True)
+    assert not find_marked(MARKER, f"{root}/", prefix=True)
     assert not root.exists()

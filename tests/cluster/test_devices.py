@@ -5,24 +5,20 @@ It has its own control plane, because its ResourceSlices are the cluster's. Ther
 one would, for each node the devices of a trn1.32xlarge, and the workers compute on processors.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.testing.cluster.access import ROOT
 from tests.testing.cluster.installed import install_operator
 from tests.testing.cluster.jobs import Job
-from tests.testing.cluster.sites import Site
+from tests.testing.cluster.shared_cluster import SharedCluster
 from tests.testing.suite.timeouts import until
 from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -45,8 +41,8 @@ PACED = {
 SHARED = "{trainer: {steps: 100000}, workers: {replicas: 1, accelerator: {device: cpu, claim: {count: 8}}}}"
 
 
-def published(node: str, tainted: dict[str, str] | None = None, generation: int = 1) -> dict[str, Any]:
-    """Return what the driver of a node publishes; `tainted`: device -> effect of its taint."""
+def published(node: str, tainted: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return the ResourceSlice that the driver of a node publishes; `tainted`: device -> effect of its taint."""
     devices: list[dict[str, Any]] = []
     for at in range(DEVICES):
         attributes = {
@@ -66,22 +62,22 @@ def published(node: str, tainted: dict[str, str] | None = None, generation: int 
         "spec": {
             "driver": DRIVER,
             "nodeName": node,
-            "pool": {"name": node, "generation": generation, "resourceSliceCount": 1},
+            "pool": {"name": node, "generation": 1, "resourceSliceCount": 1},
             "devices": devices,
         },
     }
 
 
 @pytest.fixture(scope="module")
-def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[SharedCluster]:
     if request.config.getoption("--cluster") != "local":
         pytest.skip("writes ResourceSlices, which belong to a driver elsewhere")
     nodes = node_specs(3, cpu="4", memory="8Gi")
     with (
         tempfile.TemporaryDirectory(prefix="trainium-devices-") as folder,
-        Cluster.start(nodes=[*nodes, system_node()]) as cluster,
+        Cluster.start(nodes=[*nodes, system_node()]) as devcluster,
     ):
-        found = Site("local", cluster.variables(), Path(folder), {}, cluster)
+        found = SharedCluster("local", devcluster.variables(), Path(folder), {}, devcluster)
         slices = [published(node.name) for node in nodes]
         everything = {"apiVersion": "v1", "kind": "List", "items": [CLASS, *slices]}
         found.kubectl("apply", "-f", "-", stdin=json.dumps(everything))
@@ -90,9 +86,9 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
 
 
 def claims(job: Job) -> dict[str, list[tuple[str, str]]]:
-    """Pod of the job -> pool and device of everything that its claim holds."""
+    """Return, by pod of the job, pool and device of all that its claim holds."""
     found = {}
-    for claim in job.site.get("resourceclaims", "-n", job.namespace)["items"]:
+    for claim in job.cluster.get("resourceclaims", "-n", job.namespace)["items"]:
         (owner,) = claim["metadata"]["ownerReferences"]
         if not owner["name"].startswith(f"{job.name}-w-"):
             continue
@@ -103,7 +99,7 @@ def claims(job: Job) -> dict[str, list[tuple[str, str]]]:
 
 
 def templates(job: Job) -> list[str]:
-    items = job.site.get("resourceclaimtemplates", "-n", job.namespace, "-l", f"trainium.dev/job-name={job.name}")
+    items = job.cluster.get("resourceclaimtemplates", "-n", job.namespace, "-l", f"trainium.dev/job-name={job.name}")
     return sorted(item["metadata"]["name"] for item in items["items"])
 
 
@@ -113,77 +109,79 @@ def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
     )
 
 
-def taint(site: Site, node: str, **tainted: str) -> None:
-    """The driver finds something wrong with devices of a node, or nothing any more."""
-    site.kubectl("apply", "-f", "-", stdin=json.dumps(published(node, tainted)))
+def taint(cluster: SharedCluster, node: str, **tainted: str) -> None:
+    """Taint devices of a node as its driver does, or remove the taints."""
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(published(node, tainted)))
 
 
 def end(job: Job) -> None:
     job.delete()
-    until(lambda: not claims(job), "the devices are given back")
+    until(lambda: not claims(job), "the devices are released")
 
 
-def test_a_job_with_claims_trains_on_the_devices_that_the_scheduler_gave_it(site: Site) -> None:
-    job = Job(site, "default", "claims", CLAIMING).apply()
+def test_a_job_trains_on_its_allocated_devices(cluster: SharedCluster) -> None:
+    job = Job(cluster, "default", "claims", CLAIMING).apply()
     job.until_step(5)
-    held = claims(job)
+    allocated = claims(job)
     pods = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in job.pods()}
-    assert held.keys() == pods.keys()
+    assert allocated.keys() == pods.keys()
     for pod, node in pods.items():
-        assert sorted(held[pod]) == sorted((node, f"neurondevice{at}") for at in range(DEVICES))
+        assert sorted(allocated[pod]) == sorted((node, f"neurondevice{at}") for at in range(DEVICES))
     (template,) = templates(job)
-    spec = site.get("resourceclaimtemplate", template, "-n", "default")["spec"]["spec"]["devices"]
+    spec = cluster.get("resourceclaimtemplate", template, "-n", "default")["spec"]["spec"]["devices"]
     assert spec["requests"][0]["exactly"]["count"] == DEVICES
     assert spec["constraints"] == [{"requests": ["neuron"], "matchAttribute": "resource.aws.com/devicegroup16_id"}]
     job.until_phase("Completed")
     end(job)
 
 
-def test_a_worker_whose_device_is_tainted_is_replaced_on_another_node_and_its_node_is_not_blamed(site: Site) -> None:
-    job = Job(site, "default", "tainted", ENDLESS, environment=PACED).apply()
+def test_a_worker_with_a_tainted_device_moves_to_another_node_without_blame(
+    cluster: SharedCluster,
+) -> None:
+    job = Job(cluster, "default", "tainted", ENDLESS, environment=PACED).apply()
     job.until_step(10)
     victim = job.members()[1]
     before = victim["nodeName"]
-    taint(site, before, neurondevice3="NoExecute")
+    taint(cluster, before, neurondevice3="NoExecute")
 
     entry = job.until_recovered(seconds=120)
 
     assert (entry["cause"], entry["stepsLost"]) == ("DeviceTainted", 0)
     assert before not in {member["nodeName"] for member in job.members()}
     status = job.status()
-    assert status.get("failures") in (None, []), "nobody's failure: nothing is charged"
+    assert status.get("failures") in (None, []), "a taint counts as no failure"
     assert status.get("avoidedNodes") in (None, [])
     assert all(pool != before for devices in claims(job).values() for pool, _ in devices)
-    taint(site, before)
+    taint(cluster, before)
     end(job)
 
 
-def test_a_worker_of_some_devices_moves_to_others_of_its_node(site: Site) -> None:
+def test_a_worker_of_some_devices_moves_to_others_of_its_node(cluster: SharedCluster) -> None:
     """Two nodes are cordoned by taints of all their devices, so only the other half of the same node is left."""
-    job = Job(site, "default", "half", SHARED).apply()
+    job = Job(cluster, "default", "half", SHARED).apply()
     job.until_step(5)
     (node,) = {member["nodeName"] for member in job.members()}
-    others = [item["spec"]["nodeName"] for item in site.get("resourceslices")["items"]]
+    others = [item["spec"]["nodeName"] for item in cluster.get("resourceslices")["items"]]
     for other in set(others) - {node}:
-        taint(site, other, **{f"neurondevice{at}": "NoSchedule" for at in range(DEVICES)})
-    (held,) = claims(job).values()
-    taint(site, node, **{held[0][1]: "NoExecute"})
+        taint(cluster, other, **{f"neurondevice{at}": "NoSchedule" for at in range(DEVICES)})
+    (allocated,) = claims(job).values()
+    taint(cluster, node, **{allocated[0][1]: "NoExecute"})
 
     entry = job.until_recovered(seconds=120)
 
     assert entry["cause"] == "DeviceTainted"
     (after,) = [devices for devices in claims(job).values() if devices]
     assert {pool for pool, _ in after} == {node}
-    assert held[0] not in after
+    assert allocated[0] not in after
     for other in others:
-        taint(site, other)
+        taint(cluster, other)
     end(job)
 
 
-def test_free_nodes_are_counted_by_their_devices_while_workers_find_none(site: Site) -> None:
-    first = Job(site, "default", "first", ENDLESS).apply()
+def test_free_nodes_are_counted_by_their_devices(cluster: SharedCluster) -> None:
+    first = Job(cluster, "default", "first", ENDLESS).apply()
     first.until_step(3)
-    second = Job(site, "default", "second", ENDLESS).apply()
+    second = Job(cluster, "default", "second", ENDLESS).apply()
 
     def message(status: dict[str, Any]) -> str:
         text: str = condition(status, "PodsReady")["message"]
@@ -196,31 +194,31 @@ def test_free_nodes_are_counted_by_their_devices_while_workers_find_none(site: S
     end(second)
 
 
-def test_another_shape_is_another_template_and_the_old_one_goes(site: Site) -> None:
-    job = Job(site, "default", "shape", ENDLESS).apply()
+def test_a_changed_claim_replaces_its_template(cluster: SharedCluster) -> None:
+    job = Job(cluster, "default", "shape", ENDLESS).apply()
     job.until_step(3)
     (old,) = templates(job)
     job.suspend()
     job.until_phase("Suspended")
     change = {"spec": {"workers": {"accelerator": {"claim": {"connected": False}}}}}
-    job.site.kubectl("patch", "trainingjob", job.name, "-n", "default", "--type=merge", "-p", json.dumps(change))
+    job.cluster.kubectl("patch", "trainingjob", job.name, "-n", "default", "--type=merge", "-p", json.dumps(change))
     until(lambda: len(templates(job)) == 1 and old not in templates(job), "the old one is removed")
     job.suspend(yes=False)
     job.until_step(job.log.newest + 3)
     end(job)
 
 
-def test_a_template_of_somebody_else_is_left_alone_and_the_job_reports_it(site: Site) -> None:
-    job = Job(site, "default", "foreign", ENDLESS).apply()
+def test_a_foreign_template_is_unchanged_and_reported(cluster: SharedCluster) -> None:
+    job = Job(cluster, "default", "foreign", ENDLESS).apply()
     job.until_step(2)
     (name,) = templates(job)
-    mine = site.get("resourceclaimtemplate", name, "-n", "default")
+    mine = cluster.get("resourceclaimtemplate", name, "-n", "default")
     end(job)
     until(lambda: not templates(job), "it went with its job")
     metadata = {"name": name, "namespace": "default", "labels": mine["metadata"]["labels"]}
     foreign = {**mine, "metadata": metadata}
-    site.kubectl("apply", "-f", "-", stdin=json.dumps(foreign))
-    again = Job(site, "default", "foreign", ENDLESS).apply()
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(foreign))
+    again = Job(cluster, "default", "foreign", ENDLESS).apply()
     status = again.until(
         "its name is taken", lambda status: condition(status, "PodsReady").get("reason") == "NameTaken", 60
     )
@@ -229,6 +227,6 @@ def test_a_template_of_somebody_else_is_left_alone_and_the_job_reports_it(site: 
         in condition(status, "PodsReady")["message"]
     )
     assert again.pods() == []
-    site.kubectl("delete", "resourceclaimtemplate", name, "-n", "default")
+    cluster.kubectl("delete", "resourceclaimtemplate", name, "-n", "default")
     again.until_phase("Running")
     end(again)

@@ -4,11 +4,10 @@ It has its own control plane, because the API is off by default in Kubernetes 1.
 the plan's own manifests, and the scheduler's decisions about them.
 """
 
-from __future__ import annotations
-
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,9 +21,6 @@ from trainium_operator.cluster.cache.discovery import discover_gang_apis
 from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, Plan
 from trainium_operator.plan.model.observed import GangApi, JobView, Observed, PlanSettings
 from trainium_operator.plan.plan import plan
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
@@ -52,7 +48,7 @@ async def discovered(cluster: Cluster) -> dict[GangApi, str]:
 
 
 def first_plan(cluster: Cluster, apis: dict[GangApi, str], replicas: int) -> Plan:
-    """Return what the plan asks for when a job of `replicas` CPU workers is new; its owner is an object that exists."""
+    """Return the first plan of a new job of `replicas` CPU workers, whose owner is an existing object."""
     owner = json.loads(cluster.kubectl("get", "configmap", "kube-root-ca.crt", "-o", "json"))["metadata"]["uid"]
     job = JobView(
         namespace="default",
@@ -90,17 +86,17 @@ def apply(cluster: Cluster, manifest: dict[str, Any]) -> None:
     cluster.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(manifest))
 
 
-def bound(cluster: Cluster) -> list[str]:
+def bound_pods(cluster: Cluster) -> list[str]:
     pods = json.loads(cluster.kubectl("get", "pods", "-l", "trainium.dev/job-name=gang", "-o", "json"))["items"]
     return [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName")]
 
 
-async def test_a_native_gang_is_found_and_bound_whole_or_not_at_all(cluster: Cluster) -> None:
+async def test_a_native_gang_is_bound_completely_or_not_at_all(cluster: Cluster) -> None:
     apis = await discovered(cluster)
     assert apis == {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
-    wanted = first_plan(cluster, apis, 3)
-    groups = [action.manifest for action in wanted.actions if isinstance(action, ApplyGroup)]
-    pods = [action.manifest for action in wanted.actions if isinstance(action, CreatePod)]
+    first = first_plan(cluster, apis, 3)
+    groups = [action.manifest for action in first.actions if isinstance(action, ApplyGroup)]
+    pods = [action.manifest for action in first.actions if isinstance(action, CreatePod)]
     assert (len(groups), len(pods)) == (1, 3)
     apply(cluster, groups[0])
     for pod in pods:
@@ -113,8 +109,8 @@ async def test_a_native_gang_is_found_and_bound_whole_or_not_at_all(cluster: Clu
         return any(each["type"] == "PodGroupScheduled" and each["status"] == "False" for each in conditions)
 
     until(refused, "the scheduler never said that a gang of three does not fit on two nodes")
-    assert bound(cluster) == [], "a partial gang holds nodes"
+    assert bound_pods(cluster) == [], "a partial gang holds nodes"
     stored = json.loads(cluster.kubectl("get", "pod", pods[0]["metadata"]["name"], "-o", "json"))
     assert stored["spec"]["schedulingGroup"] == {"podGroupName": name}, "the field survives the real API server"
     cluster.add_node(NodeSpec(name="gang-2"))
-    until(lambda: len(bound(cluster)) == 3, "the gang was not bound although it fits")
+    until(lambda: len(bound_pods(cluster)) == 3, "the gang was not bound although it fits")

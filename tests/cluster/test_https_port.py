@@ -1,6 +1,4 @@
-"""The chart with metrics over HTTPS and a certificate of somebody else, on nodes: probes, mounts, both replicas."""
-
-from __future__ import annotations
+"""The chart with metrics over HTTPS and a provided certificate, on nodes: probes, mounts, both replicas."""
 
 import base64
 import http.client
@@ -9,19 +7,17 @@ import socket
 import ssl
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.testing.cluster.installed import install_operator
-from tests.testing.cluster.sites import Site
+from tests.testing.cluster.shared_cluster import SharedCluster
 from tests.testing.suite.timeouts import scaled, until
 from trainium_devcluster.cluster import Cluster, system_node, system_values
 from trainium_operator.coordinator.certificates import renew_material
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -31,22 +27,22 @@ READER = {"kind": "ServiceAccount", "name": "prometheus", "namespace": "default"
 
 
 @pytest.fixture(scope="module")
-def secured(request: pytest.FixtureRequest) -> Iterator[Site]:
+def https_cluster(request: pytest.FixtureRequest) -> Iterator[SharedCluster]:
     if request.config.getoption("--cluster") != "local":
         pytest.skip("the addresses of pods are reached on the development cluster only")
     with (
         tempfile.TemporaryDirectory(prefix="trainium-https-") as folder,
-        Cluster.start(nodes=[system_node()]) as cluster,
+        Cluster.start(nodes=[system_node()]) as devcluster,
     ):
-        site = Site("local", cluster.variables(), Path(folder), {}, cluster)
-        site.kubectl("create", "serviceaccount", "prometheus")
+        cluster = SharedCluster("local", devcluster.variables(), Path(folder), {}, devcluster)
+        cluster.kubectl("create", "serviceaccount", "prometheus")
         ours = {"metrics": {"secure": True, "readers": [READER]}, "https": {"certificateSecret": "issued"}}
-        install_operator(site, ours | system_values())
-        yield site
+        install_operator(cluster, ours | system_values())
+        yield cluster
 
 
-def issue(site: Site) -> ssl.SSLContext:
-    """A new authority and certificate in the Secret; what trusts it."""
+def issue(cluster: SharedCluster) -> ssl.SSLContext:
+    """Write a new authority and certificate into the Secret; return a context that trusts it."""
     made = renew_material(None, (SERVICE,), time.time())
     data = {"tls.crt": made.server_cert, "tls.key": made.server_key, "ca.crt": made.ca_bundle}
     secret: dict[str, Any] = {
@@ -56,17 +52,17 @@ def issue(site: Site) -> ssl.SSLContext:
         "metadata": {"name": "issued", "namespace": SYSTEM},
         "data": {key: base64.b64encode(value).decode() for key, value in data.items()},
     }
-    site.kubectl("apply", "-f", "-", stdin=json.dumps(secret))
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(secret))
     return ssl.create_default_context(cadata=made.ca_bundle.decode())
 
 
-def addresses(site: Site) -> list[str]:
-    pods = site.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")["items"]
+def addresses(cluster: SharedCluster) -> list[str]:
+    pods = cluster.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")["items"]
     return [pod["status"]["podIP"] for pod in pods]
 
 
 def get(address: str, trust: ssl.SSLContext, token: str) -> int:
-    """Status of /metrics at the HTTPS port of this pod, which shows a certificate of the Service's name."""
+    """Return the status of /metrics at the HTTPS port of this pod, whose certificate has the name of the Service."""
     connection = http.client.HTTPSConnection(address, 8444, timeout=scaled(10), context=trust)
     connection.sock = trust.wrap_socket(socket.create_connection((address, 8444), scaled(10)), server_hostname=SERVICE)
     try:
@@ -77,28 +73,28 @@ def get(address: str, trust: ssl.SSLContext, token: str) -> int:
 
 
 @pytest.mark.long
-def test_a_mounted_certificate_that_comes_late_and_changes_serves_every_replica(secured: Site) -> None:
+def test_a_late_and_changed_certificate_is_served_by_every_replica(https_cluster: SharedCluster) -> None:
     """The operator runs without it: agents do not wait for the issuer of readers' certificates."""
-    log = lambda: secured.kubectl("logs", "-n", SYSTEM, "deployment/trainium-operator", "--tail=20")  # noqa: E731
-    token = secured.kubectl("create", "token", "prometheus").strip()
-    pods = addresses(secured)
+    log = lambda: https_cluster.kubectl("logs", "-n", SYSTEM, "deployment/trainium-operator", "--tail=20")  # noqa: E731
+    token = https_cluster.kubectl("create", "token", "prometheus").strip()
+    pods = addresses(https_cluster)
     assert len(pods) == 2
 
     def served(trust: ssl.SSLContext) -> bool:
         try:
             return {get(each, trust, token) for each in pods} == {200}
-        except OSError:  # nobody listens yet, or with another certificate
+        except OSError:  # not listening yet, or with another certificate
             return False
 
-    first = issue(secured)
+    first = issue(https_cluster)
     until(lambda: served(first), log)
     assert {get(each, first, "") for each in pods} == {401}
-    second = issue(secured)
+    second = issue(https_cluster)
     until(lambda: served(second), log)
     with pytest.raises(ssl.SSLCertVerificationError):
         get(pods[0], first, token)
-    assert addresses(secured) == pods
-    restarts = secured.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")["items"]
+    assert addresses(https_cluster) == pods
+    restarts = https_cluster.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")["items"]
     assert [pod["status"]["containerStatuses"][0]["restartCount"] for pod in restarts] == [0, 0]
     for each in pods:
         plain = http.client.HTTPConnection(each, 8080, timeout=scaled(10))
@@ -108,7 +104,7 @@ def test_a_mounted_certificate_that_comes_late_and_changes_serves_every_replica(
 
 
 @pytest.mark.long
-def test_helm_test_reports_that_the_installed_operator_works(secured: Site) -> None:
-    output = secured.helm("test", "trainium-operator", "-n", SYSTEM, "--timeout", "120s", "--logs")
+def test_helm_test_reports_that_the_installed_operator_works(https_cluster: SharedCluster) -> None:
+    output = https_cluster.helm("test", "trainium-operator", "-n", SYSTEM, "--timeout", "120s", "--logs")
     assert "the operator works: 2 of 2 replicas ready, " in output
     assert "leads, certificates are its own" in output

@@ -4,24 +4,20 @@ It has its own control plane, with the real controller and its webhooks beside i
 two and may borrow the other's. The nodes are tainted, so a pod without its flavor's toleration would find none.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.testing.cluster.installed import install_operator
 from tests.testing.cluster.jobs import Job
-from tests.testing.cluster.sites import Site
+from tests.testing.cluster.shared_cluster import SharedCluster
 from trainium_devcluster.binaries import KUEUE_PROGRAMS, is_cached
 from trainium_devcluster.cluster import Cluster, node_specs, system_node, system_values
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -71,7 +67,7 @@ QUEUES = {
         ),
     ],
 }
-# Quota of processors: 0.19.2 preempts nobody for the resource `pods` alone.
+# Quota of processors: 0.19.2 preempts no workload for the resource `pods` alone.
 WORKER = {"spec": {"containers": [{"name": "worker", "resources": {"requests": {"cpu": "1"}}}]}}
 # More steps than any machine makes before a queue has decided: a test ends such a job, or lets it rest.
 ENDLESS = "trainer: {steps: 100000}"
@@ -79,7 +75,7 @@ QUEUED = "scheduling: {queueName: training}"
 
 
 @pytest.fixture(scope="module")
-def teams(request: pytest.FixtureRequest) -> Iterator[Site]:
+def teams(request: pytest.FixtureRequest) -> Iterator[SharedCluster]:
     if request.config.getoption("--cluster") != "local":
         pytest.skip("needs a Kueue of its own, which the development cluster brings")
     if not is_cached(KUEUE_PROGRAMS):
@@ -88,17 +84,17 @@ def teams(request: pytest.FixtureRequest) -> Iterator[Site]:
     plain = node_specs(2, cpu="4", memory="8Gi", prefix="plain")
     with (
         tempfile.TemporaryDirectory(prefix="trainium-kueue-") as folder,
-        Cluster.start(nodes=[*pool, *plain, system_node()], kueue=True) as cluster,
+        Cluster.start(nodes=[*pool, *plain, system_node()], kueue=True) as devcluster,
     ):
-        site = Site("local", cluster.variables(), Path(folder), {"workerTemplate": WORKER}, cluster)
-        site.kubectl("apply", "-f", "-", stdin=json.dumps(QUEUES))
-        install_operator(site, {"statusIntervalSeconds": 1, "kueue": {"enabled": True}} | system_values())
-        yield site
+        cluster = SharedCluster("local", devcluster.variables(), Path(folder), {"workerTemplate": WORKER}, devcluster)
+        cluster.kubectl("apply", "-f", "-", stdin=json.dumps(QUEUES))
+        install_operator(cluster, {"statusIntervalSeconds": 1, "kueue": {"enabled": True}} | system_values())
+        yield cluster
 
 
 @dataclass
 class Reference:
-    """The same endless job on two nodes, without a queue; it trains as far as it is asked to."""
+    """The same endless job on two nodes without a queue; it trains as far as a test needs."""
 
     job: Job
 
@@ -111,17 +107,17 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(teams: Site) -> Reference:
+def reference(teams: SharedCluster) -> Reference:
     return Reference(Job(teams, "default", "reference", f"{{{ENDLESS}, suspend: true}}").apply())
 
 
-def workloads(site: Site, namespace: str) -> dict[str, dict[str, str]]:
-    """Workload -> its conditions."""
+def workloads(cluster: SharedCluster, namespace: str) -> dict[str, dict[str, str]]:
+    """Return the conditions by Workload."""
     return {
         item["metadata"]["name"]: {
             each["type"]: each["status"] for each in (item.get("status") or {}).get("conditions") or ()
         }
-        for item in site.get("workloads", "-n", namespace)["items"]
+        for item in cluster.get("workloads", "-n", namespace)["items"]
     }
 
 
@@ -130,12 +126,12 @@ def admitted(status: dict[str, Any]) -> tuple[str, str]:
 
 
 def size(wanted: int) -> Callable[[dict[str, Any]], bool]:
-    """It trains with so many workers."""
+    """Return a condition: the job trains with this number of workers."""
     return lambda status: status.get("phase") == "Running" and status.get("readyReplicas") == wanted
 
 
-def agrees(job: Job, reference: Reference) -> None:
-    """The curve, up to where the job is now, is that of the job that nobody disturbed."""
+def assert_same_losses(job: Job, reference: Reference) -> None:
+    """Assert that the losses up to the current step equal those of the undisturbed job."""
     job.log.refresh()
     losses = job.losses()
     undisturbed = reference.losses(max(losses))
@@ -143,7 +139,9 @@ def agrees(job: Job, reference: Reference) -> None:
     assert max(abs(losses[step] - undisturbed[step]) for step in losses) < 1e-5
 
 
-def test_an_elastic_job_borrows_gives_way_without_stopping_and_grows_back(teams: Site, reference: Reference) -> None:
+def test_an_elastic_job_borrows_shrinks_on_preemption_and_grows_back(
+    teams: SharedCluster, reference: Reference
+) -> None:
     elastic = Job(teams, "elastic", "elastic", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 4, minReplicas: 2}}}}")
     elastic.apply().until("training on four nodes, two of them borrowed", size(4))
     assert {pod["spec"]["nodeSelector"]["pool"] for pod in elastic.pods()} == {POOL}
@@ -154,7 +152,7 @@ def test_an_elastic_job_borrows_gives_way_without_stopping_and_grows_back(teams:
     elastic.until("training on its own two nodes", size(2))
     assert {member["podUid"] for member in elastic.members()} < first, "those that stay were never stopped"
     rigid.until_phase("Completed")
-    rigid.until("its end told to Kueue", lambda _: workloads(teams, "rigid")["rigid-quota-0"].get("Finished") == "True")
+    rigid.until("Kueue has its end", lambda _: workloads(teams, "rigid")["rigid-quota-0"].get("Finished") == "True")
 
     status = elastic.until("training on four nodes again", size(4))
     elastic.until_step(elastic.log.newest + 10)
@@ -164,11 +162,11 @@ def test_an_elastic_job_borrows_gives_way_without_stopping_and_grows_back(teams:
     assert any("the queue grants 2 of 4" in entry["message"] for entry in status["history"])
     assert elastic.uids() == set()
     elastic.until("nothing asked for", lambda _: not workloads(teams, "elastic"))
-    agrees(elastic, reference)
+    assert_same_losses(elastic, reference)
     elastic.delete()
 
 
-def test_a_rigid_job_that_borrowed_saves_leaves_waits_and_comes_back(teams: Site, reference: Reference) -> None:
+def test_an_evicted_rigid_job_saves_waits_and_resumes(teams: SharedCluster, reference: Reference) -> None:
     borrower = Job(teams, "elastic", "borrower", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 4}}}}").apply()
     borrower.until("training on four nodes", size(4))
     borrower.until_step(20)
@@ -184,11 +182,11 @@ def test_a_rigid_job_that_borrowed_saves_leaves_waits_and_comes_back(teams: Site
     borrower.until_phase("Suspended")
     assert status["restarts"]["total"] == 0
     assert any(event.startswith("Evicted:") for event in borrower.events())
-    agrees(borrower, reference)
+    assert_same_losses(borrower, reference)
     borrower.delete()
 
 
-def test_a_job_waits_in_its_queue_until_another_is_suspended(teams: Site) -> None:
+def test_a_job_waits_in_its_queue_until_another_is_suspended(teams: SharedCluster) -> None:
     first = Job(teams, "rigid", "first", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 3}}}}").apply()
     first.until("training on three nodes, one of them borrowed", size(3))
     second = Job(teams, "rigid", "second", f"{{{QUEUED}}}").apply()

@@ -1,17 +1,12 @@
 """Every alert fires on its fault and on no other: the chart's rules in Prometheus' own rule engine (promtool)."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 pytestmark = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus' promtool on PATH")
 
@@ -117,25 +112,25 @@ def test_prometheus_accepts_the_rules() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_nothing_fires_on_a_fleet_that_is_well(tmp_path: Path) -> None:
+def test_no_alert_fires_on_a_healthy_fleet(tmp_path: Path) -> None:
     firing(tmp_path, CALM, set())
 
 
 @pytest.mark.parametrize("alert", FAULTS)
-def test_an_alert_fires_on_its_fault_and_no_other_does(tmp_path: Path, alert: str) -> None:
+def test_exactly_the_alert_of_a_fault_fires(tmp_path: Path, alert: str) -> None:
     firing(tmp_path, CALM | FAULTS[alert], {alert})
 
 
-def test_there_is_a_fault_for_each_alert() -> None:
+def test_each_alert_has_a_fault() -> None:
     rules = [rule["alert"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
     assert rules == list(FAULTS)
 
 
-def test_what_lasts_shorter_than_an_alert_waits_for_does_not_fire(tmp_path: Path) -> None:
+def test_a_short_fault_does_not_fire(tmp_path: Path) -> None:
     firing(tmp_path, CALM | FAULTS["TrainiumJobNotTraining"], set(), after_minutes=20)
 
 
-def test_a_job_that_is_over_does_not_fire_for_its_goodput(tmp_path: Path) -> None:
+def test_a_finished_job_does_not_fire_for_its_goodput(tmp_path: Path) -> None:
     samples = CALM | FAULTS["TrainiumNamedJobGoodputLow"]
     del samples[f'job_phase{{{OF_JOB},phase="Running"}}']
     firing(tmp_path, samples, set())

@@ -4,23 +4,19 @@ NXD_SRC names the `src` folder of a checkout of https://github.com/aws-neuron/ne
 installed package is used. docs/backends.md lists what runs where.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import ModuleType
 
 HERE = Path(__file__).parent
 
@@ -41,7 +37,7 @@ documents = _trainer.documents
 
 
 def _reason() -> str | None:
-    """Why nothing here can run; None when it can."""
+    """Return why these tests cannot run, or None."""
     source = os.environ.get("NXD_SRC")
     if source and not (Path(source) / "neuronx_distributed").is_dir():
         return f"NXD_SRC is {source}, which has no folder neuronx_distributed"
@@ -52,7 +48,7 @@ def _reason() -> str | None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nxd() -> None:
-    """Skip everything here where it cannot run."""
+    """Skip all these tests where they cannot run."""
     reason = _reason()
     if reason:
         pytest.skip(reason)
@@ -65,31 +61,31 @@ def torch_xla(request: pytest.FixtureRequest, nxd: None) -> None:
         pytest.skip("torch_xla 2.9 is not installed, whose own ZeRO-1 or lazy device this is")
 
 
-class Forge(_trainer.Forge):
-    """The forking process with stand-ins and NxD in it."""
+class NxdRankServer(_trainer.RankServer):  # type: ignore[name-defined]
+    """The rank server with stand-ins and NxD."""
 
     def __init__(self, scratch: Path) -> None:
         settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": str(scratch)}
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "nxd_forge.py")],
+            [sys.executable, str(HERE / "nxd_rank_server.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | settings,
         )
-        self._asked = 0
+        self._requests = 0
 
 
 @pytest.fixture(scope="session")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    process = Forge(tmp_path_factory.mktemp("scratch"))
+def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    process = NxdRankServer(tmp_path_factory.mktemp("scratch"))
     yield process
     process.close()
 
 
 @pytest.fixture
-def program(launch: Callable[..., Any], forge: Any, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Run one of `programs.py`; what its ranks answer. `launch` has written the configuration."""
+def program(launch: Callable[..., Any], rank_server: Any, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Return a function that runs one of `programs.py` and returns the results of its ranks."""
 
     def start(name: str, ranks: int, *overrides: str, **environment: str) -> list[dict[str, Any]]:
         logs = tmp_path / f"{name}{len(list(tmp_path.iterdir()))}"
@@ -97,9 +93,9 @@ def program(launch: Callable[..., Any], forge: Any, tmp_path: Path) -> Callable[
         argv = [name, "--config", str(tmp_path / "trainer.yaml")]
         for override in overrides:
             argv += ["--set", override]
-        pids = forge.ask(ranks=ranks, argv=argv, environment=environment, logs=str(logs))["pids"]
+        pids = rank_server.request(ranks=ranks, argv=argv, last=[], environment=environment, logs=str(logs))["pids"]
         texts = [logs / f"rank-{rank}.log" for rank in range(ranks)]
-        assert forge.ask(wait=pids, seconds=300)["codes"] == [0] * ranks, texts[0].read_text()
+        assert rank_server.request(wait=pids, seconds=300)["codes"] == [0] * ranks, texts[0].read_text()
         return [json.loads(text.read_text().splitlines()[-1]) for text in texts]
 
     return start
@@ -107,8 +103,8 @@ def program(launch: Callable[..., Any], forge: Any, tmp_path: Path) -> Callable[
 
 @pytest.fixture(scope="session")
 def make_base(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Callable[..., Path]:
-    """A folder with a small base model and a tokenizer, the same at each call."""
-    from trainium_trainer.data.tokens.tokenizer import train_tokenizer
+    """Return a function that makes a folder with a small base model and a tokenizer, equal at each call."""
+    from trainium_trainer.data.prepared.text_sources import train_tokenizer
 
     def make(*, tied: bool = False, vocabulary: int = 320) -> Path:
         folder = tmp_path_factory.mktemp("base")

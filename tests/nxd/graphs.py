@@ -3,12 +3,10 @@
 Prints one JSON object per step. Started with the trainer's arguments.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 os.environ["NXD_CPU_MODE"] = "0"
 
@@ -19,11 +17,9 @@ standins.install()
 import torch_xla.core.xla_model as xm  # noqa: E402 - the stand-ins come first
 from torch_xla.debug import metrics  # noqa: E402
 
+from trainium_trainer.backends.base import StepOutcome  # noqa: E402
 from trainium_trainer.backends.nxd import backend  # noqa: E402
 from trainium_trainer.cli import main  # noqa: E402
-
-if TYPE_CHECKING:
-    from trainium_trainer.backends.base import StepOutcome
 
 COUNTED = {
     "compiled": "CompileTime",

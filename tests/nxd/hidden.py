@@ -3,14 +3,12 @@
 Prints one JSON object.
 """
 
-from __future__ import annotations
-
 import json
 
 import torch
 import torch_xla
 
-from trainium_trainer.models.dropout import dropped, sample_keys
+from trainium_trainer.models.dropout import dropout, sample_keys
 
 device = torch_xla.device()
 values = torch.randn(7, 3, 33)
@@ -18,7 +16,7 @@ same, wide = [], []
 for number in range(4):
     given = {"module": (-1) ** number * 123_456_789, "share": 0.3, "first": 4096 * number, "sequence": number % 2}
     keys = sample_keys(torch.arange(values.shape[1 - given["sequence"]]) + number, seed=number)
-    there = dropped(values.to(device), keys.to(device), **given)
+    there = dropout(values.to(device), keys.to(device), **given)
     wide.append("s64" in torch_xla._XLAC._get_xla_tensors_hlo([there]))
-    same.append(torch.equal(there.cpu(), dropped(values, keys, **given)))
+    same.append(torch.equal(there.cpu(), dropout(values, keys, **given)))
 print(json.dumps({"same": same, "wide": wide}))  # noqa: T201 - the answer

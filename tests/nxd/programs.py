@@ -1,25 +1,21 @@
-"""Programs of ranks beside runs of the trainer: each prints one JSON object and ends its process."""
-
-from __future__ import annotations
+"""Programs of ranks other than the trainer: each prints one JSON object and ends its process."""
 
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from trainium_trainer.backends.choose import find_backend, make_backend
+from trainium_trainer.backends.choose import create_backend, find_backend
 from trainium_trainer.backends.nxd.backend import NxdBackend
-from trainium_trainer.backends.nxd.stores import Sharing
+from trainium_trainer.backends.nxd.stores import SharedRowSync
 from trainium_trainer.configuration.config import Settings, load, read_launch, resolve_settings
-from trainium_trainer.data.batches.loader import MicroBatch
+from trainium_trainer.data.batches.micro_batches import MicroBatch
 from trainium_trainer.weights.initial import InitialWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def main(name: str, argv: Sequence[str]) -> None:
@@ -35,16 +31,16 @@ def agree(settings: Settings) -> dict[str, Any]:
     """Count the values, held by several ranks, that differ from the first such rank's, before and after they agreed."""
     backend = NxdBackend(settings)
     backend.build()
-    held = backend._store.held
+    states = backend._store.states
     own = float(backend.mesh.rank + 1)
     with torch.no_grad():
-        for entry in held:
+        for entry in states:
             entry.master.fill_(own)
     before = _differing(backend)
-    Sharing(held, backend._groups.tensor).agree()
+    SharedRowSync(states, backend._groups.tensor).agree()
     changed = [
         piece.name
-        for entry in held
+        for entry in states
         for piece in entry.pieces
         if piece.replicas == 1 and bool((entry.master[piece.start : piece.end] != own).any())
     ]
@@ -54,7 +50,7 @@ def agree(settings: Settings) -> dict[str, Any]:
 def _differing(backend: NxdBackend) -> int:
     mine = {
         f"{piece.name}{piece.offsets}": entry.master[piece.start : piece.end].clone()
-        for entry in backend._store.held
+        for entry in backend._store.states
         for piece in entry.pieces
         if piece.replicas > 1
     }
@@ -67,7 +63,7 @@ def _differing(backend: NxdBackend) -> int:
 
 
 def reload(settings: Settings) -> dict[str, Any]:
-    """NxD's own `load_checkpoint` of the tag `theirs` beside the checkpoints, and its `save_checkpoint` as `again`."""
+    """Load the tag `theirs` with NxD's own `load_checkpoint`, and save it as `again` with its `save_checkpoint`."""
     import torch_xla.core.xla_env_vars
     from neuronx_distributed.trainer.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint
 
@@ -78,7 +74,8 @@ def reload(settings: Settings) -> dict[str, Any]:
     backend.build()
     backend.initialize(77)
     folder = str(Path(settings.config.checkpoint.path).parent)
-    model, optimizer = backend._model, backend._store._optimizer
+    store: Any = backend._store
+    model, optimizer = backend._model, store._optimizer
     content = load_checkpoint(folder, "theirs", model=model, optimizer=optimizer)
     save_checkpoint(folder, "again", model=model, optimizer=optimizer, user_content=content)
     finalize_checkpoint()
@@ -86,8 +83,8 @@ def reload(settings: Settings) -> dict[str, Any]:
 
 
 def evaluate(settings: Settings) -> dict[str, Any]:
-    """Losses of two validations of the initial weights, the second without a token, and the weights' norm."""
-    backend = make_backend(find_backend(settings), settings)
+    """Return the losses of two validations of the initial weights, the second without tokens, and the weights' norm."""
+    backend = create_backend(find_backend(settings), settings)
     backend.build()
     backend.initialize(3)
     made = torch.Generator().manual_seed(backend.mesh.dp_rank)
@@ -98,7 +95,7 @@ def evaluate(settings: Settings) -> dict[str, Any]:
         labels[0, -5 - backend.mesh.dp_rank :] = -100
         batches.append(MicroBatch(tokens[:, :-1], labels, int((labels >= 0).sum()), torch.arange(2)))
     nothing = MicroBatch(batches[0].inputs, torch.full_like(batches[0].labels, -100), 0, torch.arange(2))
-    losses = [backend.evaluate(batches), backend.evaluate([nothing])]
+    losses = [backend.evaluate(batches).loss, backend.evaluate([nothing]).loss]
     return {"losses": [str(loss) for loss in losses], "norm": backend.parameter_norm()}
 
 
@@ -125,13 +122,13 @@ def nonfinite(settings: Settings) -> dict[str, Any]:
         )
         backend.accumulate(batch, last=True)
         outcome = backend.step(divisor=64 * backend.mesh.dp_size, learning_rate=0.1, clip_norm=1.0)
-        found[part] = [outcome.applied, list(outcome.origins)]
+        found[part] = [outcome.applied, list(outcome.nonfinite_ranks)]
         hook.remove()
     return found
 
 
 def frozen(settings: Settings) -> dict[str, Any]:
-    """Describe a tuning after a step: what is held beside the adapters in float32, and the base's numbers."""
+    """Describe a tuning after a step: the tensors beside the adapters in float32, and the base's numbers."""
     backend = NxdBackend(settings)
     backend.build()
     base = InitialWeights.open(settings.config, settings.shape).base
@@ -144,12 +141,12 @@ def frozen(settings: Settings) -> dict[str, Any]:
     backend.accumulate(batch, last=True)
     outcome = backend.step(divisor=64 * backend.mesh.dp_size, learning_rate=0.1, clip_norm=1.0)
     assert outcome.applied
-    held = backend._store.held
-    kept = [*held, *(entry for entry in backend._frozen if entry.parameter.grad is not None)]
-    tensors = [tensor for entry in held for tensor in (entry.master, entry.exp_avg, entry.exp_avg_sq)]
+    states = backend._store.states
+    kept: list[Any] = [*states, *(entry for entry in backend._frozen if entry.parameter.grad is not None)]
+    tensors = [tensor for entry in states for tensor in (entry.master, entry.exp_avg, entry.exp_avg_sq)]
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
     return {
-        "held": len(held),
+        "held": len(states),
         "strange": [entry.name for entry in kept if ".lora_" not in entry.name],
         "frozen": sorted({str(entry.parameter.dtype) for entry in backend._frozen}),
         "same": all(torch.equal(old, entry.parameter) for old, entry in zip(before, backend._frozen, strict=True)),

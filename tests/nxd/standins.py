@@ -6,23 +6,19 @@ packages; torch_xla's device, ordinals and collectives over gloo; and, where tor
 names that NxD imports from it (then there is no ZeRO-1, whose core is torch_xla's).
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch import distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CLOSED = {"torch_neuronx", "neuronxcc", "nki", "nkilib"}
 NOT_NEEDED = {"boto3", "botocore", "tenacity", "requests"}
@@ -32,20 +28,20 @@ INFERENCE = "neuronx_distributed.trace"
 
 
 class Absent:
-    """Anything of a package that is not here: may be named, called and indexed, and does nothing."""
+    """A stand-in for any object of an absent package: it can be named, called and indexed, and does nothing."""
 
-    def __getattr__(self, name: str) -> Absent:
+    def __getattr__(self, name: str) -> Self:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __call__(self, *_: Any, **__: Any) -> Absent:
+    def __call__(self, *_: Any, **__: Any) -> Self:
         return self
 
-    def __getitem__(self, _: Any) -> Absent:
+    def __getitem__(self, _: Any) -> Self:
         return self
 
-    def __or__(self, _: Any) -> Absent:
+    def __or__(self, _: Any) -> Self:
         return self
 
     __ror__ = __or__
@@ -56,7 +52,7 @@ class Absent:
 
 
 class Collectives:
-    """Ring neighbours of context parallelism, which nobody here uses."""
+    """Ring neighbours of context parallelism, which these tests do not use."""
 
     def __init__(self, replica_groups: list[list[int]]) -> None:
         self.rank_src_tgt_pairs: list[list[int]] = [[] for group in replica_groups for _ in group]
@@ -70,7 +66,7 @@ class _Module(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the closed packages as empty modules."""
+    """A finder that imports the closed packages as empty modules."""
 
     def __init__(self, roots: set[str]) -> None:
         self._roots = roots
@@ -97,7 +93,7 @@ def install() -> None:
     os.environ.setdefault("NXD_CPU_MODE", "1")
     os.environ.setdefault("NXD_LOG_LEVEL", "error")
     os.environ.setdefault("PJRT_DEVICE", "CPU")
-    # NxD does without transformers where there is none, and knows no recent one.
+    # NxD works without transformers, and not with a recent version.
     sys.modules["transformers"] = None  # type: ignore[assignment]
     if importlib.util.find_spec("torch_xla") is None:
         _replace_torch_xla()
@@ -149,7 +145,7 @@ _groups: dict[tuple[int, ...], Any] = {}
 
 
 def _group(groups: Any) -> Any:
-    """This rank's gloo group of a list of rank lists; every rank makes them in the same order."""
+    """Return this rank's gloo group of a list of rank lists; all ranks make them in the same order."""
     if not isinstance(groups, list) or not groups:
         return None if isinstance(groups, list) else groups
     for ranks in groups:
@@ -162,7 +158,7 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 def _all_reduce(kind: str, inputs: Any, scale: float = 1.0, groups: Any = None, **_: Any) -> Any:
-    """In place for a list, a new tensor for a tensor."""
+    """Reduce a list in place, and a tensor into a new one."""
     tensors = inputs if isinstance(inputs, list) else [inputs.clone()]
     for tensor in tensors:
         dist.all_reduce(tensor, op=_OPERATIONS[kind], group=_group(groups))
@@ -198,12 +194,12 @@ moved: dict[str, list[list[int]]] = {}
 
 
 def move_nothing() -> None:
-    """Collectives of this process have their groups and shapes, and no peers."""
+    """Replace the collectives of this process by ones with groups and shapes but without peers."""
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
     def of(groups: Any) -> int:
-        """Ranks of a group; all of them where no groups are named."""
+        """Return the ranks of a group; all ranks if no groups are given."""
         ranks = groups or [list(range(int(os.environ["WORLD_SIZE"])))]
         moved[str(len(ranks[0]))] = [list(group) for group in ranks]
         return len(ranks[0])

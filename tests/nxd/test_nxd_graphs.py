@@ -1,7 +1,5 @@
 """On torch_xla's own lazy device: a graph per micro-batch, none compiled after the first step, one read per step."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -37,9 +35,7 @@ def steps(config: dict[str, Any], folder: Path, *overrides: str, memory: bool = 
 
 
 @pytest.mark.parametrize("mode", ["Replicated", "FullySharded"])
-def test_steps_are_the_same_few_graphs_and_their_numbers_are_read_once(
-    base_config: dict[str, Any], tmp_path: Path, mode: str
-) -> None:
+def test_steps_reuse_their_graphs_and_are_read_once(base_config: dict[str, Any], tmp_path: Path, mode: str) -> None:
     found = steps(base_config, tmp_path, f"steps={STEPS}", f"dataParallel={mode}", "checkpoint.memory.everySteps=0")
     assert len(found) == STEPS
     for before, after in itertools.pairwise(found):
@@ -50,12 +46,12 @@ def test_steps_are_the_same_few_graphs_and_their_numbers_are_read_once(
 
 
 @pytest.mark.parametrize("mode", ["Replicated", "ShardedOptimizer"])
-def test_a_tuning_with_dropout_is_the_same_few_graphs_in_every_step(
+def test_a_tuning_with_dropout_reuses_its_graphs(
     base_config: dict[str, Any], base: Path, tmp_path: Path, mode: str
 ) -> None:
     tuning = "tuning={method: LoRA, trainable: [norm], lora: {rank: 4, dropout: 0.2, targets: ['*_proj', lm_head]}}"
-    given = [f"steps={STEPS}", f"dataParallel={mode}", "checkpoint.memory.everySteps=0", "recompute=Full", tuning]
-    found = steps(base_config, tmp_path, f"model.weights={base}", *given)
+    settings = [f"steps={STEPS}", f"dataParallel={mode}", "checkpoint.memory.everySteps=0", "recompute=Full", tuning]
+    found = steps(base_config, tmp_path, f"model.weights={base}", *settings)
     assert len(found) == STEPS
     for before, after in itertools.pairwise(found):
         assert after["compiled"] == before["compiled"]
@@ -64,7 +60,7 @@ def test_a_tuning_with_dropout_is_the_same_few_graphs_in_every_step(
     assert found[-1]["not lowered"] == []
 
 
-def test_the_device_hides_the_same_numbers_as_a_cpu_and_needs_no_wider_integers() -> None:
+def test_dropout_masks_equal_those_of_a_cpu() -> None:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("hidden.py"))],
         env=os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"},
@@ -77,7 +73,7 @@ def test_the_device_hides_the_same_numbers_as_a_cpu_and_needs_no_wider_integers(
     assert json.loads(done.stdout) == {"same": [True] * 4, "wide": [False] * 4}
 
 
-def test_a_snapshot_in_memory_adds_a_transfer_and_no_graph(base_config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_memory_snapshot_adds_no_graph(base_config: dict[str, Any], tmp_path: Path) -> None:
     found = steps(base_config, tmp_path, f"steps={STEPS}", memory=True)
     for before, after in itertools.pairwise(found):
         assert after["compiled"] == before["compiled"]
@@ -85,7 +81,7 @@ def test_a_snapshot_in_memory_adds_a_transfer_and_no_graph(base_config: dict[str
         assert after["fetched"] - before["fetched"] == 2
 
 
-def test_saved_and_resumed_on_the_device_the_losses_go_on(base_config: dict[str, Any], tmp_path: Path) -> None:
+def test_losses_continue_after_save_and_resume_on_the_device(base_config: dict[str, Any], tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     whole.mkdir()
     halves.mkdir()

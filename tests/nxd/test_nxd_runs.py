@@ -1,26 +1,22 @@
 """The nxd backend on the real neuronx-distributed: the curves, states and checkpoints of the native backend."""
 
-from __future__ import annotations
-
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from trainium_trainer import cli
-from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.format.reader import CheckpointReader
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    Metrics = list[dict[str, Any]]
+Metrics = list[dict[str, Any]]
 
 pytestmark = pytest.mark.timeout(900)  # the first test also waits for NxD's imports
 
@@ -37,14 +33,14 @@ def run(launch: Callable[..., Any], ranks: int, name: str, overrides: Sequence[s
     return launch(ranks, name, list(overrides), **given).finish(300).metrics()
 
 
-def assert_same_curve(metrics: Metrics, reference: Metrics, rel: float = 1e-5) -> None:
+def assert_same_curve(metrics: Metrics, reference: Metrics) -> None:
     assert [line["tokens"] for line in metrics] == [line["tokens"] for line in reference]
     for line, expected in zip(metrics, reference, strict=True):
-        assert line["loss"] == pytest.approx(expected["loss"], rel=rel)
-        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=100 * rel)
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
         for key in ("parameterNorm", "validationLoss"):
             assert (key in line) == (key in expected)
-            assert line.get(key, 0) == pytest.approx(expected.get(key, 0), rel=rel)
+            assert line.get(key, 0) == pytest.approx(expected.get(key, 0), rel=1e-5)
 
 
 @pytest.fixture
@@ -73,7 +69,7 @@ def reference(launch: Callable[..., Any]) -> Metrics:
         pytest.param(4, [ZERO1, TP, SP], id="zero1 dp2 tp2, sequence", marks=needs_torch_xla),
     ],
 )
-def test_the_curve_is_that_of_the_native_backend(
+def test_the_loss_curve_equals_that_of_the_native_backend(
     launch: Callable[..., Any], reference: Metrics, ranks: int, overrides: list[str]
 ) -> None:
     assert_same_curve(run(launch, ranks, "nxd", [NXD, *overrides]), reference)
@@ -87,7 +83,7 @@ def test_the_curve_is_that_of_the_native_backend(
         pytest.param(4, [TP, "recompute=Full"], id="dp2 tp2, full recompute"),
     ],
 )
-def test_masked_documents_make_the_curve_of_the_native_backend(
+def test_masked_documents_have_the_curve_of_the_native_backend(
     launch: Callable[..., Any], documents: Path, ranks: int, overrides: list[str]
 ) -> None:
     text, masked = f"data.source={documents}", "data.maskDocuments=true"
@@ -101,14 +97,14 @@ def test_heads_repeated_as_on_trn2_make_the_same_curve(launch: Callable[..., Any
     assert_same_curve(run(launch, 4, "nxd", [NXD, TP4], TEST_NXD_TARGET="trn2"), reference)
 
 
-def test_untied_embeddings_divide_as_well(launch: Callable[..., Any]) -> None:
+def test_untied_embeddings_are_divided_like_tied_ones(launch: Callable[..., Any]) -> None:
     untied = "model.tieEmbeddings=false"
     whole = run(launch, 1, "whole", ["backend=Native", untied])
     assert_same_curve(run(launch, 2, "divided", [NXD, untied, TP, SP]), whole)
 
 
 @needs_torch_xla
-def test_zero1_pads_what_does_not_divide(launch: Callable[..., Any]) -> None:
+def test_zero1_pads_parameters_that_do_not_divide(launch: Callable[..., Any]) -> None:
     batch = "batch.globalSize=6"
     whole = run(launch, 1, "whole", ["backend=Native", batch])
     assert_same_curve(run(launch, 3, "padded", [NXD, ZERO1, batch]), whole)
@@ -141,7 +137,7 @@ def test_half_precision_stays_close_to_full_precision(
     ],
     ids=["replicated", "zero1", "zero1, master weights"],
 )
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(launch: Callable[..., Any], overrides: list[str]) -> None:
+def test_a_resumed_run_is_bit_identical(launch: Callable[..., Any], overrides: list[str]) -> None:
     """The library's own resume of ZeRO-1 silently restores the weights from before the load."""
     settings = [NXD, TP, CONSTANT, *overrides]
     through = run(launch, 4, "through", [*settings, "steps=6"])
@@ -152,7 +148,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(launch: Callable[...,
 
 
 @needs_torch_xla
-def test_a_checkpoint_goes_through_every_layout_and_both_backends(launch: Callable[..., Any]) -> None:
+def test_a_checkpoint_is_loaded_in_every_layout_and_backend(launch: Callable[..., Any]) -> None:
     reference = run(launch, 1, "reference", ["backend=Native", CONSTANT, "steps=10"])
     layouts = [
         (2, [NXD, ZERO1]),
@@ -166,7 +162,7 @@ def test_a_checkpoint_goes_through_every_layout_and_both_backends(launch: Callab
     assert_same_curve(metrics, reference)
 
 
-def test_a_killed_run_goes_on_from_memory(launch: Callable[..., Any]) -> None:
+def test_a_killed_run_resumes_from_memory(launch: Callable[..., Any]) -> None:
     settings = [NXD, TP, CONSTANT, "steps=12"]
     reference = run(launch, 2, "reference", settings)
     job = launch(2, "killed", settings, memory=True)
@@ -180,7 +176,7 @@ def test_a_killed_run_goes_on_from_memory(launch: Callable[..., Any]) -> None:
     assert resumed.losses() == [line["loss"] for line in reference]
 
 
-def test_a_step_that_is_not_finite_is_noticed_before_the_update(launch: Callable[..., Any]) -> None:
+def test_a_nonfinite_step_is_not_applied(launch: Callable[..., Any]) -> None:
     job = launch(2, "broken", [NXD, TP, "model.ropeTheta=1e-300", "steps=2"])
     assert job.wait(300) == [65, 65]
     assert "step 1: loss is nan" in job.log()
@@ -194,7 +190,7 @@ def test_a_step_that_is_not_finite_is_noticed_before_the_update(launch: Callable
         pytest.param(3, [ZERO1], [2], [2], id="zero1 dp3", marks=needs_torch_xla),
     ],
 )
-def test_numbers_of_one_rank_are_attributed_to_it(
+def test_nonfinite_values_are_attributed_to_their_rank(
     program: Callable[..., Any], ranks: int, overrides: list[str], forward: list[int], backward: list[int]
 ) -> None:
     """A loss that is not finite reaches the gradients of the tensor-parallel group."""
@@ -210,16 +206,14 @@ def test_numbers_of_one_rank_are_attributed_to_it(
     ],
     ids=["pipeline", "rounding"],
 )
-def test_what_the_backend_cannot_do_is_refused_in_a_sentence(
-    launch: Callable[..., Any], overrides: list[str], message: str
-) -> None:
+def test_an_unsupported_option_is_an_error(launch: Callable[..., Any], overrides: list[str], message: str) -> None:
     job = launch(2, "refused", [NXD, *overrides])
     assert job.wait(300) == [64, 64]
     assert message in job.log().splitlines()[-1]
 
 
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
-def test_ranks_that_rounded_differently_agree_on_what_they_share(program: Callable[..., Any], target: str) -> None:
+def test_shared_values_agree_after_different_rounding(program: Callable[..., Any], target: str) -> None:
     for found in program("agree", 4, TP4, NXD, TEST_NXD_TARGET=target):
         assert found["before"] > 0
         assert found["after"] == 0
@@ -234,7 +228,7 @@ def test_ranks_that_rounded_differently_agree_on_what_they_share(program: Callab
         pytest.param(4, [TP, ZERO1], id="zero1 dp2 tp2", marks=needs_torch_xla),
     ],
 )
-def test_validation_and_the_norm_of_the_weights_are_those_of_the_native_backend(
+def test_validation_and_weight_norm_equal_those_of_the_native_backend(
     program: Callable[..., Any], ranks: int, overrides: list[str]
 ) -> None:
     (expected, _) = program("evaluate", 2, "backend=Native")
@@ -246,7 +240,7 @@ def test_validation_and_the_norm_of_the_weights_are_those_of_the_native_backend(
 
 @needs_torch_xla
 @pytest.mark.parametrize("tied", [True, False])
-def test_nxd_itself_reads_the_converted_tag_and_what_it_writes_is_converted_back(
+def test_checkpoints_convert_to_and_from_nxd(
     launch: Callable[..., Any], program: Callable[..., Any], tmp_path: Path, tied: bool
 ) -> None:
     settings = [NXD, ZERO1, TP, "precision=BFloat16", f"model.tieEmbeddings={str(tied).lower()}"]
@@ -265,6 +259,6 @@ def test_nxd_itself_reads_the_converted_tag_and_what_it_writes_is_converted_back
     assert [name for name in before.tensors if not torch.equal(before.read(name), after.read(name))] == []
 
 
-def contents(root: Path) -> Contents:
+def contents(root: Path) -> CheckpointReader:
     storage = PosixStorage(root)
-    return Contents(storage, survey(storage).committed[0], Retry(()))
+    return CheckpointReader(storage, survey(storage).committed[0], Retry(()))

@@ -1,12 +1,12 @@
-"""Tuning on the nxd backend with the real neuronx-distributed: curves, adapters, checkpoints of the native one."""
-
-from __future__ import annotations
+"""Tuning on the nxd backend with the real neuronx-distributed: losses, adapters, checkpoints of the native backend."""
 
 import json
 import os
 import shutil
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -15,15 +15,11 @@ from transformers import LlamaForCausalLM
 
 from tests.testing.trainer.base_models import save_family
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    Launcher = Callable[..., Any]
-    MakeBase = Callable[..., Path]
-    Trained = dict[str, torch.Tensor]
-    Metrics = list[dict[str, Any]]
-    Run = Callable[..., tuple[Metrics, Trained]]
+Launcher = Callable[..., Any]
+MakeBase = Callable[..., Path]
+Trained = dict[str, torch.Tensor]
+Metrics = list[dict[str, Any]]
+Run = Callable[..., tuple[Metrics, Trained]]
 
 pytestmark = pytest.mark.timeout(900)  # the first test also waits for NxD's imports
 
@@ -91,7 +87,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("tuning", TUNINGS)
 @pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS)
-def test_the_curve_and_what_was_trained_are_those_of_the_native_backend(
+def test_curve_and_weights_equal_those_of_the_native_backend(
     run: Run,
     native: dict[str, tuple[Metrics, Trained]],
     ranks: int,
@@ -113,7 +109,7 @@ def test_heads_repeated_as_on_trn2_make_the_same_curve(
 
 
 @pytest.mark.parametrize("overrides", [[TP, SP], pytest.param([TP, SP, ZERO1], marks=needs_torch_xla)])
-def test_all_of_a_base_is_trained_as_on_the_native_backend(run: Run, overrides: list[str]) -> None:
+def test_full_tuning_equals_that_of_the_native_backend(run: Run, overrides: list[str]) -> None:
     assert_same(run(4, "nxd", NXD, *overrides), run(1, "native", NATIVE))
 
 
@@ -128,7 +124,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("tuning", ["tuning={method: Full}", LORA], ids=["full", "LoRA"])
 @pytest.mark.parametrize(("ranks", "overrides"), [(2, [TP, SP]), (4, [TP4])], ids=["tp2, sequence", "tp4, repeated"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_trained_as_on_the_native_backend(
+def test_tuning_of_a_family_equals_that_of_the_native_backend(
     run: Run, base: Path, tmp_path: Path, family: str, ranks: int, overrides: list[str], tuning: str
 ) -> None:
     fields = {"vocab_size": 320, "intermediate_size": 64, "tie_word_embeddings": False} | FAMILIES[family]
@@ -139,7 +135,7 @@ def test_a_family_is_trained_as_on_the_native_backend(
 
 
 @pytest.mark.parametrize("tuning", [BESIDE, "tuning={trainable: [down_proj]}"], ids=["trained", "frozen"])
-def test_an_embedding_for_both_ends_is_trained_or_frozen_as_one(run: Run, make_base: MakeBase, tuning: str) -> None:
+def test_a_tied_embedding_is_trained_or_frozen_once(run: Run, make_base: MakeBase, tuning: str) -> None:
     weights = make_base(tied=True)
     theirs = run(1, "native", NATIVE, tuning, weights=weights)
     assert_same(run(2, "nxd", NXD, tuning, TP, SP, weights=weights), theirs)
@@ -172,7 +168,7 @@ def test_half_precision_stays_close_to_full_precision(run: Run, overrides: list[
 
 @pytest.mark.parametrize("tuning", [DROPS, PATTERNS], ids=["LoRA with dropout", "patterns"])
 @pytest.mark.parametrize("overrides", [[TP], pytest.param([TP, SP, ZERO1], marks=needs_torch_xla)])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, overrides: list[str], tuning: str) -> None:
+def test_a_resumed_tuning_is_bit_identical(run: Run, overrides: list[str], tuning: str) -> None:
     settings = [NXD, CONSTANT, tuning, *overrides]
     through, theirs = run(4, "through", *settings, "steps=6")
     run(4, "halted", *settings, "steps=3")
@@ -184,7 +180,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(run: Run, overrides: 
 
 @needs_torch_xla
 @pytest.mark.parametrize("tuning", [DROPS, MIXED], ids=["LoRA with dropout", "mixed"])
-def test_a_checkpoint_goes_from_the_native_backend_through_layouts_and_back(run: Run, tuning: str) -> None:
+def test_a_checkpoint_is_loaded_in_layouts_of_both_backends(run: Run, tuning: str) -> None:
     reference = run(1, "reference", NATIVE, tuning, CONSTANT, "steps=8")
     layouts: list[tuple[int, list[str]]] = [
         (2, [NATIVE]),
@@ -197,7 +193,7 @@ def test_a_checkpoint_goes_from_the_native_backend_through_layouts_and_back(run:
     assert_same(travelled, reference)
 
 
-def test_a_killed_run_goes_on_from_memory(launch: Launcher, run: Run, base: Path) -> None:
+def test_a_killed_tuning_resumes_from_memory(launch: Launcher, run: Run, base: Path) -> None:
     settings = [NXD, TP, CONSTANT, DROPS, "steps=12"]
     reference, theirs = run(2, "reference", *settings)
     job = launch(2, "killed", [f"model.weights={base}", *settings], memory=True)
@@ -211,7 +207,7 @@ def test_a_killed_run_goes_on_from_memory(launch: Launcher, run: Run, base: Path
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
-def test_a_run_begins_with_an_adapter_that_peft_saved(run: Run, base: Path, tmp_path: Path) -> None:
+def test_a_tuning_starts_from_an_adapter_of_peft(run: Run, base: Path, tmp_path: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(base)
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     torch.manual_seed(5)
@@ -227,7 +223,7 @@ def test_a_run_begins_with_an_adapter_that_peft_saved(run: Run, base: Path, tmp_
 
 
 @pytest.mark.parametrize("overrides", [[TP], pytest.param([TP, SP, ZERO1], marks=needs_torch_xla)])
-def test_what_is_frozen_has_no_gradient_no_moments_and_no_master_weights(
+def test_frozen_weights_have_no_optimizer_state(
     program: Callable[..., list[dict[str, Any]]], base: Path, overrides: list[str]
 ) -> None:
     for found in program("frozen", 4, NXD, f"model.weights={base}", LORA, "precision=BFloat16", *overrides):
@@ -238,7 +234,7 @@ def test_what_is_frozen_has_no_gradient_no_moments_and_no_master_weights(
 
 
 @pytest.mark.parametrize("tuning", [LORA, "tuning={method: Full}"], ids=["LoRA", "full"])
-def test_packed_examples_are_kept_apart_as_on_the_native_backend(run: Run, tmp_path: Path, tuning: str) -> None:
+def test_packed_examples_are_separate_as_on_the_native_backend(run: Run, tmp_path: Path, tuning: str) -> None:
     examples = tmp_path / "examples.jsonl"
     lines = [{"instruction": f"step {number}", "response": "loss " * (1 + number % 4)} for number in range(40)]
     examples.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,1 +1,1 @@
-"""The trainer: what runs inside a worker pod."""
+"""The trainer that runs in worker pods."""

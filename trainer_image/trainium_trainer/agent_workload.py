@@ -1,7 +1,7 @@
 """The built-in trainer as a workload of the agent: ranks are forked from a standby that has imported it.
 
-They meet at torch's store. The agent, which needs no torch, imports this module by its name, and only for a job with
-the trainer.
+They connect through torch's store. The agent, which needs no torch, imports this module by its name, and only for a job
+with the trainer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
+    from torch.distributed import TCPStore
 
     from trainium_agent.settings import AgentSettings
     from trainium_agent.workload.base import AttemptLayout
@@ -44,8 +44,8 @@ class Trainer(Workload):
         self._settings = settings
         warm = WARM_MODULE if settings.rank_entry == DEFAULT_RANK_ENTRY else ""
         self.plan = StandbyPlan(("torch",), settings.rank_entry, warm, str(settings.config_path))
-        # Read by torch when it is imported; the ranks share the import. Its C++ warns of the look-up that is made to
-        # fail, past the log's format.
+        # Torch reads it at its import, which the ranks share. Its C++ code would write a warning about the failed
+        # look-up, which bypasses the log's format.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         importlib.import_module("torch.distributed")
@@ -56,15 +56,15 @@ class Trainer(Workload):
         return serve_store(address)
 
     def request(self, layout: AttemptLayout, local_rank: int) -> StartRequest:
-        """Return the start of a rank."""
+        """Return the request to start a rank."""
         return StartRequest(
             ("train", "--config", str(self._settings.config_path)),
             rank_environment(self._settings, layout, local_rank, agent_serves=True),
-            f"trainium-rank {layout.rank(local_rank)} of {layout.world}",
+            f"trainium-rank {layout.rank(local_rank)} of {layout.world_size}",
         )
 
     def exit_signal(self, *, memory_ends: bool) -> signal.Signals:
-        """Ranks save to storage after SIGUSR1, since the memory of the node ends, and to memory after SIGTERM."""
+        """Return the signal of a stop: SIGUSR1 saves to storage, when the node's memory ends; SIGTERM to memory."""
         return signal.SIGUSR1 if memory_ends else signal.SIGTERM
 
     def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
@@ -72,14 +72,14 @@ class Trainer(Workload):
         return read_with_pulse(path)
 
     def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:
-        """Return the progress of the first rank: all are in the same step."""
+        """Return the progress of the first rank, because all ranks are in the same step."""
         record = read_progress(files[0]) if files else None
         return None if record is None else (record, files[0])
 
 
 def serve_store(address: str) -> TCPStore:
-    """Host one of torch's stores on one address only, at a free port. Raises OSError."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - for a job with the trainer
+    """Serve one of torch's stores on one address only, at a free port. Raises OSError."""
+    from torch.distributed import TCPStore  # noqa: PLC0415 - for a job with the trainer
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -101,13 +101,13 @@ def serve_store(address: str) -> TCPStore:
 _NSCOUNT_OFFSET = 16
 """Offset in `struct __res_state` (resolv.h): two ints and an unsigned long are before it, on every 64-bit Linux."""
 NAMELESS = "127.83.82.81"
-"""An address of this host that no hosts file names."""
+"""An address of this host that is in no hosts file."""
 
 
 def stop_reverse_lookups() -> None:
     """Open a store whose address has no name, while this thread has no name server.
 
-    torch asks for the name of each address, once in the life of a process, which takes seconds where DNS is silent.
+    torch looks up the name of each address once per process, which takes seconds if DNS does not answer.
     """
     with contextlib.suppress(OSError, AttributeError, RuntimeError), _no_name_server():
         serve_store(NAMELESS)
@@ -115,7 +115,7 @@ def stop_reverse_lookups() -> None:
 
 @contextlib.contextmanager
 def _no_name_server() -> Iterator[None]:
-    """For this thread. Raises AttributeError where the C library does not have glibc's resolver."""
+    """Remove the name servers of this thread. Raises AttributeError without glibc's resolver."""
     libc = ctypes.CDLL(None)
     state, read_configuration = libc["__res_state"], libc["__res_init"]
     state.restype = ctypes.c_void_p

@@ -1,8 +1,8 @@
 """End the program: errors that carry an exit code of the contract, and the code of every other exception.
 
 Guarantees:
-- Each error that a person can act on is one sentence.
-- The last line on stderr is that sentence and is also left in the pod's termination log.
+- Each error that a user can fix is one sentence.
+- The last line on stderr is that sentence and is also written to the pod's termination log.
 - A code outside the contract means a crash, which the agent may retry.
 """
 
@@ -34,19 +34,19 @@ _SHAPE_TEXTS = ("shapes cannot be multiplied", "size mismatch", "must match the 
 
 
 class TrainerError(Exception):
-    """An error that knows its exit code; its text is a sentence for a person."""
+    """An error with an exit code; its text is a message for the user."""
 
     code: ExitCode = ExitCode.USER_ERROR
 
 
 class UserError(TrainerError):
-    """Configuration, data or shape that the user has to change (64)."""
+    """The user has to change the configuration, data or shape (64)."""
 
     code = ExitCode.USER_ERROR
 
 
 class UnreadableError(UserError):
-    """A file that the configuration names cannot be read (64; 81 where this run has read it before)."""
+    """A file of the configuration cannot be read (64; 81 if this run has read it before)."""
 
 
 class NumericalError(TrainerError):
@@ -56,7 +56,7 @@ class NumericalError(TrainerError):
 
 
 class PeerLostError(TrainerError):
-    """A collective failed because another rank went away (76)."""
+    """A collective failed because another rank exited (76)."""
 
     code = ExitCode.PEER_LOST
 
@@ -68,8 +68,8 @@ class StorageError(TrainerError):
 
 
 @contextlib.contextmanager
-def blaming_storage(*, restarted: bool) -> Iterator[None]:
-    """Raise StorageError in place of UserError for a file that an earlier process of this run has read."""
+def storage_errors_on_restart(*, restarted: bool) -> Iterator[None]:
+    """Raise StorageError instead of UserError for a file that an earlier process of this run has read."""
     try:
         yield
     except UserError as error:
@@ -82,7 +82,7 @@ def blaming_storage(*, restarted: bool) -> Iterator[None]:
 
 
 def find_exit_code(error: BaseException) -> int:
-    """Return the exit code of any exception; 1 (a crash) when the contract has none for it."""
+    """Return the exit code of any exception; 1 (a crash) if the contract has none for it."""
     if isinstance(error, TrainerError):
         return error.code
     if isinstance(error, SystemExit):
@@ -129,11 +129,11 @@ def describe_exit(error: BaseException) -> str:
 def report(error: BaseException, *, where: str = "") -> int:
     """Print why the process ends and return its exit code.
 
-    A traceback is printed only for what no sentence explains: not for a lost peer, whose victims all report at once.
+    A traceback is printed only for errors without a message, and not for a lost peer, which all other ranks report.
     """
     code = find_exit_code(error)
     explained = isinstance(error, (TrainerError, KeyboardInterrupt, SystemExit)) or code == ExitCode.PEER_LOST
-    log_lines.report_end(
+    log_lines.report_exit(
         f"{where}{describe_exit(error)}", trace="" if explained else "".join(traceback.format_exception(error))
     )
     return code

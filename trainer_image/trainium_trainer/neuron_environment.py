@@ -2,9 +2,9 @@
 
 Guarantees:
 - `variables` is a pure function.
-- The user's own environment is never overridden in silence: where it differs, the run ends with a sentence that names
-  the variable and the field.
-- Nothing here imports torch.
+- The user's environment is never silently overridden: if it differs, the run ends with an error that names the variable
+  and the field.
+- This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ COMPILER_FLAGS = "NEURON_CC_FLAGS"
 CAPTURE_ENABLED = "NEURON_RT_INSPECT_ENABLE"
 _CAPTURE_FOLDER = "NEURON_RT_INSPECT_OUTPUT_DIR"
 _CAPTURED = {
-    "NEURON_RT_INSPECT_SYSTEM_PROFILE": "1",  # newest million events of a core, in a ring buffer
-    "NEURON_RT_INSPECT_DEVICE_PROFILE": "1",  # first execution of each graph on each core
+    "NEURON_RT_INSPECT_SYSTEM_PROFILE": "1",  # the newest million events of a core, in a ring buffer
+    "NEURON_RT_INSPECT_DEVICE_PROFILE": "1",  # the first execution of each graph on each core
 }
-"""Variables of the capture of a process, from its start; the user's environment may set other values (Neuron Explorer
-Environment Variables, Neuron SDK 2.33)."""
+"""The variables of a process's capture from its start; the user's environment may set other values (Neuron Explorer
+Environment Variables, Neuron SDK 2.33).
+"""
 _MODEL_TYPES = {ModelType.TRANSFORMER: "transformer", ModelType.GENERIC: "generic"}
 _STRATEGIES = {DistributionStrategy.LLM_TRAINING: "llm-training"}
 _AUTO_CASTS = {AutoCast.NONE: "none", AutoCast.MATMULT: "matmult", AutoCast.ALL: "all"}
@@ -55,15 +56,15 @@ _FIELDS = {
 }
 _DOWNCASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
-"""Names the EC2 instance type."""
+"""The file with the EC2 instance type."""
 LOGICAL_CORE = "NEURON_LOGICAL_NC_CONFIG"
-"""How many physical cores make one that a process sees."""
+"""The number of physical cores per logical core."""
 DEVICE_FILES = "neuron[0-9]*"
 _M_ARENA_MAX = -8  # of mallopt(3)
 
 
 def compiler_flags(neuron: NeuronConfig) -> list[str]:
-    """Return the options of neuronx-cc, each as one word."""
+    """Return the options of neuronx-cc, one word each."""
     flags = [f"--model-type={_MODEL_TYPES[neuron.model_type]}"]
     if neuron.distribution_strategy in _STRATEGIES:
         flags.append(f"--distribution-strategy={_STRATEGIES[neuron.distribution_strategy]}")
@@ -79,33 +80,33 @@ def compiler_flags(neuron: NeuronConfig) -> list[str]:
 
 
 def variables(config: TrainingConfig, *, nxd: bool, given: Mapping[str, str]) -> dict[str, str]:
-    """Every variable to set, for the backend `Nxd` or for TorchNeuron, beside the user's own environment `given`.
+    """Return every variable to set for the backend `Nxd` or TorchNeuron, besides the user's environment `given`.
 
-    Compiler flags of the user are kept beside ours. Raises UserError where `given` contradicts the configuration.
+    The user's compiler flags are kept. Raises UserError if `given` contradicts the configuration.
     """
     neuron = config.neuron
     rounds = config.precision.keeps_half if neuron.stochastic_rounding is None else neuron.stochastic_rounding
-    found = {
+    environment = {
         "NEURON_FUSE_SOFTMAX": str(int(neuron.fuse_softmax)),
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": str(int(rounds)),
         "NEURON_RT_STOCHASTIC_ROUNDING_SEED": str(neuron.stochastic_rounding_seed),
         "NEURON_RT_EXEC_TIMEOUT": str(neuron.exec_timeout_seconds),
     }
     if nxd:
-        found["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] = str(neuron.async_exec_inflight_requests)
+        environment["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] = str(neuron.async_exec_inflight_requests)
     if neuron.malloc_arenas is not None:
-        found["MALLOC_ARENA_MAX"] = str(neuron.malloc_arenas)
+        environment["MALLOC_ARENA_MAX"] = str(neuron.malloc_arenas)
     if neuron.cache_directory is not None:
-        found["NEURON_COMPILE_CACHE_URL"] = neuron.cache_directory
-    _refuse_other_values(found, given)
+        environment["NEURON_COMPILE_CACHE_URL"] = neuron.cache_directory
+    _refuse_other_values(environment, given)
     for name in _DOWNCASTS:
         if given.get(name, "0") not in {"0", ""}:
             raise UserError(
                 f"environment variable {name} is {given[name]!r}: it would turn float32 master weights and moments "
                 "into bfloat16; unset it, `precision` sets the number formats"
             )
-    found[COMPILER_FLAGS] = shlex.join(_merged(compiler_flags(neuron), given.get(COMPILER_FLAGS, "")))
-    return found
+    environment[COMPILER_FLAGS] = shlex.join(_merge_flags(compiler_flags(neuron), given.get(COMPILER_FLAGS, "")))
+    return environment
 
 
 def apply(
@@ -115,9 +116,9 @@ def apply(
     devices: Path = Path("/dev"),
     capture: Path | None = None,
 ) -> None:
-    """Set the variables in this process, where it may use Neuron devices; `devices` is the folder of device files.
+    """Set the variables in this process if it may use Neuron devices; `devices` is the folder of device files.
 
-    `capture`: a folder for what the runtime captures of this process; None for nothing. Raises UserError as `variables`
+    `capture`: a folder for the runtime's capture of this process; None for no capture. Raises UserError as `variables`
     does.
     """
     if not uses_neuron(config, devices):
@@ -129,33 +130,33 @@ def apply(
         capture.mkdir(parents=True, exist_ok=True)
         environment.update(required | {name: environment.get(name, value) for name, value in _CAPTURED.items()})
     if config.neuron.malloc_arenas is not None:
-        # The C library has read its variables already; this is how it learns later.
+        # The C library has already read its variables, so the value is set by a call.
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, config.neuron.malloc_arenas)
 
 
 def uses_neuron(config: TrainingConfig, devices: Path = Path("/dev")) -> bool:
-    """Return whether this process may use Neuron devices: they are requested, or here and not excluded."""
-    asked = config.backend is BackendChoice.NXD or config.device is DeviceChoice.NEURON
-    return asked or (config.device is DeviceChoice.AUTO and any(devices.glob(DEVICE_FILES)))
+    """Return whether this process may use Neuron devices: they are requested, or present and not excluded."""
+    requested = config.backend is BackendChoice.NXD or config.device is DeviceChoice.NEURON
+    return requested or (config.device is DeviceChoice.AUTO and any(devices.glob(DEVICE_FILES)))
 
 
-def _refuse_other_values(found: Mapping[str, str], given: Mapping[str, str]) -> None:
+def _refuse_other_values(wanted: Mapping[str, str], present: Mapping[str, str]) -> None:
     """Raise UserError for a variable that the user's environment sets to another value."""
-    for name, value in found.items():
-        if given.get(name, value) != value:
+    for name, value in wanted.items():
+        if present.get(name, value) != value:
             raise UserError(
-                f"environment variable {name} is {given[name]!r}, but {_FIELDS[name]} makes it {value!r}: "
+                f"environment variable {name} is {present[name]!r}, but {_FIELDS[name]} makes it {value!r}: "
                 "unset the variable, or set both to the same value"
             )
 
 
-def _merged(ours: list[str], given: str) -> list[str]:
-    """Our flags, then those of the user that are not among them; UserError for one with another value."""
+def _merge_flags(ours: list[str], flags: str) -> list[str]:
+    """Merge the configured flags with the user's. Raises UserError for a flag with another value."""
     try:
-        words = _joined(shlex.split(given))
+        words = _join_values(shlex.split(flags))
     except ValueError as error:
         raise UserError(
-            f"environment variable {COMPILER_FLAGS} is {given!r}, which is no command line ({error}): correct it, or "
+            f"environment variable {COMPILER_FLAGS} is {flags!r}, which is no command line ({error}): correct it, or "
             "use neuron.extraCompilerFlags"
         ) from error
     values = dict(_name_and_value(flag) for flag in ours)
@@ -170,8 +171,8 @@ def _merged(ours: list[str], given: str) -> list[str]:
     return ours + [flag for flag in words if _name_and_value(flag)[0] not in values]
 
 
-def _joined(words: list[str]) -> list[str]:
-    """Options and their values as one word each: `--model-type transformer` becomes `--model-type=transformer`."""
+def _join_values(words: list[str]) -> list[str]:
+    """Join options and their values: `--model-type transformer` becomes `--model-type=transformer`."""
     joined: list[str] = []
     for word in words:
         if word.startswith("-") or not joined:

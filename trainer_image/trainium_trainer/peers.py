@@ -1,7 +1,7 @@
-"""Share out work of a job's ranks on the host: artifacts, evaluation.
+"""Divide work on the host between a job's ranks: artifacts, evaluation.
 
 Guarantees:
-- Nothing here touches a device.
+- No device is used.
 - Every method marked *collective* is called by all ranks in the same order.
 """
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(hours=12)
-"""Ranks that are done wait this long for the slowest; a lost peer is noticed at once, by its connection."""
+"""The time that finished ranks wait for the slowest; a failed peer is detected at once by its connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """All ranks, and this one's number."""
+    """All ranks, and the number of this rank."""
 
     rank: int
     size: int
     node_rank: int = 0
-    """Number of this process within its node."""
+    """The number of this process within its node."""
     group: ProcessGroup | None = None
     """None exactly when `size` is 1."""
     waiting: AbstractContextManager[None] = field(default_factory=contextlib.nullcontext)
-    """Entered while the others are waited for."""
+    """A context of waits for the other ranks."""
 
     @staticmethod
     def open(rank: int, size: int, node_rank: int = 0, *, waiting: AbstractContextManager[None] | None = None) -> Peers:
@@ -53,5 +53,5 @@ class Peers:
         return cast("list[T]", values)
 
     def barrier(self) -> None:
-        """Return when all ranks have come here. Collective."""
+        """Wait for all ranks. Collective."""
         self.gather(self.rank)

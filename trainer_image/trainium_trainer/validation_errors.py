@@ -1,4 +1,4 @@
-"""Explain a validation error of pydantic in one sentence: field, value, bound, and remedy."""
+"""Explain a validation error of pydantic: field, value, bound and remedy."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ if TYPE_CHECKING:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the first problem of a validation error as one sentence, and how many more there are."""
+    """Return the first problem of a validation error as one sentence, with the number of further problems."""
     details = error.errors()
     first = first_problem(details)
-    sentence = _sentence(first, model)
+    message = _format_problem(first, model)
     more = len(details) - 1
-    return sentence + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
+    return message + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
 
 
 def first_problem(details: list[ErrorDetails]) -> ErrorDetails:
-    """Return the problem to speak of: an unknown field before all others, which often follow from it."""
+    """Return the problem to report: an unknown field before all others, which often follow from it."""
     return min(details, key=lambda item: item["type"] != "extra_forbidden")
 
 
-def _sentence(item: ErrorDetails, model: type[BaseModel]) -> str:
+def _format_problem(item: ErrorDetails, model: type[BaseModel]) -> str:
     field = ".".join(str(part) for part in item["loc"]) or "the configuration"
     context = item.get("ctx", {})
     value = item["input"]
-    shown = f"{field} is {value!r}" if isinstance(value, (str, int, float, bool)) or value is None else field
+    subject = f"{field} is {value!r}" if isinstance(value, (str, int, float, bool)) or value is None else field
     match item["type"]:
         case "extra_forbidden":
             return _unknown_field(item["loc"], model)
         case "value_error":
             return str(context["error"])
         case "enum":
-            return f"{shown}, which is not one of its values: use {context['expected']}"
+            return f"{subject}, which is not one of its values: use {context['expected']}"
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
-            return f"{shown}: use {_range(item, model)}"
+            return f"{subject}: use {_format_range(item, model)}"
         case "int_parsing" | "int_type" | "int_from_float":
-            return f"{shown}, which is not a whole number: use one"
+            return f"{subject}, which is not a whole number: use one"
         case "float_parsing" | "float_type" | "finite_number":
-            return f"{shown}, which is not a number: use one"
+            return f"{subject}, which is not a number: use one"
         case "bool_parsing" | "bool_type":
-            return f"{shown}, which is neither true nor false: use one of them"
+            return f"{subject}, which is neither true nor false: use one of them"
         case "string_type":
-            return f"{shown}, which is not text: use quotes"
+            return f"{subject}, which is not text: use quotes"
         case "string_too_short":
             return f"{field} is empty: give a value or leave the field out"
         case "string_too_long":
@@ -55,36 +55,36 @@ def _sentence(item: ErrorDetails, model: type[BaseModel]) -> str:
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"{field} is {value!r}, but it has fields of its own: write them below it, or leave it out"
         case _:
-            return f"{shown}: {item['msg']}; correct the value or leave the field out"
+            return f"{subject}: {item['msg']}; correct the value or leave the field out"
 
 
 _WORDS = {"ge": "of at least {}", "gt": "greater than {}", "le": "at most {}", "lt": "less than {}"}
 _LARGEST = 2**31 - 1
 
 
-def _range(item: ErrorDetails, model: type[BaseModel]) -> str:
-    """Both ends of the field's legal range, as far as a person would name them."""
+def _format_range(item: ErrorDetails, model: type[BaseModel]) -> str:
+    """Format both ends of the field's legal range, if they are useful to a user."""
     bounds = {key: value for key, value in item.get("ctx", {}).items() if key in _WORDS}
     for part in _constraints(item["loc"], model):
         for key in _WORDS:
             bound = getattr(part, key, None)
             if bound is not None:
                 bounds.setdefault(key, bound)
-    # The limit of a 32-bit number is a bound that nobody meets by mistake, unless it is the one that was broken.
+    # The limit of a 32-bit number is reported only if the value exceeds it.
     if bounds.get("le") == _LARGEST and item["type"] != "less_than_equal":
         del bounds["le"]
-    words = [_WORDS[key].format(_plain(bounds[key])) for key in ("ge", "gt", "le", "lt") if key in bounds]
+    words = [_WORDS[key].format(_format_number(bounds[key])) for key in ("ge", "gt", "le", "lt") if key in bounds]
     text = " and ".join(words)
     return f"a number {text if text.startswith(('of', 'greater')) else 'of ' + text}"
 
 
-def _plain(bound: float) -> float:
-    """1 for 1.0: as people write it."""
+def _format_number(bound: float) -> float:
+    """Format a number as a user writes it: 1 for 1.0."""
     return int(bound) if float(bound).is_integer() else bound
 
 
 def _constraints(location: tuple[int | str, ...], model: type[BaseModel]) -> list[Any]:
-    """Bounds that the field at `location` declares, in whatever layer of its annotation."""
+    """Return the bounds that the field at `location` declares in any layer of its annotation."""
     owner: type[BaseModel] | None = model
     for name in location[:-1]:
         owner = _child(owner, str(name)) if owner else None
@@ -97,11 +97,11 @@ def _constraints(location: tuple[int | str, ...], model: type[BaseModel]) -> lis
 
 
 def _annotated_parts(annotation: Any) -> list[Any]:
-    found: list[Any] = []
+    parts: list[Any] = []
     for part in (annotation, *getattr(annotation, "__args__", ())):
         for meta in getattr(part, "__metadata__", ()):
-            found += getattr(meta, "metadata", [meta])
-    return found
+            parts += getattr(meta, "metadata", [meta])
+    return parts
 
 
 def _unknown_field(location: tuple[int | str, ...], model: type[BaseModel]) -> str:

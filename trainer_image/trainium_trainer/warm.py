@@ -1,10 +1,10 @@
-"""Import and prepare everything slow that a training process needs and that does not depend on its rank.
+"""Do the slow imports and preparations of a training process that do not depend on its rank.
 
-A standby process calls `warm` before it knows what it will be, and is forked when a rank must start.
+A standby process calls `warm` before its role is known, and is forked when a rank must start.
 
 Guarantees:
-- No environment of a rank is read, no accelerator is touched, no thread is left behind, and nothing is written but the
-  cache of tokenised data, so that a spare that steps in finds it ready.
+- No environment of a rank is read, no accelerator is used, no thread remains, and only the cache of tokenized data is
+  written, so that it is ready when a spare takes over.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ALWAYS = (
     "trainium_trainer.loop.train",
     "trainium_trainer.checkpoint.manager",
     "trainium_trainer.backends.native",
-    "trainium_trainer.data.opening",
+    "trainium_trainer.data.dataset",
     "trainium_trainer.data.sources.python_docs",
 )
 _DIVIDED = (
-    "torch._dynamo",  # DTensor and FSDP import it at their first use
+    "torch._dynamo",  # DTensor and FSDP would import it at their first use
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
@@ -43,13 +43,14 @@ _ACCELERATORS = ("nvidia[0-9]*", "neuron[0-9]*", "kfd")
 _COMPILED = ("torch._dynamo", "torch._inductor.compile_fx")
 _BEGINNING = ("trainium_trainer.weights.base", "trainium_trainer.weights.adapter")
 _PIPELINE = ("trainium_trainer.backends.pipeline",)
-_SHARDED = ("torch.distributed.fsdp", "trainium_trainer.backends.sharded")
+_SHARDED = ("torch.distributed.fsdp", "trainium_trainer.backends.sharded_store")
 
 
 def warm(config_path: str | None = None) -> None:
-    """Import what a rank needs; all of it when the configuration is unknown or invalid (the rank will report that)."""
+    """Import the modules that a rank needs; all of them if the configuration is unknown or invalid."""
     for name in _ALWAYS:
         importlib.import_module(name)
+    sys.modules["trainium_trainer.cli"].command()
     config = _configuration(config_path)
     if config is None or config.parallelism.tensor > 1:
         _import(_DIVIDED)
@@ -76,8 +77,8 @@ def _configuration(path: str | None) -> TrainingConfig | None:
 
 
 def _prepare_data(config: TrainingConfig) -> None:
-    """Tokenise what is not in the cache yet; the hub and S3, whose libraries start threads, wait for a rank."""
-    from trainium_trainer.data.opening import open_data  # noqa: PLC0415
+    """Tokenize data that are not cached; data of the hub and S3, whose libraries start threads, wait for a rank."""
+    from trainium_trainer.data.dataset import open_data  # noqa: PLC0415
     from trainium_trainer.data.prepared.cache import list_locations  # noqa: PLC0415 - as above
     from trainium_trainer.data.sources.files import is_in_store  # noqa: PLC0415
 
@@ -86,14 +87,14 @@ def _prepare_data(config: TrainingConfig) -> None:
         return
 
     def prepare() -> None:
-        with contextlib.suppress(TrainerError):  # the rank will report it
+        with contextlib.suppress(TrainerError):  # the rank reports it
             open_data(data, config.batch.global_size, epochs=config.epochs, steps_differ=config.batch.tolerance > 0)
 
     _import(_in_a_child(prepare))
 
 
 def _in_a_child(work: Callable[[], None]) -> tuple[str, ...]:
-    """Do some work in a child process, whose threads (Arrow's, for instance) end with it; what it imported."""
+    """Run some work in a child process, so that its threads (Arrow's, for instance) end with it; return its imports."""
     read_end, write_end = os.pipe()
     known = set(sys.modules)
     pid = os.fork()
@@ -114,14 +115,15 @@ def _in_a_child(work: Callable[[], None]) -> tuple[str, ...]:
 
 def _import(names: tuple[str, ...]) -> None:
     for name in names:
-        with contextlib.suppress(ImportError):  # made up by a library, or not there: the rank meets it if it needs it
+        with contextlib.suppress(ImportError):  # dynamic or missing: a rank that needs it reports it
             importlib.import_module(name)
 
 
 def _first_step() -> None:
-    """One forward and backward pass of a small model, so that kernels are chosen and memory is mapped.
+    """Run forward and backward of a small model, so that kernels are selected and memory is mapped.
 
-    Not where there is an accelerator: autograd would start a thread for each, and a driver does not survive a fork.
+    It is skipped if there is an accelerator: autograd would start a thread for each, and a driver does not survive a
+    fork.
     """
     if any(any(Path("/dev").glob(pattern)) for pattern in _ACCELERATORS):
         return

@@ -11,13 +11,13 @@
             sys.exit(trainium_worker.STOPPED)
 
 A record in shared memory has the newest step, its loss and the checkpoints; the pulse behind it has the heartbeats and
-the lengths of steps. The trainer of this project writes the same record, and the agent reads both alike.
+the lengths of steps. The trainer of this project writes the same record, and the agent reads both in the same way.
 
 Guarantees:
 - One writer, any number of readers, no system call per write.
-- A reader gets a whole record or None: a sequence count is odd while a write is under way, and there is a checksum.
-- The layout is fixed and versioned, so the two sides may be different builds: a reader of another layout sees none.
-- The module needs Python 3.9 and nothing else.
+- A reader gets a complete record or None: a sequence count is odd during a write, and there is a checksum.
+- The layout is fixed and versioned, so the two sides may be different builds: a reader of another layout gets None.
+- The module needs only Python 3.9.
 - All ranks get True from `should_stop` after the same step: the agents choose it once each rank waits or has passed.
 """
 
@@ -47,26 +47,26 @@ if TYPE_CHECKING:
 __all__ = ["MEMORY", "STOPPED", "generation", "notice", "rank", "saved", "should_stop", "stage", "step"]
 
 rank: int
-"""Rank of this process, from 0."""
+"""The rank of this process, from 0."""
 generation: int
-"""Generation of the job's membership that this process belongs to; 0 without an agent."""
+"""The generation of the job's membership of this process; 0 without an agent."""
 
 ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
-"""Path of the record; the agent sets it for each process."""
+"""The path of the record; the agent sets it for each process."""
 ENV_GENERATION = "TRAINIUM_GENERATION"
 ENV_ATTEMPT = "TRAINIUM_ATTEMPT"
 MEMORY = "memory"
 """`where` of `saved` for a snapshot in the memory of the nodes."""
 STOPPED = 75
-"""Exit code of a program that has saved and left because of `should_stop`: it is not complete."""
+"""The exit code of a program that saved and exited because of `should_stop`: it is not complete."""
 TRAIN = "Train"
-"""The stage in which steps are made."""
+"""The stage of the training steps."""
 
-# ---- the pulse -----------------------------------------------------------------------------------------------------
+# ---- the pulse ------------------------------------------------------------------------------------------------------
 
 RING = 128
-_WORDS = 2  # the word, and how many steps the ring has seen
-_NUMBERS = 1 + 2 * RING  # length of the first step, then (length, own work) pairs
+_WORDS = 2  # the word, and the number of steps written to the ring
+_NUMBERS = 1 + 2 * RING  # length of the first step, then pairs of length and time without waits
 PULSE_BYTES = 8 * (_WORDS + _NUMBERS)
 _PULSE = struct.Struct(f"<{_WORDS}Q{_NUMBERS}d")
 _COUNT_SHIFT = 16
@@ -74,74 +74,74 @@ _ACTIVITY_SHIFT = 8
 
 
 class Activity(IntEnum):
-    """Activity of a training process, as far as the limits of a hang differ."""
+    """The activity of a training process; each has its limits for a hang."""
 
     INIT = 1
-    """Opening data, meeting the other ranks, building the model."""
+    """Opening data, connecting to the other ranks, building the model."""
     LOAD = 2
     COMPILE = 3
     """The first step after a start."""
     STEP = 4
     SAVE = 5
-    """A place of the loop that waits for storage or for the memory tier, and what follows the last step."""
+    """A wait of the loop for storage or the memory tier, and the stages after the last step."""
 
 
 class Waiting(IntEnum):
-    """A flag: a process waits for its peers."""
+    """The state of a process's wait for its peers."""
 
     NO = 0
     YES = 1
     MAYBE = 2
-    """Its work has collectives inside, so only its stack shows which."""
+    """The work contains collectives, so only the stack shows whether the process waits."""
 
 
 @dataclass(frozen=True)
 class PulseReading:
-    """One reading of a pulse."""
+    """A reading of a pulse."""
 
     beats: int
     activity: Activity
     waiting: Waiting
     first_step_seconds: float
-    """Length of the first step of this start; 0 while it has not ended."""
+    """The length of the first step of this start; 0 until it has ended."""
     steps: tuple[tuple[float, float], ...]
-    """Length and own work (without the wait for peers) of the newest steps in seconds, newest last."""
+    """Length and time without waits for peers of the newest steps in seconds, newest last."""
 
 
 class Pulse:
-    """The heartbeats of one thread of one process; `Pulse()` without memory has no reader.
+    """The heartbeats of one thread of a process; `Pulse()` without memory has no reader.
 
     One 64-bit word holds a count that grows with every heartbeat, the activity, and whether the process waits for its
-    peers; a ring beside it holds the lengths of the newest steps.
+    peers; a ring next to it holds the lengths of the newest steps.
 
     Guarantees:
     - A heartbeat is one store into mapped memory, no system call.
-    - The word is written in one piece and never read as two halves.
-    - A first step, which compiles, is not in the ring.
+    - The word is written and read atomically.
+    - The first step, which compiles, is not in the ring.
     """
 
     def __init__(self, memory: memoryview | None = None) -> None:
-        """Take over `PULSE_BYTES` of memory; the ring in it stays, since it reports the same job's steps."""
-        whole = memory if memory is not None else memoryview(bytearray(PULSE_BYTES))
-        self._memory = whole
-        self._words = whole[: 8 * _WORDS].cast("Q")
-        self._numbers = whole[8 * _WORDS :].cast("d")
+        """Attach to `PULSE_BYTES` of memory; the ring in it is kept, because it reports steps of the same job."""
+        mapped = memory if memory is not None else memoryview(bytearray(PULSE_BYTES))
+        self._memory = mapped
+        self._words = mapped[: 8 * _WORDS].cast("Q")
+        self._numbers = mapped[8 * _WORDS :].cast("d")
         self._beats = 0
         self._activity = int(Activity.INIT)
         self._waiting = int(Waiting.NO)
         self._waited = 0.0
         self._first = True
         self._numbers[0] = 0.0
-        self.peers = _Wait(self, Waiting.YES)
-        """Context of a wait for the other ranks."""
-        self.work_with_collectives = _Wait(self, Waiting.MAYBE)
-        """Context of work that has collectives inside."""
-        self.work = _Wait(self, Waiting.NO)
-        """Context of local work: a heartbeat at its start and at its end."""
-        self.saving = _Doing(self, Activity.SAVE)
-        """Context of a place that waits for storage."""
-        self.measuring = _Measuring(self)
-        """Context of a validation between two steps, which is no part of either; the first one compiles."""
+        self.peers = _WaitContext(self, Waiting.YES)
+        """A context for a wait for the other ranks."""
+        self.work_with_collectives = _WaitContext(self, Waiting.MAYBE)
+        """A context for work that contains collectives."""
+        self.work = _WaitContext(self, Waiting.NO)
+        """A context for local work: a heartbeat at its start and at its end."""
+        self.saving = _ActivityContext(self, Activity.SAVE)
+        """A context for a wait for storage."""
+        self.measuring = _ValidationContext(self)
+        """A context for a validation between two steps, which is part of neither; the first one compiles."""
         self.beat()
 
     def beat(self) -> None:
@@ -156,7 +156,7 @@ class Pulse:
         self.beat()
 
     def stage(self, *, trains: bool) -> None:
-        """Record that the stage after the last step continues, with collectives; or that steps do (`trains`)."""
+        """Record progress of a stage after the last step, with collectives; or of steps (`trains`)."""
         if trains:
             self.enter(Activity.STEP, Waiting.NO)
         else:
@@ -174,16 +174,16 @@ class Pulse:
             self._first = False
             self._numbers[0] = seconds
         else:
-            seen = self._words[1]
-            place = 1 + 2 * (seen % RING)
-            self._numbers[place] = seconds
-            self._numbers[place + 1] = max(0.0, seconds - self._waited)
-            self._words[1] = seen + 1
+            step_count = self._words[1]
+            index = 1 + 2 * (step_count % RING)
+            self._numbers[index] = seconds
+            self._numbers[index + 1] = max(0.0, seconds - self._waited)
+            self._words[1] = step_count + 1
         self._waited = 0.0
         self.enter(Activity.STEP, Waiting.NO)
 
     def read(self) -> PulseReading | None:
-        """Return the current reading; from any thread of this process. None once closed."""
+        """Return the current reading, in any thread of this process; None after `close`."""
         try:
             return unpack_pulse(self._memory.tobytes())
         except ValueError:  # released
@@ -195,8 +195,8 @@ class Pulse:
             view.release()
 
 
-class _Wait:
-    """Marks a stretch in which the process waits, may wait or does not wait for its peers; certain waits are summed."""
+class _WaitContext:
+    """A context in which the process waits, may wait or does not wait for its peers; it sums definite waits."""
 
     __slots__ = ("_began", "_kind", "_pulse")
 
@@ -221,8 +221,8 @@ class _Wait:
         pulse.beat()
 
 
-class _Doing:
-    """Marks a stretch with a separate activity."""
+class _ActivityContext:
+    """A context with another activity."""
 
     __slots__ = ("_activity", "_before", "_pulse")
 
@@ -241,8 +241,8 @@ class _Doing:
         self._pulse.enter(self._before)
 
 
-class _Measuring:
-    """Marks work between two steps: waits in it are not the steps' own."""
+class _ValidationContext:
+    """A context for work between two steps: its waits do not count as waits of steps."""
 
     __slots__ = ("_before", "_first", "_pulse", "_waited")
 
@@ -266,15 +266,15 @@ class _Measuring:
 
 
 def unpack_pulse(data: bytes) -> PulseReading | None:
-    """Return the reading that `PULSE_BYTES` of memory hold; None when they hold none."""
-    word, seen, first, *ring = _PULSE.unpack(data)
+    """Parse a reading from `PULSE_BYTES` of memory; None if there is none."""
+    word, step_count, first, *ring = _PULSE.unpack(data)
     try:
         activity = Activity(word >> _ACTIVITY_SHIFT & 0xFF)
         waiting = Waiting(word & 0xFF)
     except ValueError:
         return None
-    kept = min(seen, RING)
-    places = ((seen - kept + number) % RING for number in range(kept))
+    ring_count = min(step_count, RING)
+    places = ((step_count - ring_count + number) % RING for number in range(ring_count))
     steps = ((ring[2 * place], ring[2 * place + 1]) for place in places)
     return PulseReading(
         beats=word >> _COUNT_SHIFT,
@@ -285,7 +285,7 @@ def unpack_pulse(data: bytes) -> PulseReading | None:
     )
 
 
-# ---- the record ----------------------------------------------------------------------------------------------------
+# ---- the record -----------------------------------------------------------------------------------------------------
 
 _MAGIC = 0x544E5250
 _VERSION = 7
@@ -296,7 +296,7 @@ _STAGE_BYTES = 32
 
 
 class ProgressPhase(IntEnum):
-    """Phase of a training process."""
+    """The phase of a training process."""
 
     LOADING = 1
     TRAINING = 2
@@ -307,41 +307,41 @@ class ProgressPhase(IntEnum):
 
 @dataclass(frozen=True)
 class ProgressRecord:
-    """Progress of one training process; -1 stands for "none yet" in the step fields, NaN in the measured ones."""
+    """The progress of a training process; -1 means none yet in the fields of steps, NaN in the measured ones."""
 
     pid: int
     generation: int = 0
     attempt: int = 0
     phase: ProgressPhase = ProgressPhase.LOADING
     step: int = -1
-    """Optimizer steps completed."""
+    """The number of completed optimizer steps."""
     resume_step: int = -1
-    """Step that this process resumed from; 0 for a fresh start."""
+    """The step from which this process resumed; 0 for a fresh start."""
     tokens: int = 0
     samples: int = 0
     memory_step: int = -1
     durable_step: int = -1
     spikes: int = 0
-    """Spikes of the gradient norm in the whole run."""
+    """The number of spikes of the gradient norm in the whole run."""
     total_steps: int = 0
-    """Steps of the whole run; 0 until they are known."""
+    """The number of steps of the whole run; 0 until known."""
     stop_checks: int = 0
-    """Number of calls that asked whether to stop; all ranks ask after each step."""
+    """The number of calls of `should_stop`; all ranks call it after each step."""
     loss: float = math.nan
     grad_norm: float = math.nan
     learning_rate: float = math.nan
     tokens_per_second: float = math.nan
-    """Over the whole job, newest steps."""
+    """The rate of the whole job over the newest steps."""
     samples_per_second: float = math.nan
-    """Over the whole job, newest steps."""
+    """The rate of the whole job over the newest steps."""
     updated: float = 0.0
     """Unix seconds when the newest step ended; 0 before the first."""
     monotonic: float = 0.0
     """The same by the machine's monotonic clock."""
     step_seconds: float = 0.0
-    """Length of the newest step."""
+    """The length of the newest step."""
     productive_seconds: float = 0.0
-    """Time in steps that are in the history, over all attempts of the generation."""
+    """The time of steps in the history, over all attempts of the generation."""
     validation_loss: float = math.nan
     """The newest one."""
     parameter_norm: float = math.nan
@@ -349,17 +349,17 @@ class ProgressRecord:
     utilisation: float = math.nan
     """Model FLOPs utilisation (MFU), 0 to 1; NaN where the device's peak is not known."""
     goodput: float = math.nan
-    """Share of the time since the first step that went into steps of the history, 0 to 1; known to rank 0."""
+    """The fraction of the time since the first step spent in steps of the history, 0 to 1; set by rank 0."""
     stage_progress: float = 0.0
-    """Share of the stage that is over, 0 to 1; 0 in `Train`, which counts steps."""
+    """The completed fraction of the stage, 0 to 1; 0 in `Train`, which counts steps."""
     stage_since: float = 0.0
-    """Unix seconds when this process came into the stage; 0 in `Train`."""
+    """Unix seconds when this process entered the stage; 0 in `Train`."""
     reward_margin: float = math.nan
-    """Mean difference of the rewards of two answers in the newest step (preference tuning), as `reward_accuracy`."""
+    """The mean difference of the rewards of two answers in the newest step (preference tuning)."""
     reward_accuracy: float = math.nan
-    """Share of pairs whose preferred answer has the greater reward."""
+    """The fraction of pairs of the newest step whose preferred answer has the greater reward."""
     stage: str = TRAIN
-    """Stage of the run: `Train`, or what comes before or after the steps."""
+    """The stage of the run: `Train`, or one before or after the steps."""
 
 
 _PAYLOAD = struct.Struct(f"<13q17d{_STAGE_BYTES}s")
@@ -378,29 +378,29 @@ class ProgressWriter:
     """Writes the record of this process; opening it announces generation and attempt at once."""
 
     def __init__(self, path: Path | None, *, generation: int = 0, attempt: int = 0) -> None:
-        """Create or take over the file; without a path nobody can read the record. Raises OSError."""
+        """Create or reuse the file; without a path the record has no reader. Raises OSError."""
         self._previous = read_progress(path) if path else None
         self._map = _map(path) if path else mmap.mmap(-1, _SIZE)
         self._path = path
         self._sent_alerts: dict[str, dict[str, object]] = {}
         self._sequence = 0
-        self._map[_STOP_AT:] = _STOP.pack(_NO_STOP)  # a request to an earlier attempt
+        self._map[_STOP_AT:] = _STOP.pack(_NO_STOP)  # remove a request to an earlier attempt
         self.pulse = Pulse(memoryview(self._map)[_PULSE_AT:_STOP_AT])
         self.record = ProgressRecord(pid=os.getpid(), generation=generation, attempt=attempt)
         self._write()
 
     @property
     def continues(self) -> bool:
-        """Whether an earlier attempt of the same generation wrote the record before."""
+        """Whether an earlier attempt of the same generation wrote the record."""
         return self._previous is not None and self._previous.generation == self.record.generation
 
-    def resumed(self, step: int, *, tokens: int, samples: int) -> None:
-        """Training starts after `step`; time of an earlier attempt counts as far as its steps are in the history."""
+    def record_resume(self, step: int, *, tokens: int, samples: int) -> None:
+        """Record that training starts after `step`; earlier time counts if its steps are in the history."""
         productive = 0.0
-        before = self._previous
-        if before is not None and self.continues:
-            lost = max(0, before.step - step)
-            productive = max(0.0, before.productive_seconds - lost * before.step_seconds)
+        previous = self._previous
+        if previous is not None and self.continues:
+            lost = max(0, previous.step - step)
+            productive = max(0.0, previous.productive_seconds - lost * previous.step_seconds)
         self.publish(
             phase=ProgressPhase.TRAINING,
             step=step,
@@ -425,38 +425,38 @@ class ProgressWriter:
         )
         self.pulse.step_done(seconds)
 
-    def checkpoints(self, *, memory_step: int, durable_step: int) -> None:
+    def record_checkpoints(self, *, memory_step: int, durable_step: int) -> None:
         """Record the newest checkpoints."""
         if (memory_step, durable_step) != (self.record.memory_step, self.record.durable_step):
             self.publish(memory_step=memory_step, durable_step=durable_step)
 
-    def notice(self, sentence: str) -> None:
-        """Leave a sentence for a person beside the record; the newest counts."""
+    def write_notice(self, sentence: str) -> None:
+        """Write a message for the user next to the record, in place of the last one."""
         if self._path is not None:
-            _leave(notice_path(self._path), sentence)
+            _write_user_file(notice_path(self._path), sentence)
 
-    def alert(self, kind: str, step: int, sentence: str) -> None:
-        """Leave an alert beside the record; of each kind the newest counts."""
+    def write_alert(self, kind: str, step: int, sentence: str) -> None:
+        """Write an alert next to the record, in place of the last one of its kind."""
         if self._path is not None:
             self._sent_alerts[kind] = {"step": step, "message": sentence}
-            _leave(alerts_path(self._path), json.dumps(self._sent_alerts))
+            _write_user_file(alerts_path(self._path), json.dumps(self._sent_alerts))
 
-    def total_steps(self, steps: int) -> None:
-        """Record how many steps the whole run has, once that is known."""
+    def set_total_steps(self, steps: int) -> None:
+        """Record the number of steps of the whole run, once it is known."""
         if steps != self.record.total_steps:
             self.publish(total_steps=steps)
 
-    def stage(self, stage: str, done: float = 0.0) -> None:
-        """Record the stage that the run is in, and the share of it that is over (0 to 1); a sign of life too.
+    def set_stage(self, stage: str, done: float = 0.0) -> None:
+        """Record the stage of the run and its completed fraction (0 to 1), with a heartbeat.
 
-        To be called often after the last step: a process that gives no sign for as long as a save may take is called
-        hung. A step returns the run to `Train` by itself.
+        Call it often after the last step: a process without a heartbeat for longer than a save may take counts as hung.
+        A step returns the run to `Train`.
         """
         self.enter_stage(stage, done)
         self.pulse.stage(trains=stage == TRAIN)
 
     def enter_stage(self, stage: str, done: float = 0.0) -> None:
-        """Record the stage as `stage` does, without an activity."""
+        """Record the stage as `set_stage` does, without an activity."""
         record, trains = self.record, stage == TRAIN
         self.publish(
             stage=stage,
@@ -464,17 +464,17 @@ class ProgressWriter:
             stage_since=0.0 if trains else record.stage_since if record.stage == stage else time.time(),
         )
 
-    def phase(self, phase: ProgressPhase) -> None:
-        """Record what the process does now."""
+    def set_phase(self, phase: ProgressPhase) -> None:
+        """Record the phase of the process."""
         self.publish(phase=phase)
 
     def publish(self, **changes: Any) -> None:
-        """Change fields of the record, all at once."""
+        """Change fields of the record atomically."""
         self.record = replace(self.record, **changes)
         self._write()
 
     def check_stop(self) -> int:
-        """Count a question whether to stop, then return the agent's answer (see `stop_at`)."""
+        """Count a check whether to stop, then return the agent's answer (see `stop_at`)."""
         self.publish(stop_checks=self.record.stop_checks + 1)
         return self.stop_answer()
 
@@ -483,7 +483,7 @@ class ProgressWriter:
         return int(_STOP.unpack_from(self._map, _STOP_AT)[0])
 
     def close(self) -> None:
-        """Unmap; the file stays for its readers."""
+        """Unmap the file, which stays for its readers."""
         self.pulse.close()
         self._map.close()
 
@@ -497,20 +497,21 @@ class ProgressWriter:
 
 
 def request_stop(path: Path) -> None:
-    """Let the process wait at its next `should_stop` until `stop_at` answers it. For the agent."""
+    """Make the process wait at its next `should_stop` until `stop_at` answers it. Called by the agent."""
     _write_stop(path, _STOP_PENDING)
 
 
 def stop_at(path: Path, check: int) -> None:
-    """Let the process stop at this one of its calls of `should_stop`. For the agent.
+    """Make the process stop at this call of `should_stop`. Called by the agent.
 
-    All ranks stop at the same one if it is above the `stop_checks` of every rank, read after `request_stop` to each.
+    All ranks stop at the same call if its number is above the `stop_checks` of every rank, read after `request_stop` to
+    each.
     """
     _write_stop(path, check)
 
 
 def release_stop(path: Path) -> None:
-    """Let the process go on that waits for an answer. For the agent."""
+    """Release a process that waits for an answer. Called by the agent."""
     _write_stop(path, _NO_STOP)
 
 
@@ -520,31 +521,31 @@ def _write_stop(path: Path, value: int) -> None:
         file.write(_STOP.pack(value))
 
 
-def _leave(path: Path, text: str) -> None:
-    """Replace a file for people; where there is no room for it, training goes on without."""
+def _write_user_file(path: Path, text: str) -> None:
+    """Write a file for the user; ignore errors, so that a full file system does not stop training."""
     with contextlib.suppress(OSError):
         replace_text(path, text)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write by a separate draft: artifacts are reported from another thread than notices and alerts."""
+    """Write a file atomically through a draft; one thread writes each file."""
     draft = path.with_name(f"{path.name}.draft")
     draft.write_text(text)
     draft.replace(path)
 
 
 def notice_path(path: Path) -> Path:
-    """Where the sentence belonging to a record is."""
+    """Return the path of the message of a record."""
     return path.with_name(f"{path.name}.notice")
 
 
 def alerts_path(path: Path) -> Path:
-    """Where the alerts belonging to a record are: a JSON object, kind -> step and message."""
+    """Return the path of the alerts of a record: a JSON object, kind -> step and message."""
     return path.with_name(f"{path.name}.alerts")
 
 
 def read_notice(path: Path) -> str:
-    """Return the newest sentence beside the record at `path`; empty for none."""
+    """Return the newest message of the record at `path`; empty for none."""
     try:
         return notice_path(path).read_text()
     except FileNotFoundError:
@@ -552,7 +553,7 @@ def read_notice(path: Path) -> str:
 
 
 def read_alerts(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the alerts beside the record at `path`: kind -> step and message."""
+    """Return the alerts of the record at `path`: kind -> step and message."""
     try:
         alerts: dict[str, dict[str, Any]] = json.loads(alerts_path(path).read_text())
     except FileNotFoundError:
@@ -571,13 +572,13 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def read_progress(path: Path) -> ProgressRecord | None:
-    """Return the newest whole record; None when there is none, it has another layout, or it keeps changing."""
-    found = read_with_pulse(path)
-    return None if found is None else found[0]
+    """Return the newest complete record; None if there is none, it has another layout, or it keeps changing."""
+    progress = read_with_pulse(path)
+    return None if progress is None else progress[0]
 
 
 def read_with_pulse(path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
-    """Return the newest whole record and the pulse behind it; None as for `read_progress`."""
+    """Return the newest complete record and the pulse behind it; None as for `read_progress`."""
     for _ in range(_READ_ATTEMPTS):
         try:
             data = path.read_bytes()
@@ -607,7 +608,7 @@ def _unpack(payload: bytes) -> ProgressRecord | None:
     return ProgressRecord(**values)
 
 
-# ---- the reports of a program --------------------------------------------------------------------------------------
+# ---- the reports of a program ---------------------------------------------------------------------------------------
 
 _STOP_POLL_SECONDS = 0.005
 _STOP_TIMEOUT_SECONDS = 60.0
@@ -619,7 +620,7 @@ _ACTIVITIES = {
     "Evaluate": Activity.SAVE,
     TRAIN: Activity.STEP,
 }
-"""Activities of the stages that have other limits of a hang than steps."""
+"""The activities of the stages whose limits for a hang differ from those of steps."""
 
 
 class _Program:
@@ -630,7 +631,7 @@ class _Program:
         self._writer = writer
         self._lock = threading.Lock()
         self._since: float | None = None
-        """When the step under way began, as far as that is known."""
+        """The start of the current step, if known."""
 
     def step(self, number: int, figures: dict[str, float], consumed: Mapping[str, int]) -> None:
         """Record a completed step."""
@@ -641,13 +642,13 @@ class _Program:
             now, last = time.monotonic(), writer.record.step
             seconds = 0.0 if self._since is None else now - self._since
             if last < 0:
-                writer.resumed(number - 1, tokens=0, samples=0)
+                writer.record_resume(number - 1, tokens=0, samples=0)
             elif number < last:
-                writer.notice(
+                writer.write_notice(
                     f"rank {__getattr__('rank')} reported step {number} after step {last}: report steps as a number "
                     "that rises by one with each step of the optimizer, also after a resume"
                 )
-            elif number == last:  # more of the same step
+            elif number == last:  # a further call for the same step
                 writer.publish(**figures)
                 writer.pulse.enter(Activity.STEP, Waiting.MAYBE)
                 return
@@ -665,7 +666,7 @@ class _Program:
                 self._writer.publish(**{"memory_step" if memory else "durable_step": number})
 
     def stage(self, name: str, done: float) -> None:
-        """Record what the program does now."""
+        """Record the stage of the program."""
         writer = self._writer
         if writer is None:
             return
@@ -675,12 +676,12 @@ class _Program:
             writer.pulse.enter(_ACTIVITIES.get(name, Activity.STEP if writer.record.step >= 0 else Activity.INIT))
 
     def notice(self, sentence: str) -> None:
-        """Leave a sentence for people."""
+        """Write a message for the user."""
         if self._writer is not None:
-            self._writer.notice(sentence)
+            self._writer.write_notice(sentence)
 
     def should_stop(self) -> bool:
-        """Ask the agent, and wait while the agents agree."""
+        """Return whether to save and exit; waits while the agents agree on the step."""
         writer = self._writer
         if writer is None:
             return False
@@ -716,7 +717,7 @@ def _opened() -> _Program:
 
 
 def _open_record(path: str | None) -> ProgressWriter | None:
-    """Return the record of this process; None without an agent, or where it cannot be written: training goes on."""
+    """Return the record of this process; None without an agent, or if it cannot be written: training continues."""
     if not path:
         return None
     attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
@@ -728,7 +729,7 @@ def _open_record(path: str | None) -> ProgressWriter | None:
 
 
 def __getattr__(name: str) -> int:
-    """Return `rank` and `generation` as the environment has them now: a warm process is forked before it has a rank."""
+    """Return the current `rank` and `generation` of the environment: a warm process is forked before it has a rank."""
     if name == "rank":
         return int(os.environ.get("RANK", "0"))
     if name == "generation":
@@ -748,8 +749,8 @@ def step(
 ) -> None:
     """Report that the optimizer has completed its step `number`, counted from 1 over the whole run.
 
-    Call it on every rank, after each step; also after a resume, with the number that the run would have had. A second
-    call for a step adds to it.
+    Call it on every rank after each step, and after a resume with the number that continues the run. A second call for
+    a step adds to the first.
 
     tokens, samples: of this step, over all ranks. A loss on a device is copied, which waits for the device.
     """
@@ -768,16 +769,16 @@ def saved(number: SupportsIndex, where: str | os.PathLike[str]) -> None:
 
 
 def stage(name: str, done: float = 0.0) -> None:
-    """Report what the program does now, and the share of it that is over (0 to 1).
+    """Report the stage of the program and its completed fraction (0 to 1).
 
-    `load`, `compile`, `save`, `export` and `evaluate` have separate limits of a hang; `train`, and each step, ends
-    them. A name has at most 32 bytes.
+    `load`, `compile`, `save`, `export` and `evaluate` have separate limits for a hang; `train` and each step end them.
+    A name has at most 32 bytes.
     """
     _opened().stage(name[:1].upper() + name[1:], done)
 
 
 def notice(sentence: str) -> None:
-    """Show a sentence in the status of the job; the newest counts."""
+    """Show a message in the status of the job, in place of the last one."""
     _opened().notice(sentence)
 
 

@@ -1,12 +1,12 @@
-"""One snapshot file in memory: a header page, then the payload, mapped into the process; and its way to another node.
+"""A snapshot file in memory: a header page, then the payload, memory-mapped; and its copy to another node.
 
 Guarantees:
-- A file counts only while its header is whole and names a checksum that the payload has.
-- The header is wiped before the payload changes and written again after it was summed, magic last, so a process killed
-  at any instant leaves either a valid snapshot or one that is marked as unfinished.
-- The space is reserved when the file is made, so that a full memory volume is an error there and never a bus error in
-  the middle of a step.
-- A copy arrives as a header page and the payload, and is acknowledged once its receiver has finished it.
+- A file is valid only while its header is intact and has the payload's checksum.
+- The header is cleared before the payload changes and written after the checksum is computed, magic last, so a process
+  killed at any time leaves either a valid snapshot or one marked as unfinished.
+- The space is reserved when the file is created, so that a full memory volume is an error there and never a bus error
+  during a step.
+- A copy is sent as a header page and the payload, and is acknowledged once its receiver has finalized it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 HEADER_BYTES = 4096
 BLOCK_BYTES = 4096
-"""A payload is a multiple of it, so that no byte is outside a block of the checksum."""
+"""The size of a payload is a multiple of it, so that no byte is outside a block of the checksum."""
 _MAGIC = b"TRNSNAP1"
 _TEXT_START = 16
 _WORDS = BLOCK_BYTES // 8
@@ -43,12 +43,12 @@ class DamagedSnapshotError(Exception):
 
 
 def directory_of_run(volume: Path, run: str) -> Path:
-    """Return the directory of a run's snapshots: runs that share a volume never see or remove each other's."""
+    """Return the directory of a run's snapshots, so that runs that share a volume do not affect each other."""
     return volume / f"run-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
 
 
 def store_id(directory: Path) -> str:
-    """Return an id that all processes which see this directory read alike."""
+    """Return an id of the directory that is the same for all processes that share it."""
     path = directory / _STORE_ID
     if not path.exists():
         draft = directory / f".{_STORE_ID}.{os.getpid()}"
@@ -60,11 +60,11 @@ def store_id(directory: Path) -> str:
 
 
 def pair_stores(stores: Sequence[str]) -> dict[str, str]:
-    """Return for each store the one that keeps its copies; empty when there is only one store.
+    """Return for each store the one that keeps its copies; empty if there is only one store.
 
-    Stores are paired, so that of two lost stores only a partner's loss costs a shard (2 in N-1 cases for a ring, 1 for
-    pairs: Gemini, SOSP 2023), and far apart in their order, because neighbours fail together (one switch, one power
-    supply). An odd one makes a ring of three.
+    Stores are paired, so that the loss of two stores loses a shard only if they are partners (2 in N-1 cases for a
+    ring, 1 for pairs: Gemini, SOSP 2023). Partners are far apart in the order, because neighbours fail together (one
+    switch, one power supply). With an odd number, three stores form a ring.
     """
     if len(stores) < 2:
         return {}
@@ -77,9 +77,9 @@ def pair_stores(stores: Sequence[str]) -> dict[str, str]:
 
 @torch.no_grad()
 def checksum(payload: torch.Tensor) -> str:
-    """Return sums of 4 KiB blocks as 64-bit integers, hashed.
+    """Return a hash of the sums of 4 KiB blocks of 64-bit integers.
 
-    A flipped bit, a torn block or blocks in a wrong place change it. It runs at memory speed (27 GB/s on one core where
+    A flipped bit, a torn block or swapped blocks change it. It runs at memory speed (27 GB/s on one core where
     zlib.crc32 reaches 2.1 and SHA-256 1.1), without the interpreter lock, so that a snapshot every step is affordable.
     It does not guard against an adversary; durable checkpoints use SHA-256.
     """
@@ -107,25 +107,25 @@ class SnapshotFile:
         return self._map[:8] == _MAGIC
 
     def page(self) -> bytes:
-        """Return the header page as it is."""
+        """Return the header page."""
         return self._map[:HEADER_BYTES]
 
     def invalidate(self, path: Path) -> None:
-        """Declare the file unfinished and give it the name of its next owner."""
+        """Mark the file as unfinished and rename it for its next owner."""
         self._map[:8] = bytes(8)
         if path != self.path:
             self.path.rename(path)
             self.path = path
 
     def write_header(self, text: bytes) -> None:
-        """Declare the file finished; the text of the header names the checksum of the payload."""
+        """Mark the file as finished; the text of the header contains the checksum of the payload."""
         page = len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
         self._map[8 : 8 + len(page)] = page
         self._map[:8] = _MAGIC
 
 
 def reserve(path: Path, payload_bytes: int) -> None:
-    """Create a file for an unfinished snapshot with all of its space reserved; OSError when there is no room."""
+    """Create a file for an unfinished snapshot with all of its space reserved. Raises OSError if there is no space."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, HEADER_BYTES + payload_bytes)
@@ -139,7 +139,7 @@ def reserve(path: Path, payload_bytes: int) -> None:
 def read_text(path: Path) -> tuple[bytes, int] | None:
     """Return the header's text and the bytes of the payload; None for an unfinished snapshot.
 
-    DamagedSnapshotError when the header is altered.
+    Raises DamagedSnapshotError if the header is damaged.
     """
     with path.open("rb") as file:
         page = file.read(HEADER_BYTES)
@@ -149,7 +149,7 @@ def read_text(path: Path) -> tuple[bytes, int] | None:
 
 
 def parse_page(page: bytes, name: str) -> bytes | None:
-    """Return the text in a header page; None for an unfinished snapshot. DamagedSnapshotError when it is altered."""
+    """Return the text of a header page; None for an unfinished snapshot. Raises DamagedSnapshotError."""
     if page[:8] != _MAGIC:
         return None
     length = int.from_bytes(page[8:12], "little")
@@ -172,11 +172,11 @@ def open_payload(path: Path, payload_bytes: int, expected: str | None) -> torch.
     return payload
 
 
-# ---- to another node -----------------------------------------------------------------------------------------------
+# ---- to another node ------------------------------------------------------------------------------------------------
 
 
 def send_copy(group: ProcessGroup, target: int, tag: int, page: bytes, payload: torch.Tensor) -> bool:
-    """Copy a finished snapshot to a rank; whether it has it, whole. Uses three tags. RuntimeError when it is gone."""
+    """Send a finished snapshot to a rank; return whether it was stored. Uses three tags. Raises RuntimeError."""
     answer = torch.zeros(1, dtype=torch.uint8)
     reply = dist.irecv(answer, target, group=group, tag=tag + 2)
     wait_for(dist.isend(torch.frombuffer(bytearray(page), dtype=torch.uint8), target, group=group, tag=tag))
@@ -193,10 +193,11 @@ def receive_copy(
     finish: Callable[[], bool],
     timeout: timedelta | None = None,
 ) -> bool:
-    """Receive what `send_copy` sends; False after a page without a snapshot, the sender's farewell.
+    """Receive a copy from `send_copy`; return False after a page without a snapshot, which ends the copies.
 
-    slot: returns the memory for the payload, given the text of the header; finish: whether the copy is finished, whole.
-    timeout: how long the page may take. RuntimeError when the sender is gone, or sends an altered page.
+    slot: returns the memory for the payload, given the text of the header; finish: finalizes the copy and returns
+    whether it is intact. timeout: the time limit of the page. Raises RuntimeError if the sender failed or sends a
+    damaged page.
     """
     page = torch.empty(HEADER_BYTES, dtype=torch.uint8)
     wait_for(dist.irecv(page, source, group=group, tag=tag), timeout)
@@ -213,6 +214,6 @@ def receive_copy(
 
 
 def wait_for(work: dist.Work | None, limit: timedelta | None = None) -> None:
-    """Wait for a transfer, at most for `limit`; None: for the time-out of its group."""
+    """Wait for a transfer, at most for `limit`; None: the timeout of its group."""
     if work is not None:
         work.wait(*(() if limit is None else (limit,)))

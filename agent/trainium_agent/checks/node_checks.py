@@ -1,7 +1,9 @@
-"""The node's own checks, from the agent's side: starts their processes from the warm standby and reads what they saw.
+"""Run the node's checks in processes forked from the warm standby, and read their results.
 
-Invariants: they end within their budget, and none of their processes outlives them; a check that could not be made, did
-not end, or left something that cannot be read counts as passed; only wrong numbers make a node unfit.
+Guarantees:
+- The checks end within their budget, and none of their processes outlives them.
+- A check that could not run, did not end or left an unreadable result counts as passed.
+- Only wrong numbers make a node unfit.
 """
 
 from __future__ import annotations
@@ -9,15 +11,15 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import signal
 import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainium_agent.ranks.processes import end_processes
 from trainium_agent.ranks.standby import StartRequest
-from trainium_agent.ranks.standby_keeper import StandbyLostError
+from trainium_agent.ranks.standby_manager import StandbyLostError
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult
 
@@ -25,12 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_agent.ranks.processes import RankProcess
-    from trainium_agent.ranks.standby_keeper import StandbyKeeper
+    from trainium_agent.ranks.standby_manager import StandbyManager
     from trainium_agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
-_END_SECONDS = 5.0
 _NAMES = {PreflightCheck.MATMUL: "matmul", PreflightCheck.LOOPBACK: "loopback"}
 _WRONG = {
     PreflightCheck.MATMUL: "a matrix product is wrong on core {cores}",
@@ -40,37 +41,33 @@ _WRONG = {
 
 @dataclass(frozen=True, slots=True)
 class NodeTask:
-    """The task of one process."""
+    """The arguments of one check process."""
 
     index: int
-    """Which of the node's processes it is, and which core it tests."""
+    """Index of the process on the node, and of the core that it tests."""
     size: int
     folder: str
     seconds: float
-    """Longest wait for its siblings, seconds."""
+    """Longest wait for the node's other processes, in seconds."""
     matmul: bool = True
     loopback: bool = True
     bandwidth: bool = False
     """Measure the all-reduce of `loopback` too."""
 
-    def encode(self) -> str:
-        """Return the value as text."""
-        return json.dumps(asdict(self))
-
     @property
     def result(self) -> Path:
-        """The file for its outcome."""
+        """File for the result."""
         return Path(self.folder) / f"{self.index}.json"
 
 
 class NodeChecks:
-    """The checks of a node; call `run` once, in a separate thread. Ranks may start when it has ended."""
+    """Runs the checks of a node: call `run` once, in a separate thread. Ranks may start when it returns."""
 
     def __init__(
-        self, settings: AgentSettings, keeper: StandbyKeeper, *, report: Callable[[CheckResult], None]
+        self, settings: AgentSettings, standby_manager: StandbyManager, *, report: Callable[[CheckResult], None]
     ) -> None:
         self._settings = settings
-        self._keeper = keeper
+        self._standby_manager = standby_manager
         self._report = report
         self._folder: Path = settings.memory_directory / "preflight"
         alone = settings.processes_per_node == 1
@@ -79,23 +76,23 @@ class NodeChecks:
             for check in _NAMES
             if check in settings.checks
             and not (alone and check is PreflightCheck.LOOPBACK)
-            and settings.program is None  # they compute with the trainer's libraries
+            and settings.program is None  # the checks compute with the trainer's libraries
         )
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """End the checks, because the pod ends or its ranks start; a check that has not ended counts as passed."""
+        """Stop the checks, because the pod ends or its ranks start; an unfinished check counts as passed."""
         self._cancelled.set()
 
     def run(self) -> str:
-        """Make the checks; what is wrong with the node, as a sentence, or nothing."""
+        """Run the checks and return the problem of the node as a sentence; empty for a healthy node."""
         if not self._checks:
             return ""
         began = time.monotonic()
         deadline = began + self._settings.check_seconds
         try:
             outcomes = self._outcomes(deadline)
-            return self._judge(outcomes, time.monotonic() - began)
+            return self._evaluate(outcomes, time.monotonic() - began)
         except OSError as error:
             _log.warning("the node's checks could not be made (%s); they count as passed", error)
             return ""
@@ -103,7 +100,7 @@ class NodeChecks:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _outcomes(self, deadline: float) -> list[dict[str, Any]]:
-        while not self._keeper.warm:  # its imports must not be hurried for this
+        while not self._standby_manager.warm:  # this must not speed up the standby's imports
             if self._cancelled.wait(_POLL_SECONDS) or time.monotonic() > deadline:
                 return []
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -130,25 +127,27 @@ class NodeChecks:
         except StandbyLostError as loss:
             _log.warning("the node's checks could not be started: %s", loss)
         finally:
-            _end(processes)
+            end_processes(processes)
         return [_read(task) for task in tasks]
 
     def _start(self, task: NodeTask) -> RankProcess:
-        return self._keeper.start(
-            StartRequest((task.encode(),), {}, f"trainium-preflight {task.index}", self._settings.check_entry),
+        return self._standby_manager.start(
+            StartRequest(
+                (json.dumps(asdict(task)),), {}, f"trainium-preflight {task.index}", self._settings.check_entry
+            ),
             local_rank=task.index,
             rank=task.index,
             attempt=-1,
             on_exit=lambda _: None,
         )
 
-    def _judge(self, outcomes: list[dict[str, Any]], seconds: float) -> str:
+    def _evaluate(self, outcomes: list[dict[str, Any]], seconds: float) -> str:
         sentences = []
         for check in self._checks:
             reported = [outcome.get(_NAMES[check]) for outcome in outcomes]
             wrong = [index for index, value in enumerate(reported) if value is False]
             detail = ""
-            measured = [each["bandwidth"] for each in outcomes if isinstance(each.get("bandwidth"), float)]
+            measured = [value for outcome in outcomes if isinstance(value := outcome.get("bandwidth"), float)]
             slowest = min(measured) if measured and check is PreflightCheck.LOOPBACK else None
             too_slow = slowest is not None and slowest < self._settings.minimum_bandwidth
             if wrong:
@@ -178,11 +177,3 @@ def _read(task: NodeTask) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _end(processes: list[RankProcess]) -> None:
-    for process in processes:
-        process.signal(signal.SIGKILL)
-    deadline = time.monotonic() + _END_SECONDS
-    while any(process.alive for process in processes) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)

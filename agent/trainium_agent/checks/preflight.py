@@ -1,9 +1,9 @@
-"""Check within milliseconds whether this pod can train at all.
+"""Check within milliseconds whether this pod can train.
 
 Guarantees:
 - A check examines this pod only.
-- A failure is one sentence, with the exit code that decides whom the operator blames (64 the job, 80 the node), or
-  none when the pod may train all the same.
+- A failure is one sentence with an exit code, which decides whom the operator blames (64 the job, 80 the node), or
+  without one if the pod may train nevertheless.
 - A missing coordinator never fails a pod: training continues while the operator is down.
 
 Longer checks are in `node_checks`.
@@ -35,29 +35,29 @@ if TYPE_CHECKING:
 _MINIMUM_FREE_BYTES = 1 << 20
 _SCRATCH_BYTES = 64 << 20
 _PROCESS_BYTES = 128 << 20
-"""A training process does not even start in less."""
+"""A training process cannot start in less memory."""
 _DEVICES = Path("/dev")
 _MEMORY = Path("/proc/meminfo")
 CLOCK_SECONDS = 5.0
-"""Clocks that are further apart make times in logs and status misleading; nothing is decided by them."""
+"""A larger clock difference makes times in logs and status misleading; no decision depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreflightFinding:
-    """Something that is wrong with the pod; `code` is None for what stops nothing."""
+    """A problem of the pod; `code` is None for a warning, which stops nothing."""
 
     code: ExitCode | None
     sentence: str
     check: PreflightCheck | None = None
-    """The check that found it; None for what is always looked at."""
+    """The check that found it; None for a check that always runs."""
 
 
 def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[PreflightFinding, ...]:
-    """Everything found wrong, worst kind not first; empty when the pod is fit."""
+    """Return all problems of the pod, in the order of the checks; empty when the pod is fit."""
     findings = [*_memory_directory(settings.memory_directory)]
     if settings.program is None:
         findings += _config(settings.config_path)
-    # Any worker may become the first, which everybody connects to, so each needs the limit that the first does.
+    # Any worker may become node rank 0, to which all others connect, so each needs the limit of node rank 0.
     nodes = settings.largest_nodes
     sentence = explain_shortage(read_limit(), nodes * settings.processes_per_node, nodes) if nodes else ""
     if sentence:
@@ -72,7 +72,9 @@ def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[Prefli
     return (*findings, *_coordinator(settings))
 
 
-def results(settings: AgentSettings, findings: Iterable[PreflightFinding], seconds: float) -> tuple[CheckResult, ...]:
+def check_results(
+    settings: AgentSettings, findings: Iterable[PreflightFinding], seconds: float
+) -> tuple[CheckResult, ...]:
     """Return the outcome of each quick check, for the heartbeat."""
     found = {finding.check: finding.sentence for finding in findings}
     quick = (PreflightCheck.DEVICES, PreflightCheck.MEMORY, PreflightCheck.DISK)
@@ -86,7 +88,7 @@ def results(settings: AgentSettings, findings: Iterable[PreflightFinding], secon
 
 
 def compare_clocks(theirs: float, sent: float, answered: float) -> CheckResult:
-    """Compare the coordinator's clock with ours, which was read before and after."""
+    """Compare the coordinator's clock with ours, which was read before and after the request."""
     uncertainty = max(0.0, (answered - sent) / 2)
     difference = theirs - (sent + uncertainty)
     passed = abs(difference) <= CLOCK_SECONDS + uncertainty
@@ -96,7 +98,7 @@ def compare_clocks(theirs: float, sent: float, answered: float) -> CheckResult:
 
 
 def _memory_directory(directory: Path) -> Iterator[PreflightFinding]:
-    reason = _unwritable(directory)
+    reason = _explain_unwritable(directory)
     if reason:
         yield PreflightFinding(
             ExitCode.USER_ERROR,
@@ -118,8 +120,8 @@ def _memory_directory(directory: Path) -> Iterator[PreflightFinding]:
         )
 
 
-def _unwritable(directory: Path) -> str:
-    """Why a folder cannot be written; empty when it can."""
+def _explain_unwritable(directory: Path) -> str:
+    """Return why a folder cannot be written; empty when it can."""
     probe = directory / f".preflight-{os.getpid()}-{time.monotonic_ns()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -132,7 +134,7 @@ def _unwritable(directory: Path) -> str:
 
 
 def _file_system_of(directory: Path) -> str:
-    """Return the type of the file system that holds a directory; empty where it is unknown."""
+    """Return the type of the file system that holds a directory; empty if unknown."""
     best, kind = "", ""
     resolved = str(directory.resolve())
     try:
@@ -175,12 +177,12 @@ def _devices(expected: int, devices: Path) -> Iterator[PreflightFinding]:
 
 
 def _versions(expected: int) -> Iterator[PreflightFinding]:
-    if expected and (sentence := mismatch(driver_version(), runtime_version())):
+    if expected and (sentence := explain_version_mismatch(driver_version(), runtime_version())):
         yield PreflightFinding(None, f"{sentence[0].upper()}{sentence[1:]}", PreflightCheck.DEVICES)
 
 
 def _memory(processes: int, meminfo: Path = _MEMORY) -> Iterator[PreflightFinding]:
-    """Check the memory of the host; no finding where it cannot be read."""
+    """Check the memory of the host; no finding if it cannot be read."""
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
         available = int(lines["MemAvailable"].split()[0]) << 10
@@ -197,7 +199,7 @@ def _memory(processes: int, meminfo: Path = _MEMORY) -> Iterator[PreflightFindin
 def _disk(directory: Path | None) -> Iterator[PreflightFinding]:
     if directory is None:
         return
-    reason = _unwritable(directory)
+    reason = _explain_unwritable(directory)
     if reason:
         yield PreflightFinding(None, f"The scratch folder {directory} is not writable ({reason}).", PreflightCheck.DISK)
         return
@@ -228,8 +230,8 @@ _STANZA = re.compile(rf"^Package: {_RUNTIME}\n(?:.+\n)*?Version: (\S+)$", re.MUL
 Version = tuple[int, int]
 
 
-def mismatch(driver: Version | None, runtime: Version | None) -> str:
-    """PURE. Why the two do not work together, and what to do; empty where they do or one is not known."""
+def explain_version_mismatch(driver: Version | None, runtime: Version | None) -> str:
+    """Return why driver and runtime do not work together, and the remedy; empty if they do or one is unknown."""
     if driver is None or runtime is None:
         return ""
     pair = f"the node's Neuron driver {_format_version(driver)} and the image's runtime {_format_version(runtime)}"
@@ -241,12 +243,12 @@ def mismatch(driver: Version | None, runtime: Version | None) -> str:
 
 
 def driver_version(path: Path = DRIVER) -> Version | None:
-    """Return the version of the kernel's module; None without one."""
+    """Return the version of the kernel module; None if it is not loaded."""
     return _version(_read(path))
 
 
 def runtime_version(path: Path = PACKAGES) -> Version | None:
-    """Return the version of the image's package; None where it was installed in another way."""
+    """Return the version of the image's package; None if it was installed in another way."""
     found = _STANZA.search(_read(path))
     return _version(found[1]) if found else None
 

@@ -1,8 +1,12 @@
-"""Keeps the agent registered with the coordinator and exchanges heartbeats and memberships with it over a stream.
+"""Keep the agent registered with the coordinator, and exchange heartbeats and memberships with it over a stream.
 
 Guarantees:
 - Training never waits for the coordinator.
-- Every failure is retried for ever with jittered back-off, at every address of the coordinator's name in turn, because
+- An urgent change is sent at once, as a full heartbeat; full heartbeats are also sent at intervals. Between them the
+  shortest frame shows that the agent is alive.
+- Heartbeats are answered in order, so an answer belongs to the oldest unanswered heartbeat.
+- A coordinator that leaves a heartbeat unanswered for `REQUEST_SECONDS` is unavailable.
+- Every failure is retried for ever with jittered backoff, at each address of the coordinator's name in turn, because
   only the leader answers.
 - The agent registers again with each stream; a registration is idempotent.
 - Token and certificate authority are read again whenever they may have changed.
@@ -15,37 +19,46 @@ import contextlib
 import logging
 import random
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 from trainium_agent.coordinator.connection import (
     REQUEST_SECONDS,
     Connector,
     CoordinatorUnavailableError,
     JobDeletedError,
+    StreamEndedError,
+    format_refusal,
+    parse_refusal,
 )
-from trainium_agent.coordinator.session import Session
-from trainium_agent.coordinator.stream import StreamEndedError
-from trainium_contract.wire.membership_change import StaleChangeError, apply_change
-from trainium_contract.wire.messages import RegisterRequest
+from trainium_contract.wire.membership_change import MembershipChange, StaleChangeError, apply_change
+from trainium_contract.wire.messages import HeartbeatRequest, HeartbeatResponse, Membership, RegisterRequest
+from trainium_contract.wire.stream import FrameKind, encode_keepalive, jitter_fraction, must_send_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from trainium_agent.coordinator.connection import Address
-    from trainium_agent.coordinator.stream import Stream
+    from trainium_agent.coordinator.connection import Address, Stream
     from trainium_agent.settings import AgentSettings
-    from trainium_contract.wire.membership_change import MembershipChange
-    from trainium_contract.wire.messages import HeartbeatRequest, HeartbeatResponse, Membership, RegisterResponse
+    from trainium_contract.wire.messages import RegisterResponse
 
 _log = logging.getLogger(__name__)
 _STREAM_SECONDS = (240.0, 300.0)
-"""Until a stream is replaced, so that its token is renewed; the coordinator ends it after 600."""
+"""Age at which a stream is replaced, so that its token is renewed; the coordinator closes it at 600 s."""
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 3.0
 _STABLE_SECONDS = 5.0
 _LOG_INTERVAL_SECONDS = 30.0
 CLOCK_CHECK_SECONDS = 60.0
-"""Between two comparisons of the clocks."""
+"""Interval between two comparisons of the clocks."""
+_JITTER = (0.9, 1.1)
+"""Factors of the interval, so that agents that were answered at the same moment do not stay synchronized."""
+_BURST_SECONDS = 0.05
+"""Delay that collects a burst of changes, and a dying rank's last lines, into one message."""
+_CONFLICT = 409
 
 
 class CoordinatorClient:
@@ -61,11 +74,11 @@ class CoordinatorClient:
         on_membership: Callable[[Membership], None],
         on_acknowledged: Callable[[HeartbeatRequest], None],
         on_job_deleted: Callable[[], None],
-        on_coordinator_time: Callable[[float, float, float], None] = lambda _theirs, _asked, _answered: None,
+        on_coordinator_time: Callable[[float, float, float], None] = lambda _time, _sent_at, _received_at: None,
     ) -> None:
-        """`on_coordinator_time(the coordinator's time, our time before and after)` follows each registration.
+        """`on_coordinator_time(the coordinator's time, our time before and after)` is called after each registration.
 
-        It is repeated every `CLOCK_CHECK_SECONDS`, because a clock may be set wrong later.
+        The client registers again every `CLOCK_CHECK_SECONDS`, because a clock may be set wrong later.
         """
         self._settings = settings
         self._connector = Connector(settings)
@@ -87,7 +100,7 @@ class CoordinatorClient:
         self._newest: Membership | None = None
         self._needs_whole_membership = False
         self._send_now = asyncio.Event()
-        self._session: Session | None = None
+        self._session: StreamSession | None = None
         self._preferred: Address | None = None
         self._logged: dict[str, float] = {}
         self._next_clock_check = time.monotonic() + CLOCK_CHECK_SECONDS
@@ -99,7 +112,7 @@ class CoordinatorClient:
         self._send_now.set()
 
     async def run(self) -> None:
-        """Register and exchange messages until cancelled, or until the job is deleted."""
+        """Register and exchange messages until the task is cancelled or the job is deleted."""
         backoff = _FIRST_BACKOFF_SECONDS
         while True:
             started = time.monotonic()
@@ -118,7 +131,7 @@ class CoordinatorClient:
             backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
 
     async def flush(self, seconds: float) -> None:
-        """Send a last heartbeat over the open stream, if any, and wait at most `seconds` for its answer."""
+        """Send a last heartbeat over the open stream, if any, and wait up to `seconds` for its answer."""
         if self._session is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -145,7 +158,7 @@ class CoordinatorClient:
                     if "does not verify" not in sentence:
                         break
                 else:
-                    self._answered()
+                    self._record_answer()
                     self._on_coordinator_time(welcome.time, sent_at, time.time())
                     if address != self._preferred:
                         _log.info("registered with the coordinator at %s:%d", address.ip, address.port)
@@ -162,17 +175,17 @@ class CoordinatorClient:
             raise CoordinatorUnavailableError(f"{address}: {error}") from error
 
     async def _serve(self, stream: Stream, welcome: RegisterResponse) -> None:
-        """Exchange messages until the stream fails or is old. Raises CoordinatorUnavailableError."""
+        """Exchange messages until the stream fails or expires. Raises CoordinatorUnavailableError."""
         if welcome.membership is not None:
             self._receive_membership(welcome.membership)
-        self._session = Session(
+        self._session = StreamSession(
             stream,
             self._heartbeat,
             self._send_now,
-            on_acknowledged=self._acknowledged,
+            on_acknowledged=self._on_heartbeat_ack,
             on_membership=self._receive_membership,
             on_change=self._receive_change,
-            on_answer=self._answered,
+            on_answer=self._record_answer,
         )
         try:
             async with asyncio.timeout(random.uniform(*_STREAM_SECONDS)):  # noqa: S311 - spreads load
@@ -185,7 +198,7 @@ class CoordinatorClient:
             self._session = None
             stream.close()
 
-    def _acknowledged(self, message: HeartbeatRequest, answer: HeartbeatResponse, sent_at: float) -> None:
+    def _on_heartbeat_ack(self, message: HeartbeatRequest, answer: HeartbeatResponse, sent_at: float) -> None:
         self._on_acknowledged(message)
         if time.monotonic() > self._next_clock_check:
             self._next_clock_check = time.monotonic() + CLOCK_CHECK_SECONDS
@@ -196,14 +209,17 @@ class CoordinatorClient:
         return self._newest.generation if self._newest is not None else 0
 
     def _receive_membership(self, membership: Membership) -> None:
-        self._answered()
+        self._record_answer()
         self._needs_whole_membership = False
         if membership.generation > self._generation:
             self._newest = membership
             self._on_membership(membership)
 
     def _receive_change(self, change: MembershipChange) -> None:
-        """Apply the change. Raises CoordinatorUnavailableError where it does not fit: the next stream asks for all."""
+        """Apply the change.
+
+        Raises CoordinatorUnavailableError if it does not match: the next stream gets everything.
+        """
         if change.generation <= self._generation:
             return
         try:
@@ -212,11 +228,11 @@ class CoordinatorClient:
             self._needs_whole_membership = True
             raise CoordinatorUnavailableError(f"{error}; requesting the whole membership") from error
 
-    def _answered(self) -> None:
+    def _record_answer(self) -> None:
         self.answered_at = time.monotonic()
 
     def _log_unavailable(self, sentence: str) -> None:
-        """Log a sentence, the same one at most once in 30 s."""
+        """Log the reason, the same one at most once in 30 s."""
         now = time.monotonic()
         if now - self._logged.get(sentence, -_LOG_INTERVAL_SECONDS) >= _LOG_INTERVAL_SECONDS:
             self._logged = {sentence: now, **{k: v for k, v in self._logged.items() if now - v < _LOG_INTERVAL_SECONDS}}
@@ -224,7 +240,7 @@ class CoordinatorClient:
 
 
 async def _run_until_one_ends(*coroutines: Coroutine[None, None, None]) -> None:
-    """Run all until the first one ends, raise its error and cancel the others."""
+    """Run all coroutines until the first one ends, raise its error and cancel the others."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -234,3 +250,116 @@ async def _run_until_one_ends(*coroutines: Coroutine[None, None, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    message: HeartbeatRequest
+    at: float
+    """Monotonic seconds."""
+    wall_time: float
+    """Unix seconds."""
+    answered: asyncio.Future[None] | None = None
+    """Set when the answer arrives."""
+
+
+class StreamSession:
+    """Exchanges messages over one open stream: run `send_heartbeats` and `receive_frames` together.
+
+    Both raise CoordinatorUnavailableError.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        heartbeat: Callable[[], HeartbeatRequest],
+        send_now: asyncio.Event,
+        *,
+        on_acknowledged: Callable[[HeartbeatRequest, HeartbeatResponse, float], None],
+        on_membership: Callable[[Membership], None],
+        on_change: Callable[[MembershipChange], None],
+        on_answer: Callable[[], None],
+    ) -> None:
+        """`send_now` is set when the next heartbeat should not wait.
+
+        `on_acknowledged` gets the heartbeat, its answer and the Unix time at which the heartbeat was sent.
+        """
+        self._stream = stream
+        self._heartbeat = heartbeat
+        self._send_now = send_now
+        self._on_acknowledged = on_acknowledged
+        self._on_membership = on_membership
+        self._on_change = on_change
+        self._on_answer = on_answer
+        self._unanswered: deque[_Sent] = deque()
+        self._detail_seconds = 0.0
+        self._flush: asyncio.Future[None] | None = None
+
+    async def flush(self) -> None:
+        """Send a full heartbeat now and wait for its answer."""
+        flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._flush = flushed
+        self._send_now.set()
+        await flushed
+
+    async def send_heartbeats(self, seconds: float) -> None:
+        """Send a heartbeat every `seconds` until the stream ends."""
+        last: HeartbeatRequest | None = None
+        last_at, share = 0.0, 1.0
+        while True:
+            self._send_now.clear()
+            message, now = self._heartbeat(), time.monotonic()
+            if self._unanswered and now - self._unanswered[0].at > REQUEST_SECONDS:
+                raise CoordinatorUnavailableError(f"a heartbeat was not answered within {REQUEST_SECONDS:g} s")
+            try:
+                async with asyncio.timeout(REQUEST_SECONDS):
+                    changed = must_send_now(last, message)
+                    if changed or self._flush is not None or now - last_at >= self._detail_seconds * share:
+                        self._unanswered.append(_Sent(message, now, time.time(), self._flush))
+                        last, last_at, self._flush = message, now, None
+                        share = jitter_fraction(random.random(), after_news=changed)  # noqa: S311
+                        await self._stream.send(FrameKind.HEARTBEAT, message)
+                    else:
+                        await self._stream.send(FrameKind.KEEPALIVE, encode_keepalive(message))
+            except TimeoutError as error:
+                raise CoordinatorUnavailableError("the coordinator no longer reads the stream") from error
+            try:
+                await asyncio.wait_for(self._send_now.wait(), seconds * random.uniform(*_JITTER))  # noqa: S311
+            except TimeoutError:
+                continue
+            await asyncio.sleep(min(_BURST_SECONDS, seconds))
+
+    async def receive_frames(self) -> None:
+        """Handle the coordinator's frames until the stream ends."""
+        while True:
+            try:
+                kind, payload = await self._stream.receive()
+                self._handle(kind, payload)
+            except ValidationError as error:
+                raise CoordinatorUnavailableError(str(error)) from error
+
+    def _handle(self, kind: int, payload: bytes) -> None:
+        if kind == FrameKind.MEMBERSHIP:
+            self._on_membership(Membership.model_validate_json(payload))
+        elif kind == FrameKind.MEMBERSHIP_CHANGE:
+            self._on_change(MembershipChange.model_validate_json(payload))
+        elif kind == FrameKind.HEARTBEAT_ACK:
+            answer = HeartbeatResponse.model_validate_json(payload)
+            self._detail_seconds = answer.full_heartbeat_seconds
+            if (sent := self._pop_answered()) is not None:
+                self._on_acknowledged(sent.message, answer, sent.wall_time)
+        elif kind == FrameKind.ERROR:
+            refusal = parse_refusal(payload)
+            if refusal.status != _CONFLICT:
+                raise StreamEndedError(format_refusal(refusal))
+            self._pop_answered()  # the heartbeat's generation is over; the newer one is on its way
+
+    def _pop_answered(self) -> _Sent | None:
+        """Return the heartbeat that an answer belongs to: the oldest unanswered one."""
+        self._on_answer()
+        if not self._unanswered:
+            return None
+        sent = self._unanswered.popleft()
+        if sent.answered is not None and not sent.answered.done():
+            sent.answered.set_result(None)
+        return sent

@@ -1,43 +1,54 @@
-"""Connections to the coordinator: the addresses of its names, TLS, and the pod's token.
+"""Open a stream to the coordinator, and send and receive its frames (`trainium_contract.wire.stream`).
+
+Opening resolves the coordinator's names, verifies its certificate and sends the pod's token.
 
 Guarantees:
 - Token and certificate authority are read again whenever they may have changed.
-- Every way in which an address does not answer as the leader does is a CoordinatorUnavailableError with one sentence.
-- A name that does not resolve, or not soon, keeps its last addresses: the server there proves by certificate that
-  it is the coordinator. At most one look-up of a name is under way, and none keeps the agent from leaving.
+- An address that does not answer as the leader raises CoordinatorUnavailableError with one sentence.
+- A name that does not resolve in time keeps its last addresses: the server there proves by certificate that it is the
+  coordinator.
+- At most one lookup of a name is pending, and none keeps the agent from leaving.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import socket
 import ssl
 import threading
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from trainium_agent.coordinator.stream import Stream, StreamRefusedError
-from trainium_contract.wire.messages import ErrorResponse
-from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
+from trainium_contract.wire.messages import ErrorResponse, RegisterRequest, RegisterResponse
+from trainium_contract.wire.stream import HEAD_BYTES, STREAM_PATH, UPGRADE, FrameKind, encode_frame, parse_frame_header
 
 if TYPE_CHECKING:
     from trainium_agent.settings import AgentSettings, Endpoint
 
 REQUEST_SECONDS = 3.0
-"""Until an answer."""
+"""Time limit of a request."""
 _JOB_DELETED = 410
 LOOKUP_SECONDS = 1.5
-"""Until a name whose addresses are known keeps them. A resolver gives up a silent name server after 10 s for each
-search domain."""
+"""Time limit of a lookup when addresses are known already. A resolver gives up a silent name server after 10 s for each
+search domain.
+"""
+_SWITCHING = 101
+_LONGEST_HEAD = 16 * 1024
+_LONGEST_REFUSAL = 64 * 1024
+_LONGEST_FRAME = 64 * 1024 * 1024
+"""Enough for a membership of 100,000 workers."""
+_TLS_SHUTDOWN_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One address of the coordinator, with the name that its certificate must bear."""
+    """One address of the coordinator, with the name that its certificate must have."""
 
     host: str
     ip: str
@@ -48,7 +59,7 @@ class Address:
 
 
 class CoordinatorUnavailableError(ConnectionError):
-    """One address did not answer as the leader does; the text is one sentence."""
+    """One address did not answer as the leader; the text is one sentence."""
 
 
 class JobDeletedError(Exception):
@@ -66,10 +77,7 @@ class Connector:
         self._lookups: dict[Endpoint, asyncio.Future[list[str]]] = {}
 
     async def addresses(self) -> list[Address]:
-        """Return every address of every endpoint, in the resolver's order.
-
-        Raises CoordinatorUnavailableError where there are none.
-        """
+        """Return the addresses of all endpoints, in the resolver's order. Raises CoordinatorUnavailableError."""
         found: dict[Address, None] = {}
         for endpoint in self._settings.coordinator:
             for ip in await self._resolve(endpoint):
@@ -92,7 +100,7 @@ class Connector:
                     f"Connection: Upgrade\r\nUpgrade: {UPGRADE}\r\nAuthorization: Bearer {token}\r\n\r\n",
                 )
         except StreamRefusedError as error:
-            sentence = _refusal(address, error.status, error.body)
+            sentence = _describe_refusal(address, error.status, error.body)
             raise (JobDeletedError if error.status == _JOB_DELETED else CoordinatorUnavailableError)(
                 sentence
             ) from error
@@ -106,7 +114,7 @@ class Connector:
             raise CoordinatorUnavailableError(f"{address}: {reason}") from error
 
     async def _resolve(self, endpoint: Endpoint) -> list[str]:
-        """Return the name's addresses in the resolver's order; none where it has never resolved."""
+        """Return the name's addresses in the resolver's order; empty if it has never resolved."""
         lookup = self._lookups.get(endpoint)
         if lookup is None:
             lookup = self._lookups[endpoint] = _start_lookup(endpoint)
@@ -119,7 +127,7 @@ class Connector:
         return known
 
     def _context(self) -> ssl.SSLContext:
-        """Return TLS that trusts the mounted certificate authority only, as of now."""
+        """Return a TLS context that trusts only the mounted certificate authority, read now."""
         ca = self._settings.ca_path.read_bytes()
         if self._tls is None or ca != self._ca:
             self._tls = ssl.create_default_context(cadata=ca.decode("ascii"))
@@ -127,7 +135,7 @@ class Connector:
         return self._tls
 
 
-def _refusal(address: Address, status: int, body: str) -> str:
+def _describe_refusal(address: Address, status: int, body: str) -> str:
     try:
         sentence = ErrorResponse.model_validate_json(body).error
     except ValidationError:
@@ -147,7 +155,7 @@ def _start_lookup(endpoint: Endpoint) -> asyncio.Future[list[str]]:
 
     def resolve() -> None:
         found: list[str] = []
-        with contextlib.suppress(OSError, UnicodeError):  # no such name; not a valid name
+        with contextlib.suppress(OSError, UnicodeError):  # unknown or invalid name
             entries = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
             found = [str(entry[4][0]) for entry in entries]
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -160,3 +168,122 @@ def _start_lookup(endpoint: Endpoint) -> asyncio.Future[list[str]]:
 def _set_result(future: asyncio.Future[list[str]], found: list[str]) -> None:
     if not future.done():
         future.set_result(found)
+
+
+class StreamRefusedError(Exception):
+    """The coordinator answered the request with something other than a stream."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"a stream was answered with {status}")
+        self.status = status
+        self.body = body
+
+
+class StreamEndedError(CoordinatorUnavailableError):
+    """The coordinator ended the stream, or the connection broke; the text is one sentence."""
+
+
+class Stream:
+    """An open stream; the caller closes it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, where: tuple[str, int], context: ssl.SSLContext, name: str, request: str) -> Stream:
+        """Connect and send the request. Raises StreamRefusedError, OSError, ValueError."""
+        reader, writer = await asyncio.open_connection(
+            *where, ssl=context, server_hostname=name, limit=_LONGEST_HEAD, ssl_shutdown_timeout=_TLS_SHUTDOWN_SECONDS
+        )
+        stream = cls(reader, writer)
+        try:
+            writer.write(request.encode())
+            await stream._await_upgrade()
+        except asyncio.IncompleteReadError as error:
+            stream.close()
+            raise ConnectionResetError("the connection was closed") from error
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def _await_upgrade(self) -> None:
+        try:
+            head = await self._reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError as error:
+            raise ValueError("the answer is no HTTP") from error
+        lines = head.decode("latin-1").split("\r\n")
+        status = int(lines[0].split(" ")[1]) if lines[0].count(" ") else 0
+        if status == _SWITCHING:
+            return
+        fields = {key.strip().lower(): value.strip() for key, _, value in (line.partition(":") for line in lines[1:])}
+        length = min(int(fields.get("content-length", "0")), _LONGEST_REFUSAL)
+        body = await self._reader.readexactly(length) if length else b""
+        raise StreamRefusedError(status, body.decode(errors="replace"))
+
+    async def register(self, request: RegisterRequest, seconds: float) -> RegisterResponse:
+        """Register this agent. Raises StreamEndedError, after which the stream is closed."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._send_registration(request)
+        except (TimeoutError, ValidationError) as error:
+            self.close()
+            raise StreamEndedError(f"the registration was not answered ({type(error).__name__})") from error
+        except BaseException:
+            self.close()
+            raise
+
+    async def _send_registration(self, request: RegisterRequest) -> RegisterResponse:
+        await self.send(FrameKind.REGISTER, request)
+        while True:
+            kind, payload = await self.receive()
+            if kind == FrameKind.REGISTERED:
+                return RegisterResponse.model_validate_json(payload)
+            if kind == FrameKind.ERROR:
+                raise StreamEndedError(format_refusal(parse_refusal(payload)))
+
+    async def send(self, kind: FrameKind, message: BaseModel | bytes) -> None:
+        """Send one frame. Raises StreamEndedError."""
+        payload = (
+            message
+            if isinstance(message, bytes)
+            else message.model_dump_json(by_alias=True, exclude_none=True).encode()
+        )
+        try:
+            self._writer.write(encode_frame(kind, payload))
+            await self._writer.drain()
+        except OSError as error:
+            raise StreamEndedError(f"the connection broke ({error or type(error).__name__})") from error
+
+    async def receive(self) -> tuple[int, bytes]:
+        """Return the next frame; a packed membership is unpacked. Raises StreamEndedError."""
+        try:
+            kind, length = parse_frame_header(await self._reader.readexactly(HEAD_BYTES))
+            if length > _LONGEST_FRAME:
+                raise StreamEndedError(f"the coordinator sent a frame of {length} bytes")
+            payload = await self._reader.readexactly(length)
+            if kind == FrameKind.PACKED_MEMBERSHIP:
+                return FrameKind.MEMBERSHIP, gzip.decompress(payload)
+        except asyncio.IncompleteReadError as error:
+            raise StreamEndedError("the coordinator closed the stream") from error
+        except (OSError, EOFError, zlib.error) as error:
+            raise StreamEndedError(f"the connection broke ({error or type(error).__name__})") from error
+        return kind, payload
+
+    def close(self) -> None:
+        """Close the connection at once."""
+        self._writer.transport.abort()
+
+
+def parse_refusal(payload: bytes) -> ErrorResponse:
+    """Parse a refusal. Raises StreamEndedError when it is malformed."""
+    try:
+        return ErrorResponse.model_validate_json(payload)
+    except ValidationError as error:
+        raise StreamEndedError("the coordinator refused with something that is not understood") from error
+
+
+def format_refusal(refusal: ErrorResponse) -> str:
+    """Return a refusal as the end of a sentence."""
+    return f"the coordinator answered {refusal.status}: {refusal.error}"

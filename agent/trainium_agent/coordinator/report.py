@@ -1,9 +1,9 @@
 """Collect what the agent reports to the coordinator: phase, progress, failures, restarts.
 
 Guarantees:
-- It is used in the agent's event loop only, so nothing of an old generation is reported as the new one's.
+- The report is used in the agent's event loop only, so no value of an old generation is reported for the new one.
 - Sequence numbers count up over the life of the agent and are never used twice.
-- A restart is resumed when a step ends that had not been completed before the failure, or when the ranks are past
+- A restart has resumed when a step completes that was not completed before the failure, or when the ranks have passed
   their last step again.
 """
 
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from trainium_agent.exits.diagnosis import MESSAGE_CHARACTERS, Signs, describe_exit, last_message
-from trainium_agent.ranks.results import read_results
+from trainium_agent.exits.diagnosis import MESSAGE_CHARACTERS, ExitDiagnoser, describe_exit, last_runtime_message
+from trainium_agent.workload.base import read_results
+from trainium_contract.exit_codes import ExitCode
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status.results import Alert, RunStage
 from trainium_contract.wire.messages import (
@@ -50,7 +51,7 @@ _LAST_LINES_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A failure whose message is rendered late, when the last lines of output have arrived."""
+    """A failure; its message is created when the last lines of output have arrived."""
 
     sequence: int
     generation: int
@@ -58,20 +59,20 @@ class _Failure:
     exit_code: int
     step: int
     sentence: str = ""
-    """Reason that the output does not show: the agent ended the process itself."""
+    """Reason, for a process that the agent ended; the output does not show it."""
     at: float = 0.0
-    """Unix seconds, for such a failure."""
+    """Unix seconds, for a process that the agent ended."""
 
     @property
-    def settled(self) -> bool:
-        """Whether its last lines are known; a child that holds the pipe open is not waited for."""
+    def is_complete(self) -> bool:
+        """Whether the last lines have arrived; a child that holds the pipe open is not waited for."""
         if self.sentence or self.process.output.complete.is_set():
             return True
         return time.time() > self.process.ended_at + _LAST_LINES_SECONDS
 
     def message(self) -> ProcessFailure:
-        """Return the failure as the coordinator gets it; the same whenever it is asked for once settled."""
-        word = None if self.sentence else last_message(self.process)
+        """Return the failure as sent to the coordinator; it does not change once complete."""
+        word = None if self.sentence else last_runtime_message(self.process)
         return ProcessFailure(
             sequence=self.sequence,
             generation=self.generation,
@@ -81,22 +82,22 @@ class _Failure:
             step=self.step,
             message=self.sentence[:MESSAGE_CHARACTERS] or describe_exit(self.process),
             runtime_status=word.status if word is not None else None,
-            output_line="" if self.sentence else self.process.output.last_output_line(),
+            output_line="" if self.sentence else self.process.output.last_error_sign(),
             at=self.at or self.process.ended_at,
         )
 
 
 class PodReport:
-    """The agent's own view of its pod, from which every heartbeat is made."""
+    """The agent's view of its pod, the source of every heartbeat."""
 
-    def __init__(self, settings: AgentSettings, workload: Workload, wake: Callable[[], None]) -> None:
+    def __init__(self, settings: AgentSettings, workload: Workload, send_now: Callable[[], None]) -> None:
         self._settings = settings
         self._workload = workload
-        self._wake = wake
-        self._phase = WorkerPhase.PREFLIGHT
-        self._generation = 0
-        self._attempt = 0
-        self._progress_files: tuple[Path, ...] = ()
+        self._send_now = send_now
+        self.phase = WorkerPhase.PREFLIGHT
+        self.generation = self.attempt = 0
+        self.progress_files: Sequence[Path] = ()
+        """Progress records of the ranks; that of the pod's first rank comes first."""
         self._progress: Progress | None = None
         self._failures: deque[_Failure] = deque(maxlen=_KEPT)
         self._restarts: deque[RestartRecord] = deque(maxlen=_KEPT)
@@ -105,43 +106,22 @@ class PodReport:
         self._verdict: _Failure | ProcessFailure | None = None
         self._waiting_for: tuple[int, ...] = ()
         self._best_step = -1
-        self._reached = -1.0
-        self._dated: tuple[int, int] = (0, -1)
+        self.best_progress = -1.0
+        """Highest observed step, plus number and completed share of a stage after the last step; -1 for none."""
+        self._timed_attempt: tuple[int, int] = (0, -1)
         self._started = self._loaded = 0.0
         self._stuck: tuple[StuckRank, ...] = ()
         self._checks: dict[PreflightCheck, CheckResult] = {}
         self._compiled: tuple[CompiledSize, ...] = ()
-        self.signs = Signs(settings.rules_path, wake)
+        self.diagnoser = ExitDiagnoser(settings.rules_path, send_now)
         self.standby_warm: Callable[[], bool] = lambda: False
-        self._timing: StepTiming | None = None
-
-    @property
-    def reporting_as(self) -> tuple[int, int]:
-        """Generation and attempt; 0 before the first."""
-        return self._generation, self._attempt
-
-    @property
-    def phase(self) -> WorkerPhase:
-        """The phase of the agent."""
-        return self._phase
-
-    @property
-    def best_step(self) -> int:
-        """Highest step that this pod has seen completed; -1 for none."""
-        return self._best_step
-
-    @property
-    def reached(self) -> float:
-        """Progress that this pod has observed: rises with each new step, then with the stages after the last one.
-
-        Steps, and for a stage its number and the share of it that is over; -1 for nothing.
-        """
-        return self._reached
+        self.timing: StepTiming | None = None
+        """Step times of this pod's ranks; None until enough steps are complete."""
 
     @property
     def recovering(self) -> bool:
-        """Whether a restart of the present attempt has not reached a new step yet."""
-        return any(record.resumed_at is None and self._is_current(record) for record in self._restarts)
+        """Whether a restart of this generation has not reached a new step yet."""
+        return any(record.resumed_at is None and self._is_of_current_generation(record) for record in self._restarts)
 
     @property
     def verdict_code(self) -> int | None:
@@ -149,110 +129,102 @@ class PodReport:
         verdict = self._verdict
         return None if verdict is None else verdict.exit_code
 
-    def enter(self, phase: WorkerPhase, *, generation: int | None = None, attempt: int | None = None) -> None:
+    def set_phase(self, phase: WorkerPhase, *, generation: int | None = None, attempt: int | None = None) -> None:
         """Change the phase, and the attempt with it; calls for a `generation` that is over have no effect.
 
-        Its attempt would make the coordinator pass over the first attempt of the generation that has come.
+        An attempt of the old generation would make the coordinator miss the first attempt of the new one.
         """
-        if generation not in (None, self._generation):
+        if generation not in (None, self.generation):
             return
-        changed = phase is not self._phase or attempt not in (None, self._attempt)
-        self._phase = phase
-        self._attempt = self._attempt if attempt is None else attempt
+        changed = phase is not self.phase or attempt not in (None, self.attempt)
+        self.phase = phase
+        self.attempt = self.attempt if attempt is None else attempt
         if phase not in (WorkerPhase.JOINING, WorkerPhase.YIELDED, WorkerPhase.FAILED):
             self._waiting_for = ()
         if changed:
-            self._wake()
+            self._send_now()
 
-    def enter_generation(self, generation: int, phase: WorkerPhase) -> None:
+    def start_generation(self, generation: int, phase: WorkerPhase) -> None:
         """Record a newer generation; ranks of the old one may still be ending."""
-        self._generation = generation
-        self._attempt = 0
+        self.generation = generation
+        self.attempt = 0
         self._verdict = None
         self._waiting_for = ()
         if self._progress is not None:
-            # The step remains until the new ranks know theirs; everything that belongs to a generation restarts.
+            # The step remains until the new ranks report theirs; values of the old generation are reset.
             self._progress = self._progress.model_copy(
                 update={"resume_step": None, "productive_seconds": 0.0, "started": 0.0, "loaded": 0.0}
             )
-        self.enter(phase)
+        self.set_phase(phase)
 
-    def know(self, generation: int) -> None:
+    def set_generation(self, generation: int) -> None:
         """Record a newer generation in which this pod cannot take part."""
-        self._generation = generation
-        self._wake()
+        self.generation = generation
+        self._send_now()
 
-    def follow(self, files: Sequence[Path]) -> None:
-        """Read progress from these records from now on, the pod's first rank first."""
-        self._progress_files = tuple(files)
-
-    def wait_for(self, node_ranks: tuple[int, ...]) -> None:
-        """Record the node ranks that the rendezvous still lacks."""
+    def set_waiting_for(self, node_ranks: tuple[int, ...]) -> None:
+        """Record the node ranks that the rendezvous waits for."""
         self._waiting_for = node_ranks[:_LISTED_RANKS]
 
-    def failed(self, generation: int, process: RankProcess) -> None:
+    def record_failure(self, generation: int, process: RankProcess) -> None:
         """Record an unrequested exit."""
         self.observe()
         assert process.exit_code is not None
-        record = self._current_record(process.local_rank)
-        step = record.step if record is not None else -1
-        self._failures.append(_Failure(self._next_failure, generation, process, process.exit_code, step))
-        self._next_failure += 1
-        self._wake()
+        self._add_failure(generation, process, process.exit_code)
 
-    def hung(self, generation: int, process: RankProcess, code: int, sentence: str) -> None:
+    def record_hang(self, generation: int, process: RankProcess, sentence: str) -> None:
         """Record a process that the agent is about to end because it hangs."""
-        record = self._current_record(process.local_rank)
-        step = record.step if record is not None else -1
-        self._failures.append(
-            _Failure(self._next_failure, generation, process, code, step, sentence=sentence, at=time.time())
-        )
-        self._next_failure += 1
-        self._wake()
+        self._add_failure(generation, process, ExitCode.HUNG, sentence, time.time())
 
-    def checked(self, result: CheckResult) -> None:
+    def _add_failure(
+        self, generation: int, process: RankProcess, code: int, sentence: str = "", at: float = 0.0
+    ) -> None:
+        files, index = self.progress_files, process.local_rank
+        found = self._workload.read(files[index]) if index < len(files) else None
+        step = found[0].step if found is not None and self._is_of_current_attempt(found[0]) else -1
+        self._failures.append(_Failure(self._next_failure, generation, process, code, step, sentence, at))
+        self._next_failure += 1
+        self._send_now()
+
+    def record_check(self, result: CheckResult) -> None:
         """Record the newest outcome of a check of this node."""
         self._checks = {**self._checks, result.check: result}
-        self._wake()
+        self._send_now()
 
-    def compiled(self, size: CompiledSize) -> None:
-        """Record that the graphs of another size are compiled."""
+    def record_compiled_size(self, size: CompiledSize) -> None:
+        """Record that the graphs for another size are compiled."""
         self._compiled = (*self._compiled, size)[-MAX_COMPILED:]
-        self._wake()
+        self._send_now()
 
-    def stuck(self, ranks: tuple[StuckRank, ...]) -> None:
-        """Record the local ranks that are stalled now."""
+    def set_stuck_ranks(self, ranks: tuple[StuckRank, ...]) -> None:
+        """Record the local ranks that are stalled."""
         changed, self._stuck = bool(ranks or self._stuck), ranks
         if changed:
-            self._wake()
+            self._send_now()
 
-    def timed(self, timing: StepTiming | None) -> None:
-        """Record the step times of this pod's ranks; None until enough steps were made."""
-        self._timing = timing
-
-    def give_up(self, process: RankProcess | None = None) -> None:
+    def set_verdict(self, process: RankProcess | None = None) -> None:
         """Set the verdict to the failure of this process, else to the newest one."""
         failures = [failure for failure in self._failures if failure.process is process] or list(self._failures)
         generation = failures[-1].generation
-        if generation == self._generation:
+        if generation == self.generation:
             self._verdict = failures[-1]
-        self.enter(WorkerPhase.FAILED, generation=generation)
+        self.set_phase(WorkerPhase.FAILED, generation=generation)
 
-    def give_up_with(self, code: int, sentence: str) -> None:
-        """Set a verdict without a process: the pod itself is unfit."""
+    def set_pod_verdict(self, code: int, sentence: str) -> None:
+        """Set a verdict on the pod itself, without a failed process."""
         self._verdict = ProcessFailure(
             sequence=self._next_failure,
-            generation=self._generation,
-            attempt=self._attempt,
+            generation=self.generation,
+            attempt=self.attempt,
             rank=0,
             exit_code=code,
             message=sentence[:MESSAGE_CHARACTERS],
             at=time.time(),
         )
         self._next_failure += 1
-        self.enter(WorkerPhase.FAILED)
+        self.set_phase(WorkerPhase.FAILED)
 
-    def restarting(self, generation: int, attempt: int, cause: Cause, failed_at: float) -> None:
+    def record_restart(self, generation: int, attempt: int, cause: Cause, failed_at: float) -> None:
         """Record that a restart in place starts."""
         self._restarts.append(
             RestartRecord(
@@ -268,15 +240,15 @@ class PodReport:
         self._next_restart += 1
         if self._progress is not None:
             self._progress = self._progress.model_copy(update={"started": 0.0, "loaded": 0.0})
-        self.enter(WorkerPhase.JOINING, generation=generation, attempt=attempt)
+        self.set_phase(WorkerPhase.JOINING, generation=generation, attempt=attempt)
 
     def observe(self) -> None:
-        """Read the ranks' progress and see whether a restart has resumed."""
-        newest = self._workload.newest(self._progress_files)
-        if newest is None or not self._is_of_attempt(newest[0]):
+        """Read the ranks' progress and check whether a restart has resumed."""
+        newest = self._workload.newest(self.progress_files)
+        if newest is None or not self._is_of_current_attempt(newest[0]):
             return
         record, beside = newest
-        self._date(record)
+        self._record_times(record)
         stage = RunStage.of(record.stage)
         trains = stage is RunStage.TRAIN
         hang_detection = self._workload.hang_detection
@@ -309,20 +281,20 @@ class PodReport:
         )
         resumed = record.resume_step if record.resume_step >= 0 else None
         for index, restart in enumerate(self._restarts):
-            if restart.resumed_at is None and self._is_current(restart):
+            if restart.resumed_at is None and self._is_of_current_generation(restart):
                 self._restarts[index] = restart.model_copy(
                     update={"resume_step": resumed, "resumed_at": _resumed_at(record, restart.step_before)}
                 )
         if record.step > 0 or record.resume_step > 0:
             self._best_step = max(self._best_step, record.step, record.resume_step)
             after = 0.0 if trains else stage.number + record.stage_progress
-            self._reached = max(self._reached, self._best_step + after)
-        training = self._phase is WorkerPhase.LOADING and record.phase is ProgressPhase.TRAINING
+            self.best_progress = max(self.best_progress, self._best_step + after)
+        training = self.phase is WorkerPhase.LOADING and record.phase is ProgressPhase.TRAINING
         if training:
-            self.enter(WorkerPhase.TRAINING)
+            self.set_phase(WorkerPhase.TRAINING)
 
     def heartbeat(self) -> HeartbeatRequest:
-        """Return the message for now."""
+        """Return the current heartbeat."""
         self.observe()
         verdict = self._verdict
         return HeartbeatRequest(
@@ -330,42 +302,37 @@ class PodReport:
             job=self._settings.job,
             pod_name=self._settings.pod_name,
             pod_uid=self._settings.pod_uid,
-            generation=self._generation,
-            attempt=self._attempt,
-            phase=self._phase,
+            generation=self.generation,
+            attempt=self.attempt,
+            phase=self.phase,
             progress=self._progress,
-            failures=tuple(failure.message() for failure in takewhile(lambda failure: failure.settled, self._failures)),
+            failures=tuple(
+                failure.message() for failure in takewhile(lambda failure: failure.is_complete, self._failures)
+            ),
             verdict=verdict.message() if isinstance(verdict, _Failure) else verdict,
             restarts=tuple(self._restarts),
             waiting_for=self._waiting_for,
             ready=self.standby_warm(),
             stuck=self._stuck,
-            kernel=self.signs.kernel.newest,
-            timing=self._timing,
+            kernel=self.diagnoser.kernel.newest,
+            timing=self.timing,
             checks=tuple(self._checks.values()),
             compiled=self._compiled,
         )
 
-    def _date(self, record: ProgressRecord) -> None:
-        """Record when this attempt's processes were up and when they started to train."""
+    def _record_times(self, record: ProgressRecord) -> None:
+        """Record when the processes of this attempt started, and when they began to train."""
         attempt = (record.generation, record.attempt)
-        if attempt != self._dated:
-            self._dated, self._started, self._loaded = attempt, time.time(), 0.0
+        if attempt != self._timed_attempt:
+            self._timed_attempt, self._started, self._loaded = attempt, time.time(), 0.0
         if not self._loaded and record.phase is ProgressPhase.TRAINING:
             self._loaded = time.time()
 
-    def _current_record(self, index: int) -> ProgressRecord | None:
-        """Progress of one local rank, unless it is left over from an earlier attempt."""
-        if index >= len(self._progress_files):
-            return None
-        found = self._workload.read(self._progress_files[index])
-        return found[0] if found is not None and self._is_of_attempt(found[0]) else None
+    def _is_of_current_attempt(self, record: ProgressRecord) -> bool:
+        return (record.generation, record.attempt) == (self.generation, self.attempt)
 
-    def _is_of_attempt(self, record: ProgressRecord) -> bool:
-        return (record.generation, record.attempt) == (self._generation, self._attempt)
-
-    def _is_current(self, record: RestartRecord) -> bool:
-        return record.generation == self._generation
+    def _is_of_current_generation(self, record: RestartRecord) -> bool:
+        return record.generation == self.generation
 
 
 def _alerts(path: Path) -> tuple[Alert, ...]:
@@ -377,7 +344,7 @@ def _alerts(path: Path) -> tuple[Alert, ...]:
 
 
 def _resumed_at(record: ProgressRecord, step_before: int) -> float | None:
-    """Return when the ranks passed the step at which the failure had stopped them; None while they have not."""
+    """Return when the ranks passed the step at which the failure had stopped them; None before."""
     if record.step > max(step_before, record.resume_step):
         return record.updated
     if record.step < 0 and step_before < 0 and record.phase is ProgressPhase.TRAINING:

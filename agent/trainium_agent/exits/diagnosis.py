@@ -1,11 +1,11 @@
-"""Diagnose the end of a training process from all signs on this pod: the agent's side of the fault table.
+"""Diagnose the end of a training process from all signs on this pod.
 
-Code, runtime status, kernel lines and rules are read as the operator reads them (`faults.classify`).
+Exit code, runtime status, kernel lines and rules are classified as the operator classifies them (`faults.classify`).
 
 Guarantees:
-- Rules are read again for each failure, so a change reaches running pods. Unreadable rules count as none, because
+- Rules are read again for each failure, so a change applies to running pods. Unreadable rules are ignored, because
   training must recover without them.
-- Nothing here waits longer than a moment.
+- No call waits longer than 0.25 s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter, ValidationError
 
 from trainium_agent.exits.kernel_log import KernelEvents
-from trainium_agent.ranks.runtime_status import named
+from trainium_agent.ranks.runtime_status import format_message
 from trainium_contract.faults.causes import Blame, Cause
 from trainium_contract.faults.classify import classify_exit, classify_exit_code, select_kernel_lines
 from trainium_contract.faults.responses import Response
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _RULES: TypeAdapter[tuple[RecoveryRule, ...]] = TypeAdapter(tuple[RecoveryRule, ...])
-_LAST_WORDS_SECONDS = 0.25
+_LAST_OUTPUT_SECONDS = 0.25
 _REMEMBERED = 32
 _MEMORY_SECONDS = 7 * 86_400.0
 MESSAGE_CHARACTERS = 1024
 """Longest message of a failure."""
-_WORD_CHARACTERS = 320
+_RUNTIME_MESSAGE_CHARACTERS = 320
 _SIGNAL_BASE = 128
 _LINES_OF_KILLED = 3
-"""Nothing that a process wrote explains a SIGKILL; its newest lines show how far it was."""
+"""No output explains a SIGKILL, but the newest lines show how far the process was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Diagnosis:
 
     verdict: Verdict
     seen_before: bool
-    """For a cause of this node: within a week, in this pod's life."""
+    """For a cause of this node: within a week, during the life of this pod."""
 
 
-def last_message(process: RankProcess) -> RuntimeMessage | None:
+def last_runtime_message(process: RankProcess) -> RuntimeMessage | None:
     """Return the most specific message of the runtime in the process's output before it ended."""
     return process.output.last_message(process.ended_at or time.time())
 
@@ -66,26 +66,26 @@ def last_message(process: RankProcess) -> RuntimeMessage | None:
 def describe_exit(process: RankProcess) -> str:
     """Describe why a process ended, without secrets: its last message first, then as many lines before it as fit.
 
-    A program that ends by itself gives the reason in its last error or line, so that comes first, where no reader that
-    shortens the message cuts it; output of success is no reason. The runtime's message comes first when later output
-    has displaced it from the last lines; without either, the meaning of the code.
+    A program that ends by itself gives the reason in its last error or line. That line comes first, where no reader
+    that shortens the message cuts it off; output of success is ignored. The runtime's message comes first when later
+    output has displaced it from the last lines. Without either, the message is the meaning of the code.
     """
     code = process.exit_code or 0
-    output = _why_first(code, redact_secrets(process.output.text(4 * MESSAGE_CHARACTERS)))
-    word = last_message(process)
+    output = _put_error_first(code, redact_secrets(process.output.text(4 * MESSAGE_CHARACTERS)))
+    message = last_runtime_message(process)
     heads = []
     if code > _SIGNAL_BASE:
         heads.append(f"killed by signal {code - _SIGNAL_BASE}")
     elif not output:
         heads.append(classify_exit_code(code).sentence)
-    if word is not None and word.line not in output[: MESSAGE_CHARACTERS // 2]:
-        heads.append(redact_secrets(named(word))[:_WORD_CHARACTERS])
+    if message is not None and message.line not in output[: MESSAGE_CHARACTERS // 2]:
+        heads.append(redact_secrets(format_message(message))[:_RUNTIME_MESSAGE_CHARACTERS])
     head = "\n".join(heads)
     capacity = MESSAGE_CHARACTERS - len(head) - (1 if head else 0)
-    return "\n".join(part for part in (head, _shortened(code, output, capacity)) if part)
+    return "\n".join(part for part in (head, _truncate(code, output, capacity)) if part)
 
 
-def _why_first(code: int, output: str) -> str:
+def _put_error_first(code: int, output: str) -> str:
     lines = [line for line in output.split("\n") if explains_exit(line)] or output.split("\n")
     if code == _SIGNAL_BASE + signal.SIGKILL:
         lines = lines[-_LINES_OF_KILLED:]
@@ -96,52 +96,52 @@ def _why_first(code: int, output: str) -> str:
     return "\n".join(lines)
 
 
-def _shortened(code: int, output: str, capacity: int) -> str:
-    """Return the first line and the newest of the others; of a process that was killed the newest."""
+def _truncate(code: int, output: str, capacity: int) -> str:
+    """Return the first line and the newest of the others; for a killed process only the newest lines."""
     if len(output) <= capacity:
         return output
     first, _, rest = output.partition("\n")
     if code > _SIGNAL_BASE or len(first) >= capacity - 2:
-        return _whole_lines(output[-capacity:]) if code > _SIGNAL_BASE else output[:capacity]
-    return f"{first}\n{_whole_lines(rest[-(capacity - len(first) - 1) :])}"
+        return _drop_partial_line(output[-capacity:]) if code > _SIGNAL_BASE else output[:capacity]
+    return f"{first}\n{_drop_partial_line(rest[-(capacity - len(first) - 1) :])}"
 
 
-def _whole_lines(cut: str) -> str:
-    """Text that was cut at its front, without the rest of the line that was cut, unless that is all."""
+def _drop_partial_line(cut: str) -> str:
+    """Drop the first line of a text that was cut at its front, unless it is the only one."""
     return cut.partition("\n")[2] or cut
 
 
-def weight(verdict: Verdict) -> tuple[bool, bool, bool]:
-    """Return the weight of an exit: of several at the same moment the one with the greatest decides."""
+def exit_priority(verdict: Verdict) -> tuple[bool, bool, bool]:
+    """Return the priority of an exit: of simultaneous exits the one with the highest priority decides."""
     replaces = verdict.response in (Response.REPLACE_NODE, Response.REPLACE_WORKER)
     return verdict.response is Response.STOP, replaces, not verdict.indirect
 
 
-class Signs:
-    """Reads the signs of this pod's failures; `kernel` may be asked by any thread, the rest is the worker's."""
+class ExitDiagnoser:
+    """Reads the signs of this pod's failures; any thread may use `kernel`, only the worker thread the rest."""
 
     def __init__(self, rules_path: Path | None, on_event: Callable[[], None]) -> None:
         self._rules_path = rules_path
         self._earlier: deque[tuple[float, Cause]] = deque(maxlen=_REMEMBERED)
-        self._complained = ""
+        self._logged_problem = ""
         self.kernel = KernelEvents(on_event)
 
     def diagnose(self, process: RankProcess) -> Diagnosis:
         """Diagnose the end of this process and remember the diagnosis."""
-        verdict = self.meaning(process)
+        verdict = self.classify(process)
         at = process.ended_at
         seen = any(cause is verdict.cause and at - before < _MEMORY_SECONDS for before, cause in self._earlier)
         self._earlier.append((at, verdict.cause))
         return Diagnosis(verdict, seen and verdict.blame is Blame.NODE and not verdict.indirect)
 
-    def meaning(self, process: RankProcess) -> Verdict:
-        """Return the meaning of this process's end."""
-        process.output.complete.wait(_LAST_WORDS_SECONDS)  # the last lines are on their way through a pipe
-        word = last_message(process)
+    def classify(self, process: RankProcess) -> Verdict:
+        """Classify this process's end by all signs of this pod."""
+        process.output.complete.wait(_LAST_OUTPUT_SECONDS)  # the last lines are still in the pipe
+        message = last_runtime_message(process)
         return classify_exit(
             process.exit_code or 0,
-            runtime_status=word.status if word is not None else None,
-            output_line=process.output.last_output_line(),
+            runtime_status=message.status if message is not None else None,
+            output_line=process.output.last_error_sign(),
             message=describe_exit(process),
             kernel=select_kernel_lines(self.kernel.newest, process.ended_at),
             rules=self._rules(),
@@ -155,8 +155,8 @@ class Signs:
         except FileNotFoundError:
             return ()
         except (OSError, ValidationError) as error:
-            complaint = f"{type(error).__name__} {error}".splitlines()[0]
-            if complaint != self._complained:
-                _log.warning("the job's rules in %s cannot be read (%s); going without", self._rules_path, complaint)
-                self._complained = complaint
+            problem = f"{type(error).__name__} {error}".splitlines()[0]
+            if problem != self._logged_problem:
+                _log.warning("the job's rules in %s cannot be read (%s); going without", self._rules_path, problem)
+                self._logged_problem = problem
             return ()

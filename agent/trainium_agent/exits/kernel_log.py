@@ -1,13 +1,12 @@
-"""Follow kernel lines that report a device or host fault, where the pod may read them.
+"""Follow kernel lines that report a device or host fault, if the pod may read them.
 
-/dev/kmsg needs a privilege that few pods have; without it nothing is reported. For tests, and for nodes that copy the
-kernel's lines elsewhere, any file or FIFO works.
+/dev/kmsg needs a privilege that few pods have; without it nothing is reported. Any file or FIFO works too, for tests
+and for nodes that copy the kernel's lines elsewhere.
 
 Guarantees:
-- Lines from before the agent's start are not read.
-- A storm costs bounded work and memory; a line of one kind never displaces one of another, nor a less specific one a
-  more specific one.
-- The follower never raises and ends on request.
+- Lines written before the agent's start are skipped.
+- Work and memory are bounded in a flood of lines. A line never displaces one of another kind or a more specific one.
+- The thread never raises, and stops on request.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _log = logging.getLogger(__name__)
 _KEPT = 8
 _LINE_CHARACTERS = 1024
 _CHUNK = 1 << 13
-"""A record of /dev/kmsg is at most 8 KiB, and a read with less room fails."""
+"""A record of /dev/kmsg has at most 8 KiB, and a read into a smaller buffer fails."""
 _LONGEST_PARTIAL = 1 << 14
 _SAME_SECONDS = 10.0
-"""A kind of line is recorded at most once in this time."""
+"""Each kind of line is recorded at most once in this time."""
 _POLL_SECONDS = 0.25
 _ABSENT_SECONDS = 1.0
 _LINES_PER_POLL = 2000
@@ -47,7 +46,7 @@ _IMPORTANCE = {sign.key: index for index, sign in enumerate(KERNEL_LINES)}
 
 
 class KernelEvents:
-    """The newest fault lines, at most one of each kind at a time; any thread may call."""
+    """Holds the newest fault lines, at most one of each kind; thread-safe."""
 
     def __init__(self, on_event: Callable[[], None]) -> None:
         self._on_event = on_event
@@ -56,8 +55,11 @@ class KernelEvents:
         self._last: dict[str, float] = {}
         self._next = 0
 
-    def take(self, line: str, at: float) -> bool:
-        """Record a line if it reports a fault and is no repetition; return whether it was. `at` in Unix seconds."""
+    def add(self, line: str, at: float) -> bool:
+        """Record a line if it reports a fault and is no repetition; return whether it was recorded.
+
+        `at`: Unix seconds.
+        """
         sign = match_kernel_line(line)
         if sign is None:
             return False
@@ -78,7 +80,7 @@ class KernelEvents:
 
     @property
     def newest(self) -> tuple[KernelEvent, ...]:
-        """By sequence."""
+        """The lines, ordered by sequence."""
         with self._lock:
             return tuple(event for _, event in self._events)
 
@@ -96,11 +98,11 @@ class KernelLog:
         self._refused = False
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; returns within a second."""
+        """Stop the thread, within a second."""
         self._stop.set()
         self._thread.join(1.0)
 
@@ -110,7 +112,7 @@ class KernelLog:
             if descriptor is None:
                 if self._refused:
                     return
-                self._skips = False  # what is made after the start has no old lines
+                self._skips = False  # a file created after the start has no old lines
                 self._stop.wait(_ABSENT_SECONDS)
                 continue
             try:
@@ -124,7 +126,7 @@ class KernelLog:
     def _open(self) -> int | None:
         try:
             mode = self._path.stat().st_mode
-            # A FIFO that is open for writing too never ends while nobody writes.
+            # A FIFO that is also open for writing has no end of file while nobody writes.
             flags = os.O_RDWR if stat.S_ISFIFO(mode) else os.O_RDONLY
             descriptor = os.open(self._path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -134,13 +136,13 @@ class KernelLog:
             self._refused = True
             return None
         if self._skips:
-            with contextlib.suppress(OSError):  # a FIFO has no end
+            with contextlib.suppress(OSError):  # a FIFO cannot seek to its end
                 os.lseek(descriptor, 0, os.SEEK_END)
         self._skips = False
         return descriptor
 
     def _read(self, descriptor: int) -> None:
-        """Follow the file until the end is requested or it was replaced."""
+        """Follow the file until the stop is requested or the file was replaced."""
         regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -153,19 +155,19 @@ class KernelLog:
                 except BlockingIOError:
                     break
                 except BrokenPipeError:
-                    continue  # lines were overwritten before they could be read; the next read goes on after them
+                    continue  # lines were overwritten before they could be read; the next read continues after them
                 if not data:
                     break
                 self._handle(data)
             else:
-                self._stop.wait(_POLL_SECONDS)  # a storm; the rest can wait
+                self._stop.wait(_POLL_SECONDS)  # a flood of lines; the rest can wait
             if regular:
                 if self._was_replaced(descriptor):
                     return
                 self._stop.wait(_POLL_SECONDS)
 
     def _was_replaced(self, descriptor: int) -> bool:
-        """Return whether the path now leads to another file, or the file was cut off."""
+        """Return whether the path now names another file, or the file was truncated."""
         opened = os.fstat(descriptor)
         if opened.st_size < os.lseek(descriptor, 0, os.SEEK_CUR):
             os.lseek(descriptor, 0, os.SEEK_SET)
@@ -182,6 +184,6 @@ class KernelLog:
             lines.append(self._partial)
             self._partial = b""
         for line in lines:
-            if line and not line.startswith(b" "):  # a record's further lines describe its device
+            if line and not line.startswith(b" "):  # continuation lines of a record describe its device
                 text = _PREFIX.sub(b"", line).decode(errors="replace").strip()
-                self._events.take(text, time.time())
+                self._events.add(text, time.time())

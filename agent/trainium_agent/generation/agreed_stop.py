@@ -1,12 +1,12 @@
-"""Let all ranks of an attempt stop after the same step, where their program asks its agent whether to stop.
+"""Stop all ranks of an attempt after the same step, if their program asks its agent whether to stop.
 
-A rank that asks after the request waits for the answer; one that asked before it has gone on. So each agent requests
-the stop of its ranks, then reads how often they have asked, and publishes the highest number. The answer is the number
-above all of these, which no rank has passed.
+A rank asks at each step. One that asks after the stop was requested waits for the answer; one that asked before
+continues with its step. Each agent requests the stop of its ranks, then reads how often they have asked, and publishes
+the highest count. All ranks stop at the next check after the highest count of all, which no rank has passed.
 
 Guarantees:
-- All agents choose the same answer, or none where a rank has never asked in this attempt. The ranks of an agent that
-  has to leave get a signal then.
+- All agents choose the same check. If a rank has never asked in this attempt they choose none, and the ranks of an
+  agent that has to leave get a signal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.05
 
 
 class AgreedStop:
-    """One agent's part in the stop of an attempt, in a separate thread."""
+    """Takes part in the stop of an attempt for one agent, in a separate thread."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class AgreedStop:
         timeout: float,
         store: GenerationStore | None = None,
     ) -> None:
-        """Take part for the ranks of this pod, whose records are given."""
+        """Prepare the stop; `records` are the progress files of this pod's ranks."""
         self.attempt = attempt
         self._generation = membership.generation
         self._members = len(membership.members)
@@ -53,11 +53,11 @@ class AgreedStop:
         self._store = store or GenerationStore(membership)
 
     def start(self) -> None:
-        """Begin; does not wait."""
+        """Start the thread."""
         threading.Thread(target=self.run, name="agreed-stop", daemon=True).start()
 
     def run(self) -> None:
-        """Agree with the other agents, and let the ranks stop, or signal them."""
+        """Agree with the other agents, then publish the answer to the ranks, or signal them."""
         try:
             answer = self._agree(self._request())
         except StoreLostError:
@@ -75,15 +75,15 @@ class AgreedStop:
         if answer is None and signal_ranks is not None:
             signal_ranks()
 
-    def or_signal(self, signal_ranks: Callable[[], None]) -> None:
-        """Have the ranks of this pod signalled where no stop is agreed; without it they go on then. From any thread."""
+    def signal_on_failure(self, signal_ranks: Callable[[], None]) -> None:
+        """Signal the ranks of this pod if no stop is agreed; without this call they continue then. Thread-safe."""
         with self._lock:
             self._signal_ranks, failed = signal_ranks, self._failed
         if failed:
             signal_ranks()
 
     def _request(self) -> int:
-        """Return how often the ranks of this pod have asked at most; 0 where one never has."""
+        """Request the stop and return the highest count of checks of this pod's ranks; 0 if a rank never asked."""
         for record in self._records:
             if self._checks(record):
                 request_stop(record)
@@ -96,10 +96,9 @@ class AgreedStop:
         return record.stop_checks if record is not None and current else 0
 
     def _agree(self, checks: int) -> int | None:
-        """Return the check at which all ranks stop; None where they cannot agree in time."""
+        """Return the check at which all ranks stop; None if the agents do not agree in time."""
         store = self._store
-        if not store.connected:
-            store.connect()
+        store.connect()
         keys = [store.key(self.attempt, "stop", node_rank) for node_rank in range(self._members)]
         store.set(keys[self._node_rank], str(checks))
         deadline = time.monotonic() + self._timeout

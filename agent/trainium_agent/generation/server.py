@@ -1,11 +1,11 @@
 """Serve the store of a generation: keys and values over TCP, in a thread of the agent of node rank 0.
 
-A request is a JSON list, an answer one JSON value, each behind its length. `get` waits for a key, so that an agent that
-waits for the others costs no messages.
+A request is a JSON list, an answer one JSON value; both are prefixed with their length. `get` waits until the key
+exists, so an agent that waits for the others sends no messages.
 
 Guarantees:
 - It binds one address only, and a request is at most `LONGEST_FRAME` bytes.
-- A connection that breaks off or sends anything else is closed, and changes nothing for the others.
+- A connection that breaks or sends anything else is closed; the others are not affected.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Answer = bool | int | str | None
 
 
 def frame(message: object) -> bytes:
-    """Return a message as it is sent."""
+    """Return a message with its length in front."""
     body = json.dumps(message).encode()
     return _LENGTH.pack(len(body)) + body
 
 
 def frame_length(head: bytes) -> int:
-    """Return the length of the message behind these bytes. Raises ConnectionError for one that is too long."""
+    """Return the length of the message after this header. Raises ConnectionError for one that is too long."""
     (length,) = _LENGTH.unpack(head)
     if length > LONGEST_FRAME:
         raise ConnectionError(f"a message of {length} bytes is longer than any that agents send")
@@ -47,10 +47,10 @@ HEAD_BYTES = _LENGTH.size
 
 
 class StoreServer:
-    """One store; it serves from its construction until `close`."""
+    """Serves one store from its construction until `close`."""
 
     def __init__(self, address: str, port: int = 0) -> None:
-        """Listen on an address; port 0 takes a free one. Raises OSError when it cannot be bound."""
+        """Listen on an address; port 0 selects a free port. Raises OSError when the address cannot be bound."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -63,7 +63,7 @@ class StoreServer:
         self.port: int = self._listener.getsockname()[1]
         self._values: dict[str, str] = {}
         self._waiting: dict[str, set[asyncio.Future[str]]] = {}
-        self._conversations: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._closed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
@@ -79,17 +79,17 @@ class StoreServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._converse, sock=self._listener, limit=LONGEST_FRAME)
+        server = await asyncio.start_server(self._handle_connection, sock=self._listener, limit=LONGEST_FRAME)
         await self._closed.wait()
         server.close()
-        for task in self._conversations:
+        for task in self._connections:
             task.cancel()
-        await asyncio.gather(*self._conversations)
+        await asyncio.gather(*self._connections)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None, "the server runs it as a task"
-        self._conversations.add(task)
+        self._connections.add(task)
         try:
             while True:
                 body = await reader.readexactly(frame_length(await reader.readexactly(HEAD_BYTES)))
@@ -99,15 +99,15 @@ class StoreServer:
         except (OSError, EOFError, ValueError, TypeError, asyncio.CancelledError):
             pass
         finally:
-            self._conversations.discard(task)
+            self._connections.discard(task)
             writer.close()
-            await asyncio.sleep(0)  # the loop closes it in its next turn
+            await asyncio.sleep(0)  # the event loop closes it in its next iteration
 
-    async def _answer(self, operation: str, key: str, *rest: str | float) -> Answer:
+    async def _answer(self, operation: str, key: str, *arguments: str | float) -> Answer:
         values = self._values
-        match operation, rest:
+        match operation, arguments:
             case "has", keys:
-                return all(each in values for each in (key, *keys))
+                return all(required in values for required in (key, *keys))
             case "set", (str(value),):
                 self._set(key, value)
                 return None
@@ -120,10 +120,10 @@ class StoreServer:
                 return total
             case "delete", ():
                 return values.pop(key, None) is not None
-            case "swap", (str(seen), str(wanted)):
-                if values.get(key, "") == seen:
-                    self._set(key, wanted)
-                return values.get(key, seen)
+            case "swap", (str(expected), str(new_value)):
+                if values.get(key, "") == expected:
+                    self._set(key, new_value)
+                return values.get(key, expected)
             case _:
                 raise ValueError(f"{operation!r} is no operation of the store")
 
@@ -150,15 +150,15 @@ class StoreServer:
 
 
 class StoreClient:
-    """A connection to a store; used from one thread at a time."""
+    """A connection to a store; only one thread may use it at a time."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take over a connection; it is closed with this object."""
+        """Take ownership of a connection."""
         self._socket = connection
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def ask(self, request: tuple[str | float, ...], remaining: Callable[[], float]) -> Answer:
-        """Return the answer to a request; `remaining()` are the seconds that are left for it. Raises OSError."""
+    def request(self, request: tuple[str | float, ...], remaining: Callable[[], float]) -> Answer:
+        """Return the answer to a request; `remaining()` returns the seconds that are left for it. Raises OSError."""
         self._socket.settimeout(max(remaining(), _POLL_SECONDS))
         self._socket.sendall(frame(request))
         length = frame_length(self._read(HEAD_BYTES, remaining))
@@ -178,7 +178,7 @@ class StoreClient:
             left = remaining()
             if left <= 0:
                 raise TimeoutError("the host of the generation's store does not answer")
-            # In short turns, since what is left becomes less when something else is urgent.
+            # In short waits, because the remaining time shrinks when something else is urgent.
             self._socket.settimeout(min(left, _POLL_SECONDS))
             try:
                 part = self._socket.recv(length - len(data))

@@ -1,14 +1,15 @@
 """Hold the state that the agents of one generation share: a store in the agent of node rank 0.
 
-Every agent hosts one such server for the life of its pod, on the port that it reserved at its start; a generation uses
-the server of its node rank 0, with its number in front of every key. The ranks have a separate store, fresh for
-each attempt, so that nothing of an earlier attempt can be read by accident.
+Every agent runs one such server for the life of its pod, on the port that it reserved at its start. A generation uses
+the server of its node rank 0 and prefixes every key with its number. The ranks have a separate store, a new one for
+each attempt, so that no value of an earlier attempt can be read by accident.
 
 Guarantees:
-- A value that is read was signed by an agent of the generation. The key follows from the membership: the uids of its
-  pods are random and known only to those who may read pods in the namespace. It is on no command line and in no log.
+- Every value that is read was signed by an agent of the generation. The key is derived from the membership: the uids of
+  its pods are random and known only to those who may read pods in the namespace. It appears in no command line and in
+  no log.
 - The shared state changes only by compare-and-set.
-- No call blocks longer than `OPERATION_SECONDS`; every failure to reach the server is StoreLostError.
+- No call blocks longer than `OPERATION_SECONDS`; every failure to reach the server raises StoreLostError.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OPERATION_SECONDS = 5.0
 _HURRIED_SECONDS = 2.0
 _CONNECT_SECONDS = 1.0
 _WAIT_SECONDS = 4.0
-"""Seconds that `get` waits for a key that does not exist; below `OPERATION_SECONDS`, so that the answer is in time."""
+"""Seconds that `get` waits for a missing key; below `OPERATION_SECONDS`, so that the answer arrives in time."""
 
 
 class StoreLostError(ConnectionError):
@@ -42,25 +43,22 @@ class StoreLostError(ConnectionError):
 
 
 class GenerationStore:
-    """One agent's connection to its generation's store; each thread that uses it wants its own."""
+    """A connection to the store of a generation; each thread needs its own."""
 
     def __init__(self, membership: Membership, hurried: Callable[[], bool] = lambda: False) -> None:
-        """`hurried()`: something else waits, so a server that does not answer is given up sooner."""
+        """`hurried()`: something else waits, so a server that does not answer is abandoned sooner."""
         host = membership.members[0]
         self._address = (host.pod_ip, host.rendezvous_port)
         self._prefix = f"generation/{membership.generation}"
         self._signer = ValueSigner(membership)
         self._hurried = hurried
-        self._complained = False
+        self._logged_forgery = False
         self._client: StoreClient | None = None
 
-    @property
-    def connected(self) -> bool:
-        """Whether a connection was made and not found broken since."""
-        return self._client is not None
-
     def connect(self) -> None:
-        """Connect, once and quickly. Raises StoreLostError."""
+        """Connect with one quick try, unless connected. Raises StoreLostError."""
+        if self._client is not None:
+            return
         try:
             self._client = StoreClient(socket.create_connection(self._address, timeout=_CONNECT_SECONDS))
         except OSError as error:
@@ -78,30 +76,30 @@ class GenerationStore:
 
     def has(self, *keys: str) -> bool:
         """Return whether all keys exist."""
-        return bool(self._ask("has", *keys))
+        return bool(self._request("has", *keys))
 
     def set(self, key: str, value: str = "1") -> None:
         """Write a key."""
-        self._ask("set", key, self._signer.sign(key, value))
+        self._request("set", key, self._signer.sign(key, value))
 
     def get(self, key: str) -> str:
-        """Read a key that exists (waits for it otherwise)."""
-        return self._opened(key, self._stored(key))
+        """Read a key; wait for it if it does not exist."""
+        return self._verify(key, self._read(key))
 
     def count(self, key: str, amount: int = 0) -> int:
-        """Add to a counter; its value afterwards."""
-        return int(self._ask("add", key, amount) or 0)
+        """Add to a counter and return its new value."""
+        return int(self._request("add", key, amount) or 0)
 
     def remove(self, key: str) -> None:
-        """Forget a key, if it is there."""
-        self._ask("delete", key)
+        """Delete a key, if it exists."""
+        self._request("delete", key)
 
-    def begin(self, state: GenerationState) -> None:
+    def create_state(self, state: GenerationState) -> None:
         """Create the shared state unless it exists."""
         key = self.key("state")
-        self._ask("swap", key, "", self._signer.sign(key, state.encode()))
+        self._request("swap", key, "", self._signer.sign(key, state.encode()))
 
-    def has_started(self) -> bool:
+    def has_state(self) -> bool:
         """Return whether the shared state exists."""
         return self.has(self.key("state"))
 
@@ -109,38 +107,38 @@ class GenerationStore:
         """Return the shared state."""
         return GenerationState.decode(self.get(self.key("state")))
 
-    def change(self, step: Callable[[GenerationState], GenerationState]) -> GenerationState:
-        """Change the shared state by a pure function, which is called again when another agent was faster."""
+    def update_state(self, step: Callable[[GenerationState], GenerationState]) -> GenerationState:
+        """Change the shared state by a pure function, which is called again if another agent changed it first."""
         key = self.key("state")
-        stored = self._stored(key)
+        stored = self._read(key)
         while True:
-            seen = self._opened(key, stored)
+            seen = self._verify(key, stored)
             wanted = step(GenerationState.decode(seen)).encode()
             if wanted == seen:
                 return GenerationState.decode(seen)
-            found = str(self._ask("swap", key, self._signer.sign(key, seen), self._signer.sign(key, wanted)))
-            if self._opened(key, found) == wanted:
+            found = str(self._request("swap", key, self._signer.sign(key, seen), self._signer.sign(key, wanted)))
+            if self._verify(key, found) == wanted:
                 return GenerationState.decode(wanted)
             stored = found
 
-    def _stored(self, key: str) -> str:
-        stored = self._ask("get", key, _WAIT_SECONDS)
+    def _read(self, key: str) -> str:
+        stored = self._request("get", key, _WAIT_SECONDS)
         if not isinstance(stored, str):
             self.close()
             raise StoreLostError(f"{key} has not come to the generation's store within {_WAIT_SECONDS:.0f} s")
         return stored
 
-    def _opened(self, key: str, stored: str) -> str:
+    def _verify(self, key: str, stored: str) -> str:
         try:
             return self._signer.verify(key, stored)
         except ForgedValueError as error:
-            if not self._complained:
-                self._complained = True
-                _log.error("%s: somebody else reaches this port; it is not believed", error)
+            if not self._logged_forgery:
+                self._logged_forgery = True
+                _log.error("%s: a foreign process reaches this port; its message is ignored", error)
             raise StoreLostError(str(error)) from error
 
-    def _ask(self, *request: str | float) -> Answer:
-        """Ask the server. Raises StoreLostError, after which there is no connection."""
+    def _request(self, *request: str | float) -> Answer:
+        """Send a request to the server. Raises StoreLostError and closes the connection."""
         client = self._client
         if client is None:
             raise StoreLostError("not connected to the generation's store")
@@ -150,7 +148,7 @@ class GenerationStore:
             return began + (_HURRIED_SECONDS if self._hurried() else OPERATION_SECONDS) - time.monotonic()
 
         try:
-            return client.ask(request, remaining)
+            return client.request(request, remaining)
         except (OSError, ValueError) as error:
             self.close()
             raise StoreLostError(str(error)) from None
@@ -161,7 +159,7 @@ _SIGNATURE_CHARACTERS = 32
 
 
 class ForgedValueError(Exception):
-    """A value that no agent of this generation wrote."""
+    """A value was not written by an agent of this generation."""
 
 
 class ValueSigner:
@@ -172,11 +170,11 @@ class ValueSigner:
         self._key = hashlib.sha256("\0".join(("trainium store", *words)).encode()).digest()
 
     def sign(self, name: str, value: str) -> str:
-        """Return the value as it is stored under this name."""
+        """Return a value with its signature, as stored under this name."""
         return self._sign(name, value) + value
 
     def verify(self, name: str, stored: str) -> str:
-        """Return the value that is stored under this name. Raises ForgedValueError."""
+        """Return the value of a text stored under this name. Raises ForgedValueError."""
         if len(stored) > LONGEST_VALUE:
             raise ForgedValueError(f"{name} in the generation's store is longer than anything that agents write")
         signature, value = stored[:_SIGNATURE_CHARACTERS], stored[_SIGNATURE_CHARACTERS:]
@@ -189,12 +187,12 @@ class ValueSigner:
 
 
 _POLL_SECONDS = 0.1
-_FAREWELL_SECONDS = 5.0
+_LEAVE_SECONDS = 5.0
 _ORPHANED_SECONDS = 30.0
 
 
 class ExitBarrier:
-    """One agent's view of the roll; used by the generation's worker only."""
+    """Takes part in the exit barrier of a generation; used in the worker thread only."""
 
     def __init__(self, store: GenerationStore, node_rank: int, members: int) -> None:
         self._store = store
@@ -202,37 +200,34 @@ class ExitBarrier:
         self._members = members
         self._seen_at = 0.0
 
-    def sign(self, attempt: int, phase: WorkerPhase) -> None:
+    def enter(self, attempt: int, phase: WorkerPhase) -> None:
         """Record how the ranks of this pod ended."""
         self._seen_at = time.monotonic()
-        store = self._store
-        self._add(store.key(attempt, phase), 1)
+        self._add(self._store.key(attempt, phase), 1)
 
-    def all_signed(self, attempt: int) -> bool:
-        """Return whether the ranks of all members have ended in peace."""
+    def all_entered(self, attempt: int) -> bool:
+        """Return whether the ranks of all members have ended without a failure."""
         return (
             sum(self._count(attempt, phase) for phase in (WorkerPhase.YIELDED, WorkerPhase.FINISHED)) >= self._members
         )
 
     def all_finished(self, attempt: int) -> bool:
         """Return whether every member has finished."""
-        store = self._store
-        if not store.connected:
-            try:
-                store.connect()
-            except StoreLostError:
-                # Node 0 leaves once all are finished; had it been lost, a newer generation would have come by now.
-                return time.monotonic() > self._seen_at + _ORPHANED_SECONDS
+        try:
+            self._store.connect()
+        except StoreLostError:
+            # Node 0 leaves once all have finished; after a failure a newer generation would have started by now.
+            return time.monotonic() > self._seen_at + _ORPHANED_SECONDS
         self._seen_at = time.monotonic()
         return self._count(attempt, WorkerPhase.FINISHED) == self._members
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Leave after all have finished."""
         key, others = self._store.key("left"), self._members - 1
         if self._node_rank != 0:
             self._add(key, 1)
             return
-        deadline = time.monotonic() + _FAREWELL_SECONDS
+        deadline = time.monotonic() + _LEAVE_SECONDS
         while time.monotonic() < deadline and self._add(key, 0) < others:
             time.sleep(_POLL_SECONDS)
 

@@ -1,1 +1,1 @@
-"""Detect ranks that hang, find the rank to blame, and respond."""
+"""Detect ranks that hang, identify the rank to blame, and respond."""

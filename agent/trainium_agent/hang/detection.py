@@ -1,11 +1,11 @@
 """Decide when a stalled process is hung, and which rank is to blame: pure functions of observations.
 
-A rank is stalled while its pulse does not change. How long it may be depends on what it does; the limit of a step
-follows the job's step times. The rank to blame is decided from what all agents of the generation report.
+A rank is stalled while its progress counter does not change. The time limit depends on its phase; the limit of a step
+follows the job's step times. The rank to blame is determined from the reports of all agents of the generation.
 
 Guarantees:
-- Time passes only as observations pass, so an agent that was itself frozen sees no stall of its ranks.
-- A rank that moves, saves, loads or compiles within its limit excuses all that wait for it.
+- Stalls add up over observations only, so an agent that was itself frozen sees no stall of its ranks.
+- A rank that progresses, saves, loads or compiles within its limit excuses all ranks that wait for it.
 - A rank that waits for its peers is a victim, never the culprit, unless a signal stopped it.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from trainium_agent.exits.restart_policy import GenerationState, judge
+from trainium_agent.exits.restart_policy import GenerationState, decide_restart
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import TrainerPhase
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainium_contract.spec.recovery import HangSpec
 
 _LONGEST_SAMPLE_SECONDS = 2.0
-"""Longest time that a sample adds to a standstill: a longer gap was the agent's own."""
+"""Longest time that a sample adds to a stall; in a longer gap the agent itself did not run."""
 _ENOUGH_STEPS = 3
 _BUSY = 0.5
 _FIRST_STEP_FLOORS = 4.0
@@ -47,45 +47,45 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Usual:
-    """The usual times of this job on this pod, in seconds."""
+class BaselineTimes:
+    """Measured times of this job on this pod, in seconds, from which the limits follow."""
 
     steps: tuple[float, ...] = ()
-    """Newest steps, without first ones."""
+    """Durations of the newest steps, without first steps."""
     first_step: float = 0.0
-    """Longest first step at the present size; 0 for none yet."""
+    """Longest first step at the current size; 0 for none yet."""
     init: float = 0.0
-    """Longest start until loading; 0 for none yet."""
+    """Longest initialization before loading; 0 for none yet."""
 
 
-def limit_of(phase: TrainerPhase, spec: HangSpec, usual: Usual, *, state: str = "") -> float:
-    """Return how long a rank may be stalled in a phase, in seconds; `state` is its letter in /proc, if known.
+def stall_limit(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes, *, state: str = "") -> float:
+    """Return how long a rank may be stalled in a phase, in seconds; `state` is its state letter in /proc, if known.
 
-    What is stopped neither waits for storage nor compiles: it has no longer than in a step.
+    A stopped process neither waits for storage nor compiles, so the limit of a step applies to it.
     """
-    limit = _limit_of(phase, spec, usual)
-    return min(limit, _limit_of(TrainerPhase.STEP, spec, usual)) if state in _STOPPED else limit
+    limit = _limit_of(phase, spec, baseline)
+    return min(limit, _limit_of(TrainerPhase.STEP, spec, baseline)) if state in _STOPPED else limit
 
 
-def _limit_of(phase: TrainerPhase, spec: HangSpec, usual: Usual) -> float:
+def _limit_of(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes) -> float:
     floor, factor = spec.step_floor_seconds, spec.step_factor
     match phase:
         case TrainerPhase.INIT:
-            return min(spec.init_seconds, _calibrated(usual.init, _INIT_FLOORS * floor, factor))
+            return min(spec.init_seconds, _calibrated(baseline.init, _INIT_FLOORS * floor, factor))
         case TrainerPhase.COMPILE:
-            return min(spec.compile_seconds, _calibrated(usual.first_step, _FIRST_STEP_FLOORS * floor, factor))
+            return min(spec.compile_seconds, _calibrated(baseline.first_step, _FIRST_STEP_FLOORS * floor, factor))
         case TrainerPhase.LOAD:
             return spec.load_seconds
         case TrainerPhase.SAVE:
             return spec.save_seconds
         case TrainerPhase.STEP:
-            known = usual.steps if len(usual.steps) >= _ENOUGH_STEPS else (*usual.steps, usual.first_step)
+            known = baseline.steps if len(baseline.steps) >= _ENOUGH_STEPS else (*baseline.steps, baseline.first_step)
             return max(floor, factor * percentile(known, 0.99))
 
 
-def _calibrated(usual: float, floor: float, factor: float) -> float:
-    """Return a limit by experience; infinite while there is none."""
-    return max(floor, factor * usual) if usual > 0 else math.inf
+def _calibrated(baseline: float, floor: float, factor: float) -> float:
+    """Return a limit from earlier durations; infinite while there is none."""
+    return max(floor, factor * baseline) if baseline > 0 else math.inf
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -95,58 +95,40 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class RankSample:
-    """One look at one living rank."""
-
-    rank: int
-    sign: tuple[int, int]
-    """Changes with every sign of life."""
-    phase: TrainerPhase
-    step: int
-    """Last step that it completed."""
-    limit: float
-    """Seconds that it may be stalled in this phase."""
-    waiting: bool | None
-    """By its own account; None when its work has collectives inside."""
-    state: str = ""
-    """Letter of /proc; empty when it was not asked."""
-    cpu_seconds: float = 0.0
-    stage: RunStage = RunStage.TRAIN
-    unreported: bool = False
-    """It is a rank of a program that has reported nothing."""
-
-
-@dataclass(frozen=True, slots=True)
 class Stall:
     """The stall of one rank."""
 
     rank: int
     phase: TrainerPhase
     step: int
+    """Last step that it completed."""
     seconds: float
     limit: float
+    """Seconds that the rank may be stalled in this phase."""
     waiting: bool | None
+    """Whether it reports that it waits for its peers; None when its work contains collectives."""
     state: str = ""
+    """State letter of /proc; empty if not read."""
     busy: float = 0.0
-    """Processor time per second of the standstill."""
+    """Processor time per second of the stall."""
     stage: RunStage = RunStage.TRAIN
-    """Stage of the run: steps, or one after the last step."""
+    """Stage of the run: training steps, or a stage after the last step."""
     unreported: bool = False
-    """It is a rank of a program that has reported nothing, so it excuses no rank that has."""
+    """Whether it is a rank of a program that has reported nothing; it excuses no rank that has reported."""
 
     @property
     def overdue(self) -> bool:
-        """Return whether it is stalled for longer than it may be."""
+        """Whether the stall exceeds its limit."""
         return self.seconds >= self.limit
 
     @property
     def stopped(self) -> bool:
-        """A signal or a debugger holds it."""
+        """Whether a signal or a debugger stopped the process."""
         return self.state in _STOPPED
 
     @property
     def waits(self) -> bool | None:
-        """Return whether it waits for its peers; None where that is unknown."""
+        """Whether it waits for its peers; None if unknown."""
         if self.stopped:
             return False
         if self.waiting is None and (self.state == _UNINTERRUPTIBLE or self.busy >= _BUSY):
@@ -154,83 +136,85 @@ class Stall:
         return self.waiting
 
 
-class StallWatch:
-    """Adds up standstills over successive observations of the ranks of one pod."""
+@dataclass(frozen=True, slots=True)
+class RankSample:
+    """A sample of one living rank."""
+
+    stall: Stall
+    """The rank's state, without the duration of its stall."""
+    activity: tuple[int, int]
+    """Changes with all progress of the rank."""
+    cpu_seconds: float = 0.0
+    """Processor time so far; used if the state letter was read."""
+
+
+class StallTracker:
+    """Adds up the stalls of one pod's ranks over successive samples."""
 
     def __init__(self) -> None:
         self._sampled_at: float | None = None
-        self._still: dict[int, _Still] = {}
+        self._states: dict[int, _StallState] = {}
 
     def sample(self, now: float, samples: Iterable[RankSample]) -> tuple[Stall, ...]:
-        """Return the stall of each rank that is seen; `now` is monotonic."""
+        """Return the stall of each sampled rank; `now` is monotonic."""
         passed = 0.0 if self._sampled_at is None else min(max(0.0, now - self._sampled_at), _LONGEST_SAMPLE_SECONDS)
         self._sampled_at = now
-        before, self._still = self._still, {}
+        before, self._states = self._states, {}
         found = []
         for sample in samples:
-            known = before.get(sample.rank)
-            if known is None or known.sign != sample.sign:
-                known = _Still(sample.sign)
+            known = before.get(sample.stall.rank)
+            if known is None or known.activity != sample.activity:
+                known = _StallState(sample.activity)
             else:
                 known = replace(known, seconds=known.seconds + passed)
-            if known.cpu_at is None and sample.state:
+            if known.cpu_at is None and sample.stall.state:
                 known = replace(known, cpu_at=(sample.cpu_seconds, known.seconds))
-            self._still[sample.rank] = known
-            found.append(_standstill(sample, known))
+            self._states[sample.stall.rank] = known
+            found.append(_stall(sample, known))
         return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
-class _Still:
-    sign: tuple[int, int]
+class _StallState:
+    activity: tuple[int, int]
     seconds: float = 0.0
     cpu_at: tuple[float, float] | None = None
-    """Processor time, and the length of the standstill, when /proc was first asked."""
+    """Processor time, and the length of the stall, when /proc was first read."""
 
 
-def _standstill(sample: RankSample, known: _Still) -> Stall:
+def _stall(sample: RankSample, known: _StallState) -> Stall:
     busy = 0.0
-    if known.cpu_at is not None and sample.state:
+    if known.cpu_at is not None and sample.stall.state:
         cpu, since = known.cpu_at
         busy = (sample.cpu_seconds - cpu) / (known.seconds - since) if known.seconds > since else 0.0
-    return Stall(
-        rank=sample.rank,
-        phase=sample.phase,
-        step=sample.step,
-        seconds=round(known.seconds, 3),
-        limit=round(min(sample.limit, 1e9), 3),
-        waiting=sample.waiting,
-        state=sample.state,
-        busy=round(max(0.0, busy), 3),
-        stage=sample.stage,
-        unreported=sample.unreported,
-    )
+    limit = round(min(sample.stall.limit, 1e9), 3)
+    return replace(sample.stall, seconds=round(known.seconds, 3), limit=limit, busy=round(max(0.0, busy), 3))
 
 
 class FindingKind(StrEnum):
     """The kinds of findings."""
 
-    MOVING = "Moving"
-    """Nothing is wrong, or somebody still has time."""
+    PROGRESSING = "Progressing"
+    """No rank is overdue, or a rank still has time."""
     STUCK = "Stuck"
-    """Single ranks are to blame."""
+    """Some ranks are to blame."""
     COLLECTIVE = "Collective"
-    """All wait, or all stand alike: nobody is odd."""
+    """All ranks wait, or all are in the same state: no rank differs."""
     SILENT = "Silent"
-    """All agents that answer wait, and some agents do not answer."""
+    """The ranks of all agents that answered wait, and some agents did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The answer to a standstill."""
+    """The result of an inquiry into a stall."""
 
     kind: FindingKind
     culprits: tuple[int, ...] = ()
-    """Ranks."""
+    """Global ranks to blame."""
     silent: tuple[int, ...] = ()
     """Node ranks that did not answer."""
     retry_seconds: float = 0.0
-    """When to look again, if anybody is overdue and excused; 0: not before somebody else is."""
+    """Seconds until the next inquiry, if an overdue rank is excused; 0: only when another rank is overdue."""
 
     def encode(self) -> str:
         """Return the value as text."""
@@ -238,34 +222,34 @@ class Finding:
 
     @staticmethod
     def decode(text: str) -> Finding:
-        """Decode the text of the same generation's agents."""
+        """Decode a text of an agent of the same generation."""
         body = json.loads(text)
         return Finding(FindingKind(body["kind"]), tuple(body["culprits"]), tuple(body["silent"]), body["retry_seconds"])
 
 
-def find(answers: Mapping[int, Sequence[Stall]], members: int) -> Finding:
-    """Find the ranks to blame from each agent's report (by node rank) about all its living ranks."""
+def find_culprits(answers: Mapping[int, Sequence[Stall]], members: int) -> Finding:
+    """Find the ranks to blame from the reports of the agents (by node rank) about all their living ranks."""
     ranks = [rank for node in answers.values() for rank in node]
     overdue = [rank for rank in ranks if rank.overdue]
     if not overdue:
-        return Finding(FindingKind.MOVING)
+        return Finding(FindingKind.PROGRESSING)
     known = [rank for rank in ranks if not rank.unreported] or ranks
-    # Where some ranks of a program report nothing, nobody knows who waits for whom.
-    odd = _odd_ones(overdue, ranks) if known == ranks else [rank for rank in ranks if rank.stopped]
+    # If some ranks of a program report nothing, nobody knows which rank waits for which.
+    odd = _outliers(overdue, ranks) if known == ranks else [rank for rank in ranks if rank.stopped]
     if odd:
         return Finding(FindingKind.STUCK, culprits=tuple(sorted(rank.rank for rank in odd)))
     with_time = [rank.limit - rank.seconds for rank in known if not rank.overdue]
     if with_time:
         retry = min(max(min(with_time), _SHORTEST_RETRY_SECONDS), _LONGEST_RETRY_SECONDS)
-        return Finding(FindingKind.MOVING, retry_seconds=retry)
+        return Finding(FindingKind.PROGRESSING, retry_seconds=retry)
     silent = tuple(sorted(set(range(members)) - set(answers)))
     if silent:
         return Finding(FindingKind.SILENT, silent=silent)
     return Finding(FindingKind.COLLECTIVE)
 
 
-def _odd_ones(overdue: list[Stall], ranks: list[Stall]) -> list[Stall]:
-    """Return the overdue ranks that differ from the rest; none when all stand alike, or may do so in a moment."""
+def _outliers(overdue: list[Stall], ranks: list[Stall]) -> list[Stall]:
+    """Return the overdue ranks that differ from the rest; none if all are in the same state, or may be soon."""
     stopped = [rank for rank in overdue if rank.stopped]
     if stopped:
         return stopped
@@ -281,73 +265,76 @@ def _odd_ones(overdue: list[Stall], ranks: list[Stall]) -> list[Stall]:
     return odd if alone or (others_wait and len(odd) < len(ranks)) else []
 
 
-def after_hang(finding: Finding, attempt: int, best_step: float, state: GenerationState, limit: int) -> GenerationState:
-    """Return the shared state after the ranks of `attempt` were ended for a standstill; counts once, as any failure."""
-    after = judge(ExitCode.HUNG, attempt, best_step, state, limit).state
+def after_hang(
+    finding: Finding, attempt: int, best_progress: float, state: GenerationState, limit: int
+) -> GenerationState:
+    """Return the shared state after the ranks of `attempt` were ended for a hang; it counts once, as any failure."""
+    after = decide_restart(ExitCode.HUNG, attempt, best_progress, state, limit).state
     if after.attempt > state.attempt and finding.kind is FindingKind.COLLECTIVE:
-        return replace(after, unexplained=after.unexplained + 1)
+        return replace(after, unexplained_failures=after.unexplained_failures + 1)
     return after
 
 
-def describe(still: Stall, pod: str) -> str:
+def describe_stall(stall: Stall, pod: str) -> str:
     """Describe a stall in a sentence without its full stop."""
     waiting_words = {
         True: "waiting for its peers",
         False: "not waiting for peers",
         None: "in work that has collectives inside",
     }
-    notes = [waiting_words[still.waits], *([_STATES[still.state]] if still.state in _STATES else [])]
-    if still.busy >= _BUSY:
-        notes.append(f"using {still.busy:.0%} of a processor")
-    return f"rank {still.rank} of pod {pod} stood still for {still.seconds:.0f} s {_where(still)} ({', '.join(notes)})"
+    notes = [waiting_words[stall.waits], *([_STATES[stall.state]] if stall.state in _STATES else [])]
+    if stall.busy >= _BUSY:
+        notes.append(f"using {stall.busy:.0%} of a processor")
+    where = f"{_where(stall)} ({', '.join(notes)})"
+    return f"rank {stall.rank} of pod {pod} made no progress for {stall.seconds:.0f} s {where}"
 
 
-def _where(still: Stall) -> str:
-    if still.stage is not RunStage.TRAIN:
-        return f"while {_STAGES[still.stage]} after step {max(still.step, 0)}"
-    match still.phase:
+def _where(stall: Stall) -> str:
+    if stall.stage is not RunStage.TRAIN:
+        return f"while {_STAGES[stall.stage]} after step {max(stall.step, 0)}"
+    match stall.phase:
         case TrainerPhase.STEP:
-            return f"in step {still.step + 1}"
+            return f"in step {stall.step + 1}"
         case TrainerPhase.COMPILE:
-            return f"in step {max(still.step, 0) + 1}, its first"
+            return f"in step {max(stall.step, 0) + 1}, its first"
         case TrainerPhase.SAVE:
-            return f"while saving after step {max(still.step, 0)}"
+            return f"while saving after step {max(stall.step, 0)}"
         case TrainerPhase.LOAD:
             return "while loading its state"
         case TrainerPhase.INIT:
             return "while starting"
 
 
-def encode(standstills: Sequence[Stall]) -> str:
+def encode_stalls(stalls: Sequence[Stall]) -> str:
     """Encode an agent's answer about its ranks."""
-    return json.dumps([asdict(still) for still in standstills])
+    return json.dumps([asdict(stall) for stall in stalls])
 
 
-def decode(text: str) -> tuple[Stall, ...]:
-    """Decode the text of the same generation's agents."""
-    return tuple(_standstill_of(body) for body in json.loads(text))
+def decode_stalls(text: str) -> tuple[Stall, ...]:
+    """Decode a text of an agent of the same generation."""
+    return tuple(_decode_stall(body) for body in json.loads(text))
 
 
-def _standstill_of(body: dict[str, Any]) -> Stall:
+def _decode_stall(body: dict[str, Any]) -> Stall:
     known = {name: body[name] for name in Stall.__dataclass_fields__ if name in body}
     return Stall(**{**known, "phase": TrainerPhase(body["phase"]), "stage": RunStage(body["stage"])})
 
 
 @dataclass(slots=True)
 class Calibration:
-    """Longest starts and first steps of this pod, by world size (another size compiles other graphs)."""
+    """Longest initializations and first steps of this pod, by world size (another size compiles other graphs)."""
 
     _first_steps: dict[int, float] = field(default_factory=dict)
     _inits: dict[int, float] = field(default_factory=dict)
 
-    def note_first_step(self, world: int, seconds: float) -> None:
+    def record_first_step(self, world_size: int, seconds: float) -> None:
         """Record the length of a first step."""
-        self._first_steps[world] = max(seconds, self._first_steps.get(world, 0.0))
+        self._first_steps[world_size] = max(seconds, self._first_steps.get(world_size, 0.0))
 
-    def note_init(self, world: int, seconds: float) -> None:
+    def record_init(self, world_size: int, seconds: float) -> None:
         """Record the length of an initialization."""
-        self._inits[world] = max(seconds, self._inits.get(world, 0.0))
+        self._inits[world_size] = max(seconds, self._inits.get(world_size, 0.0))
 
-    def usual(self, world: int, steps: tuple[float, ...]) -> Usual:
-        """Return the usual times at this size."""
-        return Usual(steps, self._first_steps.get(world, 0.0), self._inits.get(world, 0.0))
+    def baseline(self, world_size: int, steps: tuple[float, ...]) -> BaselineTimes:
+        """Return the measured times at this size."""
+        return BaselineTimes(steps, self._first_steps.get(world_size, 0.0), self._inits.get(world_size, 0.0))

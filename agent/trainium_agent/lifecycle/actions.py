@@ -1,6 +1,6 @@
-"""The outputs of a generation's state machine: tasks and actions.
+"""Define the outputs of a generation's state machine: tasks and actions.
 
-Tasks block, so the worker runs them, one after another. Actions take no time: the runner carries them out at once.
+Tasks block, so the worker thread runs them one after another. Actions do not block: the runner performs them at once.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import StepTiming, StuckRank, WorkerPhase
 
 
-# Tasks, all of the present attempt.
+# Tasks of the current attempt.
 
 
 class SimpleTask(StrEnum):
-    """Tasks without details, and their results."""
+    """Tasks without arguments, each with its possible results."""
 
     JOIN = "Join"
-    """Meet the other agents: Joined, INTERRUPTED, STOPPED or GaveUp."""
+    """Join the other agents: AttemptJoined, INTERRUPTED, STOPPED or PodGaveUp."""
     COUNT_UNANSWERED_HANG = "CountUnansweredHang"
-    """Count a standstill that the agents could not talk about: HangCounted or StoreLost."""
+    """Count a hang without an inquiry, because the store was lost: HangCounted or StoreLost."""
     SAMPLE_RANKS = "SampleRanks"
-    """Look at the living ranks: RanksSampled."""
+    """Sample the living ranks: RanksSampled."""
     OPEN_INQUIRY = "OpenInquiry"
     """Ask all agents about their ranks: InquiryUpdated or StoreLost."""
     CONCLUDE_INQUIRY = "ConcludeInquiry"
     """Read the answers: InquiryUpdated, HangFound or StoreLost."""
     CHECK_FINISHED = "CheckFinished"
-    """Part, if all have finished: FinishChecked."""
+    """Leave the exit barrier if all have finished: FinishChecked."""
     CHECK_YIELDED = "CheckYielded"
-    """Begin the next attempt, if all yielded and nobody calls: YieldChecked."""
+    """Start the next attempt if all yielded and no newer generation came: YieldChecked."""
     ANNOUNCE_BROKEN = "AnnounceBroken"
-    """Publish that a rank has died, so that those that save need not wait for it: DONE."""
+    """Publish that a rank has died, so that ranks that save need not wait for it: DONE."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartRanks:
-    """Start the attempt's ranks from the standby: Started."""
+    """Start the attempt's ranks from the standby: RanksStarted."""
 
     port: int
 
 
 @dataclass(frozen=True, slots=True)
-class DiagnoseEnds:
-    """Diagnose these ends and count the failure: EndsDiagnosed or StoreLost."""
+class DiagnoseExits:
+    """Diagnose these ends and count the failure: ExitsDiagnosed or StoreLost."""
 
     local_ranks: tuple[int, ...]
     reconnect: bool = False
@@ -56,21 +56,21 @@ class DiagnoseEnds:
 
 @dataclass(frozen=True, slots=True)
 class AnswerQuestion:
-    """Answer the question in this state: InquiryUpdated."""
+    """Answer the inquiry in this state: InquiryUpdated."""
 
     state: GenerationState
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFinding:
-    """Read what another agent concluded: HangFound."""
+    """Read the finding of another agent: HangFound."""
 
-    after: GenerationState
+    state: GenerationState
 
 
 @dataclass(frozen=True, slots=True)
-class SignExit:
-    """Write down how the ranks of this pod ended: DONE."""
+class EnterExitBarrier:
+    """Record how the ranks of this pod ended: DONE."""
 
     phase: WorkerPhase
 
@@ -83,36 +83,36 @@ class Announce:
     superseded_by: int
 
 
-Task = SimpleTask | StartRanks | DiagnoseEnds | AnswerQuestion | ReadFinding | SignExit | Announce
+Task = SimpleTask | StartRanks | DiagnoseExits | AnswerQuestion | ReadFinding | EnterExitBarrier | Announce
 
 
-# Acts.
+# Actions.
 
 
 class SimpleAction(StrEnum):
-    """Actions without details."""
+    """Actions without arguments."""
 
     INTERRUPT_TASK = "InterruptTask"
-    """The task that is under way, and those that follow, need not be finished: the pod leaves."""
+    """Interrupt the running task and those that follow, because the pod leaves."""
     KILL = "Kill"
-    """SIGKILL to every rank that has not ended."""
+    """Send SIGKILL to every rank that has not ended."""
     OBSERVE_PROGRESS = "ObserveProgress"
     """Read the ranks' progress once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunTask:
-    """Give the worker this task."""
+    """Run this task in the worker thread."""
 
     task: Task
 
 
 @dataclass(frozen=True, slots=True)
 class RequestExit:
-    """Finish the step, agree, save, leave with 75."""
+    """Ask the ranks to finish the step, agree, save and exit with 75."""
 
     memory_ends: bool
-    """This pod's memory goes with it."""
+    """Whether the pod ends, and its memory tier with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class EnterPhase:
 
 @dataclass(frozen=True, slots=True)
 class ReportRestart:
-    """Report that a restart in place begins."""
+    """Report that a restart in place starts."""
 
     attempt: int
     cause: Cause
@@ -135,14 +135,14 @@ class ReportRestart:
 
 @dataclass(frozen=True, slots=True)
 class ReportFailure:
-    """Report an end that nobody asked for."""
+    """Report an unrequested end of a rank."""
 
     local_rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReportHang:
-    """Report a rank that is ended for stalled still."""
+    """Report a rank that is ended because it hangs."""
 
     rank: int
     sentence: str
@@ -165,14 +165,14 @@ class ReportNodeVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ReportWaiting:
-    """Report whom the rendezvous lacks."""
+    """Report the node ranks that the rendezvous waits for."""
 
     nodes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReportStuck:
-    """Report local ranks that are stalled."""
+    """Report the stalled local ranks."""
 
     ranks: tuple[StuckRank, ...]
 
@@ -186,7 +186,7 @@ class ReportTiming:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A line of the log."""
+    """Write a line to the log."""
 
     sentence: str
     severe: bool = False
@@ -194,7 +194,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class FailPod:
-    """The pod cannot go on."""
+    """End the pod, which cannot continue."""
 
     sentence: str
 

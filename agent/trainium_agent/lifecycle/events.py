@@ -1,6 +1,6 @@
-"""The inputs of a generation's state machine: facts from outside, and results of its tasks.
+"""Define the inputs of a generation's state machine: external events, and results of its tasks.
 
-Each arrives once and in the order in which it was posted; a task ends with exactly one of the results.
+Each arrives once, in the order in which it was posted; a task ends with exactly one result.
 """
 
 from __future__ import annotations
@@ -16,118 +16,118 @@ if TYPE_CHECKING:
 
 
 class Order(IntEnum):
-    """The orders to leave a generation; a higher one overrides a lower one."""
+    """Orders to leave a generation; a higher one overrides a lower one."""
 
     NONE = 0
     GRACEFUL = 1
-    """A newer generation; let the ranks save first."""
+    """A newer generation came; let the ranks save first."""
     TERMINATE = 2
     """The pod is ending; let the ranks save first."""
     IMMEDIATE = 3
-    """A newer generation; kill the ranks."""
+    """A newer generation came; kill the ranks."""
 
 
-class GenerationEnd(StrEnum):
-    """The ends of a generation on this pod."""
+class GenerationOutcome(StrEnum):
+    """The ways in which a generation ends on this pod."""
 
     FINISHED = "Finished"
     """Every rank of every member ended with code 0."""
     LEFT = "Left"
-    """As ordered; no rank is alive."""
+    """The pod left as ordered; no rank is alive."""
 
 
-# Facts.
+# External events.
 
 
-class Notice(StrEnum):
-    """Facts without details."""
+class SimpleEvent(StrEnum):
+    """Events without arguments."""
 
     BEGIN = "Begin"
-    """Take part."""
+    """Start this pod's part."""
     TICK = "Tick"
-    """It is later."""
+    """A time of `wake_at` has come."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveOrdered:
-    """Leave the generation."""
+    """The pod is ordered to leave the generation."""
 
     order: Order
     superseded_by: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class RankEnded:
-    """A local rank ended and was collected."""
+class RankExited:
+    """A local rank ended and was reaped."""
 
     attempt: int
     local_rank: int
     rank: int
     code: int
-    asked: bool
-    """The agent had requested its end."""
+    requested: bool
+    """Whether the agent had requested the end."""
 
 
 @dataclass(frozen=True, slots=True)
-class SharedChanged:
-    """The agents' shared state is another."""
+class SharedStateChanged:
+    """The shared state of the agents changed."""
 
     state: GenerationState
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingFor:
-    """The rendezvous lacks these node ranks."""
+class WaitingForNodes:
+    """The rendezvous waits for these node ranks."""
 
     nodes: tuple[int, ...]
 
 
-Fact = Notice | LeaveOrdered | RankEnded | SharedChanged | WaitingFor
+ExternalEvent = SimpleEvent | LeaveOrdered | RankExited | SharedStateChanged | WaitingForNodes
 
 
-# How tasks end.
+# Results of tasks.
 
 
-class Outcome(StrEnum):
-    """Results without details."""
+class SimpleResult(StrEnum):
+    """Results without arguments."""
 
     INTERRUPTED = "Interrupted"
-    """The rendezvous was interrupted by the order to leave."""
+    """An order to leave interrupted the rendezvous."""
     STOPPED = "Stopped"
-    """The rendezvous found that another agent gave up for all."""
+    """Another agent stopped the generation."""
     DONE = "Done"
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class AttemptJoined:
     """Every member has joined the attempt of this state."""
 
     state: GenerationState
     port: int
-    """Of the ranks' store, at node rank 0."""
+    """Port of the ranks' store, at node rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class GaveUp:
-    """This pod gives up in place, because of its node or of the program; the others know."""
+class PodGaveUp:
+    """This pod gave up in place, because of its node or the program, and has notified the others."""
 
     code: int
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """So many local ranks were started."""
+class RanksStarted:
+    """The local ranks were started."""
 
     ranks: int
 
 
 @dataclass(frozen=True, slots=True)
-class EndsDiagnosed:
+class ExitsDiagnosed:
     """The decision about the ends of an attempt's ranks."""
 
     local_rank: int
-    """Rank of this pod whose end decided."""
+    """Local rank whose end determined the decision."""
     rank: int
     code: int
     cause: Cause
@@ -136,7 +136,7 @@ class EndsDiagnosed:
     """Unix seconds."""
     withdraw: bool
     backoff_seconds: float
-    after: GenerationState
+    state: GenerationState
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,62 +148,62 @@ class StoreLost:
 
 @dataclass(frozen=True, slots=True)
 class RanksSampled:
-    """A look at the living ranks."""
+    """The living ranks were sampled."""
 
     overdue: bool
-    """One is stalled for longer than it may be."""
+    """Whether a rank is stalled beyond its limit."""
     timing: StepTiming | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class InquiryUpdated:
-    """This agent's part in an inquiry into a standstill."""
+    """This agent's part in an inquiry into stalled ranks changed."""
 
     open: bool
-    """It waits for the others' answers."""
+    """Whether this agent waits for answers."""
     stuck: tuple[StuckRank, ...] | None = None
-    """Stuck ranks of this pod; None where it did not look."""
+    """Stuck ranks of this pod; None if they were not sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class HangFound:
     """The agents have found that the attempt hangs."""
 
-    after: GenerationState
+    state: GenerationState
     cause: Cause
-    """The restart's, to this pod."""
+    """Cause of the restart, from this pod's view."""
     failed_at: float
     """Unix seconds."""
-    named: bool
-    """A rank is to blame."""
+    culprit_known: bool
+    """Whether a rank is to blame."""
     culprits: tuple[tuple[int, str], ...] = ()
-    """Own ranks that are, each with a sentence."""
+    """Ranks of this pod that are to blame, each with a sentence."""
     stuck: tuple[StuckRank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class HangCounted:
-    """A standstill that could not be talked about was counted, or had been by another agent."""
+    """A hang without an inquiry was counted, by this agent or another."""
 
-    after: GenerationState
+    state: GenerationState
 
 
 @dataclass(frozen=True, slots=True)
 class FinishChecked:
     """The exit barrier was checked: whether every member has finished."""
 
-    parted: bool
+    all_finished: bool
 
 
 @dataclass(frozen=True, slots=True)
 class YieldChecked:
-    """The next attempt's state, when all have yielded and nobody calls; None while that is not so."""
+    """The state of the next attempt, once all yielded and no newer generation was published; None before."""
 
-    after: GenerationState | None
+    state: GenerationState | None
 
 
 Result = (
-    Outcome | Joined | GaveUp | Started | EndsDiagnosed | StoreLost | RanksSampled | InquiryUpdated | HangFound
-    | HangCounted | FinishChecked | YieldChecked
+    SimpleResult | AttemptJoined | PodGaveUp | RanksStarted | ExitsDiagnosed | StoreLost | RanksSampled | InquiryUpdated
+    | HangFound | HangCounted | FinishChecked | YieldChecked
 )  # fmt: skip
-Event = Fact | Result
+Event = ExternalEvent | Result

@@ -1,13 +1,13 @@
-"""The state machine of a generation on one pod: from state, event and time to state and actions.
+"""Decide the next state and actions of a generation on one pod from state, event and time.
 
-An event is recorded at once; decisions are made when no task is running, in the order of the events. So nothing is
-decided by half of a task's outcome; only an order to leave interrupts one.
+An event is recorded at once; decisions are made when no task is running, in the order of the events. So no decision
+uses a part of a task's result. Only an order to leave interrupts a task.
 
 Guarantees:
 - At most one task is running, and no rank of an attempt is alive when the next one is joined.
-- Each unrequested end is reported at most once, and never as a requested one.
+- Each unrequested end is reported at most once, and a requested one never.
 - The agents pass the exit barrier at most once; an order to leave is never dropped.
-- When the generation is over no rank is alive and nothing follows.
+- When the generation is over, no rank is alive and no action follows.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_agent.lifecycle import actions as do
-from trainium_agent.lifecycle import events as on
-from trainium_agent.lifecycle.events import GenerationEnd, Order
+from trainium_agent.lifecycle import actions, events
+from trainium_agent.lifecycle.events import GenerationOutcome, Order
 from trainium_agent.lifecycle.state import (
-    After,
     CountHang,
     Fail,
-    GenerationLimits,
+    FollowUp,
     LocalGeneration,
+    SimpleFollowUp,
     Stage,
-    Then,
 )
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
@@ -35,40 +33,40 @@ if TYPE_CHECKING:
     from trainium_agent.exits.restart_policy import GenerationState
 
 _POLL_SECONDS = 0.1
-"""Seconds between two reads of counters of the store."""
+"""Seconds between two reads of the store's counters."""
 _RECONNECT_SECONDS = 0.2
 _YIELD_TIMEOUT_SECONDS = 5.0
 _KILL_SECONDS = 30.0
 _REPORT_STUCK_SECONDS = 2.5
-"""A reported standstill is kept so long that a heartbeat carries it."""
+"""A reported stall is kept until a heartbeat has carried it."""
 _CLEAN_EXITS = (ExitCode.FINISHED, ExitCode.YIELDING)
 
 
-_Answer = tuple[LocalGeneration, tuple[do.Action, ...]]
+_StepResult = tuple[LocalGeneration, tuple[actions.Action, ...]]
 
 
-def step(limits: GenerationLimits, local: LocalGeneration, event: on.Event, now: float) -> _Answer:
-    """Record the event and decide all that can be decided now."""
-    if local.stage is Stage.OVER:
+def step(local: LocalGeneration, event: events.Event, now: float) -> _StepResult:
+    """Record the event and make all decisions that are possible now."""
+    if local.stage is Stage.ENDED:
         return local, ()
-    local, actions = _record(limits, local, event, now)
-    while local.busy is None and local.stage is not Stage.OVER:
-        decided = _decide(limits, local, now)
+    local, requested = _record(local, event, now)
+    while local.busy is None and local.stage is not Stage.ENDED:
+        decided = _decide(local, now)
         if decided is None:
             break
         local, more = decided
-        actions = (*actions, *more)
+        requested = (*requested, *more)
     if (
         local.stuck_reported_at is not None
         and local.stage is not Stage.RUNNING
         and now >= local.stuck_reported_at + _REPORT_STUCK_SECONDS
     ):
-        return replace(local, stuck_reported_at=None), (*actions, do.ReportStuck(()))
-    return local, actions
+        return replace(local, stuck_reported_at=None), (*requested, actions.ReportStuck(()))
+    return local, requested
 
 
 def wake_at(local: LocalGeneration) -> float | None:
-    """Return when a Tick is wanted; None while only events lead on."""
+    """Return when a TICK is needed; None while only other events matter."""
     deadlines = []
     if local.stuck_reported_at is not None and local.stage is not Stage.RUNNING:
         deadlines.append(local.stuck_reported_at + _REPORT_STUCK_SECONDS)
@@ -76,253 +74,252 @@ def wake_at(local: LocalGeneration) -> float | None:
         match local.stage:
             case Stage.RUNNING:
                 deadlines.append(min(local.next_sample_at, local.deadline) if local.inquiring else local.next_sample_at)
-            case Stage.ENDING | Stage.SAVING | Stage.STORE_LOST | Stage.BACKOFF | Stage.YIELDED | Stage.FINISHED:
+            case Stage.KILLING | Stage.SAVING | Stage.STORE_LOST | Stage.BACKOFF | Stage.YIELDED | Stage.FINISHED:
                 deadlines.append(local.deadline)
-    return min(deadlines, default=None) if local.stage is not Stage.OVER else None
+    return min(deadlines, default=None) if local.stage is not Stage.ENDED else None
 
 
 # Recording events.
 
 
-def _record(limits: GenerationLimits, local: LocalGeneration, event: on.Event, now: float) -> _Answer:
+def _record(local: LocalGeneration, event: events.Event, now: float) -> _StepResult:
     match event:
-        case on.Notice.BEGIN:
-            return replace(local, stage=Stage.JOINING), (do.EnterPhase(WorkerPhase.JOINING, 0),)
-        case on.LeaveOrdered():
+        case events.SimpleEvent.BEGIN:
+            return replace(local, stage=Stage.JOINING), (actions.EnterPhase(WorkerPhase.JOINING, 0),)
+        case events.LeaveOrdered():
             order, superseded = max(local.order, event.order), max(local.superseded_by, event.superseded_by)
-            return replace(local, order=order, superseded_by=superseded), (do.SimpleAction.INTERRUPT_TASK,)
-        case on.RankEnded():
+            return replace(local, order=order, superseded_by=superseded), (actions.SimpleAction.INTERRUPT_TASK,)
+        case events.RankExited():
             if event.attempt != local.attempt:
                 return local, ()
-            return replace(local, ends=(*local.ends, event), pending=(*local.pending, event)), ()
-        case on.SharedChanged():
-            return replace(local, pending=_with_newest(local.pending, event)), ()
-        case on.WaitingFor():
-            return local, (do.ReportWaiting(event.nodes),) if local.order is Order.NONE else ()
-        case on.Notice.TICK:
+            return replace(local, exits=(*local.exits, event), pending=(*local.pending, event)), ()
+        case events.SharedStateChanged():
+            return replace(local, pending=_replace_state_change(local.pending, event)), ()
+        case events.WaitingForNodes():
+            return local, (actions.ReportWaiting(event.nodes),) if local.order is Order.NONE else ()
+        case events.SimpleEvent.TICK:
             return local, ()
         case _:
             assert local.busy is not None, f"{event} is no task's that is under way"
-            return _result(limits, replace(local, busy=None), local.busy, event, now)
+            return _handle_result(replace(local, busy=None), local.busy, event, now)
 
 
-def _with_newest(
-    pending: tuple[on.RankEnded | on.SharedChanged, ...], event: on.SharedChanged
-) -> tuple[on.RankEnded | on.SharedChanged, ...]:
-    """Replace a pending change of the shared state by the newest, at the place of the first."""
-    if not any(isinstance(each, on.SharedChanged) for each in pending):
+def _replace_state_change(
+    pending: tuple[events.RankExited | events.SharedStateChanged, ...], event: events.SharedStateChanged
+) -> tuple[events.RankExited | events.SharedStateChanged, ...]:
+    """Replace a pending change of the shared state by the newest, at the position of the first."""
+    if not any(isinstance(waiting, events.SharedStateChanged) for waiting in pending):
         return (*pending, event)
-    return tuple(event if isinstance(each, on.SharedChanged) else each for each in pending)
+    return tuple(event if isinstance(waiting, events.SharedStateChanged) else waiting for waiting in pending)
 
 
-def _result(limits: GenerationLimits, local: LocalGeneration, task: do.Task, result: on.Result, now: float) -> _Answer:
+def _handle_result(local: LocalGeneration, task: actions.Task, result: events.Result, now: float) -> _StepResult:
     match result:
-        case on.Joined():
+        case events.AttemptJoined():
             if local.order is not Order.NONE:
                 return local, ()
             attempt = result.state.attempt
-            joined_state = replace(local, stage=Stage.STARTING, attempt=attempt, started=0, ends=(), signed=False)
-            return _do(joined_state, do.StartRanks(result.port), do.EnterPhase(WorkerPhase.LOADING, attempt))
-        case on.Outcome.INTERRUPTED | on.Outcome.DONE:
+            joined_state = replace(
+                local, stage=Stage.STARTING, attempt=attempt, started=0, exits=(), entered_barrier=False
+            )
+            return _run_task(
+                joined_state, actions.StartRanks(result.port), actions.EnterPhase(WorkerPhase.LOADING, attempt)
+            )
+        case events.SimpleResult.INTERRUPTED | events.SimpleResult.DONE:
             return local, ()
-        case on.Outcome.STOPPED:
-            return (local, ()) if local.order is not Order.NONE else _stop(limits, local, now)
-        case on.GaveUp():
-            log = do.Log(f"giving up in place: {result.sentence}", severe=True)
-            return _failed(local), (log, do.ReportNodeVerdict(result.code, result.sentence))
-        case on.Started():
+        case events.SimpleResult.STOPPED:
+            return (local, ()) if local.order is not Order.NONE else _fail_stopped(local, now)
+        case events.PodGaveUp():
+            log = actions.Log(f"giving up in place: {result.sentence}", severe=True)
+            return _fail(local), (log, actions.ReportNodeVerdict(result.code, result.sentence))
+        case events.RanksStarted():
             return replace(
-                local, stage=Stage.RUNNING, started=result.ranks, next_sample_at=now + limits.sample_seconds
+                local, stage=Stage.RUNNING, started=result.ranks, next_sample_at=now + local.limits.sample_seconds
             ), ()
-        case on.EndsDiagnosed():
-            return _ends_diagnosed(local, result, now)
-        case on.StoreLost():
-            return _store_lost(limits, local, task, result.reason, now)
-        case on.RanksSampled():
-            return _ranks_sampled(limits, local, result, now)
-        case on.InquiryUpdated():
+        case events.ExitsDiagnosed():
+            return _handle_diagnosis(local, result, now)
+        case events.StoreLost():
+            return _handle_store_loss(local, task, result.reason, now)
+        case events.RanksSampled():
+            return _handle_sample(local, result, now)
+        case events.InquiryUpdated():
             local = replace(local, inquiring=result.open, deadline=now + _POLL_SECONDS)
             if result.stuck is None:
                 return local, ()
-            return replace(local, stuck_reported_at=now), (do.ReportStuck(result.stuck),)
-        case on.HangFound():
-            return _hang_found(limits, local, result, now)
-        case on.HangCounted():
-            return _follow(limits, local, result.after, now) or (local, ())
-        case on.FinishChecked():
-            if result.parted:
-                return replace(local, stage=Stage.OVER, outcome=GenerationEnd.FINISHED, pending=()), ()
+            return replace(local, stuck_reported_at=now), (actions.ReportStuck(result.stuck),)
+        case events.HangFound():
+            return _handle_hang(local, result, now)
+        case events.HangCounted():
+            return _handle_shared_state(local, result.state, now) or (local, ())
+        case events.FinishChecked():
+            if result.all_finished:
+                return replace(local, stage=Stage.ENDED, outcome=GenerationOutcome.FINISHED, pending=()), ()
             return replace(local, deadline=now + _POLL_SECONDS), ()
-        case on.YieldChecked():
-            if result.after is None or result.after.attempt <= local.attempt:
+        case events.YieldChecked():
+            if result.state is None or result.state.attempt <= local.attempt:
                 return replace(local, deadline=now + _POLL_SECONDS), ()
-            return _start_next_attempt(local, result.after.attempt, Cause.YIELDED, None, now)
+            return _start_next_attempt(local, result.state.attempt, Cause.YIELDED, None, now)
 
 
-# What decided when no task is under way.
+# Decisions, made when no task is running.
 
 
-def _decide(limits: GenerationLimits, local: LocalGeneration, now: float) -> _Answer | None:
+def _decide(local: LocalGeneration, now: float) -> _StepResult | None:
     match local.stage:
-        case Stage.ENDING:
-            return _ending(limits, local, now)
+        case Stage.KILLING:
+            return _decide_killing(local, now)
         case Stage.SAVING:
-            return _saving(local, now)
-        case Stage.NEW | Stage.STARTING | Stage.JUDGING | Stage.OVER:
+            return _decide_saving(local, now)
+        case Stage.NEW | Stage.STARTING | Stage.DIAGNOSING | Stage.ENDED:
             return None
     if local.order is not Order.NONE:
-        return _leave(limits, local, now)
+        return _start_leaving(local, now)
     match local.stage:
         case Stage.JOINING:
-            return _do(local, do.SimpleTask.JOIN)
+            return _run_task(local, actions.SimpleTask.JOIN)
         case Stage.RUNNING | Stage.YIELDED | Stage.FINISHED:
             if local.pending:
-                first, local = local.pending[0], replace(local, pending=local.pending[1:])
-                return _answered(limits, local, first, now) or (local, ())
-            return _running(local, now) if local.stage is Stage.RUNNING else _waiting(local, now)
+                event, local = local.pending[0], replace(local, pending=local.pending[1:])
+                if isinstance(event, events.RankExited):
+                    return _handle_exit(local, event, now) or (local, ())
+                return _handle_shared_state(local, event.state, now) or (local, ())
+            return _decide_running(local, now) if local.stage is Stage.RUNNING else _decide_waiting(local, now)
         case Stage.STORE_LOST if now >= local.deadline and local.retry is not None:
-            return _do(local, local.retry)
+            return _run_task(local, local.retry)
         case Stage.BACKOFF if now >= local.deadline:
             return replace(local, stage=Stage.JOINING), ()
         case _:
             return None
 
 
-def _answered(
-    limits: GenerationLimits, local: LocalGeneration, event: on.RankEnded | on.SharedChanged, now: float
-) -> _Answer | None:
-    return _ended(local, event, now) if isinstance(event, on.RankEnded) else _follow(limits, local, event.state, now)
-
-
-def _running(local: LocalGeneration, now: float) -> _Answer | None:
+def _decide_running(local: LocalGeneration, now: float) -> _StepResult | None:
     if local.overdue:
-        return _do(replace(local, overdue=False), do.SimpleTask.OPEN_INQUIRY)
+        return _run_task(replace(local, overdue=False), actions.SimpleTask.OPEN_INQUIRY)
     if local.inquiring and now >= local.deadline:
-        return _do(local, do.SimpleTask.CONCLUDE_INQUIRY)
+        return _run_task(local, actions.SimpleTask.CONCLUDE_INQUIRY)
     if now >= local.next_sample_at:
-        return _do(local, do.SimpleTask.SAMPLE_RANKS)
+        return _run_task(local, actions.SimpleTask.SAMPLE_RANKS)
     return None
 
 
-def _waiting(local: LocalGeneration, now: float) -> _Answer | None:
+def _decide_waiting(local: LocalGeneration, now: float) -> _StepResult | None:
     """Wait for the other pods: all local ranks have ended without a failure."""
     finished = local.stage is Stage.FINISHED
-    if not local.signed:
+    if not local.entered_barrier:
         phase = WorkerPhase.FINISHED if finished else WorkerPhase.YIELDED
-        return _do(replace(local, signed=True), do.SignExit(phase))
+        return _run_task(replace(local, entered_barrier=True), actions.EnterExitBarrier(phase))
     if now < local.deadline:
         return None
-    return _do(local, do.SimpleTask.CHECK_FINISHED if finished else do.SimpleTask.CHECK_YIELDED)
+    return _run_task(local, actions.SimpleTask.CHECK_FINISHED if finished else actions.SimpleTask.CHECK_YIELDED)
 
 
-def _ended(local: LocalGeneration, end: on.RankEnded, now: float) -> _Answer | None:
+def _handle_exit(local: LocalGeneration, end: events.RankExited, now: float) -> _StepResult | None:
     """Handle the end of a rank."""
-    if end.asked or end.attempt != local.attempt:
+    if end.requested or end.attempt != local.attempt:
         return None
     if end.code not in _CLEAN_EXITS:
-        log = do.Log(f"rank {end.rank} ended with code {end.code} in attempt {end.attempt}")
-        return _end(local, Then.JUDGE_ENDS, now, log)
-    if local.alive or _failures(local):
-        return None  # the others' ends, or the failure among them, lead on
+        log = actions.Log(f"rank {end.rank} ended with code {end.code} in attempt {end.attempt}")
+        return _end_attempt(local, SimpleFollowUp.DIAGNOSE_EXITS, now, log)
+    if local.alive or _failed_exits(local):
+        return None  # the ends of the other ranks, or a failure among them, decide
     finished = local.all_ended_with(ExitCode.FINISHED)
     stage, phase = (Stage.FINISHED, WorkerPhase.FINISHED) if finished else (Stage.YIELDED, WorkerPhase.YIELDED)
     deadline = now if finished else now + _YIELD_TIMEOUT_SECONDS
     return replace(local, stage=stage, deadline=deadline), (
-        do.SimpleAction.OBSERVE_PROGRESS,
-        do.ReportTiming(None),
-        do.EnterPhase(phase),
+        actions.SimpleAction.OBSERVE_PROGRESS,
+        actions.ReportTiming(None),
+        actions.EnterPhase(phase),
     )
 
 
-def _failures(local: LocalGeneration) -> tuple[on.RankEnded, ...]:
-    return tuple(end for end in local.ends if not end.asked and end.code not in _CLEAN_EXITS)
+def _failed_exits(local: LocalGeneration) -> tuple[events.RankExited, ...]:
+    return tuple(end for end in local.exits if not end.requested and end.code not in _CLEAN_EXITS)
 
 
-def _follow(limits: GenerationLimits, local: LocalGeneration, state: GenerationState, now: float) -> _Answer | None:
+def _handle_shared_state(local: LocalGeneration, state: GenerationState, now: float) -> _StepResult | None:
     """Handle a change of the shared state."""
     if state.stopped is not None:
         if state.stopped == ExitCode.HUNG:
-            return _do(local, do.ReadFinding(state))
-        return _stop(limits, local, now)
+            return _run_task(local, actions.ReadFinding(state))
+        return _fail_stopped(local, now)
     if state.attempt > local.attempt:
-        if local.stage is Stage.STORE_LOST:  # its standstill, counted at last
+        if local.stage is Stage.STORE_LOST:  # the hang of this attempt, counted now
             return _start_next_attempt(local, state.attempt, Cause.HANG, None, now)
         if state.cause is Cause.HANG and state.attempt == local.attempt + 1:
-            return _do(local, do.ReadFinding(state))
+            return _run_task(local, actions.ReadFinding(state))
         cause = Cause.YIELDED if state.cause is Cause.YIELDED else Cause.PEER_LOST
         return _start_next_attempt(local, state.attempt, cause, None, now)
-    if local.alive and state.attempt == local.attempt == state.asked_in and state.inquiry > local.answered:
-        return _do(replace(local, answered=state.inquiry), do.AnswerQuestion(state))
+    if local.alive and state.attempt == local.attempt == state.inquiry_attempt and state.inquiry > local.answered:
+        return _run_task(replace(local, answered=state.inquiry), actions.AnswerQuestion(state))
     return None
 
 
-# Failures and standstills.
+# Failures and hangs.
 
 
-def _ends_diagnosed(local: LocalGeneration, diagnosed: on.EndsDiagnosed, now: float) -> _Answer:
-    if diagnosed.withdraw or diagnosed.after.stopped is not None:
+def _handle_diagnosis(local: LocalGeneration, diagnosed: events.ExitsDiagnosed, now: float) -> _StepResult:
+    if diagnosed.withdraw or diagnosed.state.stopped is not None:
         sentence = f"giving up in place: rank {diagnosed.rank} ended with code {diagnosed.code} ({diagnosed.sentence})"
-        return _failed(local), (do.Log(sentence, severe=True), do.ReportVerdict(diagnosed.local_rank))
-    again, reports = _start_next_attempt(local, diagnosed.after.attempt, diagnosed.cause, diagnosed.ended_at, now)
+        return _fail(local), (actions.Log(sentence, severe=True), actions.ReportVerdict(diagnosed.local_rank))
+    again, reports = _start_next_attempt(local, diagnosed.state.attempt, diagnosed.cause, diagnosed.ended_at, now)
     if not diagnosed.backoff_seconds or local.order is not Order.NONE:
         return again, reports
     return replace(again, stage=Stage.BACKOFF, deadline=now + diagnosed.backoff_seconds), reports
 
 
-def _ranks_sampled(limits: GenerationLimits, local: LocalGeneration, sampled: on.RanksSampled, now: float) -> _Answer:
-    local = replace(local, next_sample_at=now + limits.sample_seconds, overdue=sampled.overdue)
-    timed = do.ReportTiming(sampled.timing)
+def _handle_sample(local: LocalGeneration, sampled: events.RanksSampled, now: float) -> _StepResult:
+    local = replace(local, next_sample_at=now + local.limits.sample_seconds, overdue=sampled.overdue)
+    timed = actions.ReportTiming(sampled.timing)
     if sampled.overdue or local.stuck_reported_at is None or now < local.stuck_reported_at + _REPORT_STUCK_SECONDS:
         return local, (timed,)
-    return replace(local, stuck_reported_at=None), (timed, do.ReportStuck(()))
+    return replace(local, stuck_reported_at=None), (timed, actions.ReportStuck(()))
 
 
-def _hang_found(limits: GenerationLimits, local: LocalGeneration, found: on.HangFound, now: float) -> _Answer:
-    reports: tuple[do.Action, ...] = (
-        do.ReportStuck(found.stuck),
-        *(do.ReportHang(*culprit) for culprit in found.culprits),
+def _handle_hang(local: LocalGeneration, found: events.HangFound, now: float) -> _StepResult:
+    reports: tuple[actions.Action, ...] = (
+        actions.ReportStuck(found.stuck),
+        *(actions.ReportHang(*culprit) for culprit in found.culprits),
     )
     local = replace(local, stuck_reported_at=now)
-    if found.after.stopped is None:
-        again, more = _start_next_attempt(local, found.after.attempt, found.cause, found.failed_at, now)
-    elif found.cause is Cause.HANG and found.named:
-        again, more = _end(local, Fail(do.ReportVerdict()), now)
+    if found.state.stopped is None:
+        again, more = _start_next_attempt(local, found.state.attempt, found.cause, found.failed_at, now)
+    elif found.cause is Cause.HANG and found.culprit_known:
+        again, more = _end_attempt(local, Fail(actions.ReportVerdict()), now)
     else:
-        again, more = _stop(limits, local, now)
+        again, more = _fail_stopped(local, now)
     return again, (*reports, *more)
 
 
-def _store_lost(limits: GenerationLimits, local: LocalGeneration, task: do.Task, reason: str, now: float) -> _Answer:
-    """Retry until the store answers or a newer generation arrives: the agent that hosts it is missing or hangs."""
-    if task in (do.SimpleTask.OPEN_INQUIRY, do.SimpleTask.CONCLUDE_INQUIRY):
-        return _end(local, CountHang(reason), now)
-    assert isinstance(task, do.DiagnoseEnds | do.SimpleTask), f"{task} is quiet about a lost store"
-    again = replace(task, reconnect=True) if isinstance(task, do.DiagnoseEnds) else task
-    return _await_store(limits, local, again, reason, now)
+def _handle_store_loss(local: LocalGeneration, task: actions.Task, reason: str, now: float) -> _StepResult:
+    """Retry until the store answers or a newer generation arrives; the agent that hosts the store failed or hangs."""
+    if task in (actions.SimpleTask.OPEN_INQUIRY, actions.SimpleTask.CONCLUDE_INQUIRY):
+        return _end_attempt(local, CountHang(reason), now)
+    assert isinstance(task, actions.DiagnoseExits | actions.SimpleTask), f"{task} cannot lose the store"
+    again = replace(task, reconnect=True) if isinstance(task, actions.DiagnoseExits) else task
+    return _await_store(local, again, reason, now)
 
 
 def _await_store(
-    limits: GenerationLimits,
     local: LocalGeneration,
-    retry: do.DiagnoseEnds | do.SimpleTask,
+    retry: actions.DiagnoseExits | actions.SimpleTask,
     reason: str,
     now: float,
-) -> _Answer:
-    reports: tuple[do.Action, ...] = ()
+) -> _StepResult:
+    reports: tuple[actions.Action, ...] = ()
     if local.stage is not Stage.STORE_LOST:
-        sentence = f"the store of generation {limits.generation} is gone ({reason}); waiting for a newer one"
-        reports = (do.Log(sentence), do.EnterPhase(WorkerPhase.JOINING))
+        sentence = f"the store of generation {local.limits.generation} is gone ({reason}); waiting for a newer one"
+        reports = (actions.Log(sentence), actions.EnterPhase(WorkerPhase.JOINING))
     lost = replace(local, stage=Stage.STORE_LOST, retry=retry, deadline=now + _RECONNECT_SECONDS)
-    return lost, (*reports, do.ReportWaiting((0,)))
+    return lost, (*reports, actions.ReportWaiting((0,)))
 
 
-def _stop(limits: GenerationLimits, local: LocalGeneration, now: float) -> _Answer:
-    """Fail, because another agent gave up for all."""
-    log = do.Log(f"generation {limits.generation} was stopped by another member", severe=True)
-    return _end(local, Fail(), now, log)
+def _fail_stopped(local: LocalGeneration, now: float) -> _StepResult:
+    """Fail, because another agent stopped the generation."""
+    log = actions.Log(f"generation {local.limits.generation} was stopped by another member", severe=True)
+    return _end_attempt(local, Fail(), now, log)
 
 
-def _failed(local: LocalGeneration) -> LocalGeneration:
+def _fail(local: LocalGeneration) -> LocalGeneration:
     return replace(local, stage=Stage.FAILED, pending=(), inquiring=False, overdue=False)
 
 
@@ -331,68 +328,72 @@ def _failed(local: LocalGeneration) -> LocalGeneration:
 
 def _start_next_attempt(
     local: LocalGeneration, attempt: int, cause: Cause, failed_at: float | None, now: float
-) -> _Answer:
-    """Start the next attempt; for a pod whose ranks did not fail the cause is a lost peer."""
-    reports = (do.SimpleAction.OBSERVE_PROGRESS, do.ReportRestart(attempt, cause, failed_at))
-    return _end(replace(local, inquiring=False, overdue=False), Then.JOIN_AGAIN, now, *reports)
+) -> _StepResult:
+    """Start the next attempt; on a pod whose ranks did not fail the cause is a lost peer."""
+    reports = (actions.SimpleAction.OBSERVE_PROGRESS, actions.ReportRestart(attempt, cause, failed_at))
+    return _end_attempt(replace(local, inquiring=False, overdue=False), SimpleFollowUp.REJOIN, now, *reports)
 
 
-def _end(local: LocalGeneration, after: After, now: float, *reports: do.Action) -> _Answer:
-    return replace(local, stage=Stage.ENDING, after=after, deadline=now + _KILL_SECONDS), (
+def _end_attempt(local: LocalGeneration, follow_up: FollowUp, now: float, *reports: actions.Action) -> _StepResult:
+    return replace(local, stage=Stage.KILLING, follow_up=follow_up, deadline=now + _KILL_SECONDS), (
         *reports,
-        do.ReportTiming(None),
-        do.SimpleAction.KILL,
+        actions.ReportTiming(None),
+        actions.SimpleAction.KILL,
     )
 
 
-def _ending(limits: GenerationLimits, local: LocalGeneration, now: float) -> _Answer | None:
+def _decide_killing(local: LocalGeneration, now: float) -> _StepResult | None:
     if local.alive:
         if now < local.deadline:
             return None
-        # It is stuck in the kernel and holds its device, so that nothing can be started beside it.
+        # The process is stuck in the kernel and holds its device, so no other rank can start.
         stuck = f"a training process did not end within {_KILL_SECONDS:.0f} s of SIGKILL"
-        return replace(local, stage=Stage.OVER, pending=()), (do.FailPod(stuck),)
-    failures = _failures(local)
-    local = replace(local, pending=tuple(each for each in local.pending if isinstance(each, on.SharedChanged)))
-    match local.after:
-        case Then.JUDGE_ENDS:
-            reports = tuple(do.ReportFailure(end.local_rank) for end in failures)
-            judge = do.DiagnoseEnds(tuple(end.local_rank for end in failures))
-            return _do(replace(local, stage=Stage.JUDGING), judge, *reports)
+        return replace(local, stage=Stage.ENDED, pending=()), (actions.FailPod(stuck),)
+    failures = _failed_exits(local)
+    local = replace(
+        local, pending=tuple(event for event in local.pending if isinstance(event, events.SharedStateChanged))
+    )
+    match local.follow_up:
+        case SimpleFollowUp.DIAGNOSE_EXITS:
+            reports = tuple(actions.ReportFailure(end.local_rank) for end in failures)
+            task = actions.DiagnoseExits(tuple(end.local_rank for end in failures))
+            return _run_task(replace(local, stage=Stage.DIAGNOSING), task, *reports)
         case CountHang(reason):
-            return _await_store(limits, local, do.SimpleTask.COUNT_UNANSWERED_HANG, reason, now)
+            return _await_store(local, actions.SimpleTask.COUNT_UNANSWERED_HANG, reason, now)
         case Fail(verdict):
-            return _failed(local), (verdict or do.EnterPhase(WorkerPhase.FAILED),)
-        case Then.LEAVE_NOW:
-            return replace(local, stage=Stage.OVER, pending=()), ()
+            return _fail(local), (verdict or actions.EnterPhase(WorkerPhase.FAILED),)
+        case SimpleFollowUp.LEAVE:
+            return replace(local, stage=Stage.ENDED, pending=()), ()
         case _:
             return replace(local, stage=Stage.JOINING), ()
 
 
-def _leave(limits: GenerationLimits, local: LocalGeneration, now: float) -> _Answer:
+def _start_leaving(local: LocalGeneration, now: float) -> _StepResult:
     if local.order is Order.IMMEDIATE:
-        return _end(local, Then.LEAVE_NOW, now)
-    saving = replace(local, stage=Stage.SAVING, deadline=now + limits.grace_seconds)
+        return _end_attempt(local, SimpleFollowUp.LEAVE, now)
+    saving = replace(local, stage=Stage.SAVING, deadline=now + local.limits.grace_seconds)
     leaving = local.order is Order.TERMINATE
-    return _do(saving, do.Announce(leaving, local.superseded_by), do.RequestExit(memory_ends=leaving))
+    return _run_task(saving, actions.Announce(leaving, local.superseded_by), actions.RequestExit(memory_ends=leaving))
 
 
-def _saving(local: LocalGeneration, now: float) -> _Answer | None:
+def _decide_saving(local: LocalGeneration, now: float) -> _StepResult | None:
     """Wait for the ranks while they can still save."""
     if local.order is Order.IMMEDIATE:
-        return _end(local, Then.LEAVE_NOW, now)
-    changes = [each.state for each in local.pending if isinstance(each, on.SharedChanged)]
+        return _end_attempt(local, SimpleFollowUp.LEAVE, now)
+    changes = [event.state for event in local.pending if isinstance(event, events.SharedStateChanged)]
     cannot_finish = any(state.broken or state.stopped is not None for state in changes)
     if local.alive and now < local.deadline and not cannot_finish:
-        broken = any(end.code not in _CLEAN_EXITS for end in local.ends)
+        broken = any(end.code not in _CLEAN_EXITS for end in local.exits)
         return (
-            _do(replace(local, broken_announced=True), do.SimpleTask.ANNOUNCE_BROKEN)
+            _run_task(replace(local, broken_announced=True), actions.SimpleTask.ANNOUNCE_BROKEN)
             if broken and not local.broken_announced
             else None
         )
     saved = replace(local, yielded=local.all_ended_with(ExitCode.YIELDING))
-    return _end(saved, Then.LEAVE_NOW, now, do.SimpleAction.OBSERVE_PROGRESS)  # what they saved last
+    return _end_attempt(
+        saved, SimpleFollowUp.LEAVE, now, actions.SimpleAction.OBSERVE_PROGRESS
+    )  # the report includes their last save
 
 
-def _do(local: LocalGeneration, task: do.Task, *reports: do.Action) -> _Answer:
-    return replace(local, busy=task), (*reports, do.RunTask(task))
+def _run_task(local: LocalGeneration, task: actions.Task, *reports: actions.Action) -> _StepResult:
+    return replace(local, busy=task), (*reports, actions.RunTask(task))

@@ -1,11 +1,11 @@
-"""The state machine of a pod, one generation after another, in the form of `generation.py`.
+"""Decide the next state and actions of a pod through its generations, in the same form as `generation.py`.
 
 Guarantees:
 - At most one generation runs, and a newer membership always wins.
 - No generation starts before the node's checks and the compiler for other sizes have ended, because they hold the
   devices.
-- The pod ends once, and with a verdict that ends the job only when the coordinator has acknowledged it and no newer
-  generation has arrived.
+- The pod ends once. With a verdict that ends the job it ends only after the coordinator acknowledged the verdict and if
+  no newer generation has arrived.
 """
 
 from __future__ import annotations
@@ -13,88 +13,88 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from trainium_agent.lifecycle.events import GenerationEnd, Order
+from trainium_agent.lifecycle.events import GenerationOutcome, Order
 from trainium_contract.exit_codes import ExitCode
 
 _ACKNOWLEDGE_SECONDS = 10.0
 _PEERS_SECONDS = 3.0
-"""For the other agents to read in this one's store that the generation has stopped."""
+"""Time for the other agents to read in this agent's store that the generation has stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipReceived:
-    """A newer generation is known."""
+    """A newer generation was received."""
 
     generation: int
     immediate: bool = False
     member: bool = False
-    """This pod is in it."""
+    """Whether this pod is a member."""
 
 
-class Notice(StrEnum):
-    """Events without details."""
+class SimpleEvent(StrEnum):
+    """Events without arguments."""
 
     NODE_UNFIT = "NodeUnfit"
-    """This pod can take part in none: its environment or its node."""
+    """This pod cannot take part in any generation, because of its environment or its node."""
     NODE_CHECKED = "NodeChecked"
-    """The node's checks have ended, or never began."""
+    """The node's checks have ended, or were never started."""
     COMPILER_ENDED = "CompilerEnded"
-    """Nothing is compiled for other sizes."""
+    """The compilation for other sizes has ended."""
     TERMINATE = "Terminate"
-    """The pod is to end."""
+    """The pod was asked to end."""
     JOB_DELETED = "JobDeleted"
     """The job no longer exists, so nobody needs what the ranks would save."""
     TICK = "Tick"
-    """It is later."""
+    """A time of `wake_at` has come."""
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationOver:
-    """No rank is alive."""
+class GenerationEnded:
+    """The generation ended on this pod; no rank is alive."""
 
-    outcome: GenerationEnd
+    outcome: GenerationOutcome
     yielded: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledged:
-    """The coordinator knows that this pod has finished the generation."""
+class FinishAcknowledged:
+    """The coordinator acknowledged that this pod has finished the generation."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictAcknowledged:
-    """The coordinator knows why this pod gave up in that generation, and it is what ends the job; no rank is alive."""
+    """The coordinator acknowledged the verdict of this pod in that generation, which ends the job; no rank is alive."""
 
     generation: int
 
 
-Event = Notice | MembershipReceived | GenerationOver | Acknowledged | VerdictAcknowledged
+Event = SimpleEvent | MembershipReceived | GenerationEnded | FinishAcknowledged | VerdictAcknowledged
 
 
 @dataclass(frozen=True, slots=True)
-class BeginGeneration:
-    """Take part in the newest generation."""
+class StartGeneration:
+    """Start this pod's part of the newest generation."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Idle:
-    """Be a spare of the newest generation, and compile."""
+class BecomeSpare:
+    """Wait as a spare of the newest generation, and compile for other sizes."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class StopCompiler:
-    """The devices are wanted."""
+    """Stop the compiler, because ranks need the devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveGeneration:
-    """Have the generation that is under way end."""
+    """Order the running generation to end."""
 
     order: Order
     superseded_by: int = 0
@@ -102,62 +102,62 @@ class LeaveGeneration:
 
 @dataclass(frozen=True, slots=True)
 class ReportGeneration:
-    """Report that the generation is known, though this pod cannot take part."""
+    """Report that the generation was received, although this pod cannot take part."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class LeavePod:
-    """End the pod with this code; None for that of its verdict, if it has one."""
+class ExitPod:
+    """End the pod with this code; None for the code of its verdict, if any."""
 
     code: int | None
 
 
-Action = BeginGeneration | Idle | StopCompiler | LeaveGeneration | ReportGeneration | LeavePod
+Action = StartGeneration | BecomeSpare | StopCompiler | LeaveGeneration | ReportGeneration | ExitPod
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """All that decides what the pod does next."""
+    """The state of a pod."""
 
     check_seconds: float
-    """How long the node's checks may keep a generation waiting."""
+    """Longest time that a generation waits for the node's checks."""
     newest: MembershipReceived = MembershipReceived(0)
-    done: int = 0
-    """Newest generation that was taken part in, or passed by."""
+    last_handled: int = 0
+    """Newest generation that is over for this pod or that was skipped."""
     running: int = 0
-    """The one that is under way."""
+    """The generation that runs."""
     checked: bool = False
     unfit: bool = False
     compiling: bool = False
     stopping: bool = False
     finished: int = 0
-    """Generation whose end is still to be known to the coordinator."""
-    known_finished: int = 0
+    """Finished generation that the coordinator has not acknowledged yet."""
+    acknowledged_finish: int = 0
     terminating: bool = False
     yielded: bool = False
     deadline: float | None = None
-    """When what is waited for is no longer; monotonic seconds."""
+    """End of the current wait; monotonic seconds."""
     ends_at: float | None = None
-    """When the pod ends with its verdict, so that its log stays; monotonic seconds."""
-    left: bool = False
+    """When the pod ends with its verdict, late enough for its log to be kept; monotonic seconds."""
+    has_exited: bool = False
 
     @property
     def wake_at(self) -> float | None:
-        """When it is to be acknowledged that it is later; None while only events lead on."""
+        """When a TICK is needed; None while only other events matter."""
         return min((at for at in (self.deadline, self.ends_at) if at is not None), default=None)
 
 
-_Answer = tuple[Pod, tuple[Action, ...]]
+_StepResult = tuple[Pod, tuple[Action, ...]]
 
 
-def step(pod: Pod, event: Event, now: float) -> _Answer:
-    """Record the event and decide all that can be decided now."""
-    if pod.left:
+def step(pod: Pod, event: Event, now: float) -> _StepResult:
+    """Record the event and make all decisions that are possible now."""
+    if pod.has_exited:
         return pod, ()
     pod, actions = _record(pod, event, now)
-    while not pod.left:
+    while not pod.has_exited:
         decided = _decide(pod, now)
         if decided is None:
             break
@@ -166,37 +166,37 @@ def step(pod: Pod, event: Event, now: float) -> _Answer:
     return pod, actions
 
 
-def _record(pod: Pod, event: Event, now: float) -> _Answer:
+def _record(pod: Pod, event: Event, now: float) -> _StepResult:
     match event:
         case MembershipReceived():
             return _receive_membership(pod, event)
-        case Notice.NODE_UNFIT:
+        case SimpleEvent.NODE_UNFIT:
             return replace(pod, unfit=True, checked=True), ()
-        case Notice.NODE_CHECKED:
+        case SimpleEvent.NODE_CHECKED:
             return replace(pod, checked=True), ()
-        case Notice.COMPILER_ENDED:
+        case SimpleEvent.COMPILER_ENDED:
             return replace(pod, compiling=False, stopping=False), ()
-        case GenerationOver():
+        case GenerationEnded():
             over = replace(pod, running=0, yielded=event.yielded)
-            if event.outcome is GenerationEnd.FINISHED:
+            if event.outcome is GenerationOutcome.FINISHED:
                 return replace(over, finished=pod.running, deadline=now + _ACKNOWLEDGE_SECONDS), ()
             return over, ()
-        case Acknowledged():
-            return replace(pod, known_finished=max(pod.known_finished, event.generation)), ()
+        case FinishAcknowledged():
+            return replace(pod, acknowledged_finish=max(pod.acknowledged_finish, event.generation)), ()
         case VerdictAcknowledged(generation):
             late = pod.ends_at is not None or generation < pod.newest.generation
             return (pod if late else replace(pod, ends_at=now + _PEERS_SECONDS)), ()
-        case Notice.TERMINATE | Notice.JOB_DELETED:
+        case SimpleEvent.TERMINATE | SimpleEvent.JOB_DELETED:
             ending = replace(pod, terminating=True)
             if not pod.running:
-                return replace(ending, left=True), (LeavePod(None),)
-            order = Order.TERMINATE if event is Notice.TERMINATE else Order.IMMEDIATE
+                return replace(ending, has_exited=True), (ExitPod(None),)
+            order = Order.TERMINATE if event is SimpleEvent.TERMINATE else Order.IMMEDIATE
             return ending, (LeaveGeneration(order),)
-        case Notice.TICK:
+        case SimpleEvent.TICK:
             return pod, ()
 
 
-def _receive_membership(pod: Pod, received: MembershipReceived) -> _Answer:
+def _receive_membership(pod: Pod, received: MembershipReceived) -> _StepResult:
     if received.generation <= pod.newest.generation:
         return pod, ()
     known = (ReportGeneration(received.generation),) if pod.unfit else ()
@@ -207,22 +207,24 @@ def _receive_membership(pod: Pod, received: MembershipReceived) -> _Answer:
     return pod, (*known, LeaveGeneration(order, received.generation))
 
 
-def _decide(pod: Pod, now: float) -> _Answer | None:
+def _decide(pod: Pod, now: float) -> _StepResult | None:
     newest = pod.newest.generation
     if pod.ends_at is not None and now >= pod.ends_at:
-        return replace(pod, left=True), (LeavePod(None),)
+        return replace(pod, has_exited=True), (ExitPod(None),)
     if pod.running:
         return None
     if pod.finished and newest <= pod.finished:
         acknowledged = (
-            pod.known_finished >= pod.finished or pod.terminating or (pod.deadline is not None and now >= pod.deadline)
+            pod.acknowledged_finish >= pod.finished
+            or pod.terminating
+            or (pod.deadline is not None and now >= pod.deadline)
         )
-        return (replace(pod, left=True), (LeavePod(ExitCode.FINISHED),)) if acknowledged else None
+        return (replace(pod, has_exited=True), (ExitPod(ExitCode.FINISHED),)) if acknowledged else None
     if pod.finished:
         return replace(pod, finished=0, deadline=None), ()
     if pod.terminating:
-        return replace(pod, left=True), (LeavePod(ExitCode.YIELDING if pod.yielded else ExitCode.FINISHED),)
-    if newest <= pod.done:
+        return replace(pod, has_exited=True), (ExitPod(ExitCode.YIELDING if pod.yielded else ExitCode.FINISHED),)
+    if newest <= pod.last_handled:
         return None
     if not pod.checked:
         if pod.deadline is None:
@@ -232,14 +234,14 @@ def _decide(pod: Pod, now: float) -> _Answer | None:
     return _next_generation(replace(pod, checked=True, deadline=None))
 
 
-def _next_generation(pod: Pod) -> _Answer | None:
+def _next_generation(pod: Pod) -> _StepResult | None:
     newest = pod.newest.generation
     if pod.unfit:
-        return replace(pod, done=newest), ()
+        return replace(pod, last_handled=newest), ()
     if pod.stopping:
         return None
     if not pod.newest.member:
-        return replace(pod, done=newest, compiling=True), (Idle(newest),)
+        return replace(pod, last_handled=newest, compiling=True), (BecomeSpare(newest),)
     if pod.compiling:
         return replace(pod, stopping=True), (StopCompiler(),)
-    return replace(pod, done=newest, running=newest), (BeginGeneration(newest),)
+    return replace(pod, last_handled=newest, running=newest), (StartGeneration(newest),)

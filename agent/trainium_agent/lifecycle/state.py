@@ -1,4 +1,4 @@
-"""The state of a generation on one pod, and its limits."""
+"""Define the state of a generation on one pod, and its limits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from trainium_agent.lifecycle.events import GenerationEnd, Order
+from trainium_agent.lifecycle.events import GenerationOutcome, Order
 
 if TYPE_CHECKING:
-    from trainium_agent.lifecycle import actions as do
-    from trainium_agent.lifecycle import events as on
+    from trainium_agent.lifecycle import actions, events
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,101 +18,102 @@ class GenerationLimits:
 
     generation: int
     grace_seconds: float
-    """For the ranks to save and leave."""
+    """Time for the ranks to save and exit."""
     sample_seconds: float
     """Seconds between two observations of living ranks."""
 
 
 class Stage(StrEnum):
-    """Where a generation is on this pod."""
+    """The stages of a generation on this pod."""
 
     NEW = "New"
     JOINING = "Joining"
     STARTING = "Starting"
     RUNNING = "Running"
-    ENDING = "Ending"
-    """The ranks are killed; what follows does so when none is left."""
-    JUDGING = "Judging"
+    KILLING = "Killing"
+    """The ranks are being killed; `follow_up` follows when none is left."""
+    DIAGNOSING = "Diagnosing"
     STORE_LOST = "StoreLost"
-    """An task is tried again soon."""
+    """A task will be retried soon."""
     BACKOFF = "Backoff"
     YIELDED = "Yielded"
     FINISHED = "Finished"
     FAILED = "Failed"
-    """Gave up; a newer generation or the end of the pod is awaited."""
+    """The pod gave up and waits for a newer generation or its end."""
     SAVING = "Saving"
-    """The ranks save and leave, as ordered."""
-    OVER = "Over"
+    """The ranks save and exit, as ordered."""
+    ENDED = "Ended"
 
 
-class Then(StrEnum):
-    """Name what follows when no rank is left, without details."""
+class SimpleFollowUp(StrEnum):
+    """Actions when no rank is left, without arguments."""
 
-    JOIN_AGAIN = "JoinAgain"
-    """The next attempt."""
-    JUDGE_ENDS = "JudgeEnds"
-    """Find out what follows from ends that nobody asked for."""
-    LEAVE_NOW = "LeaveNow"
-    """The generation is over."""
+    REJOIN = "Rejoin"
+    """Join the next attempt."""
+    DIAGNOSE_EXITS = "DiagnoseExits"
+    """Diagnose the unrequested exits."""
+    LEAVE = "Leave"
+    """End the generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountHang:
-    """Count a standstill alone, since the store was lost."""
+    """Count a hang without an inquiry, because the store was lost."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Give up, with this verdict; None where another agent did."""
+    """Give up with this verdict; None if another agent stopped the generation."""
 
-    verdict: do.ReportVerdict | None = None
+    verdict: actions.ReportVerdict | None = None
 
 
-After = Then | CountHang | Fail
+FollowUp = SimpleFollowUp | CountHang | Fail
 
 
 @dataclass(frozen=True, slots=True)
 class LocalGeneration:
-    """All that is known of the generation on this pod."""
+    """The state of a generation on this pod."""
 
+    limits: GenerationLimits
     stage: Stage = Stage.NEW
     attempt: int = 0
     started: int = 0
     """Local ranks of the newest attempt that was started."""
-    ends: tuple[on.RankEnded, ...] = ()
-    """Those that have ended."""
-    pending: tuple[on.RankEnded | on.SharedChanged, ...] = ()
-    """Events that no decision has answered yet."""
-    busy: do.Task | None = None
+    exits: tuple[events.RankExited, ...] = ()
+    """Local ranks that have ended."""
+    pending: tuple[events.RankExited | events.SharedStateChanged, ...] = ()
+    """Events that have not been handled yet."""
+    busy: actions.Task | None = None
     order: Order = Order.NONE
     superseded_by: int = 0
-    after: After | None = None
+    follow_up: FollowUp | None = None
     """Action when no rank is left."""
-    retry: do.DiagnoseEnds | do.SimpleTask | None = None
+    retry: actions.DiagnoseExits | actions.SimpleTask | None = None
     deadline: float = 0.0
-    """When the stage goes on, or is given up; monotonic seconds, as all times here."""
+    """When the stage continues or is abandoned; monotonic seconds, as all times here."""
     next_sample_at: float = 0.0
     overdue: bool = False
-    """A rank is stalled for too long."""
+    """Whether a rank is stalled beyond its limit."""
     inquiring: bool = False
-    """This agent waits for answers about a standstill."""
+    """Whether this agent waits for answers to an inquiry."""
     answered: int = 0
-    """Newest question that was answered."""
+    """Number of the newest answered inquiry."""
     stuck_reported_at: float | None = None
-    """When a standstill was reported last."""
-    signed: bool = False
+    """When a stall was last reported."""
+    entered_barrier: bool = False
     broken_announced: bool = False
-    outcome: GenerationEnd = GenerationEnd.LEFT
+    outcome: GenerationOutcome = GenerationOutcome.LEFT
     yielded: bool = False
-    """The ranks ended with code 75 when this pod left."""
+    """Whether the ranks ended with code 75 when this pod left."""
 
     @property
     def alive(self) -> bool:
         """Whether any rank has not ended."""
-        return self.started > len(self.ends)
+        return self.started > len(self.exits)
 
     def all_ended_with(self, code: int) -> bool:
-        """Return whether there were ranks and each of them ended with this code."""
-        return self.started > 0 and not self.alive and all(end.code == code for end in self.ends)
+        """Return whether ranks were started and all ended with this code."""
+        return self.started > 0 and not self.alive and all(end.code == code for end in self.exits)

@@ -1,6 +1,6 @@
-"""Linux calls that Python does not offer: parent-death signal, child subreaper, thread priority, process title.
+"""Call Linux functions that Python lacks: parent-death signal, child subreaper, thread priority, process title.
 
-Invariant: none of them needs a privilege, and a kernel that refuses one of the cosmetic ones changes nothing.
+None of them needs a privilege. If the kernel refuses a cosmetic one, nothing else changes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS = 1
 _IOPRIO_LAST = (2 << 13) | 7
-"""The last of the best-effort class; the idle class waits for ever on a busy disk."""
+"""The lowest best-effort priority; the idle class would wait for ever on a busy disk."""
 _LOW = 10
-"""A tenth of a normal thread's share: hardly felt by training, and a busy node still gets ready."""
+"""A tenth of a normal thread's share: training hardly slows down, and a busy node still becomes ready."""
 _NAME_BYTES = 15
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,17 +34,17 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel SIGKILL this process when the thread that is its parent ends."""
+    """Make the kernel send SIGKILL to this process when the thread that created it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent ends, as PID 1 is anyway."""
+    """Make this process the parent of every orphaned descendant, as PID 1 already is."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def lower_thread_priority() -> None:
-    """Low CPU and I/O priority for the calling thread alone; the process keeps its own."""
+    """Lower the CPU and I/O priority of the calling thread only."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW)
     number = _SYS_IOPRIO_SET.get(os.uname().machine)
@@ -53,16 +53,16 @@ def lower_thread_priority() -> None:
 
 
 def raise_thread_priority(native_id: int) -> None:
-    """Restore the normal CPU priority of a thread, where that is allowed."""
+    """Restore the normal CPU priority of a thread, if that is allowed."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, native_id, 0)
 
 
 def set_process_title(title: str) -> None:
-    """Show `title` in ps and in /proc/self/cmdline, as far as it fits into the capacity of the original arguments."""
+    """Show `title` in ps and in /proc/self/cmdline, cut to the size of the original arguments."""
     try:
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-        # Fields 48 and 49 of proc(5), counted from the third, which is the first one after the name.
+        # Fields 48 and 49 of proc(5); the first one after the name is field 3.
         start, end = int(fields[45]), int(fields[46])
     except (OSError, IndexError, ValueError):
         return
@@ -73,7 +73,7 @@ def set_process_title(title: str) -> None:
 
 
 def thread_names() -> tuple[str, ...]:
-    """Names of this process's threads other than the main one, native ones too."""
+    """Return the names of this process's threads except the main one, including native threads."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         if int(task.name) != os.getpid():
@@ -103,7 +103,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def name_of(pid: int) -> str:
+def process_name(pid: int) -> str:
     """Return the name of a process and its pid."""
     try:
         return f"{Path(f'/proc/{pid}/comm').read_text().strip()} (pid {pid})"
@@ -123,8 +123,8 @@ class ProcessState:
     cpu_seconds: float
 
 
-def state_of(pid: int) -> ProcessState:
-    """Return the state of a process as of now."""
+def process_state(pid: int) -> ProcessState:
+    """Return the current state of a process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         # Fields 3 (state), 14 and 15 (ticks in user and kernel mode) of proc(5).
@@ -133,7 +133,7 @@ def state_of(pid: int) -> ProcessState:
         return ProcessState("", 0.0)
 
 
-def handles(pid: int, number: int) -> bool:
+def has_signal_handler(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -144,8 +144,8 @@ def handles(pid: int, number: int) -> bool:
     return False
 
 
-def kernel_place(pid: int) -> str:
-    """Return where in the kernel a process sleeps, if that can be read: its stack, else the wait channel."""
+def kernel_location(pid: int) -> str:
+    """Return where in the kernel a process sleeps: its stack, else the wait channel; empty if unreadable."""
     for name in ("stack", "wchan"):
         try:
             text = Path(f"/proc/{pid}/{name}").read_text().strip()
@@ -158,11 +158,11 @@ def kernel_place(pid: int) -> str:
 
 _SAMPLE_SECONDS = 5.0
 _LEAST_WANTED_NS = 50_000_000
-"""Of processor time within a sample; a rank that wants less waits for something else."""
+"""Least processor time wanted within a sample; a rank that wants less waits for something else."""
 
 
-class CpuWait:
-    """The waits of some processes, sampled; used from one thread."""
+class CpuWaitSampler:
+    """Samples how long processes wait for a processor; used from one thread."""
 
     def __init__(self, root: Path = Path("/proc")) -> None:
         self._root = root
@@ -170,7 +170,7 @@ class CpuWait:
         self._shares: dict[int, float | None] = {}
 
     def share(self, pid: int, now: float) -> float | None:
-        """Share of the wanted time that was waited for, over the newest sample of some seconds."""
+        """Return the share of the wanted processor time spent waiting, over the newest sample of some seconds."""
         known = self._samples.get(pid)
         if known is not None and now - known[0] < _SAMPLE_SECONDS:
             return self._shares.get(pid)
@@ -182,14 +182,14 @@ class CpuWait:
             self._shares[pid] = round(waited_for / wanted, 3) if wanted >= _LEAST_WANTED_NS else None
         return self._shares.get(pid)
 
-    def forget_others(self, pids: frozenset[int]) -> None:
+    def keep_only(self, pids: frozenset[int]) -> None:
         """Forget all processes but these."""
         for pid in self._samples.keys() - pids:
             del self._samples[pid]
             self._shares.pop(pid, None)
 
     def _totals(self, pid: int) -> tuple[int, int]:
-        """Nanoseconds on a processor and in the queue for one, of all threads."""
+        """Return the nanoseconds that all threads spent on a processor and waiting for one."""
         ran = waited = 0
         for path in (self._root / str(pid) / "task").glob("*/schedstat"):
             try:

@@ -1,12 +1,12 @@
-"""Find the network interface over which ranks meet: the one that has the pod's address.
+"""Find the network interface over which ranks connect: the one that has the pod's address.
 
-Left alone gloo looks the host's name up and takes the address that it gets. In a pod with its own network a hosts
-file answers; on the network of the node DNS does, and where it is silent or names no address of this host, gloo waits
-and then takes the loopback interface, over which no other node is met.
+By default gloo resolves the host's name and uses that address. In a pod with its own network the hosts file answers. On
+the node's network DNS answers; if it does not, or names no address of this host, gloo waits and then uses the loopback
+interface, which reaches no other node.
 
 Guarantees:
-- The interface is chosen only where gloo finds the very address by it (the first IPv4 address that it bears).
-- Anywhere else, and where the user has chosen, nothing changes.
+- The interface is set only if gloo gets the pod's address from it (its first IPv4 address).
+- Otherwise, and if the user has set an interface, nothing changes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 15
 _REQUEST_BYTES = 256
 _ADDRESS = slice(20, 24)
-"""In what the kernel answers: a name of 16 bytes, then a `sockaddr_in`."""
+"""Offset in the kernel's answer: a name of 16 bytes, then a `sockaddr_in`."""
 
 
-def use_interface(otherwise: str) -> None:
-    """Have gloo meet others over the interface of this pod's address; outside of a pod `otherwise` is the address."""
-    name = interface_of(os.environ.get(worker_env.ENV_POD_IP) or otherwise)
+def use_interface(default: str) -> None:
+    """Make gloo connect over the interface of this pod's address; outside a pod `default` is the address."""
+    name = find_interface(os.environ.get(worker_env.ENV_POD_IP) or default)
     if name:
         os.environ.setdefault(ENV_INTERFACE, name)
 
 
-def interface_of(address: str) -> str | None:
-    """Return the name of the interface; None for an address that is not the first IPv4 address of one."""
+def find_interface(address: str) -> str | None:
+    """Return the name of the interface; None if the address is not the first IPv4 address of any."""
     try:
         wanted = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Raise the limit of open files of this process, and read it for the checks.
+"""Raise the limit of open files of this process, and read the limit for the checks.
 
 Guarantees:
 - Only the soft limit is changed, and only upwards.
@@ -11,7 +11,7 @@ import resource
 
 
 def raise_limit() -> int:
-    """Raise the soft limit to the hard one; the limit from now on, negative for none."""
+    """Raise the soft limit to the hard one and return the new limit; negative for none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return hard

@@ -1,11 +1,12 @@
-"""Stacks of a training process, asked for by a signal and written by the process itself.
+"""Request the stacks of a training process by a signal; the process writes them itself.
 
-A rank registers Python's fault handler for `DUMP_SIGNAL` before anything else; its handler runs in the signal, so it
-answers also while the main thread is inside C code or waits for a peer. A process that is stopped, or that is inside an
+A rank registers Python's fault handler for `DUMP_SIGNAL` before anything else; the signal runs its handler, so it
+answers even while the main thread is inside C code or waits for a peer. A process that is stopped, or inside an
 uninterruptible system call, cannot answer.
 
-Invariants: a process without our handler is never sent the signal, which would end it; nothing here waits longer than
-`_ANSWER_SECONDS`.
+Guarantees:
+- A process without our handler never gets the signal, which would end it.
+- No call waits longer than `_ANSWER_SECONDS`.
 """
 
 from __future__ import annotations
@@ -47,25 +48,25 @@ def stacks_path(progress: Path) -> Path:
     return progress.with_name(f"{progress.name}.stacks")
 
 
-def answer_on_signal(progress: Path) -> None:
-    """Make this process write the stacks of all threads at each `DUMP_SIGNAL`; a rank continues without it too."""
+def dump_on_signal(progress: Path) -> None:
+    """Make this process write the stacks of all threads at each `DUMP_SIGNAL`; a rank also works without it."""
     with contextlib.suppress(OSError):
         path = stacks_path(progress)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Open for the life of the process: a signal handler cannot open files.
+        # Stays open for the life of the process, because a signal handler cannot open files.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         faulthandler.register(DUMP_SIGNAL, file=descriptor, all_threads=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Stacks:
+class StackDump:
     """The answer of one process."""
 
     text: str = ""
-    """All threads as the fault handler writes them; empty when it did not answer."""
-    why_not: str = ""
+    """All threads as the fault handler writes them; empty if the process did not answer."""
+    problem: str = ""
     """Why there is no text."""
-    kernel_place: str = ""
+    kernel_location: str = ""
 
     @property
     def main_frames(self) -> tuple[str, ...]:
@@ -77,10 +78,10 @@ class Stacks:
 
     @property
     def innermost(self) -> str:
-        """The innermost frames in one line, or why there are none."""
+        """The innermost frames in one line, or the reason why there are none."""
         frames = " < ".join(_LONG_PATH.sub("(", frame) for frame in self.main_frames[:_FRAMES])
-        place = f"; in the kernel: {self.kernel_place}" if self.kernel_place else ""
-        return (frames or self.why_not) + place
+        place = f"; in the kernel: {self.kernel_location}" if self.kernel_location else ""
+        return (frames or self.problem) + place
 
     @property
     def in_collective(self) -> bool | None:
@@ -89,15 +90,15 @@ class Stacks:
         return any(_COLLECTIVES.search(frame) for frame in frames[:_INNERMOST]) if frames else None
 
 
-def ask(processes: Mapping[int, tuple[int, Path]]) -> dict[int, Stacks]:
-    """Ask living processes (rank to pid and progress file) for their stacks, all at once."""
-    answers: dict[int, Stacks] = {}
+def request_stacks(processes: Mapping[int, tuple[int, Path]]) -> dict[int, StackDump]:
+    """Request the stacks of living processes (rank to pid and progress file), all at once."""
+    answers: dict[int, StackDump] = {}
     before: dict[int, int] = {}
     for rank, (pid, progress) in processes.items():
-        if kernel.state_of(pid).letter in ("T", "t"):
-            answers[rank] = Stacks(why_not="no stack: it is stopped, so it cannot answer")
-        elif not stacks_path(progress).exists() or not kernel.handles(pid, DUMP_SIGNAL):
-            answers[rank] = Stacks(why_not="no stack: it has not come far enough to answer")
+        if kernel.process_state(pid).letter in ("T", "t"):
+            answers[rank] = StackDump(problem="no stack: it is stopped, so it cannot answer")
+        elif not stacks_path(progress).exists() or not kernel.has_signal_handler(pid, DUMP_SIGNAL):
+            answers[rank] = StackDump(problem="no stack: it has not come far enough to answer")
         else:
             before[rank] = _size(stacks_path(progress))
             with contextlib.suppress(OSError):
@@ -106,15 +107,16 @@ def ask(processes: Mapping[int, tuple[int, Path]]) -> dict[int, Stacks]:
     for rank, size in before.items():
         pid, progress = processes[rank]
         text = _tail(stacks_path(progress), size)
-        letter = kernel.state_of(pid).letter or "?"
-        answers[rank] = Stacks(text, "" if text else f"no stack: no answer in process state {letter}")
+        letter = kernel.process_state(pid).letter or "?"
+        answers[rank] = StackDump(text, "" if text else f"no stack: no answer in process state {letter}")
     return {
-        rank: replace(stacks, kernel_place=kernel.kernel_place(processes[rank][0])) for rank, stacks in answers.items()
+        rank: replace(stacks, kernel_location=kernel.kernel_location(processes[rank][0]))
+        for rank, stacks in answers.items()
     }
 
 
 def _await_answers(files: dict[int, tuple[Path, int]]) -> None:
-    """Wait until each file has grown and stopped growing, or time is up."""
+    """Wait until each file has grown and stopped growing, or the time is up."""
     deadline = time.monotonic() + _ANSWER_SECONDS
     sizes = {rank: size for rank, (_, size) in files.items()}
     waiting = set(files)

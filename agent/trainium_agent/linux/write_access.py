@@ -1,7 +1,7 @@
-"""Explain places that cannot be written: the errors, the user who cannot write, and the remedy.
+"""Explain why a path cannot be written: the error, the user and the remedy.
 
-A worker is an ordinary user (1000 by default). A volume gets the pod's fsGroup where its driver supports that; a
-`hostPath` never does (docs/install.md), so the most frequent cause is a folder of root's.
+A worker runs as an ordinary user (1000 by default). A volume gets the pod's fsGroup if its driver supports that; a
+`hostPath` never does (docs/install.md), so the most frequent cause is a folder owned by root.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import os
 from trainium_contract.trainer.addresses import is_address
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""No room: the disk, a quota or a limit of the file's size."""
+"""Errors of missing space: the disk, a quota or the limit of the file size."""
 FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-"""No right to, whatever room there is; trying again does not help."""
+"""Errors of missing permission; a retry does not help."""
 
 
 def explain_forbidden(number: int | None, where: object = "", *, user: int | None = None) -> str:
     """Return the cause and the remedy for an errno of `FORBIDDEN`.
 
-    `where`: the place, a bucket or a folder; `user`: the id of who writes, default ours.
+    `where` is a bucket or a folder, `user` the id of the writer (default: this process).
     """
     if is_address(str(where)):
         return "it is not writable: give the worker's role write permission"

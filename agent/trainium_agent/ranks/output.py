@@ -1,6 +1,6 @@
-"""The ranks' output: every line goes to the pod's log with its rank, and the last ones are remembered.
+"""Copy the ranks' output, line by line and with the rank, to the pod's log, and keep the last lines.
 
-Invariant: one thread copies the output of all ranks, so neither a chatty rank nor a slow log delays heartbeats.
+One thread copies the output of all ranks, so neither a verbose rank nor a slow log delays heartbeats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from trainium_agent.ranks.runtime_status import RuntimeMessages
 from trainium_contract.faults.classify import match_output_line
 from trainium_contract.program_output import is_native_frame, reports_error
-from trainium_contract.wire.log_format import moment
+from trainium_contract.wire.log_format import format_time
 from trainium_contract.wire.log_line import (
     LINE_BYTES,
     MESSAGE_CHARACTERS,
@@ -29,7 +29,7 @@ from trainium_contract.wire.log_line import (
     LogFormat,
     LogLevel,
     LogSource,
-    log_line,
+    build_log_line,
     read_log_line,
 )
 
@@ -41,21 +41,23 @@ if TYPE_CHECKING:
     from trainium_contract.wire.log_line import LogLine
 
 _LINES = 60
-"""More than the summary that torchrun prints after the reason of its ranks."""
+"""More than the summary that torchrun prints after the errors of its ranks."""
 _CHUNK = 1 << 16
 _LONGEST_LINE = 1 << 14
 _LINE_ENDS = re.compile(rb"[\r\n]+")
 
 
-class Tail:
-    """The last lines of one rank's output, without frames of C++: one thread feeds it, any may ask."""
+class OutputTail:
+    """Keeps the last lines of one rank's output, without C++ frames; one thread feeds it, any may read it."""
 
-    def __init__(self, prefix: str, form: Form | None = None, on_line: Callable[[bytes], None] | None = None) -> None:
-        """`form` formats a line of the log; without it the prefix precedes each.
+    def __init__(
+        self, prefix: str, formatter: LineFormatter | None = None, on_line: Callable[[bytes], None] | None = None
+    ) -> None:
+        """`formatter` formats a line for the log; by default the prefix precedes it.
 
-        `on_line` gets each line too, and what a progress bar overwrites.
+        `on_line` gets each line, and the text that a progress bar overwrites.
         """
-        self._form = form or prefixed(prefix)
+        self._formatter = formatter or prefix_formatter(prefix)
         self._on_line = on_line
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=_LINES)
@@ -75,8 +77,8 @@ class Tail:
         with self._lock:
             return self._runtime.last(at)
 
-    def last_output_line(self) -> str:
-        """Return the name of the row of the table of faults that the newest error matches; empty for none."""
+    def last_error_sign(self) -> str:
+        """Return the name of the fault table's row that the newest error matches; empty for none."""
         with self._lock:
             lines = tuple(self._lines)
         for line in reversed(lines):
@@ -86,8 +88,8 @@ class Tail:
         return ""
 
     def feed(self, data: bytes) -> bytes:
-        """Take in a chunk; what the log should show for it."""
-        self._pass_on(data)
+        """Add a chunk of output and return its text for the log."""
+        self._call_on_line(data)
         *complete, self._partial = (self._partial + data).split(b"\n")
         if len(self._partial) > _LONGEST_LINE:
             complete.append(self._partial)
@@ -95,14 +97,14 @@ class Tail:
         return b"".join(self._line(line) for line in complete)
 
     def close(self) -> bytes:
-        """Return the rest of the output for the log."""
-        self._pass_on(b"\n")
+        """End the output and return the rest of it for the log."""
+        self._call_on_line(b"\n")
         rest, self._partial = self._partial, b""
         shown = self._line(rest) if rest else b""
         self.complete.set()
         return shown
 
-    def _pass_on(self, data: bytes) -> None:
+    def _call_on_line(self, data: bytes) -> None:
         if self._on_line is None:
             return
         *complete, rest = _LINE_ENDS.split(self._unfinished + data)
@@ -111,12 +113,12 @@ class Tail:
             self._on_line(line)
 
     def _line(self, line: bytes) -> bytes:
-        shown = self._form(line)
-        for sentence in shown.words.split(b"\n"):
+        shown = self._formatter(line)
+        for sentence in shown.text.split(b"\n"):
             if sentence.strip():
                 text = sentence.decode(errors="replace").rstrip()
                 with self._lock:
-                    # A stack of them would displace the program's messages.
+                    # A C++ stack would displace the program's messages.
                     if not is_native_frame(text):
                         self._lines.append(text)
                     self._runtime.read(sentence, time.time())
@@ -133,15 +135,15 @@ class OutputPump:
         os.set_blocking(self._wake_read, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._lock = threading.Lock()
-        self._new: list[tuple[int, Tail]] = []
+        self._new: list[tuple[int, OutputTail]] = []
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
-    def open(self, speaker: Speaker, on_line: Callable[[bytes], None] | None = None) -> tuple[int, Tail]:
-        """Return a pipe for a rank: the end that it writes to, which the caller closes, and its tail."""
+    def open(self, source: OutputSource, on_line: Callable[[bytes], None] | None = None) -> tuple[int, OutputTail]:
+        """Return a pipe for a rank: its write end, which the caller closes, and its tail."""
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
-        tail = Tail(speaker.prefix, form_of(self._settings, speaker), on_line)
+        tail = OutputTail(source.prefix, line_formatter(self._settings, source), on_line)
         with self._lock:
             self._new.append((read_end, tail))
         os.write(self._wake_write, b"x")
@@ -151,11 +153,11 @@ class OutputPump:
         while True:
             for key, _ in self._selector.select():
                 if key.fd == self._wake_read:
-                    self._take_new()
+                    self._register_new()
                 else:
                     self._copy(key.fd, key.data)
 
-    def _take_new(self) -> None:
+    def _register_new(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, _CHUNK)
         with self._lock:
@@ -163,7 +165,7 @@ class OutputPump:
         for descriptor, tail in new:
             self._selector.register(descriptor, selectors.EVENT_READ, tail)
 
-    def _copy(self, descriptor: int, tail: Tail) -> None:
+    def _copy(self, descriptor: int, tail: OutputTail) -> None:
         try:
             data = os.read(descriptor, _CHUNK)
         except BlockingIOError:
@@ -177,7 +179,7 @@ class OutputPump:
 
 
 def _write(data: bytes) -> None:
-    """Write all of it, or drop it when the log is closed: training goes on without a log."""
+    """Write all bytes, or drop them when the log is closed: training continues without a log."""
     with contextlib.suppress(OSError):
         descriptor = sys.stdout.fileno()
         while data:
@@ -186,89 +188,91 @@ def _write(data: bytes) -> None:
 
 _ATTRIBUTION = ("namespace", "job", "pod", "node", "generation", "attempt", "rank")
 _MESSAGE_BYTES = LINE_BYTES - 1_600
-"""Bytes of a line beside four names of 253 characters and the keys."""
+"""Bytes of a line that remain beside four names of 253 characters and the keys."""
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
-    """Process that an output is from."""
+class OutputSource:
+    """The process that writes an output."""
 
     label: str
-    """`rank 3`, or what else the process is for."""
+    """`rank 3`, or another purpose of the process."""
     rank: int | None = None
     generation: int | None = None
     attempt: int | None = None
 
     @property
     def prefix(self) -> str:
-        """Prefix of each of its lines in a log for people."""
+        """Prefix of each line in a log of text."""
         return f"[{self.label}] "
 
 
 @dataclass(frozen=True, slots=True)
-class ShownLine:
+class FormattedLine:
     """One line of output, formatted."""
 
-    words: bytes
-    """The text that is remembered, maybe several lines."""
+    text: bytes
+    """The text that the tail keeps; may have several lines."""
     log: bytes
-    """Text for the log, with the end of each line."""
+    """The text for the log, with line ends."""
 
 
-Form = Callable[[bytes], ShownLine]
+LineFormatter = Callable[[bytes], FormattedLine]
 
 
-def prefixed(prefix: str) -> Form:
-    """For people: the line, with its speaker in front."""
+def prefix_formatter(prefix: str) -> LineFormatter:
+    """Return a formatter that puts a prefix in front of each line."""
     mark = prefix.encode()
-    return lambda line: ShownLine(line, mark + line + b"\n")
+    return lambda line: FormattedLine(line, mark + line + b"\n")
 
 
-def form_of(settings: AgentSettings, speaker: Speaker) -> Form:
-    """Return how the log formats this process's output."""
+def line_formatter(settings: AgentSettings, source: OutputSource) -> LineFormatter:
+    """Return the formatter for this process's output."""
     if settings.log_format is LogFormat.TEXT:
-        return prefixed(speaker.prefix)
-    blank = _output_of(settings, speaker)
+        return prefix_formatter(source.prefix)
+    blank = _blank_log_line(settings, source)
     attribution = {field: getattr(blank, field) for field in _ATTRIBUTION}
 
-    def show(line: bytes) -> ShownLine:
-        read = read_log_line(line)
-        if read is not None and read.source is LogSource.TRAINER:
-            ours = read.replaced(**attribution)
-            return ShownLine(ours.as_text().encode(), _ended([ours]))
+    def show(line: bytes) -> FormattedLine:
+        parsed = read_log_line(line)
+        if parsed is not None and parsed.source is LogSource.TRAINER:
+            attributed = parsed.replaced(**attribution)
+            return FormattedLine(attributed.as_text().encode(), _encode_lines([attributed]))
         if not line.strip():
-            return ShownLine(line, b"")
-        text, now = line.decode(errors="backslashreplace").rstrip("\r"), moment(time.time())
-        return ShownLine(line, _ended(blank.replaced(time=now, message=piece) for piece in _pieces(text)))
+            return FormattedLine(line, b"")
+        text, now = line.decode(errors="backslashreplace").rstrip("\r"), format_time(time.time())
+        return FormattedLine(
+            line, _encode_lines(blank.replaced(time=now, message=piece) for piece in _split_long(text))
+        )
 
     return show
 
 
-def _output_of(settings: AgentSettings, speaker: Speaker) -> LogLine:
-    """Write bytes to this process's output."""
-    return log_line(
+def _blank_log_line(settings: AgentSettings, source: OutputSource) -> LogLine:
+    """Return an empty log line of this process's output."""
+    return build_log_line(
         "",
-        time=moment(0),
+        time=format_time(0),
         level=LogLevel.INFO,
         source=LogSource.OUTPUT,
-        logger=PROGRAM if speaker.rank is not None else speaker.label,
+        logger=PROGRAM if source.rank is not None else source.label,
         namespace=settings.namespace,
         job=settings.job,
         pod=settings.pod_name,
         node=settings.node_name,
-        generation=speaker.generation,
-        attempt=speaker.attempt,
-        rank=speaker.rank,
+        generation=source.generation,
+        attempt=source.attempt,
+        rank=source.rank,
     )
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Return the text in parts that each fit into a line; escaped characters take up to twelve times their size."""
+def _split_long(text: str) -> Iterator[str]:
+    """Split the text into parts that each fit into a line; escaping enlarges a character up to twelve times."""
     for at in range(0, len(text), MESSAGE_CHARACTERS):
         part = text[at : at + MESSAGE_CHARACTERS]
         size = len(part) if len(json.dumps(part)) <= _MESSAGE_BYTES else _MESSAGE_BYTES // 12
         yield from (part[begin : begin + size] for begin in range(0, len(part), size))
 
 
-def _ended(lines: Iterable[LogLine]) -> bytes:
+def _encode_lines(lines: Iterable[LogLine]) -> bytes:
     return b"".join(line.to_line().encode() + b"\n" for line in lines)

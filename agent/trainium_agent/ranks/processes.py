@@ -2,7 +2,7 @@
 
 Guarantees:
 - This is the only place that waits for children.
-- A process that failed by itself is never taken for one that the agent ended, however late its exit is collected.
+- A process that failed by itself never counts as ended by the agent, even if its exit is collected late.
 - A rank's process group is killed before its leader's pid is released to the kernel, so no signal can reach another
   process.
 - Exit codes follow the shell's convention.
@@ -19,27 +19,29 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_agent.linux import kernel
-from trainium_contract.exit_codes import exit_code_of_wait_status
+from trainium_contract.exit_codes import exit_code_from_returncode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from trainium_agent.ranks.output import Tail
+    from trainium_agent.ranks.output import OutputTail
 
 _KILL_POLL_SECONDS = 0.005
+_END_POLL_SECONDS = 0.02
+_END_SECONDS = 5.0
 _UNCLAIMED = 1000
 
 
 class Reaper:
-    """Collects ended children; `reap` is called from the SIGCHLD handler's thread only."""
+    """Collects ended children; only the thread of the SIGCHLD handler calls `reap`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._watched: dict[int, Callable[[int], None]] = {}
         self._unclaimed: dict[int, int] = {}
 
-    def forget_unclaimed(self) -> None:
-        """Drop exit codes of strangers; called before a start, so that a recycled pid is never mistaken."""
+    def clear_unclaimed(self) -> None:
+        """Drop exit codes of unwatched processes, before each start, so that a recycled pid never gets an old code."""
         with self._lock:
             self._unclaimed.clear()
 
@@ -53,7 +55,7 @@ class Reaper:
             on_exit(code)
 
     def unwatched(self) -> list[int]:
-        """Return this process's live children that nobody watches: what ended processes have left."""
+        """Return the live children that are not watched: orphans of ended processes."""
         with self._lock:
             watched = {*self._watched}
         return [pid for pid in kernel.children(os.getpid()) if pid not in watched and not _has_ended(pid)]
@@ -67,7 +69,7 @@ class Reaper:
                 return
             if ended is None:
                 return
-            code = ended.si_status if ended.si_code == os.CLD_EXITED else exit_code_of_wait_status(-ended.si_status)
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else exit_code_from_returncode(-ended.si_status)
             with self._lock:
                 on_exit = self._watched.pop(ended.si_pid, None)
                 if on_exit is None:
@@ -78,7 +80,7 @@ class Reaper:
                 on_exit(code)
             with contextlib.suppress(OSError):
                 if os.getpgid(ended.si_pid) == ended.si_pid != os.getpgrp():
-                    os.killpg(ended.si_pid, signal.SIGKILL)  # whatever the child started ends with it
+                    os.killpg(ended.si_pid, signal.SIGKILL)  # the child's process group ends with it
             os.waitpid(ended.si_pid, 0)  # last: only now may the kernel use the pid again
 
 
@@ -90,37 +92,37 @@ class RankProcess:
     rank: int
     attempt: int
     pid: int
-    output: Tail
-    left: tuple[str, ...] = ()
-    """Names of processes that were left when it ended with code 0."""
+    output: OutputTail
+    leftover_processes: tuple[str, ...] = ()
+    """Names of the processes that still ran when it ended with code 0."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _end: tuple[int, float] | None = None
-    _asked: bool = False
+    _exit_requested: bool = False
 
     @property
     def alive(self) -> bool:
-        """Whether it has not been seen to end."""
+        """Whether no exit was recorded."""
         return self.exit_code is None
 
     @property
     def exit_code(self) -> int | None:
-        """None while it has not been seen to end."""
+        """The recorded exit code; None while it is alive."""
         with self._lock:
             return None if self._end is None else self._end[0]
 
     @property
     def ended_at(self) -> float:
-        """Unix seconds; 0 while it has not been seen to end."""
+        """Unix seconds of the exit; 0 while it is alive."""
         with self._lock:
             return 0.0 if self._end is None else self._end[1]
 
     @property
-    def asked(self) -> bool:
-        """Whether the agent requested its end while it lived, so that its exit is no failure."""
+    def exit_requested(self) -> bool:
+        """Whether the agent requested its end while it was alive, so that its exit is no failure."""
         with self._lock:
-            return self._asked
+            return self._exit_requested
 
-    def ended(self, code: int) -> None:
+    def record_exit(self, code: int) -> None:
         """Record the exit."""
         with self._lock:
             self._end = (code, time.time())
@@ -130,7 +132,7 @@ class RankProcess:
         with self._lock:
             if self._end is not None or _has_ended(self.pid):
                 return
-            self._asked = True
+            self._exit_requested = True
             if number == signal.SIGKILL:
                 with contextlib.suppress(OSError):
                     os.killpg(self.pid, number)
@@ -139,15 +141,24 @@ class RankProcess:
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a child has ended and was not collected yet; what it failed with is still on its way."""
+    """Return whether a child has ended but is not reaped yet, so that its exit code is still unknown."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         return False
 
 
+def end_processes(processes: Sequence[RankProcess]) -> None:
+    """Kill the processes that are still alive, and wait for their ends."""
+    for process in processes:
+        process.signal(signal.SIGKILL)
+    deadline = time.monotonic() + _END_SECONDS
+    while any(process.alive for process in processes) and time.monotonic() < deadline:
+        time.sleep(_END_POLL_SECONDS)
+
+
 def kill_descendants(seconds: float) -> list[int]:
-    """SIGKILL everything below this process and collect it; the pids that were still there after the time given."""
+    """Send SIGKILL to all descendants and reap them; return the pids that are left after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         left = kernel.descendants(os.getpid())

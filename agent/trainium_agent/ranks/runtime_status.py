@@ -1,12 +1,12 @@
-"""Find the Neuron runtime's status in the output of a training process: no exit code carries it.
+"""Find the Neuron runtime's status in the output of a training process, because no exit code contains it.
 
 Statuses appear as names (`Failure: NRT_RESOURCE in nrt_load()`), as numbers (`nrt_execute: status=1004`, `nrt status
 code 5`, `NMGR:... err: 4`) and as sentences of the runtime's log, which are more specific than the status after them.
 
 Guarantees:
 - Bounded work per line and no exception for any bytes.
-- A number counts only where the text names the runtime and only when the table has it; of the messages shortly before
-  the end the most specific counts.
+- A number counts only if the text names the runtime and the table has the number. Of the messages shortly before the
+  end the most specific counts.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RuntimeMessage:
     """Unix seconds."""
 
 
-def status_in(line: str) -> int | None:
-    """Return the most specific runtime status in a line of output; None without one."""
+def find_status(line: str) -> int | None:
+    """Return the most specific runtime status in a line of output; None if it has none."""
     text = line[:_LONGEST_LINE]
     if _HARMLESS.search(text):
         return None
@@ -61,28 +61,28 @@ def status_in(line: str) -> int | None:
 
 
 class RuntimeMessages:
-    """The runtime's messages in one process's output."""
+    """Collects the runtime's messages in one process's output."""
 
     def __init__(self) -> None:
         self._newest: dict[int, RuntimeMessage] = {}
 
     def read(self, line: bytes, at: float) -> None:
-        """Take in one line of output, seen at `at` (Unix seconds)."""
+        """Read one line of output, received at `at` (Unix seconds)."""
         if not any(hint in line for hint in _HINTS):
             return
         text = line[:_LONGEST_LINE].decode(errors="replace").strip()
-        status = status_in(text)
+        status = find_status(text)
         if status is not None:
             self._newest[status] = RuntimeMessage(status, text, at)
 
     def last(self, at: float) -> RuntimeMessage | None:
         """Return the most specific message shortly before a process ended at `at` (Unix seconds)."""
-        near = [word for word in self._newest.values() if word.at >= at - _SHORTLY_SECONDS]
-        return min(near, key=lambda word: _ORDER[word.status], default=None)
+        near = [message for message in self._newest.values() if message.at >= at - _SHORTLY_SECONDS]
+        return min(near, key=lambda message: _ORDER[message.status], default=None)
 
 
-def named(word: RuntimeMessage) -> str:
-    """`NRT_TIMEOUT (5): <the line>`, for people."""
-    sign = find_runtime_status(word.status)
+def format_message(message: RuntimeMessage) -> str:
+    """Format a message as `NRT_TIMEOUT (5): <the line>`."""
+    sign = find_runtime_status(message.status)
     assert sign is not None
-    return f"{sign.key} ({sign.number}): {word.line}"
+    return f"{sign.key} ({sign.number}): {message.line}"

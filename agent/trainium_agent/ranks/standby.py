@@ -1,16 +1,17 @@
-"""The standby: one process per pod that has imported what ranks need, and forks a rank whenever one is needed.
+"""Run the standby: one process per pod that has imported the ranks' modules, and forks each rank.
 
-A rank is started by forking twice: the intermediate process ends at once, so the agent (a child subreaper) becomes the
-rank's parent, waits for it and owns its exit code; the standby can end without harming a rank. A rank calls a function,
-or executes a command; a command that starts Python may run in the fork, with the modules that the standby has imported.
-
-The module runs in the interpreter of a program's image too, so it imports the standard library and `linux` alone, and
+The standby forks twice to start a rank. The intermediate process ends at once, so the agent (a child subreaper) becomes
+the rank's parent and collects its exit code; the standby can end without harming a rank. A rank calls a function or
+executes a command. A command that starts Python may run in the fork, with the modules that the standby has imported.
+The module also runs in the interpreter of a program's image, so it imports only the standard library and `linux`, and
 needs Python 3.10.
 
-Invariants: the standby has one thread when it forks (the imports run in a helper thread at a low priority, which
-has ended by then), it never touches an accelerator, and it ends with the agent. Wire to the agent: one JSON object per
-packet of a SOCK_SEQPACKET pair; a request carries the write end of the rank's output pipe.
-See docs/decisions/0010-forked-standby.md for the measurements behind the fork.
+Guarantees:
+- The standby has one thread when it forks; the thread that imports at a low priority has ended by then.
+- It never uses an accelerator, and it ends with the agent.
+
+Protocol: one JSON object per packet of a SOCK_SEQPACKET pair; a request includes the write end of the rank's output
+pipe. See docs/decisions/0010-forked-standby.md for the measurements behind the fork.
 """
 
 from __future__ import annotations
@@ -44,27 +45,27 @@ ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
 ENV_PROGRAM = "TRAINIUM_PROGRAM"
 """Names of `worker_env`."""
 _USER_ERROR = 64
-"""Value of `ExitCode`."""
+"""A value of `ExitCode`."""
 _VALUED_OPTIONS = ("-X", "-W")
 _REPARENT_POLL_SECONDS = 0.0002
 _THREAD_END_SECONDS = 1.0
-# jemalloc stops this thread around a fork by itself.
+# jemalloc stops this thread itself around a fork.
 _HARMLESS_THREADS = frozenset({"jemalloc_bg_thd"})
 
 
 @dataclass(frozen=True, slots=True)
 class StartRequest:
-    """The start of one rank: its part of the environment, its arguments, and a name for ps."""
+    """The request to start one rank: its environment, its arguments, and a name for ps."""
 
     argv: Sequence[str]
     environment: Mapping[str, str]
     title: str
     entry: str = ""
-    """`module:function` to call instead of the ranks' entry point."""
+    """`module:function` to call instead of the entry point of the plan."""
     directory: str = ""
-    """Working directory; empty for the present one."""
+    """Working directory; empty for the current one."""
     image: str = ""
-    """Image in which a command is searched for; used in messages."""
+    """Image that should contain the command; used in messages."""
 
     def encode(self) -> bytes:
         """Return the packet."""
@@ -78,17 +79,17 @@ class StartRequest:
 
 @dataclass(frozen=True, slots=True)
 class StandbyPlan:
-    """The preparation of a standby, and what its ranks do."""
+    """The modules that a standby imports, and the entry point of its ranks."""
 
     modules: tuple[str, ...] = ()
-    """Imported first."""
+    """Modules that are imported first."""
     entry: str = ""
-    """`module:function` that ranks call with their arguments; empty when these are a command."""
+    """`module:function` that ranks call with their arguments; empty if the arguments are a command."""
     warm: str = ""
-    """Module whose `warm(config_path)` is called next; empty for none."""
+    """Module whose `warm(config_path)` is called after the imports; empty for none."""
     config_path: str = ""
     python: str = ""
-    """Interpreter whose commands run in the fork of a standby in it; empty for one in the agent's interpreter."""
+    """Interpreter that runs the standby, whose forks run its commands; empty for the agent's interpreter."""
 
     def encode(self) -> str:
         """Return the plan as an argument."""
@@ -102,21 +103,21 @@ class StandbyPlan:
 
 
 def fork(plan: StandbyPlan) -> tuple[int, socket.socket]:
-    """Fork a standby from this process, which must have a single thread; returns its pid and channel, in the agent."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Fork a standby from this process, which must have a single thread; return its pid and channel to the agent."""
+    agent_end, standby_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
-        ours.close()
-        sys.exit(serve(theirs, agent_pid, plan))
-    theirs.close()
-    return pid, ours
+        agent_end.close()
+        sys.exit(serve(standby_end, agent_pid, plan))
+    standby_end.close()
+    return pid, agent_end
 
 
 def serve(channel: socket.socket, agent_pid: int, plan: StandbyPlan) -> Any:
     """Warm up, then fork ranks on request until the agent closes the channel.
 
-    Returns only in a rank, with what its entry point returned; the caller hands that to `sys.exit`.
+    Returns only in a rank, with the result of its entry point, which the caller passes to `sys.exit`.
     """
     kernel.die_with_parent()
     if os.getppid() != agent_pid:
@@ -124,11 +125,11 @@ def serve(channel: socket.socket, agent_pid: int, plan: StandbyPlan) -> Any:
     os.setsid()
     kernel.set_process_title("trainium-standby")
     _default_signals()
-    gc.disable()  # a tenth of what imports cost is a search for garbage that they do not make; a rank enables it
+    gc.disable()  # a tenth of the import time is garbage collection without effect; a rank enables it again
     _warm_up(channel, plan)
     foreign = _foreign_threads()
     gc.collect()
-    gc.freeze()  # keeps the collector from touching, and thereby copying, the pages that ranks share
+    gc.freeze()  # keeps the collector from writing to, and thus copying, the pages that ranks share
     _send(channel, {"ready": True, "threads": foreign})
     while True:
         packet, descriptors = receive(channel)
@@ -138,14 +139,14 @@ def serve(channel: socket.socket, agent_pid: int, plan: StandbyPlan) -> Any:
         pid = _fork_rank()
         if pid == 0:
             channel.close()
-            return _be_rank(request, descriptors[0], agent_pid, plan)
+            return _run_rank(request, descriptors[0], agent_pid, plan)
         for descriptor in descriptors:
             os.close(descriptor)
         _send(channel, {"pid": pid})
 
 
 def receive(channel: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive a packet and its file descriptors; empty when the other side is gone."""
+    """Receive a packet and its file descriptors; empty when the other side has closed."""
     size = array.array("i").itemsize
     packet, ancillary, _, _ = channel.recvmsg(PACKET_BYTES, socket.CMSG_SPACE(4 * size))
     descriptors = array.array("i")
@@ -156,7 +157,7 @@ def receive(channel: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def is_readable(channel: socket.socket, seconds: float) -> bool:
-    """Return whether a packet, or the end, is there within so many seconds; of a descriptor beyond 1,024 too."""
+    """Return whether a packet or the end arrives within `seconds`; works for descriptors beyond 1,024."""
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     return bool(poll.poll(max(0.0, seconds) * 1000))
@@ -170,7 +171,7 @@ def _send(channel: socket.socket, body: Mapping[str, Any]) -> None:
 
 
 def _foreign_threads() -> list[str]:
-    """Threads that would be missing in a fork; one that has been joined takes a moment to be gone for the kernel."""
+    """Return the threads that a fork would lose; the kernel still lists a joined thread for a moment."""
     deadline = time.monotonic() + _THREAD_END_SECONDS
     while True:
         found = [name for name in kernel.thread_names() if name not in _HARMLESS_THREADS]
@@ -180,17 +181,17 @@ def _foreign_threads() -> list[str]:
 
 
 def _warm_up(channel: socket.socket, plan: StandbyPlan) -> None:
-    thread = threading.Thread(target=_import_everything, args=(plan,), name="warm-up")
+    thread = threading.Thread(target=_import_modules, args=(plan,), name="warm-up")
     thread.start()
     while thread.is_alive():
-        if is_readable(channel, 0.02):  # a rank is wanted now: this is no longer background work
+        if is_readable(channel, 0.02):  # a rank is needed now: this is no longer background work
             if thread.native_id is not None:
                 kernel.raise_thread_priority(thread.native_id)
             thread.join()
     thread.join()
 
 
-def _import_everything(plan: StandbyPlan) -> None:
+def _import_modules(plan: StandbyPlan) -> None:
     kernel.lower_thread_priority()
     try:
         for name in plan.modules:
@@ -219,7 +220,7 @@ def _log(sentence: str, error: str = "") -> None:
 
 
 def _fork_rank() -> int:
-    """Fork a process whose parent is the agent; 0 in that process, its pid in the standby."""
+    """Fork a process whose parent is the agent; return 0 in that process, its pid in the standby."""
     read_end, write_end = os.pipe()
     intermediate = os.fork()
     if intermediate == 0:
@@ -237,7 +238,7 @@ def _fork_rank() -> int:
     return int(text)
 
 
-def _be_rank(request: StartRequest, output: int, agent_pid: int, plan: StandbyPlan) -> Any:
+def _run_rank(request: StartRequest, output: int, agent_pid: int, plan: StandbyPlan) -> Any:
     while os.getppid() != agent_pid:  # the intermediate process is about to end
         time.sleep(_REPARENT_POLL_SECONDS)
     kernel.die_with_parent()
@@ -258,12 +259,12 @@ def _be_rank(request: StartRequest, output: int, agent_pid: int, plan: StandbyPl
     os.environ.update(request.environment)
     entry = request.entry or plan.entry
     if request.directory:
-        _enter(request.directory)
+        _change_directory(request.directory)
     if not entry and not plan.python:
         _execute(request)
     progress = request.environment.get(ENV_PROGRESS_FILE)
     if progress:
-        stacks.answer_on_signal(Path(progress))
+        stacks.dump_on_signal(Path(progress))
     gc.enable()
     if not entry:
         _run_python([*request.argv[1:]])
@@ -273,41 +274,41 @@ def _be_rank(request: StartRequest, output: int, agent_pid: int, plan: StandbyPl
     return getattr(importlib.import_module(module), function)([*request.argv])
 
 
-def _enter(directory: str) -> None:
+def _change_directory(directory: str) -> None:
     try:
         os.chdir(directory)
     except OSError as error:
-        _leave(f"program.workingDirectory {directory} cannot be entered ({error.strerror}): correct it")
+        _exit_with_error(f"program.workingDirectory {directory} cannot be entered ({error.strerror}): correct it")
 
 
 def _execute(request: StartRequest) -> NoReturn:
-    """Replace this process by a command; a sentence and code 64 where that is not possible."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a command would inherit that
+    """Replace this process by a command; exit with a sentence and code 64 if that is not possible."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores SIGPIPE, and a command would inherit that
     command = request.argv[0]
     where = f"of image {request.image}" if request.image else "here"
     try:
         os.execvp(command, [*request.argv])  # noqa: S606 - the job's command, without a shell
     except FileNotFoundError:
         if "/" in command:
-            _leave(f"program.command {command} does not exist in the file system {where}: correct it")
-        _leave(f"program.command {command} is not in PATH={os.environ.get('PATH', '')} {where}: correct it")
+            _exit_with_error(f"program.command {command} does not exist in the file system {where}: correct it")
+        _exit_with_error(f"program.command {command} is not in PATH={os.environ.get('PATH', '')} {where}: correct it")
     except OSError as error:
         hint = "it has no #! line and is no executable" if error.errno == errno.ENOEXEC else str(error.strerror)
-        _leave(f"program.command {command} {where} cannot be executed ({hint}): correct it")
+        _exit_with_error(f"program.command {command} {where} cannot be executed ({hint}): correct it")
 
 
-def _leave(sentence: str) -> NoReturn:
+def _exit_with_error(sentence: str) -> NoReturn:
     sys.stderr.write(f"{sentence}\n")
     sys.stderr.flush()
     os._exit(_USER_ERROR)
 
 
 def _run_python(arguments: list[str]) -> None:
-    """Do what `python ARGUMENTS` does, in this process; options of the interpreter itself have no effect."""
+    """Run `python ARGUMENTS` in this process; options of the interpreter have no effect."""
     while arguments and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c", "-"):
         del arguments[: 2 if arguments[0] in _VALUED_OPTIONS else 1]
     if not arguments:
-        _leave("program.command starts python without a script: add a script, or -m and a module")
+        _exit_with_error("program.command starts python without a script: add a script, or -m and a module")
     first, *rest = arguments
     if first == "-m" and rest:
         sys.path.insert(0, str(Path.cwd()))
@@ -327,13 +328,13 @@ def _default_signals() -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    # As in any Python process: a rank whose peer is gone gets an error from its collective, and does not die of it.
+    # As in any Python process: a rank whose peer has died gets an error from its collective, not a signal.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main() -> None:
-    """Entry of `python -m trainium_agent.ranks.standby FD AGENT_PID PLAN`: a cold start."""
+    """Run `python -m trainium_agent.ranks.standby FD AGENT_PID PLAN`: a cold start."""
     descriptor, agent_pid, plan = sys.argv[1:4]
     channel = socket.socket(fileno=int(descriptor))
     sys.exit(serve(channel, int(agent_pid), StandbyPlan.decode(plan)))

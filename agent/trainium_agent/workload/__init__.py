@@ -1,1 +1,1 @@
-"""Decide what the ranks of a job are: the built-in trainer, or any other program. All else is the same for both."""
+"""Define what the ranks of a job run: the built-in trainer, or any other program."""

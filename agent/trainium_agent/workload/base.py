@@ -1,7 +1,7 @@
-"""The seam between the agent and what it runs: the interface of a workload, and the environment of a rank.
+"""Define the interface between the agent and a workload, and the environment and files of a rank.
 
 Guarantees:
-- The agent imports no library of the ranks; a workload that needs one imports it where it uses it.
+- The agent imports no library of the ranks; a workload that needs one imports it at its use.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from trainium_contract.status.results import RunResults
 from trainium_contract.wire import worker_env
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _ROLE = "trainer"
 
 
 class RankPort(Protocol):
-    """The port at which the ranks of one attempt meet; it is kept for them while this object lives."""
+    """The port at which the ranks of one attempt connect; reserved for the life of this object."""
 
     @property
     def port(self) -> int:
@@ -36,12 +37,12 @@ class RankPort(Protocol):
 
 
 class Workload(ABC):
-    """Ranks that the agent starts, as far as they differ from those of other workloads."""
+    """The interface of a workload: everything in which its ranks differ from those of other workloads."""
 
     plan: StandbyPlan
     """The preparation of the process that starts ranks."""
     agrees_on_stop: bool = False
-    """Whether ranks may ask whether to stop, through the library `trainium_worker`."""
+    """Whether ranks may ask if they should stop, through the library `trainium_worker`."""
 
     @abstractmethod
     def reserve_port(self, address: str) -> RankPort:
@@ -49,14 +50,14 @@ class Workload(ABC):
 
     @abstractmethod
     def request(self, layout: AttemptLayout, local_rank: int) -> StartRequest:
-        """Return the start of one rank."""
+        """Return the request that starts one rank."""
 
     @abstractmethod
     def exit_signal(self, *, memory_ends: bool) -> signal.Signals:
         """Return the signal that asks a rank to save and exit."""
 
-    def code_after_request(self, code: int) -> int:
-        """Return the exit code that counts for a rank that ended with `code` after its agent had asked it to stop."""
+    def exit_code_after_request(self, code: int) -> int:
+        """Return the exit code to record for a rank that ended with `code` after its agent had asked it to stop."""
         return code
 
     @abstractmethod
@@ -65,11 +66,11 @@ class Workload(ABC):
 
     @abstractmethod
     def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:
-        """Return the progress of the pod, and the file that it is from, in the event loop."""
+        """Return the progress of the pod and the file that it is from; called in the event loop."""
 
     @property
     def hang_detection(self) -> HangDetection | None:
-        """The sign by which hangs are detected; None for the trainer, which always reports steps."""
+        """The signal that detects hangs; None for the trainer, which always reports steps."""
         return None
 
     @property
@@ -79,55 +80,55 @@ class Workload(ABC):
 
     @property
     def durable_step(self) -> int:
-        """Newest checkpoint that was observed, not reported; -1 for none."""
+        """Step of the newest checkpoint that was observed in storage, not reported; -1 for none."""
         return -1
 
     def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None] | None:  # noqa: ARG002
-        """Return what gets each line of a rank's output, from the output's thread; None where nobody wants it."""
+        """Return a callback for each line of a rank's output, called in the output thread; None if not needed."""
         return None
 
     def on_finish(self, processes: Sequence[RankProcess]) -> str:  # noqa: ARG002
-        """Take in what ranks left that all ended with code 0; return why that is no end of training, else nothing.
+        """Check the ranks after all ended with code 0; return why training is not complete, else nothing.
 
-        Called in the thread of blocking tasks.
+        Called in the worker thread.
         """
         return ""
 
     def observe(self, *, fresh: bool = False) -> None:  # noqa: B027
-        """Read what the ranks have published, in the event loop; `fresh`: also what was read a moment ago."""
+        """Read the ranks' progress, in the event loop; `fresh`: also progress that was read a moment ago."""
 
-    def quiet_sign(self, process: RankProcess, now: float) -> int | None:  # noqa: ARG002
-        """Return a number that changes while a rank without steps is active; None where that cannot be known."""
+    def activity_counter(self, process: RankProcess, now: float) -> int | None:  # noqa: ARG002
+        """Return a number that changes while a rank without steps is active; None if its activity is unknown."""
         return -1
 
     def step_limit(self, path: Path, limit: float) -> float:  # noqa: ARG002
-        """Return how long a step may take, in seconds, from the limit for steps that are reported exactly."""
+        """Return the limit of a step in seconds, given the limit for steps that are reported exactly."""
         return limit
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptLayout:
-    """The layout of an attempt: it follows from the membership, and the port from node 0."""
+    """The layout of an attempt, from the membership and the port of node 0."""
 
     generation: int
     attempt: int
     node_rank: int
     nodes: int
-    on_a_node: int
+    ranks_per_node: int
     master_ip: str
     master_port: int
     accumulation: int = 0
     cause: str = ""
-    """Cause of the interruption before the attempt, or Resize; empty for the first one of a job."""
+    """Cause of the interruption before the attempt, or Resize; empty for the first attempt of a job."""
 
     def rank(self, local_rank: int) -> int:
-        """Ranks are counted node by node."""
-        return self.node_rank * self.on_a_node + local_rank
+        """Return the global rank; ranks are numbered node by node."""
+        return self.node_rank * self.ranks_per_node + local_rank
 
     @property
-    def world(self) -> int:
-        """All ranks."""
-        return self.nodes * self.on_a_node
+    def world_size(self) -> int:
+        """The number of all ranks."""
+        return self.nodes * self.ranks_per_node
 
 
 def progress_file(settings: AgentSettings, generation: int, local_rank: int) -> Path:
@@ -135,20 +136,33 @@ def progress_file(settings: AgentSettings, generation: int, local_rank: int) -> 
     return settings.progress_directory / f"g{generation}-r{local_rank}"
 
 
+def results_path(progress: Path) -> Path:
+    """Return the path of the results (a `RunResults` in JSON) that a rank writes beside its progress record."""
+    return progress.with_name(f"{progress.name}.results")
+
+
+def read_results(progress: Path) -> RunResults:
+    """Read the results beside a record; empty if they cannot be read."""
+    try:
+        return RunResults.model_validate_json(results_path(progress).read_bytes())
+    except (OSError, ValueError):
+        return RunResults()
+
+
 def rank_environment(
     settings: AgentSettings, layout: AttemptLayout, local_rank: int, *, agent_serves: bool
 ) -> dict[str, str]:
-    """Return the environment that torch's `env://` rendezvous and programs written for its launcher read.
+    """Return the environment that torch's `env://` rendezvous and programs written for torchrun read.
 
-    The names and values are those of torchrun (torch/distributed/elastic/agent/server/local_elastic_agent.py).
-    `agent_serves`: the store at the port is the agent's; else rank 0 serves one there.
+    Names and values are those of torchrun (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+    `agent_serves`: the agent serves the store at the port; otherwise rank 0 does.
     """
-    rank, world = str(layout.rank(local_rank)), str(layout.world)
+    rank, world = str(layout.rank(local_rank)), str(layout.world_size)
     return {
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": str(layout.on_a_node),
+        "LOCAL_WORLD_SIZE": str(layout.ranks_per_node),
         "GROUP_RANK": str(layout.node_rank),
         "GROUP_WORLD_SIZE": str(layout.nodes),
         "ROLE_RANK": rank,

@@ -1,7 +1,7 @@
-"""Any other program as a workload: ranks are commands, or forks of a standby in the interpreter of their image.
+"""Run any other program as a workload: ranks are commands, or forks of a standby in their image's interpreter.
 
 Guarantees:
-- Nothing is set that the image or the job has set; of the agent's interpreter nothing reaches the program.
+- No variable that the image or the job sets is replaced; the agent's interpreter does not affect the program.
 - The port of an attempt stays reserved until its rank 0 listens there.
 """
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from trainium_contract.spec.program import ProgramSpec
 
 _LIBRARY = Path(worker_env.AGENT_MOUNT) / "site"
-"""Holds `trainium_worker` alone."""
+"""Directory that contains only `trainium_worker`."""
 _SHORT_SECONDS = 3.0
-"""A program that trains takes longer, and reports a step."""
+"""A program that trains runs longer or reports a step."""
 _NEURON = Path("/sys/devices/virtual/neuron_device")
 _INFINIBAND = Path("/dev/infiniband")
 _NEURON_PORT = 62182
-"""torch_neuronx/xla_impl uses it for the root communicator."""
+"""torch_neuronx/xla_impl uses this port for the root communicator."""
 
 
 class ReservedPort:
-    """A free port: bound, so that nobody is given it, and not listened at, so that rank 0 can bind it too.
+    """A free port: bound, so that no other process gets it, but not listening, so that rank 0 can bind it too.
 
-    Linux allows that while both sockets have SO_REUSEADDR, as those of torch's store and of most servers have.
+    Linux allows that while both sockets have SO_REUSEADDR, as torch's store and most servers set.
     """
 
     def __init__(self, address: str) -> None:
@@ -58,7 +58,7 @@ class ReservedPort:
 
 
 class Program(ProgramMonitor):
-    """The ranks of a job with `spec.program`."""
+    """The workload of a job with `spec.program`."""
 
     def __init__(self, settings: AgentSettings, program: ProgramSpec, environment: dict[str, str]) -> None:
         """`environment` is that of the container."""
@@ -72,36 +72,36 @@ class Program(ProgramMonitor):
         self._started_at = 0.0
 
     def reserve_port(self, address: str) -> ReservedPort:
-        """Reserve a port at which rank 0 serves its own store."""
+        """Reserve a port at which rank 0 serves the ranks' store."""
         return ReservedPort(address)
 
     def request(self, layout: AttemptLayout, local_rank: int) -> StartRequest:
-        """Return the start of a rank."""
+        """Return the request that starts a rank."""
         self._started_at = time.monotonic()
         return StartRequest(
             self._command,
             self._rank_environment(layout, local_rank),
-            f"rank {layout.rank(local_rank)} of {layout.world}",
+            f"rank {layout.rank(local_rank)} of {layout.world_size}",
             directory=self._program.working_directory or "",
             image=self._program.image,
         )
 
     def exit_signal(self, *, memory_ends: bool) -> signal.Signals:  # noqa: ARG002 - what others need
-        """Return SIGTERM: every program knows it, and few know another one."""
+        """Return SIGTERM, which every program handles."""
         return signal.SIGTERM
 
-    def code_after_request(self, code: int) -> int:
-        """Take success for "saved and stopped", unless the program has reported its last step.
+    def exit_code_after_request(self, code: int) -> int:
+        """Return the code for "saved and stopped" on success, unless the program has reported its last step.
 
-        A program that was complete ends at once when it starts again; one that was not would have lost its training.
+        A complete program ends at once when it starts again; an incomplete one counted as finished would lose training.
         """
         return ExitCode.YIELDING if code == ExitCode.FINISHED and not self.has_all_steps else code
 
     def on_finish(self, processes: Sequence[RankProcess]) -> str:
-        """Explain what a program that ended at once left running: it put itself into the background."""
+        """Return an error if the program ended at once and left processes running, in the background."""
         super().on_finish(processes)
         seconds = time.monotonic() - self._started_at
-        left = [name for process in processes for name in process.left]
+        left = [name for process in processes for name in process.leftover_processes]
         if seconds > _SHORT_SECONDS or not left or self.has_steps:
             return ""
         return (
@@ -113,9 +113,9 @@ class Program(ProgramMonitor):
         given = self._environment
         found = rank_environment(self._settings, layout, local_rank, agent_serves=False)
         defaults = neuron_environment(layout, local_rank, self._settings.neuron_devices)
-        if layout.on_a_node > 1:
+        if layout.ranks_per_node > 1:
             defaults["OMP_NUM_THREADS"] = "1"  # as torchrun does
-        defaults["PYTHONUNBUFFERED"] = "1"  # else Python keeps back what it prints to a pipe, and steps are seen late
+        defaults["PYTHONUNBUFFERED"] = "1"  # else Python buffers its output to a pipe, and steps are found late
         defaults["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
         if layout.accumulation:
             found[worker_env.ENV_ACCUMULATION] = str(layout.accumulation)
@@ -125,21 +125,21 @@ class Program(ProgramMonitor):
 
 
 def neuron_environment(layout: AttemptLayout, local_rank: int, devices: int) -> dict[str, str]:
-    """Return what Neuron's runtime and its PJRT plugin read; nothing without devices.
+    """Return the environment of Neuron's runtime and its PJRT plugin; empty without devices.
 
     Sources: the Neuron runtime's configuration (NEURON_RT_*), the PJRT plugin for multi-process runs (NEURON_PJRT_*),
     and AWS's launch scripts for EFA (FI_*).
     """
     if not devices:
         return {}
-    # The driver lets only root read `core_count` (neuron_cdev.c), and programs run without root.
+    # Only root may read the driver's `core_count` (neuron_cdev.c), and programs do not run as root.
     cores = devices * len([*_NEURON.glob("neuron0/neuron_core*")]) // max(1, _logical())
-    each = cores // layout.on_a_node
+    each = cores // layout.ranks_per_node
     found = {"NEURON_RT_ROOT_COMM_ID": f"{layout.master_ip}:{_NEURON_PORT}"}
     if each:
         first = local_rank * each
         found["NEURON_RT_VISIBLE_CORES"] = str(first) if each == 1 else f"{first}-{first + each - 1}"
-        found["NEURON_PJRT_PROCESSES_NUM_DEVICES"] = ",".join([str(each)] * layout.world)
+        found["NEURON_PJRT_PROCESSES_NUM_DEVICES"] = ",".join([str(each)] * layout.world_size)
         found["NEURON_PJRT_PROCESS_INDEX"] = str(layout.rank(local_rank))
     if _INFINIBAND.is_dir():
         found |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}

@@ -1,11 +1,11 @@
 """Follow a program from outside: steps in its output, signs of activity, checkpoints in its folder.
 
-A step that is found in output is written into a progress record beside the one of the library `trainium_worker`, so
-that all readers treat both alike; the library's record takes precedence once it has a step.
+A step that is found in output is written to a progress record beside the record of the library `trainium_worker`, so
+that readers treat both alike. The library's record takes precedence once it has a step.
 
 Guarantees:
-- A pattern is searched for in the newest lines only, each cut to `_LINE_BYTES`, and a search ends after
-  `_SEARCH_SECONDS`; a pattern that needs longer again and again is no longer used.
+- Only the newest lines are searched, each cut to `_LINE_BYTES`, and a search ends after `_SEARCH_SECONDS`; a pattern
+  that takes longer repeatedly is disabled.
 - Folders are listed in a separate thread, since storage may hang.
 """
 
@@ -39,28 +39,28 @@ if TYPE_CHECKING:
 
 _LINE_BYTES = 2048
 _LINES = 256
-"""Newest lines of a rank that wait for a search."""
+"""Number of a rank's newest lines that wait for a search."""
 _SEARCH_SECONDS = 0.05
 _SLOW_SEARCHES = 20
 _UNMATCHED_SECONDS = 60.0
 _SHOWN_CHARACTERS = 200
 _CPU_SECONDS = 2.0
-"""Between two looks at the processor time of a rank's processes."""
+"""Interval between two reads of the processor time of a rank's processes."""
 _BUSY = 0.05
 _LIST_SECONDS = 10.0
 _LAST_LIST_SECONDS = 5.0
-"""Longest wait for the checkpoints that a program has left, since storage may hang."""
+"""Longest wait for the list of a program's last checkpoints, because storage may hang."""
 _CREATED_SECONDS = 3600.0
-"""By then a program has saved its first checkpoint."""
+"""Time after which a program must have saved its first checkpoint."""
 _MOST_ENTRIES = 20_000
 _READ_SECONDS = 0.1
-"""Between two reads of all records: a node may have more than a hundred ranks."""
+"""Interval between two reads of all records, because a node may have more than a hundred ranks."""
 _NEURON = Path("/sys/devices/virtual/neuron_device")
 
 
 @dataclass(slots=True)
 class _Rank:
-    """One local rank of the present attempt; the output's thread appends, the event loop searches."""
+    """One local rank of the current attempt; the output thread appends lines, the event loop searches them."""
 
     rank: int
     node_rank: int
@@ -71,25 +71,25 @@ class _Rank:
     """Unix seconds."""
     lines: deque[tuple[float, bytes]] = field(default_factory=lambda: deque(maxlen=_LINES))
     written: int = 0
-    """Lines so far."""
+    """Number of lines so far."""
     first_at: float = 0.0
-    """When the first line came; monotonic seconds, as all times here."""
+    """When the first line arrived; monotonic seconds, as all times here."""
     last: bytes = b""
     step: int = -1
     step_at: float = 0.0
     writer: ProgressWriter | None = None
-    signs: int = 0
+    activity: int = 0
     cpu: tuple[float, float, int] | None = None
-    """When the processor time and the devices' count were read, and what they were."""
+    """When the processor time and the devices' execution count were last read, and their values."""
 
     @property
     def unmatched(self) -> bool:
-        """Whether it has written for long without a step."""
+        """Whether it has written output for long without a step."""
         return self.step < 0 < self.first_at < time.monotonic() - _UNMATCHED_SECONDS
 
 
 class ProgramMonitor(Workload):
-    """The part of a program's workload that follows its ranks without their help."""
+    """Follows the ranks of a program without their cooperation."""
 
     def __init__(self, settings: AgentSettings, program: ProgramSpec) -> None:
         self._settings = settings
@@ -102,7 +102,7 @@ class ProgramMonitor(Workload):
         self._checkpoints = _CheckpointFolder(program) if program.checkpoints else None
 
     def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None]:
-        """Begin to follow a rank; the result takes in its output, line by line."""
+        """Start to follow a rank; return the callback for each line of its output."""
         path = progress_file(self._settings, layout.generation, local_rank)
         rank = _Rank(layout.rank(local_rank), layout.node_rank, path, layout.generation, layout.attempt)
         self._ranks = {**self._ranks, local_rank: rank}
@@ -119,7 +119,7 @@ class ProgramMonitor(Workload):
         return take
 
     def observe(self, *, fresh: bool = False) -> None:
-        """Search the lines that have come since; in the main thread."""
+        """Search the lines that have arrived since the last call; in the main thread."""
         for rank in self._ranks.values():
             while rank.lines:
                 at, line = rank.lines.popleft()
@@ -132,18 +132,18 @@ class ProgramMonitor(Workload):
             self._records = [(rank, progress[0]) for rank, progress in found if progress is not None]
 
     def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:  # noqa: ARG002 - what others need
-        """Return the record of the rank that has come farthest, when the records were read last, and its file."""
+        """Return the record with the highest step, as of the last read, and its file."""
         if not self._records:
             return None
         rank, record = max(self._records, key=lambda found: found[1].step)
         return record, rank.path
 
     def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
-        """Return the progress of a rank: the library's, else what was found in output, else that the program runs."""
-        rank = next((each for each in self._ranks.values() if each.path == path), None)
+        """Return the progress of a rank: from the library, else from its output, else only that the program runs."""
+        rank = next((local_rank for local_rank in self._ranks.values() if local_rank.path == path), None)
         reported, found = (
             progress if progress is not None and (rank is None or rank.attempt <= progress[0].attempt) else None
-            for progress in map(read_with_pulse, (path, _found_path(path)))
+            for progress in map(read_with_pulse, (path, _output_record_path(path)))
         )
         if reported is not None and reported[0].step >= 0:
             return reported
@@ -151,7 +151,7 @@ class ProgramMonitor(Workload):
             return found
         if reported is not None or rank is None:
             return reported
-        # Most programs print steps on one rank, the first of all or the last: only the first node waits for one.
+        # Most programs print steps on the first or the last rank only, so only the first node waits for one.
         waits = self._pattern is not None and rank.node_rank == 0 and not rank.unmatched
         phase = ProgressPhase.LOADING if waits else ProgressPhase.TRAINING
         return ProgressRecord(
@@ -159,43 +159,43 @@ class ProgramMonitor(Workload):
         ), None
 
     def on_finish(self, processes: Sequence[RankProcess]) -> str:  # noqa: ARG002 - what the program needs
-        """Look for the checkpoint that a program saves last."""
+        """List the folder once more for the last checkpoint of a program."""
         if self._checkpoints is not None:
             self._checkpoints.list_now().join(_LAST_LIST_SECONDS)
         return ""
 
     def step_limit(self, path: Path, limit: float) -> float:
-        """Allow for saves and validations between steps that are found in output, which nobody reports."""
+        """Allow for unreported saves and validations between steps that are found in output."""
         found = any(rank.path == path and rank.writer is not None for rank in self._ranks.values())
         return max(limit, self._settings.hang.save_seconds) if found else limit
 
-    def quiet_sign(self, process: RankProcess, now: float) -> int | None:
-        """Return a count of signs of activity: output, processor time, use of the devices; None before any output."""
+    def activity_counter(self, process: RankProcess, now: float) -> int | None:
+        """Return a count of the activity: output, processor time, use of the devices; None before any output."""
         rank = self._ranks.get(process.local_rank)
         if rank is None or not rank.written:
             return None
         if rank.cpu is None or now - rank.cpu[0] >= _CPU_SECONDS:
-            used = sum(kernel.state_of(pid).cpu_seconds for pid in (process.pid, *kernel.descendants(process.pid)))
+            used = sum(kernel.process_state(pid).cpu_seconds for pid in (process.pid, *kernel.descendants(process.pid)))
             executed = executions()
             if rank.cpu is not None:
                 at, before, counted = rank.cpu
-                rank.signs += used - before >= _BUSY * (now - at) or executed != counted
+                rank.activity += used - before >= _BUSY * (now - at) or executed != counted
             rank.cpu = (now, used, executed)
-        return rank.signs + rank.written
+        return rank.activity + rank.written
 
     @property
     def has_steps(self) -> bool:
-        """Whether a rank of the present attempt has reported a step."""
+        """Whether a rank of the current attempt has reported a step."""
         return any(record.step >= 0 for _, record in self._records)
 
     @property
     def has_all_steps(self) -> bool:
-        """Whether a rank of the present attempt has reported the last step of the run."""
+        """Whether a rank of the current attempt has reported the last step of the run."""
         return any(record.step >= record.total_steps > 0 for _, record in self._records)
 
     @property
     def hang_detection(self) -> HangDetection:
-        """The sign by which hangs are detected now."""
+        """The signal that detects hangs now."""
         if not self._settings.hang.enabled:
             return HangDetection.OFF
         if self.has_steps:
@@ -204,13 +204,13 @@ class ProgramMonitor(Workload):
 
     @property
     def problem(self) -> str:
-        """Why steps or checkpoints cannot be read, and what to change; empty while they can."""
+        """Why steps or checkpoints cannot be read, and the remedy; empty while they can."""
         checkpoints = self._checkpoints.problem if self._checkpoints is not None else ""
         return self._pattern_problem() or self._backwards or self._different_steps() or checkpoints
 
     @property
     def durable_step(self) -> int:
-        """Newest checkpoint in the program's folder; -1 for none."""
+        """Step of the newest checkpoint in the program's folder; -1 for none."""
         return self._checkpoints.newest if self._checkpoints is not None else -1
 
     def _search(self, pattern: re.Pattern[bytes], rank: _Rank, at: float, line: bytes) -> None:
@@ -220,9 +220,9 @@ class ProgramMonitor(Workload):
         except TimeoutError:
             self._slow += 1
             return
-        step = _whole(match, STEP_GROUP)
-        # A step is printed more than once by a program that starts its own ranks, or that prints within a step. A
-        # progress bar begins at 0, wherever the program resumes.
+        step = _parse_step(match)
+        # A program that starts its own ranks, or that prints within a step, prints a step more than once. A
+        # progress bar starts at 0, wherever the program resumes.
         if match is None or not step or step == rank.step:
             return
         if step < rank.step:
@@ -236,9 +236,9 @@ class ProgramMonitor(Workload):
         each = seconds / max(1, step - rank.step)
         rank.writer.publish(
             step=step,
-            loss=_real(match, "loss"),
-            tokens_per_second=_real(match, "tokens_per_second"),
-            samples_per_second=_real(match, "samples_per_second"),
+            loss=_parse_number(match, "loss"),
+            tokens_per_second=_parse_number(match, "tokens_per_second"),
+            samples_per_second=_parse_number(match, "samples_per_second"),
             updated=time.time() - (time.monotonic() - at),
             monotonic=at,
             step_seconds=each,
@@ -249,15 +249,15 @@ class ProgramMonitor(Workload):
         rank.step, rank.step_at = step, at
 
     def _open(self, rank: _Rank, step: int) -> ProgressWriter:
-        """Create the record of a rank whose first step is seen; earlier attempts count as far as it goes on there."""
-        path = _found_path(rank.path)
+        """Create the record of a rank at its first step; earlier attempts count as far as the rank continues them."""
+        path = _output_record_path(rank.path)
         before = read_with_pulse(path)
         productive = 0.0
         if before is not None and before[0].generation == rank.generation:
             lost = max(0, before[0].step - step)
             productive = max(0.0, before[0].productive_seconds - lost * before[0].step_seconds)
         writer = ProgressWriter(path, generation=rank.generation, attempt=rank.attempt)
-        # Without a known checkpoint it went on right before the first step that it prints.
+        # Without a known checkpoint it resumed right before the first step that it prints.
         resumed = self.durable_step if 0 <= self.durable_step < step else step - 1
         writer.publish(phase=ProgressPhase.TRAINING, resume_step=resumed, productive_seconds=productive)
         writer.pulse.begin_steps()
@@ -282,7 +282,7 @@ class ProgramMonitor(Workload):
         )
 
     def _different_steps(self) -> str:
-        """Compare what the ranks report after the same time; one step apart they always may be."""
+        """Compare the steps of the ranks at the same time; a difference of one step is always allowed."""
         steps = {rank.rank: record.step for rank, record in self._records if record.step >= 0}
         if not steps or max(steps.values()) - min(steps.values()) <= max(1, max(steps.values()) // 10):
             return ""
@@ -294,7 +294,7 @@ class ProgramMonitor(Workload):
 
 
 class _CheckpointFolder:
-    """Looks for the newest checkpoint of a program."""
+    """Finds the newest checkpoint of a program."""
 
     def __init__(self, program: ProgramSpec) -> None:
         assert program.checkpoints is not None
@@ -308,7 +308,7 @@ class _CheckpointFolder:
         threading.Thread(target=self._follow, name="checkpoints", daemon=True).start()
 
     def list_now(self) -> threading.Thread:
-        """List the folder out of turn; the result ends when it is listed."""
+        """List the folder now, in a thread that is returned."""
         thread = threading.Thread(target=self._list, name="checkpoints-now", daemon=True)
         thread.start()
         return thread
@@ -331,7 +331,7 @@ class _CheckpointFolder:
     def _newest(self) -> int:
         """Return the newest step whose checkpoint is complete. Raises OSError."""
         if not self._root.is_dir():
-            # A program creates it with its first checkpoint; the volume that it is on is there from the start.
+            # A program creates the folder with its first checkpoint; its volume is mounted from the start.
             if Path(*self._root.parts[:2]).is_dir() and time.monotonic() < self._began + _CREATED_SECONDS:
                 return -1
             raise FileNotFoundError(2, "it is not there")
@@ -345,7 +345,7 @@ class _CheckpointFolder:
 
 
 def executions() -> int:
-    """Return how many programs the node's Neuron cores have executed; 0 where that cannot be read.
+    """Return how many programs the node's Neuron cores have executed; 0 if that cannot be read.
 
     Source: Neuron Sysfs User Guide of aws-neuron-sdk, and `neuron_sysfs_metrics.c` of aws-neuron-driver 2.24.7, where
     `success` counts completed executions. Driver 2.31 moved nodes of this tree; its paths have not been checked.
@@ -357,17 +357,17 @@ def executions() -> int:
     return total
 
 
-def _found_path(path: Path) -> Path:
+def _output_record_path(path: Path) -> Path:
     """Return the file of the steps that were found in output."""
     return path.with_name(f"{path.name}.output")
 
 
-def _whole(match: re.Match[bytes] | None, group: str) -> int | None:
-    digits = match[group] if match is not None else None
+def _parse_step(match: re.Match[bytes] | None) -> int | None:
+    digits = match[STEP_GROUP] if match is not None else None
     return int(digits) if digits is not None and digits.isdigit() and len(digits) <= 18 else None
 
 
-def _real(match: re.Match[bytes], group: str) -> float:
+def _parse_number(match: re.Match[bytes], group: str) -> float:
     try:
         return float(match.groupdict()[group] or "nan")
     except (KeyError, ValueError):
@@ -376,7 +376,7 @@ def _real(match: re.Match[bytes], group: str) -> float:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError when the block takes longer; the search of an expression ends by a signal only."""
+    """Raise TimeoutError when the block takes longer; only a signal ends the search of an expression."""
     armed = True
 
     def expire(_number: int, _frame: FrameType | None) -> None:

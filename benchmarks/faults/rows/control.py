@@ -1,4 +1,4 @@
-"""Rows in which the operator or the API server fails, or the job changes at a bad moment."""
+"""Define the rows in which the operator or the API server fails, or the job changes during a recovery."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from benchmarks.faults.recovery import Run, expect_in_place, expect_node_lost
 from benchmarks.faults.row import Row
 from benchmarks.faults.rows.pods import expect_deleted
 from tests.testing.suite import timeouts
+from trainium_devcluster.controlplane.components import Component
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 OUTAGE_SECONDS = 20.0
 TAKE_OVER_SECONDS = 20.0
-"""Goal for a second replica to lead after the first one stops."""
+"""Goal of the time until a second replica leads after the first one stops."""
 NODE_LOST_SECONDS = 10.0
-"""Time for agents to find the new leader, and for it to find that one is missing."""
+"""Time for agents to find the new leader, and for the leader to detect a missing agent."""
 
 
 def _kill_operator_during_recovery(run: Run) -> FaultRun:
     target = run.target
     pod = run.random_member()["podName"]
-    before = run.before()
+    before = run.snapshot()
     moment = target.delete_pod(pod, force=True)
     completed = target.step()
     delay = run.rng.uniform(0.0, 1.5)
@@ -40,7 +41,7 @@ def _kill_operator_during_recovery(run: Run) -> FaultRun:
 def _kill_rank_without_operator(run: Run) -> FaultRun:
     target = run.target
     pod = run.random_member()["podName"]
-    before = run.before()
+    before = run.snapshot()
     run.env.operator.scale(0)
     try:
         target.until_step(target.step() + 10)
@@ -56,16 +57,16 @@ def _kill_rank_without_operator(run: Run) -> FaultRun:
 
 def _stop_api_server(run: Run) -> FaultRun:
     target, faults = run.target, run.env.faults
-    before = run.before()
+    before = run.snapshot()
     time.sleep(run.rng.uniform(0.0, 1.0))
     start = target.step()
-    faults.stop_apiserver()
+    faults.stop(Component.APISERVER, seconds=0)
     try:
         time.sleep(OUTAGE_SECONDS)
         steps = target.step() - start
     finally:
-        faults.start_apiserver()
-    target.until("status of the operator", lambda: target.status()["progress"]["step"] > start + steps)
+        faults.start(Component.APISERVER)
+    target.until(lambda: target.status()["progress"]["step"] > start + steps, "status of the operator")
     target.until_stable(10)
     found = Findings()
     found.expect(steps > OUTAGE_SECONDS / 0.5, f"only {steps} steps during the outage")
@@ -76,7 +77,7 @@ def _stop_api_server(run: Run) -> FaultRun:
 
 def _kill_rank_without_names(run: Run) -> FaultRun:
     pod = run.random_member()["podName"]
-    with run.env.silenced_name_servers():
+    with run.env.stopped_name_servers():
         time.sleep(run.rng.uniform(0.0, 2.0))
         return run.inject(lambda: run.target.signal(pod, "KILL"), expect_in_place("Crash", pod), note=pod)
 
@@ -93,25 +94,25 @@ def _two_replicas(env: FaultEnvironment) -> Iterator[None]:
 
 def _freeze_leader(run: Run) -> FaultRun:
     operator, faults, target = run.env.operator, run.env.faults, run.target
-    before, leader = run.before(), operator.leader()
+    before, leader = run.snapshot(), operator.leader()
     name = next(pod["metadata"]["name"] for pod in operator.pods() if pod["metadata"]["name"] in leader)
     time.sleep(run.rng.uniform(0.0, 1.0))
     faults.freeze_container("trainium-system", name)
     frozen = time.time()
     try:
-        target.until("new leader", lambda: operator.leader() not in ("", leader), 60)
+        target.until(lambda: operator.leader() not in ("", leader), "new leader", 60)
         seconds = time.time() - frozen
     finally:
         faults.thaw_container("trainium-system", name)
-    # Two processes take themselves for the leader for a moment; a fault must be answered once.
+    # For a moment two processes act as the leader; a fault must be handled once.
     pod = run.random_member()["podName"]
     moment = target.delete_pod(pod, force=True)
     completed = target.step()
     note = f"the other replica leads after {seconds:.1f} s"
     result = run.follow(before, moment, completed, expect_deleted(pod, seconds=90), note=note)
-    found = Findings(list(result.wrong))
+    found = Findings(list(result.deviations))
     found.expect(seconds <= TAKE_OVER_SECONDS, f"the other replica led after {seconds:.1f} s")
-    return replace(result, detect=round(seconds, 3), wrong=tuple(found.wrong))
+    return replace(result, detect=round(seconds, 3), deviations=tuple(found.deviations))
 
 
 def _fail_node_of_leader(run: Run) -> FaultRun:
@@ -133,7 +134,7 @@ def _fail_node_of_leader(run: Run) -> FaultRun:
 def _resize_during_recovery(run: Run) -> FaultRun:
     target, size = run.target, run.env.size
     pod = run.random_member()["podName"]
-    before = run.before()
+    before = run.snapshot()
     moment = target.delete_pod(pod, force=True)
     completed = target.step()
     time.sleep(run.rng.uniform(0.0, 1.0))
@@ -141,10 +142,10 @@ def _resize_during_recovery(run: Run) -> FaultRun:
     try:
         expect = expect_deleted(pod, rungs=frozenset(), interruptions=3, seconds=90)
         result = run.follow(before, moment, completed, expect, note=f"{pod}, then {size - 1} nodes")
-        target.until("requested size", lambda: target.size() == size - 1, 60)
+        target.until(lambda: target.size() == size - 1, "requested size", 60)
     finally:
         target.patch({"spec": {"workers": {"replicas": size}}})
-    target.until("former size", lambda: target.size() == size, 90)
+    target.until(lambda: target.size() == size, "former size", 90)
     return result
 
 
@@ -157,9 +158,9 @@ def _delete_job_during_recovery(run: Run) -> FaultRun:
     moment = time.time()
     timeout = f"--timeout={timeouts.scaled(60):.0f}s"
     site.kubectl("delete", "trainingjob", name, "-n", namespace, timeout, seconds=70)
-    target.until("deletion of its pods", lambda: not target.pods(), 60)
+    target.until(lambda: not target.pods(), "deletion of its pods", 60)
     seconds = time.time() - moment
-    time.sleep(1)  # the garbage collector removes more than pods
+    time.sleep(1)  # the garbage collector also removes other objects
     found = Findings()
     left = site.get("configmaps,services,poddisruptionbudgets,secrets", "-n", namespace)["items"]
     names = [item["metadata"]["name"] for item in left if item["metadata"]["name"].startswith(name)]
@@ -173,7 +174,7 @@ ROWS = (
         fault="operator killed during a recovery",
         injected="a member deleted by force, the operator's pod too, 0 to 1.5 s later",
         expected="the same result as without: one interruption, the spare has the rank; at most 1 step lost",
-        judged="history: PodLost or Preempted once, Spare or Replace, that pod; curve",
+        checked="history: PodLost or Preempted once, Spare or Replace, that pod; curve",
         run_once=_kill_operator_during_recovery,
         spares=2,
         max_runs=5,
@@ -183,7 +184,7 @@ ROWS = (
         fault="no operator, with a fault",
         injected="the operator scaled to 0; SIGKILL of a rank; the operator scaled to 1",
         expected="training continues, the agents restart in place; the operator reports it later",
-        judged="first new step without the operator; afterwards as row 1",
+        checked="first new step without the operator; afterwards as row 1",
         run_once=_kill_rank_without_operator,
         max_runs=5,
     ),
@@ -192,7 +193,7 @@ ROWS = (
         fault="no API server",
         injected=f"the API server killed, and started after {OUTAGE_SECONDS:.0f} s",
         expected="training continues; no pod replaced, no interruption",
-        judged="steps during the outage; uids; history; curve",
+        checked="steps during the outage; uids; history; curve",
         run_once=_stop_api_server,
         require=lambda env: env.faults,
         max_runs=2,
@@ -204,7 +205,7 @@ ROWS = (
         fault="two active operators",
         injected="the leader of two replicas frozen, thawed when the other leads, and a member deleted by force",
         expected="the other leads within 20 s; the fault is answered once",
-        judged="the Lease (as detection); history: PodLost or Preempted once, Spare or Replace; curve",
+        checked="the Lease (as detection); history: PodLost or Preempted once, Spare or Replace; curve",
         run_once=_freeze_leader,
         within=_two_replicas,
         spares=2,
@@ -217,7 +218,7 @@ ROWS = (
         fault="the leading operator and a member lost with one node",
         injected="two replicas on nodes of members; the leader's node loses its power, without a change in the API",
         expected="the other replica leads within 20 s, then the spare has the rank; at most 1 step lost",
-        judged=f"as row 5; detected within {TAKE_OVER_SECONDS + NODE_LOST_SECONDS:.0f} s of the loss",
+        checked=f"as row 5; detected within {TAKE_OVER_SECONDS + NODE_LOST_SECONDS:.0f} s of the loss",
         run_once=_fail_node_of_leader,
         spares=2,
         max_runs=5,
@@ -228,7 +229,7 @@ ROWS = (
         fault="spec changed during a recovery",
         injected="a member deleted by force, and 0 to 1 s later 2 workers requested instead of 3",
         expected="the newest spec applies: the smaller size, training continues",
-        judged="history: PodLost or Preempted first, that pod; the smaller size, later the former; curve within 1e-5",
+        checked="history: PodLost or Preempted first, that pod; the smaller size, later the former; curve within 1e-5",
         run_once=_resize_during_recovery,
         spec="workers: {minReplicas: 1}",
         tolerance=1e-5,
@@ -240,9 +241,9 @@ ROWS = (
         fault="job deleted during a recovery",
         injected="a member deleted by force, and 0 to 1.5 s later the job",
         expected="nothing of it remains",
-        judged="pods, ConfigMaps, Services, budgets, Secrets. Its time is that until the last pod is deleted",
+        checked="pods, ConfigMaps, Services, budgets, Secrets. Its time is that until the last pod is deleted",
         run_once=_delete_job_during_recovery,
-        own_job=True,
+        job_per_run=True,
         max_runs=3,
     ),
     Row(
@@ -250,7 +251,7 @@ ROWS = (
         fault="silent name servers, with a fault",
         injected="the cluster's name servers frozen by SIGSTOP, and SIGKILL of one rank",
         expected="as row 1",
-        judged="as row 1",
+        checked="as row 1",
         run_once=_kill_rank_without_names,
         require=FaultEnvironment.require_name_servers,
     ),

@@ -1,4 +1,4 @@
-"""Rows that end the job with a verdict, that apply limits and rules of the job, and of a start that is interrupted."""
+"""Define the rows that end with a verdict, apply limits and rules of the job, or interrupt a start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _all_run(target: TargetJob) -> bool:
 def _verdict(run: Run, moment: float, reason: str, text: str, *, restarts: int = 1) -> FaultRun:
     """Wait for this verdict, which must blame no node."""
     target, found = run.target, Findings()
-    target.until("verdict", lambda: target.status().get("phase") == "Failed", 90)
+    target.until(lambda: target.status().get("phase") == "Failed", "verdict", 90)
     detect = round(time.time() - moment, 3)
     status, failed = target.status(), target.condition("Failed")
     verdict = status.get("verdict", "")
@@ -62,22 +62,24 @@ def _out_of_memory(run: Run) -> FaultRun:
 
 
 def _import_error(run: Run) -> FaultRun:
-    run.target.until("running workers", lambda: _all_run(run.target), 120)
+    run.target.until(lambda: _all_run(run.target), "running workers", 120)
     return _verdict(run, time.time(), "UserError", "no_such_module", restarts=2)
 
 
 def _exhaust_budget(run: Run) -> FaultRun:
     """Kill a rank as often as the budget allows, then once more."""
-    target, wrong = run.target, list[str]()
+    target, deviations = run.target, list[str]()
     for _ in range(ALLOWED_CRASHES):
         target.until_stable(3, seconds=120)
         pod = run.random_member()["podName"]
         act, expect = (lambda pod=pod: target.signal(pod, "KILL")), expect_in_place("Crash", pod)
-        wrong += run.inject(act, expect).wrong
+        deviations += run.inject(act, expect).deviations
     target.until_stable(3)
     moment = target.signal(run.random_member()["podName"], "KILL")
     result = _verdict(run, moment, "BudgetExhausted", "budgets.process", restarts=ALLOWED_CRASHES + 1)
-    return run.result(Findings([*wrong, *result.wrong]), detect=result.detect, blame=result.blame, note=result.note)
+    return run.result(
+        Findings([*deviations, *result.deviations]), detect=result.detect, blame=result.blame, note=result.note
+    )
 
 
 def _apply_rules(run: Run) -> FaultRun:
@@ -88,7 +90,7 @@ def _apply_rules(run: Run) -> FaultRun:
     pod, node = member["podName"], member["nodeName"]
     expect = expect_node_lost(node, causes=frozenset({"Host"}), pod=pod)
     avoided = run.command("exit", expect, pod, code=AVOID_CODE)
-    found = Findings(list(avoided.wrong))
+    found = Findings(list(avoided.deviations))
     members = [member["nodeName"] for member in target.members()]
     found.expect(node not in members, f"a rank is on {node}, which the rule avoids")
     target.until_stable(3)
@@ -96,7 +98,7 @@ def _apply_rules(run: Run) -> FaultRun:
     target.inject("exit", run.random_member()["podName"], code=STOP_CODE)
     stopped = _verdict(run, time.time(), "UserError", str(STOP_CODE))
     return run.result(
-        Findings([*found.wrong, *stopped.wrong]),
+        Findings([*found.deviations, *stopped.deviations]),
         detect=avoided.detect,
         recover=avoided.recover,
         steps_lost=avoided.steps_lost,
@@ -106,14 +108,14 @@ def _apply_rules(run: Run) -> FaultRun:
 
 
 def _missing_image(run: Run) -> FaultRun:
-    """Start with an image that cannot be pulled: no verdict, but a condition; the corrected image starts the pods."""
+    """Start with an image that cannot be pulled: expect a condition, no verdict; a corrected image starts the pods."""
     target, right, applied = run.target, run.env.site.settings["chartValues"]["trainerImage"], time.time()
 
     def not_starting() -> Json:
         condition = target.condition("PodsReady")
         return condition if condition.get("reason") == "WorkerNotStarting" else {}
 
-    condition = target.until("reason", not_starting, 120)
+    condition = target.until(not_starting, "reason", 120)
     found, detect, message = Findings(), round(time.time() - applied, 3), condition.get("message", "")
     blame = found.expect(NO_IMAGE.partition(":")[0] in message, f"the image is not named: {message!r}")
     found.expect(target.status().get("phase") != "Failed", "the job was stopped")
@@ -141,9 +143,9 @@ def _empty_cache(env: FaultEnvironment) -> Iterator[None]:
 
 
 def _interrupt_start(run: Run) -> FaultRun:
-    """Kill ranks while they fill the only cache that a start on a CPU has, that of tokenized text."""
+    """Kill ranks while they fill the cache of tokenized text, the only cache of a start on a CPU."""
     env, target = run.env, run.target
-    target.until("running workers", lambda: _all_run(target), 120)
+    target.until(lambda: _all_run(target), "running workers", 120)
     kills, deadline = 0, Deadline(60)
     while kills < INTERRUPTED_STARTS and not deadline.is_over():
         time.sleep(run.rng.uniform(0.2, 1.0))
@@ -168,11 +170,11 @@ ROWS = (
         fault="NaN loss",
         injected="the loss of one rank set to NaN, and that of every later step",
         expected="stops with verdict NumericalError; no restart loop, no node blamed",
-        judged="condition Failed, its reason and message; no suspected node; at most 1 restart",
+        checked="condition Failed, its reason and message; no suspected node; at most 1 restart",
         run_once=_not_a_number,
         spares=0,
         spec=SMALL,
-        own_job=True,
+        job_per_run=True,
         max_runs=5,
     ),
     Row(
@@ -180,12 +182,12 @@ ROWS = (
         fault="import error at step 0",
         injected="an entry point whose module does not exist",
         expected="two tries at most, verdict UserError that names the module; no node blamed",
-        judged="as row 12; at most 2 restarts. Time counts from when the workers run",
+        checked="as row 12; at most 2 restarts. Time counts from when the workers run",
         run_once=_import_error,
         spares=0,
         spec=SMALL,
         variables={"TRAINIUM_RANK_ENTRY": "no_such_module:main"},
-        own_job=True,
+        job_per_run=True,
         max_runs=5,
     ),
     Row(
@@ -194,12 +196,12 @@ ROWS = (
         fault="image that cannot be pulled",
         injected="a job whose image does not exist; corrected when the status reports it",
         expected="the status names the image, nothing is stopped; the corrected image reaches the waiting pods",
-        judged="PodsReady False, WorkerNotStarting (as detection, from the start); first step after the correction",
+        checked="PodsReady False, WorkerNotStarting (as detection, from the start); first step after the correction",
         run_once=_missing_image,
         require=_require_images,
         spares=0,
         spec=f"image: {NO_IMAGE}",
-        own_job=True,
+        job_per_run=True,
         max_runs=3,
     ),
     Row(
@@ -207,11 +209,11 @@ ROWS = (
         fault="out of memory",
         injected="a tensor of a petabyte in one rank's step",
         expected="stops with verdict OutOfMemory; no node blamed",
-        judged="as row 12",
+        checked="as row 12",
         run_once=_out_of_memory,
         spares=0,
         spec=SMALL,
-        own_job=True,
+        job_per_run=True,
         max_runs=5,
     ),
     Row(
@@ -219,13 +221,13 @@ ROWS = (
         fault="restart storm while caches are filled",
         injected="ranks and standbys killed six times while they start, the token cache empty (CPU compiles nothing)",
         expected="the cache is never half-written: training starts and sees the right samples",
-        judged="curve and samples of the first steps",
+        checked="curve and samples of the first steps",
         run_once=_interrupt_start,
         require=lambda env: env.faults,
         spares=0,
         within=_empty_cache,
         spec=f"{SMALL}\ntrainer: {{data: {{cacheDirectory: /cache/{EMPTY_CACHE}}}}}",
-        own_job=True,
+        job_per_run=True,
         max_runs=3,
         kubelet=False,
     ),
@@ -234,10 +236,10 @@ ROWS = (
         fault="budget of process failures exhausted",
         injected=f"SIGKILL of a rank {ALLOWED_CRASHES + 1} times, where {ALLOWED_CRASHES} failures are allowed",
         expected=f"{ALLOWED_CRASHES} restarts in place, then verdict BudgetExhausted; no node blamed",
-        judged="history as row 1; condition Failed, its reason and message; no suspected node",
+        checked="history as row 1; condition Failed, its reason and message; no suspected node",
         run_once=_exhaust_budget,
         spec=f"recovery: {{budgets: {{process: {{maxFailures: {ALLOWED_CRASHES}}}}}}}",
-        own_job=True,
+        job_per_run=True,
         max_runs=5,
     ),
     Row(
@@ -245,14 +247,14 @@ ROWS = (
         fault="exit codes with rules of the job",
         injected=f"exit code {AVOID_CODE} of a rank (rule: Host, AvoidNode), then {STOP_CODE} (rule: UserCode, Stop)",
         expected="the spare takes the first rank and its node is avoided; the second stops the job",
-        judged="history: Host, Spare or Replace, that pod and node; then condition Failed, reason UserError",
+        checked="history: Host, Spare or Replace, that pod and node; then condition Failed, reason UserError",
         run_once=_apply_rules,
         spares=2,
         spec=(
             f"recovery: {{rules: [{{exitCodes: [{AVOID_CODE}], cause: Host, action: AvoidNode}}, "
             f"{{exitCodes: [{STOP_CODE}], cause: UserCode, action: Stop}}]}}"
         ),
-        own_job=True,
+        job_per_run=True,
         max_runs=5,
     ),
 )

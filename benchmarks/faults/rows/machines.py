@@ -1,4 +1,4 @@
-"""Rows about the choice of nodes: machines that fail again and again, and topology domains."""
+"""Define the rows about the choice of nodes: machines that fail repeatedly, and topology domains."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _machine(run: Run, node: str) -> Machine | None:
 
 
 def _age_failures(run: Run) -> None:
-    """Move all strikes in the fleet's memory back by an hour: strikes within ten minutes count as one fault."""
+    """Move all recorded strikes back by an hour, because strikes within ten minutes count as one fault."""
     memory = decode(run.env.api.get(MEMORY)["data"])
     machines = {
         name: replace(
@@ -62,12 +62,12 @@ def _repeat_offender(run: Run) -> FaultRun:
                 entry = _machine(run, node)
                 return entry is not None and len(entry.strikes) == fault
 
-            target.until(f"strike {fault} of {node}", is_recorded, 30)
+            target.until(is_recorded, f"strike {fault} of {node}", 30)
             if fault < FAULTS_OF_A_REPEAT_OFFENDER:
                 env.set_unhealthy(node, bad=False)
-                target.until("healthy node", lambda: not (_machine(run, node) or member).reported, 30)  # type: ignore[union-attr]
-        found = Findings(list(results[0].wrong))
-        target.until("permanent quarantine", lambda: (entry := _machine(run, node)) and entry.state == "Permanent", 30)
+                target.until(lambda: not (_machine(run, node) or member).reported, "healthy node", 30)  # type: ignore[union-attr]
+        found = Findings(list(results[0].deviations))
+        target.until(lambda: (entry := _machine(run, node)) and entry.state == "Permanent", "permanent quarantine", 30)
         env.set_unhealthy(node, bad=False)
         names = {pod["metadata"]["name"] for pod in target.pods()}
         target.delete_pod(run.random_member()["podName"], force=True)
@@ -75,18 +75,18 @@ def _repeat_offender(run: Run) -> FaultRun:
         def created() -> list[dict[str, object]]:
             return [pod for pod in target.pods() if pod["metadata"]["name"] not in names]
 
-        affinity = json.dumps(target.until("new pod", created, 60)[0]["spec"].get("affinity") or {})
+        affinity = json.dumps(target.until(created, "new pod", 60)[0]["spec"].get("affinity") or {})
         found.expect(node in affinity, f"a new pod may go to {node}, which is in quarantine")
         target.until_stable()
         found.expect(node not in [each["nodeName"] for each in target.members()], f"a rank is on {node}")
-        return replace(results[0], wrong=tuple(found.wrong))
+        return replace(results[0], deviations=tuple(found.deviations))
     finally:
         env.set_unhealthy(node, bad=False)
         env.release_nodes()
 
 
 def _stay_in_domain(run: Run) -> FaultRun:
-    """Label the nodes as two domains, start within one of them, and fail a node while the other has idle nodes."""
+    """Label the nodes as two domains, start in one of them, and fail a node while the other one has idle nodes."""
     env, target = run.env, run.target
     nodes = env.site.worker_nodes()
     near, far = nodes[:-2], nodes[-2:]
@@ -113,7 +113,7 @@ def _stay_in_domain(run: Run) -> FaultRun:
         used = {pod["spec"].get("nodeName", "") for pod in target.pods()}
         found.expect(used <= {*near, ""}, f"workers are on {', '.join(sorted(used - {*near}))} of {FAR}")
         env.replace_node(node)
-        return replace(result, wrong=(*result.wrong, *found.wrong))
+        return replace(result, deviations=(*result.deviations, *found.deviations))
     finally:
         for node in env.site.worker_nodes():
             env.api.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": dict.fromkeys(LAYERS)}})
@@ -125,7 +125,7 @@ ROWS = (
         fault="repeat offender: three faults of one machine in a day",
         injected="NeuronHealth=True on a member's node three times; earlier strikes are dated back by an hour each",
         expected="the rank moves at the first; after the third the machine is in quarantine for good",
-        judged="history: that pod and node, Spare or Replace; the fleet's memory; affinity of a new pod; curve",
+        checked="history: that pod and node, Spare or Replace; the fleet's memory; affinity of a new pod; curve",
         run_once=_repeat_offender,
         require=FaultEnvironment.require_full_size,
         spares=2,
@@ -136,11 +136,11 @@ ROWS = (
         fault="node lost in a topology domain",
         injected="`topology: Required` in one of two labeled domains; a member's node loses its power",
         expected="workers on one switch have adjacent ranks; the new worker stays in the domain",
-        judged="as row 5; node labels of all workers, order of ranks",
+        checked="as row 5; node labels of all workers, order of ranks",
         run_once=_stay_in_domain,
         require=FaultEnvironment.require_full_size,
         spec="scheduling: {topology: Required}\nsuspend: true",
-        own_job=True,
+        job_per_run=True,
         max_runs=5,
     ),
 )

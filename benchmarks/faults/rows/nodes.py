@@ -1,4 +1,4 @@
-"""Rows in which a node fails, is partitioned, or is reported unhealthy; a faulty node is replaced by a new one."""
+"""Define the rows in which a node fails, is partitioned or is reported unhealthy; a new node replaces a faulty one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.faults.environment import FaultEnvironment, RowSkippedError
 from benchmarks.faults.record import FaultRun, Findings
-from benchmarks.faults.recovery import SPARE_OR_REPLACE, Expect, Run, expect_node_lost
+from benchmarks.faults.recovery import SPARE_OR_REPLACE, ExpectedRecovery, Run, expect_node_lost
 from benchmarks.faults.row import Row
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ KERNEL_LOG = "/dev/shm/kmsg"
 """A file in a volume of the pod that replaces the node's /dev/kmsg."""
 NODE_LOST = frozenset({"NodeLost"})
 NOT_READY_AFTER_SECONDS = 40.0
-"""Kubernetes marks a silent node NotReady no sooner (its default grace is 40 to 50 s)."""
+"""Kubernetes does not mark a silent node NotReady earlier (the default grace period is 40 to 50 s)."""
 KERNEL_LINES = tuple(
     f"neuron:nd0: NEURON_HW_ERR={kind} instance-id=i-0 hostname=node nd-id=0 nc-id=1 serial-num=0 action=TERMINATE"
     for kind in ("SRAM_UNCORRECTABLE_ERROR", "NC_UNCORRECTABLE_ERROR", "HBM_UNCORRECTABLE_ERROR", "DMA_ERROR")
@@ -79,8 +79,13 @@ def _fail_two_nodes(run: Run, *, steps_lost: int) -> FaultRun:
     def names_one(found: Findings, entry: Json) -> bool:
         return found.expect(entry.get("pod") in pods, f"the pod named is {entry.get('pod')}, failed were {pods}")
 
-    expect = Expect(
-        causes=NODE_LOST, rungs=SPARE_OR_REPLACE, interruptions=2, also=names_one, seconds=120, steps_lost=steps_lost
+    expect = ExpectedRecovery(
+        causes=NODE_LOST,
+        rungs=SPARE_OR_REPLACE,
+        interruptions=2,
+        extra_check=names_one,
+        seconds=120,
+        steps_lost=steps_lost,
     )
     try:
         return run.inject(act, expect, note=" and ".join(nodes), gap=1.0)
@@ -102,7 +107,7 @@ def _shrink(run: Run, node: str, **wanted: int) -> FaultRun:
         now = {name: membership[name] for name in wanted}
         return found.expect(now == wanted, f"the job trains with {now}, expected {wanted}")
 
-    expect = expect_node_lost(node, rungs=frozenset({"Shrink"}), replaced=None, also=has_shrunk)
+    expect = expect_node_lost(node, rungs=frozenset({"Shrink"}), replaced=None, extra_check=has_shrunk)
     return run.inject(lambda: run.env.site.power_off(node), expect, note=f"{node}, then {wanted['size']} nodes")
 
 
@@ -116,7 +121,7 @@ def _fail_without_capacity(run: Run) -> FaultRun:
             result = _shrink(run, node, size=env.size - 1)
         finally:
             env.replace_node(node)
-    target.until("growth to the full size", lambda: target.size() == env.size, 90)
+    target.until(lambda: target.size() == env.size, "growth to the full size", 90)
     return result
 
 
@@ -133,9 +138,9 @@ def _shrink_to_uneven_sizes(run: Run) -> FaultRun:
         finally:
             for node in failed:
                 run.env.replace_node(node)
-    target.until("growth to the full size", lambda: target.size() == 4, 90)
+    target.until(lambda: target.size() == 4, "growth to the full size", 90)
     slowest = max(results, key=lambda result: result.recover or 0.0)
-    return replace(slowest, wrong=tuple(text for result in results for text in result.wrong))
+    return replace(slowest, deviations=tuple(text for result in results for text in result.deviations))
 
 
 def _require_four_nodes(env: FaultEnvironment) -> None:
@@ -145,7 +150,7 @@ def _require_four_nodes(env: FaultEnvironment) -> None:
 
 def _require_partitions(env: FaultEnvironment) -> None:
     if not env.local and not {"cutOff", "mend"} <= env.site.settings.keys():
-        raise RowSkippedError("the site's settings have no cutOff and mend commands")
+        raise RowSkippedError("the cluster's settings have no cutOff and mend commands")
 
 
 def _partition_node(run: Run) -> FaultRun:
@@ -158,25 +163,25 @@ def _partition_node(run: Run) -> FaultRun:
         right = found.expect(named == ("NodeLost", pod, node), f"the last entry names {named}")
         return found.expect(last["rung"] in SPARE_OR_REPLACE, f"the last rung is {last['rung']}") and right
 
-    # Sockets that open behind the partition live until they are found (0.02 s), so some heartbeats of the node arrive.
-    # Until it is silent for good, the agents may restart in place.
+    # New sockets behind the partition work until they are found (0.02 s), so some heartbeats of the node arrive.
+    # Until the node is silent, the agents may restart in place.
     expect = replace(
         expect_node_lost(node),
         causes=NODE_LOST | {"Hang"},
         rungs=SPARE_OR_REPLACE | {"InPlace"},
         node=None,
         interruptions=5,
-        also=names_node,
+        extra_check=names_node,
     )
     try:
         result = run.inject(lambda: run.env.partition(node), expect, note=node)
     finally:
         run.env.partition(node, on=False)
     target.until_step(target.step() + 10)
-    found = Findings(list(result.wrong))
+    found = Findings(list(result.deviations))
     found.expect(member["podUid"] not in target.member_uids(), "the worker behind the partition is a member again")
     run.env.replace_node(node)
-    return replace(result, wrong=tuple(found.wrong))
+    return replace(result, deviations=tuple(found.deviations))
 
 
 def _is_frozen(run: Run) -> bool:
@@ -190,30 +195,30 @@ def _report_many_nodes(run: Run) -> FaultRun:
     members = [member["nodeName"] for member in target.members()]
     bad = [*rng.sample(members, 2), rng.choice([node for node in nodes if node not in members])]
     rng.shuffle(bad)
-    # A node of the run before that was the only bad one for a moment may rightly be acted on.
-    target.until("healthy nodes", lambda: target.condition("NodesHealthy").get("reason") == "NodesHealthy", 30)
+    # The operator may act on a node of the previous run that was the only bad one for a moment.
+    target.until(lambda: target.condition("NodesHealthy").get("reason") == "NodesHealthy", "healthy nodes", 30)
     target.until_stable(5)
-    before, start, moment = run.before(), target.step(), time.time()
+    before, start, moment = run.snapshot(), target.step(), time.time()
     names = {pod["metadata"]["uid"]: pod["spec"].get("nodeName", "") for pod in target.pods()}
     for node in bad:
         env.set_unhealthy(node)
     found = Findings()
     try:
-        target.until("condition of the circuit breaker", lambda: _is_frozen(run), 30)
+        target.until(lambda: _is_frozen(run), "condition of the circuit breaker", 30)
         detected = time.time() - moment
         time.sleep(8)
         target.until_step(start + 20)
         left = before.uids - {pod["metadata"]["uid"] for pod in target.pods()}
         allowed = max(1, int(len(nodes) * 0.2))
         if not found.expect(len(left) <= allowed, f"{len(left)} pods were replaced, allowed are {allowed}"):
-            found.wrong += [f"{e['cause']}/{e['rung']} {e['pod']} {e['node']}" for e in target.history()[-3:]]
+            found.deviations += [f"{e['cause']}/{e['rung']} {e['pod']} {e['node']}" for e in target.history()[-3:]]
         found.expect(not env.cordoned(), f"nodes were cordoned: {env.cordoned()}")
     finally:
         for node in bad:
             env.set_unhealthy(node, bad=False)
-    target.until("end of the alarm", lambda: not _is_frozen(run), 30)
+    target.until(lambda: not _is_frozen(run), "end of the alarm", 30)
     note = f"bad {', '.join(bad)}; left {', '.join(sorted(names[uid] for uid in left)) or 'none'}"
-    return run.result(found, detect=round(detected, 3), steps_lost=0, blame=not found.wrong, note=note)
+    return run.result(found, detect=round(detected, 3), steps_lost=0, blame=not found.deviations, note=note)
 
 
 ROWS = (
@@ -222,7 +227,7 @@ ROWS = (
         fault="node loses its power or hangs, not yet NotReady",
         injected="the node's processes killed (7 of 10) or frozen (3 of 10), without a change in the API",
         expected="the spare is active before the node is NotReady; at most 1 step lost; the node suspected",
-        judged="history: NodeLost, Spare or Replace, that pod and node, suspected; detected within 40 s; curve",
+        checked="history: NodeLost, Spare or Replace, that pod and node, suspected; detected within 40 s; curve",
         run_once=_fail_node,
         spares=2,
     ),
@@ -231,7 +236,7 @@ ROWS = (
         fault="kernel line of an SRAM, HBM, NeuronCore or DMA error",
         injected="`NEURON_HW_ERR=...` in the kernel log that the agent reads",
         expected="the rank goes to the spare, the node is suspected; 0 or 1 step lost",
-        judged="history: Device, Spare or Replace, that pod and node; curve",
+        checked="history: Device, Spare or Replace, that pod and node; curve",
         run_once=_write_kernel_line,
         spares=2,
         variables={"TRAINIUM_KERNEL_LOG": KERNEL_LOG},
@@ -241,7 +246,7 @@ ROWS = (
         fault="two nodes at once, their memory lost too",
         injected="two of three nodes of a fully sharded job lose their power (no copies on buddies yet)",
         expected="resumes from the newest committed checkpoint (one each 10 steps); at most 20 steps lost",
-        judged="history: NodeLost, Spare or Replace, one of the two named; curve within 1e-5 of the replicated one",
+        checked="history: NodeLost, Spare or Replace, one of the two named; curve within 1e-5 of the replicated one",
         run_once=lambda run: _fail_two_nodes(run, steps_lost=20),
         require=FaultEnvironment.require_full_size,
         spares=2,
@@ -254,7 +259,7 @@ ROWS = (
         fault="two nodes at once, a copy survives",
         injected="two of three nodes of a replicated job lose their power: the third holds the whole state",
         expected="resumes from its memory; at most 1 step lost",
-        judged="history: NodeLost, Spare or Replace, one of the two named; curve",
+        checked="history: NodeLost, Spare or Replace, one of the two named; curve",
         run_once=lambda run: _fail_two_nodes(run, steps_lost=1),
         require=FaultEnvironment.require_full_size,
         spares=2,
@@ -265,7 +270,7 @@ ROWS = (
         fault="no spare, no capacity",
         injected="idle nodes cordoned, a member's node loses its power; capacity returns afterwards",
         expected="shrinks to 2 of 3 after `rescaleAfterSeconds` (3 here), grows back; at most 1 step lost",
-        judged="history: NodeLost, Shrink, that node; size 2, later 3; curve within 1e-5; samples",
+        checked="history: NodeLost, Shrink, that node; size 2, later 3; curve within 1e-5; samples",
         run_once=_fail_without_capacity,
         spares=0,
         spec="workers: {minReplicas: 1}\nrecovery: {rescaleAfterSeconds: 3}",
@@ -278,7 +283,7 @@ ROWS = (
         fault="no spare, the batch is not divisible",
         injected="4 nodes, global batch 8: two nodes lose their power one after the other; both return later",
         expected="4 -> 3 -> 2 -> 4 nodes with 2, 3, 4 and 2 passes a step; at most 1 step lost each time",
-        judged="history: NodeLost, Shrink, that node; sizes and passes; curve within 1e-5; samples",
+        checked="history: NodeLost, Shrink, that node; sizes and passes; curve within 1e-5; samples",
         run_once=_shrink_to_uneven_sizes,
         require=_require_four_nodes,
         spares=0,
@@ -295,7 +300,7 @@ ROWS = (
         fault="host of the rendezvous store lost",
         injected="as row 5, always the node of rank 0, which hosts the store",
         expected="another host is chosen; at most 1 step lost",
-        judged="as row 5",
+        checked="as row 5",
         run_once=_fail_store_host,
         spares=2,
         max_runs=10,
@@ -305,7 +310,7 @@ ROWS = (
         fault="workers cut off from API server and operator",
         injected="a node is cut off from the API and its peers, and reconnected after the recovery",
         expected="when the node is NotReady at the latest, the spare has its rank; before, restarts in place",
-        judged="history: last NodeLost, that pod and node; its worker is no member afterwards; curve, samples",
+        checked="history: last NodeLost, that pod and node; its worker is no member afterwards; curve, samples",
         run_once=_partition_node,
         require=_require_partitions,
         spares=2,
@@ -316,7 +321,7 @@ ROWS = (
         fault="failure storm: three of seven nodes bad at once",
         injected="NeuronHealth=True on three of seven nodes, two of them with a member",
         expected="the circuit breaker opens: in the status, at most a fifth of the nodes (1) is left, none cordoned",
-        judged="condition NodesHealthy (its reason, as detection); uids; nodes; curve",
+        checked="condition NodesHealthy (its reason, as detection); uids; nodes; curve",
         run_once=_report_many_nodes,
         require=FaultEnvironment.require_full_size,
         spares=2,

@@ -1,4 +1,4 @@
-"""Rows in which a pod fails: deleted, evicted, on a node with a notice, or while it takes over."""
+"""Define the rows in which a pod fails: deleted, evicted, on a node with a notice, or while it takes over."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.environment import FaultEnvironment
-from benchmarks.faults.recovery import SPARE_OR_REPLACE, Expect, Run
+from benchmarks.faults.recovery import SPARE_OR_REPLACE, ExpectedRecovery, Run
 from benchmarks.faults.row import Row
 
 if TYPE_CHECKING:
     from benchmarks.faults.record import FaultRun
 
 DELETED = frozenset({"PodLost", "Preempted"})
-"""Causes of a forced deletion: whether the pod is seen terminating is a matter of milliseconds."""
+"""Causes of a forced deletion: milliseconds decide whether the operator observes the pod terminating."""
 NOTICES = (
     "aws-node-termination-handler/spot-itn",
     "aws-node-termination-handler/scheduled-maintenance",
@@ -21,10 +21,10 @@ NOTICES = (
 )
 
 
-def expect_deleted(pod: str, **fields: object) -> Expect:
-    """Expect a forced deletion to be answered by a spare or a new pod, without a suspected node."""
+def expect_deleted(pod: str, **fields: object) -> ExpectedRecovery:
+    """Expect a spare or a new pod after a forced deletion, without a suspected node."""
     usual = {"causes": DELETED, "rungs": SPARE_OR_REPLACE, "pod": pod, "suspect": ""}
-    return Expect(**(usual | fields))  # type: ignore[arg-type]
+    return ExpectedRecovery(**(usual | fields))  # type: ignore[arg-type]
 
 
 def _delete_pod(run: Run) -> FaultRun:
@@ -42,7 +42,7 @@ def _delete_pod(run: Run) -> FaultRun:
 def _kill_agent(run: Run) -> FaultRun:
     member = run.random_member()
     pod, node = member["podName"], member["nodeName"]
-    expect = Expect(causes=frozenset({"PodLost"}), rungs=SPARE_OR_REPLACE, pod=pod, replaced=1)
+    expect = ExpectedRecovery(causes=frozenset({"PodLost"}), rungs=SPARE_OR_REPLACE, pod=pod, replaced=1)
     return run.inject(lambda: run.env.kill_agent(run.target.job.namespace, pod, node), expect, note=pod)
 
 
@@ -50,7 +50,7 @@ def _announce_termination(run: Run) -> FaultRun:
     key = run.rng.choice(NOTICES)
     node = run.random_member()["nodeName"]
     causes = frozenset({"Preempted"})
-    expect = Expect(causes=causes, rungs=SPARE_OR_REPLACE, node=node, suspect="", steps_lost=0, replaced=1)
+    expect = ExpectedRecovery(causes=causes, rungs=SPARE_OR_REPLACE, node=node, suspect="", steps_lost=0, replaced=1)
     try:
         return run.inject(lambda: run.env.taint(node, key, "NoSchedule"), expect, note=f"{key} on {node}")
     finally:
@@ -60,15 +60,15 @@ def _announce_termination(run: Run) -> FaultRun:
 def _delete_activated_spare(run: Run) -> FaultRun:
     target = run.target
     pod = run.random_member()["podName"]
-    target.until("two ready spares", lambda: target.status().get("spares", 0) >= 2, 120)
-    before, members = run.before(), target.member_uids()
+    target.until(lambda: target.status().get("spares", 0) >= 2, "two ready spares", 120)
+    before, members = run.snapshot(), target.member_uids()
     moment = target.delete_pod(pod, force=True)
     completed = target.step()
 
     def joined() -> list[str]:
         return [member["podName"] for member in target.members() if member["podUid"] not in members]
 
-    spare = target.until("spare among the members", joined, 30)[0]
+    spare = target.until(joined, "spare among the members", 30)[0]
     time.sleep(run.rng.uniform(0.0, 0.3))
     target.delete_pod(spare, force=True)
     expect = expect_deleted(pod, interruptions=2)
@@ -81,7 +81,7 @@ ROWS = (
         fault="pod deleted or evicted",
         injected="one of: delete with its grace period, the eviction API, delete by force (random)",
         expected="the spare takes the rank; no step lost with a grace period, else at most 1; no node blamed",
-        judged="history: Preempted (by force: or PodLost), rung Spare or Replace, that pod, no node suspected; curve",
+        checked="history: Preempted (by force: or PodLost), rung Spare or Replace, that pod, no node suspected; curve",
         run_once=_delete_pod,
         spares=2,
     ),
@@ -91,7 +91,7 @@ ROWS = (
         fault="agent killed, its pod fails",
         injected="SIGKILL of the worker's main process from outside",
         expected="the kubelet does not restart it (restartPolicy Never); the spare takes the rank; at most 1 step lost",
-        judged="history: PodLost, Spare or Replace, that pod; curve",
+        checked="history: PodLost, Spare or Replace, that pod; curve",
         run_once=_kill_agent,
         spares=2,
         max_runs=5,
@@ -101,7 +101,7 @@ ROWS = (
         fault="spot or maintenance notice",
         injected="a taint of the node termination handler or of Karpenter on a member's node",
         expected="all save and the spare takes the rank within the notice; no step lost, nothing counted",
-        judged="history: Preempted, Spare or Replace, that node, no node suspected, 0 steps lost; curve",
+        checked="history: Preempted, Spare or Replace, that node, no node suspected, 0 steps lost; curve",
         run_once=_announce_termination,
         spares=2,
     ),
@@ -110,7 +110,7 @@ ROWS = (
         fault="spare dies on activation",
         injected="a member deleted by force; the spare too, up to 0.3 s after the generation names it",
         expected="the next spare takes the rank; at most 1 step lost, no deadlock",
-        judged="history: PodLost or Preempted, twice at most, Spare or Replace, no node suspected; curve",
+        checked="history: PodLost or Preempted, twice at most, Spare or Replace, no node suspected; curve",
         run_once=_delete_activated_spare,
         require=FaultEnvironment.require_full_size,
         spares=2,

@@ -1,11 +1,11 @@
-"""Rows in which training processes die or hang; pods and nodes stay."""
+"""Define the rows in which training processes die or hang, while pods and nodes remain."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.recovery import SPARE_OR_REPLACE, Expect, Run, expect_in_place
+from benchmarks.faults.recovery import SPARE_OR_REPLACE, ExpectedRecovery, Run, expect_in_place
 from benchmarks.faults.row import Row
 
 if TYPE_CHECKING:
@@ -36,12 +36,12 @@ def _mute_node(run: Run) -> FaultRun:
         right = found.expect(named == pod, f"the culprit is {pod}, the last entry names {named or 'none'}")
         return found.expect(rung in SPARE_OR_REPLACE, f"the last rung is {rung}") and right
 
-    expect = Expect(
+    expect = ExpectedRecovery(
         causes=frozenset({"Hang"}),
         rungs=frozenset({"InPlace"}),
         suspect=node,
         interruptions=3,
-        also=names_culprit,
+        extra_check=names_culprit,
         seconds=180,
     )
     try:
@@ -58,12 +58,14 @@ def _segmentation_fault(run: Run) -> FaultRun:
 def _kill_during_recovery(run: Run) -> FaultRun:
     target = run.target
     first, second = (run.rng.choice(target.members())["podName"] for _ in range(2))
-    before = run.before()
+    before = run.snapshot()
     moment = target.signal(first, "KILL")
     completed = target.step()
     time.sleep(run.rng.uniform(0.1, 0.8))
     target.signal(second, "KILL")
-    expect = Expect(causes=frozenset({"Crash"}), rungs=frozenset({"InPlace"}), suspect="", replaced=0, interruptions=2)
+    expect = ExpectedRecovery(
+        causes=frozenset({"Crash"}), rungs=frozenset({"InPlace"}), suspect="", replaced=0, interruptions=2
+    )
     return run.follow(before, moment, completed, expect, note=f"{first}, then {second}", gap=1.5)
 
 
@@ -73,7 +75,7 @@ ROWS = (
         fault="SIGKILL of one rank",
         injected="`kill -9` of a random training process at a random time",
         expected="all ranks restart in place, pods keep their uid; at most 1 step lost",
-        judged="history: cause Crash, rung InPlace, that pod, no node suspected; uids; curve bit for bit",
+        checked="history: cause Crash, rung InPlace, that pod, no node suspected; uids; curve bit for bit",
         run_once=kill_rank,
     ),
     Row(
@@ -81,7 +83,7 @@ ROWS = (
         fault="SIGSTOP of one rank (hang)",
         injected="`kill -STOP` of a training process; step floor of the hang limit 3 s (default 15)",
         expected="found by its agent, stacks dumped, restart in place; at most 1 step lost",
-        judged="as row 1, with cause Hang and the stopped rank's pod; its node gets a strike",
+        checked="as row 1, with cause Hang and the stopped rank's pod; its node gets a strike",
         run_once=_stop_rank,
     ),
     Row(
@@ -89,7 +91,7 @@ ROWS = (
         fault="SIGSEGV in a collective",
         injected="a read of address 0 in a thread while the main thread is in an all-reduce",
         expected="as row 1; the peers, whose collective failed, are not blamed",
-        judged="as row 1",
+        checked="as row 1",
         run_once=_segmentation_fault,
     ),
     Row(
@@ -97,7 +99,7 @@ ROWS = (
         fault="collective stuck on all ranks, culprit hidden",
         injected="one node's all-reduces send nothing, while its rank seems to wait like the others",
         expected="restart in place; stuck again: nodes tested in pairs, the spare takes the culprit's rank; 1 step",
-        judged="history: Hang, InPlace; last that pod, Spare or Replace; only that node suspected; curve bit for bit",
+        checked="history: Hang, InPlace; last that pod, Spare or Replace; only that node suspected; curve bit for bit",
         run_once=_mute_node,
         max_runs=3,
     ),
@@ -106,7 +108,7 @@ ROWS = (
         fault="failure during recovery",
         injected="SIGKILL of a rank, and 0.1 to 0.8 s later SIGKILL of another (or the same) one",
         expected="restarts again, no deadlock; at most 1 step lost",
-        judged="causes Crash, rung InPlace, no pod replaced, stable training afterwards; curve bit for bit",
+        checked="causes Crash, rung InPlace, no pod replaced, stable training afterwards; curve bit for bit",
         run_once=_kill_during_recovery,
     ),
 )

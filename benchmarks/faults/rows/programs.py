@@ -1,11 +1,11 @@
-"""Rows in which a job runs a program that knows nothing of it (`manifests/examples/train_ddp.py`)."""
+"""Define the rows in which a job runs a program without support for it (`manifests/examples/train_ddp.py`)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.environment import STEPS
-from benchmarks.faults.recovery import Expect, Run, expect_node_lost
+from benchmarks.faults.recovery import ExpectedRecovery, Run, expect_node_lost
 from benchmarks.faults.row import Row
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _SAVE_EVERY = 5
 _LOST = _SAVE_EVERY + 1
-"""Steps since its own checkpoint, and the one in hand."""
+"""Most lost steps: those since the program's checkpoint, and the current one."""
 _PROGRAM = rf"""
 program:
   image: team/own:5
@@ -30,13 +30,13 @@ recovery: {{hang: {{saveSeconds: 5}}}}
 """
 
 
-def _inject(run: Run, signal: str, expect: Expect, pod: str) -> FaultRun:
+def _inject(run: Run, signal: str, expect: ExpectedRecovery, pod: str) -> FaultRun:
     return run.inject(lambda: run.target.signal(pod, signal), expect, note=pod)
 
 
-def _expect(cause: str, pod: str) -> Expect:
+def _expect(cause: str, pod: str) -> ExpectedRecovery:
     rungs = frozenset({"InPlace"})
-    return Expect(causes=frozenset({cause}), rungs=rungs, pod=pod, replaced=0, steps_lost=_LOST, seconds=180)
+    return ExpectedRecovery(causes=frozenset({cause}), rungs=rungs, pod=pod, replaced=0, steps_lost=_LOST, seconds=180)
 
 
 def _kill_rank(run: Run) -> FaultRun:
@@ -57,7 +57,7 @@ def _fail_node(run: Run) -> FaultRun:
     node = member["nodeName"]
     if env.move_operator_off(node):
         run.target.until_stable()
-    # Ranks that lose their peer end first, with an error of gloo, which is not a failure.
+    # Ranks that lose a peer end first, with an error of gloo, which is not a failure.
     expect = expect_node_lost(node, steps_lost=_LOST, seconds=180)
     try:
         return run.inject(lambda: env.site.power_off(node), expect, note=f"power off {node}, rank {member['nodeRank']}")
@@ -71,10 +71,10 @@ ROWS = (
         fault="SIGKILL of a rank of a program",
         injected="`kill -9` of a random process of a DDP script",
         expected="all ranks restart in place, pods keep their uid; the steps since the script's checkpoint are lost",
-        judged="history: cause Crash, rung InPlace, that pod; uids; steps lost at most 6",
+        checked="history: cause Crash, rung InPlace, that pod; uids; steps lost at most 6",
         run_once=_kill_rank,
         spec=_PROGRAM,
-        own_job=True,
+        job_per_run=True,
         max_runs=5,
         kubelet=False,
     ),
@@ -83,10 +83,10 @@ ROWS = (
         fault="node of a program lost",
         injected="power off of the node of a random member",
         expected="a spare takes the rank and the script resumes from its checkpoint",
-        judged="history: one entry, cause NodeLost, that node; one pod replaced; steps lost at most 6",
+        checked="history: one entry, cause NodeLost, that node; one pod replaced; steps lost at most 6",
         run_once=_fail_node,
         spec=_PROGRAM,
-        own_job=True,
+        job_per_run=True,
         max_runs=5,
         kubelet=False,
     ),
@@ -95,10 +95,10 @@ ROWS = (
         fault="rank of a program stops",
         injected="SIGSTOP of rank 0, which reports the steps",
         expected="detected by steps that do not end; all ranks restart in place",
-        judged="history: cause Hang, rung InPlace, that pod; uids; steps lost at most 6",
+        checked="history: cause Hang, rung InPlace, that pod; uids; steps lost at most 6",
         run_once=_stop_rank,
         spec=_PROGRAM,
-        own_job=True,
+        job_per_run=True,
         max_runs=5,
         kubelet=False,
     ),

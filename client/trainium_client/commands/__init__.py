@@ -1,1 +1,1 @@
-"""The commands of `kubectl trn`: they read, call the pure core and print."""
+"""The commands of `kubectl trn`: they read, call pure functions and print."""

@@ -1,8 +1,8 @@
-"""`support-bundle`: everything that a bug report needs, in one archive, without secrets.
+"""`support-bundle`: collect the information for a bug report in one archive, without secrets.
 
 Guarantees:
-- Values of environment variables, arguments that look like secrets, kubectl's copy of what was applied and the
-  managers' bookkeeping are left out.
+- Values of environment variables, arguments that look like secrets, kubectl's copy of the applied object and managed
+  fields are left out.
 - Everything else that looks like a key, token or password is replaced.
 """
 
@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainium_client.api import Api, Asked, Missing
+from trainium_client.api import Api, Unreadable, worker_selector
 from trainium_client.commands.inspect import (
     DEFAULT_NAMESPACE,
     DEFAULT_QUARANTINE,
@@ -29,11 +29,11 @@ from trainium_client.commands.inspect import (
 from trainium_client.commands.options import JobName, Session
 from trainium_client.pod_exec import for_each_pod
 from trainium_client.read import decode_members
-from trainium_client.render.machine import as_json
+from trainium_client.render.json_output import as_json
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.formatting import plural, size
 from trainium_contract.redaction import redact_secrets
-from trainium_contract.views.raw import mapping, objects, text
+from trainium_contract.views.raw import mapping, text
 
 HIDDEN = "***"
 _DROPPED = frozenset({"managedFields", "kubectl.kubernetes.io/last-applied-configuration"})
@@ -42,10 +42,10 @@ _REFERENCES = frozenset({
     "secretName", "secretRef", "secretKeyRef", "serviceAccountToken", "automountServiceAccountToken", "tokenizer",
     "imagePullSecrets", "tokensPerSecond", "tokens", "tokenExpirationSeconds",
 })  # fmt: skip
-"""Names that speak of secrets and hold none."""
+"""Names that mention secrets and contain none."""
 _LOG_LINES = "5000"
 _MOST_PODS = 64
-"""Pods whose logs are taken: those that are not well, and the first members."""
+"""Most pods whose logs are included: unhealthy ones, and the first members."""
 _OPERATOR = "app.kubernetes.io/name=trainium-operator"
 _ABOUT = """What is in here: the job with its status, its events, membership, pods and their logs, the nodes that they
 are on, and what may be read of the operator. Values of environment variables, annotations of kubectl and what looks
@@ -64,136 +64,132 @@ def support_bundle(
     """Everything for a bug report, in one archive; secrets are left out."""
     api = session.open()
     operator = Api(api.connection, operator_namespace)
-    job = api.job(name)  # an unknown job leaves no archive behind
-    parts = {"README.txt": _ABOUT, "job.json": _json(job)}
+    job = api.job(name)  # an unknown job creates no archive
+    files = {"README.txt": _ABOUT, "job.json": _json(job)}
     missing: list[str] = []
-    _take_job(api, name, parts, missing)
-    _take_operator(operator, quarantine, parts, missing)
-    parts["missing.txt"] = "".join(f"{line}\n" for line in missing) or "nothing is missing\n"
+    _add_job(api, name, files, missing)
+    _add_operator(operator, quarantine, files, missing)
+    files["missing.txt"] = "".join(f"{line}\n" for line in missing) or "nothing is missing\n"
     path = file or Path(f"{name}-support-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(time.time()))}.tar.gz")
     try:
-        _write(path, f"{name}-support", parts)
+        _write(path, f"{name}-support", files)
     except OSError as error:
         raise ClientError(f"cannot write {path}: {error.strerror or error}") from error
     written = path.stat().st_size
     lacks = f"{plural(len(missing), 'thing')} could not be read (missing.txt)" if missing else "nothing is missing"
-    sentence = f"{path}: {len(parts)} files, {size(written)}; {lacks}"
-    session.report(sentence, file=str(path), bytes=written, files=sorted(parts), missing=missing)
+    sentence = f"{path}: {len(files)} files, {size(written)}; {lacks}"
+    session.print_message(sentence, file=str(path), bytes=written, files=sorted(files), missing=missing)
 
 
-def _take_job(api: Api, name: str, parts: dict[str, str], missing: list[str]) -> None:
-    record, pods, events = api.membership(name), api.pods(name), api.events(name)
+def _add_job(api: Api, name: str, files: dict[str, str], missing: list[str]) -> None:
+    record, pods, events = api.membership(name), api.pods(worker_selector(name)), api.events(name)
     members = decode_members(record)
     if members is not None:
-        parts["membership.json"] = as_json(members)
-    elif isinstance(record, Missing):
-        missing.append(f"membership: {record.why}")
-    if isinstance(events, Missing):
-        missing.append(f"events: {events.why}")
+        files["membership.json"] = as_json(members)
+    elif isinstance(record, Unreadable):
+        missing.append(f"membership: {record.reason}")
+    if isinstance(events, Unreadable):
+        missing.append(f"events: {events.reason}")
     else:
-        parts["events.json"] = _json({"items": events})
-    if isinstance(pods, Missing):
-        missing.append(f"pods: {pods.why}")
+        files["events.json"] = _json({"items": events})
+    if isinstance(pods, Unreadable):
+        missing.append(f"pods: {pods.reason}")
         return
-    parts["pods.json"] = _json({"items": pods})
+    files["pods.json"] = _json({"items": pods})
     chosen = sorted(pods, key=lambda pod: text(mapping(pod, "status"), "phase") == "Running")[:_MOST_PODS]
     if len(pods) > len(chosen):
         missing.append(f"logs of {len(pods) - len(chosen)} pods: only {_MOST_PODS} are taken")
-    _take_logs(api, [text(mapping(pod, "metadata"), "name") for pod in chosen], "worker", parts, missing)
-    _take_nodes(api, {text(mapping(pod, "spec"), "nodeName") for pod in pods} - {""}, parts, missing)
+    _add_logs(api, [text(mapping(pod, "metadata"), "name") for pod in chosen], "worker", files, missing)
+    _add_nodes(api, {text(mapping(pod, "spec"), "nodeName") for pod in pods} - {""}, files, missing)
 
 
-def _take_nodes(api: Api, names: set[str], parts: dict[str, str], missing: list[str]) -> None:
-    found = api.readable(Asked("list", "nodes"), "/api/v1/nodes")
-    if isinstance(found, Missing):
-        missing.append(f"nodes: {found.why}")
+def _add_nodes(api: Api, names: set[str], files: dict[str, str], missing: list[str]) -> None:
+    nodes = api.nodes()
+    if isinstance(nodes, Unreadable):
+        missing.append(f"nodes: {nodes.reason}")
         return
-    used = [node for node in objects(found, "items") if text(mapping(node, "metadata"), "name") in names]
-    kept = ("capacity", "allocatable", "conditions", "nodeInfo")
-    lean = [
+    used = [node for node in nodes if text(mapping(node, "metadata"), "name") in names]
+    status_fields = ("capacity", "allocatable", "conditions", "nodeInfo")
+    reduced = [
         {
             "metadata": node.get("metadata"),
             "spec": node.get("spec"),
-            "status": {key: mapping(node, "status").get(key) for key in kept},
+            "status": {key: mapping(node, "status").get(key) for key in status_fields},
         }
         for node in used
     ]
-    parts["nodes.json"] = _json({"items": lean})
+    files["nodes.json"] = _json({"items": reduced})
 
 
-def _take_operator(api: Api, quarantine: str, parts: dict[str, str], missing: list[str]) -> None:
-    base = f"/api/v1/namespaces/{api.namespace}"
-    machines = api.readable(Asked("get", "configmaps", api.namespace, quarantine), f"{base}/configmaps/{quarantine}")
-    if isinstance(machines, Missing):
-        missing.append(f"machines: {machines.why}")
+def _add_operator(api: Api, quarantine: str, files: dict[str, str], missing: list[str]) -> None:
+    machines = api.config_map(quarantine)
+    if isinstance(machines, Unreadable):
+        missing.append(f"machines: {machines.reason}")
     else:
-        parts["operator/machines.json"] = _json(machines)
-    pods = api.readable(Asked("list", "pods", api.namespace), f"{base}/pods", query={"labelSelector": _OPERATOR})
-    if isinstance(pods, Missing):
-        missing.append(f"operator: {pods.why}")
+        files["operator/machines.json"] = _json(machines)
+    pods = api.pods(_OPERATOR)
+    if isinstance(pods, Unreadable):
+        missing.append(f"operator: {pods.reason}")
         return
-    found = objects(pods, "items")
-    if not found:
+    if not pods:
         missing.append(f"operator: no pods of it in namespace {api.namespace} (--operator-namespace)")
-    parts["operator/pods.json"] = _json({"items": found})
-    _take_logs(
-        api, [text(mapping(pod, "metadata"), "name") for pod in found], "", parts, missing, folder="operator/logs"
-    )
+    files["operator/pods.json"] = _json({"items": pods})
+    _add_logs(api, [text(mapping(pod, "metadata"), "name") for pod in pods], "", files, missing, folder="operator/logs")
 
 
-def _take_logs(
-    api: Api, pods: list[str], container: str, parts: dict[str, str], missing: list[str], folder: str = "logs"
+def _add_logs(
+    api: Api, pods: list[str], container: str, files: dict[str, str], missing: list[str], folder: str = "logs"
 ) -> None:
     query = {"timestamps": "true", "tailLines": _LOG_LINES}
-    found = for_each_pod(pods, lambda pod: api.log(pod, query=query, container=container))
-    for pod, log in found.items():
-        if isinstance(log, Missing):
-            missing.append(f"log of {pod}: {log.why}")
+    logs = for_each_pod(pods, lambda pod: api.log(pod, query=query, container=container))
+    for pod, log in logs.items():
+        if isinstance(log, Unreadable):
+            missing.append(f"log of {pod}: {log.reason}")
         else:
-            parts[f"{folder}/{pod}.log"] = redacted_text(str(log))
+            files[f"{folder}/{pod}.log"] = redact_text(str(log))
 
 
 def _json(value: Mapping[str, Any]) -> str:
-    return json.dumps(redacted(value), indent=1) + "\n"
+    return json.dumps(redact(value), indent=1) + "\n"
 
 
-def _write(path: Path, folder: str, parts: Mapping[str, str]) -> None:
+def _write(path: Path, folder: str, files: Mapping[str, str]) -> None:
     """Write an archive that only this user can read."""
     path.touch(mode=0o600)
     with tarfile.open(path, "w:gz") as archive:
-        for name, content in sorted(parts.items()):
+        for name, content in sorted(files.items()):
             data = content.encode(errors="replace")
             entry = tarfile.TarInfo(f"{folder}/{name}")
             entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
             archive.addfile(entry, io.BytesIO(data))
 
 
-def redacted(value: Any) -> Any:
-    """Copy a value without secrets."""
+def redact(value: Any) -> Any:
+    """Return a value without secrets."""
     if isinstance(value, Mapping):
-        return {key: _field(str(key), each) for key, each in value.items() if key not in _DROPPED}
+        return {key: _redact_field(str(key), each) for key, each in value.items() if key not in _DROPPED}
     if isinstance(value, list):
-        return [redacted(each) for each in value]
-    return redacted_text(value) if isinstance(value, str) else value
+        return [redact(item) for item in value]
+    return redact_text(value) if isinstance(value, str) else value
 
 
-def redacted_text(text: str) -> str:
-    """Text without what looks like a secret."""
+def redact_text(text: str) -> str:
+    """Return a text without what looks like a secret."""
     return "\n".join(redact_secrets(line) for line in text.split("\n"))
 
 
-def _field(key: str, value: Any) -> Any:
+def _redact_field(key: str, value: Any) -> Any:
     if key == "env" and isinstance(value, list):
-        return [_variable(each) for each in value]
+        return [_redact_variable(variable) for variable in value]
     if isinstance(value, str) and value and _SECRET_NAME.search(key) and key not in _REFERENCES:
         return HIDDEN
-    return redacted(value)
+    return redact(value)
 
 
-def _variable(raw: Any) -> Any:
-    """Copy an environment variable: its name, and the source of its value; the operator's own are not secret."""
+def _redact_variable(raw: Any) -> Any:
+    """Return an environment variable's name, and the source of its value; the operator's own are not secret."""
     if not isinstance(raw, Mapping) or "value" not in raw:
-        return redacted(raw)
+        return redact(raw)
     name = str(raw.get("name") or "")
     ours = name.startswith("TRAINIUM_") or name in {"POD_IP", "OMP_NUM_THREADS", "PYTHONPATH"}
-    return {**raw, "value": redacted_text(str(raw["value"])) if ours else HIDDEN}
+    return {**raw, "value": redact_text(str(raw["value"])) if ours else HIDDEN}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainium_client.commands.options import JobName, Session
-from trainium_client.manifest import read_job
+from trainium_client.manifest import read_manifest
 from trainium_client.retry import correct_manifest, retry_job
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.formatting import plural
@@ -25,7 +25,7 @@ def suspend(
     session: Session,
     name: JobName,
 ) -> None:
-    """Save, give all nodes back, and wait for `resume`."""
+    """Save, release all nodes, and wait for `resume`."""
     _set_suspend(session, name, yes=True)
 
 
@@ -47,7 +47,7 @@ def scale(
     _refuse_ended(api.job(name), "scaled")
     api.scale_job(name, size)
     sentence = f"{name} is asked to train on {plural(size, 'node')}; see: kubectl trn watch {name}"
-    session.report(sentence, name=name, namespace=api.namespace, nodes=size)
+    session.print_message(sentence, name=name, namespace=api.namespace, nodes=size)
 
 
 def retry(
@@ -60,11 +60,13 @@ def retry(
     """Run a failed job again, from its newest checkpoint: it is deleted and recreated, unchanged or from the file."""
     api = session.open()
     job = api.job(name)
-    retry_job(api, job, None if filename is None else correct_manifest(job, read_job(filename, name), str(filename)))
+    retry_job(
+        api, job, None if filename is None else correct_manifest(job, read_manifest(filename, name), str(filename))
+    )
     saved = build_job_view(job, now=time.time()).checkpoints.durable_step is not None
     start = "it resumes from its newest checkpoint" if saved else "from the beginning, no checkpoint of it is known"
     sentence = f"{name} runs again; {start}; see: kubectl trn watch {name}"
-    session.report(sentence, name=name, namespace=api.namespace)
+    session.print_message(sentence, name=name, namespace=api.namespace)
 
 
 def _set_suspend(session: Session, name: str, *, yes: bool) -> None:
@@ -81,7 +83,7 @@ def _set_suspend(session: Session, name: str, *, yes: bool) -> None:
         )
     else:
         sentence = f"{name} is {'suspended' if yes else 'not suspended'} already"
-    session.report(sentence, name=name, namespace=api.namespace, suspend=yes, changed=changed)
+    session.print_message(sentence, name=name, namespace=api.namespace, suspend=yes, changed=changed)
 
 
 def _refuse_ended(job: Json, what: str) -> None:

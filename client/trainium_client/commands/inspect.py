@@ -1,4 +1,4 @@
-"""Commands that look at workers and machines: ranks, stacks, checkpoints, nodes, release."""
+"""Commands that inspect workers and machines: ranks, stacks, checkpoints, nodes, release."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Annotated, Any
 
 import typer
 
-from trainium_client.api import JSON_PATCH, Api, Asked, Json, Missing
+from trainium_client import render
+from trainium_client.api import JSON_PATCH, Api, Json, Request, Unreadable
 from trainium_client.commands.options import Format, JobName, Session, notify
-from trainium_client.pod_exec import for_each_pod, json_lines, run_in_pod
-from trainium_client.read import read_members
+from trainium_client.pod_exec import query_pods, run_in_pod
+from trainium_client.read import find_member, read_members
 from trainium_client.views.machines import MachineView, find_machine, machine_views
 from trainium_contract.api_server.errors import ClientError, NotFoundError
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.pages.formatting import plural
-from trainium_contract.views.checkpoints import checkpoint_root, checkpoint_rows, where_kept
+from trainium_contract.views.checkpoints import checkpoint_root, describe_location, parse_checkpoint_rows
 from trainium_contract.views.job import build_job_view
-from trainium_contract.views.raw import mapping, objects, text
+from trainium_contract.views.raw import mapping, text
 from trainium_contract.views.status_reader import public_status
-from trainium_contract.views.workers import metadata_name, pod_rows, rank_rows
+from trainium_contract.views.workers import build_rank_rows, metadata_name, parse_pod_table
 from trainium_contract.wire.worker_env import AGENT_INTERPRETER
 
-ASKED_UNASKED = 64
-"""Most workers that are asked for their steps by default: more of them load the API server."""
+MAX_POLLED_WORKERS = 64
+"""Most workers that are asked for their steps by default; more would load the API server."""
 _SHOWN = 40
 _RANKS = ("-m", "trainium_agent.show_ranks")
 _STACKS = ("-m", "trainium_agent.show_stacks")
@@ -44,9 +45,9 @@ def ranks(
     session: Session,
     name: JobName,
     steps: Annotated[
-        bool | None, typer.Option("--steps/--no-steps", help=f"Ask each worker; default: up to {ASKED_UNASKED}.")
+        bool | None, typer.Option("--steps/--no-steps", help=f"Ask each worker; default: up to {MAX_POLLED_WORKERS}.")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help=f"Show all ranks, not the {_SHOWN} slowest.")] = False,
+    all_ranks: Annotated[bool, typer.Option("--all", help=f"Show all ranks, not the {_SHOWN} slowest.")] = False,
 ) -> None:
     """Rank -> pod -> node -> step, the slowest first."""
     api = session.open()
@@ -54,18 +55,12 @@ def ranks(
     job = api.job(name)
     answers: dict[str, Any] = {}
     ended = public_status(job).text("phase") in {"Completed", "Failed"}
-    asks = steps if steps is not None else len(members.rows) <= ASKED_UNASKED and not ended
+    asks = steps if steps is not None else len(members.rows) <= MAX_POLLED_WORKERS and not ended
     if asks:
-        command = (*_interpreter(job), *_RANKS)
-        answers = for_each_pod([row.pod for row in members.rows], lambda pod: json_lines(run_in_pod(api, pod, command)))
-    rows = rank_rows(members, answers, public_status(job), time.time())
-
-    def page(value: Any, _now: float, width: int) -> Any:
-        from trainium_client.render.tables import ranks_page  # noqa: PLC0415
-
-        return ranks_page(value, width, None if every else _SHOWN)
-
-    session.emit(rows, page)
+        answers = query_pods(api, [row.pod for row in members.rows], (*_interpreter(job), *_RANKS))
+    rows = build_rank_rows(members, answers, public_status(job), time.time())
+    most = None if all_ranks else _SHOWN
+    session.print_result(rows, lambda value, _now, width: render.tables.ranks_page(value, width, most=most))
     if not asks and steps is None and session.output is Format.TEXT:
         notify("the job has ended, so nobody was asked for a step" if ended
             else f"{len(members.rows)} workers were not asked for their steps; --steps asks them")  # fmt: skip
@@ -79,39 +74,33 @@ def stacks(
     """Show the Python stacks of every rank, requested by a signal; training continues."""
     api = session.open()
     members = read_members(api, name)
-    wanted = members.rows
-    if rank is not None:
-        row = members.of_rank(rank)
-        if row is None:
-            raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
-        wanted = (row,)
-    command = (*_interpreter(api.job(name)), *_STACKS)
-    answers = for_each_pod([row.pod for row in wanted], lambda pod: json_lines(run_in_pod(api, pod, command)))
-    found: list[dict[str, Any]] = []
+    wanted = members.rows if rank is None else (find_member(members, rank, name),)
+    answers = query_pods(api, [row.pod for row in wanted], (*_interpreter(api.job(name)), *_STACKS))
+    stack_records: list[dict[str, Any]] = []
     for row in wanted:
         answer = answers[row.pod]
         if isinstance(answer, str):
-            found.append({"pod": row.pod, "node": row.node, "rank": None, "stack": "", "whyNot": answer})
+            stack_records.append({"pod": row.pod, "node": row.node, "rank": None, "stack": "", "whyNot": answer})
             continue
-        for each in answer:
-            number = row.rank * members.processes_per_node + int(each.get("localRank", 0))
+        for record in answer:
+            number = row.rank * members.processes_per_node + int(record.get("localRank", 0))
             if rank is None or number == rank:
-                found.append({"pod": row.pod, "node": row.node, "rank": number, **each})
+                stack_records.append({"pod": row.pod, "node": row.node, "rank": number, **record})
     if session.output is Format.JSON:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(json.dumps(stack_records, indent=2) + "\n")
         return
-    for each in found:
-        head = f"rank {each['rank']}" if each["rank"] is not None else "no rank"
-        stack = _current_first(str(each["stack"])) or each["whyNot"]
-        sys.stdout.write(f"--- {head} in {each['pod']} on {each['node']}\n{stack}\n")
+    for stack_record in stack_records:
+        head = f"rank {stack_record['rank']}" if stack_record["rank"] is not None else "no rank"
+        stack = _put_current_thread_first(str(stack_record["stack"])) or stack_record["whyNot"]
+        sys.stdout.write(f"--- {head} in {stack_record['pod']} on {stack_record['node']}\n{stack}\n")
 
 
 def _interpreter(job: dict[str, Any]) -> tuple[str, ...]:
-    """Return what runs a module of the agent in a worker: a program's image may have no Python."""
+    """Return the command that runs a module of the agent in a worker: a program's image may have no Python."""
     return tuple(AGENT_INTERPRETER) if mapping(mapping(job, "spec"), "program") else ("python",)
 
 
-def _current_first(stack: str) -> str:
+def _put_current_thread_first(stack: str) -> str:
     """Put the thread that trains before those that wait for it."""
     threads = stack.rstrip("\n").split("\n\n")
     return "\n\n".join(sorted(threads, key=lambda thread: not thread.startswith("Current thread")))
@@ -126,7 +115,7 @@ def checkpoints(
     api = session.open()
     job = api.job(name)
     view = build_job_view(job, now=time.time())
-    rows, note = on_storage(api, job, verify=verify)
+    rows, note = list_stored_checkpoints(api, job, verify=verify)
     if verify and rows is None:
         raise ClientError(f"the checkpoints cannot be verified: {note}")
 
@@ -135,23 +124,23 @@ def checkpoints(
 
         return checkpoints_page(view, rows, note, now=now, width=width)
 
-    session.emit({"known": view.checkpoints, "storage": rows, "note": note}, page)
-    if verify and any(each.problem for each in rows or ()):
+    session.print_result({"known": view.checkpoints, "storage": rows, "note": note}, page)
+    if verify and any(row.problem for row in rows or ()):
         raise ClientError("a checkpoint is damaged; set it aside with `trainium-trainer inspect --repair`")
 
 
-def on_storage(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
+def list_stored_checkpoints(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
     """Return the list that a running worker prints, or why there is none."""
     program = mapping(mapping(job, "spec"), "program")
     if program:
         folder = text(mapping(program, "checkpoints"), "path")
         return None, f"the program writes them to {folder}" if folder else "spec.program.checkpoints is not given"
     table = api.pod_table(text(mapping(job, "metadata"), "name"))
-    if isinstance(table, Missing):
-        return None, table.why
-    running = [row.name for row in pod_rows(table) if row.state == "Running"]
+    if isinstance(table, Unreadable):
+        return None, table.reason
+    running = [row.name for row in parse_pod_table(table) if row.state == "Running"]
     if not running:
-        place = where_kept(job)
+        place = describe_location(job)
         if not place:
             return None, "no worker runs, and the job has no storage that outlives its pods"
         return None, f"no worker runs that could look; they are in {place}: trainium-trainer inspect reads them there"
@@ -159,10 +148,10 @@ def on_storage(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
     command += ["--verify"] if verify else []
     try:
         seconds = _VERIFY_SECONDS if verify else _LIST_SECONDS
-        printed = run_in_pod(api, running[0], command, seconds=seconds, accepted=(0, ExitCode.USER_ERROR))
+        printed = run_in_pod(api, running[0], command, seconds=seconds, accepted_codes=(0, ExitCode.USER_ERROR))
     except ClientError as error:
         return None, str(error)
-    rows = checkpoint_rows(printed.out.decode(errors="replace"))
+    rows = parse_checkpoint_rows(printed.out.decode(errors="replace"))
     return rows, "" if rows is not None else f"{running[0]} printed something else than a list of checkpoints"
 
 
@@ -173,13 +162,8 @@ def nodes(
 ) -> None:
     """Machines that faults were attributed to: state, how long, and the evidence."""
     api = session.open(operator_namespace)
-
-    def page(value: Any, now: float, width: int) -> Any:
-        from trainium_client.render.tables import machines_page  # noqa: PLC0415
-
-        return machines_page(value, now, width)
-
-    session.emit(read_machines(api, quarantine), page)
+    machines = read_machines(api, quarantine)
+    session.print_result(machines, lambda value, now, width: render.tables.machines_page(value, width, now=now))
 
 
 def release(
@@ -191,31 +175,29 @@ def release(
     """Release a machine from quarantine; its evidence does not count again."""
     api = session.open(operator_namespace)
     machines = read_machines(api, quarantine)
-    found = find_machine(machines, node)
-    if found is None:
-        known = ", ".join(each.renamed or each.node or each.key for each in machines) or "none"
-        raise NotFoundError(f"no fault was attributed to {node}; recorded machines: {known}")
-    key = found.key.replace("~", "~0").replace("/", "~1")
-    asked = Asked("patch", "configmaps", operator_namespace, quarantine)
-    path = f"/api/v1/namespaces/{operator_namespace}/configmaps/{quarantine}"
-    api.call("PATCH", asked, path, body=[{"op": "remove", "path": f"/data/{key}"}], content_type=JSON_PATCH)
-    machine = found.renamed or found.node or found.key
-    sentence = f"{machine} is released ({found.state}, {plural(len(found.strikes), 'strike')})"
-    session.report(f"{sentence}; the operator reads it within 15 seconds", machine=machine, was=found)
+    machine = find_machine(machines, node)
+    if machine is None:
+        recorded = ", ".join(entry.renamed or entry.node or entry.key for entry in machines) or "none"
+        raise NotFoundError(f"no fault was attributed to {node}; recorded machines: {recorded}")
+    key = machine.key.replace("~", "~0").replace("/", "~1")
+    request = Request("patch", "configmaps", operator_namespace, quarantine)
+    api.call(request, body=[{"op": "remove", "path": f"/data/{key}"}], content_type=JSON_PATCH)
+    label = machine.renamed or machine.node or machine.key
+    sentence = f"{label} is released ({machine.state}, {plural(len(machine.strikes), 'strike')})"
+    session.print_message(f"{sentence}; the operator reads it within 15 seconds", machine=label, was=machine)
 
 
 def read_machines(api: Api, quarantine: str) -> tuple[MachineView, ...]:
     """Return the machines that the operator records; none before the first failure."""
-    asked = Asked("get", "configmaps", api.namespace, quarantine)
-    found = api.readable(asked, f"/api/v1/namespaces/{api.namespace}/configmaps/{quarantine}")
-    if isinstance(found, Missing):
-        if found.why.startswith("you may not"):
-            raise ClientError(found.why)
+    quarantine_map = api.config_map(quarantine)
+    if isinstance(quarantine_map, Unreadable):
+        if quarantine_map.reason.startswith("you may not"):
+            raise ClientError(quarantine_map.reason)
         notify(f"there is no ConfigMap {quarantine} in namespace {api.namespace} (--operator-namespace, --quarantine)")
         return ()
-    listed = api.readable(Asked("list", "nodes"), "/api/v1/nodes")
-    if isinstance(listed, Missing):
-        return machine_views(found, None)
+    node_list = api.nodes()
+    if isinstance(node_list, Unreadable):
+        return machine_views(quarantine_map, None)
     return machine_views(
-        found, {metadata_name(each): text(mapping(each, "spec"), "providerID") for each in objects(listed, "items")}
+        quarantine_map, {metadata_name(node): text(mapping(node, "spec"), "providerID") for node in node_list}
     )

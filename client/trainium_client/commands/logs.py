@@ -1,4 +1,4 @@
-"""`logs`: the lines of one rank, wherever it runs; with --follow across restarts and pods."""
+"""`logs`: show the lines of one rank on any node; with --follow across restarts and pods."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import json
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainium_client.api import Api, Missing
+from trainium_client.api import Api, Request, Unreadable
 from trainium_client.commands.options import Format, JobName, Session, notify
 from trainium_client.pod_exec import for_each_pod
-from trainium_client.read import decode_members, read_members
+from trainium_client.read import decode_members, find_member, read_members
 from trainium_client.views.log_lines import parse_log_line
 from trainium_contract.api_server.errors import ClientError
-from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.raw import plain
 from trainium_contract.views.status_reader import public_status
-from trainium_contract.views.workers import pod_rows
+from trainium_contract.views.workers import parse_pod_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
-    from trainium_client.views.log_lines import PodLogLine
+    from trainium_contract.api_server.connection import LineStream
     from trainium_contract.views.interruptions import InterruptionView
     from trainium_contract.views.workers import MemberRow, Members
 
@@ -34,19 +34,10 @@ _OLD_PODS = 8
 """Pods that are searched for earlier lines of a rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a pod's log."""
-
-    stamp: str
-    """RFC 3339 with fractions, as the kubelet writes it; comparable as text within one pod."""
-    words: str
-
-
-def split_line(raw: bytes) -> Line:
-    """Time stamp and words."""
+def split_line(raw: bytes) -> tuple[str, str]:
+    """Return the text and its time stamp: RFC 3339 with fractions, comparable as text within one pod."""
     stamp, _, words = raw.decode(errors="replace").rstrip("\r").partition(" ")
-    return Line(stamp, words)
+    return words, stamp
 
 
 def logs(
@@ -55,74 +46,66 @@ def logs(
     rank: Annotated[int, typer.Option("--rank", min=0, help="Which rank.")] = 0,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue, into its next pod as well.")] = False,
     previous: Annotated[bool, typer.Option("--previous", "-p", help="The pod that had this rank before.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="All lines of its pod: other ranks and the agent too.")] = False,
+    all_lines: Annotated[
+        bool, typer.Option("--all", help="All lines of its pod: other ranks and the agent too.")
+    ] = False,
     tail: Annotated[int, typer.Option("--tail", min=-1, help="Only the last lines of the pod; -1 for all.")] = -1,
     timestamps: Annotated[bool, typer.Option("--timestamps", help="Write the time before each line.")] = False,
 ) -> None:
     """Show the lines of one rank, followed across restarts and pods."""
     api = session.open()
     members = read_members(api, name)
-    member = members.of_rank(rank)
-    if member is None:
-        raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
-    form = _json_line if session.output is Format.JSON else _stamped if timestamps else _bare
-    printer = _Printer(rank, form, every=every)
+    member = find_member(members, rank, name)
+    as_json = session.output is Format.JSON
+    printer = _RankLogPrinter(rank, as_json=as_json, timestamps=timestamps, all_lines=all_lines)
     if previous:
-        _previous(api, name, rank, members, printer)
+        _print_previous(api, name, rank, members, printer)
     elif follow:
-        _follow(api, name, member, printer, tail)
+        _follow_rank(api, name, member, printer, tail)
     else:
         query = {"timestamps": "true", **({"tailLines": str(tail)} if tail >= 0 else {})}
-        for line in _read(api, member, query):
-            printer.write(line, member.pod)
+        for line in _read_log(api, member, query):
+            printer.write(*line, member.pod)
 
 
-class _Printer:
+class _RankLogPrinter:
     """Writes the lines of one rank."""
 
-    def __init__(self, rank: int, form: Callable[[str, PodLogLine, str, str], str], *, every: bool) -> None:
-        """`form(stamp, said, words, pod)`: what is written of a line; `words`: those of `said` that were asked for."""
-        self.rank, self._form, self._every = rank, form, every
+    def __init__(self, rank: int, *, as_json: bool, timestamps: bool, all_lines: bool) -> None:
+        self.rank, self._as_json, self._timestamps, self._all_lines = rank, as_json, timestamps, all_lines
         self._safe = sys.stdout.isatty()
 
-    def write(self, line: Line, pod: str) -> bool:
+    def write(self, line: str, stamp: str, pod: str) -> bool:
         """Return whether it was a line of the rank."""
-        each = parse_log_line(line.words)
-        if not self._every and each.rank != self.rank:
+        each = parse_log_line(line)
+        if not self._all_lines and each.rank != self.rank:
             return False
-        words = each.shown if self._every else each.text
-        # A program's output must not steer the person's terminal; a file gets it as it is.
-        words = plain(words) if self._safe else words
-        sys.stdout.write(self._form(line.stamp, each, words, pod) + "\n")
+        text = each.shown if self._all_lines else each.text
+        if self._as_json:
+            # The mark of the rank is in `rank`, null for the agent's own lines; `record` is a line of a JSON log.
+            fields = {"time": stamp, "pod": pod, "rank": each.rank, "line": each.text}
+            text = json.dumps(fields | ({} if each.record is None else {"record": each.record}), ensure_ascii=False)
+        else:
+            # A program's output must not control the person's terminal; a file gets it unchanged.
+            text = plain(text) if self._safe else text
+            text = "\n".join(f"{stamp} {part}" for part in text.split("\n")) if self._timestamps else text
+        sys.stdout.write(f"{text}\n")
         return True
 
 
-def _bare(_: str, __: PodLogLine, words: str, ___: str) -> str:
-    return words
+def _open_log(api: Api, member: MemberRow, query: dict[str, str]) -> AbstractContextManager[LineStream]:
+    path = Request("get", "pods/log", api.namespace, member.pod).path
+    return api.connection.stream(path, query={"container": "worker", **query})
 
 
-def _stamped(stamp: str, _: PodLogLine, words: str, __: str) -> str:
-    return "\n".join(f"{stamp} {line}" for line in words.split("\n"))
-
-
-def _json_line(stamp: str, each: PodLogLine, _: str, pod: str) -> str:
-    """Format a line as JSON: without the mark of the rank, which is in `rank`; null for the agent's own lines.
-
-    `record` is the pod's own line, where the log of the pod is JSON.
-    """
-    fields = {"time": stamp, "pod": pod, "rank": each.rank, "line": each.text}
-    return json.dumps(fields | ({} if each.record is None else {"record": each.record}), ensure_ascii=False)
-
-
-def _read(api: Api, member: MemberRow, query: dict[str, str]) -> Iterator[Line]:
-    path = f"/api/v1/namespaces/{api.namespace}/pods/{member.pod}/log"
-    with api.connection.stream(path, query={"container": "worker", **query}) as stream:
+def _read_log(api: Api, member: MemberRow, query: dict[str, str]) -> Iterator[tuple[str, str]]:
+    with _open_log(api, member, query) as stream:
         if stream.status >= 400:
-            raise ClientError(_no_log(stream.status, member, api.namespace))
+            raise ClientError(_explain_missing_log(stream.status, member, api.namespace))
         yield from map(split_line, stream.lines())
 
 
-def _no_log(status: int, member: MemberRow, namespace: str) -> str:
+def _explain_missing_log(status: int, member: MemberRow, namespace: str) -> str:
     if status == 403:
         return f"you may not get pods/log in namespace {namespace}; ask for a Role with verb 'get' on 'pods/log'"
     if status == 404:
@@ -131,29 +114,29 @@ def _no_log(status: int, member: MemberRow, namespace: str) -> str:
     return f"the log of {member.pod}{where} cannot be read (the API server answered {status}): its node may be gone"
 
 
-def holders_before(entries: Sequence[InterruptionView], rank: int, members: Members) -> list[str]:
+def previous_pods_of_rank(entries: Sequence[InterruptionView], rank: int, members: Members) -> list[str]:
     """Pods that had the rank when they were interrupted and are no members any more, the newest first."""
     there, per = {row.pod for row in members.rows}, members.processes_per_node
-    had = [each.pod for each in entries if each.rank is not None and each.rank <= rank < each.rank + per]
+    had = [entry.pod for entry in entries if entry.rank is not None and entry.rank <= rank < entry.rank + per]
     return [pod for pod in dict.fromkeys(reversed(had)) if pod and pod not in there]
 
 
-def _previous(api: Api, name: str, rank: int, members: Members, printer: _Printer) -> None:
+def _print_previous(api: Api, name: str, rank: int, members: Members, printer: _RankLogPrinter) -> None:
     """Print the pod that had the rank before, by the history; else the newest one whose log has lines of the rank."""
     table = api.pod_table(name)
-    if isinstance(table, Missing):
-        raise ClientError(table.why)
+    if isinstance(table, Unreadable):
+        raise ClientError(table.reason)
     there = {row.pod for row in members.rows}
-    old = [row.name for row in pod_rows(table) if row.name not in there]
+    old = [row.name for row in parse_pod_table(table) if row.name not in there]
     old.sort(key=lambda pod: int(pod.rpartition("-")[2]) if pod.rpartition("-")[2].isdigit() else -1, reverse=True)
-    known = holders_before(interruptions(public_status(api.job(name))), rank, members)
-    # Who is gone already is not asked for; a rank that has changed hands since is found in the others.
+    known = previous_pods_of_rank(read_interruptions(public_status(api.job(name))), rank, members)
+    # Deleted pods have no log; if the rank has moved since, the remaining pods have its lines.
     old = ([pod for pod in known if pod in old] + [pod for pod in old if pod not in known])[:_OLD_PODS]
     found = for_each_pod(old, lambda pod: api.log(pod, query={"timestamps": "true"}))
     for pod in old:
         log = found[pod]
         lines = [] if not isinstance(log, str) else [split_line(line.encode()) for line in log.splitlines()]
-        if sum(printer.write(line, pod) for line in lines):
+        if sum(printer.write(*line, pod) for line in lines):
             notify(f"-- that was {pod}")
             return
     if known:
@@ -167,15 +150,15 @@ def _previous(api: Api, name: str, rank: int, members: Members, printer: _Printe
     )
 
 
-def _follow(api: Api, name: str, member: MemberRow, printer: _Printer, tail: int) -> None:
+def _follow_rank(api: Api, name: str, member: MemberRow, printer: _RankLogPrinter, tail: int) -> None:
     """Print the rank's lines, pod after pod, until the job has ended."""
     last, current = "", member
     rank = printer.rank
     while True:
         query = {"timestamps": "true", "follow": "true"}
-        query |= {"sinceTime": _whole_seconds(last)} if last else {"tailLines": str(tail)} if tail >= 0 else {}
+        query |= {"sinceTime": _truncate_to_seconds(last)} if last else {"tailLines": str(tail)} if tail >= 0 else {}
         last = _follow_pod(api, name, current, query, last, printer)
-        succeeding = _next(api, name, rank, current)
+        succeeding = _find_next_member(api, name, rank, current)
         if succeeding is None:
             return
         if succeeding.pod != current.pod:
@@ -184,15 +167,16 @@ def _follow(api: Api, name: str, member: MemberRow, printer: _Printer, tail: int
         current = succeeding
 
 
-def _follow_pod(api: Api, name: str, member: MemberRow, query: dict[str, str], last: str, printer: _Printer) -> str:
+def _follow_pod(
+    api: Api, name: str, member: MemberRow, query: dict[str, str], last: str, printer: _RankLogPrinter
+) -> str:
     """Print lines until the pod ends or the rank leaves it; return the time stamp of the newest line."""
-    path = f"/api/v1/namespaces/{api.namespace}/pods/{member.pod}/log"
     rank, done = printer.rank, threading.Event()
-    with api.connection.stream(path, query={"container": "worker", **query}) as stream:
+    with _open_log(api, member, query) as stream:
         if stream.status >= 400:
             # The pod may be starting, or just gone: who has the rank next is asked after a moment.
             if stream.status == 403:
-                raise ClientError(_no_log(403, member, api.namespace))
+                raise ClientError(_explain_missing_log(403, member, api.namespace))
             time.sleep(_POLL_SECONDS)
             return last
 
@@ -208,17 +192,17 @@ def _follow_pod(api: Api, name: str, member: MemberRow, query: dict[str, str], l
         watcher.start()
         try:
             for raw in stream.lines():
-                line = split_line(raw)
-                if line.stamp > last:
-                    last = line.stamp
-                    printer.write(line, member.pod)
+                line, stamp = split_line(raw)
+                if stamp > last:
+                    last = stamp
+                    printer.write(line, stamp, member.pod)
                     sys.stdout.flush()
         finally:
             done.set()
     return last
 
 
-def _next(api: Api, name: str, rank: int, current: MemberRow) -> MemberRow | None:
+def _find_next_member(api: Api, name: str, rank: int, current: MemberRow) -> MemberRow | None:
     """Return the member that has the rank now; None once the job has ended or is deleted."""
     while True:
         status = public_status(api.job(name))
@@ -237,6 +221,6 @@ def _next(api: Api, name: str, rank: int, current: MemberRow) -> MemberRow | Non
         time.sleep(_POLL_SECONDS)
 
 
-def _whole_seconds(stamp: str) -> str:
+def _truncate_to_seconds(stamp: str) -> str:
     """Format a time stamp for `sinceTime`."""
     return f"{stamp[:19]}Z"

@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _discard_output() -> int:
-    """Send what is left of the output nowhere: Python would fail again when it flushes at exit."""
+    """Discard the remaining output, because Python would fail again when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _UNBOUNDED = 400
 """Width of what goes into a file or a pipe: nothing is cut there."""
-_opened: list[Connection] = []
-_Given = ParamSpec("_Given")
+_connections: list[Connection] = []
+_Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
 
@@ -37,13 +37,17 @@ class Format(StrEnum):
 
 def complete_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return names of jobs for the shell; none where they cannot be read."""
+    given = ctx.params
     try:
-        given = ctx.params
-        api = open_api(given.get("namespace"), given.get("context"), given.get("kubeconfig"), seconds=3.0)
-        names = [str(job["metadata"]["name"]) for job in api.jobs()]
+        names = job_names(given.get("namespace"), given.get("context"), given.get("kubeconfig"))
     except Exception:  # noqa: BLE001 - a shell's completion never fails
         return []
     return [name for name in sorted(names) if name.startswith(incomplete)]
+
+
+def job_names(namespace: str | None, context: str | None, kubeconfig: str | None) -> list[str]:
+    """Return the names of the jobs for a completion, which must be fast."""
+    return [str(job["metadata"]["name"]) for job in open_api(namespace, context, kubeconfig, seconds=3.0).jobs()]
 
 
 JobName = Annotated[str, typer.Argument(metavar="NAME", help="The TrainingJob.", autocompletion=complete_jobs)]
@@ -71,49 +75,51 @@ class Session:
         """Connect to the API server; in another namespace than the one that was given, if named."""
         return open_api(namespace or self.namespace, self.context, self.kubeconfig)
 
-    def emit(self, value: Any, page: Callable[[Any, float, int], Any]) -> None:
+    def print_result(self, value: Any, page: Callable[[Any, float, int], Any]) -> None:
         """Print a value: as JSON, or as the page that `page` renders with the time and the width."""
         if self.output is Format.JSON:
-            from trainium_client.render.machine import as_json  # noqa: PLC0415 - each form loads what it needs
+            from trainium_client.render.json_output import as_json  # noqa: PLC0415 - each form loads what it needs
 
             sys.stdout.write(as_json(value))
         else:
-            from trainium_client.render.page import show  # noqa: PLC0415 - rich takes a fifth of a command's time
+            from trainium_client.render.page import render_text  # noqa: PLC0415 - rich takes a fifth of a command's time
 
             here = terminal()
-            sys.stdout.write(show(page(value, time.time(), here.width), width=here.width, colour=here.colour))
+            sys.stdout.write(render_text(page(value, time.time(), here.width), width=here.width, colour=here.colour))
         sys.stdout.flush()
 
-    def report(self, sentence: str, **facts: Any) -> None:
+    def print_message(self, sentence: str, **facts: Any) -> None:
         """Print what a command did: a sentence to the person, or the same with facts as JSON."""
         if self.output is Format.TEXT:
             notify(sentence)
             return
-        from trainium_client.render.machine import as_json, camel  # noqa: PLC0415 - each form loads what it needs
+        from trainium_client.render.json_output import as_json, to_camel_case  # noqa: PLC0415 - each form loads what it needs
 
-        sys.stdout.write(as_json({"message": sentence, **{camel(name): fact for name, fact in facts.items()}}))
+        sys.stdout.write(as_json({"message": sentence, **{to_camel_case(name): fact for name, fact in facts.items()}}))
         sys.stdout.flush()
 
 
 def with_session(
-    command: Callable[Concatenate[Session, _Given], _Result], *, output: bool = True
+    command: Callable[Concatenate[Session, _Params], _Result], *, output: bool = True
 ) -> Callable[..., _Result]:
     """Give a command the options of `Session` in place of its first parameter; without `output` its own `-o`."""
-    own = inspect.signature(command)
+    signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)
     names = [name for name in _OPTIONS if output or name != "output"]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     common = [inspect.Parameter(name, kind, default=_OPTIONS[name][1], annotation=_OPTIONS[name][0]) for name in names]
-    kept = [each.replace(annotation=hints[each.name]) for each in list(own.parameters.values())[1:]]
+    command_parameters = [
+        parameter.replace(annotation=hints[parameter.name]) for parameter in list(signature.parameters.values())[1:]
+    ]
 
     @functools.wraps(command)
-    def run(**given: Any) -> _Result:
-        session = Session(**{name: given.pop(name) for name in names})
-        return command(session, **given)  # type: ignore[call-arg]
+    def run(**arguments: Any) -> _Result:
+        session = Session(**{name: arguments.pop(name) for name in names})
+        return command(session, **arguments)  # type: ignore[call-arg]
 
-    parameters = [*kept, *common]
+    parameters = [*command_parameters, *common]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     del run.__wrapped__  # typer would read the hints of the command itself
     return run
 
@@ -122,14 +128,14 @@ def open_api(namespace: str | None, context: str | None, kubeconfig: str | None,
     """Connect to the API server that the options name."""
     access = find_access(kubeconfig, context, os.environ)
     connection = Connection(access, seconds=seconds)
-    _opened.append(connection)
+    _connections.append(connection)
     return Api(connection, namespace or access.namespace)
 
 
 def close_connections() -> None:
     """Close what this process has opened."""
-    while _opened:
-        _opened.pop().close()
+    while _connections:
+        _connections.pop().close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Build the pages of `ui` with the rights of the user that started it.
+"""Build the pages of `ui` with the rights of the user who started it.
 
-Invariants: however many tabs look, a job is read at most every `FRESH_SECONDS`; what is read inside of workers comes
-later than the page, and seldom: the curve once, then a point for each look, checkpoints every `STORAGE_SECONDS`.
+Invariants: a job is read at most every `FRESH_SECONDS`, however many tabs are open. Results from inside workers arrive
+after the page, and rarely: the curve once, then a point at each reading, checkpoints every `STORAGE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_client.api import Api
-from trainium_client.commands.inspect import on_storage
+from trainium_client.commands.inspect import list_stored_checkpoints
 from trainium_client.commands.report import read_curve_of
-from trainium_client.read import Screen, read_screen
+from trainium_client.read import JobSnapshot, read_job_snapshot
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.job_page import JobReport, live_job_html
 from trainium_contract.pages.jobs_page import job_row, live_jobs_html
 from trainium_contract.views.curve import LiveCurve
-from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 FRESH_SECONDS = 2.0
 STORAGE_SECONDS = 60.0
 LOGIN_SECONDS = 600.0
-"""The kubeconfig is read again this often: tokens of cloud providers last for a quarter of an hour."""
+"""Interval at which the kubeconfig is read again, because tokens of cloud providers last for a quarter of an hour."""
 REMEMBERED = 100
-"""Pages, and jobs that were looked into."""
+"""Most cached pages and results from workers."""
 
 
 @dataclass(slots=True)
-class _Inside:
+class _WorkerResults:
     """Results from within a job's workers; written by one thread at a time."""
 
     curve: LiveCurve | None = None
@@ -54,7 +54,7 @@ class _Page:
 
 
 class LocalPages:
-    """Pages by namespace and name, for several threads; `open_api` connects as the person."""
+    """Pages by namespace and name, for several threads; `open_api` connects as the user."""
 
     def __init__(
         self, open_api: Callable[[], Api], root: str, *, monotonic: Callable[[], float] = time.monotonic
@@ -67,24 +67,24 @@ class LocalPages:
         self._api: Api | None = None
         self._opened = 0.0
         self._pages: dict[tuple[str, str], _Page] = {}
-        self._inside: dict[str, _Inside] = {}
+        self._results: dict[str, _WorkerResults] = {}
         """By uid."""
 
     def jobs(self, namespace: str) -> str:
-        """Render the list of jobs of a namespace; empty: of all. Raises ClientError."""
-        return self._page((namespace, ""), lambda: self._jobs(namespace))
+        """Render the list of jobs of a namespace; of all if empty. Raises ClientError."""
+        return self._cached_page((namespace, ""), lambda: self._jobs(namespace))
 
     def job(self, namespace: str, name: str) -> str:
         """Render the page of a job. Raises ClientError."""
-        return self._page((namespace, name), lambda: self._job(namespace, name))
+        return self._cached_page((namespace, name), lambda: self._job(namespace, name))
 
     def close(self) -> None:
-        """Close what is idle."""
+        """Close idle connections."""
         with self._lock:
             if self._api is not None:
                 self._api.connection.close()
 
-    def _page(self, key: tuple[str, str], make: Callable[[], str]) -> str:
+    def _cached_page(self, key: tuple[str, str], make: Callable[[], str]) -> str:
         with self._lock:
             if len(self._pages) >= REMEMBERED and key not in self._pages:
                 self._pages.clear()
@@ -95,61 +95,61 @@ class LocalPages:
                 page.at = self._monotonic()
             return page.text
 
-    def _connected(self, namespace: str) -> Api:
+    def _api_for(self, namespace: str) -> Api:
         with self._lock:
             now = self._monotonic()
             if self._api is None or now - self._opened >= LOGIN_SECONDS:
                 if self._api is not None:
-                    self._api.connection.close()  # what is in use goes on
+                    self._api.connection.close()  # connections in use continue
                 self._api, self._opened = self._open_api(), now
             return Api(self._api.connection, namespace)
 
     def _jobs(self, namespace: str) -> str:
-        api = self._connected(namespace)
-        rows = [job_row(each) for each in (api.jobs() if namespace else api.all_jobs())]
+        api = self._api_for(namespace)
+        rows = [job_row(job) for job in (api.jobs() if namespace else api.all_jobs())]
         where = f"namespace {namespace}" if namespace else "all namespaces"
         return live_jobs_html(rows, time.time(), where=where, root=self._root)
 
     def _job(self, namespace: str, name: str) -> str:
-        now, api = time.time(), self._connected(namespace)
-        screen = read_screen(api, name, now)
-        inside = self._results_inside(api, screen)
-        if inside.curve is not None:
-            inside.curve.add(screen.view.step, screen.view.loss, screen.view.tokens_per_second)
+        now, api = time.time(), self._api_for(namespace)
+        snapshot = read_job_snapshot(api, name, now)
+        results = self._worker_results(api, snapshot)
+        if results.curve is not None:
+            results.curve.add(snapshot.view.step, snapshot.view.loss, snapshot.view.tokens_per_second)
         report = JobReport(
-            screen.view,
-            interruptions(public_status(screen.job)),
-            screen.members,
-            inside.checkpoints,
-            inside.curve.points if inside.curve is not None else (),
-            inside.notes,
-            screen.pods,
+            snapshot.view,
+            read_interruptions(public_status(snapshot.job)),
+            snapshot.members,
+            results.checkpoints,
+            results.curve.points if results.curve is not None else (),
+            results.notes,
+            snapshot.pods,
         )
         return live_job_html(report, now, jobs=f"{self._root}/{namespace}")
 
-    def _results_inside(self, api: Api, screen: Screen) -> _Inside:
+    def _worker_results(self, api: Api, snapshot: JobSnapshot) -> _WorkerResults:
         with self._lock:
-            if len(self._inside) >= REMEMBERED and screen.view.uid not in self._inside:
-                self._inside.clear()
-            inside = self._inside.setdefault(screen.view.uid, _Inside())
-            if not inside.busy and self._monotonic() - inside.asked >= STORAGE_SECONDS:
-                inside.busy, inside.asked = True, self._monotonic()
-                threading.Thread(target=_read_inside, args=(api, screen, inside), daemon=True).start()
-        return inside
+            if len(self._results) >= REMEMBERED and snapshot.view.uid not in self._results:
+                self._results.clear()
+            results = self._results.setdefault(snapshot.view.uid, _WorkerResults())
+            if not results.busy and self._monotonic() - results.asked >= STORAGE_SECONDS:
+                results.busy, results.asked = True, self._monotonic()
+                threading.Thread(target=_read_worker_results, args=(api, snapshot, results), daemon=True).start()
+        return results
 
 
-def _read_inside(api: Api, screen: Screen, inside: _Inside) -> None:
+def _read_worker_results(api: Api, snapshot: JobSnapshot, results: _WorkerResults) -> None:
     notes: list[str] = []
     try:
-        if inside.curve is None:
-            points = read_curve_of(api, screen, None, notes)
-            inside.curve = LiveCurve(points=points) if points else None
-        rows, why_not = on_storage(api, screen.job, verify=False)
+        if results.curve is None:
+            points = read_curve_of(api, snapshot, None, notes)
+            results.curve = LiveCurve(points=points) if points else None
+        rows, why_not = list_stored_checkpoints(api, snapshot.job, verify=False)
         if rows is None:
             notes.append(f"checkpoints on storage: {why_not}")
         else:
-            inside.checkpoints = rows
+            results.checkpoints = rows
     except ClientError as error:
         notes.append(f"inside of workers: {error}")
     finally:
-        inside.notes, inside.busy = tuple(notes), False
+        results.notes, results.busy = tuple(notes), False

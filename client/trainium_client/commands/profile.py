@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainium_client.commands.options import JobName, Session, notify
-from trainium_client.pod_exec import for_each_pod, json_lines, run_in_pod
+from trainium_client.pod_exec import for_each_pod, parse_json_lines, query_pods, run_in_pod
 from trainium_client.read import read_members
 from trainium_contract.api_server.errors import ClientError
-from trainium_contract.views.raw import mapping, plain, text, whole
+from trainium_contract.views.raw import integer, mapping, plain, text
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.trace import (
     Trace,
     TraceSummary,
+    format_summaries,
     merge_traces,
     parse_trace,
-    span_lines,
     summarize_trace,
 )
-from trainium_contract.views.workers import rank_rows
+from trainium_contract.views.workers import build_rank_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 _RANKS = ("python", "-m", "trainium_agent.show_ranks")
 _REQUEST = ("python", "-m", "trainium_agent.request_profile")
 _LEAD_SECONDS = 3.0
-"""The recorded steps begin so much later, so that the request reaches all ranks before."""
+"""Delay of the first recorded step, so that the request reaches all ranks in time."""
 _SLACK_SECONDS = 180.0
 _MOST_RANKS = 16
 _MOST_WORKERS = 64
-"""Workers that are asked for the slowest rank."""
+"""Most workers that are asked for the slowest rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ def profile(
     pods = [row.pod for row in members.rows[:_MOST_WORKERS]]
     if wanted is not None:
         pods = list(dict.fromkeys(_pod_of(members, rank) for rank in wanted))
-    answers = for_each_pod(pods, lambda pod: json_lines(run_in_pod(api, pod, _RANKS)))
-    rows = [row for row in rank_rows(members, answers, public_status(job), time.time()) if row.pod in answers]
+    answers = query_pods(api, pods, _RANKS)
+    rows = [row for row in build_rank_rows(members, answers, public_status(job), time.time()) if row.pod in answers]
     chosen = [row for row in rows if row.rank in wanted] if wanted is not None else _slowest_and_another(rows)
     for row in chosen:
         if row.step is None:
@@ -101,27 +101,27 @@ def profile(
         path.write_bytes(merge_traces(traces))
     except OSError as error:
         raise ClientError(f"cannot write {path}: {error.strerror or error}; the traces are in "
-                          f"{', '.join(one.stored for one in recorded)}") from error  # fmt: skip
+                          f"{', '.join(recorded_rank.stored for recorded_rank in recorded)}") from error  # fmt: skip
 
     def page(value: Sequence[RecordedRank], _now: float, _width: int) -> Any:
         from rich.text import Text  # noqa: PLC0415 - each form loads what it needs
 
-        return Text("\n".join(span_lines([one.summary for one in value])))
+        return Text("\n".join(format_summaries([recorded_rank.summary for recorded_rank in value])))
 
-    session.emit(recorded, page)
+    session.print_result(recorded, page)
     notify(f"{path} opens in https://ui.perfetto.dev; in the job's storage: "
-           f"{', '.join(one.stored for one in recorded)}")  # fmt: skip
+           f"{', '.join(recorded_rank.stored for recorded_rank in recorded)}")  # fmt: skip
 
 
-def _parse_ranks(given: str, members: Members, name: str) -> set[int]:
-    words = given.split(",")
-    if not all(word.strip().isdecimal() for word in words) or len(words) > _MOST_RANKS:
-        raise ClientError(f"--ranks {given}: give up to {_MOST_RANKS} ranks, such as 0,3")
-    found = {int(word) for word in words}
-    absent = sorted(rank for rank in found if rank >= members.ranks)
+def _parse_ranks(text: str, members: Members, name: str) -> set[int]:
+    parts = text.split(",")
+    if not all(word.strip().isdecimal() for word in parts) or len(parts) > _MOST_RANKS:
+        raise ClientError(f"--ranks {text}: give up to {_MOST_RANKS} ranks, such as 0,3")
+    ranks = {int(word) for word in parts}
+    absent = sorted(rank for rank in ranks if rank >= members.ranks)
     if absent:
         raise ClientError(f"there is no rank {absent[0]}: {name} has ranks 0 to {members.ranks - 1}")
-    return found
+    return ranks
 
 
 def _pod_of(members: Members, rank: int) -> str:
@@ -139,26 +139,26 @@ def _slowest_and_another(rows: Sequence[RankRow]) -> list[RankRow]:
 def _first_step(rows: Sequence[RankRow], answers: Mapping[str, Any], steps: int, name: str) -> int:
     """Return the first step to record: a few seconds ahead, and early enough before the end of the run."""
     newest = max(row.step or 0 for row in rows)
-    each = max((row.step_seconds for row in rows if row.step_seconds), default=1.0)
-    total = max(whole(one, "total_steps") for row in rows for one in answers[row.pod])
+    step_seconds = max((row.step_seconds for row in rows if row.step_seconds), default=1.0)
+    total = max(integer(record, "total_steps") for row in rows for record in answers[row.pod])
     if newest + steps > total:
         raise ClientError(
             f"{name} has completed step {newest} of {total}: --steps {steps} is more than the {max(0, total - newest)} "
             "that are left"
         )
-    return min(newest + 1 + max(2, math.ceil(_LEAD_SECONDS / each)), total - steps + 1)
+    return min(newest + 1 + max(2, math.ceil(_LEAD_SECONDS / step_seconds)), total - steps + 1)
 
 
 def _record(
     api: Api, rows: Sequence[RankRow], members: Members, first: int, steps: int, *, seconds: float
 ) -> tuple[list[RecordedRank], list[Trace]]:
-    """Record on all ranks at once and fetch the traces. Raises ClientError where no rank recorded."""
+    """Record on all ranks at once and fetch the traces. Raises ClientError if no rank recorded."""
     by_rank = {str(row.rank): row for row in rows}
 
     def one(rank: str) -> tuple[str, Trace]:
         pod, local = by_rank[rank].pod, int(rank) % members.processes_per_node
         asked = (*_REQUEST, str(local), str(first), str(steps))
-        answer = next(iter(json_lines(run_in_pod(api, pod, asked, seconds=seconds))), {})
+        answer = next(iter(parse_json_lines(run_in_pod(api, pod, asked, seconds=seconds))), {})
         path = text(answer, "file")
         if not path:
             raise ClientError(text(answer, "problem") or "it gave no answer")

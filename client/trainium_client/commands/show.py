@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from trainium_client import render
 from trainium_client.commands.options import JobName, Session
-from trainium_client.read import read_interruption, read_screen
-from trainium_contract.views.goodput import goodput_view
-from trainium_contract.views.interruptions import interruptions
+from trainium_client.read import read_interruption, read_job_snapshot
+from trainium_contract.views.goodput import build_goodput_view
+from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.job import build_job_view, cost_view
 from trainium_contract.views.status_reader import public_status
 
@@ -24,7 +25,7 @@ def status(session: Session, name: JobName) -> None:
 
         return status_page(view, now=now, width=width)
 
-    session.emit(read_screen(session.open(), name, time.time()).view, page)
+    session.print_result(read_job_snapshot(session.open(), name, time.time()).view, page)
 
 
 def why(
@@ -41,12 +42,13 @@ def why(
 
         return interruption_page(report)
 
-    session.emit(read_interruption(session.open(), name, time.time(), entry), page)
+    session.print_result(read_interruption(session.open(), name, time.time(), entry), page)
 
 
 def history(session: Session, name: JobName) -> None:
     """List the last interruptions, oldest first."""
-    session.emit(interruptions(public_status(session.open().job(name))), _table("history_page"))
+    entries = read_interruptions(public_status(session.open().job(name)))
+    session.print_result(entries, lambda value, _now, width: render.tables.history_page(value, width))
 
 
 def goodput(
@@ -59,33 +61,24 @@ def goodput(
     """Show where the time of a job went, and what that cost."""
     job, now = session.open().job(name), time.time()
     if price is None:
-        view = goodput_view(public_status(job), now)
+        view = build_goodput_view(public_status(job), now)
     else:
-        whole = build_job_view(job, now=now)
-        view = replace(whole.goodput, cost=cost_view(whole, price))
-    session.emit(view, _table("goodput_page"))
+        job_view = build_job_view(job, now=now)
+        view = replace(job_view.goodput, cost=cost_view(job_view, price))
+    session.print_result(view, lambda value, _now, width: render.tables.goodput_page(value, width))
 
 
 def scaling(session: Session, name: JobName) -> None:
     """Compare the speed at each number of nodes that a job has trained on."""
     from trainium_client.views.sizes import scaling_rows  # noqa: PLC0415 - as in `sizes`
 
-    session.emit(scaling_rows(session.open().job(name)), _table("scaling_page"))
+    rows = scaling_rows(session.open().job(name))
+    session.print_result(rows, lambda value, _now, width: render.tables.scaling_page(value, width))
 
 
 def sizes(session: Session, name: JobName) -> None:
     """Compare numbers of nodes: how many of them train, passes of a step, share of full speed."""
     from trainium_client.views.sizes import size_rows  # noqa: PLC0415 - the others need no model of the whole job
 
-    session.emit(size_rows(session.open().job(name)), _table("sizes_page"))
-
-
-def _table(renderer: str) -> Any:
-    """Return a page of `render.tables` by its name."""
-
-    def page(value: Any, _now: float, width: int) -> Any:
-        from trainium_client.render import tables  # noqa: PLC0415 - JSON does not pay for rich
-
-        return getattr(tables, renderer)(value, width)
-
-    return page
+    rows = size_rows(session.open().job(name))
+    session.print_result(rows, lambda value, _now, width: render.tables.sizes_page(value, width))

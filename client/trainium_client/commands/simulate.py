@@ -1,7 +1,6 @@
-"""`simulate`: a job of the cluster, or of a file, in `trainium-operator simulate`, which drives the real plan.
+"""`simulate`: run a job of the cluster, or of a file, in `trainium-operator simulate`, which uses the real plan.
 
-Invariant: nothing is written into the cluster; the simulation is the operator's program, found beside this one or on
-PATH, never a second one.
+Invariant: nothing is written to the cluster. The simulator is the operator's program, beside this one or on PATH.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def simulate(
 
 
 def find_program() -> str:
-    """Find the simulator's program. Raises ClientError where it is not installed."""
+    """Find the simulator's program. Raises ClientError if it is not installed."""
     beside = shutil.which(_PROGRAM, path=str(Path(sys.executable).parent))
     found = beside or shutil.which(_PROGRAM)
     if found is None:

@@ -1,4 +1,4 @@
-"""`ui`: jobs in the browser, from a small server on this machine that reads with the person's own rights."""
+"""`ui`: show jobs in the browser, by a small local server with the user's own rights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ def ui(
         str | None,
         typer.Argument(metavar="[NAME]", help="The TrainingJob; default: a list.", autocompletion=complete_jobs),
     ] = None,
-    everywhere: Annotated[bool, typer.Option("--all-namespaces", "-A", help="List jobs of all namespaces.")] = False,
+    all_namespaces: Annotated[
+        bool, typer.Option("--all-namespaces", "-A", help="List jobs of all namespaces.")
+    ] = False,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port on this machine; 0: any.")] = 0,
     show: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the browser.")] = True,
 ) -> None:
     """Jobs in the browser, live and read-only, with your own rights; until Ctrl-C."""
-    # Imported here: the other commands do without, and start sooner.
+    # Imported here, so that other commands start faster.
     import webbrowser  # noqa: PLC0415
 
     from trainium_client.commands.pages import LocalPages  # noqa: PLC0415
@@ -30,14 +32,14 @@ def ui(
 
     first = session.open()
     if name is not None:
-        first.job(name)  # a failure is reported here and not in the browser
+        first.job(name)  # a failure is shown here, not in the browser
     secret = secrets.token_urlsafe(24)
-    where = "" if everywhere and name is None else f"/{first.namespace}" + (f"/{name}" if name else "")
+    where = "" if all_namespaces and name is None else f"/{first.namespace}" + (f"/{name}" if name else "")
     pages = LocalPages(session.open, f"/{secret}")
     server = UiServer(pages, secret, where, port)
-    session.report(f"{server.url}\nserved to this machine until Ctrl-C", url=server.url)
+    session.print_message(f"{server.url}\nserved to this machine until Ctrl-C", url=server.url)
     if show:
-        threading.Thread(target=webbrowser.open, args=(server.once,), daemon=True).start()
+        threading.Thread(target=webbrowser.open, args=(server.one_time_url,), daemon=True).start()
     try:
         server.serve_forever()
     finally:

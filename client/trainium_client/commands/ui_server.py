@@ -1,8 +1,8 @@
-"""The small server of `ui`: pages for the browser of the person that started it.
+"""The local server of `ui`: pages for the browser of the user who started it.
 
-Invariants: it listens on the loopback interface alone and answers nothing but GET; every path begins with a secret of
-this start, so neither another user of the machine nor another site that is open in the browser can read from it; the
-address that a browser is started with, which others could see, leads there once.
+Invariants: it listens on the loopback interface only and answers only GET. Every path starts with a secret of this
+process, so no other user of the machine and no other site in the browser can read from it. The address in the browser's
+command line, which others could see, works once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _CODES = ((ForbiddenError, HTTPStatus.FORBIDDEN), (NotFoundError, HTTPStatus.NOT
 
 
 class UiServer(ThreadingHTTPServer):
-    """Serves pages below a secret; `url` leads there, `once` too, but for the first time only."""
+    """Serves pages below a secret; `url` opens them, `one_time_url` too, but only the first time."""
 
     daemon_threads = True
 
     def __init__(self, pages: LocalPages, secret: str, start: str, port: int = 0) -> None:
-        """`start`: the path that `url` shows, below the secret. Raises ClientError when the port is taken."""
+        """`start`: the path that `url` opens, below the secret. Raises ClientError if the port is in use."""
         self.pages = pages
         try:
             super().__init__((HOST, port), _Handler)
@@ -49,16 +49,16 @@ class UiServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """For the person."""
+        """Return the address for the user."""
         return f"http://{HOST}:{self.server_port}{self.start}"
 
     @property
-    def once(self) -> str:
-        """For the command line of a browser."""
+    def one_time_url(self) -> str:
+        """Return the address for the command line of a browser."""
         return f"http://{HOST}:{self.server_port}/{self._ticket}"
 
-    def takes_ticket(self, path: str) -> bool:
-        """Return whether this is the address for the first time, which is then used up."""
+    def redeem_ticket(self, path: str) -> bool:
+        """Return whether this is the one-time address, which is then used up."""
         with self._lock:
             good = bool(self._ticket) and hmac.compare_digest(path.encode(), f"/{self._ticket}".encode())
             if good:
@@ -66,7 +66,7 @@ class UiServer(ThreadingHTTPServer):
             return good
 
     def server_close(self) -> None:
-        """Stop listening, and leave the API server."""
+        """Stop listening, and close the connections to the API server."""
         super().server_close()
         self.pages.close()
 
@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         if self.headers.get("Host", "") not in self.server.hosts:
             self._answer(HTTPStatus.FORBIDDEN, "this server answers to its own address alone\n")
-        elif self.server.takes_ticket(path):
+        elif self.server.redeem_ticket(path):
             self._answer(HTTPStatus.SEE_OTHER, "", Location=self.server.start)
         else:
             self._page(path)
@@ -118,4 +118,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's signature
-        """Nothing: the address is a secret."""
+        """Log nothing, because the address is a secret."""

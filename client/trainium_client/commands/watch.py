@@ -1,4 +1,4 @@
-"""`watch`: the screen of `status`, live; a line for each change where the output is no terminal."""
+"""`watch`: show the screen of `status` live, or a line for each change if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_client.commands.options import Format, JobName, Session, terminal
-from trainium_client.read import read_screen
+from trainium_client.read import read_job_snapshot
 from trainium_contract.api_server.errors import NoClusterError
 from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainium_client.api import Api
 
 _SLOWEST_SECONDS = 5.0
-"""Workers and ages are read again this often, even if nothing has changed."""
+"""Interval at which workers and ages are read again without changes."""
 _FASTEST_SECONDS = 0.5
 _CLEAR = "\x1b[H\x1b[J"
 
@@ -35,18 +35,18 @@ def watch(
     while True:
         changed.clear()
         now = time.time()
-        view = read_screen(api, name, now).view
+        view = read_job_snapshot(api, name, now).view
         if session.output is Format.JSON:
-            from trainium_client.render.machine import to_wire  # noqa: PLC0415
+            from trainium_client.render.json_output import to_wire  # noqa: PLC0415
 
             line = json.dumps(to_wire(view), ensure_ascii=False)
             sys.stdout.write(f"{line}\n")
         elif here.interactive:
-            from trainium_client.render.page import show  # noqa: PLC0415
+            from trainium_client.render.page import render_text  # noqa: PLC0415
             from trainium_client.render.status import status_page  # noqa: PLC0415
 
             here = terminal()
-            page = show(status_page(view, now=now, width=here.width), width=here.width, colour=here.colour)
+            page = render_text(status_page(view, now=now, width=here.width), width=here.width, colour=here.colour)
             sys.stdout.write(f"{_CLEAR}{page}")
         else:
             from trainium_client.render.status import status_line  # noqa: PLC0415
@@ -59,14 +59,14 @@ def watch(
         sys.stdout.flush()
         if view.ended:
             if view.phase == "Failed" and session.output is Format.TEXT and not here.interactive:
-                sys.stdout.write("".join(f"- {each}\n" for each in view.advice))
+                sys.stdout.write("".join(f"- {item}\n" for item in view.advice))
             return
         time.sleep(_FASTEST_SECONDS)
         changed.wait(_SLOWEST_SECONDS - _FASTEST_SECONDS)
 
 
 def _watch_changes(api: Api, name: str, version: str, changed: threading.Event) -> None:
-    """Set `changed` at each event of the job; without the right to watch, the slow look must do."""
+    """Set `changed` at each event of the job; without the right to watch, only the interval applies."""
     path = f"/apis/{GROUP}/{VERSION}/namespaces/{api.namespace}/{PLURAL}"
     while True:
         query = {"watch": "true", "fieldSelector": f"metadata.name={name}", "resourceVersion": version}
@@ -78,5 +78,5 @@ def _watch_changes(api: Api, name: str, version: str, changed: threading.Event) 
                     changed.set()
         except NoClusterError:
             pass
-        version = ""  # from now on, whatever that is
+        version = ""  # start at the present version
         time.sleep(_SLOWEST_SECONDS)

@@ -1,7 +1,7 @@
-"""A page of text: lines of labels and values, and tables that fit any width.
+"""Render a page of text: lines of labels and values, and tables that fit any width.
 
-Invariants: no markup is read from what is shown; no line is wider than the page; without colour there is no escape
-sequence; no line ends in blanks.
+Invariants: content is never parsed as markup. No line is wider than the page, or ends in spaces. Without colour there
+is no escape sequence.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ STYLES = {
     "Pending": "cyan", "Suspending": "magenta", "Suspended": "magenta", "Stopping": "red", "Failed": "bold red",
     "True": "green", "Quarantined": "red", "Permanent": "bold red", "Probation": "yellow",
 }  # fmt: skip
-"""Colours of words that mean the same everywhere."""
+"""Colours of words with the same meaning everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column; those with the lowest `keep` are left out first where the page is narrow."""
+    """One column; those with the lowest `priority` are left out first on a narrow page."""
 
     title: str
-    keep: int = 5
+    priority: int = 5
     right: bool = False
     fold: bool = False
-    """May be broken over lines; at most one column of a table should."""
+    """Whether it may be wrapped; at most one column of a table should."""
 
 
-def show(what: RenderableType, *, width: int, colour: bool) -> str:
+def render_text(what: RenderableType, *, width: int, colour: bool) -> str:
     """Render a page as text."""
     file = io.StringIO()
     console = Console(
@@ -48,13 +48,13 @@ def show(what: RenderableType, *, width: int, colour: bool) -> str:
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
 
 
-def word(text: str, style: str = "") -> Text:
-    """Style a word with the colour that it has everywhere."""
+def styled_word(text: str, style: str = "") -> Text:
+    """Style a word with its usual colour."""
     return Text(text, style or STYLES.get(text, ""))
 
 
-def labelled(rows: Iterable[tuple[str, str | Text]]) -> Table:
-    """Labels and values; rows without a value are left out."""
+def label_grid(rows: Iterable[tuple[str, str | Text]]) -> Table:
+    """Return labels and values, without rows that have no value."""
     grid = Table.grid(padding=(0, _GAP, 0, 0))
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
@@ -64,8 +64,8 @@ def labelled(rows: Iterable[tuple[str, str | Text]]) -> Table:
     return grid
 
 
-def listed(lines: Iterable[str], mark: str = "- ", style: str = "") -> Table:
-    """Lines with a mark in front; one that is broken goes on behind its mark."""
+def bullet_list(lines: Iterable[str], mark: str = "- ", style: str = "") -> Table:
+    """Return lines with a mark in front; a wrapped line is indented behind its mark."""
     grid = Table.grid()
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -75,7 +75,7 @@ def listed(lines: Iterable[str], mark: str = "- ", style: str = "") -> Table:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> Table:
-    """Render a table in kubectl's manner that is no wider than the page."""
+    """Render a table in kubectl's style that is no wider than the page."""
     kept = _fitting(columns, rows, width)
     found = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
     for at in kept:
@@ -90,15 +90,15 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width
 
 
 def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> list[int]:
-    """Which columns fit; one that folds needs no more than twelve places."""
+    """Return the columns that fit; a column that wraps needs at most twelve characters."""
     needs = []
     for at, column in enumerate(columns):
         widest = max((len(row[at]) for row in rows), default=0)
         needs.append(max(len(column.title), min(widest, 24) if column.fold else widest) + _GAP)
     kept = list(range(len(columns)))
     while len(kept) > 1 and sum(needs[at] for at in kept) > width + _GAP:
-        least = min(columns[at].keep for at in kept)
-        kept.remove(next(at for at in reversed(kept) if columns[at].keep == least))
+        least = min(columns[at].priority for at in kept)
+        kept.remove(next(at for at in reversed(kept) if columns[at].priority == least))
     return kept
 
 
@@ -107,6 +107,6 @@ def heading(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
 
 
-def stacked(*parts: RenderableType | None) -> Group:
-    """One below the other."""
+def vertical_group(*parts: RenderableType | None) -> Group:
+    """Return the parts one below the other."""
     return Group(*(part for part in parts if part is not None))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from trainium_client.render.page import Column, heading, labelled, listed, stacked, table, word
+from trainium_client.render.page import Column, bullet_list, heading, label_grid, styled_word, table, vertical_group
 from trainium_contract.pages.facts import job_facts, step_text
 from trainium_contract.pages.formatting import ago, count, duration, figure, measured, plural, shortened, size
 from trainium_contract.program_output import drop_noise
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 _EVENTS = 5
 _NARROW = 60
 _LONGEST = 300
-"""Characters of an event, so that it fits a screen; the operator's own end with what to do within this."""
+"""Most characters of an event, so that it fits a screen; the operator's own end with the advice within this."""
 
 
 def status_page(view: JobView, *, now: float, width: int) -> RenderableType:
     """Render the screen."""
-    # Alerts have separate rows; repeated ones would push out the other events.
-    alerts = {each.kind for each in view.alerts}
-    events = tuple(each for each in view.events if each.reason not in alerts)
-    return stacked(
-        labelled(_rows(view, now, width)),
-        *_events(events[:_EVENTS], now, width),
+    # Alerts have separate rows; repeated ones would displace the other events.
+    alerts = {alert.kind for alert in view.alerts}
+    events = tuple(event for event in view.events if event.reason not in alerts)
+    return vertical_group(
+        label_grid(_fact_rows(view, now, width)),
+        *_event_table(events[:_EVENTS], now, width),
         *_section("What to do", view.advice),
         *_section("Not shown", view.not_shown, style="dim"),
     )
 
 
 def _section(title: str, lines: tuple[str, ...], style: str = "") -> list[RenderableType]:
-    return [heading(title), listed(lines, style=style)] if lines else []
+    return [heading(title), bullet_list(lines, style=style)] if lines else []
 
 
 def status_line(view: JobView) -> str:
@@ -52,37 +52,41 @@ def status_line(view: JobView) -> str:
     return ", ".join([*parts, plural(view.restarts, "interruption")])
 
 
-def _rows(view: JobView, now: float, width: int) -> list[tuple[str, str | Text]]:
+def _fact_rows(view: JobView, now: float, width: int) -> list[tuple[str, str | Text]]:
     facts = job_facts(view, with_bar=width >= _NARROW)
-    alerts = [each for each in facts if each.label == "Alert"]
+    alerts = [fact for fact in facts if fact.label == "Alert"]
     return [
         ("Job", f"{view.namespace}/{view.name}, {view.model}, {duration(view.age_seconds)} old"),
-        *((each.label, _text(each)) for each in facts if each.label != "Alert"),
-        ("Stopped" if view.last and view.last.stopped else "Last", _last(view.last, now) if view.last else ""),
-        *((each.label, _text(each)) for each in alerts),
+        *((fact.label, _format_fact(fact)) for fact in facts if fact.label != "Alert"),
+        (
+            "Stopped" if view.last and view.last.stopped else "Last",
+            _format_interruption(view.last, now) if view.last else "",
+        ),
+        *((alert.label, _format_fact(alert)) for alert in alerts),
         *(("Artifact", f"{a.kind} of step {a.step}: {a.path} ({size(a.bytes)})") for a in view.artifacts),
         *(
             ("Evaluation", f"{f.name} {figure(f.before)} -> {measured(f.after, f.standard_error)}")
             for f in view.evaluation
         ),
-        *(("Milestone", _milestone(each)) for each in view.evaluations),
+        *(("Milestone", _format_milestone(evaluation)) for evaluation in view.evaluations),
     ]
 
 
-def _milestone(one: MilestoneView) -> str:
-    figures = ", ".join(f"{each.name} {measured(each.after, each.standard_error)}" for each in one.figures)
-    return f"step {one.step}, {count(one.tokens)} tokens: {figures or one.message or 'not measured yet'}"
+def _format_milestone(milestone: MilestoneView) -> str:
+    figures = ", ".join(f"{item.name} {measured(item.after, item.standard_error)}" for item in milestone.figures)
+    figures = figures or milestone.message or "not measured yet"
+    return f"step {milestone.step}, {count(milestone.tokens)} tokens: {figures}"
 
 
-def _text(fact: Fact) -> Text:
+def _format_fact(fact: Fact) -> Text:
     first, comma, rest = fact.value.partition(",") if fact.label == "Phase" else ("", "", fact.value)
-    text = word(first).append(comma + rest, "default") if fact.label == "Phase" else Text(rest)
+    text = styled_word(first).append(comma + rest, "default") if fact.label == "Phase" else Text(rest)
     if fact.warning:
         text.append(("  " if fact.value else "") + fact.warning, "yellow")
     return text
 
 
-def _last(entry: InterruptionView, now: float) -> str:
+def _format_interruption(entry: InterruptionView, now: float) -> str:
     who = f" on {entry.pod or entry.node}" if entry.pod or entry.node else ""
     when = f", {ago(max(0.0, now - entry.at))}" if entry.at is not None else ""
     if entry.stopped:
@@ -92,13 +96,13 @@ def _last(entry: InterruptionView, now: float) -> str:
     return f"{entry.cause}{who}{when}: {entry.answer} ({took})"
 
 
-def _events(events: tuple[EventView, ...], now: float, width: int) -> list[RenderableType]:
+def _event_table(events: tuple[EventView, ...], now: float, width: int) -> list[RenderableType]:
     if not events:
         return []
     columns = (Column("AGE", 6, right=True), Column("REASON", 8), Column("MESSAGE", 9, fold=True))
     rows = [
-        (duration(max(0.0, now - each.at)), Text(each.reason, "yellow" if each.warning else ""),
-         shortened(drop_noise(each.message), _LONGEST) + (f" (x{each.count})" if each.count > 1 else ""))
-        for each in events
+        (duration(max(0.0, now - event.at)), Text(event.reason, "yellow" if event.warning else ""),
+         shortened(drop_noise(event.message), _LONGEST) + (f" (x{event.count})" if event.count > 1 else ""))
+        for event in events
     ]  # fmt: skip
     return [heading("What happened last"), table(columns, rows, width)]

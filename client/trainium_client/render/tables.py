@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from trainium_client.render.page import Column, heading, labelled, stacked, table, word
+from trainium_client.render.page import Column, heading, label_grid, styled_word, table, vertical_group
 from trainium_contract.pages.facts import bar
 from trainium_contract.pages.formatting import ago, clock, duration, figure, share, shortened, size
 from trainium_contract.program_output import drop_noise
-from trainium_contract.views.interruptions import stage_words
+from trainium_contract.views.interruptions import describe_stage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _BAR = 20
 _LONGEST = 160
-"""Characters of the evidence; `why --entry` has all of it."""
+"""Most characters of the evidence; `why --entry` has all of it."""
 
 
 def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableType:
@@ -49,43 +49,43 @@ def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableT
 
 
 def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
-    """Where the time went."""
+    """Render where the time went."""
     if goodput.ratio is None:
         return Text("nothing is counted yet: no workers have begun together")
     wall = goodput.wall_seconds or 1.0
     columns = (Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
-    stages = [(stage_words(name), f"{seconds:.1f}", share(seconds / wall), bar(seconds / wall, _BAR))
+    stages = [(describe_stage(name), f"{seconds:.1f}", share(seconds / wall), bar(seconds / wall, _BAR))
               for name, seconds in sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])]  # fmt: skip
     by_size = (Column("NODES", 9, right=True), Column("STEPS", 8, right=True), Column("STEP TIME", 7, right=True))
-    sizes = [(str(each.size), str(each.steps), duration(each.step_seconds)) for each in goodput.sizes]
+    sizes = [(str(size_row.size), str(size_row.steps), duration(size_row.step_seconds)) for size_row in goodput.sizes]
     after = ", ".join(f"{name} {duration(each)}" for name, each in goodput.stage_seconds.items())
     ledger: list[RenderableType] = [
-        labelled([
+        label_grid([
             ("Goodput", f"{share(goodput.ratio)} of {duration(goodput.wall_seconds)} (strict)"),
             ("Uptime", share(goodput.uptime_ratio)),
             ("Fleet", f"{share(goodput.fleet_ratio)} of {goodput.node_seconds / 3600:.1f} node hours"),
-            ("Cost", _cost(goodput.cost)),
+            ("Cost", _format_cost(goodput.cost)),
             ("After steps", after),
         ]),
         heading("Where the time went"),
-        _causes(goodput, width),
+        _cause_table(goodput, width),
     ]  # fmt: skip
     if stages:
         ledger += [heading("What was lost, by stage"), table((Column("STAGE", 9), *columns), stages, width)]
     if sizes:
         ledger += [heading("Steps by size"), table(by_size, sizes, width)]
-    return stacked(*ledger)
+    return vertical_group(*ledger)
 
 
-def _cost(cost: CostView | None) -> str:
+def _format_cost(cost: CostView | None) -> str:
     if cost is None:
         return ""
     left = "" if cost.to_end is None else f", {cost.to_end:,.2f} more until the last step at the present size"
     return f"{cost.so_far:,.2f} so far{left}"
 
 
-def _causes(goodput: GoodputView, width: int) -> RenderableType:
-    """Render the seconds by cause, with their cost where it is known."""
+def _cause_table(goodput: GoodputView, width: int) -> RenderableType:
+    """Render the seconds by cause, with their cost if known."""
     wall, cost = goodput.wall_seconds or 1.0, goodput.cost
     seconds = {"productive": goodput.productive_seconds, **goodput.lost_seconds}
     columns = (Column("CAUSE", 9), Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
@@ -110,12 +110,12 @@ def scaling_page(rows: Sequence[ScalingRow], width: int) -> RenderableType:
         Column("", 3),
     )  # fmt: skip
     cells = [
-        (str(each.nodes), f"{each.steps:,}", duration(each.step_seconds), figure(each.samples_per_second),
-         "-" if each.speedup is None else f"x{each.speedup:.2f}", share(each.efficiency), "now" * each.current)
-        for each in rows
+        (str(row.nodes), f"{row.steps:,}", duration(row.step_seconds), figure(row.samples_per_second),
+         "-" if row.speedup is None else f"x{row.speedup:.2f}", share(row.efficiency), "now" * row.current)
+        for row in rows
     ]  # fmt: skip
-    if any(each.samples_per_second is None for each in rows):
-        return stacked(
+    if any(row.samples_per_second is None for row in rows):
+        return vertical_group(
             table(columns, cells, width), Text("Give program.batch, so that the samples of a step are known.")
         )
     return table(columns, cells, width)
@@ -131,19 +131,19 @@ def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:
         Column("STEP TIME", 4, right=True), Column("GRAPHS", 1), Column("", 5),
     )  # fmt: skip
     cells = [
-        (str(each.fewest) if each.fewest == each.most else f"{each.fewest}-{each.most}", str(each.trains),
-         str(each.passes), f"{each.batch:,}", share(each.speed), share(each.filled), duration(each.step_seconds),
-         {True: "ready", False: "none", None: "-"}[each.compiled],
-         " ".join(["now"] * each.current + ["idle nodes"] * each.idle))
-        for each in rows
+        (str(row.fewest) if row.fewest == row.most else f"{row.fewest}-{row.most}", str(row.trains),
+         str(row.passes), f"{row.batch:,}", share(row.speed), share(row.filled), duration(row.step_seconds),
+         {True: "ready", False: "none", None: "-"}[row.compiled],
+         " ".join(["now"] * row.current + ["idle nodes"] * row.idle))
+        for row in rows
     ]  # fmt: skip
     worth = table(columns, cells, width)
-    idle = next((each for each in rows if each.idle_ranks), None)
-    return worth if idle is None else stacked(worth, Text(_idle(idle)))
+    idle = next((row for row in rows if row.idle_ranks), None)
+    return worth if idle is None else vertical_group(worth, Text(_explain_idle_ranks(idle)))
 
 
-def _idle(row: SizeRow) -> str:
-    """Why a size has less than its nodes could give; the largest such size is the worst."""
+def _explain_idle_ranks(row: SizeRow) -> str:
+    """Return why a size is slower than its nodes allow; the largest such size is the worst."""
     return (
         f"At {row.trains} nodes the batch of {row.batch:,} samples is smaller than the data-parallel degree "
         f"({row.data_parallel:,}): {row.idle_ranks:,} of its ranks never have work, and the job has "
@@ -152,8 +152,8 @@ def _idle(row: SizeRow) -> str:
     )
 
 
-def ranks_page(rows: Sequence[RankRow], width: int, most: int | None) -> RenderableType:
-    """Ranks, the slowest first."""
+def ranks_page(rows: Sequence[RankRow], width: int, *, most: int | None) -> RenderableType:
+    """Render the ranks, the slowest first."""
     columns: list[Column] = [
         Column("RANK", 9, right=True), Column("POD", 8), Column("NODE", 6), Column("STEP", 8, right=True),
         Column("STEP TIME", 5, right=True), Column("LAST STEP", 4, right=True), Column("PHASE", 3),
@@ -161,57 +161,61 @@ def ranks_page(rows: Sequence[RankRow], width: int, most: int | None) -> Rendera
     ]  # fmt: skip
     shown = rows if most is None else rows[:most]
     cells = [
-        (str(each.rank), each.pod, each.node, "-" if each.step is None else str(each.step), duration(each.step_seconds),
-         ago(each.seconds_since_step) or "-", each.phase or "-",
-         "-" if each.slowdown is None else f"x{each.slowdown:.2f}", each.note)
-        for each in shown
+        (str(row.rank), row.pod, row.node, "-" if row.step is None else str(row.step), duration(row.step_seconds),
+         ago(row.seconds_since_step) or "-", row.phase or "-",
+         "-" if row.slowdown is None else f"x{row.slowdown:.2f}", row.note)
+        for row in shown
     ]  # fmt: skip
-    if not any(each.note for each in shown):
+    if not any(row.note for row in shown):
         columns.pop()
     left = len(rows) - len(shown)
-    return stacked(table(columns, cells, width), Text(f"… and {left} more (--all)") if left else None)
+    return vertical_group(table(columns, cells, width), Text(f"… and {left} more (--all)") if left else None)
 
 
 def checkpoints_page(
     view: JobView, rows: Sequence[CheckpointRow] | None, note: str, *, now: float, width: int
 ) -> RenderableType:
-    """Render the checkpoints that a resume could use, and those on storage where a worker can list them."""
+    """Render the checkpoints that a resume could use, and those on storage if a worker can list them."""
     checkpoints = view.checkpoints
-    known = labelled([
+    known = label_grid([
         ("Storage", "nothing committed yet" if checkpoints.durable_step is None
          else f"step {checkpoints.durable_step}, {ago(checkpoints.durable_age_seconds)}"),
         ("Memory", "" if checkpoints.memory_step is None else f"step {checkpoints.memory_step}, on every member"),
         ("Notice", Text(checkpoints.notice, "yellow")),
     ])  # fmt: skip
     if rows is None:
-        return stacked(known, Text(note, "dim") if note else None)
+        return vertical_group(known, Text(note, "dim") if note else None)
     columns = (Column("NAME", 9), Column("STATE", 8), Column("AGE", 5, right=True), Column("SIZE", 6, right=True),
                Column("RANKS", 3, right=True), Column("PROBLEM", 4, fold=True))  # fmt: skip
     cells = [
-        (each.name, word(each.state, "red" if each.problem else "green"),
-         "-" if each.created is None else duration(max(0.0, now - each.created)), size(each.bytes), each.world,
-         each.problem)
-        for each in rows
+        (row.name, styled_word(row.state, "red" if row.problem else "green"),
+         "-" if row.created is None else duration(max(0.0, now - row.created)), size(row.bytes), row.world,
+         row.problem)
+        for row in rows
     ]  # fmt: skip
-    return stacked(known, heading("On storage"), table(columns, cells, width), Text(note, "dim") if note else None)
+    return vertical_group(
+        known, heading("On storage"), table(columns, cells, width), Text(note, "dim") if note else None
+    )
 
 
-def _node(machine: MachineView) -> str:
+def _node_name(machine: MachineView) -> str:
     if machine.renamed:
         return f"{machine.renamed} (was {machine.node})"
     return machine.node + (" (gone)" if machine.present is False else "") or machine.key
 
 
-def machines_page(machines: Sequence[MachineView], now: float, width: int) -> RenderableType:
-    """Machines that are remembered, with why."""
+def machines_page(machines: Sequence[MachineView], width: int, *, now: float) -> RenderableType:
+    """Render the recorded machines with the reasons."""
     if not machines:
         return Text("no machine is remembered: no fault was attributed to one")
     columns = (Column("NODE", 9), Column("STATE", 8), Column("FOR", 7, right=True), Column("STRIKES", 6, right=True),
                Column("MACHINE", 2), Column("EVIDENCE", 5, fold=True))  # fmt: skip
     rows = [
-        (_node(each), word(each.state),
-         duration(max(0.0, each.until - now)) if each.until is not None else "-", str(len(each.strikes)), each.machine,
-         "; ".join(f"{strike.cause} {clock(strike.at)[5:16]} by {strike.by}" for strike in reversed(each.strikes[-3:])))
-        for each in machines
+        (_node_name(machine), styled_word(machine.state),
+         duration(max(0.0, machine.until - now)) if machine.until is not None else "-",
+         str(len(machine.strikes)), machine.machine,
+         "; ".join(f"{strike.cause} {clock(strike.at)[5:16]} by {strike.by}"
+                   for strike in reversed(machine.strikes[-3:])))
+        for machine in machines
     ]  # fmt: skip
     return table(columns, rows, width)

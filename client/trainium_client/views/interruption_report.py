@@ -1,4 +1,4 @@
-"""Explain why training stopped: the last interruption, or the verdict, with the log lines that show it."""
+"""Explain why training stopped: the last interruption, or the verdict, with the log lines about it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_client.views.log_lines import PodLogLine, parse_log_line
 from trainium_contract.program_output import is_native_frame
-from trainium_contract.views.interruptions import InterruptionView, interruptions
-from trainium_contract.views.raw import mapping, plain, seconds_of, text
+from trainium_contract.views.interruptions import InterruptionView, read_interruptions
+from trainium_contract.views.raw import mapping, parse_rfc3339, plain, text
 from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ _BEFORE_SECONDS = 30.0
 _AFTER_SECONDS = 2.0
 _AROUND = 4
 _ERRORS = re.compile(
-    r"(?i)error|exception|traceback|fault|fail|killed|signal|exit|ended with|stood still|refus|cannot|lost|leav|nrt_"
+    r"(?i)error|exception|traceback|fault|fail|killed|signal|exit|ended with|no progress|refus|cannot|lost|leav|nrt_"
     r"|out of mem|warn|^(?:\[[^\]]*\] )?  File \".*\", line \d"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class InterruptionReport:
-    """One interruption; `entry` is None when nothing has interrupted the job."""
+    """One interruption; `entry` is None if nothing has interrupted the job."""
 
     name: str
     namespace: str
@@ -35,7 +35,7 @@ class InterruptionReport:
     verdict: str
     entry: InterruptionView | None
     number: int
-    """Which one of those that are kept, from 1, the oldest first."""
+    """Its number among those in the status, from 1, the oldest first."""
     kept: int
     log_pod: str
     log_lines: tuple[str, ...]
@@ -49,7 +49,7 @@ def explain_interruption(
 ) -> InterruptionReport:
     """Build the report of one entry of the history (from 1; the last when not given) with the log of its pod."""
     status, metadata = public_status(job), mapping(job, "metadata")
-    entries = interruptions(status)
+    entries = read_interruptions(status)
     chosen = len(entries) if which is None else which
     entry = entries[chosen - 1] if 0 < chosen <= len(entries) else None
     lines = select_log_lines(log, entry) if entry is not None else ()
@@ -72,23 +72,23 @@ def explain_interruption(
 
 
 def select_log_lines(log: str, entry: InterruptionView) -> tuple[str, ...]:
-    """Select the lines of a log with time stamps that show the interruption: near its time, errors first."""
+    """Select the log lines about the interruption, from lines with time stamps: near its time, errors first."""
     if entry.at is None:
         return ()
     until = max(entry.at, entry.detected_at or entry.at) + _AFTER_SECONDS
     near: list[str] = []
     for line in log.splitlines():
         stamp, _, words = line.partition(" ")
-        at = seconds_of(stamp)
-        if at is not None and entry.at - _BEFORE_SECONDS <= at <= until and words.strip():
+        logged_at = parse_rfc3339(stamp)
+        if logged_at is not None and entry.at - _BEFORE_SECONDS <= logged_at <= until and words.strip():
             near += _lines(parse_log_line(words))
-    errors = [at for at, words in enumerate(near) if _ERRORS.search(words)]
-    # The last lines of both kinds are nearest to the cause, and a few lines around give their context.
-    kept = set(errors[-MOST_LINES + _AROUND :]) | set(range(len(near))[-_AROUND:])
-    return tuple(near[at] for at in sorted(kept))
+    errors = [index for index, words in enumerate(near) if _ERRORS.search(words)]
+    # The last lines of both kinds are nearest to the cause, and a few lines around them give the context.
+    selected = set(errors[-MOST_LINES + _AROUND :]) | set(range(len(near))[-_AROUND:])
+    return tuple(near[index] for index in sorted(selected))
 
 
 def _lines(words: PodLogLine) -> list[str]:
-    """Return the lines as they are shown, without frames of C++, which repeat the Python traceback."""
+    """Return the lines without frames of C++, which repeat the Python traceback."""
     both = zip(words.text.split("\n"), words.shown.split("\n"), strict=True)
     return [plain(shown)[:400] for text, shown in both if not is_native_frame(text)]

@@ -1,6 +1,6 @@
-"""Parse a line of a worker's log, in both forms that a log may have, and find the rank that wrote it.
+"""Parse a line of a worker's log, in both forms, and find the rank that wrote it.
 
-Lines of the contract's schema carry the rank; in a text log the rank is a prefix.
+Lines of the contract's schema have the rank; in a text log it is a prefix.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ _MARK = re.compile(r"\[rank (\d{1,7})\] ")
 
 @dataclass(frozen=True, slots=True)
 class PodLogLine:
-    """One line of the log; `text` has several where a traceback belongs to it."""
+    """One line of the log; `text` has several if a traceback belongs to it."""
 
     rank: int | None
-    """None of the agent's own, and of other programs of the pod."""
+    """None for the agent's own, and for other programs of the pod."""
     text: str
     """The text without the rank's prefix."""
     shown: str
-    """The line as a text log has it."""
+    """The line as in a text log."""
     record: dict[str, Any] | None = None
-    """The line itself, where it is of the schema."""
+    """The line itself, if it is of the schema."""
 
 
 def parse_log_line(words: str) -> PodLogLine:
     """Parse a line of a pod's log; `words` are without the time stamp of the kubelet."""
-    return (_of_the_schema(words) if words.startswith("{") else None) or _as_text(words)
+    return (_parse_json(words) if words.startswith("{") else None) or _parse_text(words)
 
 
-def _as_text(words: str) -> PodLogLine:
+def _parse_text(words: str) -> PodLogLine:
     mark = _MARK.match(words)
     return PodLogLine(None, words, words) if mark is None else PodLogLine(int(mark[1]), words[mark.end() :], words)
 
 
-def _of_the_schema(words: str) -> PodLogLine | None:
+def _parse_json(words: str) -> PodLogLine | None:
     from trainium_contract.wire.log_line import PROGRAM, LogSource, read_log_line  # noqa: PLC0415 - a slow import
 
     read = read_log_line(words)

@@ -1,4 +1,4 @@
-"""Machines that faults were attributed to: the operator's memory of them (docs/node-health.md), with the evidence."""
+"""Read machines with failures from the operator's memory (docs/node-health.md), with the evidence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_contract.views.raw import mapping, plain, seconds_of
+from trainium_contract.views.raw import mapping, parse_rfc3339, plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,15 +40,15 @@ class MachineView:
     strikes: tuple[StrikeView, ...]
     """Oldest first."""
     present: bool | None = None
-    """Whether a node of that name, or of that machine, is there; None where nodes could not be listed."""
+    """Whether a node of that name, or of that machine, exists; None if nodes could not be listed."""
     renamed: str = ""
-    """Name of the node that the machine is now, where it came back under another one."""
+    """Present node name of the machine, if it returned under another one."""
 
 
 def machine_views(config_map: Mapping[str, Any], nodes: Mapping[str, str] | None) -> tuple[MachineView, ...]:
-    """Return the machines, those that workers avoid first; entries that cannot be read are shown by their key.
+    """Return the machines, those that workers avoid first; unreadable entries are shown by their key.
 
-    `nodes` has the machine (`spec.providerID`) of each node by its name, empty where it is not known.
+    `nodes` has the machine (`spec.providerID`) of each node by its name, empty if unknown.
     """
     data = mapping(config_map, "data")
     found = [_machine(str(key), value, nodes) for key, value in data.items() if key not in _NO_MACHINES]
@@ -58,9 +58,9 @@ def machine_views(config_map: Mapping[str, Any], nodes: Mapping[str, str] | None
 
 
 def find_machine(machines: Sequence[MachineView], name: str) -> MachineView | None:
-    """Find a machine by its node, the name of its node now, itself or its key."""
-    exact = (each for each in machines if name in {each.renamed or each.node, each.machine, each.key})
-    return next(exact, None) or next((each for each in machines if name == each.node), None)
+    """Find a machine by its node, its present node name, itself or its key."""
+    exact = (machine for machine in machines if name in {machine.renamed or machine.node, machine.machine, machine.key})
+    return next(exact, None) or next((machine for machine in machines if name == machine.node), None)
 
 
 def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineView:
@@ -73,8 +73,10 @@ def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineVi
     node = plain(str(entry.get("node") or ""))
     strikes = entry.get("strikes")
     machine = plain(str(entry.get("machine") or key))
-    now = {} if nodes is None else {known: name for name, known in nodes.items() if known}
-    there = now.get(machine, node if nodes is not None and not nodes.get(node) and node in nodes else "")
+    node_by_machine = {} if nodes is None else {known: name for name, known in nodes.items() if known}
+    present_node = node_by_machine.get(
+        machine, node if nodes is not None and not nodes.get(node) and node in nodes else ""
+    )
     return MachineView(
         key=key,
         machine=machine,
@@ -83,19 +85,19 @@ def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineVi
         until=_time(entry.get("until")),
         quarantines=entry["quarantines"] if isinstance(entry.get("quarantines"), int) else 0,
         strikes=tuple(_strike(plain(str(line))) for line in strikes) if isinstance(strikes, list) else (),
-        present=None if nodes is None or not node else bool(there),
-        renamed=there if there != node else "",
+        present=None if nodes is None or not node else bool(present_node),
+        renamed=present_node if present_node != node else "",
     )
 
 
 def _strike(line: str) -> StrikeView:
     at, _, rest = line.partition(" ")
     cause, _, by = rest.partition(" ")
-    return StrikeView(seconds_of(at), cause, by)
+    return StrikeView(parse_rfc3339(at), cause, by)
 
 
 def _time(value: Any) -> float | None:
-    """YAML reads an unquoted time stamp as a time, so both are taken."""
+    """Parse a time; YAML reads an unquoted time stamp as a time, so both types are accepted."""
     if isinstance(value, datetime):
         return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    return seconds_of(str(value)) if value is not None else None
+    return parse_rfc3339(str(value)) if value is not None else None

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SizeRow:
-    """Some numbers of nodes at which the same number of them trains."""
+    """A range of node counts at which the same number of them trains."""
 
     fewest: int
     most: int
-    """Nodes that are there, from `fewest` to `most`."""
+    """Available nodes, from `fewest` to `most`."""
     trains: int
     """Number of them that train; the others wait in reserve."""
     passes: int
@@ -32,61 +32,61 @@ class SizeRow:
     batch: int
     """Samples of a step over all ranks."""
     speed: float
-    """Share of the speed at the size asked for, by the samples of a pass."""
+    """Speed relative to the requested size, by the samples of a pass."""
     filled: float
     """Share of a step's rows that hold a sample."""
     idle_ranks: int
-    """Data-parallel ranks that never have a sample, since the batch is smaller than their number."""
+    """Data-parallel ranks that never have a sample, because the batch is smaller than their number."""
     data_parallel: int
     """Data-parallel degree."""
     step_seconds: float | None
-    """Measured at this size; None where the job has not been."""
+    """Measured at this size; None if the job has not trained at it."""
     current: bool
     idle: bool
-    """Beyond the nodes that were asked for: only where others leave them idle, and the job takes those."""
+    """Whether it is beyond the requested nodes, so that the job uses it only if other nodes are idle."""
     compiled: bool | None
-    """Whether its graphs are there; None where nobody knows, without `precompile`."""
+    """Whether its graphs are compiled; None if unknown, without `precompile`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingRow:
-    """Speed that was measured at one number of nodes."""
+    """Measured speed at one number of nodes."""
 
     nodes: int
     steps: int
     step_seconds: float
     """Reference step time (docs/goodput.md)."""
     samples_per_second: float | None
-    """None where the samples of a step are not known."""
+    """None if the samples of a step are unknown."""
     speedup: float | None
-    """Samples per second in units of those at the smallest size."""
+    """Samples per second relative to the smallest size."""
     efficiency: float | None
-    """Share of the speed that as many nodes would have if each were as fast as one of the smallest size."""
+    """Speed relative to the same number of nodes, each as fast as one of the smallest size."""
     current: bool
 
 
 def scaling_rows(job: Mapping[str, Any]) -> tuple[ScalingRow, ...]:
     """Return the sizes at which a job has trained, the smallest first. Raises ClientError as `size_rows` does."""
     status, shape = public_status(job), _spec_of(job).batch_shape()
-    now = status.part("membership").whole("size")
+    current_size = status.part("membership").integer("size")
     rows: list[ScalingRow] = []
-    for each in sorted(status.part("goodput").parts("sizes"), key=lambda each: each.whole("size")):
-        nodes, seconds = each.whole("size"), each.number("stepSeconds")
+    for account in sorted(status.part("goodput").parts("sizes"), key=lambda each: each.integer("size")):
+        nodes, seconds = account.integer("size"), account.number("stepSeconds")
         if not seconds or nodes < 1:
             continue
         speed = shape.batch(nodes) / seconds if shape.global_batch_size else None
         first = rows[0] if rows else None
-        least = first.samples_per_second if first else speed
-        speedup = speed / least if speed and least else None
+        baseline = first.samples_per_second if first else speed
+        speedup = speed / baseline if speed and baseline else None
         rows.append(
             ScalingRow(
                 nodes=nodes,
-                steps=each.whole("steps"),
+                steps=account.integer("steps"),
                 step_seconds=seconds,
                 samples_per_second=speed,
                 speedup=speedup,
                 efficiency=speedup * (first.nodes if first else nodes) / nodes if speedup else None,
-                current=nodes == now,
+                current=nodes == current_size,
             )
         )
     return tuple(rows)
@@ -113,9 +113,11 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
     full = shape.best(workers.replicas, workers.min_replicas or 1)
     least = spec.least_size(full) if full and workers.min_replicas else workers.min_replicas or 1
     useful = shape.useful_sizes(least, most)
-    now = status.part("membership").whole("size")
-    measured = {each.whole("size"): each.number("stepSeconds") for each in status.part("goodput").parts("sizes")}
-    compiled = {*status.part("compiled").wholes("sizes"), *spec.sizes_to_compile()}
+    current_size = status.part("membership").integer("size")
+    measured = {
+        account.integer("size"): account.number("stepSeconds") for account in status.part("goodput").parts("sizes")
+    }
+    compiled = {*status.part("compiled").integers("sizes"), *spec.sizes_to_compile()}
     rows = [
         SizeRow(
             fewest=size,
@@ -128,7 +130,7 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
             idle_ranks=shape.idle_ranks(size),
             data_parallel=shape.data_parallel(size),
             step_seconds=measured.get(size),
-            current=size == now,
+            current=size == current_size,
             idle=size > workers.replicas and spec.elasticity.idle_nodes is IdleNodes.TAKE,
             compiled=size in compiled if spec.precompile.enabled else None,
         )

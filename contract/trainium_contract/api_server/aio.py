@@ -1,13 +1,13 @@
 """HTTPS to the API server for programs with an event loop: the operator, and the nodes of the development cluster.
 
-It needs aiohttp (extra `aio`). Bytes in and out: typed models cost ten times as much per object and drop fields that
-they do not know.
+It needs aiohttp (extra `aio`). Requests and responses are bytes: typed models cost ten times as much per object and
+drop unknown fields.
 
 Guarantees:
-- TLS is verified unless the kubeconfig turns that off.
+- TLS is verified unless the kubeconfig disables that.
 - POST and PATCH are never sent twice.
 - Credentials never reach a message.
-- Credentials that expire are read again before they do.
+- Credentials that expire are read again in time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
-from trainium_contract.api_server.connection import as_yaml, proxy_of, tls_context
+from trainium_contract.api_server.connection import as_yaml, find_proxy, tls_context
 from trainium_contract.api_server.errors import NoClusterError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 10.0
 LONGEST_LINE = 16 << 20
-"""Bytes of an event of a watch: etcd stores no object as large."""
+"""Bytes of a watch event; etcd stores no larger object."""
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +42,7 @@ class ConnectionFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """One HTTP answer; `headers` has lower-case keys."""
+    """One HTTP response; `headers` has lower-case keys."""
 
     status: int
     headers: Mapping[str, str]
@@ -51,7 +51,7 @@ class HttpResponse:
 
 @dataclass(frozen=True, slots=True)
 class ResponseStream:
-    """An answer whose body is still coming; `lines` ends when the server closes it."""
+    """A response whose body is still being received; `lines` ends when the server closes it."""
 
     status: int
     lines: AsyncIterator[bytes]
@@ -63,9 +63,9 @@ class HttpClient:
     def __init__(
         self, access: Access, *, user_agent: str, connections: int = 0, find: Callable[[], Access] | None = None
     ) -> None:
-        """`connections`: at most so many, 0 without a limit. `find` reads credentials again that expire.
+        """Connect lazily; `connections` is the largest number, 0 without a limit.
 
-        Raises NoClusterError when a certificate cannot be used.
+        `find` renews expiring credentials. Raises NoClusterError if a certificate cannot be used.
         """
         import aiohttp  # noqa: PLC0415 - an extra
 
@@ -76,7 +76,7 @@ class HttpClient:
         server = urlsplit(access.server)
         tls = tls_context(access) if server.scheme == "https" else True
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=connections, ssl=tls))
-        self._proxy = proxy_of(access, server.scheme, server.hostname or "") or None
+        self._proxy = find_proxy(access, server.scheme, server.hostname or "") or None
         self._limits = aiohttp.ClientTimeout
         self._failures = (aiohttp.ClientError, TimeoutError, OSError)
 
@@ -87,7 +87,10 @@ class HttpClient:
     async def request(
         self, method: str, path: str, *, query: Mapping[str, str], body: Any, content_type: str, timeout: float
     ) -> HttpResponse:
-        """Send a request whose body is JSON, and read its answer in `timeout` seconds. Raises ConnectionFailedError."""
+        """Send a request with a JSON body and return the response. Raises ConnectionFailedError.
+
+        `timeout` in seconds.
+        """
         limits = self._limits(total=timeout, sock_connect=CONNECT_SECONDS)
         with self._failures_of(method, path):
             async with await self._send(method, path, query, limits, content_type, body) as response:
@@ -111,7 +114,7 @@ class HttpClient:
         """Return the credentials, read again if they have expired."""
         kept, now = self.access.keep_seconds, time.monotonic()
         if self._find is not None and kept is not None and now >= self._read_at + kept:
-            self._read_at = now  # others use what there is meanwhile
+            self._read_at = now  # other tasks use the old ones meanwhile
             try:
                 fresh = await asyncio.to_thread(self._find)
             except NoClusterError as error:
@@ -147,11 +150,11 @@ class HttpClient:
         part = bytearray()
         with self._failures_of("GET", path):
             while chunk := await content.readany():
-                *whole, rest = chunk.split(b"\n")
-                for line in whole:
+                *complete, partial = chunk.split(b"\n")
+                for line in complete:
                     yield bytes(part + line)
                     part.clear()
-                part += rest
+                part += partial
                 if len(part) > LONGEST_LINE:
                     raise ConnectionFailedError(f"GET {path}: a line of more than {LONGEST_LINE >> 20} MiB")
         if part:

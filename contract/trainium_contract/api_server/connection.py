@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 30.0
 IDLE_SECONDS = 30.0
-"""Below the time after which an API server closes an idle connection (90 s), since a write is not repeated."""
+"""Below the time after which an API server closes an idle connection (90 s), because a write is not repeated."""
 _CHUNK = 1 << 16
-_AWKWARD = re.compile(r"[^\x20-\x7e\U00010000-\U0010ffff]")
-"""Characters to escape: line breaks, controls, marks that YAML reads in its own way, halves of surrogate pairs."""
+_ESCAPED_CHARACTERS = re.compile(r"[^\x20-\x7e\U00010000-\U0010ffff]")
+"""Characters to escape: line breaks, controls, characters with a meaning in YAML, halves of surrogate pairs."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One HTTP answer."""
+    """One HTTP response."""
 
     status: int
     body: bytes
 
 
 class LineStream:
-    """Lines of an answer that is still coming; `close` may be called from another thread and ends it."""
+    """Lines of a response that is still being received; `close` may be called from another thread and ends it."""
 
     def __init__(self, status: int, response: http.client.HTTPResponse, connection: http.client.HTTPConnection) -> None:
         self.status = status
@@ -58,24 +58,24 @@ class LineStream:
         self._connection = connection
 
     def rest(self) -> bytes:
-        """Read the rest of an answer that is an error."""
+        """Read the rest of an error response."""
         return self._response.read(_CHUNK)
 
     def lines(self) -> Iterator[bytes]:
-        """Line by line without its end, until the server or `close` ends it."""
-        part = b""
+        """Yield lines without their ends, until the server or `close` ends the response."""
+        partial = b""
         try:
             while chunk := self._response.read1(_CHUNK):
-                *whole, part = (part + chunk).split(b"\n")
-                yield from whole
+                *complete, partial = (partial + chunk).split(b"\n")
+                yield from complete
         except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
             if not self.closed:
                 raise NoClusterError(f"the connection to the API server broke: {error}") from error
-        if part:
-            yield part
+        if partial:
+            yield partial
 
     def close(self) -> None:
-        """End it; a reader in another thread sees the end."""
+        """End the response; a reader in another thread sees the end."""
         self.closed = True
         socket = self._connection.sock
         with contextlib.suppress(OSError):
@@ -97,12 +97,12 @@ class Connection:
 
     @property
     def tls(self) -> ssl.SSLContext | None:
-        """Context that wraps sockets; None for plain HTTP."""
+        """Return the TLS context of sockets; None for plain HTTP."""
         return self._context
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the API server."""
+        """Return host and port of the API server."""
         return self._parts.hostname or "", self._parts.port or (443 if self._context else 80)
 
     def path(self, path: str, query: Mapping[str, str] | None = None) -> str:
@@ -119,35 +119,35 @@ class Connection:
         content_type: str = "application/json",
         accept: str = "application/json",
     ) -> Answer:
-        """Exchange a request whose body is bytes or JSON. Raises NoClusterError when there is no answer."""
+        """Send a request whose body is bytes or JSON. Raises NoClusterError without a response."""
         data = body if isinstance(body, bytes | None) else as_yaml(body)
         headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
-        for kept in (self._kept(), None):
-            connection = kept or self._open(self._seconds)
+        for idle in (self._take_idle(), None):
+            connection = idle or self._open(self._seconds)
             try:
                 self._send(connection, method, self.path(path, query), data, headers)
                 response = connection.getresponse()
                 answer = Answer(response.status, response.read())
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                # The server may close an idle connection at any time; only what changes nothing is asked again.
-                if kept is None or method != "GET":
-                    raise self._no_answer(error) from error
+                # The server may close an idle connection at any time; only requests that change nothing are sent again.
+                if idle is None or method != "GET":
+                    raise self._connection_error(error) from error
             else:
                 self._idle.append((connection, time.monotonic()))
                 return answer
         raise AssertionError("unreachable")
 
     def close(self) -> None:
-        """Close what is idle; the object can be used again."""
-        while (kept := self._kept()) is not None:
-            kept.close()
+        """Close idle connections; the object can be used again."""
+        while (idle := self._take_idle()) is not None:
+            idle.close()
 
     def __del__(self) -> None:
         self.close()
 
-    def _kept(self) -> http.client.HTTPConnection | None:
-        """Return a connection that was used lately; other threads may use the last one at any time."""
+    def _take_idle(self) -> http.client.HTTPConnection | None:
+        """Return a recently used connection; other threads may use the last one at any time."""
         with contextlib.suppress(IndexError):
             while True:
                 connection, used = self._idle.pop()
@@ -167,16 +167,21 @@ class Connection:
                 if connection.sock is not None:
                     connection.sock.settimeout(silence)
             except (OSError, http.client.HTTPException) as error:
-                raise self._no_answer(error) from error
+                raise self._connection_error(error) from error
             yield LineStream(response.status, response, connection)
         finally:
             connection.close()
 
     def _send(
-        self, connection: http.client.HTTPConnection, method: str, path: str, data: bytes | None, own: dict[str, str]
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        data: bytes | None,
+        headers: dict[str, str],
     ) -> None:
         connection.putrequest(method, path, skip_accept_encoding=True)
-        for name, value in (*own.items(), *self.access.headers, ("User-Agent", self._user_agent)):
+        for name, value in (*headers.items(), *self.access.headers, ("User-Agent", self._user_agent)):
             connection.putheader(name, value)
         if data is not None:
             connection.putheader("Content-Length", str(len(data)))
@@ -184,7 +189,7 @@ class Connection:
 
     def _open(self, seconds: float) -> http.client.HTTPConnection:
         host, port = self.address
-        proxy = proxy_of(self.access, self._parts.scheme, host)
+        proxy = find_proxy(self.access, self._parts.scheme, host)
         target = urlsplit(proxy) if proxy else None
         to_host, to_port = (target.hostname or "", target.port or 3128) if target else (host, port)
         connection: http.client.HTTPConnection
@@ -196,15 +201,15 @@ class Connection:
             connection.set_tunnel(host, port, proxy_headers(target.username, target.password))
         return connection
 
-    def _no_answer(self, error: Exception) -> NoClusterError:
-        why = str(error) or type(error).__name__
+    def _connection_error(self, error: Exception) -> NoClusterError:
+        reason = str(error) or type(error).__name__
         return NoClusterError(
-            f"no answer from the API server {self.access.server} (context {self.access.context or 'none'}): {why}"
+            f"no answer from the API server {self.access.server} (context {self.access.context or 'none'}): {reason}"
         )
 
 
 class _NamedConnection(http.client.HTTPSConnection):
-    """HTTPS whose certificate may have to bear another name than the host's (`tls-server-name`)."""
+    """HTTPS with a server name that may differ from the host's (`tls-server-name`)."""
 
     def __init__(self, host: str, port: int, context: ssl.SSLContext, server_name: str, seconds: float) -> None:
         super().__init__(host, port, context=context, timeout=seconds)
@@ -219,23 +224,23 @@ class _NamedConnection(http.client.HTTPSConnection):
 
 
 def as_yaml(body: Any) -> bytes:
-    """JSON that is YAML too: characters beyond U+FFFF as they are, since YAML knows no surrogates to write them by.
+    """Return JSON that is also YAML, with characters beyond U+FFFF unescaped, because YAML has no surrogate pairs.
 
-    An emoji in a pod's last words would otherwise have the server refuse a job's status for ever.
+    Otherwise the server would refuse a job's status forever because of an emoji in a pod's last output.
     """
-    return _AWKWARD.sub(_escaped, json.dumps(body, ensure_ascii=False)).encode()
+    return _ESCAPED_CHARACTERS.sub(_escape, json.dumps(body, ensure_ascii=False)).encode()
 
 
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _escape(match_: re.Match[str]) -> str:
+    code = ord(match_[0])
     return "\\ufffd" if 0xD800 <= code <= 0xDFFF else f"\\u{code:04x}"
 
 
 def tls_context(access: Access) -> ssl.SSLContext:
-    """Build the TLS context of a kubeconfig. Raises NoClusterError when a certificate cannot be used."""
+    """Build the TLS context of a kubeconfig. Raises NoClusterError if a certificate cannot be used."""
     try:
         context = ssl.create_default_context(cadata=access.authority.decode() if access.authority else None)
-        # Authorities of managed clusters lack the key identifiers that Python 3.13's strict flag demands.
+        # Authorities of managed clusters lack the key identifiers that Python 3.13's strict flag requires.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         if not access.verify:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -247,7 +252,7 @@ def tls_context(access: Access) -> ssl.SSLContext:
 
 
 def _load_identity(context: ssl.SSLContext, access: Access) -> None:
-    """Load the client certificate from files, as the library needs; they are private and deleted at once."""
+    """Load the client certificate from private files, which the library needs, and delete them at once."""
     with tempfile.TemporaryDirectory(prefix="kubectl-trn-") as folder:
         path = Path(folder) / "identity.pem"
         path.touch(mode=0o600)
@@ -255,13 +260,13 @@ def _load_identity(context: ssl.SSLContext, access: Access) -> None:
         context.load_cert_chain(path)
 
 
-def proxy_of(access: Access, scheme: str, host: str) -> str:
+def find_proxy(access: Access, scheme: str, host: str) -> str:
     """Return the proxy of the kubeconfig, else of the environment; empty for none."""
     if access.proxy:
         return access.proxy
     if host in _LOOPBACK or not any(name.lower() == f"{scheme}_proxy" for name in os.environ):
         return ""
-    # Imported here: few have a proxy, and it takes a tenth of what a command may take.
+    # Imported here: few users have a proxy, and the import takes a tenth of a command's time.
     from urllib.request import getproxies, proxy_bypass  # noqa: PLC0415
 
     return "" if proxy_bypass(host) else getproxies().get(scheme, "")

@@ -8,11 +8,11 @@ class ClientError(Exception):
 
 
 class NoClusterError(ClientError):
-    """No kubeconfig that can be used, or nobody answers at its address."""
+    """No usable kubeconfig, or no response from its address."""
 
 
 class ForbiddenError(ClientError):
-    """The API server knows us and refuses; the sentence names the verb and the resource."""
+    """The API server refuses an authenticated request; the sentence names the verb and the resource."""
 
 
 class NotFoundError(ClientError):
@@ -20,4 +20,4 @@ class NotFoundError(ClientError):
 
 
 class ConflictError(ClientError):
-    """Somebody else changed it first, or it is there already."""
+    """Another client changed the object first, or it exists already."""

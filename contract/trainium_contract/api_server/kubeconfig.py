@@ -1,8 +1,9 @@
-"""Which cluster, and as whom: kubeconfig files as kubectl reads them, else the pod's own ServiceAccount.
+"""Find the cluster and the credentials: kubeconfig files as kubectl reads them, else the pod's ServiceAccount.
 
-Why not the Kubernetes client library: importing it takes longer than the whole of a command may (decision 0086).
-Invariants: files are merged as kubectl does (the first that names something wins); paths inside a file are relative to
-it; `as` in a kubeconfig is honoured, so a command never has more rights than kubectl would; nothing here is printed.
+The Kubernetes client library is not used, because its import takes longer than a whole command may (decision 0086).
+
+Invariants: files are merged as kubectl does (the first that defines a name wins). Paths inside a file are relative to
+it. `as` in a kubeconfig is honoured, so a command never has more rights than kubectl. Nothing here is printed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_EXEC_EXTENSION = "client.authentication.k8s.io/exec"
 _PLUGIN_SECONDS = 60.0
 _FILE_SECONDS = 60.0
-"""Age of a token that was read from a file, and time before the end of one that a plugin gave, to ask again."""
+"""Age of a token from a file, and margin before the expiry of a plugin's token, at which it is read again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where the API server is and what it wants to see; PEM texts are bytes, empty for none."""
+    """Address and credentials of the API server; PEM texts are bytes, empty for none."""
 
     server: str
     namespace: str = "default"
@@ -46,18 +48,18 @@ class Access:
     server_name: str = ""
     proxy: str = ""
     keep_seconds: float | None = None
-    """Seconds for which the headers may be used before they are read again; None: no limit."""
+    """Seconds for which the headers may be used before they are read again; None without a limit."""
 
 
 def find_access(kubeconfig: str | None, context: str | None, environment: Mapping[str, str]) -> Access:
-    """Access by the option, else KUBECONFIG, else ~/.kube/config, else the pod's own. Raises NoClusterError."""
-    given = kubeconfig or environment.get("KUBECONFIG")
+    """Return the access by the option, else KUBECONFIG, ~/.kube/config, or the pod. Raises NoClusterError."""
+    configured = kubeconfig or environment.get("KUBECONFIG")
     home = Path(environment.get("HOME") or Path.home()) / ".kube" / "config"
-    paths = [Path(part) for part in given.split(os.pathsep) if part] if given else [home]
-    there = [path for path in paths if path.is_file()]
-    if there:
-        return _from_files(there, context)
-    if not given and environment.get("KUBERNETES_SERVICE_HOST"):
+    paths = [Path(part) for part in configured.split(os.pathsep) if part] if configured else [home]
+    existing = [path for path in paths if path.is_file()]
+    if existing:
+        return _access_from_files(existing, context)
+    if not configured and environment.get("KUBERNETES_SERVICE_HOST"):
         return pod_access(environment)
     searched = ", ".join(str(path) for path in paths)
     raise NoClusterError(
@@ -67,7 +69,7 @@ def find_access(kubeconfig: str | None, context: str | None, environment: Mappin
 
 
 def pod_access(environment: Mapping[str, str]) -> Access:
-    """Access by the pod's own ServiceAccount, whose token the kubelet renews. Raises NoClusterError."""
+    """Return the access of the pod's ServiceAccount, whose token the kubelet renews. Raises NoClusterError."""
     host, port = environment["KUBERNETES_SERVICE_HOST"], environment.get("KUBERNETES_SERVICE_PORT", "443")
     try:
         token = (_ACCOUNT / "token").read_text(encoding="utf-8").strip()
@@ -77,25 +79,25 @@ def pod_access(environment: Mapping[str, str]) -> Access:
         raise NoClusterError(f"no cluster: the pod's ServiceAccount cannot be read ({error})") from error
     shown = f"[{host}]" if ":" in host else host
     address = f"https://{shown}:{port}"
-    return Access(address, namespace, "pod", authority, headers=_bearer(token), keep_seconds=_FILE_SECONDS)
+    return Access(address, namespace, "pod", authority, headers=_bearer_header(token), keep_seconds=_FILE_SECONDS)
 
 
-def _from_files(paths: list[Path], wanted: str | None) -> Access:
-    documents = [(path.parent, _document(path)) for path in paths]
+def _access_from_files(paths: list[Path], wanted: str | None) -> Access:
+    documents = [(path.parent, _load_document(path)) for path in paths]
     names = (str(document.get("current-context") or "") for _, document in documents)
     context = wanted or next((name for name in names if name), "")
     where = ", ".join(str(path) for path in paths)
     if not context:
         raise NoClusterError(f"no cluster: {where} has no current-context; give --context NAME")
-    _, chosen = _named(documents, "contexts", "context", context, where)
-    cluster_folder, cluster = _named(documents, "clusters", "cluster", str(chosen.get("cluster") or ""), where)
+    _, chosen = _find_entry(documents, "contexts", "context", context, where)
+    cluster_folder, cluster = _find_entry(documents, "clusters", "cluster", str(chosen.get("cluster") or ""), where)
     server = str(cluster.get("server") or "").rstrip("/")
     if not server.startswith(("https://", "http://")):
         raise NoClusterError(f"no cluster: the context {context} of {where} names no server")
     user_folder, user = Path(), dict[str, Any]()
     if chosen.get("user"):
-        user_folder, user = _named(documents, "users", "user", str(chosen["user"]), where)
-    authority = _material(cluster, "certificate-authority", cluster_folder)
+        user_folder, user = _find_entry(documents, "users", "user", str(chosen["user"]), where)
+    authority = _read_pem(cluster, "certificate-authority", cluster_folder)
     certificate, key, headers, keep = _identity(user, user_folder, cluster, server, authority)
     return Access(
         server=server,
@@ -112,19 +114,19 @@ def _from_files(paths: list[Path], wanted: str | None) -> Access:
     )
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _load_document(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        # libyaml where it is built in: a kubeconfig with many contexts takes long otherwise.
-        found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - both are safe
+        # libyaml if available: a kubeconfig with many contexts is slow without it.
+        document = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - both are safe
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise NoClusterError(f"no cluster: the kubeconfig {path} cannot be read: {_one_line(error)}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise NoClusterError(f"no cluster: {path} is no kubeconfig")
-    return found
+    return document
 
 
-def _named(
+def _find_entry(
     documents: list[tuple[Path, dict[str, Any]]], kind: str, inner: str, name: str, where: str
 ) -> tuple[Path, dict[str, Any]]:
     """Return the first entry of that name, with the folder of its file."""
@@ -135,8 +137,8 @@ def _named(
     raise NoClusterError(f"no cluster: {where} has no {inner} named {name!r}")
 
 
-def _material(fields: Mapping[str, Any], name: str, folder: Path) -> bytes:
-    """`name` as a path, or `name`-data in base64; the data wins, as in kubectl."""
+def _read_pem(fields: Mapping[str, Any], name: str, folder: Path) -> bytes:
+    """Return `name` as a path, or `name`-data from base64; the data wins, as in kubectl."""
     try:
         if fields.get(f"{name}-data"):
             return base64.b64decode(str(fields[f"{name}-data"]), validate=False)
@@ -148,26 +150,26 @@ def _material(fields: Mapping[str, Any], name: str, folder: Path) -> bytes:
 def _identity(
     user: Mapping[str, Any], folder: Path, cluster: Mapping[str, Any], server: str, authority: bytes
 ) -> tuple[bytes, bytes, tuple[tuple[str, str], ...], float | None]:
-    """Client certificate, its key, headers, and how long these may be kept."""
-    certificate, key = _material(user, "client-certificate", folder), _material(user, "client-key", folder)
+    """Return the client certificate, its key, headers, and how long these may be used."""
+    certificate, key = _read_pem(user, "client-certificate", folder), _read_pem(user, "client-key", folder)
     headers: tuple[tuple[str, str], ...] = ()
     keep: float | None = None
     if user.get("tokenFile"):
         keep = _FILE_SECONDS
         try:
-            headers = _bearer((folder / str(user["tokenFile"])).read_text(encoding="utf-8").strip())
+            headers = _bearer_header((folder / str(user["tokenFile"])).read_text(encoding="utf-8").strip())
         except OSError as error:
             raise NoClusterError(f"no cluster: the token file cannot be read: {_one_line(error)}") from error
     elif user.get("token"):
-        headers = _bearer(str(user["token"]))
+        headers = _bearer_header(str(user["token"]))
     elif user.get("username"):
         pair = base64.b64encode(f"{user['username']}:{user.get('password', '')}".encode()).decode()
         headers = (("Authorization", f"Basic {pair}"),)
     elif isinstance(user.get("exec"), dict):
-        status = _ask_plugin(user["exec"], folder, cluster, server, authority)
+        status = _run_exec_plugin(user["exec"], folder, cluster, server, authority)
         certificate = str(status.get("clientCertificateData") or "").encode() or certificate
         key = str(status.get("clientKeyData") or "").encode() or key
-        headers = _bearer(str(status["token"])) if status.get("token") else ()
+        headers = _bearer_header(str(status["token"])) if status.get("token") else ()
         keep = _seconds_until(str(status.get("expirationTimestamp") or ""))
     elif user.get("auth-provider"):
         raise NoClusterError("the kubeconfig uses an auth-provider, which is not supported: use an exec plugin instead")
@@ -178,14 +180,14 @@ def _identity(
 
 
 def _seconds_until(expiry: str) -> float | None:
-    """Return how long a plugin's credential may be kept; None where it names no time."""
+    """Return how long a plugin's credential may be used; None if it gives no time."""
     try:
         return max(_FILE_SECONDS, datetime.fromisoformat(expiry).timestamp() - time.time() - _FILE_SECONDS)
     except ValueError:
         return None
 
 
-def _ask_plugin(
+def _run_exec_plugin(
     plugin: Mapping[str, Any], folder: Path, cluster: Mapping[str, Any], server: str, authority: bytes
 ) -> Mapping[str, Any]:
     """Return the credential of an exec plugin, such as `aws eks get-token`."""
@@ -193,19 +195,19 @@ def _ask_plugin(
     if plugin.get("provideClusterInfo"):
         data = base64.b64encode(authority).decode()
         spec["cluster"] = {"server": server, "certificate-authority-data": data}
-        extensions = cluster.get("extensions") or ()
-        own = [each.get("extension") for each in extensions if each.get("name") == "client.authentication.k8s.io/exec"]
-        spec["cluster"] |= {"config": own[0]} if own else {}
+        extensions = {entry.get("name"): entry.get("extension") for entry in reversed(cluster.get("extensions") or ())}
+        if _EXEC_EXTENSION in extensions:
+            spec["cluster"]["config"] = extensions[_EXEC_EXTENSION]
     version = str(plugin.get("apiVersion") or "client.authentication.k8s.io/v1")
-    asked = json.dumps({"apiVersion": version, "kind": "ExecCredential", "spec": spec})
-    variables = {str(each["name"]): str(each["value"]) for each in plugin.get("env") or ()}
+    request = json.dumps({"apiVersion": version, "kind": "ExecCredential", "spec": spec})
+    variables = {str(variable["name"]): str(variable["value"]) for variable in plugin.get("env") or ()}
     command = str(plugin.get("command") or "")
-    # A path with a slash is relative to the kubeconfig, a bare name is searched up on PATH.
+    # A path with a slash is relative to the kubeconfig; a bare name is looked up on PATH.
     program = str(folder / command) if "/" in command else command
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [program, *map(str, plugin.get("args") or ())],
-            env={**os.environ, **variables, "KUBERNETES_EXEC_INFO": asked},
+            env={**os.environ, **variables, "KUBERNETES_EXEC_INFO": request},
             stdout=subprocess.PIPE,
             timeout=_PLUGIN_SECONDS,
             check=False,
@@ -214,13 +216,13 @@ def _ask_plugin(
         hint = f" ({plugin['installHint']})" if plugin.get("installHint") else ""
         raise NoClusterError(f"the kubeconfig's login program {command} failed: {_one_line(error)}{hint}") from error
     try:
-        status = json.loads(done.stdout)["status"]
+        status = json.loads(completed.stdout)["status"]
     except (ValueError, KeyError, TypeError) as error:
         raise NoClusterError(f"the kubeconfig's login program {command} gave no credential; log in again") from error
     return status if isinstance(status, dict) else {}
 
 
-def _bearer(token: str) -> tuple[tuple[str, str], ...]:
+def _bearer_header(token: str) -> tuple[tuple[str, str], ...]:
     return (("Authorization", f"Bearer {token}"),)
 
 

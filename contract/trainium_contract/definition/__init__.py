@@ -1,1 +1,1 @@
-"""The CustomResourceDefinition, generated from the models, and the rules that the API server checks."""
+"""The CustomResourceDefinition, generated from the models, and its CEL rules."""

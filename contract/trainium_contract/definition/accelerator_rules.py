@@ -1,7 +1,7 @@
-"""CEL rules of `spec.workers.accelerator`: devices that workers claim, and training processes on a node.
+"""CEL rules of `spec.workers.accelerator`: claimed devices, and training processes on a node.
 
-A core is what a process has to itself. A trn2 shows half as many as it has unless configured otherwise (a claim's
-logicalNeuronCore, or the node's own setting), so without a claim the physical ones are the bound.
+Each process has a separate core. A trn2 has half as many logical cores unless configured otherwise (a claim's
+logicalNeuronCore, or the node's setting), so without a claim the number of physical cores is the bound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainium_contract.sizes import Instance
 
 
-def _of(figure: Callable[[Instance], int]) -> str:
+def _instance_figure(figure: Callable[[Instance], int]) -> str:
     """Return an expression for a figure of the job's instance type."""
     known = ", ".join(f"'{name}': {figure(each)}" for name, each in INSTANCES.items())
     return f"{{{known}}}[self.instanceType]"
@@ -26,10 +26,10 @@ def _of(figure: Callable[[Instance], int]) -> str:
 _DEVICES = "{" + ", ".join(f"'{name}': {instance.devices}" for name, instance in INSTANCES.items()) + "}"
 _KNOWN = f"self.?instanceType.orValue('') in {_DEVICES}"
 _OF_TYPE = f"{_DEVICES}[self.instanceType]"
-_ALL = _of(lambda each: each.cores * each.core_parts)
-_CLAIMED = f"""{_of(lambda each: each.cores * each.core_parts // each.devices)}
-* self.claim.?count.orValue({_of(lambda each: each.devices)})
-/ self.claim.?logicalNeuronCore.orValue({_of(lambda each: each.core_parts)})"""
+_ALL = _instance_figure(lambda each: each.cores * each.core_parts)
+_CLAIMED = f"""{_instance_figure(lambda each: each.cores * each.core_parts // each.devices)}
+* self.claim.?count.orValue({_instance_figure(lambda each: each.devices)})
+/ self.claim.?logicalNeuronCore.orValue({_instance_figure(lambda each: each.core_parts)})"""
 _MOST = f"(has(self.claim) && !self.claim.ultraServerNode ? {_CLAIMED} : {_ALL})"
 
 ACCELERATOR_RULES: tuple[Rule, ...] = (
@@ -47,8 +47,8 @@ ACCELERATOR_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"!has(self.claim) || has(self.claim.count) || self.claim.ultraServerNode || {_KNOWN}",
-        "say how many devices a worker claims: accelerator.claim.count, or a known instanceType, all of whose devices "
-        "are claimed then",
+        "give the number of devices that a worker claims: accelerator.claim.count, or a known instanceType to claim "
+        "all of its devices",
         ".claim",
         reason=RefusalReason.REQUIRED,
     ),

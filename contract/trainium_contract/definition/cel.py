@@ -1,6 +1,6 @@
-"""Rules in the Common Expression Language (CEL), and how they are written for the API server.
+"""Write rules in the Common Expression Language (CEL) for the API server.
 
-Invariant: nothing here needs anything newer than Kubernetes 1.30.
+Invariant: nothing here needs a newer version than Kubernetes 1.30.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class RefusalReason(StrEnum):
-    """Reason of the refusal, as the API server reports it."""
+    """Reason of a refusal, as the API server reports it."""
 
     INVALID = "FieldValueInvalid"
     FORBIDDEN = "FieldValueForbidden"
@@ -20,19 +20,19 @@ class RefusalReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One CEL rule; `message` is a literal sentence, `expression` one that is computed and can give the values.
+    """One CEL rule; `message` is a literal sentence, `expression` a computed one that can contain the values.
 
-    The sentence is used when the expression fails or is too long, so it is always given.
+    The API server uses the sentence if the expression fails or is too long, so it is required.
     """
 
     rule: str
     message: str
     field: str = ""
-    """Path of the field to change, below the schema that carries the rule; empty for the whole of it."""
+    """Path of the field to change, below the schema with the rule; empty for the whole."""
     expression: str = ""
     reason: RefusalReason = RefusalReason.INVALID
     optional_old: bool = False
-    """Checked at creation too, with `oldSelf` as an optional."""
+    """Whether it is also checked at creation, with `oldSelf` as an optional."""
 
     def to_schema(self) -> dict[str, Any]:
         """Return the entry of x-kubernetes-validations."""
@@ -53,21 +53,21 @@ HUNDRED = "[" + ",".join(str(number) for number in range(100)) + "]"
 
 
 def format_message(text: str, *values: str) -> str:
-    """Return an expression that formats `text`, with a %s for each of `values`, in which `c` is the cores per node.
+    """Return an expression that formats `text`, with a %s for each of `values`; `c` is the cores per node.
 
-    Formatting in one call, not by joining: the API server cannot bound the length of `string(number)` and would refuse
-    the concatenation as too costly.
+    It formats in one call instead of joining: the API server cannot bound the length of `string(number)` and would
+    refuse the concatenation as too costly.
     """
     return f"'{text}'.format([{', '.join(f'dyn({value})' for value in values)}])"
 
 
-def bound(name: str, value: str, condition: str) -> str:
-    """`condition` with a name for a value: each step of a search reads it from there, not from the object."""
+def bind_value(name: str, value: str, condition: str) -> str:
+    """Bind a value to a name in `condition`, so that each step of a search does not read it from the object."""
     return f"[{value}].all({name}, {condition})"
 
 
-def some_below(limit: str, root: int, name: str, condition: str) -> str:
-    """Return an expression: `condition` holds for some `name` from 1 on, with name ** root at most `limit`."""
+def exists_up_to(limit: str, root: int, name: str, condition: str) -> str:
+    """Return an expression that is true if `condition` holds for some `name` >= 1 with name ** root <= `limit`."""
     hundreds = " * ".join(["h * 100"] * root)
     power = " * ".join([name] * root)
     number = f"{name} >= 1 && {power} <= {limit} && {condition}"

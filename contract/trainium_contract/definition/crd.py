@@ -1,15 +1,17 @@
-"""The CustomResourceDefinition, generated from the pydantic models of `job.py`; files beside it add the CEL rules.
+"""Generate the CustomResourceDefinition from the pydantic models of `job.py`; other files add the CEL rules.
 
-The result is plain JSON-ready data (`scripts/generate.py` writes it as YAML). Invariants of the schema:
-structural (no references, no alternatives), closed but for the status (an unknown field is an error under kubectl's
-strict validation), bounded (so that the cost of the rules can be estimated), and every field has a description; a model
-that breaks one of these stops the generation with a sentence.
+The result is plain JSON-ready data (`scripts/generate.py` writes it as YAML).
 
-Defaults of the spec are in the schema, so that they are stored with the job when it is created: an upgrade of the
-operator with other defaults does not change a job that is training. Those of fields that came `later` are not: a job
-without them is stored without them. The status is lenient where the
-spec is strict: its enumerations are plain strings, and its objects take fields that the schema does not name, so that
-an operator of another version can report to it: the API server refuses the whole of a status with one field too many.
+Invariants of the schema: it is structural (no references, no alternatives), closed except for the status (an unknown
+field is an error under kubectl's strict validation), and bounded (so that the cost of the rules can be estimated).
+Every field has a description. A model that violates one of these stops the generation with a sentence.
+
+Defaults of the spec are in the schema, so that they are stored with the job at its creation: an upgrade of the operator
+with other defaults does not change a running job. Defaults of fields that were added `later` are not stored.
+
+The status is lenient where the spec is strict: its enumerations are plain strings, and its objects accept fields that
+the schema does not name, so that an operator of another version can write it. The API server would refuse the whole
+status because of one unknown field.
 """
 
 from __future__ import annotations
@@ -38,19 +40,19 @@ CATEGORY = "training"
 
 INT32_LIMIT = 2**31 - 1
 MAX_UNBOUNDED_TEXT = 1024
-"""Bound of a status string whose model has none (enumerations)."""
+"""Bound of a status string without one in its model (enumerations)."""
 
 _LIST_KEYS: dict[str, list[str]] = {"status.conditions": ["type"]}
 """Lists that are maps by a key, so that several writers can own different entries; all others are atomic."""
 
 _PINNED_LISTS = "spec.trainer."
-"""Below it the default of a list is stored with the job too; elsewhere (preflight checks) a later one may apply."""
+"""Lists below which defaults are stored with the job too; elsewhere (preflight checks) a later default may apply."""
 
 _KEPT = ("pattern", "minLength", "maxLength", "minItems", "maxItems", "maxProperties", "minimum", "maximum")
 
 
 class SchemaError(ValueError):
-    """A model that cannot be written as a structural schema; the message names the field and what to change."""
+    """A model that cannot be written as a structural schema; the message names the field and the change."""
 
 
 def custom_resource_definition() -> dict[str, Any]:
@@ -124,7 +126,7 @@ def object_schema() -> dict[str, Any]:
     _attach(spec["properties"]["workers"]["properties"]["accelerator"], ACCELERATOR_RULES)
     _attach(spec["properties"]["program"], PROGRAM_RULES)
     _attach(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
-    # Users set a size of 0 to stop a job: a rule explains the way, and rules do not run where the schema has refused.
+    # Users set a size of 0 to stop a job: a rule explains how, and rules do not run after a schema error.
     del spec["properties"]["workers"]["properties"]["replicas"]["minimum"]
     recovery = spec["properties"]["recovery"]["properties"]
     _attach(recovery["rules"]["items"], RECOVERY_RULE_RULES)
@@ -152,14 +154,14 @@ def _attach(schema: dict[str, Any], rules: tuple[Rule, ...]) -> None:
 def model_schema(model: type[BaseModel], path: str, *, strict: bool) -> dict[str, Any]:
     """Return the structural schema of one model; `path` is its place in the object, for messages.
 
-    With `strict` defaults and enumerations are kept (the spec); without, they are left out (the status).
+    `strict` keeps defaults and enumerations (the spec); otherwise they are left out (the status).
     """
     source = model.model_json_schema(by_alias=True, mode="validation")
     return _Writer(source.get("$defs", {}), strict=strict).schema(source, path)
 
 
 class _Writer:
-    """Turns pydantic's JSON schema into a structural one."""
+    """Converts pydantic's JSON schema into a structural one."""
 
     def __init__(self, definitions: dict[str, Any], *, strict: bool) -> None:
         self._definitions = definitions
@@ -248,7 +250,7 @@ class _Writer:
 
 
 def _object_default(node: dict[str, Any], children: dict[str, Any]) -> dict[str, Any]:
-    """Return an empty object as default where it is complete, so that the defaults below it apply without it.
+    """Return an empty object as default if it is complete, so that the defaults below it apply without it.
 
     Not for an object that may be None, where leaving it out has a separate meaning.
     """
@@ -261,7 +263,7 @@ def _object_default(node: dict[str, Any], children: dict[str, Any]) -> dict[str,
 
 
 def _exclusive(node: dict[str, Any], written: dict[str, Any]) -> None:
-    """JSON schema 2020 gives an exclusive bound as a number, Kubernetes' dialect as a flag beside the bound."""
+    """Convert an exclusive bound: a number in JSON schema 2020, a flag beside the bound in Kubernetes' dialect."""
     if "exclusiveMinimum" in node:
         written |= {"minimum": node["exclusiveMinimum"], "exclusiveMinimum": True}
     if "exclusiveMaximum" in node:
@@ -274,7 +276,7 @@ def _range(node: dict[str, Any]) -> str:
         return ""
     low, above = node.get("minimum"), node.get("exclusiveMinimum")
     high, below = node.get("maximum"), node.get("exclusiveMaximum")
-    high = None if high == INT32_LIMIT else high  # a limit that nobody meets
+    high = None if high == INT32_LIMIT else high  # a limit that no value reaches
     if low is not None and high is not None:
         return f" Range: {low} to {high}."
     ends = [

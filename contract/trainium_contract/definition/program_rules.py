@@ -1,4 +1,4 @@
-"""CEL rules of `spec.program`: what it states, and the fields of the job that only the built-in trainer has."""
+"""CEL rules of `spec.program`: its fields, and the fields of the job that only the built-in trainer has."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trainium_contract.definition.size_expressions import (
     MODEL_PARALLEL,
     NODES,
     OUT_OF_BOUNDS,
-    divides,
-    fills,
+    bind_cores,
+    fills_batch,
     format_size_message,
-    with_cores,
+    is_divisible,
 )
 from trainium_contract.spec.program import MAX_COMMAND, STEP_GROUP
 
@@ -131,7 +131,7 @@ PROGRAM_SPEC_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"""!has(self.program) || {OUT_OF_BOUNDS} || {JUDGED_BEFORE}
-        || {with_cores(f"!({divides(NODES)}) || {fills(NODES)}")}""",
+        || {bind_cores(f"!({is_divisible(NODES)}) || {fills_batch(NODES)}")}""",
         "program.batch.globalSize must be divisible by data-parallel degree x microSize",
         ".workers.replicas",
         format_size_message(

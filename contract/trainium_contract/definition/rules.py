@@ -21,10 +21,10 @@ from trainium_contract.definition.size_expressions import (
     SAME_RANGE,
     SMALLEST,
     SOME_SIZE_IS_LEGAL,
-    divides,
-    fills,
+    bind_cores,
+    fills_batch,
     format_size_message,
-    with_cores,
+    is_divisible,
 )
 from trainium_contract.definition.trainer_rules import TRAINER_RULES
 from trainium_contract.faults.causes import NO_FAULT_CAUSES, USER_CAUSES, Cause
@@ -71,11 +71,11 @@ SPEC_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "self.elasticity.idleNodes == 'Leave' || has(self.workers.maxReplicas)",
-        "elasticity.idleNodes Take needs workers.maxReplicas: say to how many nodes the job may grow",
+        "elasticity.idleNodes Take needs workers.maxReplicas: give the number of nodes to which the job may grow",
         ".elasticity.idleNodes",
     ),
     Rule(
-        f"{OUT_OF_BOUNDS} || {JUDGED_BEFORE} || {with_cores(divides(NODES))}",
+        f"{OUT_OF_BOUNDS} || {JUDGED_BEFORE} || {bind_cores(is_divisible(NODES))}",
         "the training processes (replicas x cores per node) must be divisible by parallelism.tensor x pipeline x "
         "context",
         ".workers.replicas",
@@ -91,7 +91,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"""!has(self.trainer) || {OUT_OF_BOUNDS} || {JUDGED_BEFORE}
-        || {with_cores(f"!({divides(NODES)}) || {fills(NODES)}")}""",
+        || {bind_cores(f"!({is_divisible(NODES)}) || {fills_batch(NODES)}")}""",
         "with elasticity.sizes Even trainer.batch.globalSize must be divisible by data-parallel degree x microSize",
         ".workers.replicas",
         format_size_message(
@@ -105,7 +105,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         optional_old=True,
     ),
     Rule(
-        f"{OUT_OF_BOUNDS} || !{JUDGED_BEFORE} || {SAME_RANGE} || {with_cores(SOME_SIZE_IS_LEGAL)}",
+        f"{OUT_OF_BOUNDS} || !{JUDGED_BEFORE} || {SAME_RANGE} || {bind_cores(SOME_SIZE_IS_LEGAL)}",
         "no size between workers.minReplicas and workers.replicas is legal: change replicas or minReplicas",
         ".workers.replicas",
         format_size_message(
@@ -128,7 +128,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     Rule(
         """self.workers.accelerator.device == 'cpu' || has(self.workers.accelerator.instanceType)
         || has(self.workers.accelerator.resources) || has(self.workers.accelerator.coresPerNode)""",
-        "say what a worker computes on: workers.accelerator.instanceType (for instance trn1.32xlarge), or resources "
+        "name the device of a worker: workers.accelerator.instanceType (for instance trn1.32xlarge), or resources "
         "and coresPerNode, or device: cpu",
         ".workers.accelerator",
         reason=RefusalReason.REQUIRED,
@@ -169,10 +169,10 @@ STORAGE_RULES: tuple[Rule, ...] = (
     ),
 )
 
-# The operator writes status before it acts and reports Suspended only when no worker is left; so a change is safe
-# while the stored job is suspended, and before the operator has taken it up. Nothing is ever started for a job that has
+# The operator writes the status before it acts and reports Suspended only when no worker is left. So a change is safe
+# while the stored job is suspended, and before the operator has seen it. Nothing is ever started for a job that has
 # failed: a change of it counts when it is recreated.
-_AT_REST = """
+_JOB_NOT_RUNNING = """
 (!has(oldSelf.status) || !has(oldSelf.status.phase) || oldSelf.status.phase == 'Failed'
 || (oldSelf.spec.suspend && oldSelf.status.phase == 'Suspended'))"""
 
@@ -184,10 +184,10 @@ _NOT_WHILE_RUNNING = (
 
 
 def _fixed_while_running(field: str) -> Rule:
-    """Fix a field while the job runs; the field always has a value, because the schema gives it a default."""
+    """Fix a field while the job runs; it always has a value, because the schema gives it a default."""
     trainer = "!has(self.spec.trainer) || !has(oldSelf.spec.trainer) || " if field.startswith("spec.trainer.") else ""
     return Rule(
-        f"{_AT_REST} || {trainer}self.{field} == oldSelf.{field}",
+        f"{_JOB_NOT_RUNNING} || {trainer}self.{field} == oldSelf.{field}",
         f"{field.removeprefix('spec.')} {_NOT_WHILE_RUNNING}",
         f".{field}",
         reason=RefusalReason.FORBIDDEN,
@@ -230,21 +230,21 @@ ROOT_RULES: tuple[Rule, ...] = (
     ),
     *(_fixed_while_running(field) for field in _FIXED),
     Rule(
-        f"""{_AT_REST} || (has(self.spec.checkpoint.storage) == has(oldSelf.spec.checkpoint.storage)
+        f"""{_JOB_NOT_RUNNING} || (has(self.spec.checkpoint.storage) == has(oldSelf.spec.checkpoint.storage)
         && (!has(self.spec.checkpoint.storage) || self.spec.checkpoint.storage == oldSelf.spec.checkpoint.storage))""",
         f"checkpoint.storage {_NOT_WHILE_RUNNING}",
         ".spec.checkpoint.storage",
         reason=RefusalReason.FORBIDDEN,
     ),
     Rule(
-        f"""{_AT_REST} || (has(self.spec.program) == has(oldSelf.spec.program)
+        f"""{_JOB_NOT_RUNNING} || (has(self.spec.program) == has(oldSelf.spec.program)
         && (!has(self.spec.program) || self.spec.program == oldSelf.spec.program))""",
         f"program {_NOT_WHILE_RUNNING}",
         ".spec.program",
         reason=RefusalReason.FORBIDDEN,
     ),
     Rule(
-        f"""{_AT_REST} || !has(self.spec.program) || self.spec.program.resize != 'Never'
+        f"""{_JOB_NOT_RUNNING} || !has(self.spec.program) || self.spec.program.resize != 'Never'
         || self.spec.workers.replicas == oldSelf.spec.workers.replicas""",
         f"replicas (resize: Never) {_NOT_WHILE_RUNNING}",
         ".spec.workers.replicas",

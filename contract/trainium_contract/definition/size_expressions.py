@@ -1,12 +1,12 @@
 """Sizes of a job in CEL: which are legal, and whether some size in a range is.
 
 Invariant: agrees with `sizes.BatchShape`, from which it is tested. In the expressions `c` is the number of cores per
-node, bound once by `with_cores`: CEL has no `let`, and a comprehension over one element is the idiom for it.
+node, bound once by `bind_cores`: CEL has no `let`, and a comprehension over one element is the idiom for it.
 """
 
 from __future__ import annotations
 
-from trainium_contract.definition.cel import HUNDRED, bound, format_message, some_below
+from trainium_contract.definition.cel import HUNDRED, bind_value, exists_up_to, format_message
 from trainium_contract.sizes import INSTANCES
 
 _CORES_OF = "{" + ", ".join(f"'{name}': {instance.cores}" for name, instance in INSTANCES.items()) + "}"
@@ -21,33 +21,33 @@ NODES = "self.workers.replicas"
 MICRO_BATCH = "self.?trainer.?batch.?microSize.orValue(self.?program.?batch.?microSize.orValue(1))"
 _DERIVED_BATCH = f"has(self.trainer) && {MICRO_BATCH} <= 8 ? 8 : {MICRO_BATCH}"
 GLOBAL_BATCH = f"self.?trainer.?batch.?globalSize.orValue(self.?program.?batch.?globalSize.orValue({_DERIVED_BATCH}))"
-"""Micro-batch size, derived as `BatchConfig` does where it is not given."""
+"""CEL of the global batch size; derived as in `BatchConfig` where it is not given."""
 _ANY_SIZE = "(has(self.trainer) ? self.elasticity.sizes == 'Any' : !has(self.program) || !has(self.program.batch))"
 MODEL_PARALLEL = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context)"
 
 
-def divides(nodes: str) -> str:
-    """Return an expression: the training processes of `nodes` make whole model-parallel groups."""
+def is_divisible(nodes: str) -> str:
+    """Return an expression: the training processes of `nodes` form whole model-parallel groups."""
     return f"{nodes} * c % {MODEL_PARALLEL} == 0"
 
 
-def fills(nodes: str) -> str:
-    """Return an expression: the global batch is whole micro-batches at `nodes`, or need not be.
+def fills_batch(nodes: str) -> str:
+    """Return an expression: the global batch consists of whole micro-batches at `nodes`, or need not.
 
-    Fails at run time unless `divides` holds.
+    Fails at run time unless `is_divisible` holds.
     """
     whole = f"{GLOBAL_BATCH} % ({nodes} * c / {MODEL_PARALLEL} * {MICRO_BATCH}) == 0"
     return f"({_ANY_SIZE} || {whole})"
 
 
 def _legal(nodes: str) -> str:
-    """Return an expression: `nodes` is a legal size. The first half guards the second against a division by zero."""
-    return f"({divides(nodes)} && {fills(nodes)})"
+    """Return an expression: `nodes` is a legal size. Its first half prevents a division by zero in the second."""
+    return f"({is_divisible(nodes)} && {fills_batch(nodes)})"
 
 
-def with_cores(condition: str) -> str:
+def bind_cores(condition: str) -> str:
     """Bind the cores per node to `c` in a condition."""
-    return bound("c", _CORES, condition)
+    return bind_value("c", _CORES, condition)
 
 
 def format_size_message(text: str, *values: str) -> str:
@@ -58,7 +58,7 @@ def format_size_message(text: str, *values: str) -> str:
     return f"[{_CORES}].map(c, {format_message(nearby, *values, below, above)})[0]"
 
 
-# Other rules refuse these values; a rule that divided by them would add a second, useless sentence.
+# Other rules refuse these values; a rule that divided by them would only add a second sentence.
 OUT_OF_BOUNDS = f"""
 {NODES} < 1 || {MODEL_PARALLEL} < 1 || {GLOBAL_BATCH} < 1 || {MICRO_BATCH} < 1
 || self.workers.accelerator.?coresPerNode.orValue(1) < 1"""
@@ -66,23 +66,23 @@ SMALLEST = "self.workers.?minReplicas.orValue(1)"
 
 
 def _in_range(degree: str) -> str:
-    """Return an expression: some number of nodes from s to n has this degree; m processes make a group."""
+    """Return an expression: some number of nodes from s to n has this degree; m processes form a group."""
     return f"({degree} * m % c == 0 && {degree} * m / c >= s && {degree} * m / c <= n)"
 
 
 # Trying up to 10,000 sizes took an API server a second, a busy one ten. These cost as much as a node has cores (Any),
 # or as the root of the batch in micro-batches (Even), however long the range is.
 _UNIT = "(k * m / c)"
-_SOME_MULTIPLE = some_below("c", 1, "k", f"k * m % c == 0 && n / {_UNIT} * {_UNIT} >= s")
+_SOME_MULTIPLE = exists_up_to("c", 1, "k", f"k * m % c == 0 && n / {_UNIT} * {_UNIT} >= s")
 """k data-parallel ranks fill whole nodes, so every multiple of that many nodes is legal."""
 _ROWS = f"{GLOBAL_BATCH} / {MICRO_BATCH}"
 _MOST_ROWS = 1 << 20
-_DIVISOR_OF_ROWS = some_below("q", 2, "d", f"q % d == 0 && ({_in_range('d')} || {_in_range('q / d')})")
+_DIVISOR_OF_ROWS = exists_up_to("q", 2, "d", f"q % d == 0 && ({_in_range('d')} || {_in_range('q / d')})")
 _SOME_DIVISOR = f"""({GLOBAL_BATCH} % {MICRO_BATCH} == 0
-&& {bound("q", _ROWS, f"q > {_MOST_ROWS} || {_DIVISOR_OF_ROWS}")})"""
+&& {bind_value("q", _ROWS, f"q > {_MOST_ROWS} || {_DIVISOR_OF_ROWS}")})"""
 """The data-parallel degree is a divisor of the micro-batches. Beyond a million of them the operator reports it."""
 _SOME_SIZE = f"({_ANY_SIZE} ? {_SOME_MULTIPLE} : {_SOME_DIVISOR})"
-_SEARCH = bound("m", MODEL_PARALLEL, bound("n", NODES, bound("s", SMALLEST, _SOME_SIZE)))
+_SEARCH = bind_value("m", MODEL_PARALLEL, bind_value("n", NODES, bind_value("s", SMALLEST, _SOME_SIZE)))
 SOME_SIZE_IS_LEGAL = f"{_legal(NODES)} || {_SEARCH}"
 _DECIDING = (
     ".parallelism.tensor",
@@ -96,7 +96,7 @@ _DECIDING = (
     ".elasticity.sizes",
     ".workers.accelerator",
 )
-"""Fields that a size depends on; a write that changes nothing of it leaves the judgement as it was."""
-JUDGED_BEFORE = f"(oldSelf.hasValue() && {' && '.join(f'oldSelf.value(){each} == self{each}' for each in _DECIDING)})"
+"""Fields that a size depends on; a write that changes none of them does not check the size again."""
+JUDGED_BEFORE = f"(oldSelf.hasValue() && {' && '.join(f'oldSelf.value(){path} == self{path}' for path in _DECIDING)})"
 SAME_RANGE = f"""(oldSelf.value().workers.replicas == {NODES}
 && oldSelf.value().workers.?minReplicas.orValue(1) == {SMALLEST})"""

@@ -1,7 +1,6 @@
-"""CEL rules of `spec.trainer`, checked in a job that has one.
+"""CEL rules of `spec.trainer`. The trainer checks the same in a configuration written by hand.
 
-The trainer checks the same in a configuration that a person wrote. The rules read from the root of the spec, because
-some of them depend on `parallelism` or `elasticity` too.
+They start at the root of the spec, because some of them also depend on `parallelism` or `elasticity`.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ _ON_NXD = (
     "!has(self.workers.accelerator.instanceType) || !self.workers.accelerator.instanceType.startsWith('trn1') "
     "|| self.trainer.backend == 'Native'"
 )
-"""Beginning of a rule about what backend Nxd cannot do; Auto takes it on trn1, where TorchNeuron does not run."""
+"""Start of a rule about limits of backend Nxd, which Auto selects on trn1, where TorchNeuron does not run."""
 _STEPS_FOLLOW = "self.trainer.epochs > 0.0 || has(self.trainer.schedule.warmupRatio)"
-"""Start of a rule about steps that follow from the data: the trainer checks them when it has read its data."""
+"""Start of a rule about steps that follow from the data: the trainer checks them once it has read its data."""
 _WARMUP = "self.trainer.schedule.?warmupSteps.orValue(0)"
 """0 where it is not given: the trainer then fits it to the run."""
 _LORA = "self.trainer.tuning.method == 'LoRA'"
@@ -50,7 +49,7 @@ _RULES: tuple[Rule, ...] = (
         "is a stream of its own: set tokenization to Ahead, or leave tolerance out",
         ".trainer.batch.tolerance",
     ),
-    # Only where the rules of sizes above leave the size alone; there the operator must find some size to floor it to.
+    # Only where the rules of sizes above ignore the size; there the operator must find some size to round it down to.
     Rule(
         f"{_ON_NXD} || self.trainer.torchCompile == 'None'",
         "trainer.torchCompile must be None on trn1: its backend Nxd compiles whole steps by itself; leave it out",

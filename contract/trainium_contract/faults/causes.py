@@ -1,7 +1,7 @@
-"""Causes of an end, and what each asks for: blame, budget, suspicion, and the words for people.
+"""Define the causes of failures with their blame, budget, suspicion, and texts.
 
-Invariants: every cause has exactly one row; a cause that the user is to blame for suspects no node; a cause with a
-node, the network or nobody's fault behind it never uses the process budget.
+Invariants: every cause has exactly one row. A cause for which the user is to blame suspects no node. A cause in a node,
+the network or without fault never uses the process budget.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Cause(StrEnum):
     YIELDED = "Yielded"
     PEER_LOST = "PeerLost"
     DEVICE = "Device"
-    """A fault of a device that only another node cures."""
+    """A fault of a device that only another node resolves."""
     DEVICE_REPAIRABLE = "DeviceRepairable"
-    """A fault that a reset of the driver or a reboot cures."""
+    """A fault that a reset of the driver or a reboot resolves."""
     RUNTIME = "Runtime"
     """The accelerator's runtime failed, the device did not."""
     NETWORK = "Network"
@@ -37,14 +37,14 @@ class Cause(StrEnum):
     NODE_LOST = "NodeLost"
     POD_LOST = "PodLost"
     DEVICE_TAINTED = "DeviceTainted"
-    """A device was taken out of service, by its driver or by a person; the others of its node go on."""
+    """A driver or a person took a device out of service; the others of its node continue."""
     PREEMPTED = "Preempted"
     CAPACITY = "Capacity"
     RESIZE = "Resize"
 
 
 class Blame(StrEnum):
-    """Budget that a failure uses, and whether a node is suspected."""
+    """Whom a failure is charged to, and whether its node is suspected."""
 
     NOBODY = "Nobody"
     USER = "User"
@@ -54,7 +54,7 @@ class Blame(StrEnum):
 
 
 class Budget(StrEnum):
-    """Which of `spec.recovery.budgets` a failure uses."""
+    """The one of `spec.recovery.budgets` that a failure uses."""
 
     PROCESS = "process"
     INFRASTRUCTURE = "infrastructure"
@@ -62,18 +62,18 @@ class Budget(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CauseRow:
-    """Blame, budget and texts of one cause; `responses` has its answers."""
+    """Blame, budget and texts of one cause; `responses` has its responses."""
 
     cause: Cause
     blame: Blame
     budget: Budget | None
     """None: not counted."""
     sentence: str
-    """Event, as the beginning of a sentence."""
+    """Text of the event, as the start of a sentence."""
     advice: str = ""
-    """Action that a person can take; empty for none."""
+    """Advice for a person; empty for none."""
     suspects_node: bool = False
-    """Whether a worker that was lost for it comes back on another node, and its node gets a strike."""
+    """Whether a worker lost for it returns on another node, and its node gets a strike."""
 
 
 _P, _I = Budget.PROCESS, Budget.INFRASTRUCTURE
@@ -188,7 +188,7 @@ CAUSES: tuple[CauseRow, ...] = (
         Blame.STORAGE,
         None,
         "the checkpoint storage is unavailable",
-        "Look at the volume: room, rights and reachability; training goes on by itself.",
+        "Check the volume: space, permissions and reachability; training continues by itself.",
     ),
     CauseRow(
         Cause.DEVICE_TAINTED,
@@ -201,13 +201,13 @@ CAUSES: tuple[CauseRow, ...] = (
         Cause.PREEMPTED,
         Blame.NOBODY,
         None,
-        "a worker had to make room (eviction, preemption, interruption notice)",
+        "a worker had to leave (eviction, preemption, interruption notice)",
     ),
     CauseRow(
         Cause.CAPACITY,
         Blame.NOBODY,
         None,
-        "there is no room for a worker",
+        "no node has capacity for a worker",
         "Add nodes, or lower spec.workers.minReplicas so that the job can shrink.",
     ),
     CauseRow(Cause.RESIZE, Blame.NOBODY, None, "the size changed on request"),
@@ -226,4 +226,4 @@ CAUSES: tuple[CauseRow, ...] = (
 USER_CAUSES = frozenset(row.cause for row in CAUSES if row.blame is Blame.USER)
 """Causes that no node can be suspected for."""
 NO_FAULT_CAUSES = frozenset({Cause.FINISHED, Cause.YIELDED, Cause.RESIZE})
-"""Causes that are no faults, so no rule may name them."""
+"""Causes that are not faults, so no rule may name them."""

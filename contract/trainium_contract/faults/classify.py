@@ -1,6 +1,6 @@
-"""Look-ups in the one table of faults: what signs stand for, alone and together.
+"""Look up the table of faults: what signs mean, alone and together.
 
-Invariants: a rule of the job comes before every other row; a user's error never suspects a node; the reporter of a lost
+Invariants: a rule of the job precedes every other row. A user's error never suspects a node. The reporter of a lost
 peer is never the culprit.
 """
 
@@ -66,11 +66,11 @@ class Verdict:
 
     @property
     def repeated(self) -> Response:
-        """Return the response to the same cause again, without a new step in between."""
+        """Return the response when the same cause repeats without a new step in between."""
         return self.responses.repeated
 
 
-class LineAt(Protocol):
+class TimedLine(Protocol):
     """A kernel line with its time."""
 
     @property
@@ -94,22 +94,22 @@ def get_cause_row(cause: Cause) -> CauseRow:
 
 
 def default_responses(cause: Cause) -> Responses:
-    """Return the responses of a cause when nothing more is known."""
+    """Return the responses of a cause without further information."""
     return RESPONSES[cause]
 
 
-def budget_of(cause: Cause) -> Budget | None:
-    """Return the budget that a failure of this cause uses; None when it is not counted."""
+def get_budget(cause: Cause) -> Budget | None:
+    """Return the budget that a failure of this cause uses; None if it is not counted."""
     return _ROWS[cause].budget
 
 
 def suspects_node(cause: Cause) -> bool:
-    """Return whether a worker lost for this cause should come back on another node."""
+    """Return whether a worker lost for this cause should return on another node."""
     return _ROWS[cause].suspects_node
 
 
 def severity(cause: Cause) -> int:
-    """Rank among causes of losses at the same time; 0 names the interruption first."""
+    """Return the rank among causes of failures at the same time; 0 names the interruption first."""
     return _SEVERITY[cause]
 
 
@@ -174,57 +174,57 @@ def _first_match(signs: Sequence[Sign], line: str) -> Sign | None:
     return next((sign for sign in signs if sign.pattern is not None and sign.pattern.search(text)), None)
 
 
-def cause_of_condition(kind: str, reason: str) -> Cause | None:
+def find_condition_cause(kind: str, reason: str) -> Cause | None:
     """Return the cause of a bad node condition of this type; None for unknown types."""
     return _CONDITIONS.get((kind, reason)) or _CONDITIONS.get((kind, "*"))
 
 
-def cause_of_taint(key: str) -> Cause | None:
+def find_taint_cause(key: str) -> Cause | None:
     """Return the cause of a node's taint; None for unknown keys."""
-    return _starred(_TAINTS, key)
+    return _find_by_prefix(_TAINTS, key)
 
 
-def cause_of_label(key: str, value: str) -> Cause | None:
+def find_label_cause(key: str, value: str) -> Cause | None:
     """Return the cause of a node's label; None for unknown ones."""
     return _LABELS.get((key, value))
 
 
-def cause_of_pod_reason(reason: str) -> Cause | None:
+def find_pod_reason_cause(reason: str) -> Cause | None:
     """Return the cause of a failed pod's reason; None for unknown ones."""
-    return _starred(_REASONS, reason)
+    return _find_by_prefix(_REASONS, reason)
 
 
-def cause_of_disruption(reason: str) -> Cause:
+def classify_disruption(reason: str) -> Cause:
     """Return the cause of the reason of a pod's condition DisruptionTarget."""
     return _DISRUPTIONS.get(reason, Cause.PREEMPTED)
 
 
-def cause_of_device_taint(effect: str) -> Cause | None:
-    """Return the cause of a claimed device's taint; None for effects that leave its holder alone."""
+def find_device_taint_cause(effect: str) -> Cause | None:
+    """Return the cause of a claimed device's taint; None for effects that do not affect its holder."""
     return _DEVICE_TAINTS.get(effect)
 
 
-def cause_of_claim_health(health: str) -> Cause | None:
-    """Return the cause of a claimed device's health; None while it is not unhealthy."""
+def find_claim_health_cause(health: str) -> Cause | None:
+    """Return the cause of a claimed device's health; None unless it is unhealthy."""
     return _CLAIM_HEALTH.get(health)
 
 
-def _starred(causes: Mapping[str, Cause], text: str) -> Cause | None:
+def _find_by_prefix(causes: Mapping[str, Cause], text: str) -> Cause | None:
     """Find a text in the table, else its longest prefix that ends in a star."""
     if text in causes:
         return causes[text]
-    found = [key for key in causes if key.endswith("*") and text.startswith(key[:-1])]
-    return causes[max(found, key=len)] if found else None
+    prefixes = [key for key in causes if key.endswith("*") and text.startswith(key[:-1])]
+    return causes[max(prefixes, key=len)] if prefixes else None
 
 
-# --- ends, all their signs together
+# --- ends, by all their signs
 
 
-def cause_of_pod(*, reason: str, code: int | None, disrupted: bool, disruption: str = "") -> Cause:
-    """Why a pod in phase Failed ended; an exit code outside the contract means that the agent itself died."""
+def classify_failed_pod(*, reason: str, code: int | None, disrupted: bool, disruption: str = "") -> Cause:
+    """Return why a pod in phase Failed ended; an exit code outside the contract means that the agent itself died."""
     if disrupted:
-        return cause_of_disruption(disruption)
-    by_reason = cause_of_pod_reason(reason)
+        return classify_disruption(disruption)
+    by_reason = find_pod_reason_cause(reason)
     if by_reason is not None:
         return by_reason
     cause = Cause.POD_LOST if code is None else classify_exit_code(code).cause
@@ -244,15 +244,15 @@ def classify_pod_failure(
     ruled = match_rules(rules, code=code, reason=reason, texts=(message,))
     if ruled is not None:
         return ruled
-    row = _ROWS[cause_of_pod(reason=reason, code=code, disrupted=disrupted, disruption=disruption)]
+    row = _ROWS[classify_failed_pod(reason=reason, code=code, disrupted=disrupted, disruption=disruption)]
     by_code = None if code is None else classify_exit_code(code)
     if by_code is not None and by_code.cause is row.cause:
         return by_code
     return Verdict(row.cause, row.blame, responses_for_pod(suspects_node=row.suspects_node), row.sentence)
 
 
-def select_kernel_lines(events: Iterable[LineAt], at: float) -> tuple[str, ...]:
-    """Kernel lines that may explain a failure at `at` (Unix seconds of the same machine)."""
+def select_kernel_lines(events: Iterable[TimedLine], at: float) -> tuple[str, ...]:
+    """Return kernel lines that may explain a failure at `at` (Unix seconds of the same machine)."""
     return tuple(
         event.line for event in events if at - _KERNEL_BEFORE_SECONDS <= event.at <= at + _KERNEL_AFTER_SECONDS
     )
@@ -267,11 +267,11 @@ def classify_exit(
     kernel: Sequence[str] = (),
     rules: Sequence[RecoveryRule] = (),
 ) -> Verdict:
-    """Classify the end of a training process by all its signs together.
+    """Classify the end of a training process by all its signs.
 
-    `kernel` are the kernel lines of its node from the time of the failure, `output_line` is the name of a row. A rule
-    of the job comes first, then a device error in the kernel's log, then a code that the process chose on purpose, then
-    the runtime's status, then a kernel line that explains it, then the line of output, then the code.
+    `kernel` are the kernel lines of its node from the time of the failure, `output_line` is the name of a row. The
+    order is: a rule of the job, a device error in the kernel's log, a code that the process chose, the runtime's
+    status, a kernel line that explains it, the line of output, the code.
     """
     status = find_runtime_status(runtime_status)
     ruled = match_rules(rules, code=code, reason=status.key if status else "", texts=(message, *kernel))
@@ -280,34 +280,34 @@ def classify_exit(
     by_code = classify_exit_code(code)
     if code in (ExitCode.USER_ERROR, ExitCode.OUT_OF_MEMORY, ExitCode.YIELDING, ExitCode.FINISHED):
         return by_code
-    lines = [sign for sign in map(match_kernel_line, kernel) if sign is not None]
-    decisive = next((sign for sign in lines if sign.decisive), None)
+    kernel_signs = [sign for sign in map(match_kernel_line, kernel) if sign is not None]
+    decisive = next((sign for sign in kernel_signs if sign.decisive), None)
     if decisive is not None:
         return classify_sign(decisive)
     if status is not None and _may_refine(code, status.cause):
         return classify_sign(status)
-    explained = [classify_sign(sign) for sign in lines if _explains(code, sign.cause)]
+    explanations = [classify_sign(sign) for sign in kernel_signs if _kernel_line_explains(code, sign.cause)]
     by_output = find_output_line(output_line)
     if by_output is not None and by_code is _CRASH and (code < _SIGNAL_BASE or code == _ABORTED):
         by_code = classify_sign(by_output)
-    return min(explained, key=lambda found: found.cause is not Cause.MEMORY, default=by_code)
+    return min(explanations, key=lambda found: found.cause is not Cause.MEMORY, default=by_code)
 
 
-def _may_refine(code: int, found: Cause) -> bool:
+def _may_refine(code: int, status_cause: Cause) -> bool:
     """Return whether a runtime status is more specific than the code."""
     if classify_exit_code(code).cause is Cause.CRASH:
         return True
-    on_device = found in (Cause.DEVICE, Cause.DEVICE_REPAIRABLE)
+    on_device = status_cause in (Cause.DEVICE, Cause.DEVICE_REPAIRABLE)
     if code == ExitCode.DEVICE_FAULT:
-        return found is Cause.DEVICE_REPAIRABLE
-    return (code == ExitCode.PEER_LOST and (on_device or found is Cause.NETWORK)) or (
+        return status_cause is Cause.DEVICE_REPAIRABLE
+    return (code == ExitCode.PEER_LOST and (on_device or status_cause is Cause.NETWORK)) or (
         code == ExitCode.NUMERICAL and on_device
     )
 
 
-def _explains(code: int, found: Cause) -> bool:
-    """Return whether a kernel line that is no fault by itself explains an exit with this code."""
-    if found is Cause.MEMORY:
+def _kernel_line_explains(code: int, line_cause: Cause) -> bool:
+    """Return whether a kernel line that is not a fault by itself explains an exit with this code."""
+    if line_cause is Cause.MEMORY:
         return code == _KILLED
     if code == ExitCode.STORAGE_UNAVAILABLE:
         return False
@@ -317,7 +317,7 @@ def _explains(code: int, found: Cause) -> bool:
 def match_rules(
     rules: Sequence[RecoveryRule], *, code: int | None = None, reason: str = "", texts: Sequence[str] = ()
 ) -> Verdict | None:
-    """Return the verdict of the first rule that matches a failure; None when none does.
+    """Return the verdict of the first rule that matches a failure; None if none does.
 
     `reason` is the pod's, a node condition's or a taint's, for a process the name of its runtime status. A rule without
     any condition matches nothing, and one that suspects a node for a user's error only replaces the worker.
@@ -331,11 +331,11 @@ def match_rules(
             continue
         if rule.message and not any(rule.message in text for text in texts):
             continue
-        return _ruled(rule, index)
+        return _apply_rule(rule, index)
     return None
 
 
-def _ruled(rule: RecoveryRule, index: int) -> Verdict:
+def _apply_rule(rule: RecoveryRule, index: int) -> Verdict:
     responses = RULE_RESPONSES[rule.action]
     leaves = responses.first is Response.REPLACE_NODE
     if rule.cause in USER_CAUSES:

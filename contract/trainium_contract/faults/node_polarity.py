@@ -1,6 +1,6 @@
-"""Which status of a node's condition is bad, and how bad: the producers disagree.
+"""Define which status of a node condition is bad, and how bad, because producers disagree.
 
-`NeuronHealth` True is bad, `AcceleratedHardwareReady` False is bad. What a bad one stands for is in `signs`.
+`NeuronHealth` True is bad, `AcceleratedHardwareReady` False is bad. The cause of a bad one is in `signs`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class Severity(IntEnum):
     SUSPECT = 1
     """New workers prefer other nodes."""
     DRAIN = 2
-    """New workers keep away; members hand their rank over as soon as somebody can take it."""
+    """New workers avoid it; members hand their rank over as soon as another worker can take it."""
     FATAL = 3
-    """Drain at once: what is computed there cannot be trusted, and no time is given to pass."""
+    """Drain at once: results of the node cannot be trusted, so it is not debounced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Polarity:
     """Polarity of one type of condition."""
 
     bad_when: bool
-    """The status that is bad: True or False; Unknown never is."""
+    """The bad status: True or False; Unknown never is."""
     severity: Severity
 
 
@@ -49,7 +49,7 @@ POLARITIES: dict[str, Polarity] = {
     "PIDPressure": Polarity(True, Severity.SUSPECT),
     "NetworkUnavailable": Polarity(True, Severity.SUSPECT),
 }
-"""By type; Ready is not among them, for a worker on a node that is merely not ready may train on."""
+"""By type, without Ready, because a worker on a node that is merely not ready may train on."""
 
 
 def bad_when(kind: str) -> bool:

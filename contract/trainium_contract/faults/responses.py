@@ -1,6 +1,6 @@
 """Map each cause of a fault to its responses; no other file has one.
 
-Invariants: every cause has its responses; text never ends a job at its first appearance, because it can mislead and a
+Invariants: every cause has its responses. Text never ends a job at its first appearance, because it can mislead and a
 restart in place is cheap (`responses_for_text`).
 """
 
@@ -23,13 +23,13 @@ class Response(StrEnum):
     REPLACE_WORKER = "ReplaceWorker"
     """Another pod, on any node."""
     REPLACE_NODE = "ReplaceNode"
-    """Another pod, and new ones keep away from this node."""
+    """Another pod; new pods avoid this node."""
     RETRY_WITH_BACKOFF = "RetryWithBackoff"
 
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """The first response to a fault, and the one when that did not help."""
+    """The first response to a fault, and the one after that did not help."""
 
     first: Response
     repeated: Response
@@ -81,7 +81,7 @@ RULE_RESPONSES: dict[RuleAction, Responses] = {
 
 
 def responses_for_text(cause: Cause) -> Responses:
-    """Return the responses of a sign that is only text: the job is never stopped at its first appearance."""
+    """Return the responses of a sign that is only text: the job never stops at its first appearance."""
     responses = RESPONSES[cause]
     return RESTART_THEN_STOP if responses.first is Response.STOP else responses
 

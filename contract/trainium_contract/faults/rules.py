@@ -1,4 +1,4 @@
-"""The rows that a job adds to the table of faults: `spec.recovery.rules`. They come before the built-in ones."""
+"""Define the rows that a job adds to the table of faults: `spec.recovery.rules`. They precede the built-in ones."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RuleAction(StrEnum):
     RESTART_IN_PLACE = "RestartInPlace"
     """Restart the processes, keep the pods."""
     REPLACE_WORKER = "ReplaceWorker"
-    """Replace the pod, blame nobody."""
+    """Replace the pod, and blame no node."""
     AVOID_NODE = "AvoidNode"
-    """Replace the pod on another node, and keep away from this one."""
+    """Replace the pod on another node, and avoid this one."""
 
 
 class RecoveryRule(ContractModel):

@@ -1,10 +1,12 @@
-"""Signs of a fault and the cause of each: one row a sign, one line where it fits.
+"""Define the signs of a fault and the cause of each, one row a sign.
 
-A row names its cause; blame, budget, words and answers follow from the cause (`causes`, `responses`). It has a sentence
-where it knows more than its cause, and responses where it is answered otherwise. The order counts: of several statuses,
-and of several patterns that fit a kernel line, the first row is taken, so the most specific come first.
-Statuses are those of the Neuron runtime (nrt_status.h); kernel lines are what /dev/kmsg shows.
-Invariant: what a healthy node may report because of another one is `indirect` and blames nobody by itself.
+A row names its cause; blame, budget, texts and responses follow from the cause (`causes`, `responses`). It has a
+sentence if it is more specific than its cause, and responses if they differ. The order matters: of several statuses,
+and of several patterns that match a kernel line, the first row counts, so the most specific come first.
+
+Statuses are those of the Neuron runtime (nrt_status.h); kernel lines are those of /dev/kmsg.
+
+Invariant: a sign that a healthy node may report because of another one is `indirect` and blames nobody by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class SignKind(StrEnum):
     RUNTIME_STATUS = "runtime status"
     """In the last output of a process."""
     OUTPUT_LINE = "output line"
-    """In the last output of a process that ended by itself with a code outside the contract."""
+    """In the last output of a process that ended with a code outside the contract."""
     KERNEL_LINE = "kernel line"
     POD_REASON = "pod reason"
     """Reason of a pod that failed."""
@@ -56,12 +58,12 @@ class Sign:
 
     kind: SignKind
     key: str
-    """`NRT_TIMEOUT`, `disk`, `Evicted`, `NeuronHealth`; a `*` at the end stands for any rest."""
+    """`NRT_TIMEOUT`, `disk`, `Evicted`, `NeuronHealth`; a `*` at the end matches any suffix."""
     cause: Cause
     sentence: str = ""
-    """Empty: its cause's."""
+    """Empty for the sentence of its cause."""
     responses: Responses | None = None
-    """None: its cause's."""
+    """None for the responses of its cause."""
     indirect: bool = False
     """A healthy node may report it because of another one, so the reporter alone is not blamed for it."""
     number: int = -1
@@ -69,7 +71,7 @@ class Sign:
     pattern: re.Pattern[str] | None = None
     """Pattern of a kernel line or an output line."""
     decisive: bool = False
-    """A kernel line that is a fault by itself; the others only explain the end of a process."""
+    """A kernel line that is a fault by itself; others only explain the end of a process."""
     value: str = "*"
     """Reason of a condition, value of a label."""
 
@@ -188,7 +190,7 @@ RUNTIME_STATUSES = (
     _status(15, "NRT_QUEUE_EMPTY", Cause.USER_CODE, "the runtime's queue was empty"),
     _status(1, "NRT_FAILURE", Cause.RUNTIME, "the runtime failed and gives no reason", indirect=True),
 )
-"""The most specific first: when the output names several, for instance 5 and 1201, the first of these counts."""
+"""The most specific first: if the output names several, for instance 5 and 1201, the first of these counts."""
 
 OUTPUT_LINES = (
     _output(

@@ -1,1 +1,1 @@
-"""The models that can be trained: their numbers, their parameters, and the families that they belong to; no torch."""
+"""The models that can be trained: their numbers, their parameters, and their families; no torch."""

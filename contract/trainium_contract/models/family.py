@@ -31,15 +31,15 @@ class Family:
     """One family of models."""
 
     model_type: str
-    """In `config.json`; the name of the family in a shape."""
+    """Value in `config.json`; the name of the family in a shape."""
     architecture: str
-    """`transformers`' class of its language models."""
+    """The language model class of `transformers`."""
     defaults: Config = field(default_factory=dict)
-    """Values that `transformers` takes for fields that a file leaves out; has all fields that not every family has."""
+    """Defaults of `transformers` for omitted fields; has all fields that not every family has."""
     traits: Callable[[Config], dict[str, Any]] = _none
-    """From a `config.json` to the fields of ModelShape that differ from Llama's."""
+    """Convert a `config.json` to the fields of ModelShape that differ from Llama's."""
     fields: Callable[[ModelShape], dict[str, Any]] = _none
-    """From a shape to the fields of `config.json` that not all families have."""
+    """Convert a shape to the fields of `config.json` that not all families have."""
     presets: Mapping[str, ModelShape]
     """Published shapes by name."""
 
@@ -55,10 +55,10 @@ def bias_fields(shape: ModelShape) -> dict[str, Any]:
     return {"attention_bias": shape.attention_bias, "mlp_bias": shape.mlp_bias}
 
 
-def window_traits(config: Config, usual: Sequence[bool]) -> dict[str, Any]:
-    """Return the traits of a window of attention; `usual` names the layers that have it without `layer_types`."""
-    size, given = config["sliding_window"], config["layer_types"]
-    windowed = [each == SLIDING for each in given] if given else list(usual)
+def window_traits(config: Config, default_windowed: Sequence[bool]) -> dict[str, Any]:
+    """Return the traits of an attention window; `default_windowed` names its layers if `layer_types` is missing."""
+    size, layer_types = config["sliding_window"], config["layer_types"]
+    windowed = [layer_type == SLIDING for layer_type in layer_types] if layer_types else list(default_windowed)
     if size is None or not config.get("use_sliding_window", True) or not any(windowed):
         return {}
     return {"sliding_window": size, "windowed": shortest_pattern(windowed)}
@@ -74,7 +74,7 @@ def window_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def optional_window_traits(config: Config) -> dict[str, Any]:
-    """Return the traits of Qwen's window: only if it is switched on, and only in the upper layers."""
+    """Return the traits of Qwen's window: only if it is enabled, and only in the upper layers."""
     return window_traits(config, [n >= config["max_window_layers"] for n in range(config["num_hidden_layers"])])
 
 
@@ -86,7 +86,7 @@ def optional_window_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def shortest_pattern(values: Sequence[bool]) -> tuple[bool, ...]:
-    """Return the shortest beginning whose repetition gives the values."""
+    """Return the shortest prefix whose repetition gives the values."""
     lengths = range(1, len(values) + 1)
     period = next(n for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))
     return tuple(values[:period])

@@ -1,10 +1,9 @@
-"""PURE. The parameters of a model: their names, sizes, division, initial values; the one list of them.
+"""PURE. Define the parameters of a model in one list: names, sizes, division, initial values.
 
-Tensor parallelism, pipelines, adapters, initialisation, the estimate of memory, export, conversion and backend Nxd all
+Tensor parallelism, pipelines, adapters, initialization, the memory estimate, export, conversion and backend Nxd all
 read this list.
 
-Guarantees:
-- Names are Hugging Face's, in the order in which the network registers them.
+Guarantee: names are Hugging Face's, in the order in which the network registers them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _LAYERS = "model.layers."
 
 
 class Unit(StrEnum):
-    """Unit that the ranks of a tensor-parallel group divide among themselves."""
+    """The unit of which ranks of a tensor-parallel group hold whole ones."""
 
     QUERY_HEADS = "query heads"
     KEY_VALUE_HEADS = "key/value heads"
@@ -39,7 +38,7 @@ class Unit(StrEnum):
 
 
 class Initial(StrEnum):
-    """The value that a parameter has before training."""
+    """Distribution of a parameter's initial values."""
 
     NORMAL = "normal"
     RESIDUAL = "residual"
@@ -50,21 +49,21 @@ class Initial(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a layer, or of the model beside its layers."""
+    """One parameter of a layer, or of the model outside its layers."""
 
     name: str
     """Within the layer, such as `mlp.up_proj.weight`, or within the model."""
     size: tuple[int, ...]
     dimension: int | None = None
-    """That tensor parallelism divides: 0 for outputs, 1 for inputs; None: the parameter is whole on every rank."""
+    """The dimension that tensor parallelism divides: 0 for outputs, 1 for inputs; None: every rank holds it whole."""
     unit: Unit = Unit.FEATURES
     initial: Initial = Initial.NORMAL
     summed: bool = False
-    """Whether ranks that hold it whole each have a summand of its gradient."""
+    """Whether ranks that hold it whole each compute a summand of its gradient."""
 
     @property
     def is_drawn(self) -> bool:
-        """Whether its initial value comes from a generator."""
+        """Return whether its initial value is random."""
         return self.initial in (Initial.NORMAL, Initial.RESIDUAL)
 
     @property
@@ -74,21 +73,21 @@ class Parameter:
 
     @property
     def leaf(self) -> str:
-        """Name within the module: `weight` or `bias`."""
+        """Return the name within the module: `weight` or `bias`."""
         return self.name.rpartition(".")[2]
 
     @property
     def is_projection(self) -> bool:
-        """Whether it is the weight of a linear layer, beside which an adapter can stand."""
+        """Return whether it is the weight of a linear layer, which may have an adapter."""
         return len(self.size) == 2 and self.name != EMBEDDING
 
     def numbers(self, tensor: int = 1, key_value_heads: int = 1) -> int:
-        """Return how many numbers one of `tensor` tensor-parallel ranks holds."""
-        whole = math.prod(self.size)
+        """Return the number of elements on one of `tensor` tensor-parallel ranks."""
+        elements = math.prod(self.size)
         if self.dimension is None:
-            return whole
+            return elements
         repeated = max(1, tensor // key_value_heads) if self.unit is Unit.KEY_VALUE_HEADS else 1
-        return whole * repeated // tensor
+        return elements * repeated // tensor
 
 
 @functools.lru_cache(maxsize=64)
@@ -97,17 +96,17 @@ def layer_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     parameters = [] if shape.norm_after else [_norm("input_layernorm", hidden)]
-    for which, outputs, unit in (
+    for projection, outputs, unit in (
         ("q", query, Unit.QUERY_HEADS),
         ("k", key_value, Unit.KEY_VALUE_HEADS),
         ("v", key_value, Unit.KEY_VALUE_HEADS),
     ):
-        parameters += _columns(f"self_attn.{which}_proj", (outputs, hidden), unit, bias=shape.attention_bias)
+        parameters += _columns(f"self_attn.{projection}_proj", (outputs, hidden), unit, bias=shape.attention_bias)
     parameters += _rows("self_attn.o_proj", (hidden, query), Unit.QUERY_HEADS, bias=shape.output_bias)
     parameters += _query_key_norms(shape)
     parameters.append(_norm("post_attention_layernorm", hidden))
-    for which in ("gate", "up"):
-        parameters += _columns(f"mlp.{which}_proj", (inner, hidden), Unit.FEATURES, bias=shape.mlp_bias)
+    for projection in ("gate", "up"):
+        parameters += _columns(f"mlp.{projection}_proj", (inner, hidden), Unit.FEATURES, bias=shape.mlp_bias)
     parameters += _rows("mlp.down_proj", (hidden, inner), Unit.FEATURES, bias=shape.mlp_bias)
     if shape.norm_after:
         parameters.append(_norm("post_feedforward_layernorm", hidden))
@@ -116,29 +115,31 @@ def layer_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
 
 def _columns(module: str, size: tuple[int, int], unit: Unit, *, bias: bool) -> list[Parameter]:
     """Return the parameters of a projection whose outputs are divided."""
-    found = [Parameter(f"{module}.weight", size, 0, unit)]
-    return [*found, Parameter(f"{module}.bias", size[:1], 0, unit, Initial.ZEROS)] if bias else found
+    parameters = [Parameter(f"{module}.weight", size, 0, unit)]
+    return [*parameters, Parameter(f"{module}.bias", size[:1], 0, unit, Initial.ZEROS)] if bias else parameters
 
 
 def _rows(module: str, size: tuple[int, int], unit: Unit, *, bias: bool) -> list[Parameter]:
     """Return the parameters of a projection whose inputs are divided, at the end of a residual branch."""
-    found = [Parameter(f"{module}.weight", size, 1, unit, Initial.RESIDUAL)]
-    return [*found, Parameter(f"{module}.bias", size[:1], initial=Initial.ZEROS, summed=True)] if bias else found
+    parameters = [Parameter(f"{module}.weight", size, 1, unit, Initial.RESIDUAL)]
+    return (
+        [*parameters, Parameter(f"{module}.bias", size[:1], initial=Initial.ZEROS, summed=True)] if bias else parameters
+    )
 
 
 def _query_key_norms(shape: ModelShape) -> list[Parameter]:
-    found = []
-    for which, heads, unit in (
+    parameters = []
+    for projection, heads, unit in (
         ("q", shape.num_attention_heads, Unit.QUERY_HEADS),
         ("k", shape.num_key_value_heads, Unit.KEY_VALUE_HEADS),
     ):
-        name = f"self_attn.{which}_norm.weight"
+        name = f"self_attn.{projection}_norm.weight"
         match shape.query_key_norm:
             case QueryKeyNorm.EACH_HEAD:
-                found.append(Parameter(name, (shape.head_dim,), initial=Initial.ONES, summed=True))
+                parameters.append(Parameter(name, (shape.head_dim,), initial=Initial.ONES, summed=True))
             case QueryKeyNorm.ALL_HEADS:
-                found.append(Parameter(name, (heads * shape.head_dim,), 0, unit, Initial.ONES))
-    return found
+                parameters.append(Parameter(name, (heads * shape.head_dim,), 0, unit, Initial.ONES))
+    return parameters
 
 
 def _norm(module: str, width: int) -> Parameter:
@@ -146,28 +147,28 @@ def _norm(module: str, width: int) -> Parameter:
 
 
 @functools.lru_cache(maxsize=64)
-def end_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
-    """Return the parameters beside the layers by name; a tied model has no separate output projection."""
-    table = Parameter(EMBEDDING, (shape.vocab_size, shape.hidden_size), 0)
-    found = {EMBEDDING: table, "model.norm.weight": _norm("model.norm", shape.hidden_size)}
-    return found if shape.tie_embeddings else found | {HEAD: replace(table, name=HEAD)}
+def non_layer_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
+    """Return the parameters outside the layers by name; a tied model has no separate output projection."""
+    embedding = Parameter(EMBEDDING, (shape.vocab_size, shape.hidden_size), 0)
+    parameters = {EMBEDDING: embedding, "model.norm.weight": _norm("model.norm", shape.hidden_size)}
+    return parameters if shape.tie_embeddings else parameters | {HEAD: replace(embedding, name=HEAD)}
 
 
 @functools.lru_cache(maxsize=16)
-def parameters_of(shape: ModelShape) -> Mapping[str, Parameter]:
+def list_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
     """Return all parameters of a model by name, in order; those of layers have their names within the layer."""
-    first, *last = end_parameters(shape).items()
+    embedding, *others = non_layer_parameters(shape).items()
     layers = {
         f"{_LAYERS}{number}.{name}": parameter
         for number in range(shape.num_layers)
         for name, parameter in layer_parameters(shape).items()
     }
-    return dict([first]) | layers | dict(last)
+    return dict([embedding]) | layers | dict(others)
 
 
 def parameter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return names and sizes of all parameters in order."""
-    return {name: parameter.size for name, parameter in parameters_of(shape).items()}
+    return {name: parameter.size for name, parameter in list_parameters(shape).items()}
 
 
 def find_parameter(shape: ModelShape, name: str) -> Parameter:
@@ -177,10 +178,10 @@ def find_parameter(shape: ModelShape, name: str) -> Parameter:
     """
     if name.startswith(_LAYERS):
         return layer_parameters(shape)[name.removeprefix(_LAYERS).partition(".")[2]]
-    return end_parameters(shape)[EMBEDDING if name == HEAD and shape.tie_embeddings else name]
+    return non_layer_parameters(shape)[EMBEDDING if name == HEAD and shape.tie_embeddings else name]
 
 
 def count_parameters(shape: ModelShape) -> int:
-    """Return how many numbers a whole model has."""
+    """Return the number of elements of a whole model."""
     layer = sum(parameter.numbers() for parameter in layer_parameters(shape).values())
-    return shape.num_layers * layer + sum(parameter.numbers() for parameter in end_parameters(shape).values())
+    return shape.num_layers * layer + sum(parameter.numbers() for parameter in non_layer_parameters(shape).values())

@@ -1,8 +1,8 @@
-"""PURE. Every number that defines a model.
+"""PURE. Define every number of a model.
 
 Guarantees:
 - A shape is complete: network, parameters, memory and `config.json` follow from it.
-- `to_json` leaves out what a plain Llama has not, so the digest of a shape does not change when a field is added.
+- `to_json` omits what a plain Llama does not have, so the digest of a shape does not change when a field is added.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 
 class RopeScalingKind(StrEnum):
-    """Scaling of the rotary embedding to sequences longer than it was first made for."""
+    """Scaling of the rotary embedding to longer sequences."""
 
     UNSCALED = "Unscaled"
-    """Not at all; switches off what the preset or the configuration file has."""
+    """None; disables the scaling of the preset or the configuration file."""
     LINEAR = "Linear"
     """All frequencies divided by `factor`."""
     LLAMA3 = "Llama3"
@@ -25,11 +25,11 @@ class RopeScalingKind(StrEnum):
     DYNAMIC = "Dynamic"
     """A larger base for sequences beyond the model's longest ("dynamic NTK")."""
     YARN = "YaRN"
-    """Scales by the number of turns as Llama3 does, with wider scores of attention (arXiv 2309.00071)."""
+    """By the number of turns as in Llama3, with scaled attention scores (arXiv 2309.00071)."""
 
 
 class QueryKeyNorm(StrEnum):
-    """Normalisation of queries and keys before they are rotated."""
+    """Normalization of queries and keys before they are rotated."""
 
     NONE = "none"
     EACH_HEAD = "each head"
@@ -39,7 +39,7 @@ class QueryKeyNorm(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeStretch:
-    """Scaling of the rotary embedding; what `kind` does not use is left at 0."""
+    """Scaling of the rotary embedding; fields that `kind` does not use are 0."""
 
     kind: RopeScalingKind
     factor: float
@@ -51,13 +51,13 @@ class RopeStretch:
     slow_turns: float = 0.0
     """YaRN: pairs that turn less often are divided by the whole factor."""
     attention_factor: float = 1.0
-    """YaRN: by what the rotary embedding is multiplied."""
+    """YaRN: factor of the rotary embedding."""
     whole_pairs: bool = True
     """YaRN: the two limits are rounded to whole pairs."""
 
 
 def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
-    """Return what YaRN's paper recommends for an attention factor (arXiv 2309.00071, section 3.4)."""
+    """Return the attention factor that YaRN's paper recommends (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 
@@ -77,24 +77,24 @@ class ModelShape:
     rope_theta: float
     rope_stretch: RopeStretch | None = None
     max_positions: int
-    """Longest sequence that the model is meant for."""
+    """Longest sequence that the model is designed for."""
     norm_eps: float
     tie_embeddings: bool
     initial_std: float = 0.02
     vocab_padding: int = 0
-    """Rows at the end of the vocabulary that no token has, so that tensor-parallel ranks hold equal parts."""
+    """Rows at the end of the vocabulary without a token, so that tensor-parallel ranks hold equal parts."""
     family: str = "llama"
     """A key of `families.FAMILIES`."""
     attention_bias: bool = False
     """Biases of the projections to queries, keys and values."""
     output_bias: bool = False
-    """Bias of the projection that ends attention."""
+    """Whether the projection after attention has a bias."""
     mlp_bias: bool = False
     query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
     norm_after: bool = False
-    """Whether a layer normalises what its branches return instead of what they receive."""
+    """Whether a layer normalizes the outputs of its branches instead of their inputs."""
     sliding_window: int | None = None
-    """Positions that a token sees, its own included, in the layers of `windowed`; None: all earlier ones everywhere."""
+    """Positions that a token attends to, its own included, in the layers of `windowed`; None: all earlier ones."""
     windowed: tuple[bool, ...] = (True,)
     """Which layers have the window, repeated over the layers."""
     rotated: tuple[bool, ...] = (True,)
@@ -103,20 +103,20 @@ class ModelShape:
     """Whether layers with the window have `rope_stretch`."""
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
-    """Factor of the attention scores; None: one over the root of `head_dim`."""
+    """Factor of the attention scores; None: the inverse root of `head_dim`."""
     residual_multiplier: float = 1.0
     """Factor of the output of each branch."""
     logits_divisor: float = 1.0
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens; a dynamic scaling goes beyond the positions of training."""
+        """Return the longest sequence in tokens; a dynamic scaling goes beyond the positions of training."""
         stretch = self.rope_stretch
         is_dynamic = stretch is not None and stretch.kind is RopeScalingKind.DYNAMIC
         return int(self.max_positions * stretch.factor) if stretch is not None and is_dynamic else self.max_positions
 
     def window_of(self, layer: int) -> int | None:
-        """Return the window of a layer; None where a token sees all earlier ones."""
+        """Return the window of a layer; None if a token attends to all earlier ones."""
         return self.sliding_window if self.windowed[layer % len(self.windowed)] else None
 
     def is_rotated(self, layer: int) -> bool:
@@ -125,10 +125,10 @@ class ModelShape:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for digests, logs and checkpoints."""
-        values = _written(self, {"rope_stretch", "initial_std"})
+        values = _fields_to_write(self, {"rope_stretch", "initial_std"})
         values |= {name: list(values[name]) for name in _PATTERNS if name in values}
         if self.rope_stretch is not None:
-            values["rope_stretch"] = _written(self.rope_stretch, _ALWAYS_OF_STRETCH)
+            values["rope_stretch"] = _fields_to_write(self.rope_stretch, _ALWAYS_OF_STRETCH)
         return values
 
     @staticmethod
@@ -149,8 +149,8 @@ _PATTERNS = ("windowed", "rotated")
 _ALWAYS_OF_STRETCH = {"low_frequency_factor", "high_frequency_factor", "original_max_positions"}
 
 
-def _written(instance: ModelShape | RopeStretch, always: set[str]) -> dict[str, Any]:
-    """Return the fields by name; of those with a default only what differs from it, and what is in `always`."""
+def _fields_to_write(instance: ModelShape | RopeStretch, always: set[str]) -> dict[str, Any]:
+    """Return the fields by name; of those with a default only differing ones, and those in `always`."""
     values = {field.name: getattr(instance, field.name) for field in fields(instance)}
     return {
         field.name: values[field.name]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def _traits(config: Config) -> dict[str, Any]:
     count, interval = config["num_hidden_layers"], config["no_rope_layer_interval"]
-    usual = [int((number + 1) % interval != 0) for number in range(count)]
-    rotated = [bool(each) for each in (config["no_rope_layers"] or usual)[:count]]
+    default_rotated = [int((number + 1) % interval != 0) for number in range(count)]
+    rotated = [bool(flag) for flag in (config["no_rope_layers"] or default_rotated)[:count]]
     return (
         bias_traits(config) | {"rotated": shortest_pattern(rotated)} | window_traits(config, [not r for r in rotated])
     )

@@ -1,1 +1,1 @@
-"""A job as HTML, for files, browsers and notebooks. Pure: the time is given, and everything is escaped."""
+"""Render a job as HTML for files, browsers and notebooks. Pure: the time is an argument, and everything is escaped."""

@@ -1,4 +1,4 @@
-"""Describe a job in short lines, for the plugin, pages and notebooks: a field of the status is shown by a line here.
+"""Describe a job in short lines for the plugin, pages and notebooks; a field of the status is shown by one line here.
 
 `view.status` reads a field by its name in the resource; mypy checks the name.
 """
@@ -33,7 +33,10 @@ class Fact:
 
 
 def job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) -> tuple[Fact, ...]:
-    """Describe how the job is; without `ages` by moments, so that a live page changes only when the job does."""
+    """Describe the job's state; without `ages` by points in time.
+
+    A live page then changes only when the job does.
+    """
     checkpoints = view.checkpoints
     notice = "" if checkpoints.notice in view.advice else checkpoints.notice
     return (
@@ -47,12 +50,12 @@ def job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) -> tu
         Fact("", "", notice),
         Fact("Goodput", _goodput(view) if view.goodput.ratio is not None else ""),
         Fact("Interrupted", _interrupted(view)),
-        *(Fact("Alert", "", f"{each.kind}: {each.text}") for each in view.alerts),
+        *(Fact("Alert", "", f"{alert.kind}: {alert.text}") for alert in view.alerts),
     )
 
 
 def step_text(view: JobView, *, ages: bool = True) -> str:
-    """Return the newest step, with its age where no newer one was reported for long."""
+    """Return the newest step, with its age if no newer one was reported for long."""
     step = f"step {view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"
     if not view.step_is_old:
         return step
@@ -60,7 +63,7 @@ def step_text(view: JobView, *, ages: bool = True) -> str:
 
 
 def bar(part: float, width: int) -> str:
-    """Draw a share as a bar of so many places."""
+    """Draw a share as a bar of this width."""
     full = round(max(0.0, min(1.0, part)) * width)
     return "━" * full + "╌" * (width - full)
 
@@ -78,8 +81,8 @@ def _phase(view: JobView, *, ages: bool) -> Fact:
 
 
 def _pending_reason(view: JobView) -> str:
-    """Return what a job that has not started waits for, where nobody needs to do anything about it."""
-    pods = next((each for each in view.conditions if each.type == "PodsReady"), None)
+    """Return what a job that has not started waits for, if no action is required."""
+    pods = next((condition for condition in view.conditions if condition.type == "PodsReady"), None)
     if pods is None:
         return ""
     if pods.status == "True":
@@ -129,7 +132,7 @@ def _workers(view: JobView) -> str:
 
 def _checkpoint(view: JobView, *, ages: bool) -> str:
     durable, memory = view.checkpoints.durable_step, view.checkpoints.memory_step
-    if any(each.reason == "CheckpointsUnknown" for each in view.conditions):
+    if any(condition.reason == "CheckpointsUnknown" for condition in view.conditions):
         return "not known: spec.program.checkpoints is not given"
     age = f", {ago(view.checkpoints.durable_age_seconds)}".rstrip(", ") if ages else ""
     kept = "none on storage" if durable is None else f"step {durable} on storage{age}"

@@ -1,4 +1,4 @@
-"""Numbers and times as people read them."""
+"""Format numbers and times for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
 
 
 def duration(seconds: float | None) -> str:
-    """`2h5m`: the two largest units; below ten seconds with a decimal, below one in milliseconds."""
+    """Format as `2h5m`: the two largest units; below ten seconds with a decimal, below one in milliseconds."""
     if seconds is None:
         return "-"
     if 0 < seconds < 10:
@@ -25,7 +25,7 @@ def duration(seconds: float | None) -> str:
 
 
 def ago(seconds: float | None) -> str:
-    """`5m ago`."""
+    """Format as `5m ago`."""
     return "" if seconds is None else f"{duration(seconds)} ago"
 
 
@@ -35,12 +35,12 @@ def figure(value: float | None, digits: int = 4) -> str:
 
 
 def measured(value: float | None, standard_error: float | None) -> str:
-    """`0.3125 ± 0.0208`."""
+    """Format as `0.3125 ± 0.0208`."""
     return figure(value) if standard_error is None else f"{figure(value)} ± {figure(standard_error, 2)}"
 
 
 def count(value: float) -> str:
-    """Format a count for people: 0.4, 420, 12.3k, 4.5M."""
+    """Format a count: 0.4, 420, 12.3k, 4.5M."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
@@ -48,24 +48,24 @@ def count(value: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """97.3 %."""
+    """Format a share as 97.3 %."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def clock(at: float | None) -> str:
-    """Format a moment in UTC; empty when there is none."""
+    """Format a time in UTC; empty if there is none."""
     if at is None or not -6e10 < at < 2e11:
         return ""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def plural(number: int, thing: str) -> str:
-    """1 spare, 2 spares."""
+    """Format as 1 spare, 2 spares."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the start of a text, on one line, in whole words where it has any."""
+    """Return the start of a text, on one line, cut between words if possible."""
     words = " ".join(text.split())
     if len(words) <= most:
         return words
@@ -73,7 +73,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def size(bytes_: int) -> str:
-    """1.5 GiB."""
+    """Format as 1.5 GiB."""
     value = float(bytes_)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":

@@ -1,7 +1,7 @@
 """Building blocks of pages: the style, tables, documents, and the policy for a browser.
 
-Invariants: no page needs anything from elsewhere; no element has an inline style or script, so that a policy of
-two digests is enough; whatever is shown is escaped here or where it is drawn.
+Invariants: no page loads anything. No element has an inline style or script, so a policy of two digests is enough. All
+content is escaped here or where it is drawn.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ svg{{width:100%;height:auto;display:block}}svg text{{font-size:12px;fill:var(--s
 {COLOUR_CLASSES}
 """
 _SHORT = 20
-"""Characters of a cell that is not broken: a time, a state."""
+"""Longest text of a cell that is not wrapped: a time, a state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A cell that leads to another page of ours; `path` is made of names that Kubernetes allows."""
+    """A cell that links to another page; `path` consists of names that Kubernetes allows."""
 
     words: str
     path: str
 
 
-def digest_of(content: str) -> str:
+def csp_digest(content: str) -> str:
     """Return the digest of a style or a script as a Content-Security-Policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-FILE_POLICY = f"default-src 'none'; style-src {digest_of(STYLE)}"
+FILE_POLICY = f"default-src 'none'; style-src {csp_digest(STYLE)}"
 """Content policy of a page that is a file: nothing is loaded, and nothing runs."""
 
 
@@ -70,13 +70,13 @@ def document(title: str, body: str, *, script: str = "") -> str:
 
 
 def section(name: str, content: str) -> str:
-    """Render a part of a page that a live page updates by its name; an empty part keeps the place."""
+    """Render a part of a page that a live page updates by its name; an empty part keeps its place."""
     return f'<section id="{name}">{content}</section>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str | Link]]) -> str:
-    """Render a table that scrolls where it is too wide."""
-    titles = "".join(f"<th>{escape(each)}</th>" for each in head)
+    """Render a table that scrolls if it is too wide."""
+    titles = "".join(f"<th>{escape(heading)}</th>" for heading in head)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<div class=scroll><table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
 

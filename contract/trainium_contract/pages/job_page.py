@@ -1,7 +1,7 @@
-"""A job as one self-contained page: no file and no address from outside, everything escaped.
+"""Render a job as one self-contained page: no external file or address, everything escaped.
 
-As a file it runs nothing. Live it is the same page, with a script that keeps its sections up to date (`live.py`); so
-what it shows are moments and not ages, and a section changes only when something has happened.
+As a file it runs nothing. Live it is the same page with a script that updates its sections (`live.py`). So it shows
+points in time instead of ages, and a section changes only when the job does.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from trainium_contract.pages.live import LIVE_SCRIPT
 from trainium_contract.pages.node_map import node_map_html
 from trainium_contract.pages.svg import BAD, COLOURS, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
 from trainium_contract.program_output import drop_noise
-from trainium_contract.views.interruptions import ranks_text, stage_words
-from trainium_contract.views.timeline import WorkerState, timeline_of
+from trainium_contract.views.interruptions import describe_stage, format_ranks
+from trainium_contract.views.timeline import WorkerState, build_timeline
 
 if TYPE_CHECKING:
     from trainium_contract.views.checkpoints import CheckpointRow
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from trainium_contract.views.workers import Members, PodRow
 
 MOST_ROWS = 2_000
-"""Workers and squares on a page; beyond it a count."""
+"""Most workers and squares on a page; the rest is counted."""
 MOST_EVENTS = 100
-_LONGEST = 240
-"""Characters of an interruption: what a worker printed at length is for `kubectl trn why`."""
-_MOMENTS = 200
-"""Into so many the time of a job is divided where its pictures end now."""
+_LONGEST_MESSAGE = 240
+"""Most characters of an interruption; `kubectl trn why` shows longer ones."""
+_TIME_STEPS = 200
+"""Number of steps into which `_time_range` divides a job's time to round its end."""
 _SPARE, _MEMBER = 3, 7
 _STATE_COLOURS = {
     WorkerState.TRAINED: GOOD,
     WorkerState.MEMBER: _MEMBER,
     WorkerState.SPARE: _SPARE,
-    WorkerState.WAITED: WAITS,
-    WorkerState.HERE: OTHER,
-    WorkerState.LOST: BAD,
+    WorkerState.PENDING: WAITS,
+    WorkerState.UNKNOWN: OTHER,
+    WorkerState.FAILED: BAD,
 }
 _NOT_RECORDED = (
     "Known are the workers that are there, who is a member since the generation in force began, and whom the history "
@@ -62,10 +62,10 @@ class JobReport:
     checkpoints: tuple[CheckpointRow, ...] | None
     curve: tuple[CurvePoint, ...]
     notes: tuple[str, ...]
-    """Reports of what could not be read, with the reason."""
+    """Objects that could not be read, with the reasons."""
     pods: tuple[PodRow, ...] = ()
     curve_note: str = ""
-    """Extent of the curve, where it is not the whole one."""
+    """Extent of the curve, if it is not complete."""
 
 
 def report_html(report: JobReport, now: float) -> str:
@@ -105,27 +105,27 @@ def _sections(report: JobReport, now: float) -> str:
 
 
 def advice_html(view: JobView) -> str:
-    """Render what to do; empty for nothing."""
-    return "".join(f"<p class=bad>{escape(each)}</p>" for each in view.advice)
+    """Render the advice; empty if there is none."""
+    return "".join(f"<p class=bad>{escape(item)}</p>" for item in view.advice)
 
 
 def facts_html(view: JobView) -> str:
-    """Render how the job is, in a few lines."""
-    rows = [(each.label, " ".join(filter(None, (each.value, each.warning)))) for each in job_facts(view, ages=False)]
+    """Render the job's state in a few lines."""
+    rows = [(fact.label, " ".join(filter(None, (fact.value, fact.warning)))) for fact in job_facts(view, ages=False)]
     return f"<dl>{''.join(f'<dt>{escape(label)}</dt><dd>{escape(value)}</dd>' for label, value in rows if value)}</dl>"
 
 
 def _curve(report: JobReport) -> str:
-    marks = [(each.step_before, f"{each.cause} -> {each.rung}, after step {each.step_before}")
-             for each in report.entries if each.step_before is not None]  # fmt: skip
-    drawn = loss_chart(report.curve, marks)
-    keys = ["by step"]
-    keys += ["dashed: interruptions"] if marks else []
-    keys += ["dots: validation"] if any(each.validation is not None for each in report.curve) else []
-    if any(each.highest > each.lowest for each in report.curve):
-        keys.append("the band: lowest and highest of the steps that a point stands for")
-    keys += [report.curve_note] if report.curve_note else []
-    return f"<h2>Loss</h2><div class=scroll>{drawn}</div><p class=soft>{escape('; '.join(keys))}</p>" if drawn else ""
+    marks = [(entry.step_before, f"{entry.cause} -> {entry.rung}, after step {entry.step_before}")
+             for entry in report.entries if entry.step_before is not None]  # fmt: skip
+    legend = ["by step"]
+    legend += ["dashed: interruptions"] if marks else []
+    legend += ["dots: validation"] if any(point.validation is not None for point in report.curve) else []
+    if any(point.highest > point.lowest for point in report.curve):
+        legend.append("the band: lowest and highest of the steps that a point stands for")
+    legend += [report.curve_note] if report.curve_note else []
+    chart = loss_chart(report.curve, marks)
+    return f"<h2>Loss</h2><div class=scroll>{chart}</div><p class=soft>{escape('; '.join(legend))}</p>" if chart else ""
 
 
 def _time(report: JobReport) -> str:
@@ -134,7 +134,7 @@ def _time(report: JobReport) -> str:
         return ""
     parts = [("productive", goodput.productive_seconds), *goodput.lost_seconds.items()]
     by_stage = sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])
-    stages = [(stage_words(name), seconds) for name, seconds in by_stage]
+    stages = [(describe_stage(name), seconds) for name, seconds in by_stage]
     lost = f"<h2>What was lost, by stage</h2>{share_bar(stages, first=1)}" if goodput.lost else ""
     return f"<h2>Where the time went</h2>{share_bar(parts)}{lost}"
 
@@ -143,38 +143,39 @@ def _history(report: JobReport, now: float) -> str:
     if not report.entries:
         return "<h2>Interruptions</h2><p class=soft>Nothing has interrupted this job.</p>"
     spans: dict[str, list[tuple[float, float, int, str]]] = {}
-    for each in report.entries:
-        if each.at is not None:
-            until = each.at + (each.recovered_seconds or (0.0 if each.stopped else now - each.at))
-            title = f"{clock(each.at)}: {each.cause} -> {each.rung} {each.pod}"
-            colour = 1 + list({**spans, each.cause: ()}).index(each.cause) % (len(COLOURS) - 1)
-            spans.setdefault(each.cause, []).append((each.at, until, colour, title))
+    for entry in report.entries:
+        if entry.at is not None:
+            until = entry.at + (entry.recovered_seconds or (0.0 if entry.stopped else now - entry.at))
+            title = f"{clock(entry.at)}: {entry.cause} -> {entry.rung} {entry.pod}"
+            colour = 1 + list({**spans, entry.cause: ()}).index(entry.cause) % (len(COLOURS) - 1)
+            spans.setdefault(entry.cause, []).append((entry.at, until, colour, title))
     rows = [
-        (clock(each.at), each.cause, each.rung, each.pod, each.node,
-         "-" if each.stopped else "open" if each.open else duration(each.recovered_seconds),
-         "-" if each.steps_lost is None else str(each.steps_lost), shortened(drop_noise(each.message), _LONGEST))
-        for each in report.entries
+        (clock(entry.at), entry.cause, entry.rung, entry.pod, entry.node,
+         "-" if entry.stopped else "open" if entry.open else duration(entry.recovered_seconds),
+         "-" if entry.steps_lost is None else str(entry.steps_lost),
+         shortened(drop_noise(entry.message), _LONGEST_MESSAGE))
+        for entry in report.entries
     ]  # fmt: skip
     head = ("Time (UTC)", "Cause", "Answer", "Worker", "Node", "Took", "Steps lost", "Seen")
-    moments = [at for each in spans.values() for since, until, _, _ in each for at in (since, until)] or [now]
+    moments = [at for row_spans in spans.values() for since, until, _, _ in row_spans for at in (since, until)] or [now]
     margin = max(30.0, (max(moments) - min(moments)) * 0.05)
     drawn = timeline(min(moments) - margin, max(moments) + margin, tuple(spans.items()), "Interruptions by time")
     return f"<h2>Interruptions</h2>{drawn}{table(head, rows)}"
 
 
-def _life(report: JobReport, now: float) -> tuple[float, float]:
-    """Return when the job was created, and its end or about now: a live page must not change at each request."""
+def _time_range(report: JobReport, now: float) -> tuple[float, float]:
+    """Return the creation time, and the end or the rounded present: a live page must not change at each request."""
     view = report.view
-    times = [each.at for each in report.entries if each.at is not None]
+    times = [entry.at for entry in report.entries if entry.at is not None]
     created = now if view.age_seconds is None else now - view.age_seconds
     begin, end = min([float(round(created)), *times]), max([now if view.ended_at is None else view.ended_at, *times])
-    grain = max(10.0, (end - begin) / _MOMENTS)
-    return begin, end if view.ended_at is not None else begin + math.ceil((end - begin) / grain) * grain
+    step = max(10.0, (end - begin) / _TIME_STEPS)
+    return begin, end if view.ended_at is not None else begin + math.ceil((end - begin) / step) * step
 
 
 def _times(report: JobReport, now: float) -> str:
-    begin, end = _life(report, now)
-    found = timeline_of(
+    begin, end = _time_range(report, now)
+    workers = build_timeline(
         report.entries,
         report.pods,
         report.members,
@@ -182,34 +183,34 @@ def _times(report: JobReport, now: float) -> str:
         begin=begin,
         end=end,
         first_step=report.view.started_at,
-        over=report.view.ended,
+        job_ended=report.view.ended,
     )
-    return _worker_times(found, begin, end)
+    return _worker_times(workers, begin, end)
 
 
-def _worker_times(found: Timeline, begin: float, end: float) -> str:
-    """Render one row for each worker with recorded changes between two moments; empty without any."""
+def _worker_times(workers: Timeline, begin: float, end: float) -> str:
+    """Render one row for each worker with recorded changes between two times; empty without any."""
     rows = [
-        (row.name, [(each.since, each.until, _STATE_COLOURS[each.state], each.text) for each in row.segments])
-        for row in found.rows
+        (row.name, [(part.since, part.until, _STATE_COLOURS[part.state], part.text) for part in row.segments])
+        for row in workers.rows
     ]
     drawn = timeline(begin, end, rows, "Workers by time")
     if not drawn:
         return ""
-    seen = {each.state for row in found.rows for each in row.segments}
+    states = {segment.state for row in workers.rows for segment in row.segments}
     keys = (
         f'<span class="key"><i class="c{_STATE_COLOURS[state]}"></i>{escape(state)}</span>'
         for state in WorkerState
-        if state in seen
+        if state in states
     )
-    notes = "".join(f"<p class=soft>{escape(each)}</p>" for each in (_left_out(found), _NOT_RECORDED) if each)
+    notes = "".join(f"<p class=soft>{escape(note)}</p>" for note in (_omitted_note(workers), _NOT_RECORDED) if note)
     return f'<h2>Who was what when</h2>{drawn}<p class="legend">{"".join(keys)}</p>{notes}'
 
 
-def _left_out(found: Timeline) -> str:
+def _omitted_note(workers: Timeline) -> str:
     parts = [
-        f"{plural(found.quiet, 'member')} to which nothing happened that is recorded" if found.quiet else "",
-        plural(found.left_out, "other worker") if found.left_out else "",
+        f"{plural(workers.quiet, 'member')} to which nothing happened that is recorded" if workers.quiet else "",
+        plural(workers.left_out, "other worker") if workers.left_out else "",
     ]
     text = " and ".join(filter(None, parts))
     return f"… and {text}." if text else ""
@@ -220,15 +221,15 @@ def _ranks_of(report: JobReport) -> dict[str, str]:
     if members is None:
         return {}
     per = members.processes_per_node
-    return {row.pod: ranks_text(row.rank * per, per) for row in members.rows}
+    return {row.pod: format_ranks(row.rank * per, per) for row in members.rows}
 
 
 def _workers(report: JobReport) -> str:
     members, ranks = report.members, _ranks_of(report)
     known = members is not None
-    cells = [_square(each, ranks.get(each.name, "") if known else None) for each in report.pods[:MOST_ROWS]]
+    cells = [_square(pod, ranks.get(pod.name, "") if known else None) for pod in report.pods[:MOST_ROWS]]
     drawn = squares(cells, "Workers by state")
-    legend = "; ".join(filter(None, (_counted(report.view), _KEY)))
+    legend = "; ".join(filter(None, (_count_by_role(report.view), _KEY)))
     shown = f"<h2>Workers</h2>{drawn}<p class=soft>{escape(legend)}</p>" if drawn else ""
     if members is not None and members.rows:
         rows = [(ranks[row.pod], row.pod, row.node) for row in members.rows[:MOST_ROWS]]
@@ -241,14 +242,14 @@ def _workers(report: JobReport) -> str:
 
 
 def _square(pod: PodRow, ranks: str | None) -> tuple[int, str]:
-    """`ranks`: empty for a pod that is no member, None where it is not known who is."""
+    """Render one square; `ranks` is empty for a pod that is not a member, None if that is not known."""
     well = pod.state in {"Running", "Completed"}
     colour = WAITS if pod.state == "Pending" else BAD if not well else OTHER if ranks == "" else GOOD
     member = "" if ranks is None else f", ranks {ranks}" if ranks else ", no member"
     return colour, f"{pod.name} on {pod.node or 'no node'}: {pod.state}{member}"
 
 
-def _counted(view: JobView) -> str:
+def _count_by_role(view: JobView) -> str:
     if view.workers is None:
         return ""
     parts = [("members", view.workers.members), ("others", view.workers.others)]
@@ -260,26 +261,26 @@ def _checkpoints(report: JobReport) -> str:
     if not report.checkpoints:
         return ""
     rows = [
-        (each.name, each.state, clock(each.created) or "-", size(each.bytes), each.world, each.problem)
-        for each in report.checkpoints
-    ]  # fmt: skip
+        (row.name, row.state, clock(row.created) or "-", size(row.bytes), row.world, row.problem)
+        for row in report.checkpoints
+    ]
     return (
         f"<h2>Checkpoints on storage</h2>{table(('Name', 'State', 'Written (UTC)', 'Size', 'Ranks', 'Problem'), rows)}"
     )
 
 
 def _results(view: JobView) -> str:
-    artifacts = [(each.kind, str(each.step), each.path, size(each.bytes), each.digest) for each in view.artifacts]
-    figures = [(each.name, figure(each.before), measured(each.after, each.standard_error)) for each in view.evaluation]
+    artifacts = [(item.kind, str(item.step), item.path, size(item.bytes), item.digest) for item in view.artifacts]
+    figures = [(item.name, figure(item.before), measured(item.after, item.standard_error)) for item in view.evaluation]
     shown = ""
     if artifacts:
         shown += f"<h2>Artifacts</h2>{table(('Kind', 'Step', 'Path', 'Size', 'Digest'), artifacts)}"
     if figures:
         shown += f"<h2>Evaluation</h2>{table(('Measure', 'Before', 'After'), figures)}"
     milestones = [
-        (str(each.step), count(each.tokens), one.name, measured(one.after, one.standard_error))
-        for each in view.evaluations
-        for one in each.figures
+        (str(milestone.step), count(milestone.tokens), measure.name, measured(measure.after, measure.standard_error))
+        for milestone in view.evaluations
+        for measure in milestone.figures
     ]
     if milestones:
         shown += f"<h2>Milestones</h2>{table(('Step', 'Tokens', 'Measure', 'Value'), milestones)}"
@@ -287,10 +288,10 @@ def _results(view: JobView) -> str:
 
 
 def _events(view: JobView) -> str:
-    rows = [(clock(each.at), each.reason, each.message) for each in view.events[:MOST_EVENTS]]
+    rows = [(clock(event.at), event.reason, event.message) for event in view.events[:MOST_EVENTS]]
     return f"<h2>Events</h2>{table(('Time (UTC)', 'Reason', 'Message'), rows)}" if rows else ""
 
 
 def _notes(report: JobReport) -> str:
     notes = (*report.view.not_shown, *report.notes)
-    return f"<h2>Not shown</h2><ul>{''.join(f'<li>{escape(each)}</li>' for each in notes)}</ul>" if notes else ""
+    return f"<h2>Not shown</h2><ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>" if notes else ""

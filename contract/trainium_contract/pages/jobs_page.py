@@ -1,4 +1,4 @@
-"""The list of jobs, with a link to each."""
+"""Render the list of jobs, with a link to each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class JobRow:
     goodput: float | None = None
     restarts: int = 0
     note: str = ""
-    """Why nothing else is known of it."""
+    """Why nothing else is known about it."""
 
 
 def job_row(job: Mapping[str, Any]) -> JobRow:
@@ -47,13 +47,13 @@ def job_row(job: Mapping[str, Any]) -> JobRow:
         namespace=text(metadata, "namespace"),
         name=text(metadata, "name"),
         phase=status.text("phase"),
-        step=progress.whole("step"),
-        total_steps=progress.whole("totalSteps"),
+        step=progress.integer("step"),
+        total_steps=progress.integer("totalSteps"),
         loss=progress.number("loss"),
-        training=status.whole("readyReplicas"),
-        desired=status.whole("desired"),
+        training=status.integer("readyReplicas"),
+        desired=status.integer("desired"),
         goodput=status.part("goodput").number("ratio"),
-        restarts=status.part("restarts").whole("total"),
+        restarts=status.part("restarts").integer("total"),
     )
 
 
@@ -62,10 +62,10 @@ def live_jobs_html(rows: Sequence[JobRow], now: float, *, where: str, root: str)
     ordered = sorted(rows, key=lambda row: (row.phase in _ENDED, row.namespace, row.name))
     head = ("Namespace", "Job", "Phase", "Step", "Loss", "Nodes", "Goodput", "Interrupted", "")
     cells = [
-        (each.namespace, Link(each.name, f"{root}/{each.namespace}/{each.name}"), each.phase or "not answered yet",
-         f"{each.step} of {each.total_steps}" if each.total_steps else "-", figure(each.loss),
-         f"{each.training} of {each.desired}", share(each.goodput), str(each.restarts), each.note)
-        for each in ordered[:MOST_JOBS]
+        (job.namespace, Link(job.name, f"{root}/{job.namespace}/{job.name}"), job.phase or "not answered yet",
+         f"{job.step} of {job.total_steps}" if job.total_steps else "-", figure(job.loss),
+         f"{job.training} of {job.desired}", share(job.goodput), str(job.restarts), job.note)
+        for job in ordered[:MOST_JOBS]
     ]  # fmt: skip
     left = len(ordered) - len(cells)
     title = f"TrainingJobs in {where}"
@@ -81,7 +81,7 @@ def live_jobs_html(rows: Sequence[JobRow], now: float, *, where: str, root: str)
 
 
 def which_namespace_html(sentence: str, root: str) -> str:
-    """For somebody who may not list all jobs: a form that leads to one namespace."""
+    """Render a form for one namespace, for users who may not list all jobs."""
     form = (
         f'<form action="{escape(root)}" method=get><label>Namespace <input name=namespace required '
         f'maxlength=63 pattern="[a-z0-9-]+"></label> <button>Show its jobs</button></form>'

@@ -1,15 +1,16 @@
 """Keep an open page up to date, under a policy for the browser.
 
-The script asks for the page again and takes over the sections that have changed, so nothing flickers, and what is
-selected or scrolled elsewhere stays. It takes text from its own address alone; markup that came with a value could
-neither run (the policy allows this script only, by its digest) nor load anything.
-Invariants: one request at a time, none while nobody looks at the page; where no answer comes, or a refusal, the page
-shows how old it is, and asks less and less often, up to once a minute.
+The script requests the page again and replaces the sections that have changed, so nothing flickers, and selections and
+scroll positions elsewhere stay. It reads text from its own address only; markup inside a value could neither run (the
+policy allows this script only, by its digest) nor load anything.
+
+Invariants: there is one request at a time, and none while the page is hidden. Without a response, or after a refusal,
+the page shows its age, and requests become less frequent, down to one a minute.
 """
 
 from __future__ import annotations
 
-from trainium_contract.pages.html import STYLE, digest_of
+from trainium_contract.pages.html import STYLE, csp_digest
 
 EVERY_SECONDS = 5
 LIVE_SCRIPT = """
@@ -58,7 +59,7 @@ LIVE_SCRIPT = """
 """.replace("%d000", f"{EVERY_SECONDS}000")
 HEADERS = {
     "Content-Security-Policy": (
-        f"default-src 'none'; style-src {digest_of(STYLE)}; script-src {digest_of(LIVE_SCRIPT)}; connect-src 'self'; "
+        f"default-src 'none'; style-src {csp_digest(STYLE)}; script-src {csp_digest(LIVE_SCRIPT)}; connect-src 'self'; "
         "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
@@ -68,4 +69,4 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Sent with every live page."""
+"""Headers of every live page."""

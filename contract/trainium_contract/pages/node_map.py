@@ -1,7 +1,7 @@
-"""The nodes that a job has or had, a square each: where its workers are, and where something befell it.
+"""Draw the nodes that a job has or had, one square each: where its workers are, and where it was interrupted.
 
-Invariant: a node is coloured by what is known of this job alone; what the operator holds against a machine is shown by
-`kubectl trn nodes`.
+Invariant: the colour of a node depends on this job only; `kubectl trn nodes` shows what the operator records about
+machines.
 """
 
 from __future__ import annotations
@@ -30,36 +30,40 @@ _NUMBER = re.compile(r"(\d{1,18})")
 
 
 def node_map_html(
-    pods: Sequence[PodRow], entries: Sequence[InterruptionView], ranks: Mapping[str, str], most: int
+    pods: Sequence[PodRow], entries: Sequence[InterruptionView], ranks: Mapping[str, str], limit: int
 ) -> str:
-    """Render at most so many nodes, by name; nothing where no node is known. `ranks`: of members, by pod."""
-    there: dict[str, list[PodRow]] = {}
+    """Render up to `limit` nodes, sorted by name; empty if no node is known. `ranks` maps members' pods to ranks."""
+    pods_by_node: dict[str, list[PodRow]] = {}
     for pod in pods:
         if pod.node:
-            there.setdefault(pod.node, []).append(pod)
-    befell: dict[str, Counter[str]] = {}
+            pods_by_node.setdefault(pod.node, []).append(pod)
+    causes_by_node: dict[str, Counter[str]] = {}
     for entry in entries:
         if entry.node:
-            befell.setdefault(entry.node, Counter())[entry.cause] += 1
-    names = sorted({*there, *befell}, key=_natural)
-    cells = [_cell(name, there.get(name, []), befell.get(name, Counter()), ranks) for name in names[:most]]
+            causes_by_node.setdefault(entry.node, Counter())[entry.cause] += 1
+    names = sorted({*pods_by_node, *causes_by_node}, key=_natural_key)
+    cells = [
+        _node_cell(name, pods_by_node.get(name, []), causes_by_node.get(name, Counter()), ranks)
+        for name in names[:limit]
+    ]
     if not cells:
         return ""
-    more = f"; {len(names) - most} more are not shown" if len(names) > most else ""
+    more = f"; {len(names) - limit} more are not shown" if len(names) > limit else ""
     legend = f"{plural(len(names), 'node')} that the job has or had{more}; {_KEY}"
     return f"<h2>Nodes</h2>{squares(cells, 'Nodes of the job')}<p class=soft>{escape(legend)}</p>"
 
 
-def _cell(node: str, pods: Sequence[PodRow], causes: Counter[str], ranks: Mapping[str, str]) -> tuple[int, str]:
-    runs = any(pod.state == "Running" for pod in pods)
-    colour = _COLOURS[runs, bool(causes)]
+def _node_cell(node: str, pods: Sequence[PodRow], causes: Counter[str], ranks: Mapping[str, str]) -> tuple[int, str]:
+    """Return the colour and the title of a node's square."""
+    is_running = any(pod.state == "Running" for pod in pods)
+    colour = _COLOURS[is_running, bool(causes)]
     workers = [
         f"{pod.name} {pod.state}" + (f", ranks {ranks[pod.name]}" if ranks.get(pod.name) else "") for pod in pods
     ]
-    seen = ", ".join(f"{cause} {count}" for cause, count in causes.most_common())
-    return colour, "; ".join([node, *workers, *([f"interrupted: {seen}"] if seen else [])])
+    interruptions = ", ".join(f"{cause} {count}" for cause, count in causes.most_common())
+    return colour, "; ".join([node, *workers, *([f"interrupted: {interruptions}"] if interruptions else [])])
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """node-2 before node-10."""
+def _natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts node-2 before node-10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(name)]

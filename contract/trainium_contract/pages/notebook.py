@@ -1,4 +1,4 @@
-"""A job in the output of a notebook's cell: facts, what to do, and the curve."""
+"""Render a job as the output of a notebook cell: facts, advice, and the curve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RULES = (
     ".spread{fill:#3f77c4;opacity:.18}", ".validation{fill:#d08a1d}",
 )  # fmt: skip
 _STYLE = "".join(f".trn-job {rule}" for rule in _RULES)
-"""For the inside of this element: a notebook has many."""
+"""Scoped to this element, because a notebook has many."""
 
 
 def cell_html(view: JobView, curve: Sequence[CurvePoint] = ()) -> str:

@@ -1,1 +1,1 @@
-"""Requirements of a job on a machine, from the sizes of model and world: memory, open files."""
+"""Compute the requirements of a job on a machine from the sizes of model and world: memory, open files."""

@@ -1,10 +1,10 @@
-"""PURE. What a job takes of device memory, of a node's memory and of /dev/shm, from the sizes of model and world.
+"""PURE. Estimate a job's device memory, node memory and /dev/shm, from the sizes of model and world. Bytes everywhere.
 
-Bytes everywhere. State, gradients and snapshots follow from what the backends and the tiers allocate (the table in
-docs/parallelism.md); activations are an estimate by tensors that the backward pass keeps (arXiv 2205.05198, section 4),
-without a runtime's own needs, which is why `DEVICE_RESERVE` of a core is left alone.
+State, gradients and snapshots follow from the allocations of backends and tiers (the table in docs/parallelism.md).
+Activations are an estimate by tensors that the backward pass keeps (arXiv 2205.05198, section 4), without the runtime's
+own memory, for which `DEVICE_RESERVE` of a core is left free.
 
-Invariant: nothing is asked of a machine here; trainer, `check` and operator give the same numbers the same names.
+Invariant: no machine is inspected here; trainer, `check` and operator use the same names for the same numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from trainium_contract.models.parameters import end_parameters, layer_parameters
+from trainium_contract.models.parameters import layer_parameters, non_layer_parameters
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision, Recompute
 
 if TYPE_CHECKING:
@@ -24,17 +24,18 @@ OWN_FILES = 3
 KEPT_FILES = 2
 """Copies of a buddy's shard."""
 DEVICE_RESERVE = 0.1
-"""Share of a core's memory, for the runtime, its programs and the buffers of collectives."""
+"""Share of a core's memory for the runtime, its programs and the buffers of collectives."""
 _TILE = 3 * (4 << 25)
-"""Scores of a tile of attention, their shares and gradients, where the sequence is divided."""
+"""Scores of a tile of attention, their probabilities and gradients, if the sequence is divided."""
 _PROCESS = 1 << 30
-"""A training process before it holds anything: libraries, data, the compiler's client."""
+"""A training process without data or state: libraries, data loading, the compiler's client."""
 
 
-def stretch_tokens(width: int) -> int:
-    """Tokens of a micro-batch whose logits, of `width` columns, exist at a time (backend Native without a pipeline).
+def logits_chunk_tokens(width: int) -> int:
+    """Return how many tokens of a micro-batch have their logits, of `width` columns, computed at a time.
 
-    Enough for a product that reads the weights no more often than it has to, and at most 128 MiB of float32 beyond.
+    For backend Native without a pipeline: enough for a product that reads the weights as rarely as possible, and at
+    most 128 MiB of float32 beyond.
     """
     return max(1024, (1 << 25) // width)
 
@@ -44,17 +45,17 @@ class Layouts(StrEnum):
 
     NATIVE = "native"
     NXD = "nxd"
-    """Key/value heads are repeated where tensor parallelism has more ranks than heads; sums of gradients are kept."""
+    """Key/value heads are repeated if tensor parallelism has more ranks than heads; sums of gradients are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Trained parameters of a rank where the rest is frozen, before data parallelism divides them."""
+    """Trained parameters of a rank if the rest is frozen, before data parallelism divides them."""
 
     weights: int
     """Parameters of the model itself."""
     adapters: int
-    """Beside it."""
+    """Parameters of adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +74,18 @@ class MemorySetting:
     """Sequences of a micro-batch."""
     length: int
     context: int = 1
-    """Ranks that divide a sequence among the data-parallel ones."""
+    """Ranks that divide a sequence; they are among the data-parallel ones."""
     micro_batches: int
-    """In a step, of one rank."""
+    """Micro-batches of one rank in a step."""
     masked: bool = False
-    """Samples hold stretches that do not see each other."""
+    """Whether samples hold documents that do not attend to each other."""
     whole_logits: bool = False
-    """The loss needs the logits of a micro-batch as a whole (pairs of answers)."""
+    """Whether the loss needs the logits of a micro-batch as a whole (pairs of answers)."""
     snapshots: bool
     buddies: bool
     layouts: Layouts = Layouts.NATIVE
     on_host: bool = False
-    """The device is the CPU: what would be on it takes the node's memory."""
+    """Whether the device is the CPU, so that its memory is the node's."""
     trained: Trained | None = None
     """None: all of the model."""
     moments: int = 2
@@ -96,35 +97,38 @@ class MemoryEstimate:
     """Bytes."""
 
     parameters: int
-    """Parameters of the largest rank, before data parallelism divides anything; a number, not bytes."""
+    """Parameters of the largest rank, before data parallelism divides them; a number, not bytes."""
     state: int
     """On the device: weights, gradients, master weights and moments."""
     activations: int
     shared_memory: int
     """Memory of a node in /dev/shm: snapshots and copies of a buddy's."""
     host: int
-    """Memory of a node, /dev/shm included."""
+    """Memory of a node, including /dev/shm."""
 
     @property
     def device(self) -> int:
-        """Bytes of one rank."""
+        """Return the device memory of one rank in bytes."""
         return self.state + self.activations
 
 
 def estimate_memory(model: ModelShape, setting: MemorySetting) -> MemoryEstimate:
     """Estimate the memory of a rank and of its node."""
-    number = parameters_of_rank(model, setting)
+    parameters = count_rank_parameters(model, setting)
     sharded = setting.mode is not DataParallelMode.REPLICATED
     shards = setting.data_parallel if sharded else 1
-    kept = 2 if setting.precision is Precision.BFLOAT16_STOCHASTIC else 4
-    trained, frozen = number, 0
+    value_bytes = 2 if setting.precision is Precision.BFLOAT16_STOCHASTIC else 4
+    trained, frozen = parameters, 0
     if setting.trained is not None:
         trained = setting.trained.weights + setting.trained.adapters
-        frozen = max(0, number - setting.trained.weights)
-    shard = (1 + setting.moments) * kept * trained // shards
+        frozen = max(0, parameters - setting.trained.weights)
+    shard = (1 + setting.moments) * value_bytes * trained // shards
     """State of a rank in a checkpoint: weights and moments."""
-    state, activations = _state(trained, kept, setting) + _frozen(frozen, setting), _activations(model, setting)
-    processes, distinct = setting.processes_per_node, _shards_of_a_node(setting, sharded=sharded)
+    state, activations = (
+        _state_bytes(trained, value_bytes, setting) + _frozen_bytes(frozen, setting),
+        _activation_bytes(model, setting),
+    )
+    processes, distinct = setting.processes_per_node, _count_node_shards(setting, sharded=sharded)
     shared = distinct * shard * OWN_FILES if setting.snapshots else 0
     if setting.snapshots and setting.buddies and _needs_buddies(setting, sharded=sharded):
         shared += distinct * shard * KEPT_FILES
@@ -135,59 +139,65 @@ def estimate_memory(model: ModelShape, setting: MemorySetting) -> MemoryEstimate
     return MemoryEstimate(trained + frozen, state, activations, shared, host)
 
 
-def parameters_of_rank(model: ModelShape, setting: MemorySetting) -> int:
-    """Count the parameters that a rank of the fullest stage holds, before data parallelism divides them."""
+def count_rank_parameters(model: ModelShape, setting: MemorySetting) -> int:
+    """Return the parameters of a rank in the fullest stage, before data parallelism divides them."""
     tensor, heads = setting.tensor, model.num_key_value_heads
     layer = sum(parameter.numbers(tensor, heads) for parameter in layer_parameters(model).values())
-    ends = [parameter.numbers(tensor, heads) for parameter in end_parameters(model).values()]
-    # Embedding and output projection are at the two ends of a pipeline, the last normalisation is at one of them.
-    held = sum(ends) if setting.pipeline == 1 else sum(ends[:2])
-    return -(-model.num_layers // setting.pipeline) * layer + held
+    ends = [parameter.numbers(tensor, heads) for parameter in non_layer_parameters(model).values()]
+    # Embedding and output projection are at the two ends of a pipeline, the last normalization is at one of them.
+    outside_layers = sum(ends) if setting.pipeline == 1 else sum(ends[:2])
+    return -(-model.num_layers // setting.pipeline) * layer + outside_layers
 
 
-def _state(number: int, kept: int, setting: MemorySetting) -> int:
-    """Bytes of weights, gradients and optimizer on a rank; the rows of the table in docs/parallelism.md."""
-    used = 4 if setting.precision is Precision.FLOAT32 else 2
-    # Where state is divided, a narrow sum of the gradients exists beside the wide one.
-    narrow = 2 if kept == 2 and setting.mode is not DataParallelMode.REPLICATED else 0
-    ranks, divided = setting.data_parallel, (1 + setting.moments) * kept + 4 + narrow
+def _state_bytes(parameters: int, value_bytes: int, setting: MemorySetting) -> int:
+    """Return bytes of weights, gradients and optimizer on a rank: the rows of the table in docs/parallelism.md."""
+    compute_bytes = 4 if setting.precision is Precision.FLOAT32 else 2
+    # If the state is divided, a narrow sum of the gradients exists beside the wide one.
+    narrow_gradient_bytes = 2 if value_bytes == 2 and setting.mode is not DataParallelMode.REPLICATED else 0
+    ranks, state_bytes = setting.data_parallel, (1 + setting.moments) * value_bytes + 4 + narrow_gradient_bytes
     if setting.layouts is Layouts.NXD:
         if setting.mode is DataParallelMode.REPLICATED:
-            return number * (divided + (used if used != kept else 0))
-        return number * (used + 4) + number * divided // ranks
+            return parameters * (state_bytes + (compute_bytes if compute_bytes != value_bytes else 0))
+        return parameters * (compute_bytes + 4) + parameters * state_bytes // ranks
     if setting.mode is DataParallelMode.REPLICATED:
-        return number * divided
+        return parameters * state_bytes
     if setting.mode is DataParallelMode.FULLY_SHARDED:
-        return number * divided // ranks
-    return number * (used + (4 if setting.micro_batches > 1 else 0)) + number * divided // ranks
+        return parameters * state_bytes // ranks
+    return parameters * (compute_bytes + (4 if setting.micro_batches > 1 else 0)) + parameters * state_bytes // ranks
 
 
-def _frozen(number: int, setting: MemorySetting) -> int:
-    """Bytes of weights without gradient and moments, in the type of computation; FSDP divides them, NxD does not."""
-    size = number * (4 if setting.precision is Precision.FLOAT32 else 2)
+def _frozen_bytes(parameters: int, setting: MemorySetting) -> int:
+    """Return bytes of weights without gradient and moments, in the type of computation.
+
+    FSDP divides them, NxD does not.
+    """
+    size = parameters * (4 if setting.precision is Precision.FLOAT32 else 2)
     if setting.layouts is Layouts.NXD or setting.mode is DataParallelMode.REPLICATED:
         return size
     gathered = size if setting.mode is DataParallelMode.SHARDED_OPTIMIZER else 0  # during a step
     return size // setting.data_parallel + gathered
 
 
-def _activations(model: ModelShape, setting: MemorySetting) -> int:
-    """Estimate what a rank's backward pass keeps: per layer, in flight, the logits, and keys and values of others."""
+def _activation_bytes(model: ModelShape, setting: MemorySetting) -> int:
+    """Return what a rank's backward pass keeps.
+
+    Per layer, in flight, the logits, and keys and values of other ranks.
+    """
     size = 4 if setting.precision is Precision.FLOAT32 else 2
     tokens, tensor = setting.micro_size * setting.length // setting.context, setting.tensor
-    apart = tensor if setting.sequence else 1
-    """By how many ranks the residual stream is divided."""
+    sequence_shards = tensor if setting.sequence else 1
+    """Number of ranks that divide the residual stream."""
     heads = model.num_key_value_heads
     key_value = 2 * heads * model.head_dim * max(1, tensor // heads)
-    inside = (2 * model.num_attention_heads * model.head_dim + key_value + 3 * model.intermediate_size) / tensor
-    whole = size * tokens * (4 * model.hidden_size / apart + inside)
-    entry = size * tokens * model.hidden_size / apart
+    sharded_width = (2 * model.num_attention_heads * model.head_dim + key_value + 3 * model.intermediate_size) / tensor
+    layer_bytes = size * tokens * (4 * model.hidden_size / sequence_shards + sharded_width)
+    layer_input_bytes = size * tokens * model.hidden_size / sequence_shards
     layers = -(-model.num_layers // setting.pipeline)
-    flying = min(setting.pipeline, max(1, setting.micro_batches))
-    each = entry if setting.recompute is Recompute.FULL else whole
+    in_flight = min(setting.pipeline, max(1, setting.micro_batches))
+    kept_per_layer = layer_input_bytes if setting.recompute is Recompute.FULL else layer_bytes
     width = model.vocab_size // tensor
-    stretched = setting.layouts is Layouts.NATIVE and setting.pipeline == 1 and not setting.whole_logits
-    rows = min(tokens, stretch_tokens(width)) if stretched else tokens
+    is_chunked = setting.layouts is Layouts.NATIVE and setting.pipeline == 1 and not setting.whole_logits
+    rows = min(tokens, logits_chunk_tokens(width)) if is_chunked else tokens
     logits = 10 * rows * width  # in the type of computation, in float32, and a gradient
     gathered = 0.0
     if setting.context > 1:
@@ -196,13 +206,16 @@ def _activations(model: ModelShape, setting: MemorySetting) -> int:
     scores = 0.0
     if setting.masked and setting.layouts is Layouts.NXD:
         # NxD's fused kernel has no mask: scores of all pairs of positions, their shares in float32 and as used.
-        kept = layers if setting.recompute is Recompute.NONE else 1
-        scores = kept * (2 * size + 4) * tokens * setting.length * model.num_attention_heads / tensor
-    return int(layers * each * flying + whole + logits + gathered + scores)
+        layers_with_scores = layers if setting.recompute is Recompute.NONE else 1
+        scores = layers_with_scores * (2 * size + 4) * tokens * setting.length * model.num_attention_heads / tensor
+    return int(layers * kept_per_layer * in_flight + layer_bytes + logits + gathered + scores)
 
 
-def _shards_of_a_node(setting: MemorySetting, *, sharded: bool) -> int:
-    """Different shards of the first node's ranks; tensor is the fastest of pipeline x data x tensor."""
+def _count_node_shards(setting: MemorySetting, *, sharded: bool) -> int:
+    """Return the number of different shards of the first node's ranks.
+
+    Tensor is the fastest of pipeline x data x tensor.
+    """
     if sharded:
         return setting.processes_per_node
     stage = setting.data_parallel * setting.tensor
@@ -210,7 +223,7 @@ def _shards_of_a_node(setting: MemorySetting, *, sharded: bool) -> int:
 
 
 def _needs_buddies(setting: MemorySetting, *, sharded: bool) -> bool:
-    """Return whether a single node holds some shard, and there is another node."""
+    """Return whether only one node holds some shard, and there is another node."""
     processes = setting.processes_per_node
     stage = setting.data_parallel * setting.tensor
     if stage * setting.pipeline <= processes:

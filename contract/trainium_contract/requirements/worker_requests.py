@@ -1,11 +1,11 @@
-"""PURE. What a worker pod asks of its node, and whether the instance type can hold the job at all.
+"""PURE. Compute the resource requests of a worker pod, and whether the instance type can hold the job.
 
-A known instance type is taken as a whole, or by its share of devices: a worker asks for what its processes, snapshots
-and saves take (`memory_estimate`), at most 85 % of that share, so that the reserve of the node never excludes it.
-Of any other node nothing is known: a worker asks for little there, and gets what is free.
+A worker uses a known instance type as a whole, or its share of devices. It requests what its processes, snapshots and
+saves need (`memory_estimate`), at most 85 % of that share, so that the node's reserve never excludes it. For unknown
+nodes a worker requests little and uses what is free.
 
-Invariants: what is asked for never keeps a pod from a node that would do; it grows with model and processes; nothing is
-refused that the trainer itself would not refuse.
+Invariants: a request never excludes a suitable node. It grows with model and processes. Nothing is refused that the
+trainer would accept.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 _GIB = 1 << 30
 SHARED_SHARE = 0.5
-"""Share of a node's memory that /dev/shm may take (also tmpfs' default)."""
+"""Share of a node's memory that /dev/shm may use (also tmpfs' default)."""
 _LARGEST_SHARE = 0.85
-"""Share of a node's memory and CPUs that a worker asks for at most; the rest is the kubelet's and the system's."""
+"""Largest share of a node's memory and CPUs in a request; the rest is for the kubelet and the system."""
 _LEAST_PROCESS = 256 * _MIB
-"""Asked for a process where the node is of no known type."""
+"""Request for a process on a node of unknown type."""
 _LEAST_CPU = 100
-"""Thousandths of a CPU, the same."""
+"""The same in thousandths of a CPU."""
 _OTHER_SHARED = _GIB
-"""Bytes of /dev/shm beside snapshots: batches of loader processes, rings of collectives."""
+"""Bytes of /dev/shm besides snapshots: batches of loader processes, rings of collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class WorkerRequests:
     milli_cpu: int
     """Thousandths of a CPU."""
     shared_memory: int | None
-    """Bytes that /dev/shm may take; None where neither the node nor the model is known."""
+    """Bytes of /dev/shm; None if neither the node nor the model is known."""
 
 
-def memory_setting(
+def build_memory_setting(
     config: TrainingConfig,
     *,
     data_parallel: int,
@@ -66,7 +66,7 @@ def memory_setting(
     on_host: bool,
     trained: Trained | None = None,
 ) -> MemorySetting:
-    """Return the division of a configuration's model at a size of so many shares of the batch."""
+    """Return the division of a configuration's model at a size with this many shares of the batch."""
     automatic = config.backend is BackendChoice.AUTO and instance_type.startswith("trn1")
     nxd = config.backend is BackendChoice.NXD or automatic
     return MemorySetting(
@@ -93,17 +93,17 @@ def memory_setting(
     )
 
 
-def needs_at(
+def estimate_at_size(
     config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int
 ) -> MemoryEstimate | None:
-    """Estimate the memory of a node where the job trains on `nodes`; None for an illegal size or an unknown model.
+    """Return the memory of a node if the job trains on `nodes`; None for an illegal size or an unknown model.
 
-    Only a worker knows a model that a file describes, and what is frozen of one.
+    Only a worker knows a model that a file describes, and the frozen part of one.
     """
     model = config.model.known_shape()
     if model is None or config.tuning.freezes or not shape.passes(nodes):
         return None
-    setting = memory_setting(
+    setting = build_memory_setting(
         config,
         data_parallel=shape.data_parallel(nodes),
         processes_per_node=shape.cores_per_node,
@@ -114,24 +114,27 @@ def needs_at(
     return estimate_memory(model, setting)
 
 
-def worker_requests(config: TrainingConfig | None, accelerator: AcceleratorSpec, shape: BatchShape) -> WorkerRequests:
-    """Return the requests of a worker pod: enough for any size, since a pod stays when the job grows or shrinks.
+def compute_worker_requests(
+    config: TrainingConfig | None, accelerator: AcceleratorSpec, shape: BatchShape
+) -> WorkerRequests:
+    """Return the requests of a worker pod, enough for any size, because a pod stays when the job grows or shrinks.
 
-    Of a program, which has no configuration, the least that any process needs.
+    A program has no configuration, so it gets the least that any process needs.
     """
-    processes, share = shape.cores_per_node, _share(accelerator)
+    processes, share = shape.cores_per_node, _compute_share(accelerator)
     memory_size = share.host_bytes
     # Divided state is largest on the fewest nodes, and copies for a buddy need two.
     sizes = islice((nodes for nodes in range(1, 2 * shape.group + 1) if shape.is_legal(nodes)), 2)
-    known = [found for nodes in sizes if config and (found := needs_at(config, accelerator, shape, nodes)) is not None]
+    estimates = [] if config is None else [estimate_at_size(config, accelerator, shape, nodes) for nodes in sizes]
+    known = [estimate for estimate in estimates if estimate is not None]
     if memory_size:
-        memory = max((found.host for found in known), default=processes * _GIB)
+        memory = max((estimate.host for estimate in known), default=processes * _GIB)
         return WorkerRequests(
             memory=min(memory, int(memory_size * _LARGEST_SHARE)),
             milli_cpu=min(1000 * (processes + 1), int(1000 * share.vcpus * _LARGEST_SHARE)),  # one for the agent
             shared_memory=int(memory_size * SHARED_SHARE),
         )
-    shared = max((found.shared_memory for found in known), default=None)
+    shared = max((estimate.shared_memory for estimate in known), default=None)
     return WorkerRequests(
         memory=processes * _LEAST_PROCESS,
         milli_cpu=processes * _LEAST_CPU,
@@ -140,7 +143,7 @@ def worker_requests(config: TrainingConfig | None, accelerator: AcceleratorSpec,
 
 
 def explain_misfit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int) -> str:
-    """Why the type of instance cannot hold the job at this size, without a full stop; empty where it can, or may.
+    """Return why the type of instance cannot hold the job at this size, without a full stop; empty if it can, or may.
 
     Weights, gradients and optimizer alone must fit a core: without that no rank starts.
     """
@@ -148,22 +151,22 @@ def explain_misfit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: 
     if instance is None or not instance.core_bytes or accelerator.device is not Device.NEURON:
         return ""
     memory_size = instance.core_memory(accelerator.claim.logical_neuron_core if accelerator.claim else None)
-    found = needs_at(config, accelerator, shape, nodes)
-    if found is None or found.state <= memory_size:
+    estimate = estimate_at_size(config, accelerator, shape, nodes)
+    if estimate is None or estimate.state <= memory_size:
         return ""
     return (
         f"A core of {accelerator.instance_type} has {_gib(memory_size)}, but on {nodes} nodes a process needs "
-        f"{_gib(found.state)} for weights, gradients and optimizer alone ({found.parameters:,} parameters): raise "
-        "parallelism.tensor or pipeline, divide more with trainer.dataParallel, or take a type with more memory"
+        f"{_gib(estimate.state)} for weights, gradients and optimizer alone ({estimate.parameters:,} parameters): "
+        "raise parallelism.tensor or pipeline, divide more with trainer.dataParallel, or take a type with more memory"
     )
 
 
 def smallest_fitting_size(
     config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, smallest: int, largest: int
 ) -> int:
-    """Return the fewest nodes that an elastic job may shrink to: `smallest`, or more where a node holds too much.
+    """Return the fewest nodes that an elastic job may shrink to: `smallest`, or more if a node would hold too much.
 
-    What each process holds of divided state never falls when a node goes. `largest` where no size fits.
+    A process's part of divided state never shrinks when a node leaves. `largest` if no size fits.
     """
 
     def fits(nodes: int) -> bool:
@@ -179,19 +182,19 @@ def smallest_fitting_size(
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A worker's share of its node; zeros where nothing is known."""
+    """A worker's share of its node; zeros if unknown."""
 
     host_bytes: int = 0
     vcpus: float = 0.0
 
 
-def _share(accelerator: AcceleratorSpec) -> _Share:
-    """Return the worker's part, by its share of the devices."""
+def _compute_share(accelerator: AcceleratorSpec) -> _Share:
+    """Return the worker's share, by its share of the devices."""
     instance = accelerator.instance()
     if instance is None or accelerator.device is not Device.NEURON:
         return _Share()
-    given = accelerator.resources.get("aws.amazon.com/neuron", "")
-    devices = int(given) if given.isdecimal() else accelerator.claimed_devices() or instance.devices
+    requested = accelerator.resources.get("aws.amazon.com/neuron", "")
+    devices = int(requested) if requested.isdecimal() else accelerator.claimed_devices() or instance.devices
     devices = min(devices, instance.devices)
     return _Share(instance.host_bytes * devices // instance.devices, instance.vcpus * devices / instance.devices)
 

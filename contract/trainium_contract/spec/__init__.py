@@ -1,1 +1,1 @@
-"""The parts of `spec` of a TrainingJob; the trainer's configuration is in `trainer`."""
+"""The parts of `spec` of a TrainingJob; `trainer` has the trainer's configuration."""

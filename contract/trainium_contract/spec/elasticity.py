@@ -1,4 +1,4 @@
-"""`spec.elasticity`: at which sizes a job may train."""
+"""`spec.elasticity`: the sizes at which a job may train."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class IdleNodes(StrEnum):
 
 
 class ElasticitySpec(ContractModel):
-    """At which sizes the job may train."""
+    """Sizes at which the job may train."""
 
     sizes: SizeRule = SizeRule.ANY
     """Any: every number of nodes whose processes are whole model-parallel groups. Even: only those at which

@@ -1,4 +1,4 @@
-"""`spec.health`: what is checked before a worker may join, and how long a bad node is kept away from.
+"""`spec.health`: checks before a worker joins, and the avoidance of bad nodes.
 
 Invariant: a check that cannot run, or whose outcome cannot be read, never fails a worker.
 """
@@ -21,7 +21,7 @@ class PreflightCheck(StrEnum):
     MEMORY = "Memory"
     """The host has memory to spare, and the memory volume is writable."""
     DISK = "Disk"
-    """The scratch volume has room and can be written."""
+    """The scratch volume has space and can be written."""
     CLOCK = "Clock"
     """The clock agrees with the coordinator's."""
     MATMUL = "Matmul"
@@ -58,7 +58,7 @@ class QuarantineSpec(ContractModel):
     """Part of this job in the fleet's record of bad nodes."""
 
     enabled: bool = True
-    """Keep this job's workers away from quarantined nodes, and hold its failures against the nodes."""
+    """Keep this job's workers off quarantined nodes, and count its failures against the nodes."""
     debounce_seconds: Annotated[int, Field(ge=0, le=3600)] = 0
     """Time that a bad node condition must last before it counts; fatal device faults count at once."""
 
@@ -69,4 +69,4 @@ class HealthSpec(ContractModel):
     preflight: PreflightSpec = PreflightSpec()
     """Checks before a worker may join."""
     quarantine: QuarantineSpec = QuarantineSpec()
-    """Keeping away from bad nodes."""
+    """Avoidance of bad nodes."""

@@ -1,4 +1,4 @@
-"""The controller of a job (`spec.managedBy`), as batch/v1 Job and JobSet have it."""
+"""The controller of a job (`spec.managedBy`), as in batch/v1 Job and JobSet."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ MAX_MANAGER = 63
 
 
 def is_managed_here(managed_by: object) -> bool:
-    """Return whether a value of `managedBy` leaves the job to this operator."""
+    """Return whether this operator manages a job with this value of `managedBy`."""
     return managed_by in (None, "", MANAGER)

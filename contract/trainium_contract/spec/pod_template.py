@@ -1,8 +1,8 @@
-"""The shape of `workers.template`: objects, lists and texts where a pod template has them, as far as they are read.
+"""Check the shape of `workers.template`: objects, lists and strings, in the parts that are read.
 
-Invariant: what is of another shape is refused here, with its place; so nobody who merges templates meets it. Everything
-else that is wrong with a template the API server reports for the pods. `null` removes a field, so it fits anywhere but
-in a list.
+Invariant: a shape other than a pod template's is refused here with its place, so code that merges templates never meets
+it. The API server reports all other errors of a template for the pods. `null` removes a field, so it is allowed
+anywhere except in a list.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _SHAPE = {
         },
     },
 }
-"""A list has one entry, the shape of each element; an object's other fields may be anything."""
+"""A list has one entry, the shape of each element; other fields of an object may be anything."""
 _NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
 
 
 def describe_shape_error(template: dict[str, Any]) -> str:
-    """Return a sentence that names the part with another shape than a pod template's; empty when there is none."""
-    return _differs(template, _SHAPE, "")
+    """Return a sentence that names the part with the wrong shape; empty if there is none."""
+    return _find_mismatch(template, _SHAPE, "")
 
 
 def _checked(template: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ PodTemplate = Annotated[dict[str, Any], AfterValidator(_checked)]
 """A partial PodTemplateSpec."""
 
 
-def _differs(value: Any, shape: Any, where: str) -> str:
+def _find_mismatch(value: Any, shape: Any, where: str) -> str:
     wanted = shape if isinstance(shape, type) else type(shape)
     if not isinstance(value, wanted):
         return f"{where} is {_name_of(value)} where {_NAMES[wanted]} belongs"
@@ -74,7 +74,7 @@ def _differs(value: Any, shape: Any, where: str) -> str:
         parts = ((f"{where}.{key}".removeprefix("."), inner, shape[key]) for key, inner in known)
     else:
         return ""
-    return next((found for place, inner, part in parts if (found := _differs(inner, part, place))), "")
+    return next((found for place, inner, part in parts if (found := _find_mismatch(inner, part, place))), "")
 
 
 def _name_of(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""`spec.precompile`: compiling before the first start."""
+"""`spec.precompile`: compilation before the first start."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from trainium_contract.base import ContractModel, MessageModel
 
 
 class PrecompileSizes(StrEnum):
-    """For which numbers of nodes."""
+    """Numbers of nodes to compile for."""
 
     START = "Start"
-    """The one that the job starts at."""
+    """The size that the job starts at."""
     BACKGROUND = "Background"
-    """The same, and every other useful one on spares while they are idle, at the lowest priority, those first that
-    the loss of 1, 2, 4, 8 and so on nodes would need; without spares (workers.spares) as Start."""
+    """The same, and every other useful size on idle spares at the lowest priority; sizes after the loss of 1, 2, 4, 8
+    and so on nodes come first. Without spares (workers.spares) as Start."""
     ALL = "All"
-    """Every useful one between workers.minReplicas and workers.maxReplicas, the one that it starts at first."""
+    """Every useful size between workers.minReplicas and workers.maxReplicas, the initial one first."""
 
 
 class PrecompileSpec(ContractModel):
-    """Compiling the graphs of a job in its workers' pods, before the trainer runs; for Neuron devices."""
+    """Compilation of a job's graphs in its workers' pods, before the trainer runs; for Neuron devices."""
 
     enabled: bool = False
-    """Compile, or copy what another worker has compiled, before a worker joins. What is compiled is kept below
-    `trainer.neuron.sharedCacheDirectory`; omitted: the folder `compiled` on the checkpoints' volume, for all jobs that
-    use it."""
+    """Compile, or copy another worker's result, before a worker joins. Results are stored below
+    `trainer.neuron.sharedCacheDirectory`; omitted: the folder `compiled` on the checkpoints' volume, for all jobs
+    that use it."""
     sizes: PrecompileSizes = PrecompileSizes.START
-    """For which numbers of nodes; other sizes compile in their first step, and are avoided until that pays."""
+    """Numbers of nodes to compile for. Other sizes compile in their first step, and are avoided until that pays."""
 
 
 class CompiledSize(MessageModel):
-    """The graphs of one size are there."""
+    """A size whose graphs are compiled."""
 
     nodes: Annotated[int, Field(ge=1, le=10_000)]
     """Nodes of the size."""
     seconds: Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
-    """Time that it took to make or fetch them."""
+    """Time to compile or fetch them."""

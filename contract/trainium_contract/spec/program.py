@@ -1,7 +1,7 @@
 """`spec.program`: any training program in place of the built-in trainer.
 
-The operator writes it as JSON into the environment variable `TRAINIUM_PROGRAM` of the worker, where the agent reads
-it. How long a program may take to save and exit after SIGTERM is `recovery.gracePeriodSeconds`, as for the trainer.
+The operator writes it as JSON into the environment variable `TRAINIUM_PROGRAM` of the worker, where the agent reads it.
+`recovery.gracePeriodSeconds` is the time for a program to save and exit after SIGTERM, as for the trainer.
 """
 
 from __future__ import annotations
@@ -48,21 +48,20 @@ class ProgramResize(StrEnum):
     RESTART = "Restart"
     """It starts again at the new world size and resumes from its checkpoint."""
     NEVER = "Never"
-    """Its checkpoints fit one world size: a missing worker is waited for, and the size is fixed while the job runs."""
+    """Its checkpoints fit one world size: the job waits for a missing worker, and the size is fixed while it runs."""
 
 
 class ProgramProgress(ContractModel):
     """Source of the program's steps. What it reports through the library `trainium_worker` takes precedence."""
 
     pattern: Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_check_pattern)] | None = None
-    r"""Regular expression, in the syntax that Python and RE2 share, that is searched for in each line of output, for
-    instance `step: *(?P<step>\d+).*loss: *(?P<loss>\S+)`. The group `step` is required; `loss`,
-    `tokens_per_second` and `samples_per_second` are optional. Omitted: only what the program reports through the
-    library."""
+    r"""Regular expression, in the common syntax of Python and RE2, that is searched for in each line of output, for
+    instance `step: *(?P<step>\d+).*loss: *(?P<loss>\S+)`. The group `step` is required; `loss`, `tokens_per_second`
+    and `samples_per_second` are optional. Omitted: only the reports through the library."""
 
 
 class ProgramCheckpoints(ContractModel):
-    """Checkpoints that the program writes by itself. They are observed, never written, moved or deleted."""
+    """Checkpoints of the program. They are observed, and never written, moved or deleted."""
 
     path: _AbsolutePath
     """Folder in the container, on the volume of checkpoint.storage (/checkpoints) or another one that outlives the
@@ -79,13 +78,13 @@ class ProgramCheckpoints(ContractModel):
     digits of the step."""
 
     def committed_pattern(self) -> re.Pattern[str]:
-        """Return the expression that a path relative to `path` matches as a whole; its group `step` is the step."""
+        """Return the expression that a path relative to `path` must match as a whole; its group `step` is the step."""
         before, after = map(re.escape, self.committed.split(_STEP_PLACE))
         return re.compile(rf"{before}(?P<{STEP_GROUP}>[0-9]+){after}")
 
 
 class ProgramBatch(ContractModel):
-    """Meaning of the program's batch, so that it can stay the same at each size."""
+    """The program's batch, so that it can stay the same at each size."""
 
     global_size: _Samples
     """Samples of one optimizer step over all data-parallel ranks."""
@@ -102,7 +101,7 @@ class ProgramBatch(ContractModel):
 
 
 class ProgramSpec(ContractModel):
-    """A training program that the operator runs and keeps running."""
+    """A training program that the operator starts and restarts."""
 
     image: Annotated[str, Field(min_length=1, max_length=1024)]
     """Image of the container `worker`. It needs neither Python nor a shell: an init container adds the agent."""
@@ -117,18 +116,18 @@ class ProgramSpec(ContractModel):
     """Processes that the agent starts on each node, each with the environment that torchrun gives to a rank. Omitted:
     one for each core of workers.accelerator. 1: also for a program that starts its own ranks."""
     progress: ProgramProgress = ProgramProgress()
-    """Where the steps are read."""
+    """Where steps are read."""
     checkpoints: ProgramCheckpoints | None = None
     """Where the program writes checkpoints; omitted: unknown, so that neither the status nor the goodput
     ledger has a checkpoint."""
     resize: ProgramResize = ProgramResize.RESTART
-    """Ability of the program to train at another number of nodes."""
+    """Whether the program can continue at another number of nodes."""
     warm: Annotated[tuple[_Module, ...], Field(max_length=32)] = ()
     """Python modules that a standby process of each node imports ahead, from which the ranks of the next start are
     forked; for a command that starts with python. Omitted: each start is the program's own."""
     batch: ProgramBatch | None = None
-    """Meaning of the program's batch; it then reads TRAINIUM_ACCUMULATION, and only sizes at which the batch divides
-    are legal. Omitted: the batch may change with the size, and the status reports that."""
+    """The program's batch. The program then reads TRAINIUM_ACCUMULATION, and only sizes that divide the batch are
+    legal. Omitted: the batch may change with the size, and the status reports that."""
 
     @model_validator(mode="after")
     def _command_fits(self) -> Self:

@@ -1,6 +1,6 @@
-"""`spec.recovery`: how faults are classified, detected and answered, and how many of them are allowed.
+"""`spec.recovery`: classification and detection of faults, responses to them, and failure budgets.
 
-Invariants: every limit has a default that suits 1 to 1,000 nodes; infrastructure faults never use the process budget.
+Invariants: every limit has a default for 1 to 1,000 nodes. Infrastructure faults never use the process budget.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BudgetsSpec(ContractModel):
 
 
 class HangSpec(ContractModel):
-    """Limits of a standstill, by what a process is doing. A step's limit follows the job's own step times."""
+    """Limits for hangs, by the phase of a process. A step's limit follows the job's own step times."""
 
     enabled: bool = True
     """Detect and restart processes that hang."""
@@ -50,7 +50,7 @@ class HangSpec(ContractModel):
     save_seconds: Seconds = 1200
     """A save that training waits for."""
     step_floor_seconds: Seconds = 15
-    """A step is never called hung before this."""
+    """Shortest time after which a step counts as hung."""
     step_factor: Annotated[float, Field(ge=2, le=100)] = 5.0
     """A step is hung after this many times the slowest usual step (99th percentile of the last ones)."""
 
@@ -61,7 +61,7 @@ class StragglerSpec(ContractModel):
     slowdown: Annotated[float, Field(ge=1.02, le=10)] = 1.2
     """A node is a straggler when its own work takes this many times the median node's."""
     persist_steps: Annotated[int, Field(ge=3, le=100_000)] = 50
-    """Steps for which it must stay so before anything is done about it."""
+    """Steps for which it must stay so before the operator acts."""
     evict: bool = True
     """Hand a persistent straggler's rank to a spare, if one is free; reported in any case."""
 
@@ -81,17 +81,17 @@ class RecoverySpec(ContractModel):
     max_in_place_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """Restarts of the processes in place without a new step in between, before the pod is replaced."""
     rescale_after_seconds: Annotated[int, Field(ge=0, le=86_400)] = 120
-    """Time to wait for a missing worker before shrinking to the best size for those that are there, and between two
-    growths."""
+    """Time to wait for a missing worker before the job shrinks to the best size for the available workers, and between
+    two growths."""
     grace_period_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
-    """Time that ranks may take to save and leave on a resize, a suspension or a deletion."""
+    """Time for ranks to save and leave on a resize, a suspension or a deletion."""
     budgets: BudgetsSpec = BudgetsSpec()
     """Failures allowed before the job stops with a verdict."""
     rules: Annotated[tuple[RecoveryRule, ...], Field(max_length=16)] = ()
-    """Rows that come before the built-in table of faults; the first that matches counts."""
+    """Rows that precede the built-in table of faults; the first that matches counts."""
     hang: HangSpec = HangSpec()
-    """When a standstill is a fault."""
+    """When a process counts as hung."""
     stragglers: StragglerSpec = StragglerSpec()
-    """When a slow node is a fault."""
+    """When a slow node counts as a straggler."""
     disruption: DisruptionSpec = DisruptionSpec()
     """Limits of voluntary disruptions."""

@@ -35,13 +35,14 @@ class SchedulingSpec(ContractModel):
     """Scheduling."""
 
     queue_name: Annotated[str, Field(max_length=253)] = ""
-    """Kueue LocalQueue: workers are made when it admits the job, and leave when it takes the quota back; empty: no
+    """Kueue LocalQueue: workers are created when it admits the job, and leave when it withdraws the quota; empty: no
     Kueue."""
     gang: Gang = Gang.AUTO
     """The scheduler that starts all workers or none."""
     gang_timeout_seconds: Annotated[int, Field(ge=10, le=86_400)] = 600
-    """Time that workers too few for any legal size may hold nodes before a start; then they are released for a while.
-    An elastic job whose workers suffice for a smaller size starts at it instead, after recovery.rescaleAfterSeconds."""
+    """Time that too few workers for any legal size may hold nodes before a start; then their nodes are released for a
+    while. An elastic job whose workers suffice for a smaller size starts at it instead, after
+    recovery.rescaleAfterSeconds."""
     topology: Topology = Topology.PREFERRED
     """Placement by network distance."""
     priority_class_name: Annotated[str, Field(max_length=253)] = ""

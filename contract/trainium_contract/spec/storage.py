@@ -22,7 +22,7 @@ SubPath = Annotated[
         "no blanks",
     ),
 ]
-"""A relative path that leads nowhere but down."""
+"""A relative path that never leads upwards."""
 
 
 class HostPathStorageSpec(ContractModel):
@@ -46,7 +46,7 @@ class StorageSpec(ContractModel):
 
     @property
     def kept(self) -> bool:
-        """Whether what is written there outlives the pod."""
+        """Return whether the storage outlives the pod."""
         return any(kind is not None for kind in (self.host_path, self.persistent_volume_claim, self.uri))
 
     host_path: HostPathStorageSpec | None = None
@@ -68,10 +68,10 @@ class StorageSpec(ContractModel):
     """A bucket, or a prefix of one, for instance `s3://bucket/prefix`; the job's checkpoints are in `subPath` below it.
     The workers' service account (`workers.template`) must have a role that may use it."""
     sub_path: SubPath | None = None
-    """Folder below the volume's root, without `.`, `..` and blanks; omitted: the job's namespace and name."""
+    """Folder below the volume's root, without `.`, `..` and spaces; omitted: the job's namespace and name."""
     take_over: JobLabel | None = None
-    """`namespace/name` of the job that the folder belongs to and that has ended: this job continues with its
-    checkpoints. A job that still runs ends then. Not needed for a job that is made again under its own name."""
+    """`namespace/name` of the ended job whose folder this is: this job continues with its checkpoints. If that job
+    still runs, it is stopped. Not needed for a job that is created again under its own name."""
 
 
 class JobCheckpointSpec(ContractModel):

@@ -1,4 +1,4 @@
-"""`spec.workers`: how many nodes, of which kind, and what their pods look like."""
+"""`spec.workers`: number, kind and pod template of the nodes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class AcceleratorSpec(ContractModel):
     resources: Annotated[dict[Annotated[str, Field(max_length=317)], Quantity], Field(max_length=16)] = {}
     """Extended resources per worker in place of the instance type's, for instance {aws.amazon.com/neuron: "16"}."""
     claim: ClaimSpec | None = None
-    """Claim Neuron devices by dynamic resource allocation; omitted: the device plugin hands them out."""
+    """Claim Neuron devices by dynamic resource allocation; omitted: the device plugin allocates them."""
 
     def instance(self) -> Instance | None:
-        """Return the known instance type's figures; None when none is named or it is unknown."""
+        """Return the known instance type's figures; None without a type, or if it is unknown."""
         return INSTANCES.get(self.instance_type or "")
 
     def cores(self) -> int:
@@ -50,7 +50,7 @@ class AcceleratorSpec(ContractModel):
         return self.cores_per_node or (known.cores if known else 1)
 
     def claimed_devices(self) -> int:
-        """Devices that a worker claims; 0 without a claim, and where the spec gives no number."""
+        """Return the devices that a worker claims; 0 without a claim, and if the spec gives no number."""
         if self.claim is None or self.claim.ultra_server_node:
             return int(self.claim is not None)
         known = self.instance()
@@ -62,7 +62,7 @@ class WorkersSpec(ContractModel):
 
     replicas: NodeCount = 1
     """Nodes to train on; the scale subresource. Nodes that would save no pass of a step are kept warm in reserve, and a
-    later size that is not legal is floored to a legal one; status reports it."""
+    later size that is not legal is rounded down to a legal one; status reports it."""
     min_replicas: NodeCount | None = None
     """Elastic floor: the job may shrink to it while capacity is missing. Omitted: rigid, it waits instead."""
     max_replicas: NodeCount | None = None
@@ -73,5 +73,5 @@ class WorkersSpec(ContractModel):
     accelerator: AcceleratorSpec = AcceleratorSpec()
     """Resources of one node."""
     template: PodTemplate = {}
-    """Partial PodTemplateSpec, merged over the operator's own, containers and volumes by name. The training container
-    is `worker`; a container of another name runs beside it."""
+    """Partial PodTemplateSpec, merged into the operator's own; containers and volumes are matched by name. The training
+    container is `worker`; containers with another name run beside it."""

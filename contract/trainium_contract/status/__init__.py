@@ -1,1 +1,1 @@
-"""The parts of `status` of a TrainingJob: for people (`public.py`), and for the operator alone (`internal.py`)."""
+"""The parts of `status` of a TrainingJob: public ones (`public.py`), and the operator's own (`internal.py`)."""

@@ -1,4 +1,4 @@
-"""Deadlines of a job, and the start of its activity."""
+"""The deadlines of a job, and when its activity started."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ DeadlineSeconds = Annotated[int, Field(ge=1, le=31_536_000)]
 
 
 class ActivityStatus(MessageModel):
-    """The clock of the deadlines: it stops, and restarts at 0, while the job is suspended or waits for a queue."""
+    """The clock of the deadlines: it stops while the job is suspended or waits for a queue, and then restarts at 0."""
 
     since: float | None = None
     """Unix seconds since when the job has been active; absent while it is not."""
     stepped: bool = False
-    """It has made a step since."""
+    """Whether it has made a step since."""

@@ -1,4 +1,4 @@
-"""`status.conditions`: what is true of a job now, and its phase, which is derived from them."""
+"""`status.conditions` of a job, and its phase, which is derived from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Phase(StrEnum):
     STOPPING = "Stopping"
     """Saves, and ends as Failed."""
     TERMINATING = "Terminating"
-    """It is being deleted, and something holds it."""
+    """It is being deleted, and a finalizer or dependent delays that."""
     COMPLETED = "Completed"
     FAILED = "Failed"
 
@@ -47,7 +47,7 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILURE_TARGET = "FailureTarget"
-    """It will fail, as soon as its workers have saved and left (as batch/v1 Job has it)."""
+    """It will fail once its workers have saved and left (as in batch/v1 Job)."""
     FAILED = "Failed"
     READY = "Ready"
     """For tools: it trains, or has completed."""

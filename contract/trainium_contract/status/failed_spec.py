@@ -1,9 +1,10 @@
-"""The spec that a job failed with, field by field, and what differs from it since.
+"""Record the spec of a failed job by fields, and compare it with later versions.
 
-Bounded, whatever a spec holds: so many fields, so many characters of each. A longer value is cut and a secret is left
-out; both are followed by a digest, so that a change of them is seen. Of a pod template no value is kept: its variables
-may hold secrets of any form.
-Invariant: two specs with the same record are the same spec, but for collisions of 32 bits of SHA-256.
+Number and length of the fields are bounded. A longer value is cut and a secret is left out; both are followed by a
+digest, so that a change of them is detected. No value of a pod template is kept, because its variables may hold secrets
+of any form.
+
+Invariant: two specs with the same record are the same spec, except for collisions of 32 bits of SHA-256.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_CHANGES = 32
 _LONGEST_PATH = 160
 _LONGEST_VALUE = 100
 _REST = "…"
-"""All fields beyond those that are kept, as one."""
+"""All fields beyond the bound, as one."""
 _NEVER_SHOWN = "workers.template."
 
 
@@ -39,7 +40,7 @@ class SpecField(StatusModel):
 
 
 class SpecChange(StatusModel):
-    """One field that differs from what failed."""
+    """One field that differs from the failed spec."""
 
     field: Annotated[str, Field(max_length=256)]
     """Its path below `spec`."""
@@ -50,12 +51,12 @@ class SpecChange(StatusModel):
 
 
 class FailedSpecStatus(StatusModel):
-    """The spec of a failed job, and the changes since, which count from a retry on."""
+    """The spec of a failed job, and the changes since, which apply from a retry on."""
 
     fields: Annotated[tuple[SpecField, ...], Field(max_length=MAX_FIELDS)] = ()
-    """The spec that failed; empty where that is not known."""
+    """The spec that failed; empty if unknown."""
     changes: Annotated[tuple[SpecChange, ...], Field(max_length=MAX_CHANGES)] | None = None
-    """Differences from it, by field; empty for nothing, absent where that is not known."""
+    """Differences from it, by field; empty for none, absent if unknown."""
 
 
 def record_failed_spec(spec: Mapping[str, Any]) -> FailedSpecStatus:
@@ -67,7 +68,7 @@ def compare_failed_spec(record: FailedSpecStatus, spec: Mapping[str, Any]) -> Fa
     """Compare the record with this spec."""
     if not record.fields:
         return record
-    was, now = ({each.field: each.value for each in fields} for fields in (record.fields, _fields(spec)))
+    was, now = ({item.field: item.value for item in fields} for fields in (record.fields, _fields(spec)))
     changes = (
         SpecChange(field=name, was=was.get(name, ""), now=now.get(name, ""))
         for name in sorted(was.keys() | now.keys())
@@ -78,12 +79,12 @@ def compare_failed_spec(record: FailedSpecStatus, spec: Mapping[str, Any]) -> Fa
 
 def _fields(spec: Mapping[str, Any]) -> tuple[SpecField, ...]:
     leaves = sorted(_leaves("", spec))
-    shown, rest = leaves[:MAX_FIELDS], leaves[MAX_FIELDS:]
-    if rest:
-        shown, rest = leaves[: MAX_FIELDS - 1], leaves[MAX_FIELDS - 1 :]
-    fields = [SpecField(field=_short(path, _LONGEST_PATH), value=_value(path, text)) for path, text in shown]
-    if rest:
-        fields.append(SpecField(field=_REST, value=f"#{_digest(json.dumps(rest))}"))
+    shown, omitted = leaves[:MAX_FIELDS], leaves[MAX_FIELDS:]
+    if omitted:
+        shown, omitted = leaves[: MAX_FIELDS - 1], leaves[MAX_FIELDS - 1 :]
+    fields = [SpecField(field=_truncate(path, _LONGEST_PATH), value=_value(path, text)) for path, text in shown]
+    if omitted:
+        fields.append(SpecField(field=_REST, value=f"#{_digest(json.dumps(omitted))}"))
     return tuple(fields)
 
 
@@ -92,9 +93,9 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and value:
         for key, each in value.items():
             yield from _leaves(f"{path}.{key}" if path else str(key), each)
-    elif isinstance(value, list) and any(isinstance(each, (dict, list)) for each in value):
-        for at, each in enumerate(value):
-            yield from _leaves(f"{path}[{at}]", each)
+    elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        for index, each in enumerate(value):
+            yield from _leaves(f"{path}[{index}]", each)
     elif path:
         yield path, json.dumps(value, ensure_ascii=False, sort_keys=True)
 
@@ -103,10 +104,10 @@ def _value(path: str, text: str) -> str:
     if path.startswith(_NEVER_SHOWN):
         return f"#{_digest(text)}"
     shown = redact_secrets(text)
-    return _short(shown, _LONGEST_VALUE) if shown == text else f"{shown[:_LONGEST_VALUE]}#{_digest(text)}"
+    return _truncate(shown, _LONGEST_VALUE) if shown == text else f"{shown[:_LONGEST_VALUE]}#{_digest(text)}"
 
 
-def _short(text: str, most: int) -> str:
+def _truncate(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 10]}…#{_digest(text)}"
 
 

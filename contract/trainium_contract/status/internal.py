@@ -1,8 +1,9 @@
-"""State of a job that the operator keeps across its restarts, and that nobody else reads.
+"""State of a job that the operator keeps across its restarts, and that no other program reads.
 
-On the wire its fields are among the public ones (`public.py`); `job.py` puts the
-two together. Invariants: the two have no field in common; nothing here is read by client, pages or views; what a person
-should know of it is reported by a condition.
+On the wire its fields are among the public ones (`public.py`); `job.py` combines the two.
+
+Invariants: the two have no field in common. Client, pages and views read nothing here. A condition reports what people
+should know of it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class GangStatus(StatusModel):
     """State of gang scheduling."""
 
     holding_since: float | None = None
-    """Unix seconds since when some workers hold nodes that do not suffice to begin."""
+    """Unix seconds since when some workers hold nodes that do not suffice to start."""
     releases: int = 0
     """Number of times that a partial gang released its nodes since the job last trained."""
     retry_at: float | None = None
@@ -41,22 +42,22 @@ class FailureRecord(StatusModel):
     pod: Annotated[str, Field(max_length=253)] = ""
     """Pod that failed; a pod that never became a member is counted once by its name."""
     node: Annotated[str, Field(max_length=253)] = ""
-    """Node that new workers keep away from because of it; empty when no node is suspected."""
+    """Node that new workers avoid because of it; empty if no node is suspected."""
 
 
 class InternalIdleNodes(StatusModel):
     """Internal part of `status.idleNodes`: the time of the next request for idle nodes."""
 
     asked_at: float | None = None
-    """Unix seconds since when some of them wait for a node; absent while none does."""
+    """Unix seconds since when requested extras wait for a node; absent while none does."""
     failed_requests: Annotated[int, Field(ge=0)] = 0
-    """Number of times in a row that some of them found no node."""
+    """Number of consecutive requests without a node."""
     retry_at: float | None = None
-    """Unix seconds before which no more are asked for."""
+    """Unix seconds before which no more are requested."""
 
 
 class StepWindow(StatusModel):
-    """The present window of step times, and where its next sample begins."""
+    """The present window of step times, and where its next sample starts."""
 
     size: int = 0
     """Nodes while the samples were taken."""
@@ -72,7 +73,7 @@ class InternalGoodput(StatusModel):
     """Internal part of `status.goodput`: the state of the count."""
 
     starting: bool = True
-    """No new step has been made since the job began or was resumed."""
+    """Whether no new step has been made since the job started or was resumed."""
     counted_step: int = -1
     """Steps up to this one are counted."""
     earlier_seconds: float = 0.0
@@ -91,7 +92,7 @@ class InternalStatus(StatusModel):
     gang: GangStatus = GangStatus()
     """Gang scheduling of the workers."""
     start_failures: StartFailuresStatus = StartFailuresStatus()
-    """Worker pods that ended before anybody was in them."""
+    """Worker pods that ended before their agent registered."""
     committed_step: int = -1
     """Newest durable checkpoint that members have reported; -1 for none."""
     next_pod_ordinal: int = 0
@@ -99,7 +100,7 @@ class InternalStatus(StatusModel):
     waiting_since: float | None = None
     """Unix seconds since when the membership is smaller than desired or a member is missing."""
     leaving_since: float | None = None
-    """Unix seconds since when a member's node is known to be about to leave."""
+    """Unix seconds since when a member's node is known to leave soon."""
     failures: Annotated[tuple[FailureRecord, ...], Field(max_length=128)] = ()
     """Counted failures within the largest budget window, oldest first."""
 

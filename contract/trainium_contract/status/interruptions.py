@@ -1,4 +1,4 @@
-"""`status.history` and `status.restarts`: when training was interrupted, why, and how that was answered."""
+"""`status.history` and `status.restarts`: interruptions of training, their causes and the responses."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.ledger import StageSeconds
 
 MAX_COUNTED_CAUSES = 32
-"""More than there are causes: a newer operator's are kept."""
+"""More than there are causes, so that those of a newer operator fit."""
 
 
 class Rung(StrEnum):
-    """Which step of the recovery ladder answered an interruption."""
+    """Rung of the recovery ladder that answered an interruption."""
 
     IN_PLACE = "InPlace"
     """Processes restarted, pods kept."""
     SPARE = "Spare"
-    """A warm spare took the lost worker's rank."""
+    """A warm spare got the lost worker's rank."""
     REPLACE = "Replace"
-    """A new pod took it."""
+    """A new pod got it."""
     SHRINK = "Shrink"
     GROW = "Grow"
     RESIZE = "Resize"
@@ -33,7 +33,7 @@ class Rung(StrEnum):
 
 
 class Interruption(StatusModel):
-    """One interruption of training and its answer; times in seconds by the operator's or the agent's clock."""
+    """One interruption of training and the response; times in seconds by the operator's or the agent's clock."""
 
     generation: int
     """Generation that was interrupted."""
@@ -64,9 +64,9 @@ class Interruption(StatusModel):
     pods_replaced: int = 0
     """Pods that were created for the recovery."""
     failed_at: float | None = None
-    """Unix seconds of the failure, as well as it is known."""
+    """Unix seconds of the failure, as precisely as it is known."""
     decided_at: float | None = None
-    """Unix seconds at which the next generation was decided on; absent for a restart in place."""
+    """Unix seconds of the decision on the next generation; absent for a restart in place."""
     stages: StageSeconds | None = None
     """Seconds that the ledger attributes to it so far; less than recoveredSeconds where interruptions overlap."""
     rank: int | None = None
@@ -74,12 +74,12 @@ class Interruption(StatusModel):
 
     @property
     def is_open(self) -> bool:
-        """Return whether the recovery is under way."""
+        """Return whether the recovery is in progress."""
         return self.recovered_seconds is None and self.rung is not Rung.STOP
 
 
 class RestartsStatus(StatusModel):
-    """Interruptions by faults since the job began, changes of the size left out; never reset."""
+    """Interruptions by faults since the job started, without changes of the size; never reset."""
 
     total: int = 0
     """All interruptions: the sum of byCause."""

@@ -1,9 +1,9 @@
 """`status.goodput`: where the time of a job went (definitions: docs/goodput.md).
 
-What is needed to continue counting is in `internal.py`.
+`internal.py` has the state for further accounting.
 
 Guarantees:
-- Productive and lost seconds together are the wall time, from which the stages after the last step are kept apart.
+- Productive and lost seconds together are the wall time, which excludes the stages after the last step.
 - Every ratio is between 0 and 1.
 - The object stays small however long the job runs (sums, at most eight sizes and one window of samples).
 """
@@ -17,7 +17,7 @@ from pydantic import Field
 from trainium_contract.base import StatusModel
 
 MAX_SIZES = 8
-"""Sizes whose steps are kept apart."""
+"""Most sizes whose steps are counted separately."""
 STARTUP = "Startup"
 """Lost before the first step, and before the first step after a suspension: no fault, but no training either."""
 OVERHEAD = "Overhead"
@@ -25,22 +25,22 @@ OVERHEAD = "Overhead"
 
 
 class StageSeconds(StatusModel):
-    """Seconds lost to one interruption, by what was going on; the reference time of the first new step is not lost."""
+    """Seconds lost to one interruption, by stage; the reference time of the first new step is not lost."""
 
     detect: float = 0.0
     """From the failure until it was known."""
     decide: float = 0.0
-    """Time until the answer was decided on: the wait for a worker in place of a lost one, 0 where one was there."""
+    """Time until the response was decided: the wait for a replacement, 0 if one was available."""
     restart: float = 0.0
-    """Time until the processes of the next attempt were up."""
+    """Time until the processes of the next attempt had started."""
     load: float = 0.0
-    """Time until they had met, built the model and loaded its state."""
+    """Time until they had connected, built the model and loaded its state."""
     replay: float = 0.0
-    """Time until a step was done that had not been done before."""
+    """Time until the first step that had not been done before."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Return the sum."""
         return self.detect + self.decide + self.restart + self.load + self.replay
 
 
@@ -54,31 +54,31 @@ class SizeAccount(StatusModel):
     step_seconds: float | None = None
     """Reference step time: the median of a clean window; absent until there is a sample."""
     settled: bool = False
-    """A whole window was measured."""
+    """Whether a whole window was measured."""
 
 
 class PublicGoodput(StatusModel):
-    """Where the time went since the workers first began together (definitions: docs/goodput.md)."""
+    """Where the time went since the first generation of workers (definitions: docs/goodput.md)."""
 
     ratio: float = 0.0
     """Strict goodput: productive over wall time, 0 to 1."""
     uptime_ratio: float = 0.0
-    """Share of the wall time in which training was not stopped; steps computed again and slow steps count as up."""
+    """Share of the wall time in which training ran; repeated and slow steps count as up."""
     fleet_ratio: float = 0.0
     """Productive node time over all node time that the job held, spares and its quarantined nodes included."""
     productive_seconds: float = 0.0
     """Steps in the final history, at the reference step time."""
     wall_seconds: float = 0.0
-    """Since the first generation of workers, suspensions and the stages after the last step left out."""
+    """Seconds since the first generation of workers, without suspensions and the stages after the last step."""
     lost_seconds: Annotated[dict[str, float], Field(max_length=32)] = {}
     """By cause; Startup and Overhead stand for time that no fault took."""
     lost_by_stage: Annotated[dict[str, float], Field(max_length=16)] = {}
     """The same seconds by stage: Detect, Decide, Restart, Load, Replay, Startup, Overhead."""
     stage_seconds: Annotated[dict[str, float], Field(max_length=8)] = {}
-    """Time in the stages after the last step, Export and Evaluate; no part of the wall time, nor of what was lost."""
+    """Time in the stages after the last step, Export and Evaluate; neither part of the wall time nor lost."""
     node_seconds: float = 0.0
     """Node time that the job held or kept others from, until its last step."""
     accounted_until: float | None = None
-    """Unix seconds up to which is counted; absent while the job holds no node."""
+    """Unix seconds up to which time is accounted; absent while the job holds no node."""
     sizes: Annotated[tuple[SizeAccount, ...], Field(max_length=MAX_SIZES)] = ()
     """Counted steps by size, the newest size last."""

@@ -1,7 +1,6 @@
-"""The public part of a job's status, for people and tools; `internal.py` has what the operator alone needs.
+"""The public part of a job's status, for people and tools; `internal.py` has the operator's own part.
 
-Client, pages and views are typed against this part (`views/status_reader.py`). The operator reads much of it back as
-well: its words to people are also its decisions.
+Client, pages and views are typed against this part (`views/status_reader.py`). The operator also reads much of it back.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from trainium_contract.status.results import (
 
 
 class PublicIdleNodes(StatusModel):
-    """Nodes beyond those that were asked for; with `elasticity.idleNodes: Take`."""
+    """Nodes beyond the requested ones; with `elasticity.idleNodes: Take`."""
 
     taken: Annotated[int, Field(ge=0)] = 0
-    """Desired nodes beyond what was asked for."""
+    """Desired nodes beyond the requested ones."""
     wanted: Annotated[int, Field(ge=0)] = 0
-    """Workers of the lowest priority that are kept, or asked for, beyond what was asked for."""
+    """Workers of the lowest priority that exist, or are requested, beyond the requested ones."""
 
 
 class CompiledStatus(MessageModel):
-    """Compiled graphs, since the job last started with all its pods new."""
+    """Compiled graphs, since the job last started with new pods only."""
 
     sizes: Annotated[tuple[int, ...], Field(max_length=MAX_COMPILED)] = ()
-    """Numbers of nodes whose graphs are there, the newest last; further ones are not recorded."""
+    """Numbers of nodes with compiled graphs, the newest last; further ones are not recorded."""
     seconds: float | None = None
     """The longest that one of them took to compile; absent until one was compiled in the background."""
 
@@ -51,9 +50,9 @@ class MembershipStatus(StatusModel):
     """The current generation, without its ranks (those are in the ConfigMap `<job>-membership`)."""
 
     generation: int = 0
-    """Number of the current generation; it only rises."""
+    """Number of the current generation; it only increases."""
     attempt: int = 0
-    """Restarts in place within the generation that have been taken into account."""
+    """Restarts in place within the generation that have been recorded."""
     size: int = 0
     """Nodes in it."""
     data_parallel: int = 0
@@ -65,7 +64,7 @@ class MembershipStatus(StatusModel):
     speed: float = 0.0
     """Speed at this size as a share of that at the desired one, by the samples of a pass."""
     reserve: int = 0
-    """Warm workers beside the spares that this size leaves out: with them a step would take as many passes."""
+    """Warm workers besides the spares that this size leaves out: with them a step would have as many passes."""
 
 
 class ProgressStatus(StepFigures):
@@ -89,7 +88,7 @@ class CheckpointStatus(StatusModel):
     durable_time: Annotated[str, Field(max_length=32)] = ""
     """When the operator learned of it."""
     notice: Text = ""
-    """Newest warning about checkpoints, for instance that a damaged one was stepped over."""
+    """Newest warning about checkpoints, for instance that a damaged one was skipped."""
 
 
 class StragglerStatus(StatusModel):
@@ -100,11 +99,11 @@ class StragglerStatus(StatusModel):
     node: Annotated[str, Field(max_length=253)]
     """Its node."""
     since_step: int
-    """Step from which on it has been so."""
+    """Step since which it has been slow."""
     slowdown: float
-    """Its own work in a step, in units of the median member's, as it was when this was last written."""
+    """Its own work in a step relative to the median member's, at the last write."""
     reported: bool = False
-    """It has been so for `recovery.stragglers.persistSteps`."""
+    """Whether it has been slow for `recovery.stragglers.persistSteps`."""
 
 
 class PublicStatus(StatusModel):
@@ -123,9 +122,9 @@ class PublicStatus(StatusModel):
     spares: int = 0
     """Warm workers outside the membership."""
     desired: int = 0
-    """Size that the operator is working towards: of the requested nodes as many as save a pass, and idle ones."""
+    """Size that the operator works towards: as many of the requested nodes as save a pass, and idle ones."""
     idle_nodes: PublicIdleNodes = PublicIdleNodes()
-    """Nodes beyond those that were asked for."""
+    """Nodes beyond the requested ones."""
     selector: Annotated[str, Field(max_length=512)] = ""
     """Label selector of the worker pods (scale subresource)."""
     membership: MembershipStatus = MembershipStatus()
@@ -135,13 +134,13 @@ class PublicStatus(StatusModel):
     hang_detection: Annotated[str, Field(max_length=16)] = ""
     """Sign by which a hang of a program is detected: `Steps`, `Output` or `Off`; the trainer always reports steps."""
     stage: StageName = ""
-    """Activity of the run: `Train`, then `Export` and `Evaluate` where they are asked for; empty before it began."""
+    """Activity of the run: `Train`, then `Export` and `Evaluate` if requested; empty before it started."""
     stage_progress: float | None = None
     """Share of the stage that is over, 0 to 1; absent in Train, which has steps."""
     artifacts: Annotated[tuple[ArtifactReport, ...], Field(max_length=MAX_ARTIFACTS)] = ()
     """Artifacts of the run, the newest last; each is complete."""
     evaluation: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()
-    """The result beside the model that the run began from, measured on examples that were held back."""
+    """The result compared with the initial model, measured on held-out examples."""
     evaluations: Annotated[tuple[MilestoneEvaluation, ...], Field(max_length=MAX_EVALUATIONS)] = ()
     """Figures of the newest milestones, oldest first; with trainer.evaluate.atMilestones."""
     alerts: Annotated[tuple[Alert, ...], Field(max_length=8)] = ()
@@ -153,13 +152,13 @@ class PublicStatus(StatusModel):
     compiled: CompiledStatus = CompiledStatus()
     """Sizes whose graphs are there; with `spec.precompile`."""
     goodput: PublicGoodput = PublicGoodput()
-    """Where the time went since the workers first began together."""
+    """Where the time went since the first generation of workers."""
     history: Annotated[tuple[Interruption, ...], Field(max_length=10)] = ()
     """The last interruptions, oldest first."""
     outdated_pods: int = 0
-    """Workers that were made from an earlier pod template; they run on as they are."""
+    """Workers with an earlier pod template; they continue unchanged."""
     avoided_nodes: Annotated[tuple[Annotated[str, Field(max_length=253)], ...], Field(max_length=32)] = ()
-    """Nodes that new workers keep away from."""
+    """Nodes that new workers avoid."""
     stragglers: Annotated[tuple[StragglerStatus, ...], Field(max_length=8)] = ()
     """Members that are slower than the others, the slowest first."""
     start_time: Annotated[str, Field(max_length=32)] = ""
@@ -168,6 +167,6 @@ class PublicStatus(StatusModel):
     completion_time: Annotated[str, Field(max_length=32)] = ""
     """When the job completed or failed, RFC 3339; empty before."""
     verdict: Text = ""
-    """Why the job failed and what to do; empty unless it did."""
+    """Why the job failed and what to do; empty otherwise."""
     failed_spec: FailedSpecStatus | None = None
     """Spec that failed, and what was changed since; absent unless it failed."""

@@ -1,7 +1,7 @@
-"""Figures of a run's newest step, its alerts, and its results: its stage, its artifacts, its evaluation.
+"""Define figures of a run's newest step, its alerts, and its results: its stage, its artifacts, its evaluation.
 
-The trainer leaves these for its agent, heartbeats carry them (`messages`), the status shows them (`job`). Readers are
-lenient: a kind or a stage that a newer side made is shown or passed over, never refused. Everything is bounded.
+The trainer writes these for its agent, heartbeats carry them (`messages`), and the status has them (`job`). Readers are
+lenient: a kind or a stage of a newer version is shown or skipped, never refused. Everything is bounded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAX_EVALUATIONS = 32
 
 
 class RunStage(StrEnum):
-    """Stages of a run, in their order; compiling ahead (`precompile`) comes before them."""
+    """Stages of a run, in order; ahead-of-time compilation (`precompile`) precedes them."""
 
     TRAIN = "Train"
-    """Steps."""
+    """Training steps."""
     EXPORT = "Export"
-    """Artifacts are written: adapter, merged model."""
+    """Artifacts are being written: adapter, merged model."""
     EVALUATE = "Evaluate"
-    """The result is measured on examples that were held back."""
+    """The result is being measured on held-out examples."""
 
     @property
     def number(self) -> int:
@@ -40,12 +40,12 @@ class RunStage(StrEnum):
 
     @staticmethod
     def of(name: str) -> RunStage:
-        """Return the stage of this name; `TRAIN` for a name that a program uses for itself."""
+        """Return the stage of this name; `TRAIN` for another name that a program uses."""
         return RunStage(name) if name in tuple(RunStage) else RunStage.TRAIN
 
 
 StageName = Annotated[str, Field(max_length=32)]
-"""A RunStage; readers take a stage that they do not know for one after the last step."""
+"""A RunStage; readers treat an unknown stage as one after the last step."""
 
 
 def _finite(value: float | None) -> float | None:
@@ -53,7 +53,7 @@ def _finite(value: float | None) -> float | None:
 
 
 Figure = Annotated[float | None, AfterValidator(_finite)]
-"""A measured value; none where it was not a number."""
+"""A measured value; absent if it was not a finite number."""
 
 
 class StepFigures(MessageModel):
@@ -92,35 +92,35 @@ class ArtifactReport(MessageModel):
     kind: Annotated[str, Field(min_length=1, max_length=32)]
     """`Adapter` or `Model`."""
     path: Annotated[str, Field(min_length=1, max_length=1024)]
-    """Where it is: a folder as the workers see it, or s3://bucket/prefix."""
+    """Its place: a folder as the workers see it, or s3://bucket/prefix."""
     step: int = Field(ge=0, le=_LARGEST)
-    """Optimizer step that it was made from."""
+    """Optimizer step of its weights."""
     bytes: int = Field(ge=0, le=_LARGEST, default=0)
     """Size of all its files."""
     digest: Annotated[str, Field(max_length=128)] = ""
-    """Checksum over its files; the same weights and settings give the same one."""
+    """Checksum over its files; the same weights and settings give the same checksum."""
     tokens: int = Field(ge=0, le=_LARGEST, default=0)
     """Valid tokens trained on up to that step."""
 
 
 class EvaluationFigure(MessageModel):
-    """One measure of the evaluation; absent where it could not be taken."""
+    """One measure of the evaluation; absent if it could not be measured."""
 
     name: Annotated[str, Field(min_length=1, max_length=192)]
     """Which one, for instance `perplexity`, `rougeL`, `accuracy`, or a task and its measure as in `mmlu acc`."""
     before: Figure = None
-    """Figure of the model that the run started from; absent where it was not measured."""
+    """Figure of the initial model; absent if it was not measured."""
     after: Figure = None
     """Figure of the result."""
     standard_error: Figure = None
-    """Standard error of `after`; absent where none is known."""
+    """Standard error of `after`; absent if unknown."""
 
 
 class MilestoneEvaluation(MessageModel):
     """Figures of a milestone's model, which a pod beside the workers measures."""
 
     step: int = Field(ge=0, le=_LARGEST)
-    """Optimizer step that the model was made from."""
+    """Optimizer step of the model's weights."""
     tokens: int = Field(ge=0, le=_LARGEST, default=0)
     """Valid tokens trained on up to that step."""
     path: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -130,15 +130,15 @@ class MilestoneEvaluation(MessageModel):
     figures: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()
     """Figures of the model, in `after`; empty until it is measured."""
     failures: int = Field(ge=0, le=_LARGEST, default=0)
-    """Pods that failed to measure it; after three it is left out."""
+    """Pods that failed to measure it; after three it is skipped."""
     message: Text = ""
-    """Reason that it is not measured yet, or not at all."""
+    """Why it is not measured yet, or not at all."""
     time: Annotated[str, Field(max_length=32)] = ""
-    """Time at which it was measured, or a pod last failed to, RFC 3339."""
+    """When it was measured, or a pod last failed to measure it, RFC 3339."""
 
 
 class RunResults(MessageModel):
-    """The file that a training process leaves beside its progress record."""
+    """The file that a training process writes beside its progress record."""
 
     artifacts: Annotated[tuple[ArtifactReport, ...], Field(max_length=MAX_ARTIFACTS)] = ()
     """The newest ones, oldest first; each kind and step once."""
@@ -146,12 +146,12 @@ class RunResults(MessageModel):
     """The newest evaluation."""
 
     def with_artifact(self, report: ArtifactReport) -> RunResults:
-        """Add an artifact, in place of an earlier report of the same kind, step and path."""
-        others = tuple(each for each in self.artifacts if _place(each) != _place(report))
+        """Return the results with an artifact, which replaces an earlier report of the same kind, step and path."""
+        others = tuple(artifact for artifact in self.artifacts if _place(artifact) != _place(report))
         return self.replaced(artifacts=(*others, report)[-MAX_ARTIFACTS:])
 
     def with_evaluation(self, figures: tuple[EvaluationFigure, ...]) -> RunResults:
-        """Replace the evaluation; figures beyond the bound are left out."""
+        """Return the results with this evaluation, without figures beyond the bound."""
         return self.replaced(evaluation=figures[:MAX_FIGURES])
 
 

@@ -1,4 +1,4 @@
-"""Workers whose pods end before anybody is in them, as it must outlive a restart of the operator."""
+"""Record worker pods that end before their agent registers; the record must survive a restart of the operator."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class StartFailuresStatus(StatusModel):
     """Pods that ended repeatedly before their agent registered: the pause before the next ones grows."""
 
     rounds: int = 0
-    """Rounds in a row of pods of which one ended so; 0 once an agent of a later pod registered."""
+    """Consecutive batches with a pod that ended before its agent registered; 0 once one of a later pod did."""
     at: float | None = None
-    """Unix seconds of the newest."""
+    """Unix seconds of the newest failure."""
     next_ordinal: int = 0
-    """Ordinal from which on pods were made after it, or after the last batch that lives."""
+    """First ordinal of the pods that were created after it, or after the last batch that lives."""
     batch: int = 0
-    """Pods that are made at once since then: 4, and four times as many after each batch that lives; 0 for all."""
+    """Pods that are created at once since then: 4, and four times as many after each batch that lives; 0 for all."""
     message: Annotated[str, Field(max_length=MAX_MESSAGE)] = ""
-    """End of the newest one."""
+    """Message about the newest such end."""
     nodes: Annotated[tuple[StartFailureNode, ...], Field(max_length=MAX_NODES)] = ()
-    """Nodes that refused; new workers keep away from those that did so twice, a quarter of the job's size at most."""
+    """Nodes that refused; new workers avoid those that did so twice, at most a quarter of the job's size."""

@@ -1,4 +1,4 @@
-"""Where something lies: a folder or file, or an address such as `s3://bucket/prefix`."""
+"""Recognize the address of a file or folder, such as `s3://bucket/prefix`."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_address(place: str) -> bool:
-    """Return whether a place starts as an address does; a folder may have `://` further on."""
+    """Return whether a place starts as an address does; a folder may have `://` later in its path."""
     return _SCHEME.match(place) is not None

@@ -1,4 +1,4 @@
-"""`trainer.artifacts`: what a run leaves behind for others, in Hugging Face's and peft's formats."""
+"""`trainer.artifacts`: the results of a run for other programs, in Hugging Face's and peft's formats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ArtifactPrecision(StrEnum):
 
 
 class PushConfig(ContractModel):
-    """A repository of the Hugging Face hub that gets an artifact of the last step, after the evaluation.
+    """A repository of the Hugging Face hub that receives an artifact of the last step, after the evaluation.
 
     Its token is the environment variable HF_TOKEN, from a Secret. The repository is created before the first step.
     """
@@ -42,7 +42,7 @@ class PushConfig(ContractModel):
     ]
     """Name of the repository, for instance acme/llama3-support."""
     private: bool = True
-    """Whether a repository that does not exist yet is created as a private one."""
+    """Whether a new repository is private."""
     kind: ArtifactKind | None = None
     """Artifact that is pushed; omitted: `Model` if the run writes one, else `Adapter`."""
 
@@ -51,7 +51,7 @@ class ArtifactsConfig(ContractModel):
     """Artifacts that all ranks write together after the last step."""
 
     kinds: Annotated[tuple[ArtifactKind, ...], Field(max_length=4)] | None = None
-    """Omitted: `Adapter` and `Model` for LoRA, `Model` for a run that began with `model.weights`, else nothing."""
+    """Omitted: `Adapter` and `Model` for LoRA, `Model` for a run with `model.weights`, else none."""
     precision: ArtifactPrecision = ArtifactPrecision.BFLOAT16
     """Number format of `Model`; merging itself is done in float32."""
     path: _Path | None = None

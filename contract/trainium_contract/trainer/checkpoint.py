@@ -1,7 +1,7 @@
-"""Trainer configuration of checkpoints: where they live, how often they are made, how many are kept.
+"""Trainer configuration of checkpoints: their place, frequency and number.
 
-`TrainingConfig.checkpoint` is a `CheckpointConfig`; a TrainingJob holds the two tiers and its storage, from which the
-operator makes one.
+`TrainingConfig.checkpoint` is a `CheckpointConfig`; a TrainingJob has the two tiers and its storage, from which the
+operator creates one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class MemoryTierConfig(ContractModel):
     """Snapshots in the node's memory; they survive a training process."""
 
     every_steps: Annotated[int, Field(ge=0, le=100_000)] = 1
-    """Optimizer steps between snapshots; 0 switches the tier off. At most so many steps are lost with a process, and
-    with a node as far as there are copies."""
+    """Optimizer steps between snapshots; 0 disables the tier. This is the most that is lost with a process, and with a
+    node if its shards have copies."""
     buddies: Annotated[int, Field(ge=0, le=1)] = 1
     """Copies, on another node, of a shard that a single node holds (fully sharded state, or a model wider than a node);
-    they take two thirds more memory on the nodes, and a step waits when copying takes longer than a step."""
+    they need two thirds more memory on the nodes, and a step waits if copying takes longer than a step."""
 
 
 class DurableTierConfig(ContractModel):
@@ -43,9 +43,9 @@ class DurableTierConfig(ContractModel):
     keep_last: Annotated[int, Field(ge=1, le=1000)] = 3
     """Committed checkpoints that are kept; the last good one is never deleted."""
     failure_tolerance: Annotated[int, Field(ge=0, le=1000)] = 3
-    """Saves in a row that may fail, with warnings, while training continues; one more ends the run with code 81."""
+    """Consecutive saves that may fail, with warnings, while training continues; one more ends the run with code 81."""
     save_timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 1800
-    """Longest time one save may take, as on a store that hangs; beyond it the run ends with code 81."""
+    """Longest time of one save, for instance on a store that hangs; beyond it the run ends with code 81."""
 
 
 class Milestones(ContractModel):
@@ -66,12 +66,12 @@ class CheckpointConfig(ContractModel):
     metrics.jsonl is copied there at each commit. Where it is not `path`, metrics.jsonl is copied beside the
     checkpoints too."""
     take_over: JobLabel | None = None
-    """Namespace and name of the job whose folder this is to go on with; see `checkpoint.storage.takeOver` of a job."""
+    """Namespace and name of the job whose folder this is, to continue; see `checkpoint.storage.takeOver` of a job."""
     memory: MemoryTierConfig = MemoryTierConfig()
     durable: DurableTierConfig = DurableTierConfig()
     milestones: Milestones = Milestones()
 
     @property
     def records(self) -> str:
-        """The folder of the run's records, or their address."""
+        """Return the folder of the run's records, or their address."""
         return self.records_path or self.path

@@ -1,8 +1,8 @@
 """Trainer configuration: `spec.trainer` of a TrainingJob, and the complete file that the trainer reads.
 
-`TrainerSpec` is what a user writes under `spec.trainer`. `TrainingConfig` adds the parts that a TrainingJob holds
-beside it (parallelism, checkpoint); the operator writes it to the worker's `trainer.yaml`, and a person may write it by
-hand for `trainium-trainer train --config FILE`. Unknown keys are refused.
+`TrainerSpec` is what a user writes under `spec.trainer`. `TrainingConfig` adds the parts that a TrainingJob has beside
+it (parallelism, checkpoint). The operator writes it to the worker's `trainer.yaml`, and a person may write it by hand
+for `trainium-trainer train --config FILE`. Unknown keys are refused.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Path = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class BatchConfig(ContractModel):
-    """Batch sizes in samples; the global batch is the same at every job size, but for what `tolerance` allows."""
+    """Batch sizes in samples; the global batch is the same at every job size, within `tolerance`."""
 
     global_size: int = derived(8, ge=1, le=2**31 - 1)
-    """Samples of one optimizer step over all data-parallel ranks. Omitted: 8, or microSize where that is larger."""
+    """Samples of one optimizer step over all data-parallel ranks. Omitted: 8, or microSize if that is larger."""
     micro_size: PositiveInt = 1
     """Samples of one forward and backward pass of one data-parallel rank."""
     tolerance: Annotated[float, Field(ge=0, le=0.5)] = 0.0
@@ -62,11 +62,11 @@ class TrainerSpec(ContractModel):
     model: ModelConfig = ModelConfig()
     """The model."""
     tuning: TuningConfig = TuningConfig()
-    """Which part of the model is trained."""
+    """Trained part of the model."""
     data: DataConfig = DataConfig()
     """The text to train on."""
     batch: BatchConfig = BatchConfig()
-    """Batch sizes, from which follows what a size of the job is worth."""
+    """Batch sizes, which determine the speed at each size of the job."""
     steps: PositiveInt = 100
     """Optimizer steps of the whole run, unless `epochs` is given."""
     epochs: Annotated[float, Field(ge=0, le=10_000)] = 0.0
@@ -77,17 +77,17 @@ class TrainerSpec(ContractModel):
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning-rate schedule."""
     backend: BackendChoice = BackendChoice.AUTO
-    """The library that drives the devices: Auto takes what is installed."""
+    """Library that drives the devices: Auto selects the installed one."""
     device: DeviceChoice = DeviceChoice.AUTO
-    """Device of the native backend: Auto takes the best that is there."""
+    """Device of the native backend: Auto selects the best available one."""
     precision: Precision = Precision.FLOAT32
-    """Number formats of computation and state. A checkpoint may be continued with another one."""
+    """Number formats of computation and state. A run may resume from a checkpoint of another format."""
     recompute: Recompute = Recompute.NONE
-    """Part that the backward pass computes again in order to save memory."""
+    """Part that the backward pass computes again to save memory."""
     torch_compile: TorchCompile = TorchCompile.NONE
-    """Part that is compiled to one program at its first use; results then differ from uncompiled ones by rounding."""
+    """Part that is compiled at its first use; results then differ from uncompiled ones by rounding."""
     data_parallel: DataParallelMode = DataParallelMode.REPLICATED
-    """Whether the data-parallel ranks hold all of the state or a shard of it."""
+    """Whether each data-parallel rank holds all of the state or a shard of it."""
     non_finite_tolerance: Annotated[int, Field(ge=0, le=1000)] = 0
     """Consecutive steps with a non-finite loss or gradient that are skipped before the run stops with code 65."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
@@ -103,7 +103,7 @@ class TrainerSpec(ContractModel):
 
     @model_validator(mode="after")
     def _fit_defaults(self) -> Self:
-        """Fit what was not given to what was, so that no default makes a file invalid."""
+        """Fit omitted values to given ones, so that no default makes a file invalid."""
         if not self.epochs and self.schedule.warmup_ratio is None:
             self.__dict__["schedule"] = self.schedule.fitted(self.steps)
         data, vocabulary, positions = self.data, self.model.vocab_size, self.model.max_positions
@@ -126,7 +126,7 @@ class TrainingConfig(TrainerSpec):
     def _schedule_fits(self) -> Self:
         schedule = self.schedule
         if self.epochs or schedule.warmup_ratio is not None:
-            return self  # the steps are known once the data are
+            return self  # the number of steps is known once the data have been read
         if schedule.warmup_steps > self.steps:
             msg = (
                 f"schedule.warmupSteps is {schedule.warmup_steps} but steps is {self.steps}: "
@@ -174,7 +174,7 @@ class TrainingConfig(TrainerSpec):
         return self
 
     def _refuse_unmeasured_milestones(self) -> None:
-        """Raise ValueError where `evaluate.atMilestones` has nothing to ask, or no model to measure."""
+        """Raise ValueError if `evaluate.atMilestones` has nothing to measure with, or no model to measure."""
         if not self.evaluate.at_milestones:
             return
         if self.data.validation is None and self.evaluate.tasks is None:

@@ -1,7 +1,7 @@
 """Configuration of the data: `spec.trainer.data`.
 
-The sample stream that follows from these fields is a pure function of them, of the files and of the batch's global
-size; so a field that changes it may not change between runs of one history.
+The sample stream is a pure function of these fields, the files and the batch's global size. So a field that changes it
+must not change between runs of one history.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class TokenizerConfig(ContractModel):
-    """Where token ids come from."""
+    """Source of token ids."""
 
     path: _Path | None = None
-    """A `tokenizer.json` or a folder that holds one, also as `s3://bucket/prefix`; omitted: the one of prepared data,
-    else a byte-level BPE is trained on the data and cached."""
+    """A `tokenizer.json` or a folder with one, also as `s3://bucket/prefix`; omitted: that of prepared data, else a
+    byte-level BPE is trained on the data and cached."""
     vocab_size: int = derived(2048, ge=SMALLEST_VOCABULARY, le=200_000)
-    """Vocabulary of the trained BPE; a tokenizer given by `path` has its own. Omitted: 2048, or model.vocabSize where
-    that is smaller."""
+    """Vocabulary of the trained BPE; a tokenizer given by `path` has its own. Omitted: 2048, or model.vocabSize if that
+    is smaller."""
 
 
 class HubConfig(ContractModel):
@@ -79,10 +79,10 @@ class SourceConfig(ContractModel):
 
 
 class ValidationSplit(StrEnum):
-    """Choice of the documents that are held back."""
+    """Selection of held-out documents."""
 
     DOCUMENT_HASH = "DocumentHash"
-    """By a hash of the text: a document is on the same side in every run, whatever is added to the data."""
+    """By a hash of the text: a document is on the same side in every run, even when data are added."""
     TAIL = "Tail"
     """The end of each source; also for data that is one long document."""
 
@@ -91,17 +91,17 @@ class ValidationConfig(ContractModel):
     """Text that is never trained on, and how often the loss is measured. Give `fraction`, `source` or `hubSplit`."""
 
     fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the data that is held back."""
+    """Share of the data that is held out."""
     split: ValidationSplit = ValidationSplit.DOCUMENT_HASH
-    """Choice of `fraction`."""
+    """Selection of `fraction`."""
     source: _Path | None = None
-    """A separate source, as `data.source`."""
+    """A separate source, in the form of `data.source`."""
     hub_split: _HubPart | None = None
     """A split of the data set of `data.hub`, for instance validation."""
     every_steps: _Count = 1000
     """Optimizer steps between two measurements; the last step is measured too."""
     samples: _Count = 64
-    """Most samples of one measurement: always the same ones."""
+    """Most samples of one measurement; always the same ones."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -111,12 +111,12 @@ class ValidationConfig(ContractModel):
 
 
 class Tokenization(StrEnum):
-    """When text becomes tokens."""
+    """When text is tokenized."""
 
     AUTO = "Auto"
-    """Online for raw data of 256 MiB and more that can be divided, else Ahead."""
+    """Online for raw data of at least 256 MiB that can be divided, else Ahead."""
     AHEAD = "Ahead"
-    """All of it before the first step, into the cache: samples are shuffled over the whole epoch."""
+    """Completely before the first step, into the cache: samples are shuffled over the whole epoch."""
     ONLINE = "Online"
     """While training, by worker processes: each row of the global batch is a stream of shuffled blocks."""
 
@@ -129,7 +129,7 @@ class BosToken(StrEnum):
     ALWAYS = "Always"
     """Each example and each document, once."""
     NEVER = "Never"
-    """None, whatever tokenizer, template or source put there."""
+    """None, even if the tokenizer, the template or the source has one."""
 
 
 class DataConfig(ContractModel):
@@ -137,12 +137,12 @@ class DataConfig(ContractModel):
 
     source: _Path = "python-docs"
     """`python-docs` (the documentation that ships with Python); a file (.txt, .jsonl, .json, .csv, also with .gz or
-    .zst, .arrow, .parquet), a folder, a glob, or `s3://bucket/prefix` of such files; or a folder that `trainium-trainer
-    prepare-data` made."""
+    .zst, .arrow, .parquet), a folder, a glob, or `s3://bucket/prefix` of such files; or a folder that
+    `trainium-trainer prepare-data` wrote."""
     hub: HubConfig | None = None
-    """A data set of the Hugging Face hub; when given, `source` is not looked at."""
+    """A data set of the Hugging Face hub; if given, `source` is ignored."""
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, max_length=64)] | None = None
-    """Several weighted sources; when given, `source` is not looked at."""
+    """Several weighted sources; if given, `source` is ignored."""
     text_field: _Column = "text"
     """Column or key that holds the text in JSON, CSV, Arrow, Parquet and data sets; format Text."""
     format: DataFormat = DataFormat.TEXT
@@ -150,30 +150,30 @@ class DataConfig(ContractModel):
     examples: ExamplesConfig = ExamplesConfig()
     """Conversion of records to examples, for every format but Text."""
     tokenizer: TokenizerConfig = TokenizerConfig()
-    """Where token ids come from."""
+    """Source of token ids."""
     bos: BosToken = BosToken.AUTO
     """Whether each document or example begins with the tokenizer's BOS token."""
     sequence_length: int = derived(128, ge=8, le=1_048_576)
-    """Tokens of one sample. Omitted: 128, or model.maxPositions where that is smaller."""
+    """Tokens of one sample. Omitted: 128, or model.maxPositions if that is smaller."""
     mask_documents: bool = False
-    """Let tokens attend to their own document only, with positions that start at 0 in each, and expect nobody to guess
-    the first token of the next document."""
+    """Let tokens attend to their own document only, with positions that start at 0 in each, and do not train on the
+    first token after another document."""
     validation: ValidationConfig | None = None
-    """Text that is held back to measure the loss on; omitted: none."""
+    """Text that is held out to measure the loss on; omitted: none."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the per-epoch shuffle and of the mixture."""
     tokenization: Tokenization = Tokenization.AUTO
-    """When text becomes tokens."""
+    """When text is tokenized."""
     workers: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Tokenising processes: of a node before the first step (omitted: one for each core, at most 16), of each training
+    """Tokenizing processes: of a node before the first step (omitted: one for each core, at most 16), of each training
     process while training (omitted: 1)."""
     prefetch_steps: Annotated[int, Field(ge=1, le=1000)] = 4
-    """Steps whose samples are made ready ahead of the training step."""
+    """Steps whose samples are prepared ahead of the training step."""
     max_bad_lines: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    """Lines, rows and records that may be skipped because they cannot be used, in each source, online in each training
-    process; omitted: 100, and at most 1 % of the records of a source."""
+    """Lines, rows and records that may be skipped as unusable, in each source, online in each training process;
+    omitted: 100, and at most 1 % of the records of a source."""
     cache_directory: _Path | None = None
-    """Where tokenizer and tokenised text are cached; omitted: the user's cache folder, on a worker the node's."""
+    """Where tokenizer and tokenized text are cached; omitted: the user's cache folder, on a worker the node's."""
 
     @model_validator(mode="after")
     def _one_hub(self) -> Self:
@@ -190,6 +190,6 @@ class DataConfig(ContractModel):
 
     @property
     def masked(self) -> bool:
-        """Return whether a sample holds several stretches that do not see each other."""
+        """Return whether a sample holds several documents that do not attend to each other."""
         examples = self.examples.packing and self.examples.mask_examples
         return self.mask_documents if self.format is DataFormat.TEXT else examples

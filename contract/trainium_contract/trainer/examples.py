@@ -1,6 +1,6 @@
-"""`trainer.data.format` and what belongs to it: from records (rows, JSON objects) to examples of prompt and answer.
+"""`trainer.data.format` and its options: from records (rows, JSON objects) to examples of prompt and answer.
 
-Invariant: every field is part of what the samples depend on, so none may change between runs of one history.
+Invariant: the samples depend on every field, so none may change between runs of one history.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class DataFormat(StrEnum):
     """Kind of a source's records."""
 
     TEXT = "Text"
-    """Running text: all of it is trained on, cut into samples of equal length."""
+    """Running text: all of it is trained on, in samples of equal length."""
     INSTRUCTION = "Instruction"
-    """A prompt and its answer, made from the record's fields by a template."""
+    """A prompt and its answer, built from the record's fields by a template."""
     CHAT = "Chat"
-    """A list of messages with roles, put together by the tokenizer's chat template."""
+    """A list of messages with roles, rendered by the tokenizer's chat template."""
     CLASSIFICATION = "Classification"
     """One or two texts and a label, whose word is the answer."""
     FUNCTION = "Function"
-    """Example that a function of the user makes of the record."""
+    """An example that a user's function builds from the record."""
     PREFERENCE = "Preference"
     """A prompt with two answers, one of which is preferred; for `tuning.objective`."""
 
 
 class LossOn(StrEnum):
-    """Which tokens of an example are learned."""
+    """Tokens of an example that are trained on."""
 
     ANSWER = "Answer"
     """Those of the answer and its end; in a chat those of the assistant."""
@@ -53,21 +53,21 @@ class LossOn(StrEnum):
 
 
 class TooLong(StrEnum):
-    """Handling of an example that is longer than a sequence; all are counted."""
+    """Treatment of an example that is longer than a sequence; each kind is counted."""
 
     DROP = "Drop"
     CUT_LEFT = "CutLeft"
-    """The beginning of the prompt goes, never the answer; an example whose whole prompt would have to go is dropped."""
+    """The start of the prompt is cut, never the answer; an example that would lose its whole prompt is dropped."""
     CUT_RIGHT = "CutRight"
-    """The end of the example goes; one that then has nothing left to learn is dropped."""
+    """The end of the example is cut; one without a token left to train on is dropped."""
 
 
 class TemplateConfig(ContractModel):
     """Templates of prompt and answer; `{field}` stands for a field, `{{` and `}}` for braces."""
 
     prompt: _Template | None = None
-    """Omitted: `template.json` beside the data if it is there, else the built-in instruction template, with the
-    sections Instruction, Context (left out where it is empty) and Answer."""
+    """Omitted: `template.json` beside the data if it exists, else the built-in instruction template, with the sections
+    Instruction, Context (left out if empty) and Answer."""
     completion: _Template | None = None
     """Omitted: as `prompt`; the built-in one is `{response}`."""
 
@@ -76,7 +76,7 @@ class ChatConfig(ContractModel):
     """Format Chat."""
 
     messages_field: _Column = "messages"
-    """Field with the list of messages, each with `role` and `content`; in CSV a text that is such a list as JSON."""
+    """Field with the list of messages, each with `role` and `content`; in CSV such a list as JSON."""
     template: _Path | None = None
     """A Jinja file; omitted: the chat template of the tokenizer's own `tokenizer_config.json`."""
 
@@ -91,15 +91,14 @@ class ClassificationConfig(ContractModel):
     labels: Annotated[tuple[_Word, ...], Field(min_length=2, max_length=1000)] = ("entailment", "not_entailment")
     """Names of the labels 0, 1, 2, ..."""
     prompt: _Template | None = None
-    """Template of the prompt over the fields; omitted: each text on a separate line after its name, then `label:`.
-    The label's word follows a blank, unless the prompt ends with one or with a line break."""
+    """Template of the prompt over the fields; omitted: each text on a separate line after its name, then `label:`. The
+    label's word follows a space, unless the prompt ends with one or with a line break."""
 
 
 class PreferenceConfig(ContractModel):
-    """Format Preference; the default names are those of trl.
+    """Format Preference; the default names are those of trl. Answers are texts or lists of messages.
 
-    Answers are texts or lists of messages. Without a prompt, or with messages that repeat it, the prompt is what both
-    answers begin with.
+    Without a prompt, or with messages that repeat it, the prompt is the common prefix of both answers.
     """
 
     prompt_field: _Column = "prompt"
@@ -128,11 +127,11 @@ class ExamplesConfig(ContractModel):
     where: Annotated[dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=16)] = {}
     """Only records whose fields have these values, compared as text (what is no text as JSON: `true`, `1`)."""
     loss: LossOn = LossOn.ANSWER
-    """Which tokens are learned."""
+    """Tokens that are trained on."""
     packing: bool = False
-    """Put several examples into one sequence; else each has a separate sequence."""
+    """Put several examples into one sequence; otherwise each has a separate sequence."""
     mask_examples: bool = True
-    """Keep packed examples apart: none sees another, and each starts at position 0. False: they are joined behind each
-    other's end tokens, and see those before them."""
+    """Keep packed examples apart: none attends to another, and each starts at position 0. False: they are joined after
+    each other's end tokens, and attend to those before them."""
     too_long: TooLong = TooLong.DROP
     """Treatment of examples that are longer than a sequence."""

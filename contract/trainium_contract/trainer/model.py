@@ -1,4 +1,4 @@
-"""`trainer.model`: which model is trained, as a preset, as a Hugging Face configuration, or number by number."""
+"""`trainer.model`: the model as a preset, a Hugging Face configuration, or single numbers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from trainium_contract.models.shape import ModelShape
 
 USUAL_VOCABULARY = 32_000
-"""Tokens, where a preset leaves them to a tokenizer that nobody has read yet."""
+"""Tokens, if a preset leaves them to a tokenizer that has not been read yet."""
 NOT_SHAPE = ("preset", "path", "weights", "rope_scaling")
-"""Fields of ModelConfig that are no field of ModelShape by the same name."""
+"""Fields of ModelConfig without a field of ModelShape of the same name."""
 _PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -72,8 +72,8 @@ class RopeScaling(ContractModel):
     kind: RopeScalingKind = RopeScalingKind.LLAMA3
     """`Llama3`, `YaRN`, `Dynamic`, `Linear`, or `Unscaled` to switch off what the preset or the file has."""
     factor: Annotated[float, Field(ge=1, le=1024)] | None = None
-    """By how much low frequencies are divided, or with `Dynamic` how much longer sequences may be; a ratio. Omitted: 8
-    with `Llama3`; `YaRN`, `Dynamic` and `Linear` need it."""
+    """Divisor of low frequencies, or with `Dynamic` the ratio of the longest sequences. Omitted: 8 with `Llama3`;
+    `YaRN`, `Dynamic` and `Linear` need it."""
     low_frequency_factor: float = derived(1.0, gt=0, lt=1024)
     """Waves longer than originalMaxPositions over this are divided by the whole factor; a ratio, less than
     highFrequencyFactor, `Llama3` only. Omitted: 1, or a quarter of a highFrequencyFactor below 4."""
@@ -87,7 +87,7 @@ class RopeScaling(ContractModel):
     slow_turns: float = derived(1.0, gt=0, lt=1024)
     """Pairs that turn less often are divided by the whole factor; `YaRN` only. Omitted: 1."""
     attention_factor: Annotated[float, Field(gt=0, le=16)] | None = None
-    """By what the rotary embedding is multiplied; a ratio, `YaRN` only. Omitted: 0.1 ln(factor) + 1."""
+    """Factor of the rotary embedding; a ratio, `YaRN` only. Omitted: 0.1 ln(factor) + 1."""
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> Self:
@@ -147,12 +147,12 @@ class ModelConfig(ContractModel):
     preset: ModelPreset = ModelPreset.TINY
     """The shape to start from, unless `path` is given."""
     path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """A Hugging Face `config.json` of a family in docs/models.md, or a folder that holds one, to start from in place of
-    a preset. Only the shape is read; on a cluster it must be mounted in every worker."""
+    """A Hugging Face `config.json` of a family in docs/models.md, or a folder with one, to start from in place of a
+    preset. Only the shape is read; on a cluster it must be mounted in every worker."""
     weights: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """A Hugging Face folder (config.json and safetensors), mounted in every worker or s3://bucket/prefix, whose weights
-    the run begins with; the shape is the folder's. A name on the hub is fetched ahead by `trainium-trainer
-    fetch-model`. Omitted: weights are drawn from `seed`."""
+    """A Hugging Face folder (config.json and safetensors), mounted in every worker or s3://bucket/prefix, with the
+    initial weights; the shape is the folder's. `trainium-trainer fetch-model` fetches a name on the hub ahead.
+    Omitted: weights are drawn from `seed`."""
     vocab_size: Annotated[int, Field(ge=16, le=1_000_000)] | None = None
     """Rows of the embedding, tokens; not smaller than the tokenizer's vocabulary, divisible by the tensor-parallel
     degree. Omitted: the tokenizer's size for CPU presets, the published size for the others."""
@@ -166,7 +166,7 @@ class ModelConfig(ContractModel):
     """Query heads; divisible by numKeyValueHeads and by the tensor-parallel degree."""
     num_key_value_heads: _PositiveInt | None = None
     """Key/value heads (GQA); divisible by the tensor-parallel degree, or a divisor of it: then ranks share a head.
-    Omitted: those of the preset or of the file, or numAttentionHeads where those do not divide it."""
+    Omitted: those of the preset or of the file, or numAttentionHeads if those do not divide it."""
     head_dim: Annotated[int, Field(ge=2, le=8192)] | None = None
     """Width of one attention head, an even number. Omitted: hiddenSize over numAttentionHeads, or the file's."""
     rope_theta: Annotated[float, Field(gt=0)] | None = None
@@ -174,7 +174,7 @@ class ModelConfig(ContractModel):
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary embedding; omitted: that of the preset or of the file."""
     max_positions: Annotated[int, Field(ge=8, le=2**31 - 1)] | None = None
-    """Longest sequence that the model is meant for, tokens; data.sequenceLength must not be above it."""
+    """Longest sequence that the model is designed for, tokens; data.sequenceLength must not be above it."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Epsilon of RMSNorm, added to the mean square."""
     tie_embeddings: bool | None = None
@@ -208,7 +208,7 @@ class ModelConfig(ContractModel):
         return shape if self.rope_scaling is None else replace(shape, rope_stretch=self.rope_scaling.stretch())
 
     def known_shape(self) -> ModelShape | None:
-        """Return the shape of the model; None where only a worker can read the file that has it."""
+        """Return the shape of the model; None if only a worker can read the file that defines it."""
         if self.path is not None or self.weights is not None:
             return None
         shape = self.overriding(PRESETS[self.preset])

@@ -1,8 +1,9 @@
 """Compiler and runtime of Neuron devices: `neuron` of the trainer's configuration.
 
-The defaults are those of HLAT (arXiv 2404.10630) and of AWS's
-pretraining examples for it. Invariants: on machines without Neuron devices nothing of this has an effect; a field that
-is left out leaves the matter to the environment and to the library's own default.
+The defaults are those of HLAT (arXiv 2404.10630) and of AWS's pretraining examples for it.
+
+Invariants: these fields have no effect on machines without Neuron devices. An omitted field leaves the choice to the
+environment and to the library's default.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _TYPED_FLAGS = {
 
 
 class ModelType(StrEnum):
-    """Assumption of the compiler about the model (`--model-type`)."""
+    """The compiler's assumption about the model (`--model-type`)."""
 
     TRANSFORMER = "Transformer"
     GENERIC = "Generic"
@@ -46,11 +47,11 @@ class DistributionStrategy(StrEnum):
     LLM_TRAINING = "LlmTraining"
     """Large language models with sharded optimizer states."""
     UNSPECIFIED = "Unspecified"
-    """The flag is not given."""
+    """Without the flag."""
 
 
 class AutoCast(StrEnum):
-    """Which float32 operations the compiler turns into lower precision by itself (`--auto-cast`)."""
+    """Float32 operations that the compiler computes in lower precision (`--auto-cast`)."""
 
     NONE = "None"
     """None: number formats are those of `precision`."""
@@ -61,7 +62,7 @@ class AutoCast(StrEnum):
 
 
 class NeuronConfig(ContractModel):
-    """Flags of the compiler (neuronx-cc) and variables of the runtime; without effect on other devices."""
+    """Flags of the compiler (neuronx-cc) and variables of the runtime; no effect on other devices."""
 
     model_type: ModelType = ModelType.TRANSFORMER
     """Kind of model that the compiler optimizes for."""
@@ -72,12 +73,12 @@ class NeuronConfig(ContractModel):
     auto_cast: AutoCast = AutoCast.NONE
     """Operations that the compiler may compute in bfloat16 although they are float32."""
     cc_pipeline_tiling_factor: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Pieces into which the compiler cuts a collective and the computation beside it, so that they overlap; omitted:
-    not cut."""
+    """Pieces into which the compiler divides a collective and the computation beside it, so that they overlap; omitted:
+    not divided."""
     retry_failed_compilation: bool = True
-    """Compile again what the cache remembers as failed: a killed compilation leaves such an entry."""
+    """Compile again what the cache records as failed, because a killed compilation leaves such an entry."""
     extra_compiler_flags: Annotated[tuple[CompilerFlag, ...], Field(max_length=32)] | None = None
-    """Further options of neuronx-cc, in order; those that have a separate field are refused here."""
+    """Further options of neuronx-cc, in order; options with a separate field are refused here."""
     cache_directory: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Folder or s3:// address of the compiler's persistent cache; omitted: NEURON_COMPILE_CACHE_URL, else Neuron's
     own. A folder shared by nodes is slow and can be corrupted: prefer the node's disk."""
@@ -92,14 +93,14 @@ class NeuronConfig(ContractModel):
     stochastic_rounding_seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the stochastic rounding."""
     async_exec_inflight_requests: Annotated[int, Field(ge=0, le=64)] = 3
-    """Graphs that wait on the device while the host continues; 0 makes execution synchronous. Backend Nxd only: SDKs
-    from 2.31 on do not have it."""
+    """Graphs that may wait on the device while the host continues; 0 makes execution synchronous. Backend Nxd only:
+    SDKs from 2.31 on do not support it."""
     exec_timeout_seconds: Annotated[int, Field(ge=2, le=86_400)] = 4000
-    """Time that the runtime waits for one execution, which includes waiting for other ranks that still compile; hangs
-    are found by the operator, long before."""
+    """Time-out of the runtime for one execution, which includes waiting for other ranks that still compile; the
+    operator detects hangs long before."""
     malloc_arenas: Annotated[int, Field(ge=1, le=1024)] | None = 64
-    """Most heaps of the C library per process (MALLOC_ARENA_MAX): many threads would otherwise fragment the host's
-    memory; omitted: the C library's default."""
+    """Most heaps of the C library per process (MALLOC_ARENA_MAX), because many threads would otherwise fragment the
+    host's memory; omitted: the C library's default."""
 
     @model_validator(mode="after")
     def _extra_flags_are_extra(self) -> Self:

@@ -20,14 +20,14 @@ class WeightDecayScope(StrEnum):
 
 
 class OptimizerKind(StrEnum):
-    """Rule by which an update follows from a gradient."""
+    """Rule that computes an update from a gradient."""
 
     ADAMW = "AdamW"
     """AdamW (arXiv 1711.05101)."""
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The values of each weight's size that the optimizer keeps, by their names in checkpoints."""
+        """Return the values of each weight's size that the optimizer keeps, by their names in checkpoints."""
         return _MOMENTS[self]
 
 
@@ -57,7 +57,7 @@ class OptimizerConfig(ContractModel):
 
 
 class ScheduleKind(StrEnum):
-    """Course of the learning rate after its warm-up."""
+    """Course of the learning rate after the warm-up."""
 
     COSINE = "Cosine"
     """Half a cosine down to the floor."""
@@ -70,7 +70,7 @@ class ScheduleKind(StrEnum):
 
 
 class ScheduleConfig(ContractModel):
-    """Linear warm-up, then one of four ways down."""
+    """Linear warm-up, then one of four courses."""
 
     kind: ScheduleKind = ScheduleKind.COSINE
     """`Cosine`, `Linear`, `Constant` or `WarmupStableDecay`."""
@@ -78,16 +78,16 @@ class ScheduleConfig(ContractModel):
     """Steps of linear warm-up from 0 to the peak; not above trainer.steps. Omitted: 10, or as many as the run and
     decaySteps leave."""
     warmup_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The warm-up as a share of all steps, rounded up; when given, warmupSteps is not looked at."""
+    """The warm-up as a share of all steps, rounded up; if given, warmupSteps is ignored."""
     decay_steps: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    """Steps from the peak to the floor; with warmupSteps not above trainer.steps. `Cosine` and `Linear` begin right
-    after the warm-up and stay at the floor afterwards; omitted: until the last step. `WarmupStableDecay` ends with the
-    last step; omitted: a tenth of trainer.steps, at least 1."""
+    """Steps from the peak to the floor; with warmupSteps not above trainer.steps. `Cosine` and `Linear` start right
+    after the warm-up and stay at the floor afterwards; omitted: until the last step. `WarmupStableDecay` ends with
+    the last step; omitted: a tenth of trainer.steps, at least 1."""
     final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The floor, as a fraction of the peak."""
 
     def fitted(self, steps: int) -> ScheduleConfig:
-        """Return the schedule of a run of so many steps: a warm-up that was not given is shortened to fit."""
+        """Return the schedule of a run of this many steps: a warm-up that was not given is shortened to fit."""
         if "warmup_steps" in self.model_fields_set:
             return self
         return self.replaced(warmup_steps=min(self.warmup_steps, max(0, steps - (self.decay_steps or 0))))

@@ -1,7 +1,6 @@
 """Use of devices by the trainer: backend, device, degrees of parallelism, number formats.
 
-Invariant: every value of an enum is implemented, or refused in one
-sentence before a device is touched.
+Invariant: every value of an enum is implemented, or refused in one sentence before a device is used.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ class DeviceChoice(StrEnum):
     """Device of the native backend."""
 
     AUTO = "Auto"
-    """Neuron where there is one, else CUDA, else the CPU; a Neuron device that cannot be used is an error."""
+    """Neuron if there is one, else CUDA, else the CPU; an unusable Neuron device is an error."""
     CPU = "Cpu"
     CUDA = "Cuda"
     NEURON = "Neuron"
 
 
 class Precision(StrEnum):
-    """Number formats of computation and of the state, which is what checkpoints hold."""
+    """Number formats of computation and of the state, which checkpoints hold."""
 
     FLOAT32 = "Float32"
     """Everything in float32."""
@@ -56,13 +55,13 @@ class DataParallelMode(StrEnum):
     """Division of the state over data-parallel ranks."""
 
     REPLICATED = "Replicated"
-    """Every rank holds all of it; gradients are all-reduced. A lost node's state survives on every other."""
+    """Every rank holds all of it; gradients are all-reduced. Every other rank has the state of a lost node."""
     SHARDED_OPTIMIZER = "ShardedOptimizer"
     """ZeRO's first stage (arXiv 1910.02054): each rank holds a shard of the state and, during a step, all weights in
-    the number format of computation; one gather and one reduction per step, as much traffic as Replicated has."""
+    the number format of computation; one gather and one reduction per step, with the traffic of Replicated."""
     FULLY_SHARDED = "FullySharded"
     """FSDP2, ZeRO's third stage: weights are gathered layer by layer whenever they are needed; least memory, and with
-    accumulation the most traffic. Backend Nxd has the first stage only, and takes that."""
+    accumulation the most traffic. Backend Nxd has the first stage only, and uses that."""
 
     @property
     def is_sharded(self) -> bool:
@@ -71,13 +70,13 @@ class DataParallelMode(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Activations that the backward pass computes again; results are the same to the bit."""
+    """Activations that the backward pass computes again; results are bit for bit the same."""
 
     NONE = "None"
     """Everything is kept: fastest, most memory."""
     SELECTIVE = "Selective"
-    """Cheap but large values are computed again. Native keeps matrix products, attention and sums over ranks; Nxd keeps
-    all but the inside of attention."""
+    """Values that are large but cheap are computed again. Native keeps matrix products, attention and sums over ranks;
+    Nxd keeps all except the inside of attention."""
     FULL = "Full"
     """Only the input of each layer is kept: least memory, about a third more computation."""
 
@@ -88,8 +87,8 @@ class TorchCompile(StrEnum):
     NONE = "None"
     """Nothing: operations run one by one, and the first step is as fast as the others."""
     LAYERS = "Layers"
-    """Each layer, forward and backward; the first step after every start waits for it. On Neuron devices by the
-    vendor's compiler, elsewhere by Inductor, which needs a C++ compiler in the image."""
+    """Each layer, forward and backward; the first step after every start waits for the compilation. On Neuron devices
+    by the vendor's compiler, elsewhere by Inductor, which needs a C++ compiler in the image."""
 
 
 class PipelineSchedule(StrEnum):
@@ -109,7 +108,7 @@ class ParallelismConfig(ContractModel):
     pipeline: Annotated[int, Field(ge=1, le=256)] = 1
     """Pipeline-parallel degree: the layers are cut into as many stages, at least one layer each."""
     pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
-    """Order of the micro-batches; with fewer micro-batches than it needs, GPipe's is taken."""
+    """Order of the micro-batches; with fewer micro-batches than it needs, GPipe's is used."""
     stages_per_rank: Annotated[int, Field(ge=1, le=32)] = 1
     """Stages that each rank of the pipeline holds; more than 1 interleaves them, which shortens the pipeline's idle
     time and needs more communication."""

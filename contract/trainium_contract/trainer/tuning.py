@@ -1,7 +1,7 @@
 """`trainer.tuning`: which part of the model is trained, by which loss, and the adapters of LoRA (arXiv 2106.09685).
 
-A *pattern* is a shell pattern that is held against a module's or parameter's dotted name, and against the last part of
-a module's name: `q_proj`, `*_proj`, `model.layers.3?.mlp.*`.
+A *pattern* is a shell pattern that is matched against the dotted name of a module or parameter, and against the last
+part of a module's name: `q_proj`, `*_proj`, `model.layers.3?.mlp.*`.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _Value = TypeVar("_Value", int, float)
 
 
 def matches_module(module: str, pattern: str) -> bool:
-    """Return whether a pattern means a module: by its whole name or by its last part."""
+    """Return whether a pattern matches a module by its whole name or by its last part."""
     return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module.rpartition(".")[2], pattern)
 
 
 def _by_pattern(values: Mapping[str, _Value], module: str, otherwise: _Value) -> _Value:
-    """Return the value of the first pattern, in their alphabetical order, that means a module."""
+    """Return the value of the first pattern, in alphabetical order, that matches a module."""
     return next((values[pattern] for pattern in sorted(values) if matches_module(module, pattern)), otherwise)
 
 
 def _is_unset(value: object) -> bool:
-    """Return whether a field is left out of what is written, so that checkpoints of runs without it stay equal."""
+    """Return whether a field is omitted when written, so that checkpoints of runs without it stay equal."""
     return not value
 
 
 class LoraConfig(ContractModel):
-    """LoRA: the output of a target W gets (scale x B A x) added; A begins random, B at zero."""
+    """LoRA: the output of a target W gets (scale x B A x) added; A starts random, B at zero."""
 
     rank: Annotated[int, Field(ge=1, le=4096)] = 16
     """Rows of A and columns of B; at most the width of the narrowest target."""
@@ -58,9 +58,9 @@ class LoraConfig(ContractModel):
     rank_stabilized: bool = False
     """Let the scale be alpha over the root of rank (rsLoRA, arXiv 2312.03732)."""
     dora: Annotated[bool, Field(exclude_if=_is_unset)] = False
-    """Train also the length of each row of a target's weight, apart from its direction (DoRA, arXiv 2402.09353)."""
+    """Also train the length of each row of a target's weight, apart from its direction (DoRA, arXiv 2402.09353)."""
     bias: Annotated[bool, Field(exclude_if=_is_unset)] = False
-    """Train also a bias beside each B (peft's lora_bias), where the target has a bias that it can be merged into."""
+    """Also train a bias beside each B (peft's lora_bias), if the target has a bias that it can be merged into."""
     rank_pattern: Annotated[
         dict[str, Annotated[int, Field(ge=1, le=4096)]], Field(max_length=64, exclude_if=_is_unset)
     ] = {}
@@ -70,7 +70,7 @@ class LoraConfig(ContractModel):
     ] = {}
     """Alphas of single targets, by pattern, in place of `alpha`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of a target's inputs that A does not see; which ones follows from seed, sample and module alone."""
+    """Share of a target's inputs that A does not receive; the choice follows from seed, sample and module alone."""
     targets: Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=64)] = ("q_proj", "v_proj")
     """Patterns of the linear layers that get adapters."""
     adapter: _Path | None = None
@@ -124,7 +124,7 @@ class ObjectiveConfig(ContractModel):
     """DPO: the reference model. `Base` is model.weights as it is, without an adapter; else a folder or
     s3://bucket/prefix with a model of the same shape."""
     reference_free: bool = False
-    """DPO: take a reference that gives each answer the same probability."""
+    """DPO: use a reference with the same probability for each answer."""
 
     @property
     def compares_with_reference(self) -> bool:
@@ -155,13 +155,13 @@ class TuningConfig(ContractModel):
     trainable: Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=64)] | None = None
     """Patterns of the model's own parameters that are trained. Omitted: all of them for `Full`, none for `LoRA`."""
     lora: LoraConfig = LoraConfig()
-    """Adapters; looked at only by `LoRA`."""
+    """Adapters; only used by `LoRA`."""
     objective: ObjectiveConfig | None = None
     """Loss on pairs of answers, with data.format Preference. Omitted: cross-entropy of the next token."""
 
     @property
     def freezes(self) -> bool:
-        """Return whether any weight of the model stays as it is."""
+        """Return whether any weight of the model is frozen."""
         return self.method is TuningMethod.LORA or self.trainable is not None
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.views.raw import mapping, number, text, whole
+from trainium_contract.views.raw import integer, mapping, number, text
 from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class CheckpointRow:
     """One checkpoint or milestone."""
 
     name: str
-    """Folder."""
+    """Name of the folder."""
     state: str
     step: int
     bytes: int
@@ -46,47 +46,47 @@ def checkpoint_root(job: Mapping[str, Any]) -> str:
 
 
 def metrics_path(job: Mapping[str, Any]) -> str:
-    """Return the file of the figures of each step, in a folder: objects of a bucket cannot be appended to."""
+    """Return the file with the figures of each step, in a folder, because objects of a bucket cannot be appended to."""
     root = checkpoint_root(job)
     return f"{CHECKPOINT_MOUNT if '://' in root else root}/metrics.jsonl"
 
 
-def where_kept(job: Mapping[str, Any], file: str = "") -> str:
-    """Return where a file of the run is when no worker is left; empty when it was deleted with the pods."""
+def describe_location(job: Mapping[str, Any], file: str = "") -> str:
+    """Return where a file of the run is when no worker is left; empty if it was deleted with the pods."""
     storage = mapping(mapping(mapping(job, "spec"), "checkpoint"), "storage")
     metadata = mapping(job, "metadata")
-    below = text(storage, "subPath") or text(metadata, "namespace") + "/" + text(metadata, "name")
+    path = text(storage, "subPath") or text(metadata, "namespace") + "/" + text(metadata, "name")
     if mapping(mapping(job, "spec"), "program"):
         folder = checkpoint_root(job).removeprefix(CHECKPOINT_MOUNT).strip("/")
-        below = "/".join(filter(None, (text(storage, "subPath"), folder)))
-    below += f"/{file}" if file else ""
+        path = "/".join(filter(None, (text(storage, "subPath"), folder)))
+    path += f"/{file}" if file else ""
     if bucket := text(storage, "uri"):
-        return f"{bucket}/{below}"
+        return f"{bucket}/{path}"
     if folder := text(mapping(storage, "hostPath"), "path"):
-        return f"{folder}/{below} on the nodes"
+        return f"{folder}/{path} on the nodes"
     if claim := text(mapping(storage, "persistentVolumeClaim"), "claimName"):
-        return f"{below} on the volume of claim {claim}"
+        return f"{path} on the volume of claim {claim}"
     return ""
 
 
-def checkpoint_rows(printed: str) -> tuple[CheckpointRow, ...] | None:
+def parse_checkpoint_rows(printed: str) -> tuple[CheckpointRow, ...] | None:
     """Parse the list that `inspect` prints; None for anything else."""
     try:
-        found = json.loads(printed)
+        entries = json.loads(printed)
     except ValueError:
         return None
-    if not isinstance(found, list):
+    if not isinstance(entries, list):
         return None
-    return tuple(_row(each) for each in found if isinstance(each, dict))
+    return tuple(_row(entry) for entry in entries if isinstance(entry, dict))
 
 
 def _row(raw: dict[str, object]) -> CheckpointRow:
     return CheckpointRow(
         name=text(raw, "folder"),
         state=text(raw, "state"),
-        step=whole(raw, "step", -1),
-        bytes=whole(raw, "size"),
-        tokens=None if number(raw, "tokens") is None else whole(raw, "tokens"),
+        step=integer(raw, "step", -1),
+        bytes=integer(raw, "size"),
+        tokens=None if number(raw, "tokens") is None else integer(raw, "tokens"),
         world=text(raw, "world"),
         created=number(raw, "created"),
         problem=text(raw, "problem"),

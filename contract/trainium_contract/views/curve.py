@@ -1,6 +1,6 @@
-"""The loss curve from `metrics.jsonl`, thinned to what a picture can show.
+"""Read the loss curve from `metrics.jsonl`, thinned for a picture.
 
-Invariant: at most `MOST_POINTS`; each stands for the steps of its part of the curve, so that a spike stays visible.
+Invariant: at most `MOST_POINTS`; each represents the steps of its part of the curve, so that a spike stays visible.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from trainium_contract.views.raw import number, whole
+from trainium_contract.views.raw import integer, number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,32 +33,32 @@ class CurvePoint:
 
 
 def read_curve(lines: Iterable[str], most: int = MOST_POINTS) -> tuple[CurvePoint, ...]:
-    """Parse the curve; lines that are not a step, or cut off, are left out."""
+    """Parse the curve without truncated lines and lines that are not a step."""
     points = []
     for line in lines:
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except ValueError:
             continue
-        loss, step = number(found, "loss"), whole(found, "step", -1)
+        loss, step = number(record, "loss"), integer(record, "step", -1)
         if loss is None or step < 0:
             continue
         points.append(
-            CurvePoint(step, loss, loss, loss, number(found, "validationLoss"), number(found, "tokensPerSecond"))
+            CurvePoint(step, loss, loss, loss, number(record, "validationLoss"), number(record, "tokensPerSecond"))
         )
-    return _thinned(points, most)
+    return _thin_out(points, most)
 
 
 class LiveCurve:
-    """The curve of a run that is watched: a point for each look at it, thinned once there are `most`.
+    """The curve of a watched run: a point for each sample, thinned once there are `most`.
 
-    Invariant: steps ascend; where a run went back, what came after that step is forgotten, as in its own record.
+    Invariant: steps ascend. When a run goes back, later points are dropped, as in its own record.
     """
 
     __slots__ = ("_most", "_points")
 
     def __init__(self, most: int = MOST_POINTS, points: Sequence[CurvePoint] = ()) -> None:
-        """`points`: what is known of it already."""
+        """`points`: the known part of the curve."""
         self._most = max(2, most)
         self._points: list[CurvePoint] = list(points)
 
@@ -71,28 +71,28 @@ class LiveCurve:
             points.pop()
         points.append(CurvePoint(step, loss, loss, loss, None, tokens_per_second))
         if len(points) > self._most:
-            self._points = list(_thinned(points, self._most // 2))
+            self._points = list(_thin_out(points, self._most // 2))
 
     @property
     def points(self) -> tuple[CurvePoint, ...]:
-        """The points to draw."""
+        """Return the points to draw."""
         return tuple(self._points)
 
 
-def _thinned(points: Sequence[CurvePoint], most: int) -> tuple[CurvePoint, ...]:
+def _thin_out(points: Sequence[CurvePoint], most: int) -> tuple[CurvePoint, ...]:
     if len(points) <= most:
         return tuple(points)
     edges = [len(points) * at // most for at in range(most + 1)]
-    return tuple(_joined(points[begin:end]) for begin, end in pairwise(edges) if end > begin)
+    return tuple(_merge_points(points[begin:end]) for begin, end in pairwise(edges) if end > begin)
 
 
-def _joined(part: Sequence[CurvePoint]) -> CurvePoint:
-    validations = [each.validation for each in part if each.validation is not None]
+def _merge_points(part: Sequence[CurvePoint]) -> CurvePoint:
+    validations = [point.validation for point in part if point.validation is not None]
     return CurvePoint(
         step=part[-1].step,
-        loss=sum(each.loss for each in part) / len(part),
-        lowest=min(each.lowest for each in part),
-        highest=max(each.highest for each in part),
+        loss=sum(point.loss for point in part) / len(part),
+        lowest=min(point.lowest for point in part),
+        highest=max(point.highest for point in part),
         validation=validations[-1] if validations else None,
         tokens_per_second=part[-1].tokens_per_second,
     )

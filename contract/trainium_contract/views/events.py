@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.views.raw import mapping, seconds_of, text, whole
+from trainium_contract.views.raw import integer, mapping, parse_rfc3339, text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,10 +22,12 @@ class EventView:
     count: int
 
 
-def event_views(raw: Sequence[Mapping[str, Any]], *, uid: str = "") -> tuple[EventView, ...]:
+def build_event_views(raw: Sequence[Mapping[str, Any]], *, uid: str = "") -> tuple[EventView, ...]:
     """Return the events that the API server lists, newest first; with `uid` only those about that object."""
-    found = [_event(each) for each in raw if not uid or text(mapping(each, "involvedObject"), "uid") == uid]
-    return tuple(sorted(found, key=lambda event: event.at, reverse=True))
+    events = [
+        _event(raw_event) for raw_event in raw if not uid or text(mapping(raw_event, "involvedObject"), "uid") == uid
+    ]
+    return tuple(sorted(events, key=lambda event: event.at, reverse=True))
 
 
 def _event(raw: Mapping[str, Any]) -> EventView:
@@ -36,6 +38,6 @@ def _event(raw: Mapping[str, Any]) -> EventView:
         text(raw, "eventTime"),
         text(mapping(raw, "metadata"), "creationTimestamp"),
     )
-    at = next((at for stamp in stamps if (at := seconds_of(stamp)) is not None), 0.0)
-    count = whole(series, "count") or whole(raw, "count", 1)
+    at = next((at for stamp in stamps if (at := parse_rfc3339(stamp)) is not None), 0.0)
+    count = integer(series, "count") or integer(raw, "count", 1)
     return EventView(at, text(raw, "reason"), text(raw, "message"), text(raw, "type") == "Warning", max(1, count))

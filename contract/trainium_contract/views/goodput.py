@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SizeView:
-    """Steps that were made at one size."""
+    """Steps at one size."""
 
     size: int
     steps: int
@@ -26,19 +26,19 @@ class CostView:
     price: float
     """Price of a node-hour."""
     so_far: float
-    """For all node time that the job held; the parts below together."""
+    """For all node time that the job held; the sum of the parts below."""
     productive: float
     lost: dict[str, float]
-    """By cause: all nodes that were held meanwhile."""
+    """By cause: for all nodes that were held meanwhile."""
     idle: float
-    """For nodes that did not train while others did: spares, nodes that waited, quarantined ones."""
+    """For nodes that did not train while others did: spares, waiting nodes, quarantined ones."""
     to_end: float | None
-    """Cost until the last step, at the present size and loss of time; None where the time left is not known."""
+    """Cost until the last step, at the present size and loss of time; None if the remaining time is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class GoodputView:
-    """The ledger; every number is the operator's own."""
+    """The ledger; all numbers are the operator's."""
 
     ratio: float | None
     """None before the first generation."""
@@ -54,15 +54,15 @@ class GoodputView:
     sizes: tuple[SizeView, ...]
     counted_seconds_ago: float | None
     cost: CostView | None = None
-    """Known where a price is given."""
+    """None without a price."""
 
     @property
     def lost(self) -> float:
-        """All that was lost."""
+        """Return the sum of the lost time."""
         return sum(self.lost_seconds.values())
 
 
-def goodput_view(status: StatusReader[PublicStatus], now: float) -> GoodputView:
+def build_goodput_view(status: StatusReader[PublicStatus], now: float) -> GoodputView:
     """Return the ledger of a status."""
     part = status.part("goodput")
     wall, until = part.number("wallSeconds") or 0.0, part.number("accountedUntil")
@@ -78,8 +78,8 @@ def goodput_view(status: StatusReader[PublicStatus], now: float) -> GoodputView:
         lost_by_stage=part.numbers("lostByStage"),
         stage_seconds=part.numbers("stageSeconds"),
         sizes=tuple(
-            SizeView(each.whole("size"), each.whole("steps"), each.number("stepSeconds"))
-            for each in part.parts("sizes")
+            SizeView(account.integer("size"), account.integer("steps"), account.number("stepSeconds"))
+            for account in part.parts("sizes")
         ),
         counted_seconds_ago=None if until is None else max(0.0, now - until),
     )

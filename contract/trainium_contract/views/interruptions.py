@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.views.raw import seconds_of
+from trainium_contract.views.raw import parse_rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.status.interruptions import Interruption
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 STAGES = ("detect", "decide", "restart", "load", "replay")
 """Stages of a recovery, in their order."""
 _MEANT = {"decide": "wait for a worker"}
-"""Explanation of a stage whose name in the status is too short (docs/goodput.md, Lost time)."""
+"""Explanations of stages whose names in the status are too short (docs/goodput.md, Lost time)."""
 ANSWERS = {
     "InPlace": "processes restarted in place, pods kept",
     "Spare": "a warm spare took the rank",
@@ -25,16 +25,16 @@ ANSWERS = {
     "Resize": "changed to the size asked for",
     "Stop": "stopped for good",
 }
-"""Action of each rung of the ladder."""
+"""Description of each rung of the recovery ladder."""
 
 
 @dataclass(frozen=True, slots=True)
 class InterruptionView:
-    """One interruption and its answer."""
+    """One interruption and the response."""
 
     time: str
     at: float | None
-    """Unix seconds of the failure, as well as it is known."""
+    """Unix seconds of the failure, as precisely as it is known."""
     detected_at: float | None
     cause: str
     rung: str
@@ -45,7 +45,7 @@ class InterruptionView:
     attempt: int
     detected_seconds: float | None
     recovered_seconds: float | None
-    """None while the recovery is under way."""
+    """None while the recovery is in progress."""
     step_before: int | None
     resume_step: int | None
     steps_lost: int | None
@@ -56,44 +56,44 @@ class InterruptionView:
 
     @property
     def stopped(self) -> bool:
-        """It ended the job."""
+        """Whether it ended the job."""
         return self.rung == "Stop"
 
     @property
     def open(self) -> bool:
-        """The recovery is under way."""
+        """Return whether the recovery is in progress."""
         return self.recovered_seconds is None and not self.stopped
 
     @property
     def answer(self) -> str:
-        """The operator's answer as text."""
+        """Return the operator's response as text."""
         return ANSWERS.get(self.rung, self.rung)
 
 
-def interruptions(status: StatusReader[PublicStatus]) -> tuple[InterruptionView, ...]:
+def read_interruptions(status: StatusReader[PublicStatus]) -> tuple[InterruptionView, ...]:
     """Return the history, oldest first."""
     return tuple(map(_entry, status.parts("history")))
 
 
-def stage_words(name: str) -> str:
-    """Describe a stage of the ledger for people, by its name in the status in either case."""
+def describe_stage(name: str) -> str:
+    """Describe a stage of the ledger by its name in the status, in either case."""
     meant = _MEANT.get(name.lower())
     return f"{name} ({meant})" if meant else name
 
 
-def ranks_text(first: int, per: int) -> str:
+def format_ranks(first: int, per: int) -> str:
     """Format the ranks of a worker: `3`, or `96-127`."""
     return f"{first}-{first + per - 1}" if per > 1 else f"{first}"
 
 
 def _rank(entry: StatusReader[Interruption]) -> int | None:
-    rank = entry.whole("rank", -1)
+    rank = entry.integer("rank", -1)
     return None if rank < 0 else rank
 
 
 def _entry(entry: StatusReader[Interruption]) -> InterruptionView:
-    detected, failed = seconds_of(entry.text("time")), entry.number("failedAt")
-    before, stages = entry.whole("stepBefore", -1), entry.numbers("stages")
+    detected, failed = parse_rfc3339(entry.text("time")), entry.number("failedAt")
+    before, stages = entry.integer("stepBefore", -1), entry.numbers("stages")
     return InterruptionView(
         time=entry.text("time"),
         at=failed if failed is not None else detected,
@@ -103,14 +103,14 @@ def _entry(entry: StatusReader[Interruption]) -> InterruptionView:
         pod=entry.text("pod"),
         node=entry.text("node"),
         message=entry.text("message"),
-        generation=entry.whole("generation"),
-        attempt=entry.whole("attempt"),
+        generation=entry.integer("generation"),
+        attempt=entry.integer("attempt"),
         detected_seconds=entry.number("detectedSeconds"),
         recovered_seconds=entry.number("recoveredSeconds"),
         step_before=None if before < 0 else before,
-        resume_step=None if entry.number("resumeStep") is None else entry.whole("resumeStep"),
-        steps_lost=None if entry.number("stepsLost") is None else entry.whole("stepsLost"),
-        pods_replaced=entry.whole("podsReplaced"),
+        resume_step=None if entry.number("resumeStep") is None else entry.integer("resumeStep"),
+        steps_lost=None if entry.number("stepsLost") is None else entry.integer("stepsLost"),
+        pods_replaced=entry.integer("podsReplaced"),
         stages={name: stages[name] for name in STAGES if name in stages},
         rank=_rank(entry),
     )

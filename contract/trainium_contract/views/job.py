@@ -1,4 +1,4 @@
-"""One job as typed values: what it does, how far it is, what it costs, what happened last, and what to do now."""
+"""Build one job's typed values: activity, progress, cost, recent events, and advice."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.spec.managed_by import is_managed_here
-from trainium_contract.views.goodput import CostView, GoodputView, goodput_view
-from trainium_contract.views.interruptions import InterruptionView, interruptions
-from trainium_contract.views.raw import mapping, objects, plain, seconds_of, text, whole
+from trainium_contract.views.goodput import CostView, GoodputView, build_goodput_view
+from trainium_contract.views.interruptions import InterruptionView, read_interruptions
+from trainium_contract.views.raw import integer, mapping, objects, parse_rfc3339, plain, text
 from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MOST_CHANGES = 6
 _WAITING = {"Unschedulable", "WorkerNotStarting", "NameTaken", "CreationRefused"}
 STALE_SECONDS = 120.0
-"""Nobody has written of a job that trains for so long: six times the longest interval of the operator."""
+"""A training job whose status is older counts as stale: six times the longest interval of the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ConditionView:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactView:
-    """Something that the run left for others."""
+    """An artifact of the run."""
 
     kind: str
     path: str
@@ -80,13 +80,13 @@ class AlertView:
 
     @property
     def text(self) -> str:
-        """The message with its step, which most begin with themselves."""
+        """Return the message with its step, which most messages start with."""
         return self.message if self.message.startswith(f"Step {self.step}") else f"step {self.step}: {self.message}"
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeView:
-    """A field of a failed job that was changed since; empty for not set."""
+    """A field of a failed job that was changed since; empty if not set."""
 
     field: str
     was: str
@@ -112,9 +112,9 @@ class JobView:
     uid: str
     model: str
     managed_by: str
-    """Another controller of the job; empty for the operator."""
+    """Another controller of the job; empty for this operator."""
     phase: str
-    """Empty while no operator has answered the job."""
+    """Empty until an operator has answered the job."""
     stage: str
     stage_share: float | None
     age_seconds: float | None
@@ -124,13 +124,13 @@ class JobView:
     """Unix seconds when it completed or failed."""
     step: int
     step_reported_at: float | None
-    """Unix seconds; None where that is not known."""
+    """Unix seconds; None if unknown."""
     step_age_seconds: float | None
     total_steps: int
     share: float | None
     """Share of the steps, 0 to 1."""
     eta_seconds: float | None
-    """Time until the last step, at the reference step time and with the losses that the run has had."""
+    """Time until the last step, at the reference step time and with the lost time so far."""
     step_seconds: float | None
     loss: float | None
     reward_accuracy: float | None
@@ -150,7 +150,7 @@ class JobView:
     restarts_by_cause: dict[str, float]
     verdict: str
     changes: tuple[ChangeView, ...] | None
-    """Differences from the spec that failed; None where that is not known, and of a job that has not failed."""
+    """Differences from the spec that failed; None if unknown, and for a job that has not failed."""
     conditions: tuple[ConditionView, ...]
     alerts: tuple[AlertView, ...]
     artifacts: tuple[ArtifactView, ...]
@@ -162,35 +162,35 @@ class JobView:
     """The newest first."""
     advice: tuple[str, ...]
     outdated: bool
-    """The operator has not answered the newest spec yet."""
+    """Whether the operator has not answered the newest spec yet."""
     written_seconds_ago: float | None
     not_shown: tuple[str, ...]
-    """Reports of what could not be read, with the reason."""
+    """Objects that could not be read, with the reasons."""
     status: StatusReader[PublicStatus] = field(repr=False, compare=False, metadata={"json": False})
-    """For what has no field here: `pages/facts.py`."""
+    """For `pages/facts.py`: fields without one here."""
 
     @property
     def ended(self) -> bool:
-        """Completed or failed."""
+        """Return whether the job has completed or failed."""
         return self.phase in {"Completed", "Failed"}
 
     @property
     def step_is_old(self) -> bool:
-        """Whether a job that should train has reported no step for long, so that a reader needs the step's age."""
+        """Return whether a training job has reported no step for long, so that a reader needs the step's age."""
         expected = not self.ended and self.phase not in {"", "Suspended"} and not self.managed_by
         return expected and self.step > 0 and (self.step_age_seconds or 0.0) > STALE_SECONDS
 
     @property
     def stale(self) -> bool:
-        """Whether nobody has written for long of a job that trains: progress is written at intervals.
+        """Return whether a training job's status is old although progress is written at intervals.
 
-        A job that waits is no such job: an unchanged status is not written again.
+        A waiting job does not count, because an unchanged status is not written again.
         """
         return self.phase == "Running" and self._is_unwritten
 
     @property
-    def waits_unwritten(self) -> bool:
-        """Whether a job that waits has an old status: nothing has changed, or no operator writes it."""
+    def is_waiting_stale(self) -> bool:
+        """Return whether a waiting job has an old status: nothing has changed, or no operator writes it."""
         waits = self.phase not in {"", "Running", "Suspended"} and not self.ended
         return waits and self._is_unwritten
 
@@ -211,9 +211,9 @@ def build_job_view(
     """Return the view of a TrainingJob as the API server holds it."""
     metadata, spec, status = mapping(job, "metadata"), mapping(job, "spec"), public_status(job)
     progress, membership, restarts = status.part("progress"), status.part("membership"), status.part("restarts")
-    goodput = goodput_view(status, now)
-    step, total = progress.whole("step"), progress.whole("totalSteps")
-    entries = interruptions(status)
+    goodput = build_goodput_view(status, now)
+    step, total = progress.integer("step"), progress.integer("totalSteps")
+    entries = read_interruptions(status)
     view = JobView(
         name=text(metadata, "name"),
         namespace=text(metadata, "namespace"),
@@ -223,12 +223,12 @@ def build_job_view(
         phase=status.text("phase"),
         stage=status.text("stage"),
         stage_share=status.number("stageProgress"),
-        age_seconds=_since(text(metadata, "creationTimestamp"), now),
-        started_at=seconds_of(status.text("startTime")),
-        ended_at=seconds_of(status.text("completionTime")),
+        age_seconds=_seconds_since(text(metadata, "creationTimestamp"), now),
+        started_at=parse_rfc3339(status.text("startTime")),
+        ended_at=parse_rfc3339(status.text("completionTime")),
         step=step,
-        step_reported_at=seconds_of(progress.text("updated")),
-        step_age_seconds=_since(progress.text("updated"), now),
+        step_reported_at=parse_rfc3339(progress.text("updated")),
+        step_age_seconds=_seconds_since(progress.text("updated"), now),
         total_steps=total,
         share=min(1.0, step / total) if total > 0 else None,
         eta_seconds=_eta(status, goodput, total - step),
@@ -237,35 +237,36 @@ def build_job_view(
         reward_accuracy=progress.number("rewardAccuracy"),
         tokens_per_second=progress.number("tokensPerSecond"),
         samples_per_second=progress.number("samplesPerSecond"),
-        size=status.whole("replicas"),
-        training=status.whole("readyReplicas"),
-        requested=whole(mapping(spec, "workers"), "replicas", 1),
-        desired=status.whole("desired"),
-        spares=status.whole("spares"),
-        data_parallel=membership.whole("dataParallel"),
-        generation=membership.whole("generation"),
-        attempt=membership.whole("attempt"),
+        size=status.integer("replicas"),
+        training=status.integer("readyReplicas"),
+        requested=integer(mapping(spec, "workers"), "replicas", 1),
+        desired=status.integer("desired"),
+        spares=status.integer("spares"),
+        data_parallel=membership.integer("dataParallel"),
+        generation=membership.integer("generation"),
+        attempt=membership.integer("attempt"),
         checkpoints=_checkpoints(status, now),
         goodput=goodput,
-        restarts=restarts.whole("total"),
+        restarts=restarts.integer("total"),
         restarts_by_cause=restarts.numbers("byCause"),
         verdict=status.text("verdict"),
         changes=_changes(metadata, status),
-        conditions=tuple(_condition(each, now) for each in status.parts("conditions")),
+        conditions=tuple(_condition(condition, now) for condition in status.parts("conditions")),
         alerts=tuple(
-            AlertView(each.text("kind"), each.whole("step"), each.text("message")) for each in status.parts("alerts")
+            AlertView(alert.text("kind"), alert.integer("step"), alert.text("message"))
+            for alert in status.parts("alerts")
         ),
-        artifacts=tuple(_artifact(each) for each in status.parts("artifacts")),
-        evaluation=tuple(_figure(each) for each in status.parts("evaluation")),
-        evaluations=tuple(_milestone(each) for each in status.parts("evaluations")),
+        artifacts=tuple(_artifact(artifact) for artifact in status.parts("artifacts")),
+        evaluation=tuple(_figure(measure) for measure in status.parts("evaluation")),
+        evaluations=tuple(_milestone(evaluation) for evaluation in status.parts("evaluations")),
         workers=workers,
         last=entries[-1] if entries else None,
         events=tuple(events),
         advice=(),
-        # A deletion raises the generation, and nothing is left to carry out.
+        # A deletion raises the generation, and no operator answers it.
         outdated=not metadata.get("deletionTimestamp")
-        and status.whole("observedGeneration") < whole(metadata, "generation"),
-        written_seconds_ago=_written(metadata, status, now),
+        and status.integer("observedGeneration") < integer(metadata, "generation"),
+        written_seconds_ago=_status_age(metadata, status, now),
         not_shown=not_shown,
         status=status,
     )
@@ -276,18 +277,18 @@ def cost_view(view: JobView, price: float) -> CostView:
     """Return the cost of a job at a price of a node-hour."""
     goodput, hourly = view.goodput, price / 3600
     productive = hourly * goodput.node_seconds * (goodput.fleet_ratio or 0.0)
-    rest = hourly * goodput.node_seconds - productive
-    # What is held beside the members is held in lost time too, so lost time is charged for all that is held.
-    held = goodput.node_seconds / goodput.wall_seconds if goodput.wall_seconds else 0.0
-    lost = {cause: hourly * held * seconds for cause, seconds in goodput.lost_seconds.items()}
-    share = min(1.0, rest / sum(lost.values())) if any(lost.values()) else 0.0
+    unproductive = hourly * goodput.node_seconds - productive
+    # Lost time includes the nodes held besides the members, so it is charged for all held nodes.
+    held_nodes = goodput.node_seconds / goodput.wall_seconds if goodput.wall_seconds else 0.0
+    lost = {cause: hourly * held_nodes * seconds for cause, seconds in goodput.lost_seconds.items()}
+    share = min(1.0, unproductive / sum(lost.values())) if any(lost.values()) else 0.0
     lost = {cause: share * cost for cause, cost in lost.items()}
     return CostView(
         price=price,
         so_far=hourly * goodput.node_seconds,
         productive=productive,
         lost=lost,
-        idle=rest - sum(lost.values()),
+        idle=unproductive - sum(lost.values()),
         to_end=None if view.eta_seconds is None else hourly * view.eta_seconds * (view.size + view.spares),
     )
 
@@ -296,12 +297,12 @@ _LONGEST_COMMAND = 60
 
 
 def _model(spec: Mapping[str, Any]) -> str:
-    """Return the trainer's model, or what the program runs."""
+    """Return the trainer's model, or the program's command."""
     program = mapping(spec, "program")
     if program:
-        # A script in it has lines, which are no lines of the page.
-        given = (program.get("command"), program.get("args"))
-        words = " ".join(str(word) for part in given if isinstance(part, list) for word in part).split()
+        # A script has line breaks, which the page does not.
+        command_parts = (program.get("command"), program.get("args"))
+        words = " ".join(str(word) for part in command_parts if isinstance(part, list) for word in part).split()
         command = plain(" ".join(words))
         return command if len(command) <= _LONGEST_COMMAND else f"{command[:_LONGEST_COMMAND]}..."
     model = mapping(mapping(spec, "trainer"), "model")
@@ -313,60 +314,68 @@ def _manager(spec: Mapping[str, Any]) -> str:
     return "" if is_managed_here(manager) else manager
 
 
-def _since(stamp: str, now: float) -> float | None:
-    at = seconds_of(stamp)
+def _seconds_since(stamp: str, now: float) -> float | None:
+    at = parse_rfc3339(stamp)
     return None if at is None else max(0.0, now - at)
 
 
-def _condition(one: StatusReader[Condition], now: float) -> ConditionView:
-    age = _since(one.text("lastTransitionTime"), now)
-    return ConditionView(one.text("type"), one.text("status"), one.text("reason"), one.text("message"), age)
+def _condition(condition: StatusReader[Condition], now: float) -> ConditionView:
+    age = _seconds_since(condition.text("lastTransitionTime"), now)
+    return ConditionView(
+        condition.text("type"), condition.text("status"), condition.text("reason"), condition.text("message"), age
+    )
 
 
-def _artifact(one: StatusReader[ArtifactReport]) -> ArtifactView:
-    return ArtifactView(one.text("kind"), one.text("path"), one.whole("step"), one.whole("bytes"), one.text("digest"))
+def _artifact(report: StatusReader[ArtifactReport]) -> ArtifactView:
+    return ArtifactView(
+        report.text("kind"), report.text("path"), report.integer("step"), report.integer("bytes"), report.text("digest")
+    )
 
 
-def _figure(one: StatusReader[EvaluationFigure]) -> FigureView:
-    return FigureView(one.text("name"), one.number("before"), one.number("after"), one.number("standardError"))
+def _figure(measure: StatusReader[EvaluationFigure]) -> FigureView:
+    return FigureView(
+        measure.text("name"), measure.number("before"), measure.number("after"), measure.number("standardError")
+    )
 
 
-def _milestone(one: StatusReader[MilestoneEvaluation]) -> MilestoneView:
-    figures = tuple(_figure(each) for each in one.parts("figures"))
-    return MilestoneView(one.whole("step"), one.whole("tokens"), figures, one.text("message"))
+def _milestone(evaluation: StatusReader[MilestoneEvaluation]) -> MilestoneView:
+    figures = tuple(_figure(figure) for figure in evaluation.parts("figures"))
+    return MilestoneView(evaluation.integer("step"), evaluation.integer("tokens"), figures, evaluation.text("message"))
 
 
 def _changes(metadata: Mapping[str, Any], status: StatusReader[PublicStatus]) -> tuple[ChangeView, ...] | None:
     """Return the operator's comparison; None for a spec that it has not observed yet."""
     record = status.part("failedSpec")
-    seen = status.whole("observedGeneration") >= whole(metadata, "generation")
-    if not seen or not record.has_list("changes"):
+    is_observed = status.integer("observedGeneration") >= integer(metadata, "generation")
+    if not is_observed or not record.has_list("changes"):
         return None
-    return tuple(ChangeView(each.text("field"), each.text("was"), each.text("now")) for each in record.parts("changes"))
+    return tuple(
+        ChangeView(change.text("field"), change.text("was"), change.text("now")) for change in record.parts("changes")
+    )
 
 
 def _checkpoints(status: StatusReader[PublicStatus], now: float) -> CheckpointsView:
     part = status.part("checkpoint")
-    memory, durable = part.whole("memoryStep", -1), part.whole("durableStep", -1)
+    memory, durable = part.integer("memoryStep", -1), part.integer("durableStep", -1)
     if status.text("phase") in {"Completed", "Failed", "Suspended"}:
-        memory = -1  # it went with the pods
+        memory = -1  # deleted with the pods
     return CheckpointsView(
         memory_step=None if memory < 0 else memory,
         durable_step=None if durable < 0 else durable,
-        durable_age_seconds=_since(part.text("durableTime"), now) if durable >= 0 else None,
+        durable_age_seconds=_seconds_since(part.text("durableTime"), now) if durable >= 0 else None,
         notice=part.text("notice"),
     )
 
 
 def _step_seconds(status: StatusReader[PublicStatus]) -> float | None:
     """Return the reference step time of the present size."""
-    size = status.whole("replicas")
-    here = [each for each in status.part("goodput").parts("sizes") if each.whole("size") == size]
-    return here[-1].number("stepSeconds") if here else None
+    size = status.integer("replicas")
+    accounts = [account for account in status.part("goodput").parts("sizes") if account.integer("size") == size]
+    return accounts[-1].number("stepSeconds") if accounts else None
 
 
 def _eta(status: StatusReader[PublicStatus], goodput: GoodputView, left: int) -> float | None:
-    """Estimate the time left: remaining steps at the reference step time, with as large a loss as so far."""
+    """Estimate the remaining time: remaining steps at the reference step time, with the same share of lost time."""
     reference = _step_seconds(status)
     if reference is None or left <= 0 or status.text("phase") in {"Completed", "Failed", "Suspended"}:
         return None
@@ -375,14 +384,14 @@ def _eta(status: StatusReader[PublicStatus], goodput: GoodputView, left: int) ->
     return left * reference * factor
 
 
-def _written(metadata: Mapping[str, Any], status: StatusReader[PublicStatus], now: float) -> float | None:
-    """Return the age of the status in seconds; None when it was never written."""
+def _status_age(metadata: Mapping[str, Any], status: StatusReader[PublicStatus], now: float) -> float | None:
+    """Return the age of the status in seconds; None if it was never written."""
     if not status:
         return None
     stamps = [
-        seconds_of(text(each, "time"))
-        for each in objects(metadata, "managedFields")
-        if each.get("subresource") == "status"
+        parse_rfc3339(text(entry, "time"))
+        for entry in objects(metadata, "managedFields")
+        if entry.get("subresource") == "status"
     ]
     known = [stamp for stamp in stamps if stamp is not None]
     accounted = status.part("goodput").number("accountedUntil")
@@ -409,21 +418,23 @@ def advise(view: JobView) -> tuple[str, ...]:
             advise_retry(view),
         )
     if view.phase == "Terminating":
-        return tuple({_condition_text(each): None for each in view.conditions if each.reason == "Terminating"})
-    found = list(_problems(view))
+        return tuple(
+            {_condition_text(condition): None for condition in view.conditions if condition.reason == "Terminating"}
+        )
+    advice = list(_problems(view))
     if view.phase == "Suspended":
-        found.append(f"It waits for you: kubectl trn resume {view.name}")
-    return tuple(found)
+        advice.append(f"It waits for you: kubectl trn resume {view.name}")
+    return tuple(advice)
 
 
 def advise_retry(view: JobView) -> str:
-    """Explain how to run a failed job again, unchanged or corrected, and what was changed already."""
+    """Explain how to run a failed job again, unchanged or corrected, and what was already changed."""
     saved = view.checkpoints.durable_step
     start = "from the beginning, no checkpoint is on storage" if saved is None else f"from step {saved}"
     file = f"kubectl trn retry {view.name} -f FILE"
     if view.changes:
         return (
-            f"Changed since it failed: {_changed(view.changes)}. That counts when it runs again, {start}: "
+            f"Changed since it failed: {_format_changes(view.changes)}. That counts when it runs again, {start}: "
             f"kubectl trn retry {view.name}. To change more: correct its file, {file}"
         )
     same = "" if view.changes is None else "Nothing in it has changed since it failed. "
@@ -433,14 +444,17 @@ def advise_retry(view: JobView) -> str:
     )
 
 
-def _changed(changes: tuple[ChangeView, ...]) -> str:
-    shown = [f"{each.field} ({_from_to(each)})" if _from_to(each) else each.field for each in changes[:_MOST_CHANGES]]
+def _format_changes(changes: tuple[ChangeView, ...]) -> str:
+    shown = [
+        f"{change.field} ({_format_change(change)})" if _format_change(change) else change.field
+        for change in changes[:_MOST_CHANGES]
+    ]
     more = len(changes) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def _from_to(change: ChangeView) -> str:
-    """Describe the change of a field; a digest alone means nothing to a person."""
+def _format_change(change: ChangeView) -> str:
+    """Describe the change of a field; a digest alone is meaningless to a person."""
     was, now = (value.partition("#")[0] if value.startswith("#") else value for value in (change.was, change.now))
     if not was and not now:
         return ""
@@ -448,39 +462,39 @@ def _from_to(change: ChangeView) -> str:
 
 
 def _problems(view: JobView) -> list[str]:
-    found: list[str] = []
-    conditions = {each.type: each for each in view.conditions}
+    problems: list[str] = []
+    conditions = {condition.type: condition for condition in view.conditions}
     target = conditions.get("FailureTarget")
     if view.phase == "Stopping" and target is not None:
-        found.append(f"{target.message} Its workers save and leave, then it fails.")
+        problems.append(f"{target.message} Its workers save and leave, then it fails.")
     if view.stale and view.written_seconds_ago is not None:
-        found.append(
+        problems.append(
             f"What is shown is {view.written_seconds_ago:.0f} s old: the operator does not write. Check that it runs, "
             f"and that its setting watchNamespaces includes {view.namespace}: "
             "kubectl get pods -A -l app.kubernetes.io/name=trainium-operator (training goes on without it)"
         )
     pods = conditions.get("PodsReady")
     if not view.ended and pods is not None and pods.status == "False" and pods.reason in _WAITING:
-        found.append(pods.message)
+        problems.append(pods.message)
     admitted = conditions.get("Admitted")
     if not view.ended and admitted is not None and admitted.status == "False" and view.phase == "Pending":
         # One refusal is the reason of both conditions.
-        found += [] if any(admitted.message in each for each in found) else [admitted.message]
+        problems += [] if any(admitted.message in problem for problem in problems) else [admitted.message]
     for kind in ("SizeLegal", "ProgressReported", "CheckpointHealthy", "NodesHealthy"):
         if kind in conditions and conditions[kind].status == "False":
             # The store's own error is more specific than "nothing was committed in time".
             notice = view.checkpoints.notice if kind == "CheckpointHealthy" else ""
-            found.append(notice or _condition_text(conditions[kind]))
+            problems.append(notice or _condition_text(conditions[kind]))
     resizing = conditions.get("Resizing")
     if not view.ended and resizing is not None and resizing.reason == "CapacityMissing":
-        found.append(f"It grows back by itself; to stop waiting: kubectl trn scale {view.name} {view.size}")
-    if not found and view.waits_unwritten and view.written_seconds_ago is not None:
-        found.append(
+        problems.append(f"It grows back by itself; to stop waiting: kubectl trn scale {view.name} {view.size}")
+    if not problems and view.is_waiting_stale and view.written_seconds_ago is not None:
+        problems.append(
             f"Its status has not changed for {view.written_seconds_ago:.0f} s. If it should have, check that the "
             f"operator runs, and that its setting watchNamespaces includes {view.namespace}: "
             "kubectl get pods -A -l app.kubernetes.io/name=trainium-operator"
         )
-    return [sentence for sentence in found if sentence]
+    return [sentence for sentence in problems if sentence]
 
 
 def _condition_text(condition: ConditionView) -> str:

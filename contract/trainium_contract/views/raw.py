@@ -1,7 +1,7 @@
-"""Reading JSON that an older or a newer operator may have written: what is missing or of another type is empty.
+"""Read JSON of an older or a newer operator: a missing part or one of another type is empty.
 
-Invariant: text has no control characters, so nothing that a pod or a person wrote can steer a terminal; and no halves
-of surrogate pairs, which no terminal, page or file can be given.
+Invariant: text has no control characters, so nothing that a pod or a person wrote can control a terminal; and no halves
+of surrogate pairs, which no terminal, page or file can represent.
 """
 
 from __future__ import annotations
@@ -19,56 +19,56 @@ _CONTROL = re.compile(
 
 
 def plain(text: str) -> str:
-    """Remove control characters and halves of surrogate pairs from a text; line breaks and tabs stay."""
+    """Remove control characters and halves of surrogate pairs from a text, except line breaks and tabs."""
     return _CONTROL.sub("", text)
 
 
-def text(of: Any, key: str) -> str:
+def text(source: Any, key: str) -> str:
     """Return a string; empty when there is none."""
-    value = of.get(key) if isinstance(of, Mapping) else None
+    value = source.get(key) if isinstance(source, Mapping) else None
     return plain(value) if isinstance(value, str) else ""
 
 
-def number(of: Any, key: str) -> float | None:
+def number(source: Any, key: str) -> float | None:
     """Return a finite number; None when there is none."""
-    value = of.get(key) if isinstance(of, Mapping) else None
+    value = source.get(key) if isinstance(source, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        found = float(value)
-    except OverflowError:  # JSON's whole numbers have no end
+        result = float(value)
+    except OverflowError:  # JSON's integers are unbounded
         return None
-    return found if math.isfinite(found) else None
+    return result if math.isfinite(result) else None
 
 
-def whole(of: Any, key: str, default: int = 0) -> int:
-    """Return a whole number."""
-    value = number(of, key)
+def integer(source: Any, key: str, default: int = 0) -> int:
+    """Return an integer; `default` if there is none."""
+    value = number(source, key)
     return default if value is None else int(value)
 
 
-def mapping(of: Any, key: str) -> Mapping[str, Any]:
+def mapping(source: Any, key: str) -> Mapping[str, Any]:
     """Return an object; empty when there is none."""
-    value = of.get(key) if isinstance(of, Mapping) else None
+    value = source.get(key) if isinstance(source, Mapping) else None
     return value if isinstance(value, Mapping) else {}
 
 
-def objects(of: Any, key: str) -> list[Mapping[str, Any]]:
+def objects(source: Any, key: str) -> list[Mapping[str, Any]]:
     """Return the objects of a list."""
-    value = of.get(key) if isinstance(of, Mapping) else None
-    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+    value = source.get(key) if isinstance(source, Mapping) else None
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
-def numbers(of: Any, key: str) -> dict[str, float]:
+def numbers(source: Any, key: str) -> dict[str, float]:
     """Return an object of numbers; other entries are left out."""
-    found = mapping(of, key)
-    return {plain(str(name)): value for name in found if (value := number(found, name)) is not None}
+    entries = mapping(source, key)
+    return {plain(str(name)): value for name in entries if (value := number(entries, name)) is not None}
 
 
-def seconds_of(stamp: str) -> float | None:
+def parse_rfc3339(stamp: str) -> float | None:
     """Return Unix seconds of an RFC 3339 time; None for any other text."""
     try:
-        found = datetime.fromisoformat(stamp)
+        moment = datetime.fromisoformat(stamp)
     except ValueError:
         return None
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -1,15 +1,16 @@
-"""The status of a job as JSON, read as leniently as `raw.py` does, but only what people are shown of it.
+"""Read the public status of a job from JSON, as leniently as `raw.py`.
 
-A part knows the model that its fields are from, and mypy refuses any other name (`scripts/mypy_contract.py`), so
-that no view, page or command reads the operator's memory (`status/internal.py`), and none misspells a field. Invariant:
-without that plugin the code means the same and is only checked less.
+A part knows the model of its fields, and mypy refuses any other name (`scripts/mypy_contract.py`). So no view, page or
+command reads the operator's state (`status/internal.py`), and none misspells a field.
+
+Invariant: without that plugin the code behaves the same and is only checked less.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from trainium_contract.views.raw import mapping, number, numbers, objects, text, whole
+from trainium_contract.views.raw import integer, mapping, number, numbers, objects, text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +22,7 @@ _M = TypeVar("_M", bound="MessageModel")
 
 
 class StatusReader(Generic[_M]):
-    """A part of a status whose fields are those of a model; `field` is a name on the wire."""
+    """A part of a status with the fields of a model; `field` is a name on the wire."""
 
     __slots__ = ("_raw",)
 
@@ -29,7 +30,7 @@ class StatusReader(Generic[_M]):
         self._raw = raw
 
     def __bool__(self) -> bool:
-        """Return whether anything is in it."""
+        """Return whether it has any field."""
         return bool(self._raw)
 
     def text(self, field: str) -> str:
@@ -40,30 +41,30 @@ class StatusReader(Generic[_M]):
         """Return a finite number; None when there is none."""
         return number(self._raw, field)
 
-    def whole(self, field: str, default: int = 0) -> int:
+    def integer(self, field: str, default: int = 0) -> int:
         """Return a whole number."""
-        return whole(self._raw, field, default)
+        return integer(self._raw, field, default)
 
     def numbers(self, field: str) -> dict[str, float]:
         """Return an object of numbers; other entries are left out."""
         return numbers(self._raw, field)
 
-    def wholes(self, field: str) -> list[int]:
-        """Return the whole numbers of a list."""
-        found = self._raw.get(field)
-        return [each for each in found if isinstance(each, int)] if isinstance(found, list) else []
+    def integers(self, field: str) -> list[int]:
+        """Return the integers of a list."""
+        values = self._raw.get(field)
+        return [item for item in values if isinstance(item, int)] if isinstance(values, list) else []
 
     def has_list(self, field: str) -> bool:
-        """Return whether there is a list, be it empty."""
+        """Return whether there is a list, even an empty one."""
         return isinstance(self._raw.get(field), list)
 
     def part(self, field: str) -> StatusReader[Any]:
-        """Return an object, empty when there is none; mypy knows its model."""
+        """Return an object, empty if there is none; mypy knows its model."""
         return StatusReader(mapping(self._raw, field))
 
     def parts(self, field: str) -> list[StatusReader[Any]]:
         """Return the objects of a list; mypy knows their model."""
-        return [StatusReader(each) for each in objects(self._raw, field)]
+        return [StatusReader(item) for item in objects(self._raw, field)]
 
 
 def public_status(job: Mapping[str, Any]) -> StatusReader[PublicStatus]:

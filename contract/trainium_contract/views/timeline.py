@@ -1,10 +1,11 @@
-"""States of workers by time, as far as they are known: from the pods, the membership and the history.
+"""Build the states of workers over time from the pods, the membership and the history.
 
-Nobody records the past of every worker: a thousand of them in a week would not fit a status. What is known for certain
-is who trains since the generation in force began, which pods are there since when, and whom each interruption names, in
-which generation, with which ranks (an operator of before did not write these). What is between is `HERE`: the pod was
-there, what it did is not recorded.
-Invariants: pure; segments of a row ascend and do not overlap; at most `MOST_ROWS` rows, the most informative first.
+The past of every worker is not recorded: a thousand workers in a week would not fit a status. Known are the members
+since the current generation started, the age of existing pods, and the worker, generation and ranks of each
+interruption (older operators did not write ranks). The time between is `UNKNOWN`: the pod existed, but its activity is
+not recorded.
+
+Invariants: pure. Segments of a row ascend and do not overlap. At most `MOST_ROWS` rows, the most informative first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from trainium_contract.views.interruptions import ranks_text
+from trainium_contract.views.interruptions import format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 40
 FEW_ROWS = 12
-"""Up to so many rows, members to which nothing happened are shown too."""
+"""Up to this many rows, members without recorded changes are shown too."""
 _IN_PLACE = "InPlace"
-_WELL = frozenset({"Running", "Completed"})
+_HEALTHY_STATES = frozenset({"Running", "Completed"})
 
 
 class WorkerState(StrEnum):
@@ -35,20 +36,20 @@ class WorkerState(StrEnum):
     TRAINED = "trains or trained, with known ranks"
     MEMBER = "trained, rank not recorded"
     SPARE = "no member: spare or reserve"
-    WAITED = "pending"
-    HERE = "there, what it did is not recorded"
-    LOST = "failed or lost"
+    PENDING = "pending"
+    UNKNOWN = "present, activity not recorded"
+    FAILED = "failed or lost"
 
 
 _PRECEDENCE = (
-    WorkerState.LOST,
-    WorkerState.WAITED,
+    WorkerState.FAILED,
+    WorkerState.PENDING,
     WorkerState.TRAINED,
     WorkerState.SPARE,
     WorkerState.MEMBER,
-    WorkerState.HERE,
+    WorkerState.UNKNOWN,
 )
-"""The first of two states of one moment is shown."""
+"""The order of precedence of two states at one time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """A worker's times."""
+    """The times of one worker."""
 
     name: str
     segments: tuple[Segment, ...]
@@ -75,12 +76,12 @@ class Timeline:
 
     rows: tuple[WorkerRow, ...]
     quiet: int
-    """Members that are left out, to which nothing has happened that is recorded."""
+    """Members without recorded changes that are left out."""
     left_out: int
-    """Others that are left out."""
+    """Other rows that are left out."""
 
 
-def timeline_of(
+def build_timeline(
     entries: Sequence[InterruptionView],
     pods: Sequence[PodRow],
     members: Members | None,
@@ -89,63 +90,75 @@ def timeline_of(
     begin: float,
     end: float,
     first_step: float | None = None,
-    over: bool = False,
+    job_ended: bool = False,
 ) -> Timeline:
-    """Build the timeline between two moments; `ranks`: those of each member; `over`: the job ended then."""
-    starts = _starts(entries, begin if first_step is None else max(begin, first_step))
-    here = {pod.name: pod for pod in pods}
-    named: dict[str, list[InterruptionView]] = {}
-    for each in entries:
-        if each.pod and each.at is not None:
-            named.setdefault(each.pod, []).append(each)
-    rank_of = {} if members is None else {row.pod: ranks.get(row.pod, "") for row in members.rows}
-    now_since = None if members is None else starts.get(members.generation, max(starts.values()))
-    per = 1 if members is None else members.processes_per_node
+    """Build the timeline between two times; `ranks` maps each member to its ranks."""
+    starts = _find_start_times(entries, begin if first_step is None else max(begin, first_step))
+    pods_by_name = {pod.name: pod for pod in pods}
+    interruptions: dict[str, list[InterruptionView]] = {}
+    for entry in entries:
+        if entry.pod and entry.at is not None:
+            interruptions.setdefault(entry.pod, []).append(entry)
+    ranks_by_pod = {} if members is None else {row.pod: ranks.get(row.pod, "") for row in members.rows}
+    generation_started_at = None if members is None else starts.get(members.generation, max(starts.values()))
+    processes_per_node = 1 if members is None else members.processes_per_node
     rows: list[tuple[int, float, WorkerRow]] = []
-    for name in dict.fromkeys([*named, *here, *rank_of]):
-        pod, known = here.get(name), named.get(name, [])
-        now = rank_of.get(name) if now_since is not None and (over or pod is not None) else None
-        made = _row(name, pod, known, now, now_since, starts, begin, end, members_known=members is not None, per=per)
-        newest = max((each.at or 0.0 for each in known), default=0.0)
-        rows.append((_weight(pod, known, name in rank_of, begin), -newest, made))
-    rows.sort(key=lambda each: each[:2])
-    informative = sum(weight < _QUIET for weight, _, _ in rows)
-    shown = min(MOST_ROWS, max(informative, FEW_ROWS))
-    quiet = sum(weight == _QUIET for weight, _, _ in rows[shown:])
-    left_out = max(0, len(rows) - shown) - quiet
-    return Timeline(tuple(row for _, _, row in rows[:shown] if row.segments), quiet, left_out)
+    for name in dict.fromkeys([*interruptions, *pods_by_name, *ranks_by_pod]):
+        pod, pod_entries = pods_by_name.get(name), interruptions.get(name, [])
+        is_member = generation_started_at is not None and (job_ended or pod is not None)
+        row = _build_row(
+            name,
+            pod,
+            pod_entries,
+            ranks_by_pod.get(name) if is_member else None,
+            generation_started_at,
+            starts,
+            begin,
+            end,
+            members_known=members is not None,
+            per=processes_per_node,
+        )
+        newest = max((entry.at or 0.0 for entry in pod_entries), default=0.0)
+        rows.append((_priority(pod, pod_entries, name in ranks_by_pod, begin), -newest, row))
+    rows.sort(key=lambda priority_and_row: priority_and_row[:2])
+    informative = sum(priority < _UNCHANGED for priority, _, _ in rows)
+    shown_count = min(MOST_ROWS, max(informative, FEW_ROWS))
+    quiet = sum(priority == _UNCHANGED for priority, _, _ in rows[shown_count:])
+    left_out = max(0, len(rows) - shown_count) - quiet
+    return Timeline(tuple(row for _, _, row in rows[:shown_count] if row.segments), quiet, left_out)
 
 
-_QUIET = 4
+_UNCHANGED = 4
+"""Priority of a member without recorded changes."""
 
 
-def _weight(pod: PodRow | None, known: Sequence[InterruptionView], member: bool, begin: float) -> int:
+def _priority(pod: PodRow | None, entries: Sequence[InterruptionView], member: bool, begin: float) -> int:
     """Rank a worker's row; the lowest is the most informative."""
-    if pod is not None and pod.state not in _WELL:
+    if pod is not None and pod.state not in _HEALTHY_STATES:
         return 0
-    if known:
+    if entries:
         return 1
     if pod is not None and not member:
         return 2
     late = pod is not None and pod.created is not None and pod.created > begin + 600.0
-    return 3 if late else _QUIET
+    return 3 if late else _UNCHANGED
 
 
-def _starts(entries: Iterable[InterruptionView], begin: float) -> dict[int, float]:
-    """Return when each generation started to train, where that is known; the first at `begin`."""
-    found = {1: begin}
-    for each in entries:
-        if each.rung != _IN_PLACE and each.at is not None:
-            found[each.generation + 1] = each.at + (each.recovered_seconds or 0.0)
-    return found
+def _find_start_times(entries: Iterable[InterruptionView], begin: float) -> dict[int, float]:
+    """Return when each generation started to train, as far as known; the first at `begin`."""
+    start_times = {1: begin}
+    for entry in entries:
+        if entry.rung != _IN_PLACE and entry.at is not None:
+            start_times[entry.generation + 1] = entry.at + (entry.recovered_seconds or 0.0)
+    return start_times
 
 
-def _row(
+def _build_row(
     name: str,
     pod: PodRow | None,
-    known: Sequence[InterruptionView],
-    rank: str | None,
-    now_since: float | None,
+    entries: Sequence[InterruptionView],
+    ranks: str | None,
+    current_since: float | None,
     starts: Mapping[int, float],
     begin: float,
     end: float,
@@ -154,40 +167,45 @@ def _row(
     per: int,
 ) -> WorkerRow:
     created = pod.created if pod is not None else None
-    first = begin if created is None or any((each.at or end) < created for each in known) else max(begin, created)
-    parts: list[Segment] = []
-    for each in known:
-        at = each.at if each.at is not None else begin
-        since = max(starts.get(each.generation, at), first)
-        lost = each.recovered_seconds if each.recovered_seconds is not None else 0.0 if each.stopped else end - at
-        parts += [
-            _before(name, each, since, at, rank if now_since is not None and since >= now_since else None, per),
-            Segment(
-                at, at + lost, WorkerState.LOST, f"{name} on {each.node or 'no node'}: {each.cause} -> {each.rung}"
-            ),
+    existed_before = created is None or any((entry.at or end) < created for entry in entries)
+    first = begin if created is None or existed_before else max(begin, created)
+    segments: list[Segment] = []
+    for entry in entries:
+        at = entry.at if entry.at is not None else begin
+        since = max(starts.get(entry.generation, at), first)
+        unresolved_seconds = 0.0 if entry.stopped else end - at
+        lost = entry.recovered_seconds if entry.recovered_seconds is not None else unresolved_seconds
+        text = f"{name} on {entry.node or 'no node'}: {entry.cause} -> {entry.rung}"
+        current_ranks = ranks if current_since is not None and since >= current_since else None
+        segments += [
+            _segment_until_interruption(name, entry, since, at, current_ranks, per),
+            Segment(at, at + lost, WorkerState.FAILED, text),
         ]
-    if pod is not None or rank is not None:
-        parts += _present(name, pod, rank, now_since, max(first, created or first), end, members_known=members_known)
-    return WorkerRow(name, _joined(parts, first, end, pod))
-
-
-def _before(name: str, each: InterruptionView, since: float, at: float, kept: str | None, per: int) -> Segment:
-    """Return a member's segment until an interruption: with ranks that it still has, or recorded ones."""
-    if kept is not None:
-        return Segment(since, at, WorkerState.TRAINED, f"{name}: ranks {kept}")
-    if each.rank is None:
-        return Segment(
-            since, at, WorkerState.MEMBER, f"{name}: member of generation {each.generation}, rank not recorded"
+    if pod is not None or ranks is not None:
+        segments += _current_segments(
+            name, pod, ranks, current_since, max(first, created or first), end, members_known=members_known
         )
-    text = f"{name}: ranks {ranks_text(each.rank, per)} of generation {each.generation}"
+    return WorkerRow(name, _merge_segments(segments, first, end, pod))
+
+
+def _segment_until_interruption(
+    name: str, entry: InterruptionView, since: float, at: float, current_ranks: str | None, per: int
+) -> Segment:
+    """Return a member's segment until an interruption, with its present or recorded ranks."""
+    if current_ranks is not None:
+        return Segment(since, at, WorkerState.TRAINED, f"{name}: ranks {current_ranks}")
+    if entry.rank is None:
+        text = f"{name}: member of generation {entry.generation}, rank not recorded"
+        return Segment(since, at, WorkerState.MEMBER, text)
+    text = f"{name}: ranks {format_ranks(entry.rank, per)} of generation {entry.generation}"
     return Segment(since, at, WorkerState.TRAINED, text)
 
 
-def _present(
+def _current_segments(
     name: str,
     pod: PodRow | None,
-    rank: str | None,
-    now_since: float | None,
+    ranks: str | None,
+    current_since: float | None,
     first: float,
     end: float,
     *,
@@ -196,32 +214,32 @@ def _present(
     """Return the present segments of a worker."""
     where = f"{name} on {(pod.node if pod is not None else '') or 'no node'}"
     if pod is not None and pod.state == "Pending":
-        return [Segment(first, end, WorkerState.WAITED, f"{where}: pending")]
-    found = []
-    if rank is not None and now_since is not None:
-        found = [Segment(max(first, now_since), end, WorkerState.TRAINED, f"{where}: ranks {rank}")]
-    if pod is not None and pod.state not in _WELL:
+        return [Segment(first, end, WorkerState.PENDING, f"{where}: pending")]
+    segments = []
+    if ranks is not None and current_since is not None:
+        segments = [Segment(max(first, current_since), end, WorkerState.TRAINED, f"{where}: ranks {ranks}")]
+    if pod is not None and pod.state not in _HEALTHY_STATES:
         newest = max(first, end - (end - first) / 100)
-        found.append(Segment(newest, end, WorkerState.LOST, f"{where}: {pod.state}, since when is not recorded"))
-    if found:
-        return found
-    if members_known and pod is not None and pod.state == "Running" and now_since is not None:
-        return [Segment(max(first, now_since), end, WorkerState.SPARE, f"{where}: no member")]
+        segments.append(Segment(newest, end, WorkerState.FAILED, f"{where}: {pod.state}, since when is not recorded"))
+    if segments:
+        return segments
+    if members_known and pod is not None and pod.state == "Running" and current_since is not None:
+        return [Segment(max(first, current_since), end, WorkerState.SPARE, f"{where}: no member")]
     return []
 
 
-def _joined(parts: Sequence[Segment], first: float, end: float, pod: PodRow | None) -> tuple[Segment, ...]:
-    """Sort segments and remove overlaps; `HERE` fills the time of a pod without any other segment."""
-    ground = [] if pod is None else [Segment(first, end, WorkerState.HERE, f"{pod.name}: {WorkerState.HERE}")]
-    known = sorted([*parts, *ground], key=lambda part: _PRECEDENCE.index(part.state))
-    cuts = sorted({min(max(at, first), end) for part in known for at in (part.since, part.until)})
-    found: list[Segment] = []
+def _merge_segments(segments: Sequence[Segment], first: float, end: float, pod: PodRow | None) -> tuple[Segment, ...]:
+    """Sort segments and remove overlaps; `UNKNOWN` fills the time of a pod without another segment."""
+    gaps = [] if pod is None else [Segment(first, end, WorkerState.UNKNOWN, f"{pod.name}: {WorkerState.UNKNOWN}")]
+    by_precedence = sorted([*segments, *gaps], key=lambda segment: _PRECEDENCE.index(segment.state))
+    cuts = sorted({min(max(at, first), end) for segment in by_precedence for at in (segment.since, segment.until)})
+    merged: list[Segment] = []
     for since, until in pairwise(cuts):
-        best = next((part for part in known if part.since <= since and until <= part.until), None)
+        best = next((segment for segment in by_precedence if segment.since <= since and until <= segment.until), None)
         if best is None:
             continue
-        if found and found[-1].until == since and (found[-1].state, found[-1].text) == (best.state, best.text):
-            found[-1] = replace(found[-1], until=until)
+        if merged and merged[-1].until == since and (merged[-1].state, merged[-1].text) == (best.state, best.text):
+            merged[-1] = replace(merged[-1], until=until)
         else:
-            found.append(replace(best, since=since, until=until))
-    return tuple(found)
+            merged.append(replace(best, since=since, until=until))
+    return tuple(merged)

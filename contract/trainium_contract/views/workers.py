@@ -1,4 +1,4 @@
-"""The workers of a job: which pods there are, and which rank runs where."""
+"""Build the workers of a job: the existing pods, and the placement of ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.views.raw import mapping, number, objects, plain, text, whole
+from trainium_contract.views.raw import integer, mapping, number, objects, plain, text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _CELLS = {"Name": "name", "Status": "state", "Restarts": "restarts", "Node": "no
 _AGE, _PART_OF_AGE = re.compile(r"(?:\d{1,6}[ydhms]){1,3}"), re.compile(r"(\d+)([ydhms])")
 _UNITS = {"y": 31_536_000.0, "d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
 _NOWHERE = "<none>"
-"""In the server's table, of a pod without a node."""
+"""In the API server's table, the node of a pod without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class PodRow:
     state: str
     """Status as kubectl shows it: Running, Pending, Error, CrashLoopBackOff, Terminating."""
     node: str
-    """Empty where it has none yet."""
+    """Empty while it has none."""
     created: float | None = None
-    """Unix seconds, as well as it is known; a table of kubectl has ages."""
+    """Unix seconds, as precisely as known; a table of kubectl has ages."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """One member of the generation in force."""
+    """One member of the current generation."""
 
     rank: int
     """Node rank."""
@@ -54,24 +54,24 @@ class Members:
     rows: tuple[MemberRow, ...]
 
     def of_rank(self, rank: int) -> MemberRow | None:
-        """Return the worker of a rank; None when there is no such rank."""
+        """Return the worker of a rank; None if there is no such rank."""
         at = rank // self.processes_per_node
         return self.rows[at] if rank >= 0 and at < len(self.rows) else None
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self.rows) * self.processes_per_node
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersView:
-    """Pods by what they are."""
+    """Pods by role."""
 
     members: dict[str, int]
     """Members by the state of their pod."""
     others: dict[str, int]
-    """Pods that are no members (spares, newcomers, those that ended) by their state."""
+    """Pods that are not members (spares, newcomers, ended ones) by state."""
     not_well: tuple[PodRow, ...]
     """Pods that are neither running nor completed; at most ten."""
 
@@ -88,44 +88,44 @@ class RankRow:
     step_seconds: float | None = None
     seconds_since_step: float | None = None
     slowdown: float | None = None
-    """Load of its worker: its own work in a step in units of the median member's, where the operator reports it."""
+    """Load of its worker, if the operator reports it: its own work in a step relative to the median member's."""
     note: str = ""
-    """Why nothing is known of it."""
+    """Why nothing is known about it."""
 
 
-def members_view(record: Mapping[str, Any]) -> Members:
+def build_members(record: Mapping[str, Any]) -> Members:
     """Return the members in a record of the membership."""
     rows = [
-        MemberRow(whole(each, "nodeRank"), text(each, "podName"), text(each, "nodeName"))
-        for each in objects(record, "members")
+        MemberRow(integer(member, "nodeRank"), text(member, "podName"), text(member, "nodeName"))
+        for member in objects(record, "members")
     ]
     rows.sort(key=lambda row: row.rank)
-    return Members(whole(record, "generation"), max(1, whole(record, "processesPerNode", 1)), tuple(rows))
+    return Members(integer(record, "generation"), max(1, integer(record, "processesPerNode", 1)), tuple(rows))
 
 
-def pod_rows(table: Mapping[str, Any], now: float | None = None) -> tuple[PodRow, ...]:
-    """Return the pods of the server's table; with `now` also since when each exists."""
-    columns = [_CELLS.get(text(each, "name"), "") for each in objects(table, "columnDefinitions")]
-    found = []
-    for row in objects(table, "rows"):
-        values = row.get("cells")
+def parse_pod_table(table: Mapping[str, Any], now: float | None = None) -> tuple[PodRow, ...]:
+    """Return the pods of the server's table; with `now`, also their creation times."""
+    columns = [_CELLS.get(text(column, "name"), "") for column in objects(table, "columnDefinitions")]
+    rows = []
+    for table_row in objects(table, "rows"):
+        values = table_row.get("cells")
         cells = dict(zip(columns, values, strict=False)) if isinstance(values, list) else {}
         name, state, node, age = (plain(str(cells.get(key) or "")) for key in ("name", "state", "node", "age"))
         seconds = _age_seconds(age) if now is not None else None
         created = now - seconds if now is not None and seconds is not None else None
-        found.append(PodRow(name, state, "" if node == _NOWHERE else node, created))
-    return tuple(found)
+        rows.append(PodRow(name, state, "" if node == _NOWHERE else node, created))
+    return tuple(rows)
 
 
 def _age_seconds(age: str) -> float | None:
-    """Parse an age such as `3m34s`, as the server writes it; None for anything else."""
+    """Parse an age such as `3m34s`, as the server writes it; None for any other text."""
     if not _AGE.fullmatch(age):
         return None
     return math.fsum(float(count) * _UNITS[unit] for count, unit in _PART_OF_AGE.findall(age))
 
 
-def workers_view(rows: Sequence[PodRow], members: Members | None) -> WorkersView:
-    """Count pods by state and role; without a membership all are others."""
+def count_workers(rows: Sequence[PodRow], members: Members | None) -> WorkersView:
+    """Count pods by state and role; without a membership all count as others."""
     names = {row.pod for row in members.rows} if members else set()
     of_members, of_others = dict[str, int](), dict[str, int]()
     for row in rows:
@@ -138,18 +138,18 @@ def workers_view(rows: Sequence[PodRow], members: Members | None) -> WorkersView
     return WorkersView(of_members, of_others, unwell[:10])
 
 
-def rank_rows(
+def build_rank_rows(
     members: Members,
     records_of_pods: Mapping[str, Sequence[Mapping[str, Any]] | str],
     status: StatusReader[PublicStatus],
     now: float,
 ) -> tuple[RankRow, ...]:
     """Return all ranks, the slowest first; `records` has the records of each pod's monitor, or why there are none."""
-    slow = {each.text("pod"): each.number("slowdown") for each in status.parts("stragglers")}
+    slow = {straggler.text("pod"): straggler.number("slowdown") for straggler in status.parts("stragglers")}
     rows = []
     for member in members.rows:
         answer = records_of_pods.get(member.pod, "")
-        records = {} if isinstance(answer, str) else {whole(each, "localRank"): each for each in answer}
+        records = {} if isinstance(answer, str) else {integer(record, "localRank"): record for record in answer}
         note = answer if isinstance(answer, str) else ""
         for local in range(members.processes_per_node):
             rank = member.rank * members.processes_per_node + local
@@ -162,7 +162,7 @@ def _rank(
 ) -> RankRow:
     if record is None:
         return RankRow(rank, member.pod, member.node, slowdown=slowdown, note=note)
-    updated, step = number(record, "updated"), whole(record, "step", -1)
+    updated, step = number(record, "updated"), integer(record, "step", -1)
     return RankRow(
         rank=rank,
         pod=member.pod,
@@ -176,7 +176,7 @@ def _rank(
 
 
 def _slowness(row: RankRow) -> tuple[float, float, float, int]:
-    """Those that are behind, then those that the operator calls stragglers, then those with the longest step."""
+    """Return a sort key: ranks that lag, then the operator's stragglers, then the longest steps."""
     behind = float("inf") if row.step is None else float(row.step)
     behind = -1.0 if row.note else behind
     return (behind, -(row.slowdown or 0.0), -(row.step_seconds or 0.0), row.rank)

@@ -1,11 +1,11 @@
-"""The checkpoint manifest: what a committed durable checkpoint consists of, and the commit rule.
+"""Define the checkpoint manifest: the content of a committed durable checkpoint, and the commit rule.
 
 A durable checkpoint is a folder: `step-<n>` holds a whole training state, `milestone-<n>` the weights alone. Each
 attempt to write one has a separate folder inside it, with the data files and `manifest.json`, which lists every other
-file with its size and digest. The checkpoint counts when its folder holds `COMMITTED`, which is written last, at once
-and only if it is not there yet, and names the attempt's folder and the digest of its manifest. A reader that finds a
-missing, truncated or altered file takes the next older committed checkpoint. Nothing is renamed, so the rule is the
-same on file systems and on object stores.
+file with its size and digest. The checkpoint counts when its folder holds `COMMITTED`, which is written last,
+atomically and only if it does not exist yet. It names the attempt's folder and the digest of its manifest. A reader
+that finds a missing, truncated or altered file uses the next older committed checkpoint. Nothing is renamed, so the
+rule is the same on file systems and object stores.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ INDEX_NAME = "index.json"
 """The index describes the division of the tensors."""
 COMMIT_NAME = "COMMITTED"
 SET_ASIDE_NAME = "SET-ASIDE"
-"""Instead of `COMMITTED`: a person took the checkpoint out of use; its files stay and are never removed for room."""
+"""Instead of `COMMITTED`: a person disabled the checkpoint; its files stay and are never deleted to free space."""
 GENERATION_FENCE_NAME = "GENERATION"
 """Holds the newest generation that may commit below this root; an older one is refused."""
 OWNER_PREFIX = "OWNER-"
-"""`OWNER-<n>` names the job that owns the folder; of several the largest number counts."""
+"""`OWNER-<n>` names the job that owns the folder; the largest number counts."""
 FORMAT_VERSION = 3
 """The version that is written and read."""
 BLOCK_BYTES = 8 << 20
@@ -51,7 +51,7 @@ class CheckpointKind(StrEnum):
     """Contents of a checkpoint."""
 
     STATE = "State"
-    """Everything that training goes on from."""
+    """The complete training state."""
     WEIGHTS = "Weights"
     """The weights alone: a milestone."""
 
@@ -117,7 +117,7 @@ class Owner(MessageModel):
     since: float = 0.0
     """Unix seconds."""
     before: tuple[str, ...] = ()
-    """uids of the jobs that the folder belonged to before, newest last."""
+    """uids of earlier owners of the folder, newest last."""
 
     @property
     def label(self) -> str:
@@ -126,22 +126,22 @@ class Owner(MessageModel):
 
 
 def folder_name(step: int) -> str:
-    """Folder of the durable checkpoint of `step`."""
+    """Return the folder name of the durable checkpoint of `step`."""
     return f"step-{step}"
 
 
-def step_of(folder: str) -> int | None:
+def parse_step(folder: str) -> int | None:
     """Return the step of a checkpoint folder's name; None for any other name."""
     match = _STEP.match(folder)
     return int(match.group(1)) if match else None
 
 
 def milestone_name(step: int) -> str:
-    """Folder of the milestone of `step`."""
+    """Return the folder name of the milestone of `step`."""
     return f"milestone-{step}"
 
 
-def milestone_of(folder: str) -> int | None:
+def parse_milestone(folder: str) -> int | None:
     """Return the step of a milestone folder's name; None for any other name."""
     match = _MILESTONE.match(folder)
     return int(match.group(1)) if match else None
@@ -153,17 +153,17 @@ def shard_name(rank: int) -> str:
 
 
 def blocks_name(first: int) -> str:
-    """Return the name of the file with the digests of some ranks' files, of which this rank is the first."""
+    """Return the name of the file with the digests of several ranks' files, of which this rank is the first."""
     return f"blocks-{first:05d}.json"
 
 
 def is_written_name(name: str) -> bool:
-    """Return whether a file in an attempt's folder has a name that ranks give."""
+    """Return whether a file name in an attempt's folder is one that ranks write."""
     return _WRITTEN.fullmatch(name) is not None
 
 
 def block_digest(pieces: Iterable[bytes | memoryview]) -> str:
-    """Hex SHA-256 of one block, given in pieces."""
+    """Return the hex SHA-256 of one block, given in pieces."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
@@ -171,10 +171,10 @@ def block_digest(pieces: Iterable[bytes | memoryview]) -> str:
 
 
 def file_digest(blocks: Sequence[str]) -> str:
-    """Digest of a file from the digests of its blocks, in order."""
+    """Return the digest of a file from the digests of its blocks, in order."""
     return hashlib.sha256(b"".join(bytes.fromhex(block) for block in blocks)).hexdigest()
 
 
-def digest_of(data: bytes) -> str:
-    """Digest of a file's contents by `Checksum.SHA256_BLOCKS`."""
+def digest_bytes(data: bytes) -> str:
+    """Return the digest of a file's contents by `Checksum.SHA256_BLOCKS`."""
     return file_digest([block_digest([data[at : at + BLOCK_BYTES]]) for at in range(0, len(data), BLOCK_BYTES)])

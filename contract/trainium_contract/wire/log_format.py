@@ -1,7 +1,7 @@
 """Format the logs of this project's programs, on top of `logging`, as text or JSON.
 
-Invariants: a record becomes a line whatever it carries beside its message, which counts only where the schema has a
-place for it, so that no secret slips in; both forms are without what looks like a secret.
+Invariants: every record becomes a line. Its extra fields count only if the schema has them, so that no secret is
+included. Both forms omit what looks like a secret.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from trainium_contract.redaction import redact_secrets
-from trainium_contract.wire.log_line import LogFormat, LogLevel, log_line
+from trainium_contract.wire.log_line import LogFormat, LogLevel, build_log_line
 from trainium_contract.wire.worker_env import ENV_LOG_FORMAT
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _LONGEST_LOGGER = 128
 
 
 def choose_log_format(environment: Mapping[str, str]) -> LogFormat:
-    """Choose the log format that an environment sets. Raises ValueError with a sentence."""
+    """Return the log format that an environment sets. Raises ValueError with a sentence."""
     given = environment.get(ENV_LOG_FORMAT) or LogFormat.TEXT
     try:
         return LogFormat(given.lower())
@@ -33,16 +33,16 @@ def choose_log_format(environment: Mapping[str, str]) -> LogFormat:
         raise ValueError(f"{ENV_LOG_FORMAT}={given!r} must be {' or '.join(LogFormat)}.") from None
 
 
-def moment(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Format Unix seconds as `LogLine.time`."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 class JsonFormatter(logging.Formatter):
-    """Records as lines of the schema."""
+    """Formats records as lines of the schema."""
 
     def __init__(self, source: LogSource, known: Callable[[], Mapping[str, object]] = dict) -> None:
-        """`known()`: fields of the line that hold for the whole program at that moment; a record's own win."""
+        """`known()` returns fields of the line that apply to the whole program now; a record's own fields win."""
         super().__init__()
         self._source = source
         self._known = known
@@ -54,10 +54,10 @@ class JsonFormatter(logging.Formatter):
     def line(self, record: logging.LogRecord) -> LogLine:
         """Return the line of a record."""
         own = {key: getattr(record, key) for key in _OF_RECORD if getattr(record, key, None) is not None}
-        return log_line(
+        return build_log_line(
             record.getMessage(),
             error=self.formatException(record.exc_info) if record.exc_info else None,
-            time=moment(record.created),
+            time=format_time(record.created),
             level=_level(record.levelno),
             source=self._source,
             logger=record.name[:_LONGEST_LOGGER] or "root",
@@ -66,7 +66,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Records as text, by a format of `logging`."""
+    """Formats records as text, by a format of `logging`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format the record, with its traceback below it."""
@@ -74,7 +74,7 @@ class TextFormatter(logging.Formatter):
 
 
 def _level(number: int) -> LogLevel:
-    """Return the level of any number; a custom level counts as the one below it."""
+    """Return the level of any number; a custom level counts as the next lower one."""
     if number < logging.INFO:
         return LogLevel.DEBUG
     if number < logging.WARNING:

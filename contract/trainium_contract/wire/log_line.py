@@ -1,8 +1,8 @@
-"""One line of a log as JSON: what operator, agents and training processes write, and what reads it.
+"""Define one JSON line of a log, as operator, agents and training processes write it and tools read it.
 
-Invariants: who writes is strict, who reads is lenient (what a reader does not know or cannot use is left out, a line
-that is none of ours is None); a line is at most `LINE_BYTES` long, because container runtimes break longer ones in two;
-it is ASCII, so nothing in it steers a terminal; keys and tokens are removed from what our programs write.
+Invariants: writers are strict, readers lenient (unknown or unusable fields are left out, another line is None). A line
+is at most `LINE_BYTES` long, because container runtimes split longer ones. It is ASCII, so nothing in it controls a
+terminal. Keys and tokens are removed from lines of this project's programs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LINE_BYTES = 16_000
 MESSAGE_CHARACTERS = 4_096
 ERROR_CHARACTERS = 8_192
 EXIT_LOGGER = "trainium.exit"
-"""Logger of the sentence with which a program explains its end."""
+"""Logger of the sentence that explains a program's end."""
 PROGRAM = "program"
-"""Logger of what a program wrote without a logger of ours."""
+"""Logger of a program's output that did not use a logger of this project."""
 _LONGEST_READ = 1 << 16
 _OPENING = "{"
 
@@ -34,11 +34,11 @@ class LogFormat(StrEnum):
     TEXT = "text"
     """For people."""
     JSON = "json"
-    """Lines of this schema, for whatever collects logs."""
+    """Lines of this schema, for log collectors."""
 
 
 class LogSource(StrEnum):
-    """Which program speaks."""
+    """The program that wrote the line."""
 
     OPERATOR = "operator"
     AGENT = "agent"
@@ -46,7 +46,7 @@ class LogSource(StrEnum):
     TRAINER = "trainer"
     """A training process (then with its rank), or another command of the trainer."""
     OUTPUT = "output"
-    """A training process too, past its log: what a user's own code or a library printed, as it is."""
+    """A training process too, but outside its log: the output of a user's code or a library, unchanged."""
 
 
 class LogLevel(StrEnum):
@@ -63,14 +63,14 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class LogLine(ContractModel):
-    """One line; what does not apply, or is not known where it is written, is absent."""
+    """One line; fields that do not apply, or are not known to the writer, are absent."""
 
     time: str = Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)$")
     """RFC 3339."""
     level: LogLevel
     source: LogSource
     logger: str = Field(min_length=1, max_length=128)
-    """Which part of the program, as `trainium_operator.cluster.lease`; `program` for output."""
+    """The part of the program, as `trainium_operator.cluster.lease`; `program` for output."""
     message: str = Field(max_length=MESSAGE_CHARACTERS)
     namespace: Name | None = None
     """Namespace of the job."""
@@ -81,13 +81,13 @@ class LogLine(ContractModel):
     attempt: _Count | None = None
     rank: _Count | None = None
     error: str | None = Field(default=None, max_length=ERROR_CHARACTERS)
-    """The traceback; its end, where it is long."""
+    """The traceback, or its end if it is long."""
 
     def to_line(self) -> str:
-        """Serialize the line, without its end; message and traceback are cut to what fits into it."""
+        """Serialize the line, without its end; message and traceback are cut to fit."""
         line, written = self, json.dumps(self.to_wire())
         while len(written) > LINE_BYTES:
-            # Escaped characters take up to six times their place.
+            # Escaped characters take up to six times their length.
             if line.error and len(line.error) > len(line.message):
                 line = line.replaced(error=line.error[len(line.error) // 2 :])
             else:
@@ -96,7 +96,7 @@ class LogLine(ContractModel):
         return written
 
     def as_text(self) -> str:
-        """Format the line as the same program writes it to a text log; several lines where there is a traceback."""
+        """Format the line as the same program writes it to a text log; several lines if there is a traceback."""
         clock, level = self.time[11:19], self.level.upper()
         # As `logging` writes a time.
         stamp = f"{self.time[:10]} {clock}" + (f",{self.time[20:23]}" if self.time[19] == "." else "")
@@ -110,7 +110,7 @@ class LogLine(ContractModel):
             case LogSource.TRAINER:
                 head = "" if self.rank is None else f"{clock} rank {self.rank} {level} "
         if self.logger == EXIT_LOGGER:
-            # The last line of a program is the reason for its end, and nothing else.
+            # The last line of a program is only the reason for its end.
             return f"{self.error}\n{self.message}" if self.error else self.message
         return f"{head}{self.message}\n{self.error}" if self.error else f"{head}{self.message}"
 
@@ -120,21 +120,21 @@ _KNOWN = frozenset(LogLine.model_fields)
 _LEVELS = frozenset(LogLevel)
 
 
-def log_line(message: str, *, error: str | None = None, **fields: Any) -> LogLine:
-    """Build a line of one of our programs: without secrets, within its bounds, and with valid fields only.
+def build_log_line(message: str, *, error: str | None = None, **fields: Any) -> LogLine:
+    """Build a line of one of this project's programs: without secrets, within its bounds, with valid fields only.
 
-    `fields` are those of LogLine. Raises ValidationError where time, level, source or logger are no such.
+    `fields` are those of LogLine. Raises ValidationError if time, level, source or logger is invalid.
     """
-    given = {**fields, "message": _bounded(message)[:MESSAGE_CHARACTERS]}
+    values = {**fields, "message": _sanitize(message)[:MESSAGE_CHARACTERS]}
     if error:
-        given["error"] = _bounded(error[-2 * ERROR_CHARACTERS :])[-ERROR_CHARACTERS:]
+        values["error"] = _sanitize(error[-2 * ERROR_CHARACTERS :])[-ERROR_CHARACTERS:]
     try:
-        return LogLine(**given)
-    except ValidationError as refused:
-        unusable = _fields_of(refused)
-        if unusable & (_NEEDED | {"level"}):
+        return LogLine(**values)
+    except ValidationError as validation_error:
+        invalid_fields = _invalid_fields(validation_error)
+        if invalid_fields & (_NEEDED | {"level"}):
             raise
-        return LogLine(**{key: value for key, value in given.items() if key not in unusable})
+        return LogLine(**{key: value for key, value in values.items() if key not in invalid_fields})
 
 
 def read_log_line(raw: str | bytes) -> LogLine | None:
@@ -143,37 +143,39 @@ def read_log_line(raw: str | bytes) -> LogLine | None:
     if not text.startswith(_OPENING) or len(text) > _LONGEST_READ:
         return None
     try:
-        found = json.loads(text)
+        values = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not found.keys() >= _NEEDED:
+    if not isinstance(values, dict) or not values.keys() >= _NEEDED:
         return None
-    found = {key: value for key, value in found.items() if key in _KNOWN}
-    if not isinstance(found.get("level"), str) or found["level"] not in _LEVELS:
-        found["level"] = LogLevel.INFO
+    values = {key: value for key, value in values.items() if key in _KNOWN}
+    if not isinstance(values.get("level"), str) or values["level"] not in _LEVELS:
+        values["level"] = LogLevel.INFO
     try:
-        return LogLine.model_validate(found)
-    except ValidationError as refused:
-        unusable = _fields_of(refused)
-    if unusable & _NEEDED:
+        return LogLine.model_validate(values)
+    except ValidationError as validation_error:
+        invalid_fields = _invalid_fields(validation_error)
+    if invalid_fields & _NEEDED:
         return None
-    return LogLine.model_validate({key: value for key, value in found.items() if key not in unusable})
+    return LogLine.model_validate({key: value for key, value in values.items() if key not in invalid_fields})
 
 
-def readable(text: str) -> str:
-    """Text from somebody's log with each line of the schema as people read it, and all others as they are."""
+def format_log_text(text: str) -> str:
+    """Return text of a log with the schema's lines in readable form, and all others unchanged."""
     if _OPENING not in text:
         return text
     lines = ((line, read_log_line(line)) for line in text.split("\n"))
     return "\n".join(line if read is None else read.as_text() for line, read in lines)
 
 
-def _bounded(text: str) -> str:
-    """Without secrets, of what is looked at at most, and without halves of characters, which no JSON may hold."""
+def _sanitize(text: str) -> str:
+    """Return the text without secrets, bounded, and without halves of surrogate pairs, which JSON cannot hold."""
     return redact_secrets(text[: 2 * ERROR_CHARACTERS].encode(errors="backslashreplace").decode())
 
 
-def _fields_of(refused: ValidationError) -> frozenset[str]:
+def _invalid_fields(validation_error: ValidationError) -> frozenset[str]:
     return frozenset(
-        str(each["loc"][0]) for each in refused.errors(include_url=False, include_input=False) if each["loc"]
+        str(error["loc"][0])
+        for error in validation_error.errors(include_url=False, include_input=False)
+        if error["loc"]
     )

@@ -1,8 +1,9 @@
-"""The difference of two memberships, sent to an agent that has the first.
+"""Encode the difference of two memberships for an agent that has the first.
 
-Where one of a thousand workers is replaced this is a few hundred bytes, and the membership 15 to 40 kB for each agent.
-Invariants: a change that is applied to the membership that it was made from gives the new one, field by field; applied
-to any other it is refused, never guessed.
+If one of a thousand workers is replaced, it is a few hundred bytes instead of 15 to 40 kB for each agent.
+
+Invariants: a change that is applied to the membership that it was computed from gives the new one, field by field.
+Applied to any other it is refused.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 LARGEST_SHARE = 0.5
-"""Share of changed members above which the whole membership is sent: it is not much longer then."""
+"""Share of changed members above which the whole membership is sent, because it is not much longer."""
 
 
 class StaleChangeError(ValueError):
-    """The change was made from another membership than this one; ask for the whole."""
+    """The change was computed from another membership; request the whole one."""
 
 
 class MembershipChange(WireMessage):
-    """The generation `generation`, for who knows the generation `since`."""
+    """The generation `generation`, for agents with the generation `since`."""
 
     protocol: Protocol = PROTOCOL
     since: Generation
@@ -45,17 +46,17 @@ class MembershipChange(WireMessage):
     processes_per_node: int = Field(ge=1)
     accumulation: int = Field(ge=0, default=0)
     size: int = Field(ge=1)
-    """Number of members; of those in `since` with a higher node rank none is left."""
+    """Number of members; members of `since` with a higher node rank have left."""
     members: tuple[Member, ...] = ()
-    """Those that `since` had not, or not so, by node rank."""
+    """Members that are new or changed since `since`, by node rank."""
     digest: str = Field(max_length=64)
-    """`digest_of` all members."""
+    """`digest_members` all members."""
 
 
 def diff_memberships(old: Membership, new: Membership) -> MembershipChange | None:
-    """Return the change for an agent that has `old`; None where the whole membership is as short."""
-    before = {member.node_rank: member for member in old.members}
-    changed = tuple(member for member in new.members if before.get(member.node_rank) != member)
+    """Return the change for an agent with `old`; None if the whole membership is as short."""
+    old_members = {member.node_rank: member for member in old.members}
+    changed = tuple(member for member in new.members if old_members.get(member.node_rank) != member)
     if len(changed) > len(new.members) * LARGEST_SHARE:
         return None
     return MembershipChange(
@@ -67,19 +68,19 @@ def diff_memberships(old: Membership, new: Membership) -> MembershipChange | Non
         accumulation=new.accumulation,
         size=len(new.members),
         members=changed,
-        digest=digest_of(new.members),
+        digest=digest_members(new.members),
     )
 
 
 def apply_change(change: MembershipChange, known: Membership | None) -> Membership:
     """Return the new membership. Raises StaleChangeError."""
     if known is None or known.generation != change.since:
-        ours = f"generation {known.generation}" if known is not None else "none"
-        raise StaleChangeError(f"a change of generation {change.since} was received, and {ours} is known")
-    ranks = {member.node_rank: member for member in known.members if member.node_rank < change.size}
-    ranks |= {member.node_rank: member for member in change.members}
-    members = tuple(ranks[rank] for rank in sorted(ranks))
-    if not members or digest_of(members) != change.digest:
+        known_generation = f"generation {known.generation}" if known is not None else "none"
+        raise StaleChangeError(f"a change of generation {change.since} was received, and {known_generation} is known")
+    members_by_rank = {member.node_rank: member for member in known.members if member.node_rank < change.size}
+    members_by_rank |= {member.node_rank: member for member in change.members}
+    members = tuple(members_by_rank[rank] for rank in sorted(members_by_rank))
+    if not members or digest_members(members) != change.digest:
         raise StaleChangeError(f"generation {change.generation} does not follow from what is known of {change.since}")
     return Membership(
         generation=change.generation,
@@ -91,8 +92,8 @@ def apply_change(change: MembershipChange, known: Membership | None) -> Membersh
     )
 
 
-def digest_of(members: Iterable[Member]) -> str:
-    """Return a digest of ranks, pods and addresses, without what a later version adds to a member."""
+def digest_members(members: Iterable[Member]) -> str:
+    """Return a digest of ranks, pods and addresses, without fields that a later version adds to a member."""
     lines = (
         f"{member.node_rank} {member.pod_uid} {member.pod_name} {member.pod_ip} {member.node_name} "
         f"{member.rendezvous_port}\n"

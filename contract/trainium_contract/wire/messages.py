@@ -1,10 +1,11 @@
-"""Messages between the agents (one per worker pod) and the coordinator in the operator.
+"""Define the messages between the agents (one per worker pod) and the coordinator in the operator.
 
 They are sent over the agent's stream (`wire.stream`). Every message carries `protocol`, and a reader refuses any other
-than `PROTOCOL`. Readers ignore unknown fields, and a field that is added within a protocol has a default.
-Times are Unix seconds of the sender's clock; nothing is decided by comparing clocks of two machines.
-Everything is bounded: lists, texts and numbers, so that no agent can fill the coordinator's memory
-or cause a status that the API server refuses. A loss that is not a number is reported as none.
+than `PROTOCOL`. Readers ignore unknown fields, and a field that is added within a protocol has a default. Times are
+Unix seconds of the sender's clock; no decision compares clocks of two machines.
+
+Everything is bounded: lists, texts and numbers, so that no agent can fill the coordinator's memory or cause a status
+that the API server refuses. A loss that is not finite is omitted.
 """
 
 from __future__ import annotations
@@ -36,50 +37,50 @@ PROTOCOL = 2
 
 
 class WireMessage(MessageModel):
-    """Base of messages, which each start of an agent builds: most are only parts of others, and no page shows them."""
+    """Base of messages, without documentation: each start of an agent builds them, and no page shows them."""
 
     model_config = ConfigDict(defer_build=True, use_attribute_docstrings=False)
 
 
-def _known(protocol: int) -> int:
+def _check_protocol(protocol: int) -> int:
     if protocol != PROTOCOL:
         raise ValueError(f"protocol {protocol} is not supported; this version supports protocol {PROTOCOL}")
     return protocol
 
 
-def _address(text: str) -> str:
+def _normalize_address(text: str) -> str:
     return str(ip_address(text))
 
 
 def _known_cause(value: Any) -> Any:
-    """Map a cause of a newer operator to Resize: an agent only follows, so the cause itself does not matter to it."""
-    # What is no text has no place in a set: a list ended in an error that no reader expects.
+    """Map a cause of a newer operator to Resize: an agent only follows, so the cause does not matter to it."""
+    # Only a string can be in the set; a list would raise an error that no reader expects.
     return value if not isinstance(value, str) or value in set(Cause) else Cause.RESIZE
 
 
-Protocol = Annotated[int, AfterValidator(_known)]
+Protocol = Annotated[int, AfterValidator(_check_protocol)]
 Uid = Annotated[str, Field(min_length=1, max_length=128)]
-Address = Annotated[str, Field(max_length=45), AfterValidator(_address)]
+Address = Annotated[str, Field(max_length=45), AfterValidator(_normalize_address)]
 Time = Annotated[float, Field(ge=-1e11, le=1e11, allow_inf_nan=False)]
-"""Unix seconds, or a length of time."""
+"""Unix seconds, or a duration."""
 _LARGEST = 2**53
 _LAST = 2**31 - 1
 LATEST_GENERATION = _LAST - 1_000_000
-"""No job reaches it: a larger number in a record or a status is not accepted, so that numbers remain."""
+"""No job reaches it; a larger number in a record or a status is refused, so that numbers remain."""
 Count = Annotated[int, Field(ge=-1, le=_LARGEST)]
-"""Steps and the like; -1 for none."""
+"""A step or a number of items; -1 for none."""
 Ordinal = Annotated[int, Field(ge=-1, le=_LAST)]
-"""Generations, ranks and the like; -1 for none."""
+"""A generation, rank or similar; -1 for none."""
 Generation = Annotated[int, Field(ge=1, le=_LAST)]
 KnownCause = Annotated[Cause, BeforeValidator(_known_cause)]
 """Why a generation began; `Resize` also stands for the first one."""
 
 
 class Transition(StrEnum):
-    """Way in which members leave the older generation."""
+    """Way in which members leave the previous generation."""
 
     IMMEDIATE = "Immediate"
-    """Ranks are killed at once: one of them is lost anyway."""
+    """Ranks are killed at once, because one of them is lost."""
     GRACEFUL = "Graceful"
     """Ranks agree on a step, snapshot and exit 75: nothing is lost."""
 
@@ -93,7 +94,7 @@ class Member(WireMessage):
     node_name: Name
     node_rank: int = Field(ge=0, le=_LAST)
     rendezvous_port: int = Field(ge=1, le=65535)
-    """Port on `podIp` that this worker's agent reserved for the store, should it hold node rank 0."""
+    """Port on `podIp` that this worker's agent reserves for the store of node rank 0."""
 
 
 class Membership(WireMessage):
@@ -107,7 +108,7 @@ class Membership(WireMessage):
     """Ascending by node rank, which runs from 0 without gaps."""
     processes_per_node: int = Field(ge=1)
     accumulation: int = Field(ge=0, le=_LAST, default=0)
-    """Micro-batches of a step on each data-parallel rank, of a program that states its batch; 0 for any other job."""
+    """Micro-batches of a step on each data-parallel rank, for a program with a declared batch; 0 for any other job."""
 
     def rank_of(self, pod_uid: str) -> int | None:
         """Return the node rank of a pod; None when it is not a member."""
@@ -134,23 +135,23 @@ class WorkerPhase(StrEnum):
 
 
 class AlertKind(StrEnum):
-    """Alert of a trainer's monitors; the values are reasons of events."""
+    """Alert of a trainer's monitors; the values are event reasons."""
 
     LOSS_SPIKE = "LossSpike"
-    """The gradient norm has been above all that came before for long, and the loss does not fall."""
+    """The gradient norm has been above all earlier ones for long, and the loss does not fall."""
     LOSS_ALARM = "LossAlarm"
-    """The level of the loss is above its lowest by more than noise makes it."""
+    """The loss is above its lowest level by more than noise explains."""
     STEP_SKIPPED = "StepSkipped"
-    """Loss or gradient of a step was not finite, and the update was left out."""
+    """Loss or gradient of a step was not finite, and the update was skipped."""
 
 
 class HangDetection(StrEnum):
     """Sign by which the agent of a program detects a hang."""
 
     STEPS = "Steps"
-    """The program reports steps, and none ends for too long."""
+    """The program reports steps, and no step ends for too long."""
     OUTPUT = "Output"
-    """It reports none: no output, and neither processor time nor use of the devices."""
+    """It reports none: no output, and neither processor time nor device use."""
     OFF = "Off"
 
 
@@ -169,11 +170,11 @@ class Progress(StepFigures, WireMessage):
     productive_seconds: Time = 0.0
     """Seconds this generation's processes spent in steps that are in the history."""
     started: Time = 0.0
-    """When the processes of the present attempt were up; 0 before."""
+    """When the processes of the present attempt had started; 0 before."""
     loaded: Time = 0.0
     """When they had loaded their state and started to train; 0 before."""
     notice: Text = ""
-    """Newest sentence of the trainer to a person, for instance that a damaged checkpoint was stepped over."""
+    """Newest sentence of the trainer for people, for instance that a damaged checkpoint was skipped."""
     alerts: tuple[Alert, ...] = Field(max_length=8, default=())
     """The newest one of each kind."""
     stage: StageName = RunStage.TRAIN.value
@@ -181,27 +182,27 @@ class Progress(StepFigures, WireMessage):
     stage_progress: Figure = None
     """Share of the stage that is over, 0 to 1; absent in Train."""
     stage_since: Time = 0.0
-    """When the ranks of the present attempt came into the stage; 0 in Train."""
+    """When the ranks of the present attempt entered the stage; 0 in Train."""
     artifacts: tuple[ArtifactReport, ...] = Field(max_length=MAX_ARTIFACTS, default=())
-    """The newest ones that are complete."""
+    """The newest complete ones."""
     evaluation: tuple[EvaluationFigure, ...] = Field(max_length=MAX_FIGURES, default=())
     """The figures of the newest evaluation."""
     hang_detection: Annotated[str, Field(max_length=16)] = ""
-    """The HangDetection in force, of a program; empty for the trainer, which always reports steps."""
+    """The HangDetection in force, for a program; empty for the trainer, which always reports steps."""
     problem: Text = ""
-    """Why a program's progress or checkpoints cannot be read, and what to change; empty while they can."""
+    """Why a program's progress or checkpoints cannot be read, and what to change; empty if they can."""
 
     @property
     def training(self) -> bool:
-        """Return whether steps are made, or were last: no stage after them has started."""
+        """Return whether the ranks make steps, or made the last one and have started no stage after it."""
         return self.stage == RunStage.TRAIN
 
 
 class ProcessFailure(WireMessage):
-    """One exit of a training process that was not asked for."""
+    """One unrequested exit of a training process."""
 
     sequence: int = Field(ge=0, le=_LARGEST)
-    """Counts this agent's failures from 0, so that a reader takes each once."""
+    """Counts this agent's failures from 0, so that a reader processes each once."""
     generation: Ordinal
     attempt: Ordinal
     """Restart count within the generation when it happened."""
@@ -209,13 +210,13 @@ class ProcessFailure(WireMessage):
     exit_code: Ordinal
     """By the shell's convention (128 + signal)."""
     step: int = Field(ge=-1, le=_LARGEST, default=-1)
-    """Last step that the rank had completed; -1 when it had completed none."""
+    """Last step that the rank had completed; -1 for none."""
     message: Text = ""
     """Last lines of output or the error."""
     runtime_status: Ordinal | None = None
-    """Status of the Neuron runtime (nrt_status.h) that the last output names; absent when it names none."""
+    """Status of the Neuron runtime (nrt_status.h) in the last output; absent if there is none."""
     output_line: Text = ""
-    """Name of the output line (`faults.signs.OUTPUT_LINES`) that gives the reason of the end; empty for none."""
+    """Name of the output line (`faults.signs.OUTPUT_LINES`) with the reason of the end; empty for none."""
     at: Time
 
 
@@ -223,13 +224,13 @@ class KernelEvent(WireMessage):
     """One kernel line that reports a device or host fault."""
 
     sequence: int = Field(ge=0, le=_LARGEST)
-    """Counts this agent's kernel events from 0, so that a reader takes each once."""
+    """Counts this agent's kernel events from 0, so that a reader processes each once."""
     line: Text
     at: Time
 
 
 class TrainerPhase(StrEnum):
-    """Phase of a training process; each has its limit for hangs."""
+    """Phase of a training process; each has its own hang limit."""
 
     INIT = "Init"
     COMPILE = "Compile"
@@ -249,7 +250,7 @@ class StuckRank(WireMessage):
     seconds: Time
     """Time without progress."""
     waiting: bool | None = None
-    """It waits for its peers in a collective, so it is a victim; absent when that is not known."""
+    """Whether it waits for its peers in a collective, so that it is a victim; absent if unknown."""
     stack: Text = ""
     """Innermost frames, newest first."""
 
@@ -264,7 +265,7 @@ class StepTiming(WireMessage):
     own_seconds: Time
     """Median of the slowest local rank's own work in a step: without the wait for its peers."""
     cpu_wait: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the processor time it wanted that this rank had to wait for, because others used the processors."""
+    """Share of the wanted processor time that this rank waited for, because others used the processors."""
 
 
 class CheckResult(WireMessage):
@@ -286,10 +287,10 @@ class RestartRecord(WireMessage):
     """The attempt that the restart began."""
     cause: Cause
     failed_at: Time
-    """When the process ended, or when the peer's failure was reported."""
+    """When the process ended, or the peer's failure was reported."""
     detected_at: Time
     resumed_at: Time | None = None
-    """When the first new step ended: one that was not completed before the failure."""
+    """When the first step that was not completed before the failure ended."""
     step_before: Count = -1
     """Last step completed before the failure."""
     resume_step: Count | None = None
@@ -297,7 +298,7 @@ class RestartRecord(WireMessage):
 
 
 class RegisterRequest(WireMessage):
-    """An agent introduces itself; repeated after each lost connection (idempotent)."""
+    """An agent's registration; repeated after each lost connection (idempotent)."""
 
     protocol: Protocol = PROTOCOL
     namespace: Name
@@ -311,7 +312,7 @@ class RegisterRequest(WireMessage):
 
 
 class RegisterResponse(WireMessage):
-    """The coordinator's welcome."""
+    """The coordinator's answer to a registration."""
 
     protocol: Protocol = PROTOCOL
     heartbeat_seconds: Time = 1.0
@@ -353,17 +354,17 @@ class HeartbeatRequest(WireMessage):
     checks: tuple[CheckResult, ...] = Field(max_length=16, default=())
     """Outcome of the preflight, of the pairwise test too once it ran."""
     compiled: tuple[CompiledSize, ...] = Field(max_length=MAX_COMPILED, default=())
-    """Sizes for which this pod has compiled, or fetched, the graphs while it was an idle spare."""
+    """Sizes for which this pod has compiled or fetched graphs as an idle spare."""
 
 
 class HeartbeatResponse(WireMessage):
-    """The coordinator's answer to a heartbeat; a membership is a frame by itself."""
+    """The coordinator's answer to a heartbeat; a membership is a separate frame."""
 
     protocol: Protocol = PROTOCOL
     generation: int = Field(ge=0, le=_LAST)
     """The current generation."""
     full_heartbeat_seconds: Time
-    """Time for which ALIVE replaces a heartbeat while nothing but the step changes; see `wire.stream`."""
+    """Time for which KEEPALIVE replaces a heartbeat while only the step changes; see `wire.stream`."""
     time: Time
     """Unix seconds of the coordinator's clock."""
 

@@ -1,6 +1,6 @@
-"""Format and parse the rank on which numbers were not finite first: the trainer writes it, the operator reads it.
+"""Format and parse the rank with the first non-finite values: the trainer writes it, the operator reads it.
 
-A sum over all ranks is not a number on each of them as soon as one part of it is not, and all of them report it.
+A sum over all ranks is non-finite on each of them as soon as one summand is, and all of them report it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _WORDS = re.compile(r"\(not finite on ranks? (\d{1,6})(?: alone\)|[, ])")
 
 
 def format_nonfinite_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """Describe the ranks whose own values were not finite; empty where they explain nothing."""
+    """Describe the ranks whose own values were not finite; empty if they explain nothing."""
     if not ranks or len(ranks) == world_size:
         return ""
     if len(ranks) == 1:
@@ -22,6 +22,6 @@ def format_nonfinite_ranks(ranks: Sequence[int], world_size: int) -> str:
 
 
 def parse_nonfinite_rank(message: str) -> int | None:
-    """Return the first rank that a failure's message attributes the numbers to; None when it names none."""
+    """Return the first rank in a failure's message that the values are attributed to; None without one."""
     found = _WORDS.search(message)
     return int(found.group(1)) if found else None

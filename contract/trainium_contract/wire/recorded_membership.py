@@ -1,7 +1,7 @@
 """Read the membership that the operator records in the ConfigMap `NAME-membership`.
 
-Invariants: knows the form alone, none of the operator's code, so that what reads it from outside is an independent
-witness; never unpacks more than `LARGEST_TEXT`, whatever the object holds.
+Invariants: uses only the format, none of the operator's code, so that tools outside the operator can check it. Never
+unpacks more than `LARGEST_TEXT`, whatever the object holds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MEMBERSHIP_KEY = "membership.json.gz"
 _GZIP = zlib.MAX_WBITS | 16
 
 
-def recorded_text(config_map: Mapping[str, Any]) -> bytes:
-    """Unpack the record as JSON. Raises KeyError for a ConfigMap without one, ValueError when it cannot be unpacked."""
+def unpack_membership(config_map: Mapping[str, Any]) -> bytes:
+    """Unpack the record as JSON. Raises KeyError for a ConfigMap without one, ValueError if it cannot be unpacked."""
     packed = base64.b64decode(config_map["binaryData"][MEMBERSHIP_KEY])
     stream = zlib.decompressobj(_GZIP)
     try:
@@ -33,15 +33,15 @@ def recorded_text(config_map: Mapping[str, Any]) -> bytes:
     return text
 
 
-def recorded_membership(config_map: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse the record. Raises KeyError when the ConfigMap holds none, ValueError when it cannot be read."""
-    record = json.loads(recorded_text(config_map))
+def parse_membership(config_map: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse the record. Raises KeyError if the ConfigMap has none, ValueError if it cannot be read."""
+    record = json.loads(unpack_membership(config_map))
     if not isinstance(record, dict):
         raise ValueError("the membership is no JSON object")  # noqa: TRY004 - one kind of error for bad data
     return record
 
 
-def members_of(config_map: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the members by node rank. Raises KeyError when there is no record, ValueError when it cannot be read."""
-    members: list[dict[str, Any]] = recorded_membership(config_map)["members"]
+def parse_members(config_map: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the members by node rank. Raises KeyError if there is no record, ValueError if it cannot be read."""
+    members: list[dict[str, Any]] = parse_membership(config_map)["members"]
     return members

@@ -27,8 +27,8 @@ STREAM_PATH = "/v1/stream"
 UPGRADE = "trainium-agent"
 _HEAD = struct.Struct("!BI")
 _STEP = struct.Struct("!Q")
-_ALWAYS_NEWS = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
-_RUNNING = frozenset(
+_urgent_fields = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
+_PER_STEP_FIELDS = frozenset(
     {
         "step",
         "loss",
@@ -43,7 +43,7 @@ _RUNNING = frozenset(
     | {"stage_progress", "reward_margin", "reward_accuracy"}
 )
 """Fields of the progress that change with each step."""
-_UNCHANGED = attrgetter(*sorted(Progress.model_fields.keys() - _RUNNING))
+_urgent_progress = attrgetter(*sorted(Progress.model_fields.keys() - _PER_STEP_FIELDS))
 
 
 class FrameKind(IntEnum):
@@ -58,7 +58,7 @@ class FrameKind(IntEnum):
     HEARTBEAT_ACK = 4
     """HeartbeatResponse."""
     KEEPALIVE = 5
-    """Nothing has changed but what runs on with the steps; see `alive`."""
+    """Only values that change with each step have changed; see `encode_keepalive`."""
     MEMBERSHIP = 6
     """Membership."""
     PACKED_MEMBERSHIP = 7
@@ -70,35 +70,35 @@ class FrameKind(IntEnum):
 
 
 class FrameTooLongError(ValueError):
-    """A frame is longer than its reader allows."""
+    """A frame is longer than its reader accepts."""
 
 
 HEAD_BYTES = _HEAD.size
 
 
-def head_of(data: bytes) -> tuple[int, int]:
-    """Kind, and length of the payload, from the first `HEAD_BYTES` of a frame."""
+def parse_frame_header(data: bytes) -> tuple[int, int]:
+    """Return kind and payload length from the first `HEAD_BYTES` of a frame."""
     kind, length = _HEAD.unpack(data)
     return kind, length
 
 
-def frame(kind: FrameKind, payload: bytes = b"") -> bytes:
+def encode_frame(kind: FrameKind, payload: bytes = b"") -> bytes:
     """Encode a frame."""
     return _HEAD.pack(kind, len(payload)) + payload
 
 
-def alive(message: HeartbeatRequest) -> bytes:
-    """Encode the payload of KEEPALIVE: the newest step, empty where there is none."""
+def encode_keepalive(message: HeartbeatRequest) -> bytes:
+    """Encode the payload of KEEPALIVE: the newest step, empty without one."""
     return _STEP.pack(message.progress.step) if message.progress is not None else b""
 
 
-def step_of(payload: bytes) -> int:
+def decode_keepalive(payload: bytes) -> int:
     """Decode the newest step of a KEEPALIVE; -1 for none."""
     return int(_STEP.unpack(payload)[0]) if len(payload) == _STEP.size else -1
 
 
 class FrameReader:
-    """Bytes in, whole frames out."""
+    """Collects bytes into whole frames."""
 
     __slots__ = ("_held", "_longest")
 
@@ -107,39 +107,39 @@ class FrameReader:
         self._held = b""
 
     def frames(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Kind and payload of each frame that is whole now. Raises FrameTooLongError."""
-        held = self._held + data if self._held else data
+        """Yield kind and payload of each complete frame. Raises FrameTooLongError."""
+        buffer = self._held + data if self._held else data
         at = 0
-        while len(held) - at >= _HEAD.size:
-            kind, length = _HEAD.unpack_from(held, at)
+        while len(buffer) - at >= _HEAD.size:
+            kind, length = _HEAD.unpack_from(buffer, at)
             if length > self._longest:
                 raise FrameTooLongError(f"a frame of {length} bytes, where {self._longest} are allowed")
             end = at + _HEAD.size + length
-            if len(held) < end:
+            if len(buffer) < end:
                 break
-            yield kind, held[at + _HEAD.size : end]
+            yield kind, buffer[at + _HEAD.size : end]
             at = end
-        self._held = held[at:]
+        self._held = buffer[at:]
 
 
 def jitter_fraction(drawn: float, *, after_news: bool) -> float:
     """Return the share of `fullHeartbeatSeconds` until the next unprompted HEARTBEAT; `drawn` is random, from 0 to 1.
 
-    Changes come from all agents of a job at once. The heartbeats after one are spread over the whole interval, so that
-    the coordinator keeps receiving the newest step: silence of all agents would look like a hang.
+    Changes come from all agents of a job at once. The heartbeats after a change are spread over the whole interval, so
+    that the coordinator keeps receiving the newest step: silence of all agents would look like a hang.
     """
     return drawn if after_news else 0.5 + drawn / 2
 
 
 def must_send_now(sent: HeartbeatRequest | None, now: HeartbeatRequest) -> bool:
-    """Return whether the coordinator must see `now` at once, when `sent` is the last message that it received.
+    """Return whether the coordinator must see `now` at once; `sent` is the last message that it received.
 
-    The first step of an attempt is news: with it a recovery is over.
+    The first step of an attempt must be sent, because it ends a recovery.
     """
-    if sent is None or _ALWAYS_NEWS(sent) != _ALWAYS_NEWS(now):
+    if sent is None or _urgent_fields(sent) != _urgent_fields(now):
         return True
     before, after = sent.progress, now.progress
     if before is None or after is None:
         return before is not after
     first_step = before.step != after.step and before.step <= (before.resume_step or 0)
-    return first_step or bool(_UNCHANGED(before) != _UNCHANGED(after))
+    return first_step or bool(_urgent_progress(before) != _urgent_progress(after))

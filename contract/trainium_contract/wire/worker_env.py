@@ -1,6 +1,6 @@
-"""Names that operator and worker share: labels, environment variables, paths, ports.
+"""Define names that operator and worker share: labels, environment variables, paths, ports.
 
-Invariant: the operator writes these names into pods and the agent and trainer read them; nobody spells them twice.
+Invariant: the operator writes these names into pods and the agent and trainer read them; no other file spells them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ LABEL_JOB = f"{GROUP}/job-name"
 LABEL_ROLE = f"{GROUP}/role"
 ROLE_WORKER = "worker"
 ROLE_EVALUATION = "evaluation"
-"""Role of the pod that measures a milestone's model: no label selector of workers selects it."""
+"""Role of the pod that measures a milestone's model; no label selector of workers matches it."""
 LABEL_EXTRA = f"{GROUP}/extra"
-"""On a worker beyond those that were asked for, on an idle node: it is the first to go."""
+"""On a worker beyond the requested ones, on an idle node: it is the first to leave."""
 ANNOTATION_TEMPLATE_HASH = f"{GROUP}/template-hash"
 ANNOTATION_AVOIDED_NODES = f"{GROUP}/avoided-nodes"
 """Host names of the nodes that the pod's affinity forbids, separated by commas."""
 ANNOTATION_IMAGE = f"{GROUP}/image"
-"""Image that the operator asked for: an admission policy may have rewritten that of the container."""
+"""Image that the operator requested; an admission policy may have changed that of the container."""
 FIELD_MANAGER = "trainium-operator"
 
 TOKEN_AUDIENCE = f"{GROUP}/coordinator"
@@ -30,11 +30,11 @@ CONFIG_DIRECTORY = "/etc/trainium"
 CONFIG_PATH = f"{CONFIG_DIRECTORY}/trainer.yaml"
 CA_PATH = f"{CONFIG_DIRECTORY}/ca.crt"
 RULES_NAME = "rules.json"
-"""File beside the configuration with `spec.recovery.rules` as a JSON list; there only when the job has rules. A file
-and not a variable, so that a change reaches workers that run already."""
+"""File beside the configuration with `spec.recovery.rules` as a JSON list; absent without rules. A file instead of a
+variable, so that a change reaches running workers."""
 NODES_NAME = "nodes"
-"""File beside the configuration with the largest number of nodes that the job may have. A file and not a variable, so
-that a job that is made larger keeps the pods that it has."""
+"""File beside the configuration with the largest number of nodes of the job. A file instead of a variable, so that a
+job that grows keeps its pods."""
 CHECKPOINT_MOUNT = "/checkpoints"
 SHARED_MEMORY_MOUNT = "/dev/shm"  # noqa: S108 - the mount point that collective libraries expect
 MEMORY_DIRECTORY = f"{SHARED_MEMORY_MOUNT}/trainium"
@@ -53,7 +53,7 @@ ENV_NODE_NAME = "TRAINIUM_NODE_NAME"
 ENV_PROCESSES_PER_NODE = "TRAINIUM_PROCESSES_PER_NODE"
 ENV_MAX_IN_PLACE_RESTARTS = "TRAINIUM_MAX_IN_PLACE_RESTARTS"
 ENV_GRACE_SECONDS = "TRAINIUM_GRACE_SECONDS"
-"""Time that ranks may take to agree on a step, save and leave after SIGTERM or a graceful transition."""
+"""Time for ranks to agree on a step, save and leave after SIGTERM or a graceful transition."""
 ENV_CONFIG = "TRAINIUM_CONFIG"
 ENV_MEMORY_DIRECTORY = "TRAINIUM_MEMORY_DIR"
 ENV_TOKEN_PATH = "TRAINIUM_TOKEN_PATH"  # noqa: S105 - the name of a variable that holds a path
@@ -65,17 +65,17 @@ ENV_CLUSTER = "TRAINIUM_CLUSTER"
 ENV_BACKGROUND_SIZES = "TRAINIUM_BACKGROUND_SIZES"
 """Numbers of nodes that an idle spare compiles graphs for, separated by commas; absent for none."""
 ENV_IMAGE = "TRAINIUM_IMAGE"
-"""The worker's image: what was compiled by another one is not used. Unset: the versions of compiler and libraries."""
+"""The worker's image: results of another one are not used. Unset: the versions of compiler and libraries."""
 ENV_PREFLIGHT = "TRAINIUM_PREFLIGHT"
 """Names of the checks before a worker may join (`health.PreflightCheck`), separated by commas."""
 ENV_PREFLIGHT_SECONDS = "TRAINIUM_PREFLIGHT_SECONDS"
-"""Time limit of those checks; what has not ended by then counts as passed."""
+"""Time limit of those checks; a check that has not ended by then counts as passed."""
 ENV_MINIMUM_BANDWIDTH = "TRAINIUM_MINIMUM_BANDWIDTH_GBPS"
 """Lowest bandwidth of check Bandwidth, in Gbit/s; unset or 0: it is measured only."""
 ENV_NEURON_DEVICES = "TRAINIUM_NEURON_DEVICES"
 """Number of Neuron devices that the worker must find under /dev; unset or 0 where it has none."""
 ENV_KERNEL_LOG = "TRAINIUM_KERNEL_LOG"
-"""File, FIFO or device that the kernel's lines are read from; unset: /dev/kmsg, which most pods may not read."""
+"""File, FIFO or device with the kernel's lines; unset: /dev/kmsg, which most pods may not read."""
 ENV_HANG_LIMITS = "TRAINIUM_HANG_LIMITS"
 """`spec.recovery.hang` as JSON: when a process without progress counts as hung. Unset: the defaults."""
 ENV_LOG_FORMAT = "TRAINIUM_LOG_FORMAT"
@@ -84,7 +84,7 @@ ENV_LOG_FORMAT = "TRAINIUM_LOG_FORMAT"
 ENV_PROGRAM = "TRAINIUM_PROGRAM"
 """`spec.program` as JSON: the agent runs this program in place of the trainer. Absent for the trainer."""
 
-# Set by the agent for each training process.
+# The agent sets these for each training process.
 ENV_GENERATION = "TRAINIUM_GENERATION"
 ENV_ATTEMPT = "TRAINIUM_ATTEMPT"
 ENV_CAUSE = "TRAINIUM_CAUSE"
@@ -93,9 +93,9 @@ ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
 ENV_ACCUMULATION = "TRAINIUM_ACCUMULATION"
 """`Membership.accumulation`, for a program that states its batch."""
 AGENT_MOUNT = "/trainium"
-"""Where the agent is, with its interpreter, libraries and loader: in its own image, from which an init container copies
-the folder to a volume, and in the container of a program, which has the volume at the same path."""
+"""Folder of the agent with its interpreter, libraries and loader: in its own image, from which an init container copies
+it to a volume, and in the container of a program, which mounts the volume at the same path."""
 AGENT_INTERPRETER = (
     f"{AGENT_MOUNT}/lib/ld.so", "--library-path", f"{AGENT_MOUNT}/lib", f"{AGENT_MOUNT}/bin/python", "-I",
 )  # fmt: skip
-"""Start of a command that needs nothing of the image that it runs in, not even a C library."""
+"""Start of a command that needs nothing from the image in which it runs, not even a C library."""

@@ -1,4 +1,4 @@
-"""The programs of the development cluster: found in the cache, else downloaded, else built."""
+"""Provide the programs of the development cluster: from the cache, else downloaded, else built."""
 
 from trainium_devcluster.binaries.cache import Binaries, ensure_binaries, is_cached
 from trainium_devcluster.binaries.catalog import (

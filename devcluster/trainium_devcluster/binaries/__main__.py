@@ -1,4 +1,4 @@
-"""The module run by `python -m trainium_devcluster.binaries`: `trainium-devcluster binaries` without packages."""
+"""Run `trainium-devcluster binaries` without installed packages: `python -m trainium_devcluster.binaries`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainium_devcluster.errors import ClusterError
 
 
 def main() -> int:
-    """Prepare, and print the folder; an error of ours is one sentence."""
+    """Prepare the programs and print their folder; print a ClusterError as one sentence."""
     parser = argparse.ArgumentParser(prog="python -m trainium_devcluster.binaries", description=prepare.__doc__)
     for option in ("fleet", "kueue", "s3", "helm"):
         parser.add_argument(f"--{option}", action="store_true")

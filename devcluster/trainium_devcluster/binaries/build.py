@@ -1,9 +1,10 @@
-"""Builds programs from the pinned Go modules beside this package, for machines that reach no release host.
+"""Build programs from the pinned Go modules beside this package, for machines that reach no release host.
 
-Invariants: one multi-call file serves etcd, the Kubernetes components and kubectl, linked under each name; versions and
-checksums of every dependency come from `go.mod` and `go.sum`; flags are fixed so that Go's build cache is shared
-between checkouts. One module is compiled at a time, on all processors, and the sources of the next are fetched
-meanwhile.
+Guarantees:
+- One multi-call file serves etcd, the Kubernetes components and kubectl, linked under each name.
+- Versions and checksums of every dependency come from `go.mod` and `go.sum`.
+- Flags are fixed so that checkouts share Go's build cache.
+- One module is compiled at a time, on all processors, while the sources of the next are fetched.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ _LIST_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One Go module and the programs that it yields."""
+    """One Go module and the programs built from it."""
 
     label: str
     folder: str
-    """Relative to the folder that holds this package."""
+    """Folder of the module, relative to the parent folder of this package."""
     package: str
     file: str
     programs: tuple[Program, ...]
     variables: tuple[tuple[str, str], ...]
-    """Set by the linker: what the program answers when asked for its version."""
+    """Variables that the linker sets: the version that the program reports."""
     files: tuple[str, str] | None = None
-    """A module and a folder of it that is kept beside the program, under the folder's last name."""
+    """A module and its folder that is copied beside the program, under the folder's last name."""
 
 
 SOURCES: tuple[Source, ...] = (
@@ -123,44 +124,41 @@ def module_root() -> Path:
 def build_all(
     sources: Sequence[Source], wanted: frozenset[Program], target: Path, tools: Path, progress: ProgressLines
 ) -> None:
-    """Build modules in their order and link the wanted programs into `target`; raises ClusterError as Go put it.
+    """Build the modules in order and link the wanted programs into `target`; raises ClusterError with Go's message.
 
-    Those that are built stay when a later one fails.
+    Built modules remain when a later one fails.
     """
-    module_root()  # missing files are reported before Go is looked for
+    module_root()  # missing files are reported before the search for Go
     go = find_go(tools, progress)
-    with contextlib.ExitStack() as under_way:
-        fetch = _fetch(go, sources[0], under_way)
+    with contextlib.ExitStack() as running:
+        fetch = _fetch(go, sources[0], running)
         for number, source in enumerate(sources):
             later = sources[number + 1 :]
-            packages = _fetched(fetch, source, progress)
+            packages = _wait_for_sources(fetch, source, progress)
             if later:
-                fetch = _fetch(go, later[0], under_way)
-            with _staged(target, source) as staging:
+                fetch = _fetch(go, later[0], running)
+            with _staging_file(target, source) as staging:
                 left = ", ".join(each.label for each in later)
                 _compile(go, source, staging, progress, packages, left)
-                _keep_files(go, source, target)
+                _copy_files(go, source, target)
                 staging.replace(target / source.file)
             _link(source, wanted, target)
 
 
-def _fetch(go: Go, source: Source, under_way: contextlib.ExitStack) -> GoCommand:
-    """Start Go, which loads the modules of the package and prints their names.
-
-    It ends with `under_way`.
-    """
+def _fetch(go: Go, source: Source, running: contextlib.ExitStack) -> GoCommand:
+    """Start Go, which downloads the modules of the package and prints their names; `running` ends it."""
     command = ("list", "-deps", "-f", "{{.ImportPath}}", source.package)
-    fetch = under_way.push(go.command(*command, folder=module_root() / source.folder))
-    return fetch.__enter__()  # whose end is seen to already
+    fetch = running.push(go.command(*command, folder=module_root() / source.folder))
+    return fetch.__enter__()  # `running` ends it
 
 
-def _fetched(fetch: GoCommand, source: Source, progress: ProgressLines) -> int:
-    """Return how many packages the program is made of, once they are here."""
+def _wait_for_sources(fetch: GoCommand, source: Source, progress: ProgressLines) -> int:
+    """Return the number of packages of the program, once they are downloaded."""
     try:
-        with progress.step(f"fetching the sources of {source.label}", so_far=fetch.downloaded):
-            if not fetch.succeeds(_FETCH_SECONDS):
+        with progress.step(f"fetching the sources of {source.label}", describe_progress=fetch.downloaded):
+            if not fetch.wait_for_success(_FETCH_SECONDS):
                 raise ClusterError(
-                    f"The sources of {source.label} could not be fetched; its last lines:\n{fetch.complaint()}"
+                    f"The sources of {source.label} could not be fetched; its last lines:\n{fetch.last_errors()}"
                 )
     except subprocess.TimeoutExpired:
         raise ClusterError(f"The sources of {source.label} were not here after {_FETCH_SECONDS:.0f} s.") from None
@@ -172,21 +170,21 @@ def _compile(go: Go, source: Source, staging: Path, progress: ProgressLines, pac
     command = ("build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", flags, "-o", str(staging), source.package)
     run = go.command(*command, folder=module_root() / source.folder)
 
-    def so_far() -> str:
+    def describe_progress() -> str:
         return f"{run.packages:,} of {packages:,} packages" if run.packages else ""
 
     label = f"building {source.label} from source (minutes the first time)"
     try:
-        with run, progress.step(label, so_far=so_far, then=left):
-            if not run.succeeds(_BUILD_SECONDS):
-                raise ClusterError(f"Building {source.label} failed; its last lines:\n{run.complaint()}")
+        with run, progress.step(label, describe_progress=describe_progress, then=left):
+            if not run.wait_for_success(_BUILD_SECONDS):
+                raise ClusterError(f"Building {source.label} failed; its last lines:\n{run.last_errors()}")
     except subprocess.TimeoutExpired:
         raise ClusterError(f"Building {source.label} took more than {_BUILD_SECONDS:.0f} s and was stopped.") from None
 
 
 @contextlib.contextmanager
-def _staged(target: Path, source: Source) -> Iterator[Path]:
-    """Where Go may write; what a killed process left there goes too, since one at a time fills a folder."""
+def _staging_file(target: Path, source: Source) -> Iterator[Path]:
+    """Yield a file for Go's output, after removing those of killed processes: only one process fills the folder."""
     for left in target.glob(f".{source.file}.*.build"):
         left.unlink(missing_ok=True)
     staging = target / f".{source.file}.{os.getpid()}.build"
@@ -205,18 +203,18 @@ def _link(source: Source, wanted: frozenset[Program], target: Path) -> None:
             link.replace(target / program)
 
 
-def _keep_files(go: Go, source: Source, target: Path) -> None:
-    """Copy a folder of a module, which Go has verified and unpacked for the build; done before the program appears."""
+def _copy_files(go: Go, source: Source, target: Path) -> None:
+    """Copy a folder of a module, which Go verified and unpacked for the build, before the program gets its name."""
     if source.files is None:
         return
     module, path = source.files
     with go.command("list", "-m", "-f", "{{.Dir}}", module, folder=module_root() / source.folder) as listed:
-        if not listed.succeeds(_LIST_SECONDS):
-            raise ClusterError(f"The files of {module} were not found; the last lines of Go:\n{listed.complaint()}")
+        if not listed.wait_for_success(_LIST_SECONDS):
+            raise ClusterError(f"The files of {module} were not found; the last lines of Go:\n{listed.last_errors()}")
         unpacked = Path(listed.output().strip())
     kept = target / Path(path).name
     shutil.rmtree(kept, ignore_errors=True)
-    # The module cache is read-only, and its folders too: a copy must be one that can be taken away again.
+    # The module cache is read-only, folders included, but the copy must be removable.
     for file in sorted((unpacked / path).rglob("*.yaml")):
         copy = kept / file.relative_to(unpacked / path)
         copy.parent.mkdir(parents=True, exist_ok=True)

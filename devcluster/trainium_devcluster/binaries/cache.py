@@ -27,7 +27,7 @@ from trainium_devcluster.binaries.catalog import (
 )
 from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.progress import ProgressLines, Write, exclusive, to_stderr
+from trainium_devcluster.progress import ProgressLines, Write, hold_lock, to_stderr
 
 SOURCE_VARIABLE = "TRAINIUM_BINARIES"
 """Environment variable: `auto` (the default), `download` or `build`."""
@@ -36,7 +36,7 @@ ReleaseOf = Callable[[Program, Architecture], Release]
 
 
 class Origin(StrEnum):
-    """Where programs that are not in the cache may come from."""
+    """The sources of programs that are not in the cache."""
 
     AUTO = "auto"
     DOWNLOAD = "download"
@@ -45,7 +45,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Binaries:
-    """A folder that holds each program that was asked for under its own name."""
+    """A folder with each requested program under its name."""
 
     folder: Path
 
@@ -71,9 +71,9 @@ def ensure_binaries(
     releases: ReleaseOf = release_of,
     limits: Limits | None = None,
 ) -> Binaries:
-    """Return the folder with the programs after filling it where needed; raises ClusterError when that fails.
+    """Return the folder with the programs, after adding missing ones; raises ClusterError if that fails.
 
-    `programs` is all that a cluster needs (the default), or what a fleet needs besides: each has its own folder.
+    `programs` are those of a cluster (the default) or the additional ones of a fleet: each set has its own folder.
     """
     architecture = this_architecture()
     root = root or cache_root()
@@ -87,7 +87,7 @@ def ensure_binaries(
         raise ClusterError(
             f"The cache folder {folder} cannot be made ({error}); set TRAINIUM_CACHE to another."
         ) from error
-    with exclusive(folder.with_name(f"{folder.name}.lock"), "prepares the programs of the cluster", write):
+    with hold_lock(folder.with_name(f"{folder.name}.lock"), "prepares the programs of the cluster", write):
         missing = _missing(folder, programs)
         published = missing - BUILT_ONLY
         progress = ProgressLines(len(published), write)
@@ -120,7 +120,7 @@ def _origin_from_environment() -> Origin:
 
 
 def is_cached(programs: frozenset[Program]) -> bool:
-    """Return whether the programs can be used at once, without network and without building."""
+    """Return whether all programs are cached, so that neither network nor build is needed."""
     return not _missing(cache_root() / "bin" / version_key(this_architecture(), programs), programs)
 
 
@@ -137,7 +137,7 @@ def _download_all(
     architecture: Architecture,
     progress: ProgressLines,
 ) -> None:
-    """Download what can be had; a failure is reported in one line, and its host is not tried again."""
+    """Download the programs that are available; report a failure in one line and skip its host afterwards."""
     dead_hosts: set[str] = set()
     for program in sorted(missing):
         release = releases(program, architecture)
@@ -148,8 +148,8 @@ def _download_all(
             with progress.step(f"downloading {program} {release.version}"):
                 download_program(release, folder / program, limits)
         except DownloadError as error:
-            progress.note(f"{program} is built from source instead: {error}")
+            progress.log(f"{program} is built from source instead: {error}")
             if isinstance(error, UnreachableError):
-                # A machine without a way out reaches none of the hosts; waiting for each of them helps nobody.
+                # A machine without network access reaches none of the hosts, so it must not wait for each of them.
                 return
             dead_hosts.add(host)

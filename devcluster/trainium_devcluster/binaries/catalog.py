@@ -1,8 +1,9 @@
-"""Which programs the development cluster needs, in which versions, and where their official releases lie.
+"""List the programs of the development cluster, their versions, and the locations of their official releases.
 
-Invariants: a version appears here and in the pinned Go modules, and a test holds the two equal; a checksum is either
-written down here or is fetched from the release's own host over verified TLS; never is a program used unchecked, so one
-whose project publishes no checksum is built (Go's own checksums cover its module).
+Guarantees:
+- A version appears here and in the pinned Go modules; a test checks that both are equal.
+- A checksum is listed here or fetched from the release's host over verified TLS.
+- No program is used unchecked, so one whose project publishes no checksum is built (Go's checksums cover its module).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ VERSITYGW_VERSION = "1.8.0"
 
 
 class Program(StrEnum):
-    """A program, by the name of its file."""
+    """The programs, by file name."""
 
     ETCD = "etcd"
     APISERVER = "kube-apiserver"
@@ -31,7 +32,7 @@ class Program(StrEnum):
     KUBECTL = "kubectl"
     HELM = "helm"
     KWOK = "kwok"
-    """Simulates the kubelets of a fleet, which alone needs it."""
+    """Simulates the kubelets of a fleet; only a fleet needs it."""
     KUEUE = "kueue"
     """The real Kueue controller; only clusters that ask for it need it."""
     VERSITYGW = "versitygw"
@@ -42,7 +43,7 @@ FLEET_PROGRAMS = frozenset({Program.KWOK})
 KUEUE_PROGRAMS = frozenset({Program.KUEUE})
 S3_PROGRAMS = frozenset({Program.VERSITYGW})
 BUILT_ONLY = FLEET_PROGRAMS | KUEUE_PROGRAMS | S3_PROGRAMS
-"""Published without checksums, or as images only."""
+"""Programs that are published without checksums, or only as images."""
 CLUSTER_PROGRAMS = frozenset(Program) - BUILT_ONLY
 
 
@@ -55,19 +56,19 @@ class Architecture(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Where the official file of a program lies and how it is checked."""
+    """The location and the checksum of a program's official file."""
 
     program: Program
     version: str
     url: str
     member: str | None = None
-    """The path inside the tar archive; None when the file is the program itself."""
+    """Path inside the tar archive; None if the file is the program itself."""
     sha256: str | None = None
-    """The checksum of the downloaded file, in hexadecimal; None when it is fetched from `sha256_url`."""
+    """Checksum of the downloaded file, in hexadecimal; None if it is fetched from `sha256_url`."""
     sha256_url: str | None = None
 
 
-# Checksums that do not have to be asked for. The others are published beside the file by the same host.
+# Known checksums. The others are published beside the file by the same host.
 _PINNED: dict[tuple[Program, Architecture], str] = {
     (Program.ETCD, Architecture.AMD64): "cf9cfe91a4856cb90eed9c99e6aee4b708db2c7888b88a6f116281f04b0ea693",
     (Program.ETCD, Architecture.ARM64): "438f56a700d17ce761510a3e63e6fa5c1d587b2dd4d7a22c179c09a649366760",
@@ -89,7 +90,7 @@ def this_architecture() -> Architecture:
 
 
 def version_key(architecture: Architecture, programs: frozenset[Program] = CLUSTER_PROGRAMS) -> str:
-    """Return the name of the cache folder for these versions, so that an upgrade never mixes with what was there."""
+    """Return the name of the cache folder for these versions, so that an upgrade never mixes with older programs."""
     if programs <= FLEET_PROGRAMS:
         return f"kwok-{KWOK_VERSION}-{architecture}"
     if programs <= KUEUE_PROGRAMS:
@@ -100,7 +101,7 @@ def version_key(architecture: Architecture, programs: frozenset[Program] = CLUST
 
 
 def release_of(program: Program, architecture: Architecture) -> Release:
-    """Return the official release of a program; for none of `BUILT_ONLY`."""
+    """Return the official release of a program that is not in `BUILT_ONLY`."""
     pinned = _PINNED.get((program, architecture))
     match program:
         case Program.ETCD:

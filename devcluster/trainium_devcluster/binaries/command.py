@@ -1,7 +1,8 @@
-"""`trainium-devcluster binaries`, and `python -m trainium_devcluster.binaries` for a machine that has no packages yet.
+"""Run `trainium-devcluster binaries`, or `python -m trainium_devcluster.binaries` before packages are installed.
 
-Invariants: only the standard library is needed, since `scripts/setup.sh` runs this beside the installation of packages;
-Ctrl-C and SIGTERM end what was started and are answered with a sentence.
+Guarantees:
+- Only the standard library is needed, because `scripts/setup.sh` runs this while it installs packages.
+- Ctrl-C and SIGTERM end all started processes; one sentence reports that.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def prepare(*, fleet: bool = False, kueue: bool = False, s3: bool = False, helm: bool = False) -> Path:
-    """Fill the cache and return the folder of the cluster's programs, those first; raises ClusterError.
+    """Fill the cache, with the cluster's programs first, and return their folder; raises ClusterError.
 
-    `fleet`, `kueue`, `s3`: also theirs. `helm`: of the cluster's programs only that one.
+    `fleet`, `kueue` and `s3` add the programs of these options. `helm` prepares only that program.
     """
     sets = [frozenset({Program.HELM}) if helm else CLUSTER_PROGRAMS]
     optional = ((FLEET_PROGRAMS, fleet), (KUEUE_PROGRAMS, kueue), (S3_PROGRAMS, s3))

@@ -1,8 +1,8 @@
 """Download an official release file, check it and install the program.
 
 Guarantees:
-- Nothing appears under the final name before its checksum is right.
-- No network state can make it hang: opening a connection, each read, and the whole download have limits.
+- No file appears under its final name before its checksum is verified.
+- It cannot hang: opening a connection, each read, and the whole download have time limits.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on how long a download may take, in seconds."""
+    """Time limits of a download, in seconds."""
 
     open: float = 6.0
-    """Name look-up, connection, TLS and the first answer together."""
+    """Limit of name lookup, connection, TLS and the first answer together."""
     read: float = 10.0
-    """Silence between two pieces of data."""
+    """Longest pause between two pieces of data."""
     total: float = 900.0
 
 
@@ -43,11 +43,11 @@ class DownloadError(Exception):
 
 
 class UnreachableError(DownloadError):
-    """The host did not answer at all: other files from the network need not be tried."""
+    """The host did not answer, so other downloads need not be tried."""
 
 
 def download_program(release: Release, target: Path, limits: Limits | None = None) -> None:
-    """Fetch, verify and unpack a release to `target` (mode 0755); raises DownloadError and leaves nothing behind."""
+    """Fetch, verify and unpack a release to `target` (mode 0755); raises DownloadError, without leaving files."""
     limits = limits or Limits()
     expected = release.sha256 or _published_checksum(release, limits)
     archive = target.with_name(f".{target.name}.{os.getpid()}.download")
@@ -102,7 +102,7 @@ def _fetch(url: str, target: Path, limits: Limits) -> str:
 
 
 def _open(url: str, limits: Limits) -> BinaryIO:
-    """Open a URL within `limits.open` seconds, in a thread because looking up a name has no timeout."""
+    """Open a URL within `limits.open` seconds, in a thread because a name lookup has no timeout."""
     answers: queue.Queue[BinaryIO | Exception] = queue.Queue()
 
     def work() -> None:

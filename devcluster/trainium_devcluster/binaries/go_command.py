@@ -1,7 +1,8 @@
-"""Run a Go command as a process: read its output, and end it with all that it has started.
+"""Run a Go command as a process: read its output, and end it with all its descendants.
 
-Invariant: whatever ends the block around a command (its own end, an error, Ctrl-C) leaves none of its processes. It
-has a separate session, so that a Ctrl-C at the terminal is passed on once, by this process.
+Guarantees:
+- When the block around a command ends (normally, by an error, by Ctrl-C), none of its processes is left.
+- The command has a separate session, so that only this process passes on a Ctrl-C at the terminal.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
 
 _KEPT_LINES = 200
 _END_SECONDS = 10.0
-"""Go removes its temporary folder, hundreds of megabytes, when it is interrupted; a SIGKILL would leave it."""
+"""Time to remove the temporary folder, hundreds of megabytes, after an interrupt; a SIGKILL would leave it."""
 
 
 class GoCommand:
-    """One run of Go, which a `with` block starts and ends."""
+    """A run of Go, which a `with` block starts and ends."""
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         self.packages = 0
-        """Packages that it has named: with `-v`, those that it compiles."""
+        """Number of packages printed so far; with `-v` those that it compiles."""
         self._command, self._folder, self._environment = command, folder, environment
         self._downloads = 0
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -41,7 +42,7 @@ class GoCommand:
 
     def __enter__(self) -> Self:
         try:
-            with interrupts.held():
+            with interrupts.defer_interrupts():
                 self._process = subprocess.Popen(
                     self._command,
                     cwd=self._folder,
@@ -75,25 +76,25 @@ class GoCommand:
         if self._reader.ident is not None:
             self._reader.join()
 
-    def succeeds(self, seconds: float) -> bool:
-        """Return whether it ends well; raises subprocess.TimeoutExpired when it goes on for longer."""
+    def wait_for_success(self, seconds: float) -> bool:
+        """Return whether the command succeeds; raises subprocess.TimeoutExpired if it takes longer."""
         assert self._process is not None
         code = self._process.wait(seconds)
         self._reader.join()
         return code == 0
 
     def output(self) -> str:
-        """Return its standard output."""
+        """Return the standard output."""
         self._output.seek(0)
         return self._output.read()
 
     def downloaded(self) -> str:
-        """Return how much it has fetched, in words; empty when nothing was missing."""
+        """Return a text with the amount of downloaded data; empty if nothing was missing."""
         return f"{self._downloads} modules" if self._downloads else ""
 
-    def complaint(self, lines: int = 12) -> str:
-        """Return the last lines of its standard error."""
-        return "\n".join(list(self._lines)[-lines:])
+    def last_errors(self) -> str:
+        """Return the last lines of standard error."""
+        return "\n".join(list(self._lines)[-12:])
 
     def _read_output(self) -> None:
         assert self._process is not None
@@ -101,7 +102,7 @@ class GoCommand:
         with self._process.stderr as lines:
             for line in lines:
                 text = line.strip()
-                if _names_a_package(text):
+                if _is_package_line(text):
                     self.packages += 1
                 elif text.startswith("go: downloading "):
                     self._downloads += 1
@@ -110,12 +111,12 @@ class GoCommand:
 
     @staticmethod
     def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
-        """Its whole group: what it has started may outlive it, unless it ended well."""
+        """Signal the whole process group, because a failed command may leave processes."""
         if process.poll() != 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 
 
-def _names_a_package(text: str) -> bool:
-    """Return whether it is a line of `go build -v`: an import path and nothing else."""
+def _is_package_line(text: str) -> bool:
+    """Return whether a line is the output of `go build -v`: only an import path."""
     return bool(text) and not any(sign in text for sign in " \t:#")

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as KeyboardInterrupt, but never between the start of a process and the owner that would end it."""
+"""Raise Ctrl-C and SIGTERM as KeyboardInterrupt, but never between a process's start and its registration."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Interrupts:
-    """State of the interrupts of this process."""
+    """The interrupts of this process."""
 
     def __init__(self) -> None:
-        self.held = False
-        self.came = False
+        self.deferred = False
+        self.pending = False
 
     def handle(self, _number: int, _frame: FrameType | None) -> None:
-        for number in _SIGNALS:  # a second one must not cut short what the first one ends
+        for number in _SIGNALS:  # a second signal must not interrupt the cleanup of the first
             signal.signal(number, signal.SIG_IGN)
-        self.came = True
-        self.answer()
+        self.pending = True
+        self.raise_pending()
 
-    def answer(self) -> None:
-        if self.came and not self.held:
-            self.came = False
+    def raise_pending(self) -> None:
+        if self.pending and not self.deferred:
+            self.pending = False
             raise KeyboardInterrupt
 
 
@@ -37,7 +37,7 @@ _interrupts = _Interrupts()
 
 @contextlib.contextmanager
 def catch_interrupts() -> Iterator[None]:
-    """Within it the first such signal raises KeyboardInterrupt; for the main thread."""
+    """Raise KeyboardInterrupt at the first such signal within the block; for the main thread."""
     before = {number: signal.signal(number, _interrupts.handle) for number in _SIGNALS}
     try:
         yield
@@ -47,11 +47,11 @@ def catch_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
-    """Within it, which must be short, a caught interrupt waits; it is raised at the end."""
-    _interrupts.held = True
+def defer_interrupts() -> Iterator[None]:
+    """Delay a caught interrupt to the end of the block, which must be short."""
+    _interrupts.deferred = True
     try:
         yield
     finally:
-        _interrupts.held = False
-    _interrupts.answer()
+        _interrupts.deferred = False
+    _interrupts.raise_pending()

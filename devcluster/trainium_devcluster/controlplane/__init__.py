@@ -1,1 +1,1 @@
-"""etcd and the Kubernetes components: certificates, command lines, a client, the first objects."""
+"""Configure etcd and the Kubernetes components: certificates, command lines, a client, the first objects."""

@@ -1,8 +1,7 @@
-"""The objects that every new cluster gets: extra rights of nodes, and a default StorageClass.
+"""Create the first objects of a new cluster: additional permissions of nodes, and a default StorageClass.
 
-Nodes may do more than the role that Kubernetes has for them, because the node runtime replaces kube-proxy and
-a volume provisioner too and, since endpoints cannot hold loopback addresses, finds the pods behind a Service by
-its selector.
+Nodes need more permissions than Kubernetes' role for nodes, because the node runtime also replaces kube-proxy and a
+volume provisioner. Endpoints cannot hold loopback addresses, so it finds the pods of a Service by its selector.
 """
 
 from __future__ import annotations
@@ -61,6 +60,6 @@ _OBJECTS: Mapping[str, Mapping[str, object]] = {
 
 
 def bootstrap(client: ApiClient) -> None:
-    """Create the objects that are missing; may be repeated."""
+    """Create the missing objects. Idempotent."""
     for path, document in _OBJECTS.items():
         client.create(path, document, exists_ok=True)

@@ -1,8 +1,8 @@
 """Sign the certificates of a cluster with its own authority.
 
 Guarantees:
-- Every connection of the cluster is TLS and verified against this authority.
-- Keys are P-256 (made in a millisecond, so start-up does not wait for them) and readable by their owner only.
+- Every connection of the cluster uses TLS, verified against this authority.
+- Keys are P-256 (generated in a millisecond, so start-up does not wait for them); only their owner can read them.
 - Keys never leave the state folder except inside a kubeconfig.
 """
 
@@ -24,7 +24,7 @@ _ORGANIZATION = "trainium-devcluster"
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class KeyPair:
     """The PEM text of a certificate and of its key."""
 
     certificate: bytes
@@ -42,28 +42,28 @@ class Authority:
 
     def __init__(self, authority: trustme.CA) -> None:
         self._authority = authority
-        self.pair = Pair(authority.cert_pem.bytes(), authority.private_key_pem.bytes())
+        self.pair = KeyPair(authority.cert_pem.bytes(), authority.private_key_pem.bytes())
 
     @classmethod
     def create(cls, name: str) -> Authority:
-        """Make a new authority."""
+        """Create a new authority."""
         return cls(trustme.CA(organization_name=_ORGANIZATION, organization_unit_name=name))
 
     @classmethod
     def load(cls, folder: Path) -> Authority:
-        """Read the authority that `Pair.write` stored as `ca`."""
+        """Read the authority that `KeyPair.write` stored as `ca`."""
         return cls(trustme.CA.from_pem((folder / "ca.crt").read_bytes(), (folder / "ca.key").read_bytes()))
 
     def issue(
         self, common_name: str, *, organization: str = _ORGANIZATION, names: Sequence[str] = ("localhost",)
-    ) -> Pair:
-        """Sign a certificate that may serve and call, for these DNS names and IP addresses: at least one."""
+    ) -> KeyPair:
+        """Sign a certificate for server and client use, with at least one DNS name or IP address."""
         leaf = self._authority.issue_cert(*names, common_name=common_name, organization_name=organization)
-        return Pair(leaf.cert_chain_pems[0].bytes(), leaf.private_key_pem.bytes())
+        return KeyPair(leaf.cert_chain_pems[0].bytes(), leaf.private_key_pem.bytes())
 
 
 def signing_pair() -> tuple[bytes, bytes]:
-    """Return private and public PEM of a key that signs ServiceAccount tokens."""
+    """Return the private and public PEM of a key that signs ServiceAccount tokens."""
     key = ec.generate_private_key(ec.SECP256R1())
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -73,7 +73,7 @@ def signing_pair() -> tuple[bytes, bytes]:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner reads, whole or not at all."""
+    """Write a file that only its owner can read, atomically."""
     staging = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:

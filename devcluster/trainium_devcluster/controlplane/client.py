@@ -21,7 +21,7 @@ MERGE_PATCH = "application/merge-patch+json"
 
 
 class ControlPlaneError(ClusterError):
-    """The API server refused or did not answer; `code` is the HTTP status, 0 when there was none."""
+    """The API server refused or did not answer; `code` is the HTTP status, 0 without an answer."""
 
     def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class ControlPlaneError(ClusterError):
 
 
 class ApiClient:
-    """A client for any number of threads; every failure is a ControlPlaneError with a sentence."""
+    """A thread-safe client; every failure raises a ControlPlaneError with a sentence."""
 
     def __init__(self, access: Access, *, seconds: float = 10.0) -> None:
         self._connection = Connection(access, seconds=seconds, user_agent="trainium-devcluster")
@@ -59,7 +59,7 @@ class ApiClient:
         return None
 
     def create(self, path: str, document: Mapping[str, Any], *, exists_ok: bool = False) -> Json:
-        """Create an object; with `exists_ok` an existing one stays as it is; returns the object as sent."""
+        """Create an object and return it as sent; with `exists_ok` an existing one remains unchanged."""
         with _ignored(http.client.CONFLICT if exists_ok else None):
             return _parse(self._request("POST", path, document))
         return dict(document)
@@ -92,7 +92,7 @@ class ApiClient:
 
 @contextlib.contextmanager
 def _ignored(code: int | None) -> Iterator[None]:
-    """Suppress the refusal with this status."""
+    """Suppress an error with this status."""
     try:
         yield
     except ControlPlaneError as error:

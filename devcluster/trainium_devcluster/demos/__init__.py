@@ -1,5 +1,6 @@
-"""Apply, follow and disturb jobs of the demos on a development cluster, and compare their curves.
+"""Run the jobs of the demos on a development cluster, inject faults, and compare their loss curves.
 
-Invariants: it does only what a person could do (helm, kubectl, the cluster's fault commands); it measures by its own
-clock and from the files that the trainer leaves, and it imports nothing of operator, trainer or contract.
+Guarantees:
+- The demos use only tools of a user (helm, kubectl, the cluster's fault commands).
+- They measure by their own clock and from the trainer's files, and import nothing of operator, trainer or contract.
 """

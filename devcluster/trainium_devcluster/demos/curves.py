@@ -1,4 +1,4 @@
-"""Compare a job's loss curve under faults with that of an undisturbed run."""
+"""Compare the loss curve of a job with faults with that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from rich.table import Table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ACROSS_SIZES = 1e-5
-"""Largest relative difference of two runs of one curve at different sizes: sums in another order."""
+RESIZE_TOLERANCE = 1e-5
+"""Largest relative difference of two runs at different sizes, which sum in another order."""
 _RESIZE = "resize"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One disturbance and what it cost; seconds from the disturbance, by the clock of the demo where possible."""
+    """A fault and its cost; seconds count from the fault, by the clock of the demo if possible."""
 
     kind: str
     step: int
-    """Newest step when it happened."""
+    """Newest step at the time of the fault."""
     detected_seconds: float | None
     recovered_seconds: float | None
-    """To the end of the first new step."""
+    """Seconds to the end of the first new step."""
     pause_seconds: float | None
-    """Between the last step before and the first new step after."""
+    """Seconds between the last step before the fault and the first new step after it."""
     steps_lost: int
     pods_replaced: int
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The losses of both runs by step, and what was done to the first."""
+    """The losses of both runs by step, and the faults of the first run."""
 
     steps: int
     loss: dict[int, float]
@@ -42,7 +42,7 @@ class Curves:
 
     @property
     def first_resize_step(self) -> int | None:
-        """The last step at the reference's size; None when all are."""
+        """The last step at the size of the reference; None if all steps are."""
         return min((fault.step for fault in self.faults if fault.kind.startswith(_RESIZE)), default=None)
 
     @property
@@ -51,29 +51,29 @@ class Curves:
         return max((self.difference(step) for step in self.loss if step in self.reference), default=float("nan"))
 
     @property
-    def identical_before_resize(self) -> bool:
-        """Whether the curves agree bit for bit while the size is the reference's."""
+    def is_identical_before_resize(self) -> bool:
+        """Whether the curves are identical bit for bit up to the first resize."""
         last = self.first_resize_step or self.steps
         return all(self.loss.get(step) == self.reference.get(step) for step in range(1, last + 1))
 
     @property
-    def same_but_for_rounding(self) -> bool:
-        """Whether both are whole, and equal but for rounding."""
+    def is_equal_within_rounding(self) -> bool:
+        """Whether both curves are complete, and equal except for rounding."""
         every = set(range(1, self.steps + 1))
         whole = self.steps > 0 and set(self.loss) == every == set(self.reference)
-        return whole and self.max_difference <= ACROSS_SIZES
+        return whole and self.max_difference <= RESIZE_TOLERANCE
 
     @property
-    def same(self) -> bool:
-        """Whether both are whole and one curve: equal at equal size, equal but for rounding after a resize."""
-        return self.same_but_for_rounding and self.identical_before_resize
+    def is_identical(self) -> bool:
+        """Whether both curves are complete, identical before a resize, and equal except for rounding after it."""
+        return self.is_equal_within_rounding and self.is_identical_before_resize
 
     def difference(self, step: int) -> float:
-        """Relative difference of the two losses at `step`."""
+        """Return the relative difference of the two losses at `step`."""
         return abs(self.loss[step] - self.reference[step]) / abs(self.reference[step])
 
     def to_json(self) -> dict[str, Any]:
-        """Part of a report.json."""
+        """Return the part of report.json about the curves."""
         return {
             "steps": self.steps,
             "finalLoss": self.loss.get(self.steps),
@@ -81,7 +81,7 @@ class Curves:
             "lossCurve": [self.loss[step] for step in sorted(self.loss)],
             "referenceLossCurve": [self.reference[step] for step in sorted(self.reference)],
             "maxLossDifference": self.max_difference,
-            "identicalBeforeResize": self.identical_before_resize,
+            "identicalBeforeResize": self.is_identical_before_resize,
         }
 
 
@@ -112,8 +112,8 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} s"
 
 
-def draw(curves: Curves, top: Axes, bottom: Axes) -> None:
-    """Both curves with the faults into `top`, their difference into `bottom`."""
+def plot_curves(curves: Curves, top: Axes, bottom: Axes) -> None:
+    """Draw both curves with the faults into `top`, their difference into `bottom`."""
     steps = sorted(curves.reference)
     losses = [curves.reference[step] for step in steps]
     top.plot(steps, losses, color="#b8c4d6", linewidth=6, label="undisturbed run")

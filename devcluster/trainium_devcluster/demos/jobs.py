@@ -1,7 +1,8 @@
-"""TrainingJobs of a demo: installed, applied, followed and disturbed, one disturbance after the other.
+"""Install, apply and follow the TrainingJobs of a demo, and inject one fault after another.
 
-Invariants: each disturbance waits until the one before is over; a wait that is not fulfilled ends the demo with a
-message that names what was waited for and where to look.
+Guarantees:
+- Each fault waits until the job has recovered from the previous one.
+- A wait that times out ends the demo with a message that names the condition and where to look.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_contract.wire.recorded_membership import members_of
+from trainium_contract.wire.recorded_membership import parse_members
 from trainium_devcluster.cluster import system_values
 from trainium_devcluster.demos.curves import Fault
 from trainium_devcluster.demos.metrics import StepLog
@@ -37,20 +38,20 @@ _JOBS = f"/apis/trainium.dev/v1alpha1/namespaces/{NAMESPACE}/trainingjobs"
 
 @dataclass
 class Run:
-    """One TrainingJob of a demo, seen through the API server and through its files."""
+    """A TrainingJob of a demo, read from the API server and its files."""
 
     name: str
     folder: Path
-    """Its checkpoints."""
+    """Folder of the checkpoints."""
     trainer: Mapping[str, Any]
-    """Its `spec.trainer`; of a program `steps` alone."""
+    """`spec.trainer` of the job; only `steps` for a program."""
     log: StepLog
     status: dict[str, Any] = field(default_factory=dict)
-    """Newest status that was read; empty before the operator has written one."""
+    """Newest status that was read; empty until the operator has written one."""
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run; of one that counts epochs they are known once it has started, and 0 before."""
+        """Steps of the whole run; if the job counts epochs, 0 until it has started."""
         if self.trainer.get("epochs"):
             return int((self.status.get("progress") or {}).get("totalSteps", 0))
         return int(self.trainer["steps"])
@@ -71,10 +72,10 @@ class Run:
 
 
 class Demo(ABC):
-    """A demo on one running cluster."""
+    """A demo on a running cluster."""
 
     command = "make demo"
-    """Command that shows it again."""
+    """Command that runs the demo again."""
 
     def __init__(self, cluster: Cluster, view: View, repository: Path, out: Path) -> None:
         self.cluster = cluster
@@ -94,15 +95,15 @@ class Demo(ABC):
         if trainer:
             job["spec"]["trainer"] |= trainer
         run = self.run(job)
-        self.until(run, "the end", lambda: run.finished, seconds=seconds)
+        self.until(run, lambda: run.finished, "the end", seconds=seconds)
         run.log.refresh()
         self.view.log("the undisturbed run is complete")
         return run
 
-    # --- set-up --------------------------------------------------------------------------------------------------
+    # --- setup ------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Install the operator with helm, as a platform engineer does."""
+        """Install the operator with helm."""
         started = time.monotonic()
         self.cluster.kubectl("create", "namespace", NAMESPACE)
         chart = str(self.repository / "helm" / "trainium-operator")
@@ -113,7 +114,7 @@ class Demo(ABC):
         self.view.log(f"helm install {RELEASE}: the operator is ready ({time.monotonic() - started:.1f} s)")
 
     def read_job(self, file: Path, name: str) -> dict[str, Any]:
-        """Read the TrainingJob of a file, with this name and its checkpoints in the folder of the demo."""
+        """Read a TrainingJob from a file, and set its name and its checkpoint folder."""
         job: dict[str, Any] = yaml.safe_load(file.read_text())
         job["metadata"] |= {"name": name, "namespace": NAMESPACE}
         job["spec"]["checkpoint"]["storage"] = {"hostPath": {"path": str(self.out / "checkpoints")}, "subPath": name}
@@ -127,15 +128,15 @@ class Demo(ABC):
         self.cluster.kubectl("apply", "-f", str(path))
         self.view.log(f"kubectl apply -f {path.name}")
         folder = self.out / "checkpoints" / name
-        return Run(name, folder, self.trainer_of(job), StepLog(folder / "metrics.jsonl"))
+        return Run(name, folder, self.trainer_settings(job), StepLog(folder / "metrics.jsonl"))
 
-    def trainer_of(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what the job trains."""
+    def trainer_settings(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `spec.trainer` of the job."""
         trainer: Mapping[str, Any] = job["spec"]["trainer"]
         return trainer
 
-    def until(self, run: Run, what: str, condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
-        """Show the job until `condition` holds; raises ClusterError when the job fails or the time is over."""
+    def until(self, run: Run, condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
+        """Show the job until `condition` holds; raises ClusterError if the job fails or at the timeout."""
         deadline = time.monotonic() + seconds
         while True:
             run.log.refresh()
@@ -156,32 +157,34 @@ class Demo(ABC):
 
     def until_step(self, run: Run, step: int) -> None:
         """Wait until `step` has been completed."""
-        self.until(run, f"step {step}", lambda: run.log.newest >= step)
+        self.until(run, lambda: run.log.newest >= step, f"step {step}")
 
-    # --- disturbances --------------------------------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------------------
 
     def members(self, run: Run) -> list[dict[str, Any]]:
         """Return the current members by node rank."""
-        return members_of(self.cluster.api.get(f"/api/v1/namespaces/{NAMESPACE}/configmaps/{run.name}-membership"))
+        return parse_members(self.cluster.api.get(f"/api/v1/namespaces/{NAMESPACE}/configmaps/{run.name}-membership"))
 
     def kill_process(self, run: Run) -> None:
-        """SIGKILL one training process; its pod and all others stay."""
+        """Send SIGKILL to one training process; its pod and all others remain."""
         member = self.members(run)[1]
         pod = member["podName"]
         pid = self.find_process(pod)
         self.view.log(f"fault: SIGKILL of the training process in {pod} (rank {member['nodeRank']})")
-        self._measure(run, "killed process", lambda: self.inside(pod, "sh", "-c", f"kill -9 {pid}"))
+        self._measure(run, "killed process", lambda: self.exec_in_worker(pod, "sh", "-c", f"kill -9 {pid}"))
 
     def find_process(self, pod: str) -> int:
         """Return the pid of the training process in the worker."""
-        return int(json.loads(self.inside(pod, "python", "-m", "trainium_agent.show_ranks").splitlines()[0])["pid"])
+        return int(
+            json.loads(self.exec_in_worker(pod, "python", "-m", "trainium_agent.show_ranks").splitlines()[0])["pid"]
+        )
 
-    def inside(self, pod: str, *command: str) -> str:
+    def exec_in_worker(self, pod: str, *command: str) -> str:
         """Run a command in the worker; return its output."""
         return self.cluster.kubectl("exec", pod, "-n", NAMESPACE, "-c", "worker", "--", *command)
 
     def power_off_node(self, run: Run) -> str:
-        """Power loss of the node that holds the last rank; returns its name."""
+        """Power off the node of the last rank; return its name."""
         member = self.members(run)[-1]
         node: str = member["nodeName"]
         self.view.log(f"fault: power loss of {node} with {member['podName']} (rank {member['nodeRank']})")
@@ -189,42 +192,42 @@ class Demo(ABC):
         return node
 
     def kill_process_and_node(self, run: Run, first: int, second: int) -> None:
-        """Kill a process at one step, and power a node off at a later one; return when a spare is ready again."""
+        """Kill a process at one step and power a node off at a later one; return when a spare is ready again."""
         self.until_step(run, first)
         self.kill_process(run)
         self.until_step(run, second)
         node = self.power_off_node(run)
         self.cluster.faults.start_node(node)
         self.view.log(f"{node} is powered on again; the operator refills the spare")
-        self.until(run, "a new warm spare", lambda: run.status.get("spares", 0) >= 1)
+        self.until(run, lambda: run.status.get("spares", 0) >= 1, "a new warm spare")
 
     def resize(self, run: Run, size: int) -> None:
-        """`kubectl scale` to `size` nodes."""
+        """Scale the job to `size` nodes with `kubectl scale`."""
         before = run.status["membership"]["size"]
         self.view.log(f"kubectl scale trainingjob {run.name} --replicas={size}")
         command = ("scale", "trainingjob", run.name, "-n", NAMESPACE, f"--replicas={size}")
         self._measure(run, f"resize {before} to {size}", lambda: self.cluster.kubectl(*command))
 
-    def _measure(self, run: Run, kind: str, act: Callable[[], object]) -> None:
+    def _measure(self, run: Run, kind: str, inject: Callable[[], object]) -> None:
         before = {(item["generation"], item.get("attempt", 0)) for item in run.history()}
         run.log.refresh()
         step = run.log.newest
-        moment = time.time()
-        act()
+        injected_at = time.time()
+        inject()
 
-        def answer() -> dict[str, Any] | None:
+        def newest_entry() -> dict[str, Any] | None:
             fresh = [item for item in run.history() if (item["generation"], item.get("attempt", 0)) not in before]
             return fresh[-1] if fresh else None
 
-        def over() -> bool:
-            entry = answer()
+        def is_recovered() -> bool:
+            entry = newest_entry()
             return entry is not None and entry.get("recoveredSeconds") is not None
 
-        self.until(run, f"the recovery from {kind}", over)
-        entry = answer()
+        self.until(run, is_recovered, f"the recovery from {kind}")
+        entry = newest_entry()
         assert entry is not None
         run.log.refresh()
-        # The trainer saves what it makes after a resize was decided; a program repeats it.
+        # The trainer saves the steps after the decision to resize; a program repeats them.
         last = max(step, entry["stepBefore"], entry.get("resumeStep", 0))
         resumed = run.log.time_of(last + 1)
         ended = run.log.first_times.get(last)
@@ -232,9 +235,9 @@ class Demo(ABC):
             kind=kind,
             step=last,
             detected_seconds=entry.get("detectedSeconds"),
-            recovered_seconds=None if resumed is None else resumed - moment,
+            recovered_seconds=None if resumed is None else resumed - injected_at,
             pause_seconds=None if resumed is None or ended is None else resumed - ended,
-            steps_lost=entry.get("stepsLost", run.log.steps_lost_after(moment)),
+            steps_lost=entry.get("stepsLost", run.log.steps_lost_after(injected_at)),
             pods_replaced=entry.get("podsReplaced", 0),
         )
         self.faults.append(fault)

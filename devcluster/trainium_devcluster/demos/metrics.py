@@ -1,7 +1,7 @@
-"""Read the files of the trainer: a record for each step of the final history, and the samples of each step.
+"""Read the trainer's files: a record for each step of the final history, and the samples of each step.
 
-`StepLog` re-reads `metrics.jsonl`, so it notices a step that is computed again after a fault: its record changes.
-Times are Unix seconds of this machine.
+`StepLog` rereads `metrics.jsonl`, so it detects a step that is recomputed after a fault: its record changes. Times are
+Unix seconds of this machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:
-    """Step -> its record; a line that is still being written is left out."""
+    """Return the record of each step; skip a line that is still being written."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -35,14 +35,14 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
 
 @dataclass
 class StepLog:
-    """The steps of one run, and how often each was computed."""
+    """Records the steps of a run, and how often each was computed."""
 
     path: Path
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     recomputed: list[tuple[int, float]] = field(default_factory=list)
-    """(step, time of the newer record), in the order in which it was noticed."""
+    """(step, time of the newer record), in the order of detection."""
     first_times: dict[int, float] = field(default_factory=dict)
-    """Step -> when it ended for the first time."""
+    """When each step ended for the first time."""
 
     def refresh(self) -> None:
         """Read the file again."""
@@ -55,12 +55,12 @@ class StepLog:
         self.steps.update(fresh)
 
     def losses(self) -> dict[int, float]:
-        """Step -> its loss."""
+        """Return the loss of each step."""
         return {step: float(record["loss"]) for step, record in self.steps.items()}
 
     @property
     def newest(self) -> int:
-        """The highest step seen; 0 before the first."""
+        """The highest step so far; 0 before the first."""
         return max(self.steps, default=0)
 
     def steps_lost_after(self, moment: float) -> int:
@@ -68,18 +68,18 @@ class StepLog:
         return len({step for step, time in self.recomputed if time > moment})
 
     def time_of(self, step: int) -> float | None:
-        """When `step` ended; None when it has not."""
+        """Return when `step` ended; None if it has not."""
         record = self.steps.get(step)
         return None if record is None else float(record["time"])
 
 
 def every_sample_once(folder: Path, steps: int, batch: int) -> bool:
-    """Return whether every step saw a whole global batch and no sample was seen twice, within the first epoch."""
+    """Return whether every step used a whole global batch and no sample twice, within the first epoch."""
     return every_sample_once_in_batches(folder, dict.fromkeys(range(1, steps + 1), batch))
 
 
 def every_sample_once_in_batches(folder: Path, batches: Mapping[int, int]) -> bool:
-    """Return whether every step saw as many samples as in `batches`, none of them twice, within the first epoch."""
+    """Return whether every step used as many samples as in `batches`, none of them twice, within the first epoch."""
     seen = read_samples(folder)
     every = [sample for samples in seen.values() for sample in samples]
     return {step: len(samples) for step, samples in seen.items()} == batches and len(set(every)) == len(every)
@@ -102,11 +102,11 @@ def every_sample_once_an_epoch(folder: Path, steps: int, batch: int, epochs: int
 
 
 def read_samples(folder: Path) -> dict[int, list[int]]:
-    """Return step -> the samples of all ranks, sorted; a sample that was seen twice is there twice."""
+    """Return the sorted samples of all ranks by step; a sample that was used twice appears twice."""
     found: dict[int, list[int]] = {}
     for path in folder.glob("samples-*.jsonl"):
         for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line that is being written
+            with contextlib.suppress(ValueError):  # a line that is still being written
                 record = json.loads(line)
                 found.setdefault(record["step"], []).extend(record["samples"])
     return {step: sorted(samples) for step, samples in sorted(found.items())}

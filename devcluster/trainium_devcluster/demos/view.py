@@ -1,4 +1,4 @@
-"""Show a demo at the terminal: a live panel on a terminal, a line per change elsewhere."""
+"""Show the progress of a demo: a live panel on a terminal, otherwise a line per change."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 QUIET_SECONDS = 5.0
-"""Longest silence of the line-by-line form while a job makes progress."""
+"""Longest time without a line while a job makes progress."""
 
 
 class View:
-    """Shows one job at a time and a log of what just happened."""
+    """Shows one job at a time, and a log of the latest events."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -31,7 +31,7 @@ class View:
         self._printed, self._line = 0.0, ""
 
     def log(self, sentence: str) -> None:
-        """Something happened, or is about to."""
+        """Add a line to the log."""
         line = f"[{time.monotonic() - self._started:6.1f} s] {sentence}"
         self._lines = [*self._lines[-7:], line]
         if self._live is None:
@@ -48,7 +48,7 @@ class View:
         elif time.monotonic() - self._printed > QUIET_SECONDS:
             line = f"           {title}: {self._sentence()}"
             if line == self._line:
-                return  # nothing new: once is enough
+                return  # nothing new
             self._printed, self._line = time.monotonic(), line
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 

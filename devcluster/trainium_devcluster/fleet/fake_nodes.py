@@ -1,7 +1,7 @@
-"""Create as many fake nodes as wanted, whose kubelets kwok simulates, beside the nodes that run processes.
+"""Create any number of fake nodes, whose kubelets kwok simulates, beside the nodes that run processes.
 
-Everything else is real: the control plane, the scheduling, the objects. Nothing runs in the pods; simulated agents are
-in `benchmarks/fleet`. Nodes are registered Ready and complete; kwok renews their leases. A fault acts as soon as its
+The control plane, the scheduling and the objects are real. No process runs in the pods; `benchmarks/fleet` has
+simulated agents. Nodes are registered complete and Ready; kwok renews their leases. A fault takes effect before its
 method returns.
 """
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from trainium_devcluster.handle import ClusterHandle
     from trainium_devcluster.progress import Write
 
-LARGEST = 10_000
+MAX_NODES = 10_000
 _IN_FLIGHT = 8
 _READY_SECONDS = 300.0
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 _ZONES = ("us-west-2a", "us-west-2b", "us-west-2c", "us-west-2d")
-_UNSET = ("not-ready", "unreachable", "network-unavailable")
+_INITIAL_TAINTS = ("not-ready", "unreachable", "network-unavailable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetShape:
-    """Properties that each node of a fleet claims to be."""
+    """The properties that each node of a fleet reports."""
 
     neuron: int = 16
     efa: int = 8
@@ -42,9 +42,9 @@ class FleetShape:
     memory: str = "512Gi"
     instance_type: str = "trn1.32xlarge"
     lease_seconds: int = 40
-    """Duration of a lease, as a kubelet's; longer ones spare the API server of a small machine four writes each."""
+    """Duration of a lease, by default a kubelet's; a longer one saves writes of the API server on a small machine."""
     nodes_per_spine: int = 64
-    """Nodes below one switch of network layer 2; a quarter of them share one of layer 3."""
+    """Nodes below one switch of network layer 2; a quarter of them share a switch of layer 3."""
 
 
 class KwokFleet:
@@ -57,9 +57,9 @@ class KwokFleet:
 
     @classmethod
     def create(cls, cluster: ClusterHandle, nodes: int, shape: FleetShape | None = None, *, write: Write) -> KwokFleet:
-        """Register `nodes` nodes and return when a worker could be put on each; raises ClusterError."""
-        if not 0 <= nodes <= LARGEST:
-            raise ClusterError(f"A fleet cannot have {nodes} nodes; use 0 to {LARGEST}.")
+        """Register `nodes` nodes and return when each can run a worker; raises ClusterError."""
+        if not 0 <= nodes <= MAX_NODES:
+            raise ClusterError(f"A fleet cannot have {nodes} nodes; use 0 to {MAX_NODES}.")
         fleet = cls(cluster, shape or FleetShape())
         program = ensure_binaries(programs=FLEET_PROGRAMS, write=write).path(Program.KWOK)
         configuration = cluster.paths.root / "kwok.yaml"
@@ -71,7 +71,7 @@ class KwokFleet:
         return fleet
 
     def add(self, count: int) -> list[str]:
-        """Register more nodes and return their names; numbers are never used twice."""
+        """Register more nodes and return their names; numbers are never reused."""
         first = len(self.nodes) + 1
         names = [f"fleet-{number:05d}" for number in range(first, first + count)]
         bodies = (self._node(name) for name in names)
@@ -81,12 +81,12 @@ class KwokFleet:
         return names
 
     def wait_ready(self, seconds: float = _READY_SECONDS) -> None:
-        """Wait until the scheduler would put a pod on every node, and kwok holds every lease."""
+        """Wait until every node is schedulable and kwok holds its lease."""
         deadline = time.monotonic() + seconds
         wanted = set(self.nodes)
         while True:
             found = {item["metadata"]["name"]: item for item in self._list("/api/v1/nodes")}
-            late = [name for name in wanted & found.keys() if _is_held_back(found[name])]
+            late = [name for name in wanted & found.keys() if _has_initial_taints(found[name])]
             leases = {item["metadata"]["name"] for item in self._list(_LEASES)}
             late += wanted & found.keys() - leases
             if not late:
@@ -100,13 +100,11 @@ class KwokFleet:
 
     # --- faults ------------------------------------------------------------------------------------------------------
 
-    def fail_pod(
-        self, namespace: str, pod: str, *, exit_code: int = 1, message: str = "", reason: str = "Error"
-    ) -> None:
-        """End the pod's containers with an exit code, for good."""
+    def fail_pod(self, namespace: str, pod: str, *, exit_code: int = 1, message: str = "") -> None:
+        """End the pod's containers with an exit code, permanently."""
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
         found = self._cluster.api.get(path)
-        ended = {"exitCode": exit_code, "reason": reason, "message": message, "finishedAt": timestamp()}
+        ended = {"exitCode": exit_code, "reason": "Error", "message": message, "finishedAt": timestamp()}
         containers = [
             {"name": each["name"], "image": each["image"], "imageID": "", "ready": False, "restartCount": 0}
             | {"state": {"terminated": ended}}
@@ -119,8 +117,8 @@ class KwokFleet:
         status = {"phase": "Failed", "containerStatuses": containers, "conditions": conditions}
         self._cluster.api.patch(f"{path}/status", {"status": status})
 
-    def silence_node(self, node: str) -> None:
-        """Let the kubelet die: no lease, no word about its pods; after its grace period the node is NotReady."""
+    def stop_kubelet(self, node: str) -> None:
+        """Stop the kubelet: no lease, no status of its pods; after the grace period the node is NotReady."""
         self._cluster.api.patch(self._path(node), {"metadata": {"labels": {MANAGED_LABEL: None}}})
 
     def delete_node(self, node: str) -> None:
@@ -128,22 +126,22 @@ class KwokFleet:
         self._cluster.api.delete(self._path(node), missing_ok=False)
         self.nodes = [each for each in self.nodes if each != node]
 
-    def set_condition(self, node: str, kind: str, status: str, *, reason: str = "Fault", message: str = "") -> None:
-        """Set one condition of the node, `Ready` included; `status` is True, False or Unknown."""
+    def set_condition(self, node: str, kind: str, status: str, *, reason: str = "Fault") -> None:
+        """Set a condition of the node, including `Ready`; `status` is True, False or Unknown."""
         conditions = self._cluster.api.get(self._path(node))["status"].get("conditions", [])
         kept = [each for each in conditions if each["type"] != kind]
         kept.append(
-            {"type": kind, "status": status, "reason": reason, "message": message}
+            {"type": kind, "status": status, "reason": reason, "message": ""}
             | {"lastTransitionTime": timestamp(), "lastHeartbeatTime": timestamp()}
         )
         self._cluster.api.patch(f"{self._path(node)}/status", {"status": {"conditions": kept}})
 
     def taint(self, node: str, *taints: Mapping[str, str]) -> None:
-        """Replace the node's taints: `{"key": ..., "value": ..., "effect": ...}` each; none takes all away."""
+        """Replace the node's taints, each `{"key": ..., "value": ..., "effect": ...}`; an empty list removes all."""
         self._cluster.api.patch(self._path(node), {"spec": {"taints": list(taints)}})
 
     def set_allocatable(self, node: str, resource: str, count: int) -> None:
-        """Let a device vanish, or come back: capacity and allocatable of a resource."""
+        """Remove or restore devices: set capacity and allocatable of a resource."""
         amount = {resource: str(count)}
         change = {"status": {"allocatable": amount, "capacity": amount}}
         self._cluster.api.patch(f"{self._path(node)}/status", change)
@@ -194,7 +192,7 @@ class KwokFleet:
         return f"/api/v1/nodes/{node}"
 
     def _list(self, path: str) -> list[dict[str, Any]]:
-        """List from the API server's cache."""
+        """List objects from the API server's cache."""
         items: list[dict[str, Any]] = self._cluster.api.get(f"{path}?resourceVersion=0").get("items", [])
         return items
 
@@ -213,12 +211,12 @@ _NODE_INFO = (
 )
 
 
-def _is_held_back(node: Mapping[str, Any]) -> bool:
-    """Return whether the control plane has not taken its first taints off yet."""
+def _has_initial_taints(node: Mapping[str, Any]) -> bool:
+    """Return whether the node still has the initial taints of the control plane."""
     keys = {taint["key"] for taint in node["spec"].get("taints", [])}
-    return any(f"node.kubernetes.io/{unset}" in keys for unset in _UNSET)
+    return any(f"node.kubernetes.io/{unset}" in keys for unset in _INITIAL_TAINTS)
 
 
 def timestamp() -> str:
-    """Return the current time in the format of the API."""
+    """Return the current time in the API's format."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

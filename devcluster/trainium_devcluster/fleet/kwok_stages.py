@@ -1,9 +1,11 @@
-"""Configure kwok: which nodes it manages, and what happens to the pods on them.
+"""Configure kwok: the nodes that it manages, and the status of their pods.
 
-Invariants: kwok keeps the leases of a fleet's nodes, and reverts what the controller manager sets for a node
-without a heartbeat (Unknown), as a kubelet does; every other condition that somebody sets stays; a pod runs as
-soon as it is bound, has a separate address, and is removed as soon as it is deleted; a pod that was made to fail stays
-failed.
+Guarantees:
+- Like a kubelet, kwok renews the leases of the nodes and reverts the conditions that the controller manager sets to
+  Unknown.
+- It keeps every other condition.
+- A pod runs as soon as it is bound, has its own address, and is removed as soon as it is deleted.
+- A pod that was failed remains failed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import yaml
 
 MANAGED_LABEL = "trainium.dev/fleet"
-"""Annotation of nodes whose kubelet kwok simulates; a node without it has a dead kubelet."""
+"""Label of nodes whose kubelet kwok simulates; a node without it has a dead kubelet."""
 MANAGED = "kwok"
 POD_ADDRESSES = "10.128.0.0/9"
 
@@ -43,7 +45,7 @@ containerStatuses:
 """
 
 _READY = '.status.conditions.[] | select( .type == "Ready" ) | .status'
-_BACK = """
+_NODE_READY = """
 {{ $now := Now }}
 conditions:
 {{ range $type := list "Ready" "MemoryPressure" "DiskPressure" "PIDPressure" }}
@@ -73,19 +75,19 @@ def kwok_configuration(lease_seconds: int) -> str:
     alive = {"key": ".metadata.deletionTimestamp", "operator": "DoesNotExist"}
     documents: list[dict[str, Any]] = [
         {"apiVersion": "config.kwok.x-k8s.io/v1alpha1", "kind": "KwokConfiguration", "options": options},
-        # Without any stage for nodes kwok would not keep their leases either.
+        # Without a stage for nodes kwok would not renew their leases.
         _stage(
-            "node-is-back",
+            "node-ready",
             [{"key": _READY, "operator": "In", "values": ["Unknown"]}],
-            {"statusTemplate": _BACK.strip()},
+            {"statusTemplate": _NODE_READY.strip()},
             kind="Node",
         ),
         _stage(
-            "worker-runs",
+            "pod-running",
             [alive, {"key": ".status.phase", "operator": "In", "values": ["Pending"]}],
             {"statusTemplate": _RUNNING.strip()},
         ),
-        _stage("worker-goes", [{**alive, "operator": "Exists"}], {"delete": True}),
+        _stage("pod-deleted", [{**alive, "operator": "Exists"}], {"delete": True}),
     ]
     return yaml.safe_dump_all(documents, sort_keys=False)
 

@@ -1,6 +1,7 @@
-"""The process node runtime: one process that is a Kubernetes node and runs the pods bound to it as local processes.
+"""Run a process node: one process that acts as a Kubernetes node and runs its pods as local processes.
 
-Invariants: every process that a pod starts is a descendant of the node process and dies with it; nothing is written
-on the machine outside the node's state directory; what a pod asks for and this runtime does not honour is refused
-with an event.
+Guarantees:
+- Every process of a pod is a descendant of the node process and ends with it.
+- No file is written outside the node's state directory.
+- A pod with a field that the runtime does not support is refused with an event.
 """

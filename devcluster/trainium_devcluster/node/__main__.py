@@ -1,7 +1,8 @@
-"""Entry point of a node: `python -m trainium_devcluster.node OPTIONS_FILE`.
+"""Run a node: `python -m trainium_devcluster.node OPTIONS_FILE`.
 
-Invariants: namespaces are entered and the launcher is forked before anything heavy is imported and before the first
-thread exists, so that the launcher is small and the kernel permits the namespaces.
+Guarantees:
+- The process enters its namespaces and forks the launcher before large imports and before the first thread, so that the
+  launcher is small and the kernel permits the namespaces.
 """
 
 import contextlib
@@ -16,12 +17,12 @@ from trainium_devcluster.node.processes.launcher import fork_launcher
 
 
 def main() -> int:
-    """Run the node until it is stopped; returns the exit code."""
+    """Run the node until it is stopped; return the exit code."""
     options = NodeOptions.read(Path(sys.argv[1]))
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.suppress(PermissionError):
-        os.setsid()  # already done if the process was started as a session leader
-    found = isolation.find()
+        os.setsid()  # fails if the process is already a session leader
+    found = isolation.detect()
     isolation.enter(found)
     launcher_socket, _ = fork_launcher(found)
 

@@ -1,8 +1,8 @@
 """Inject faults into one node: its containers, conditions and connections.
 
 Guarantees:
-- A fault acts on exactly what was named, or answers with a sentence and does nothing.
-- Every fault but a kill can be reverted.
+- A fault acts on exactly the named target, or does nothing and answers with a sentence.
+- Every fault except a kill can be reverted.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from trainium_devcluster.node.network.sockets import SocketFilter
 from trainium_devcluster.node.pods.container import Container
 from trainium_devcluster.node.pods.pod import PodRunner
 from trainium_devcluster.node.registration import ForcedCondition, Registration
-from trainium_devcluster.processes.process_families import command_line, send, trees
+from trainium_devcluster.processes.process_tree import command_line, send_signal, tree_of
 
 _SLOW_PERIOD = 0.1  # seconds of one stop-and-go cycle
 _PARTITION_SCAN = 0.02  # seconds between two searches for new sockets
@@ -38,24 +38,24 @@ class NodeFaults:
     _filter: SocketFilter = field(default_factory=SocketFilter)
 
     async def handle(self, request: Json) -> Json:
-        """Carry out `request` and answer with what happened. Raises ClusterError when it names something unknown."""
+        """Execute `request` and return the outcome. Raises ClusterError if it names something unknown."""
         match request["op"]:
             case "kill-container":
-                os.kill(self._matching(request)[0], request["signal"])
+                os.kill(self._matching_pids(request)[0], request["signal"])
             case "freeze-container":
-                send(self._matching(request), signal.SIGSTOP)
+                send_signal(self._matching_pids(request), signal.SIGSTOP)
             case "thaw-container":
-                send(self._matching(request), signal.SIGCONT)
+                send_signal(self._matching_pids(request), signal.SIGCONT)
             case "set-condition":
                 fields = (request[key] for key in ("type", "status", "reason", "message"))
                 self.registration.set_condition(ForcedCondition(*fields))
             case "clear-condition":
                 self.registration.clear_condition(request["type"])
             case "slow":
-                await _ended(self._slow)
+                await _cancel(self._slow)
                 self._slow = None
                 if request["factor"] < 1:
-                    self._slow = asyncio.create_task(self._stop_and_go(request["factor"]))
+                    self._slow = asyncio.create_task(self._throttle(request["factor"]))
             case "partition":
                 return await self._set_partition(request["on"])
             case other:
@@ -63,9 +63,9 @@ class NodeFaults:
         return {}
 
     async def stop(self) -> None:
-        """Revert faults that last."""
+        """Revert the active faults."""
         for task in (self._slow, self._cut):
-            await _ended(task)
+            await _cancel(task)
 
     def _find(self, request: Json) -> Container:
         space, wanted = request["namespace"], request["pod"]
@@ -77,58 +77,58 @@ class NodeFaults:
                 return container
         raise ClusterError(f"Pod {space}/{wanted} is not on this node.")
 
-    def _matching(self, request: Json) -> list[int]:
+    def _matching_pids(self, request: Json) -> list[int]:
         """Return the processes of a container whose command line matches, parents before children."""
         container = self._find(request)
         if container.process is None:
             raise ClusterError(f"Container {container.name} of pod {request['pod']} is not running.")
-        tree, pattern = trees([container.process.pid]), request.get("match")
+        tree, pattern = tree_of([container.process.pid]), request.get("match")
         found = [pid for pid in tree if re.search(pattern, command_line(pid))] if pattern else tree
         if not found:
             raise ClusterError(f"No process of container {container.name} has a command line that matches {pattern!r}.")
         return found
 
-    def _processes(self) -> list[int]:
+    def _pod_pids(self) -> list[int]:
         """Return the processes of all pods."""
-        return trees(
+        return tree_of(
             c.process.pid
             for runner in self.runners()
             for c in runner.containers
             if c.process is not None and c.process.pid
         )
 
-    async def _stop_and_go(self, factor: float) -> None:
+    async def _throttle(self, factor: float) -> None:
         try:
             while True:
-                send(self._processes(), signal.SIGSTOP)
+                send_signal(self._pod_pids(), signal.SIGSTOP)
                 await asyncio.sleep(_SLOW_PERIOD * (1 - factor))
-                send(self._processes(), signal.SIGCONT)
+                send_signal(self._pod_pids(), signal.SIGCONT)
                 await asyncio.sleep(_SLOW_PERIOD * factor)
         finally:
-            send(self._processes(), signal.SIGCONT)
+            send_signal(self._pod_pids(), signal.SIGCONT)
 
     async def _set_partition(self, on: bool) -> Json:
         self.api.partition(on)
-        await _ended(self._cut)
+        await _cancel(self._cut)
         self._cut = None
         if not on:
             return {"pods": "healed"}
         if not self._filter.supported():
             return {"pods": "not cut: this kernel or user may not reach the sockets of its own processes (pidfd_getfd)"}
-        self._cut = asyncio.create_task(self._keep_cut())
+        self._cut = asyncio.create_task(self._maintain_partition())
         return {"pods": "cut: their TCP sockets receive nothing any more; what they send may still arrive"}
 
-    async def _keep_cut(self) -> None:
+    async def _maintain_partition(self) -> None:
         try:
             while True:
-                self._filter.cut(self._processes())
+                self._filter.cut(self._pod_pids())
                 await asyncio.sleep(_PARTITION_SCAN)
         finally:
             self._filter.heal()
 
 
-async def _ended(task: asyncio.Task[None] | None) -> None:
-    """End a fault that lasts."""
+async def _cancel(task: asyncio.Task[None] | None) -> None:
+    """Remove an active fault."""
     if task is not None:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

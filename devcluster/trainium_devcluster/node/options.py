@@ -1,4 +1,4 @@
-"""Options of a node, in a file that the supervisor writes and the node's process reads."""
+"""Define the options of a node, in a file that the supervisor writes and the node's process reads."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """Options of a node; a wrong value raises ClusterError."""
+    """The options of a node; an invalid value raises ClusterError."""
 
     root: str
     """Folder of the cluster."""
     spec: NodeSpec
     api_server: tuple[str, int]
-    """Host and port as pods are to use them."""
+    """Host and port for pods."""
     venv_bin: str
     """Folder that comes first in the PATH of pods."""
     heartbeat_seconds: float
@@ -51,7 +51,7 @@ class NodeOptions:
 
     @property
     def state_dir(self) -> Path:
-        """The folder of this node alone."""
+        """The folder of this node."""
         return self.paths.node(self.name)
 
     @property
@@ -61,12 +61,12 @@ class NodeOptions:
 
     @property
     def capacity(self) -> dict[str, str]:
-        """Resources that the node registers with, without those of which it has none."""
+        """The resources that the node registers, without those of amount 0."""
         return {name: amount for name, amount in self._requested().items() if quantities.parse(amount) > 0}
 
     @property
     def taints(self) -> list[dict[str, str]]:
-        """Taints that the node registers with."""
+        """The taints that the node registers."""
         return [_taint(text) for text in self.spec.taints]
 
     def _requested(self) -> dict[str, str]:
@@ -88,7 +88,7 @@ class NodeOptions:
 
     @staticmethod
     def read(file: Path) -> NodeOptions:
-        """Read what `write` stored."""
+        """Read the options that `write` stored."""
         fields: Mapping[str, Any] = json.loads(file.read_text())
         host, port = fields["api_server"]
         return NodeOptions(**{**fields, "spec": node_from_fields(fields["spec"]), "api_server": (host, port)})

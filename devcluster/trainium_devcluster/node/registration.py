@@ -1,9 +1,10 @@
-"""The Node object: registering it, its conditions, and the lease that shows that the node is alive.
+"""Register the Node object, and keep its conditions and its lease.
 
-Invariants: the lease is renewed once a heartbeat and only then; status is written when it changes, every five minutes,
-and when a heartbeat finds that the API server has it otherwise (the controller manager calls a silent node Unknown, and
-only the node itself takes that back). A condition set by a fault control stays until it is cleared, and wins over the
-node's own.
+Guarantees:
+- The lease is renewed once a heartbeat and only then.
+- Status is written when it changes, every five minutes, and when a heartbeat finds another status in the API server
+  (the controller manager sets a silent node to Unknown, and only the node reverts that).
+- A condition set by a fault remains until it is cleared, and overrides the node's own.
 """
 
 import asyncio
@@ -14,9 +15,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
+from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
 from trainium_devcluster.node.api.objects import Json, micro_timestamp, timestamp
-from trainium_devcluster.node.api.waiting import until
+from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.options import KUBELET_PORT, NodeOptions
 
 _log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ _STATUS_SECONDS = 300.0
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 _NOT_FOUND, _CONFLICT = 404, 409
 _RETRY = 0.5  # seconds
-_KUBELET_VERSION = "v1.36.3"  # what version skew checks expect beside a 1.36 API server
+_KUBELET_VERSION = "v1.36.3"  # a version that version skew checks accept beside a 1.36 API server
 _HEALTHY = (
     ("MemoryPressure", "KubeletHasSufficientMemory", "kubelet has sufficient memory available"),
     ("DiskPressure", "KubeletHasNoDiskPressure", "kubelet has no disk pressure"),
@@ -36,7 +37,7 @@ _HEALTHY = (
 
 @dataclass(frozen=True, slots=True)
 class ForcedCondition:
-    """A node condition as a fault control sets it."""
+    """A node condition set by a fault."""
 
     type: str
     status: str
@@ -46,7 +47,7 @@ class ForcedCondition:
 
 @dataclass(slots=True)
 class Registration:
-    """Keeps this node's object and lease."""
+    """Maintains this node's object and lease."""
 
     api: Api
     options: NodeOptions
@@ -61,13 +62,13 @@ class Registration:
     _boot_id: str = field(default_factory=lambda: os.urandom(16).hex())
 
     async def register(self) -> None:
-        """Create the Node, or take over the one that is there, and report Ready; waits for the API server."""
+        """Create the Node, or adopt an existing one, and report Ready; wait for the API server."""
         while True:
             try:
                 await self._ensure_node()
                 await self._write_status()
                 await self._renew()
-            except (ApiError, Unreachable) as error:
+            except (ApiError, UnreachableError) as error:
                 _log.warning("registration: %s", error)
                 await asyncio.sleep(_RETRY)
             else:
@@ -76,8 +77,8 @@ class Registration:
     async def run(self) -> None:
         """Renew the lease and report status until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._keep_lease())
-            group.create_task(self._keep_status())
+            group.create_task(self._renew_lease_periodically())
+            group.create_task(self._update_status_periodically())
 
     def set_condition(self, condition: ForcedCondition) -> None:
         """Report `condition` from now on, instead of the node's own of the same type."""
@@ -92,7 +93,7 @@ class Registration:
         self._changed.set()
 
     def allocatable(self) -> dict[str, str]:
-        """Return what pods may use, which is all of the capacity."""
+        """Return the resources for pods: all of the capacity."""
         return dict(self.options.capacity)
 
     def _labels(self) -> dict[str, str]:
@@ -181,16 +182,16 @@ class Registration:
         self._written = time.monotonic()
 
     async def _is_stale(self) -> bool:
-        """Return whether the API server has other conditions of this node."""
+        """Return whether the conditions in the API server differ."""
         if time.monotonic() - self._written > _STATUS_SECONDS:
             return True
         node = await self.api.get(self._path)
         theirs = {item["type"]: item["status"] for item in node.get("status", {}).get("conditions", [])}
         return any(theirs.get(item["type"]) != item.get("status") for item in self._conditions())
 
-    async def _keep_status(self) -> None:
+    async def _update_status_periodically(self) -> None:
         while True:
-            changed = await until(self._changed, self.options.heartbeat_seconds)
+            changed = await wait_for_event(self._changed, self.options.heartbeat_seconds)
             self._changed.clear()
             try:
                 if changed or await self._is_stale():
@@ -199,7 +200,7 @@ class Registration:
                 _log.warning("node status: %s", error)
                 if error.status == _NOT_FOUND:
                     await self.register()
-            except Unreachable:
+            except UnreachableError:
                 await asyncio.sleep(_RETRY)
                 self._changed.set()
 
@@ -224,12 +225,12 @@ class Registration:
                 raise
             await self.api.create(_LEASES, body)
 
-    async def _keep_lease(self) -> None:
+    async def _renew_lease_periodically(self) -> None:
         while True:
             await asyncio.sleep(self.options.heartbeat_seconds)
             try:
                 await self._renew()
-            except (ApiError, Unreachable) as error:
+            except (ApiError, UnreachableError) as error:
                 _log.warning("node lease: %s", error)
 
 

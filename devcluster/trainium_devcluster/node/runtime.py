@@ -1,8 +1,10 @@
-"""The running node: puts the parts together and hands pods to their runners.
+"""Run a node: connect its parts and pass pods to their runners.
 
-Invariants: a pod bound to this node has exactly one runner, by uid; leftovers of a former process of this node
-(pod directories, claims on running containers) is settled before anything new is started; a polite stop kills the
-containers and leaves the API as it is, as a power cut does.
+Guarantees:
+- A pod bound to this node has exactly one runner, by uid.
+- Leftovers of a previous process of this node (pod directories, statuses of running containers) are handled before any
+  new pod starts.
+- A graceful stop kills the containers and leaves the API objects unchanged, as a power loss would.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ import aiohttp
 from aiohttp import web
 
 from trainium_contract.api_server.kubeconfig import find_access
-from trainium_devcluster import control
+from trainium_devcluster import control_socket
 from trainium_devcluster.controlplane.certificates import Authority
 from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.events import EventSink
@@ -28,11 +30,11 @@ from trainium_devcluster.node.faults import NodeFaults
 from trainium_devcluster.node.network import addresses
 from trainium_devcluster.node.network.service_directory import ServiceDirectory
 from trainium_devcluster.node.options import KUBELET_PORT, NodeOptions
-from trainium_devcluster.node.pods.node_context import NodeServices
+from trainium_devcluster.node.pods.node_services import NodeServices
 from trainium_devcluster.node.pods.pod import PodRunner
 from trainium_devcluster.node.processes.isolation import Isolation
 from trainium_devcluster.node.processes.launcher_client import Launcher
-from trainium_devcluster.node.processes.programs import link_agent, program_folders
+from trainium_devcluster.node.processes.programs import create_agent_image, program_folders
 from trainium_devcluster.node.registration import Registration
 from trainium_devcluster.node.server.server import NodeServer
 from trainium_devcluster.node.volumes import persistent_volume_claims
@@ -42,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 async def run(options: NodeOptions, isolation: Isolation, launcher_socket: socket.socket) -> None:
-    """Be the node until SIGTERM or SIGINT."""
+    """Run the node until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -53,7 +55,7 @@ async def run(options: NodeOptions, isolation: Isolation, launcher_socket: socke
         Api(access, f"process-node/{options.name}") as api,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http,
     ):
-        node = _assemble(options, isolation, launcher, api, http)
+        node = _create_node(options, isolation, launcher, api, http)
         tasks = [asyncio.create_task(node.run()), asyncio.create_task(stop.wait())]
         tasks.append(asyncio.ensure_future(launcher.ended))
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -65,10 +67,12 @@ async def run(options: NodeOptions, isolation: Isolation, launcher_socket: socke
             tasks[0].result()
 
 
-def _assemble(
+def _create_node(
     options: NodeOptions, isolation: Isolation, launcher: Launcher, api: Api, http: aiohttp.ClientSession
-) -> "RunningNode":
-    network, listener = addresses.claim(addresses.candidates(f"{options.api_server}/{options.name}"), KUBELET_PORT)
+) -> "NodeRuntime":
+    network, listener = addresses.reserve_network(
+        addresses.candidate_networks(f"{options.api_server}/{options.name}"), KUBELET_PORT
+    )
     events = EventSink(api, options.name)
     registration = Registration(api, options, str(network[1]), str(network))
     runners: dict[str, PodRunner] = {}
@@ -89,12 +93,12 @@ def _assemble(
         release_address=pod_addresses.release,
         programs=program_folders(Path(options.venv_bin)),
     )
-    link_agent(services.agent_folder, Path(options.venv_bin))
-    return RunningNode(services, registration, listener, pod_addresses, runners)
+    create_agent_image(services.agent_folder, Path(options.venv_bin))
+    return NodeRuntime(services, registration, listener, pod_addresses, runners)
 
 
 @dataclass(slots=True, eq=False)
-class RunningNode:
+class NodeRuntime:
     """The parts of a running node."""
 
     services: NodeServices
@@ -108,7 +112,7 @@ class RunningNode:
         """Register and run pods until cancelled."""
         options = self.services.options
         faults = NodeFaults(self.services.api, self.registration, self.runners.values)
-        control_server = await control.serve(options.paths.node_socket(options.name), faults.handle)
+        control_server = await control_socket.serve(options.paths.node_socket(options.name), faults.handle)
         web_runner = await self._serve_api()
         pods = Reflector(
             self.services.api, "/api/v1/pods", {"fieldSelector": f"spec.nodeName={options.name}"}, self._pod_changed
@@ -125,7 +129,7 @@ class RunningNode:
                 )
                 group.create_task(pods.run())
                 await pods.synced.wait()
-                self._sweep()
+                self._remove_orphaned_folders()
         finally:
             control_server.close()
             for task in self._tasks.values():
@@ -134,7 +138,7 @@ class RunningNode:
             await web_runner.cleanup()
 
     async def _serve_api(self) -> web.AppRunner:
-        """Listen to the API server, which must show a certificate of the cluster's authority."""
+        """Serve the node's API over HTTPS, with a certificate of the cluster's authority."""
         options = self.services.options
         pki, folder = options.paths.pki, options.state_dir
         names = (self.services.address,)
@@ -143,14 +147,14 @@ class RunningNode:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(pki / "ca.crt"))
         tls.verify_mode = ssl.CERT_REQUIRED
         tls.load_cert_chain(folder / "serving.crt", folder / "serving.key")
-        # A stop must not wait for followed logs.
+        # A stop must not wait for clients that follow logs.
         runner = web.AppRunner(NodeServer(self._find).app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.SockSite(runner, self.listener, ssl_context=tls).start()
         return runner
 
-    def _sweep(self) -> None:
-        """Remove the directories of pods that went while this node was down."""
+    def _remove_orphaned_folders(self) -> None:
+        """Remove the directories of pods that were deleted while this node was down."""
         folder = self.services.options.state_dir / "pods"
         for entry in folder.iterdir() if folder.is_dir() else ():
             if entry.name not in self.runners:
@@ -163,21 +167,21 @@ class RunningNode:
     def _pod_changed(self, pod: Json, deleted: bool) -> None:
         runner = self.runners.get(uid(pod))
         if runner is not None:
-            runner.removed(pod) if deleted else runner.update(pod)
+            runner.handle_deletion(pod) if deleted else runner.update(pod)
         elif not deleted:
-            self._adopt(pod)
+            self._start_runner(pod)
 
-    def _adopt(self, pod: Json) -> None:
+    def _start_runner(self, pod: Json) -> None:
         key = uid(pod)
         if pod["spec"].get("hostNetwork"):
             address = self.services.address
         else:
-            address = self.addresses.take(key, pod.get("status", {}).get("podIP", ""))
+            address = self.addresses.allocate(key, pod.get("status", {}).get("podIP", ""))
         runner = self.runners[key] = PodRunner(self.services, pod, address)
         task = self._tasks[key] = asyncio.create_task(runner.run(), name=f"pod {namespace(pod)}/{name(pod)}")
-        task.add_done_callback(lambda done: self._ended(key, done))
+        task.add_done_callback(lambda done: self._on_runner_done(key, done))
 
-    def _ended(self, key: str, task: asyncio.Task[None]) -> None:
+    def _on_runner_done(self, key: str, task: asyncio.Task[None]) -> None:
         self.runners.pop(key, None)
         self._tasks.pop(key, None)
         self.addresses.release(key)

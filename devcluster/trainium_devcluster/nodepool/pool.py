@@ -1,6 +1,7 @@
-"""The nodes of a running cluster, as processes: started, ended, frozen, and cleaned up after.
+"""Start, stop and freeze the node processes of a cluster, and clean up after them.
 
-Invariant: when a node's process has ended, whatever way, nothing that ran on it goes on running.
+Guarantees:
+- When a node's process has ended in any way, all processes that ran on it end.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING
 from trainium_devcluster.controlplane import components
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.node.options import NodeOptions
-from trainium_devcluster.nodepool.silence import Silence, listening
+from trainium_devcluster.nodepool.unresponsive_ports import UnresponsivePorts, listening_addresses
 from trainium_devcluster.processes.cleanup import remove_folder
-from trainium_devcluster.processes.process_families import freeze_family, kill_family, thaw_family
+from trainium_devcluster.processes.process_tree import freeze_tree, kill_tree, thaw_tree
 from trainium_devcluster.state import MARKER, NodeSpec
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 
 _HOLD_TRIES = 50
 _HOLD_SECONDS = 0.02
-"""Between two tries to hold the ports of a node that was killed: its pods' last processes may still be ending."""
+"""Interval of tries to hold the ports of a killed node, because its pods' last processes may still be ending."""
 logger = logging.getLogger(__name__)
 
 
 class NodeState(StrEnum):
-    """State of the process of a node."""
+    """The states of a node's process."""
 
     RUNNING = "running"
     FROZEN = "frozen"
@@ -47,13 +48,13 @@ class NodeState(StrEnum):
 
 @dataclass(slots=True)
 class PoolNode:
-    """A node: what it claims to have and its process."""
+    """A node: its options and its process."""
 
     spec: NodeSpec
     child: Child
     state: NodeState = NodeState.RUNNING
-    silence: Silence | None = None
-    """While it has no power: its ports."""
+    unresponsive_ports: UnresponsivePorts | None = None
+    """The held ports of the node while it has no power."""
 
 
 class NodePool:
@@ -78,71 +79,71 @@ class NodePool:
         self._nodes: dict[str, PoolNode] = {}
 
     def add(self, spec: NodeSpec) -> None:
-        """Start a new node; raises ClusterError when the name is taken."""
+        """Start a new node; raises ClusterError if the name exists."""
         if spec.name in self._nodes:
             raise ClusterError(f"Cluster {self._paths.name!r} has a node {spec.name!r} already; choose another name.")
         self._start(spec)
 
     def start(self, name: str) -> None:
-        """Start a node again that was killed or has ended."""
+        """Restart a node that was killed or has ended."""
         node = self._get(name)
         if node.child.code is None:
-            raise ClusterError(f"Node {name!r} runs already.")
-        self._break_silence(node)
+            raise ClusterError(f"Node {name!r} already runs.")
+        self._release_ports(node)
         self._start(node.spec)
 
     async def kill(self, name: str) -> None:
-        """Power loss."""
+        """Simulate a power loss."""
         node = self._get(name)
-        ports = [] if node.silence else listening(MARKER, self._paths.marker(name))
+        ports = [] if node.unresponsive_ports else listening_addresses(MARKER, self._paths.marker(name))
         self._kill(node)
         await node.child.ended.wait()
-        node.silence = node.silence or Silence(ports)
+        node.unresponsive_ports = node.unresponsive_ports or UnresponsivePorts(ports)
         for _ in range(_HOLD_TRIES):
-            if not node.silence.missing:
+            if not node.unresponsive_ports.missing:
                 break
             await asyncio.sleep(_HOLD_SECONDS)
-            node.silence.try_again()
+            node.unresponsive_ports.retry()
 
     async def stop(self, name: str, seconds: float) -> None:
-        """Shut down politely for up to `seconds`, then by force."""
+        """Shut down gracefully for up to `seconds`, then by force."""
         node = self._get(name)
-        self._ask_to_end(node)
+        self._request_stop(node)
         await node.child.wait(seconds)
         self._kill(node)
         await node.child.ended.wait()
 
-    async def forget(self, name: str) -> None:
-        """Kill a node and drop its name and its files: a machine that is removed for good loses its disk."""
+    async def remove(self, name: str) -> None:
+        """Kill a node and remove its name and its files, as a machine that is removed permanently loses its disk."""
         await self.kill(name)
-        self._break_silence(self._nodes[name])
+        self._release_ports(self._nodes[name])
         del self._nodes[name]
         await asyncio.to_thread(remove_folder, self._paths.node(name))
 
     def freeze(self, name: str) -> None:
-        """Stop every process of the node where it is."""
+        """Freeze every process of the node."""
         node = self._get(name)
         pid = node.child.pid
         if pid is None:
             raise ClusterError(f"Node {name!r} is not running, so it cannot be frozen.")
-        freeze_family(pid, MARKER, self._paths.marker(name))
+        freeze_tree(pid, MARKER, self._paths.marker(name))
         node.state = NodeState.FROZEN
 
     def thaw(self, name: str) -> None:
-        """Let a frozen node go on; nothing happens to one that is not frozen."""
+        """Let a frozen node continue; no effect on one that is not frozen."""
         self._thaw(self._get(name))
 
     async def end(self, seconds: float) -> None:
-        """End all nodes, politely (they unmount and tidy) for up to `seconds`."""
+        """Stop all nodes, gracefully (they unmount and clean up) for up to `seconds`."""
         for node in self._nodes.values():
-            self._ask_to_end(node)
+            self._request_stop(node)
         await asyncio.gather(*(node.child.wait(seconds) for node in self._nodes.values()))
         for node in self._nodes.values():
             self._kill(node)
 
     def rows(self) -> dict[str, dict[str, object]]:
         """Return the part of `status` about the nodes."""
-        return {name: node.child.row(node.state) for name, node in self._nodes.items()}
+        return {name: node.child.status_row(node.state) for name, node in self._nodes.items()}
 
     def _start(self, spec: NodeSpec) -> None:
         api_server = (components.HOST, self._ports.apiserver)
@@ -152,32 +153,32 @@ class NodePool:
         environment = node_environment(os.environ, self._paths, spec.name, self._binaries)
         node = PoolNode(spec, self._children.start(f"node-{spec.name}", command, environment))
         self._nodes[spec.name] = node
-        self._children.watch(self._bury(node))
+        self._children.run_in_background(self._clean_up_after_exit(node))
 
-    async def _bury(self, node: PoolNode) -> None:
+    async def _clean_up_after_exit(self, node: PoolNode) -> None:
         await node.child.ended.wait()
         if node.state is NodeState.RUNNING:
             logger.warning("node %s ended with code %s", node.spec.name, node.child.code)
         node.state = NodeState.DEAD
-        kill_family(None, MARKER, self._paths.marker(node.spec.name))
+        kill_tree(None, MARKER, self._paths.marker(node.spec.name))
 
-    def _break_silence(self, node: PoolNode) -> None:
-        if node.silence is not None:
-            node.silence.end()
-            node.silence = None
+    def _release_ports(self, node: PoolNode) -> None:
+        if node.unresponsive_ports is not None:
+            node.unresponsive_ports.release()
+            node.unresponsive_ports = None
 
     def _kill(self, node: PoolNode) -> None:
         node.state = NodeState.DEAD
-        kill_family(node.child.pid, MARKER, self._paths.marker(node.spec.name))
+        kill_tree(node.child.pid, MARKER, self._paths.marker(node.spec.name))
 
     def _thaw(self, node: PoolNode) -> None:
         pid = node.child.pid
         if node.state is NodeState.FROZEN and pid is not None:
-            thaw_family(pid, MARKER, self._paths.marker(node.spec.name))
+            thaw_tree(pid, MARKER, self._paths.marker(node.spec.name))
             node.state = NodeState.RUNNING
 
-    def _ask_to_end(self, node: PoolNode) -> None:
-        self._thaw(node)  # a stopped process does not see the signal
+    def _request_stop(self, node: PoolNode) -> None:
+        self._thaw(node)  # a stopped process does not handle the signal
         node.state = NodeState.STOPPING if node.child.code is None else NodeState.DEAD
         node.child.identity.signal(signal.SIGTERM)
 
@@ -189,6 +190,6 @@ class NodePool:
 
 
 def node_environment(base: Mapping[str, str], paths: ClusterPaths, node: str, binaries: Path) -> dict[str, str]:
-    """Return the environment of a node's process: the supervisor's, the marker, and the cluster's programs on PATH."""
+    """Return the environment of a node process: the supervisor's, the marker, and the cluster's PATH."""
     path = f"{binaries}:{base.get('PATH', '/usr/bin:/bin')}"
     return {**base, MARKER: paths.marker(node), "PATH": path, "PYTHONUNBUFFERED": "1"}

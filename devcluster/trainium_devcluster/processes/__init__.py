@@ -1,1 +1,1 @@
-"""Processes that end with their supervisor, and what is left of those that did not."""
+"""Run processes that end with their supervisor, and clean up leftovers."""

@@ -1,7 +1,8 @@
-"""The child processes of a supervisor: started with log and pid file, and collected when they end.
+"""Start the child processes of a supervisor with log and pid file, and collect them when they end.
 
-Invariants: only the main thread starts processes; every ended process is collected, adopted orphans too, so none stays
-a zombie.
+Guarantees:
+- Only the main thread starts processes.
+- Every ended process is collected, including adopted orphans, so none remains a zombie.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.processes.process_families import ProcessId, identify, resident_bytes, spawn
+from trainium_devcluster.processes.process_tree import ProcessId, identify, resident_bytes, spawn
 
 if TYPE_CHECKING:
     import subprocess
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Child:
-    """A process that was started and may have ended."""
+    """A started process, which may have ended."""
 
     process: subprocess.Popen[bytes]
     identity: ProcessId
@@ -37,14 +38,14 @@ class Child:
         return self.identity.pid if self.identity.is_alive() else None
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for the end; False when it did not come within `seconds`."""
+        """Wait for the end; return False after `seconds`."""
         try:
             await asyncio.wait_for(self.ended.wait(), seconds)
         except TimeoutError:
             return False
         return True
 
-    def row(self, state: str) -> dict[str, object]:
+    def status_row(self, state: str) -> dict[str, object]:
         """Return the part of `status` about the process; memory in bytes."""
         pid = self.identity.pid
         return {"pid": pid, "state": state, "code": self.code, "bytes": resident_bytes(pid)}
@@ -66,7 +67,7 @@ class Children:
         except OSError as error:
             raise ClusterError(f"{name} cannot be started: {error}.") from error
         identity = identify(process.pid)
-        if identity is None:  # a child that nobody has collected yet is at least a zombie
+        if identity is None:  # a child that is not collected yet is at least a zombie
             raise ClusterError(f"{name} vanished while it was started; its log is {log}.")
         child = Child(process, identity)
         self._running[process.pid] = child
@@ -74,8 +75,8 @@ class Children:
         identity.write(self._paths.pids / f"{name}.json")
         return child
 
-    def collect(self) -> None:
-        """Collect every ended child; for SIGCHLD."""
+    def reap(self) -> None:
+        """Collect every ended child; the handler of SIGCHLD."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -86,16 +87,16 @@ class Children:
             child = self._running.pop(pid, None)
             if child is not None:
                 child.code = os.waitstatus_to_exitcode(status)
-                child.process.returncode = child.code  # subprocess would complain of a child that it never saw end
+                child.process.returncode = child.code  # subprocess would warn about a child whose end it did not see
                 child.ended.set()
 
-    def watch(self, work: Coroutine[object, object, None]) -> None:
-        """Run something beside the supervisor until it ends or the cluster does."""
+    def run_in_background(self, work: Coroutine[object, object, None]) -> None:
+        """Run a task beside the supervisor until it ends or the cluster does."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def stop_watching(self) -> None:
-        """Cancel all that `watch` started."""
+    def cancel_background(self) -> None:
+        """Cancel all tasks of `run_in_background`."""
         for task in tuple(self._tasks):
             task.cancel()

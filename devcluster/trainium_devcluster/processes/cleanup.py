@@ -1,7 +1,7 @@
 """End and remove the leftovers of a cluster whose supervisor has ended.
 
-Invariant: nothing is killed by its name: only processes that a pid file identifies or that carry the cluster's own
-marker.
+Guarantees:
+- No process is killed by its name: only processes that a pid file identifies or that have the cluster's marker.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import signal
 import stat
 from pathlib import Path
 
-from trainium_devcluster.processes.process_families import ProcessId, kill_family, marked
+from trainium_devcluster.processes.process_tree import ProcessId, find_marked, kill_tree
 from trainium_devcluster.state import MARKER, ClusterPaths
 
 logger = logging.getLogger(__name__)
 
 
 def end_leftovers(paths: ClusterPaths) -> int:
-    """Kill every process of a cluster without supervisor; returns how many were found."""
+    """Kill every process of a cluster without a supervisor; return the number found."""
     recorded = [ProcessId.read(file) for file in sorted(paths.pids.glob("*.json"))] if paths.pids.is_dir() else []
     alive = [process for process in recorded if process is not None and process.is_alive()]
-    found = {process.pid for process in alive} | set(marked(MARKER, f"{paths.root}/", prefix=True))
+    found = {process.pid for process in alive} | set(find_marked(MARKER, f"{paths.root}/", prefix=True))
     for process in alive:
         process.signal(signal.SIGKILL)
-    kill_family(None, MARKER, f"{paths.root}/", prefix=True)
+    kill_tree(None, MARKER, f"{paths.root}/", prefix=True)
     return len(found)
 
 
 def remove_folder(root: Path) -> None:
-    """Remove a folder of the cluster's; not when something is mounted in it, whose content is not the cluster's."""
+    """Remove a folder of the cluster, unless something is mounted in it, whose content may not be the cluster's."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     if any(Path(mount).is_relative_to(root) for mount in mounts):
         logger.error("something is still mounted below %s, so its files stay; unmount it and run down again", root)
@@ -41,7 +41,7 @@ def remove_folder(root: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove `folder` with all below it, also directories that a pod made unreadable (overlay work directories are)."""
+    """Remove `folder` and its contents, including unreadable directories (such as work directories of overlays)."""
 
     def unlock(_: object, path: str, __: object) -> None:
         with contextlib.suppress(OSError):

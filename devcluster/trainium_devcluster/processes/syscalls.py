@@ -1,7 +1,9 @@
-"""The few Linux system calls that the standard library lacks: namespaces, mounts, process control.
+"""Call Linux functions that the standard library lacks: namespaces, mounts, process control.
 
-Invariants: each wrapper raises `OSError` with the path or the call's name; nothing here allocates threads, so that
-all of it may be called in a forked child. Imports nothing but the standard library: the launcher must stay small.
+Guarantees:
+- Each wrapper raises `OSError` with the path or the name of the call.
+- No function creates threads, so all may be called in a forked child.
+- Only the standard library is imported, because the launcher must stay small.
 """
 
 import ctypes
@@ -47,15 +49,15 @@ def mount(source: str, target: str, fstype: str = "", flags: int = 0, options: s
     _check(result, target)
 
 
-def bind(source: str, target: str, *, read_only: bool = False, recursive: bool = True) -> None:
-    """Show `source` (directory or file) at `target` too."""
-    mount(source, target, flags=MS_BIND | (MS_REC if recursive else 0))
+def bind(source: str, target: str, *, read_only: bool = False) -> None:
+    """Bind `source` (directory or file, with its submounts) to `target`."""
+    mount(source, target, flags=MS_BIND | MS_REC)
     if read_only:
         remount_read_only(target)
 
 
 def remount_read_only(target: str) -> None:
-    """Make the mount at `target` read-only, keeping the flags that an unprivileged user may not clear."""
+    """Make the mount at `target` read-only, with the flags that an unprivileged user may not clear."""
     flags = MS_REMOUNT | MS_BIND | MS_RDONLY
     for locked in (0, MS_NOSUID, MS_NODEV, MS_NOSUID | MS_NODEV):
         try:
@@ -72,7 +74,7 @@ def unmount(target: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Give the calling process new namespaces."""
+    """Move the calling process into new namespaces."""
     _check(_libc.unshare(flags), "unshare")
 
 
@@ -82,7 +84,7 @@ def set_namespace(fd: int, kind: int) -> None:
 
 
 def pivot_root(new_root: str, put_old: str) -> None:
-    """Make `new_root` the root of this mount namespace and show the old one at `put_old`."""
+    """Make `new_root` the root of this mount namespace and mount the old one at `put_old`."""
     number = _SYS_PIVOT_ROOT[os.uname().machine]
     _check(_libc.syscall(number, os.fsencode(new_root), os.fsencode(put_old)), "pivot_root")
 
@@ -94,7 +96,7 @@ def set_hostname(name: str) -> None:
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Have the kernel send `signal_number` to this process when its parent ends."""
+    """Make the kernel send `signal_number` to this process when its parent ends."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0), "prctl PDEATHSIG")
 
 
@@ -104,7 +106,7 @@ def become_subreaper() -> None:
 
 
 def forbid_new_privileges() -> None:
-    """No exec of this process or its children gains privileges any more."""
+    """Forbid this process and its children to gain privileges by exec."""
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl NO_NEW_PRIVS")
 
 
@@ -116,7 +118,7 @@ def limit_capabilities(keep: frozenset[int]) -> None:
 
 
 def map_own_user() -> None:
-    """Map the caller's user and group onto themselves in the user namespace that it has just made."""
+    """Map the caller's user and group to themselves in its new user namespace."""
     raise_on_missing = (("setgroups", "deny"), ("uid_map", f"{_UID} {_UID} 1"), ("gid_map", f"{_GID} {_GID} 1"))
     for name, text in raise_on_missing:
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:  # noqa: PTH123 - pathlib is not worth importing

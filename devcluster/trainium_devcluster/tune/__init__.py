@@ -1,6 +1,6 @@
-"""The second demo: a base model, LoRA through faults, a merged model, and its answers before and after.
+"""Run the second demo: a base model, LoRA through faults, a merged model, and its answers before and after.
 
-Invariants: as the first demo it does only what a person could do, and measures from the files that a run leaves; every
-text is made from the standard library of the Python that runs it, and nothing of a module that is held out is trained
-on, neither by the base nor by the adapter.
+Guarantees:
+- Like the first demo it uses only a user's tools, and measures from the files of a run.
+- All texts come from the standard library of the running Python; neither base nor adapter trains on a held-out module.
 """

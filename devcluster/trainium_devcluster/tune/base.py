@@ -1,7 +1,9 @@
-"""The base model: trained once from documentation, then taken from the user's cache.
+"""Train the base model on documentation once, and keep it in the user's cache.
 
-Invariants: a folder of the cache is named by a digest of its configuration and of all its text, appears by one rename
-when it is whole, and is never changed; a training that was cut off is continued by the next.
+Guarantees:
+- A folder of the cache is named by a digest of its configuration and text, appears by one rename when complete, and
+  never changes.
+- The next run continues an interrupted training.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import yaml
 from trainium_devcluster.binaries.cache import cache_root
 from trainium_devcluster.demos.metrics import StepLog
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.progress import exclusive
+from trainium_devcluster.progress import hold_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -47,43 +49,43 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BaseFolder:
     """A base model."""
 
     folder: Path
-    """In Hugging Face's form, with its tokenizer."""
+    """Folder in Hugging Face's format, with the tokenizer."""
     cached: bool
     seconds: float
 
 
-def base_model(texts: Iterable[str], report: Callable[[str], None], *, root: Path | None = None) -> Base:
-    """Return the base model of these texts, trained if the cache has none. Raises ClusterError if that fails."""
+def base_model(texts: Iterable[str], report: Callable[[str], None], *, root: Path | None = None) -> BaseFolder:
+    """Return the base model of these texts; train it if it is not cached. Raises ClusterError if that fails."""
     began = time.monotonic()
     corpus = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     cache = (cache_root() if root is None else root) / "tune"
-    folder = cache / f"base-{identity(corpus, CONFIGURATION)}"
+    folder = cache / f"base-{digest_of(corpus, CONFIGURATION)}"
     if folder.is_dir():
-        return Base(folder, cached=True, seconds=time.monotonic() - began)
+        return BaseFolder(folder, cached=True, seconds=time.monotonic() - began)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder.with_suffix(".lock"), "trains the base model", report):
+        with hold_lock(folder.with_suffix(".lock"), "trains the base model", report):
             if not folder.is_dir():
-                _make(folder, corpus, report)
+                _train(folder, corpus, report)
     except OSError as error:
         raise ClusterError(
             f"The base model cannot be kept in {cache} ({error}): free space there, or set TRAINIUM_CACHE to another "
             "folder."
         ) from error
-    return Base(folder, cached=False, seconds=time.monotonic() - began)
+    return BaseFolder(folder, cached=False, seconds=time.monotonic() - began)
 
 
-def identity(corpus: str, configuration: dict[str, Any]) -> str:
-    """Digest of all that the base follows from."""
+def digest_of(corpus: str, configuration: dict[str, Any]) -> str:
+    """Return the digest of all inputs of the base model."""
     content = json.dumps(configuration, sort_keys=True) + "\0" + corpus
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _make(folder: Path, corpus: str, report: Callable[[str], None]) -> None:
+def _train(folder: Path, corpus: str, report: Callable[[str], None]) -> None:
     work = folder.with_suffix(".partial")
     work.mkdir(exist_ok=True)
     (work / "documentation.jsonl").write_text(corpus)
@@ -127,7 +129,7 @@ def _run(command: list[str], work: Path, report: Callable[[str], None]) -> None:
                         loss = steps.losses()[steps.newest]
                         report(f"base model: step {steps.newest}/{CONFIGURATION['steps']}, loss {loss:.3f}")
         finally:
-            process.terminate()  # of one that has ended: nothing
+            process.terminate()  # empty after its end
     if process.returncode:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-        raise ClusterError(f"The base model could not be made, see {log}:\n{last}")
+        raise ClusterError(f"The base model could not be trained, see {log}:\n{last}")

@@ -24,12 +24,12 @@ _EVALUATION = "evaluation.json"
 
 
 class TuneDemo(Demo):
-    """Adapters trained beside a base, merged and measured, all in one job."""
+    """A demo that trains, merges and evaluates an adapter in one job."""
 
     command = "make tune"
 
     def __init__(self, cluster: Cluster, view: View, repository: Path, out: Path, *, dpo: bool = False) -> None:
-        """`dpo`: train on pairs of answers, and measure the rewards of those that are held out."""
+        """With `dpo`, train on pairs of answers, and measure the rewards of held-out pairs."""
         super().__init__(cluster, view, repository, out)
         self.dpo = dpo
 
@@ -48,21 +48,21 @@ class TuneDemo(Demo):
     def run_with_faults(self) -> Run:
         """Run the job with all faults."""
         run = self.run(self.create_manifest("tune"))
-        self.until(run, "the first step", lambda: run.log.newest >= 1, seconds=WAIT_SECONDS * 2)
-        self.until(run, "the number of steps", lambda: run.steps > 0)
+        self.until(run, lambda: run.log.newest >= 1, "the first step", seconds=WAIT_SECONDS * 2)
+        self.until(run, lambda: run.steps > 0, "the number of steps")
         self.view.log(f"the first step is done, of {run.steps}")
         at = [round(run.steps * share) for share in (0.15, 0.35, 0.7)]
         self.kill_process_and_node(run, at[0], at[1])
         self.until_step(run, at[2])
         self.resize(run, 2)
-        self.until(run, "the last step", lambda: run.log.newest >= run.steps)
+        self.until(run, lambda: run.log.newest >= run.steps, "the last step")
         self.view.log("all steps are done; adapter and merged model are written, then measured beside the base")
-        self.until(run, "the end", lambda: run.finished, seconds=WAIT_SECONDS * 2)
+        self.until(run, lambda: run.finished, "the end", seconds=WAIT_SECONDS * 2)
         self.view.log("the job is complete")
         return run
 
     def run_and_compare(self, started: float) -> TuneResult:
-        """Run everything and compare; `started` is when the demo began, monotonic seconds."""
+        """Run all parts and compare; `started` is the start of the demo in monotonic seconds."""
         self.install()
         run = self.run_with_faults()
         training = {"artifacts": {"kinds": []}, "evaluate": {"enabled": False}}
@@ -82,7 +82,7 @@ class TuneDemo(Demo):
         )
 
     def _rewards(self, run: Run) -> Evaluation:
-        """Return the rewards of held-out pairs; before the first step they are zero, and their order is chance."""
+        """Return the rewards of held-out pairs; before the first step they are zero, and their order is random."""
         record = run.log.steps[run.log.newest]
         accuracy, margin = (float(record[f"validationReward{name}"]) for name in ("Accuracy", "Margin"))
         figures = Figure("rewardAccuracy", 0.5, accuracy), Figure("rewardMargin", 0.0, margin)
@@ -97,7 +97,7 @@ class TuneDemo(Demo):
 
 
 def with_pairs(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the job with direct preference optimization in place of examples."""
+    """Return the job with direct preference optimization instead of examples."""
     job = copy.deepcopy(job)
     trainer = job["spec"]["trainer"]
     trainer["tuning"]["objective"] = {"kind": "DPO", "beta": 0.1}
@@ -109,11 +109,13 @@ def with_pairs(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _artifact(run: Run, kind: str) -> Path:
-    """Return the folder of an artifact of the status on this machine."""
+    """Return the folder on this machine of an artifact in the status."""
     for artifact in run.status.get("artifacts") or ():
         if artifact["kind"] == kind:
-            inside = Path(artifact["path"])
-            mounted = [run.folder.joinpath(*inside.parts[start:]) for start in range(1, len(inside.parts))]
+            exec_in_worker = Path(artifact["path"])
+            mounted = [
+                run.folder.joinpath(*exec_in_worker.parts[start:]) for start in range(1, len(exec_in_worker.parts))
+            ]
             for folder in mounted:
                 if folder.is_dir():
                     return folder

@@ -1,7 +1,8 @@
-"""Read the source of the standard library: modules, classes and functions, with signature and docstring.
+"""Parse the source of the standard library: modules, classes and functions, with signature and docstring.
 
-Invariants: files are parsed, never imported or run; the order is that of sorted paths and of the source text, so one
-Python build gives one library everywhere.
+Guarantees:
+- Files are parsed, never imported or run.
+- The order is that of sorted paths and of the source, so a Python build always gives the same library.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ class Function:
 
     name: str
     owner: str
-    """The class, with those around it and a dot between; empty for a function of the module."""
+    """Dotted name of the class, with enclosing classes; empty for a function of the module."""
     arguments: str
-    """Signature as in the source, without annotations, `self` and `cls`: `a, b=1, *rest`."""
+    """Parameters as in the source, without annotations, `self` and `cls`: `a, b=1, *rest`."""
     names: tuple[str, ...]
-    """Names of the arguments, without stars."""
+    """Names of the parameters, without stars."""
     text: str
-    """Docstring without indentation; empty where there is none."""
+    """Docstring without indentation; empty if there is none."""
 
     @property
     def signature(self) -> str:
-        """`name(a, b=1)`."""
+        """The signature, `name(a, b=1)`."""
         return f"{self.name}({self.arguments})"
 
     @property
     def public(self) -> bool:
-        """Whether it is meant for users."""
+        """Whether it is public."""
         return not self.name.startswith("_") and not any(part.startswith("_") for part in self.owner.split("."))
 
 
@@ -59,7 +60,7 @@ class Module:
 
 
 def standard_library(root: Path | None = None) -> list[Module]:
-    """Return the modules below `root`, by default those of this Python, without files that it cannot parse."""
+    """Return the modules below `root` (default: those of this Python), without unparsable files."""
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     found = []
     for file in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
@@ -75,7 +76,7 @@ def standard_library(root: Path | None = None) -> list[Module]:
 def _parse(file: Path) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old escapes in old files are none of our business
+            warnings.simplefilter("ignore")  # ignore invalid escapes in old files
             return ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError):
         return None
@@ -91,7 +92,7 @@ def _functions(body: list[ast.stmt], owner: str) -> Iterator[Function]:
             yield from _functions(node.body, f"{owner}.{node.name}".lstrip("."))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if owner:
-                _leave_owner_out(node.args)
+                _remove_receiver(node.args)
             arguments = _arguments(node.args)
             for argument in arguments:
                 argument.annotation = None
@@ -99,14 +100,14 @@ def _functions(body: list[ast.stmt], owner: str) -> Iterator[Function]:
             yield Function(node.name, owner, ast.unparse(node.args), names, _docstring(node))
 
 
-def _leave_owner_out(found: ast.arguments) -> None:
+def _remove_receiver(found: ast.arguments) -> None:
     ahead = found.posonlyargs or found.args
     if ahead and ahead[0].arg in _OWNERS:
         del ahead[0]
 
 
 def _arguments(found: ast.arguments) -> list[ast.arg]:
-    """In the order of the signature; a lambda that is a default has other arguments, which do not count."""
-    several = [found.vararg] if found.vararg else []
-    named = [found.kwarg] if found.kwarg else []
-    return [*found.posonlyargs, *found.args, *several, *found.kwonlyargs, *named]
+    """Return the parameters in order, without those of a lambda as a default."""
+    variadic = [found.vararg] if found.vararg else []
+    keywords = [found.kwarg] if found.kwarg else []
+    return [*found.posonlyargs, *found.args, *variadic, *found.kwonlyargs, *keywords]

@@ -1,4 +1,4 @@
-"""The result: figures and answers before and after, `report.json`, and a picture."""
+"""Report the result: figures and answers before and after, `report.json`, and a plot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from trainium_devcluster.demos.curves import draw
+from trainium_devcluster.demos.curves import plot_curves
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 _NAMES = {"perplexity": "perplexity of the answers", "exactMatch": "exact match", "rougeL": "ROUGE-L"}
 _PAIR_NAMES = {"rewardAccuracy": "accuracy of the rewards", "rewardMargin": "margin of the rewards"}
 _DEVIATIONS = 3
-"""Standard deviations of chance by which the accuracy of the rewards must exceed one half."""
+"""Standard deviations of a random guess by which the accuracy of the rewards must exceed one half."""
 _PERPLEXITY = 0.5
-"""Largest share of the base's perplexity that the tuned model's may be; runs end near a sixth."""
+"""Largest ratio of the tuned model's perplexity to the base's; runs end near a sixth."""
 _GAINS = {"rougeL": 0.12, "exactMatch": 0.1}
-"""Smallest gain of these, from 0 to 1; runs gain twice as much, and 120 examples are off by about 0.04."""
+"""Smallest gains of these metrics (0 to 1); runs gain twice as much, and the error of 120 examples is about 0.04."""
 _SHARES = frozenset({_NAMES["exactMatch"], _NAMES["rougeL"], _PAIR_NAMES["rewardAccuracy"]})
 _SHOWN = 6
-"""Answers that are printed."""
+"""Number of printed answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of the held-out examples."""
+    """A metric of the held-out examples."""
 
     name: str
     before: float
@@ -42,7 +42,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A held-out question and what the models answered."""
+    """A held-out question and the answers of the models."""
 
     prompt: str
     expected: str
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The trainer's own evaluation of base and tuned model."""
+    """The trainer's evaluation of base and tuned model."""
 
     examples: int
     figures: tuple[Figure, ...]
@@ -60,7 +60,7 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Evaluation:
-        """Read the contents of an evaluation.json, without figures that have only one side."""
+        """Parse an evaluation.json, without figures of only one model."""
         return cls(
             examples=int(document["examples"]),
             figures=tuple(
@@ -76,7 +76,7 @@ class Evaluation:
 
     @property
     def clearly_better(self) -> bool:
-        """Whether each of the figures is far better after: more than chance or a bad day could do."""
+        """Whether each figure improved clearly: by more than random variation."""
         figures = {figure.name: figure for figure in self.figures}
         if set(_PAIR_NAMES) <= set(figures):
             least = 0.5 + _DEVIATIONS * 0.5 / math.sqrt(self.examples)
@@ -90,25 +90,25 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class TuneResult:
-    """Everything that the demo found out."""
+    """The result of the demo."""
 
     completed: bool
     curves: Curves
     every_sample_once: bool
-    """In each epoch."""
+    """Whether each epoch used every sample exactly once."""
     evaluation: Evaluation
     model: Path
-    """The merged model."""
+    """Folder of the merged model."""
     adapter: Path
     goodput: float
     seconds: float
 
     @property
     def problems(self) -> list[str]:
-        """Deviations, in sentences."""
+        """The deviations from the expected result, in sentences."""
         found = {
             "The job did not complete.": not self.completed,
-            "The curve with faults is not the undisturbed one.": not self.curves.same,
+            "The curve with faults is not the undisturbed one.": not self.curves.is_identical,
             "A sample was not seen exactly once an epoch.": not self.every_sample_once,
             "The tuned model is not clearly better on held-out examples.": not self.evaluation.clearly_better,
         }
@@ -182,7 +182,7 @@ def _picture(result: TuneResult, path: Path) -> None:
     top = figure.add_subplot(grid[:4, :3])
     bottom = figure.add_subplot(grid[4:, :3], sharex=top)
     top.tick_params(labelbottom=False)
-    draw(result.curves, top, bottom)
+    plot_curves(result.curves, top, bottom)
     top.set_title("LoRA through faults: the curve of a run that nothing disturbed")
     names = _NAMES | _PAIR_NAMES
     for number, one in enumerate(each for each in result.evaluation.figures if each.name in names):

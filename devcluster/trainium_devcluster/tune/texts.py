@@ -1,6 +1,7 @@
-"""The texts of the demo: documentation for the base, questions and answers for the adapter.
+"""Create the texts of the demo: documentation for the base, questions and answers for the adapter.
 
-Invariant: a module is held out by a hash of its name, and then from both.
+Guarantees:
+- A hash of its name decides whether a module is held out, from both.
 """
 
 from __future__ import annotations
@@ -25,34 +26,34 @@ if TYPE_CHECKING:
     from trainium_devcluster.tune.library import Function, Module
 
 _HELD_OUT = 8
-"""Number of modules of which one is held out."""
+"""One of this number of modules is held out."""
 _SUMMARY = range(15, 121)
-"""Characters of a summary that is an answer."""
+"""Bounds of the characters of a summary that is an answer."""
 _SIGNATURE = 80
-"""Most characters of a signature that is asked for."""
+"""Most characters of a signature in a question."""
 _TRAINED_ON = 3000
-"""Most questions of training: more of them hardly change the figures."""
+"""Largest number of training questions; more hardly change the figures."""
 _PAIRS = 600
-"""Most pairs of answers of training."""
+"""Largest number of training pairs."""
 _SENTENCE = re.compile(r".+?[.!?](?=\s|$)")
 
 
-def held_out(module: str) -> bool:
-    """Return whether neither base nor adapter may see a module."""
+def is_held_out(module: str) -> bool:
+    """Return whether a module is held out from base and adapter."""
     return int.from_bytes(hashlib.sha256(module.encode()).digest()[:4]) % _HELD_OUT == 0
 
 
-def documentation(modules: Iterable[Module], topics: Mapping[str, str]) -> Iterator[str]:
-    """Yield what `help()` prints: the topics of the language, then each module that is not held out."""
+def read_documentation(modules: Iterable[Module], topics: Mapping[str, str]) -> Iterator[str]:
+    """Yield the output of `help()`: the topics of the language, then each module that is not held out."""
     for _, text in sorted(topics.items()):
         yield text
     for module in modules:
-        if not held_out(module.name):
+        if not is_held_out(module.name):
             yield "\n\n".join(_help(module))
 
 
 def _help(module: Module) -> Iterator[str]:
-    """Yield the parts of a module's text."""
+    """Yield the parts of a module's documentation."""
     yield f"Help on module {module.name}:\n\n{textwrap.indent(module.text, '    ')}".rstrip()
     for function in module.functions:
         place = f"class {function.owner}" if function.owner else f"module {module.name}"
@@ -62,29 +63,29 @@ def _help(module: Module) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Records of instruction, context and response, with the kind of question and the module beside."""
+    """Records of instruction, context and response, with the kind of question and the module."""
 
     training: tuple[dict[str, str], ...]
     held_out: tuple[dict[str, str], ...]
 
 
 def examples(modules: Sequence[Module]) -> Examples:
-    """Questions about public functions with a docstring.
+    """Create questions about public functions with a docstring.
 
-    No question is asked twice, and none that is held out is asked in training, as functions alike would have it.
+    No question appears twice, and no held-out question appears in training, even where functions are alike.
     """
     asked: set[tuple[str, str]] = set()
-    training = list(_empty_folder((module for module in modules if not held_out(module.name)), asked))
-    held = list(_empty_folder((module for module in modules if held_out(module.name)), asked))
-    return Examples(tuple(sorted(training, key=_chance)[:_TRAINED_ON]), tuple(sorted(held, key=_chance)))
+    training = list(_distinct_questions((module for module in modules if not is_held_out(module.name)), asked))
+    held = list(_distinct_questions((module for module in modules if is_held_out(module.name)), asked))
+    return Examples(tuple(sorted(training, key=_shuffle_key)[:_TRAINED_ON]), tuple(sorted(held, key=_shuffle_key)))
 
 
-def _chance(record: Mapping[str, str]) -> bytes:
-    """Return a key of a random order that is always the same."""
+def _shuffle_key(record: Mapping[str, str]) -> bytes:
+    """Return a sort key of a reproducible random order."""
     return hashlib.sha256(f"{record['instruction']}\0{record['context']}".encode()).digest()
 
 
-def _empty_folder(modules: Iterable[Module], asked: set[tuple[str, str]]) -> Iterator[dict[str, str]]:
+def _distinct_questions(modules: Iterable[Module], asked: set[tuple[str, str]]) -> Iterator[dict[str, str]]:
     for module in modules:
         for function in module.functions:
             for record in _questions(function):
@@ -95,7 +96,7 @@ def _empty_folder(modules: Iterable[Module], asked: set[tuple[str, str]]) -> Ite
 
 
 def _questions(function: Function) -> Iterator[dict[str, str]]:
-    text = summary(function.text)
+    text = first_sentence(function.text)
     signature = function.signature
     if not function.public or len(text) not in _SUMMARY or len(signature) > _SIGNATURE:
         return
@@ -110,7 +111,7 @@ def _record(kind: str, instruction: str, context: str, response: str) -> dict[st
     return {"kind": kind, "instruction": instruction, "context": context, "response": response}
 
 
-def summary(text: str) -> str:
+def first_sentence(text: str) -> str:
     """Return the first sentence of a docstring, on one line."""
     first = " ".join(text.split("\n\n", 1)[0].split())
     found = _SENTENCE.match(first)
@@ -118,21 +119,21 @@ def summary(text: str) -> str:
 
 
 def prepare(folder: Path, log: Callable[[str], None]) -> None:
-    """Fill a folder with all that the job mounts. Raises ClusterError."""
+    """Write the files that the job mounts to a folder. Raises ClusterError."""
     modules = standard_library()
-    base = base_model(documentation(modules, pydoc_data.topics.topics), log)
+    base = base_model(read_documentation(modules, pydoc_data.topics.topics), log)
     shutil.copytree(base.folder, folder / "base")
     made = examples(modules)
     _write(folder / "train.jsonl", made.training)
     _write(folder / "held-out.jsonl", made.held_out)
-    _write(folder / "pairs.jsonl", itertools.islice(pairs(made.training), _PAIRS))
-    _write(folder / "held-out-pairs.jsonl", pairs(made.held_out))
+    _write(folder / "pairs.jsonl", itertools.islice(preference_pairs(made.training), _PAIRS))
+    _write(folder / "held-out-pairs.jsonl", preference_pairs(made.held_out))
     origin = "from the cache" if base.cached else f"trained in {base.seconds:.0f} s"
     log(f"base model {origin}; {len(made.training):,} questions to train on, {len(made.held_out):,} are held out")
 
 
-def pairs(records: Iterable[Mapping[str, str]]) -> Iterator[dict[str, str]]:
-    """Yield pairs with trl's columns: the right answer, and that to the question of its kind before it."""
+def preference_pairs(records: Iterable[Mapping[str, str]]) -> Iterator[dict[str, str]]:
+    """Yield pairs with trl's columns: the correct answer, and that to the previous question of its kind."""
     former: dict[str, str] = {}
     for record in records:
         kind, answer = record["kind"], record["response"]

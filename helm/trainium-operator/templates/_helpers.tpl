@@ -22,7 +22,7 @@ app.kubernetes.io/component: operator
 {{- include "trainium-operator.labelsAnd" (list . dict) }}
 {{- end }}
 
-{{- /* The labels of an object, with more of its own; the argument is a list of the context and those, which win. */}}
+{{- /* The labels of an object; the argument is a list of the context and additional labels, which take precedence. */}}
 {{- define "trainium-operator.labelsAnd" -}}
 {{- $more := index . 1 }}
 {{- with index . 0 }}
@@ -41,7 +41,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (ternary (include "trainium-operator.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name }}
 {{- end }}
 
-{{- /* Whether anything is served at the HTTPS port for readers. */}}
+{{- /* Whether the HTTPS port for readers is open. */}}
 {{- define "trainium-operator.readers" -}}
 {{- if or .Values.metrics.secure .Values.ui.enabled }}true{{ end }}
 {{- end }}
@@ -74,7 +74,7 @@ authorization:
 {{- end }}
 {{- end }}
 
-{{- /* Flags of the Lease's times. The operator checks them too; here a bad one is refused before a pod is made. */}}
+{{- /* Flags of the Lease's times. The operator checks them too; here a bad one is refused before a pod is created. */}}
 {{- define "trainium-operator.lease" -}}
 {{- with .Values.lease }}
 {{- $deadline := float64 .renewDeadlineSeconds }}
@@ -125,7 +125,7 @@ authorization:
 {{- concat .Values.watchNamespaces $one | uniq | join "," }}
 {{- end }}
 
-{{- /* PriorityClass of workers on idle nodes; empty where none are taken. */}}
+{{- /* PriorityClass of workers on idle nodes; empty if idle nodes are not used. */}}
 {{- define "trainium-operator.extraPriorityClass" -}}
 {{- $class := .Values.idleNodes.priorityClass -}}
 {{- if $class.name -}}

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REVIEW_SECONDS = 5.0
-"""An agent waits for 3; what takes longer must not keep others from being asked about."""
+"""Below the 3 seconds that an agent waits, so that a slow review does not delay other reviews."""
 
 
 @dataclass(eq=False)
 class KubernetesSecret:
-    """One Secret as a SecretBox; what else the object carries (labels, type) is kept."""
+    """One Secret as a SecretStore; its other content (labels, type) is kept."""
 
     api: Api
     namespace: str
@@ -39,7 +39,7 @@ class KubernetesSecret:
     _object: Json = field(default_factory=dict, init=False)
 
     async def read(self) -> tuple[Mapping[str, bytes], str]:
-        """See SecretBox."""
+        """See SecretStore."""
         try:
             self._object = await self.api.get(SECRETS, self.namespace, self.name)
         except NotFoundError:
@@ -53,7 +53,7 @@ class KubernetesSecret:
         return data, self._object["metadata"]["resourceVersion"]
 
     async def write(self, data: Mapping[str, bytes], version: str) -> str:
-        """See SecretBox."""
+        """See SecretStore."""
         encoded = {key: base64.b64encode(value).decode() for key, value in data.items()}
         metadata = {**self._object["metadata"], "resourceVersion": version}
         metadata.pop("managedFields", None)
@@ -69,23 +69,23 @@ class KubernetesSecret:
 
 @dataclass(eq=False)
 class Reviewer:
-    """Asks the API server about tokens (TOKEN_REVIEWS), or what a user may do (ACCESS_REVIEWS)."""
+    """Post reviews of tokens (TOKEN_REVIEWS) or of a user's rights (ACCESS_REVIEWS)."""
 
     api: Api
     kind: Resource
     _reported: bool = field(default=False, init=False)
 
     async def review(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Status of a review with this spec. Raises ReviewUnavailableError."""
+        """Return the status of a review with this spec. Raises ReviewUnavailableError."""
         body = {"apiVersion": self.kind.api_version, "kind": self.kind.kind, "spec": spec}
         try:
             async with asyncio.timeout(REVIEW_SECONDS):
                 answer = await self.api.create(self.kind, "", body, attempts=2)
         except (ApiError, TimeoutError) as error:
             if isinstance(error, ForbiddenError) and not self._reported:
-                self._reported = True  # once: clients that send tokens must not fill the log
+                self._reported = True  # logged once: clients that send tokens must not fill the log
                 logger.warning("the operator may not create %s: see the rights in docs/install.md", self.kind.plural)
-            # The message of a refused request could repeat the request: only its class is passed on.
+            # The message of a refusal could repeat the request, so only its class is passed on.
             raise ReviewUnavailableError(type(error).__name__) from None
         status: dict[str, Any] = answer.get("status") or {}
         return status
@@ -99,18 +99,18 @@ class WorkerPods:
     jobs: IndexedCache[JobRecord]
     _: KW_ONLY
     is_current: Callable[[], bool]
-    """Whether the caches hold all that existed when this process became the leader."""
+    """Return whether the caches hold everything that existed when this process became the leader."""
 
-    def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
+    def find_job(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         """See PodDirectory."""
         entry = self.pods.entry((namespace, pod_name))
         if entry is None or entry.uid != pod_uid or entry.owner is None:
             return None
         job = self.jobs.get((entry.owner.namespace, entry.owner.name))
-        return entry.owner if job is not None and job.id == entry.owner and not job.elsewhere else None
+        return entry.owner if job is not None and job.id == entry.owner and not job.managed_elsewhere else None
 
     def is_orphaned(self, namespace: str, pod_name: str, pod_uid: str) -> bool:
-        """See PodDirectory. An operator creates no pod before it knows the job, so a missing job was deleted."""
+        """See PodDirectory. An operator creates no pod before it has read the job, so a missing job was deleted."""
         entry = self.pods.entry((namespace, pod_name))
         if entry is None or entry.uid != pod_uid or entry.owner is None or not self.is_current():
             return False

@@ -1,7 +1,10 @@
-"""Provide the data of job pages: from the caches, so that viewers cost the API no list.
+"""Provide the data of job pages from the caches, so that viewers cost the API server no list.
 
-Invariants: nothing here decides who may see it; only events are asked for, of one job at most every `EVENTS_SECONDS`
-and one at a time, however many look; curves are of jobs that were seen training by this process, at most `MOST_CURVES`.
+Invariants:
+- This module does not authorize anybody.
+- Only events are requested, of one job at most every `EVENTS_SECONDS` and one at a time, however many viewers there
+  are.
+- Curves are kept of jobs that this process saw training, at most `MAX_CURVES`.
 """
 
 from __future__ import annotations
@@ -17,15 +20,15 @@ from trainium_contract.pages.formatting import clock
 from trainium_contract.pages.job_page import JobReport
 from trainium_contract.pages.jobs_page import JobRow
 from trainium_contract.views.curve import CurvePoint, LiveCurve
-from trainium_contract.views.events import EventView, event_views
-from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.events import EventView, build_event_views
+from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.job import build_job_view
 from trainium_contract.views.status_reader import public_status
-from trainium_contract.views.workers import PodRow, members_view, workers_view
+from trainium_contract.views.workers import PodRow, build_members, count_workers
 from trainium_contract.wire.worker_env import KIND
+from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.errors import ApiError, ForbiddenError
 from trainium_operator.cluster.api.resources import CORE_EVENTS
-from trainium_operator.newest import Newest
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import PodPhase, PodView
 
@@ -38,20 +41,20 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.queue.observe import Caches
 
 SAMPLE_SECONDS = 5.0
-"""Progress is written about as often."""
-MOST_CURVES = 200
+"""About the interval at which progress is written."""
+MAX_CURVES = 200
 CURVE_POINTS = 400
 EVENTS_SECONDS = 15.0
 EVENTS_TIMEOUT_SECONDS = 3.0
-EVENTS_ASKED = 500
-"""Events of a job are kept for an hour, and a job makes ten a minute at most."""
+MAX_EVENTS = 500
+"""Events of a job are kept for an hour, and a job creates at most ten a minute."""
 REMEMBERED_EVENTS = 64
 _STATES = {PodPhase.SUCCEEDED: "Completed", PodPhase.FAILED: "Error"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """The data of one job, immutable: a thread renders the page."""
+class _JobSnapshot:
+    """The data of one job, immutable, because a thread renders the page."""
 
     record: JobRecord
     pods: tuple[PodView, ...] | None
@@ -61,68 +64,68 @@ class _Known:
 
 
 class JobPageData:
-    """`run` beside the rest; the methods are what `readers` asks for. `clock` in Unix seconds."""
+    """Provides the methods that `endpoints.pages` calls; `run` collects curves. `clock` in Unix seconds."""
 
     def __init__(self, api: Api, caches: Caches, clock: Callable[[], float]) -> None:
         self._api = api
         self._caches = caches
         self._clock = clock
         self._curves: OrderedDict[str, tuple[float, LiveCurve]] = OrderedDict()
-        """By uid, with the time of the first look."""
-        self._events: Newest[str, tuple[float, tuple[EventView, ...] | str]] = Newest(REMEMBERED_EVENTS)
-        self._failed = (float("-inf"), "")
-        """When the API server last gave no answer: then nobody waits for the next."""
-        self._asking = asyncio.Lock()
+        """By uid, with the time of the first sample."""
+        self._events: BoundedDict[str, tuple[float, tuple[EventView, ...] | str]] = BoundedDict(REMEMBERED_EVENTS)
+        self._last_failure = (float("-inf"), "")
+        """When the API server last failed to answer; no further request waits for a while."""
+        self._events_lock = asyncio.Lock()
 
     async def run(self) -> None:
-        """Look at the progress of all jobs now and then, until cancelled."""
+        """Sample the progress of all jobs periodically, until cancelled."""
         while True:
             self.sample()
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def sample(self) -> None:
         """Add the current progress of every job to its curve."""
-        known = self._caches.jobs.store.snapshot().values()
-        for uid in self._curves.keys() - {entry.uid for entry in known}:
+        records = self._caches.jobs.store.snapshot().values()
+        for uid in self._curves.keys() - {record.uid for record in records}:
             del self._curves[uid]
-        for entry in known:
-            view = entry.view.view
+        for record in records:
+            view = record.view.view
             if view is None or view.status.progress.loss is None:
                 continue
             progress = view.status.progress
-            _, curve = self._curves.setdefault(entry.uid, (self._clock(), LiveCurve(CURVE_POINTS)))
+            _, curve = self._curves.setdefault(record.uid, (self._clock(), LiveCurve(CURVE_POINTS)))
             if not view.status.completion_time:
-                self._curves.move_to_end(entry.uid)
+                self._curves.move_to_end(record.uid)
             curve.add(progress.step, progress.loss, progress.tokens_per_second)
-        while len(self._curves) > MOST_CURVES:
+        while len(self._curves) > MAX_CURVES:
             self._curves.popitem(last=False)
 
     def rows(self, namespace: str) -> list[JobRow]:
-        """Return the jobs of a namespace; empty: of all."""
+        """Return the jobs of a namespace; of all if it is empty."""
         entries = self._caches.jobs.store.snapshot().items()
         return [_row(entry.view) for key, entry in entries if namespace in ("", key[0])]
 
     def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., JobReport] | None:
-        """Return a function that creates the report of a job, in any thread; None without such a job.
+        """Return a function that creates the report of a job in any thread; None without such a job.
 
-        `pods`, `members`: whether the report has them.
+        `pods`, `members`: whether the report includes them.
         """
         record = self._caches.jobs.store.get((namespace, name))
         if record is None:
             return None
         owned = self._caches.pods.store.owned_by(record.id).values() if pods else None
         since, curve = self._curves.get(record.uid, (0.0, LiveCurve(CURVE_POINTS)))
-        known = _Known(
+        snapshot = _JobSnapshot(
             record,
             tuple(sorted(owned, key=lambda pod: pod.ordinal)) if owned is not None else None,
             self._membership(record) if members else None,
             curve.points,
             since,
         )
-        return partial(_report, known)
+        return partial(_report, snapshot)
 
     def _membership(self, record: JobRecord) -> Callable[[], dict[str, Any] | None]:
-        """Return a function that decompresses the record: a large one takes a while."""
+        """Return a function that decompresses the record, because a large one takes a while."""
         key = (record.namespace, names.membership_name(record.name))
         child = self._caches.config_maps.store.owned_by(record.id).get(key)
 
@@ -133,59 +136,60 @@ class JobPageData:
         return read
 
     async def events(self, namespace: str, name: str) -> tuple[EventView, ...] | str:
-        """Return events about a job, the newest first, or why they are not known."""
+        """Return events about a job, the newest first, or the reason why they are not known."""
         record = self._caches.jobs.store.get((namespace, name))
         if record is None:
             return ()
-        async with self._asking:
-            known = self._events.get(record.uid)
-            if self._clock() - self._failed[0] < EVENTS_SECONDS:
-                return self._failed[1]
-            if known is None or self._clock() - known[0] >= EVENTS_SECONDS:
-                found = await self._ask(namespace, name, record.uid)
-                known = self._events[record.uid] = (self._clock(), found)
-        return known[1]
+        async with self._events_lock:
+            cached = self._events.get(record.uid)
+            if self._clock() - self._last_failure[0] < EVENTS_SECONDS:
+                return self._last_failure[1]
+            if cached is None or self._clock() - cached[0] >= EVENTS_SECONDS:
+                events = await self._request_events(namespace, name, record.uid)
+                cached = self._events[record.uid] = (self._clock(), events)
+        return cached[1]
 
-    async def _ask(self, namespace: str, name: str, uid: str) -> tuple[EventView, ...] | str:
+    async def _request_events(self, namespace: str, name: str, uid: str) -> tuple[EventView, ...] | str:
         fields = f"involvedObject.kind={KIND},involvedObject.name={name}"
         try:
             async with asyncio.timeout(EVENTS_TIMEOUT_SECONDS):
-                page = await self._api.list_page(CORE_EVENTS, namespace, fields=fields, limit=EVENTS_ASKED)
+                page = await self._api.list_page(CORE_EVENTS, namespace, fields=fields, limit=MAX_EVENTS)
         except (ApiError, TimeoutError) as error:
             forbidden = isinstance(error, ForbiddenError)
             why = "the operator may not list them (docs/install.md, rights)" if forbidden else "no answer"
             if not forbidden:
-                self._failed = (self._clock(), why)
+                self._last_failure = (self._clock(), why)
             return why
-        return event_views(page.get("items") or (), uid=uid)
+        return build_event_views(page.get("items") or (), uid=uid)
 
 
-def _report(known: _Known, *, now: float, events: tuple[EventView, ...], notes: tuple[str, ...]) -> JobReport:
-    job = _as_stored(known.record)
-    record = known.membership() if known.membership is not None else None
-    members = members_view(record) if record is not None else None
-    pods = tuple(map(_pod_row, known.pods)) if known.pods is not None else ()
-    workers = workers_view(pods, members) if known.pods is not None else None
-    if known.record.error:
-        notes = (*notes, f"the job cannot be read: {known.record.error}")
+def _report(snapshot: _JobSnapshot, *, now: float, events: tuple[EventView, ...], notes: tuple[str, ...]) -> JobReport:
+    job = _as_stored(snapshot.record)
+    record = snapshot.membership() if snapshot.membership is not None else None
+    members = build_members(record) if record is not None else None
+    pods = tuple(map(_pod_row, snapshot.pods)) if snapshot.pods is not None else ()
+    workers = count_workers(pods, members) if snapshot.pods is not None else None
+    if snapshot.record.error:
+        notes = (*notes, f"the job cannot be read: {snapshot.record.error}")
     return JobReport(
         view=build_job_view(job, now=now, workers=workers, events=events),
-        entries=interruptions(public_status(job)),
+        entries=read_interruptions(public_status(job)),
         members=members,
         checkpoints=None,
-        curve=known.curve,
+        curve=snapshot.curve,
         notes=notes,
         pods=pods,
-        curve_note=f"as this operator has seen it since {clock(known.watched_since)} UTC",
+        curve_note=f"as this operator has seen it since {clock(snapshot.watched_since)} UTC",
     )
 
 
 def _as_stored(record: JobRecord) -> dict[str, Any]:
-    """Return the job as the API server has it, as far as it is cached."""
+    """Return the job as the API server stores it, as far as it is cached."""
     metadata: dict[str, Any] = {"namespace": record.namespace, "name": record.name, "uid": record.uid}
     view = record.view
     if view is None:
-        return {"metadata": metadata, "spec": {"managedBy": record.elsewhere} if record.elsewhere else {}}
+        spec = {"managedBy": record.managed_elsewhere} if record.managed_elsewhere else {}
+        return {"metadata": metadata, "spec": spec}
     created = datetime.fromtimestamp(view.created, UTC).isoformat()
     metadata |= {"creationTimestamp": created, "generation": view.generation}
     return {"metadata": metadata, "spec": view.spec.to_wire(), "status": view.status.to_wire()}
@@ -200,7 +204,7 @@ def _pod_row(pod: PodView) -> PodRow:
 def _row(record: JobRecord) -> JobRow:
     view = record.view
     if view is None:
-        note = f"{record.elsewhere} controls it" if record.elsewhere else record.error
+        note = f"{record.managed_elsewhere} controls it" if record.managed_elsewhere else record.error
         return JobRow(record.namespace, record.name, note=note)
     status: PublicStatus = view.status
     return JobRow(

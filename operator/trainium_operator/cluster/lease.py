@@ -1,11 +1,13 @@
-"""Leader election on a coordination.k8s.io/v1 Lease: at most one operator acts at any time.
+"""Elect a leader on a coordination.k8s.io/v1 Lease: at most one operator acts at any time.
 
-Invariants: whether another holder's time is over is judged by our own monotonic clock, from when we saw its last
-renewal, never by comparing clocks of two machines; every write carries the resourceVersion that was read; a holder that
-could not renew for `renew_deadline` seconds stops acting, which is before others may take over (`duration`). That holds
-too for a process that was frozen meanwhile: `may_act` is asked before each write, not only by the task that renews.
-A holder with our own identity is an earlier process of this same container, which is certainly dead: we take over at
-once.
+Guarantees:
+- Another holder's lease expires by this process's monotonic clock, from the last observed renewal. Clocks of two
+  machines are never compared.
+- Every write carries the resourceVersion that was read.
+- A holder that could not renew for `renew_deadline` seconds stops acting, before others may take over (`duration`).
+  That also holds for a process that was frozen: each write calls `may_act`, not only the renewing task.
+- A holder with the same identity is an earlier process of this container, which has ended, so the Lease is taken over
+  at once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
 from trainium_operator.cluster.api.resources import LEASES
-from trainium_operator.cluster.cache.parts import mapping_of, text_of, whole_of
+from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,46 +35,52 @@ _MOST_TRANSITIONS = 2**31 - 1
 
 
 class LeaseLostError(Exception):
-    """We may no longer act: the process must end."""
+    """This process may no longer act and must end."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """Seconds; `renew_deadline` must be well below `duration`, `retry` below that; the settings check both."""
+    """Times in seconds; `renew_deadline` must be well below `duration`, and `retry` below that.
+
+    The settings check both.
+    """
 
     duration: float = 15.0
     renew_deadline: float = 10.0
     retry: float = 2.0
-    """Between two renewals."""
-    attempt: float = 3.0
-    """For one try to renew: one that hangs must leave time for others."""
-    take: float = 10.0
-    """For one try to acquire."""
-    trim_heap: float = 2.0
-    """For the one try to release it."""
-    again: float = 0.5
-    """Between a try that failed and the next."""
+    """Interval of renewals."""
+    renew_timeout: float = 3.0
+    """Time-out of one renewal, so that a hanging one leaves time for others."""
+    acquire_timeout: float = 10.0
+    """Time-out of one attempt to acquire."""
+    release_timeout: float = 2.0
+    """Time-out of the one attempt to release."""
+    retry_pause: float = 0.5
+    """Pause after a failed attempt."""
     poll: float = 1.0
-    """Between two reads by a replica that does not lead."""
-    nudged_poll: float = 0.2
-    """The same after `nudge`: a released Lease is acquired within this time."""
+    """Interval of reads by a replica that does not lead."""
+    fast_poll: float = 0.2
+    """The same after `read_soon`: a released Lease is acquired within this time."""
 
     @classmethod
     def of(cls, *, duration: float, renew_deadline: float, retry: float) -> LeaseTimes:
-        """Return times with these three, and attempts so that three that hang fit into the renewal deadline."""
+        """Return times with these three, and a time-out that lets three hanging renewals fit into the deadline."""
         return cls(
             duration=duration,
             renew_deadline=renew_deadline,
             retry=retry,
-            attempt=min(0.3 * renew_deadline, 10.0),
-            take=min(renew_deadline, 10.0),
-            again=min(0.5, retry),
+            renew_timeout=min(0.3 * renew_deadline, 10.0),
+            acquire_timeout=min(renew_deadline, 10.0),
+            retry_pause=min(0.5, retry),
         )
 
 
 @dataclass(eq=False)
 class LeaseElector:
-    """`await acquire()`, then run `hold()` beside the work, then `await release()` when the work has stopped."""
+    """Elects the leader.
+
+    Call `await acquire()`, run `hold()` beside the work, and `await release()` when the work has stopped.
+    """
 
     api: Api
     namespace: str
@@ -92,7 +100,7 @@ class LeaseElector:
     _nudged: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def acquire(self) -> None:
-        """Return once we hold the Lease, however long that takes."""
+        """Return once this process holds the Lease, however long that takes."""
         waiting_for = ""
         while True:
             try:
@@ -105,22 +113,22 @@ class LeaseElector:
             if holder != waiting_for:
                 waiting_for = holder
                 logger.info("standing by: %s leads", holder or "nobody")
-            await asyncio.sleep(self.times.nudged_poll)
+            await asyncio.sleep(self.times.fast_poll)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.times.poll * (0.75 + 0.5 * self.jitter()) - self.times.nudged_poll):
+                async with asyncio.timeout(self.times.poll * (0.75 + 0.5 * self.jitter()) - self.times.fast_poll):
                     await self._nudged.wait()
             self._nudged.clear()
 
-    def nudge(self) -> None:
-        """Read the Lease soon: there is a sign that the holder has ended."""
+    def read_soon(self) -> None:
+        """Read the Lease soon, because the holder seems to have ended."""
         self._nudged.set()
 
     def may_act(self) -> bool:
-        """Return whether the Lease is certainly ours at this moment."""
+        """Return whether this process certainly holds the Lease now."""
         return self.leading and asyncio.get_running_loop().time() < self._renewed_at + self.times.renew_deadline
 
     def is_pending(self) -> bool:
-        """Return whether we lead or may lead soon: the holder has let go, or has missed a renewal."""
+        """Return whether this process leads or may lead soon: the holder has released, or has missed a renewal."""
         if self.leading or not self._spec().get("holderIdentity"):
             return True
         return asyncio.get_running_loop().time() - self._seen_at > 2 * self.times.retry
@@ -131,12 +139,12 @@ class LeaseElector:
         pause = self.times.retry
         while True:
             await asyncio.sleep(pause)
-            pause = self.times.again
+            pause = self.times.retry_pause
             left = self._renewed_at + self.times.renew_deadline - loop.time()
             if left <= 0:
                 self._lose(f"could not renew the lease for {self.times.renew_deadline:g} s")
             try:
-                async with asyncio.timeout(min(left, self.times.attempt)):
+                async with asyncio.timeout(min(left, self.times.renew_timeout)):
                     await self._renew()
                 pause = self.times.retry
             except LeaseLostError:
@@ -145,12 +153,12 @@ class LeaseElector:
                 logger.warning("renewing lease %s/%s: %s", self.namespace, self.name, str(error) or "timed out")
 
     async def release(self) -> None:
-        """Let another operator take over at once; never raises."""
+        """Release the Lease, so that another operator takes over at once; never raises."""
         if not self.leading:
             return
         self.leading = False
         try:
-            async with asyncio.timeout(self.times.trim_heap):
+            async with asyncio.timeout(self.times.release_timeout):
                 await self._write(holder="", duration=1)
         except (ApiError, TimeoutError) as error:
             logger.warning("the lease was not released, it will run out by itself: %s", str(error) or "timed out")
@@ -160,7 +168,7 @@ class LeaseElector:
     async def _try_acquire(self) -> bool:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        async with asyncio.timeout(self.times.take):
+        async with asyncio.timeout(self.times.acquire_timeout):
             try:
                 self._lease = await self.api.get(LEASES, self.namespace, self.name, attempts=1)
             except NotFoundError:
@@ -184,13 +192,13 @@ class LeaseElector:
 
     def _is_free(self, now: float) -> bool:
         spec = self._spec()
-        holder = text_of(spec.get("holderIdentity"))
-        seen = (holder, text_of(spec.get("renewTime")), whole_of(spec.get("leaseTransitions")) or 0)
+        holder = as_text(spec.get("holderIdentity"))
+        seen = (holder, as_text(spec.get("renewTime")), as_integer(spec.get("leaseTransitions")) or 0)
         if seen != self._seen:
             self._seen, self._seen_at = seen, now
         if holder in ("", self.identity):
             return True
-        reported = whole_of(spec.get("leaseDurationSeconds"))
+        reported = as_integer(spec.get("leaseDurationSeconds"))
         return now - self._seen_at > (self.times.duration if reported is None else reported)
 
     async def _renew(self) -> None:
@@ -198,7 +206,7 @@ class LeaseElector:
         try:
             await self._write(holder=self.identity, duration=self.times.duration)
         except (ConflictError, NotFoundError):
-            # Another process wrote it, perhaps only a label, or the answer to our write was lost: read who holds it.
+            # Another process wrote it, perhaps only a label, or the response to our write was lost: read the holder.
             try:
                 self._lease = await self.api.get(LEASES, self.namespace, self.name, attempts=1)
             except NotFoundError:
@@ -228,13 +236,13 @@ class LeaseElector:
         old = self._spec()
         now = datetime.fromtimestamp(self.wall_clock(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         ours = old.get("holderIdentity") == self.identity
-        transitions = (whole_of(old.get("leaseTransitions")) or 0) + (0 if ours or not old else 1)
+        transitions = (as_integer(old.get("leaseTransitions")) or 0) + (0 if ours or not old else 1)
         spec = {
             "holderIdentity": self.identity,
             "leaseDurationSeconds": max(1, round(self.times.duration)),
-            "acquireTime": (text_of(old.get("acquireTime")) or now) if ours else now,
+            "acquireTime": (as_text(old.get("acquireTime")) or now) if ours else now,
             "renewTime": now,
-            # One more than the API takes would be refused, and nobody could ever lead again.
+            # The API server would refuse a larger number, and nobody could ever lead again.
             "leaseTransitions": max(0, min(transitions, _MOST_TRANSITIONS)),
         }
         return {
@@ -245,4 +253,4 @@ class LeaseElector:
         }
 
     def _spec(self) -> Json:
-        return mapping_of(self._lease.get("spec"))
+        return as_mapping(self._lease.get("spec"))

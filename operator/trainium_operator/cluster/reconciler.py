@@ -1,9 +1,9 @@
-"""The workers: take a job's key, observe, plan, execute, and requeue.
+"""Run the workers: take a job's key, observe, plan, execute, and requeue.
 
 Guarantees:
 - The key means only that something may have changed; everything else is read from the caches.
-- A failed write is repeated with back-off and shows as an event on the job. A defect in a plan is logged, counted and
-  repeated with back-off, and never stops the worker.
+- A failed write is retried with back-off and shows as an event on the job.
+- A defect in a plan is logged, counted and retried with back-off, and never stops the worker.
 - No job occupies a worker for longer than `JOB_SECONDS`, and slow jobs share a part of the workers, so a job behind a
   failing webhook delays no other.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import ApiError, UnavailableError
-from trainium_operator.cluster.execute.events import EventRecorder, Note, reference_to, write_failed
+from trainium_operator.cluster.execute.events import Event, EventRecorder, job_reference, write_failed_event
 from trainium_operator.cluster.queue.work_queue import ClosedError, WorkQueue
 from trainium_operator.plan.model.reasons import Reason
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.cluster.execute.executor import Executor
     from trainium_operator.cluster.queue.observe import Caches, Observer
-    from trainium_operator.cluster.queue.pace import Pace
     from trainium_operator.cluster.queue.pod_warnings import PodWarnings
+    from trainium_operator.cluster.queue.work_queue import PlanRateLimiter
     from trainium_operator.plan.model.actions import Plan
     from trainium_operator.plan.model.observed import JobView, Observed
 
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 UNREADABLE_SECONDS = 300.0
 JOB_SECONDS = 60.0
-"""A reconcile that takes longer is cut and planned again; every write may be repeated."""
-CUT_PAUSE = 1.0
+"""A longer reconcile is cancelled and planned again; every write may be repeated."""
+TIMEOUT_RETRY_SECONDS = 1.0
 SLOW_SECONDS = 2.0
 REPORT_FROM_DELAY = 0.8
-"""Back-off in seconds from which on a failure that repeats shows as an event."""
+"""Back-off in seconds from which a repeated failure shows as an event."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,19 +55,19 @@ class Reconciler:
     plan: Callable[[Observed], Plan]
     executor: Executor
     recorder: EventRecorder
-    pace: Pace
+    rate_limiter: PlanRateLimiter
     warnings: PodWarnings
     on_reconciled: Callable[[float, str], None]
     """Called with seconds and error at the end of each reconcile; the error is empty, or its class."""
     on_planned: Callable[[JobView, TrainingJobStatus], None]
     """Called after each executed plan with the job, whose status is the old one, and the new status."""
     _written: dict[Key, float] = field(default_factory=dict, init=False)
-    """When this process last wrote a job's status, by the clock of plans."""
+    """When this process last wrote each job's status, by the clock of plans."""
     _started: dict[Key, float] = field(default_factory=dict, init=False)
-    _unknown: dict[Key, tuple[str, ...]] = field(default_factory=dict, init=False)
-    """Unknown places of each job's spec that were reported."""
+    _reported_unknown: dict[Key, tuple[str, ...]] = field(default_factory=dict, init=False)
+    """Unknown places in each job's spec that were reported."""
     _planning: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    """One at a time: what takes the processor must not come in many pieces between two answers to agents."""
+    """Plans run one at a time, so that several do not use the processor between two answers to agents."""
 
     async def work(self) -> None:
         """Run one worker until the queue is closed."""
@@ -79,7 +79,7 @@ class Reconciler:
                 return
             started, error = loop.time(), ""
             self._started[key] = started
-            slow = loop.call_later(SLOW_SECONDS, self.queue.slow, key)
+            slow_timer = loop.call_later(SLOW_SECONDS, self.queue.mark_slow, key)
             try:
                 async with asyncio.timeout(JOB_SECONDS) as budget:
                     await self._reconcile(key)
@@ -88,33 +88,33 @@ class Reconciler:
                     raise
                 error = "Timeout"
                 logger.warning(
-                    "%s/%s: not done within %.0f s; it goes on with a new plan",
+                    "%s/%s: not finished within %.0f s; a new plan follows",
                     *key,
                     JOB_SECONDS,
-                    extra=self._about(key),
+                    extra=self._log_fields(key),
                 )
-                self.queue.put_after(key, CUT_PAUSE)
+                self.queue.put_after(key, TIMEOUT_RETRY_SECONDS)
             except ApiError as failure:
                 error = type(failure).__name__
-                self._failed(key, failure)
+                self._handle_api_error(key, failure)
             except Exception:
                 error = "Defect"
-                logger.exception("reconciling %s/%s failed", *key, extra=self._about(key))
+                logger.exception("reconciling %s/%s failed", *key, extra=self._log_fields(key))
                 self.queue.retry(key)
             finally:
                 del self._started[key]
-                slow.cancel()
+                slow_timer.cancel()
                 if not error and loop.time() - started < SLOW_SECONDS:
-                    self.queue.quick(key)
+                    self.queue.mark_fast(key)
                 self.queue.done(key)
                 self.on_reconciled(loop.time() - started, error)
 
     def busy_seconds(self) -> float:
-        """Return how long the longest reconcile in hand has taken so far."""
+        """Return how long the longest reconcile in progress has taken."""
         return asyncio.get_running_loop().time() - min(self._started.values()) if self._started else 0.0
 
     async def resync(self, seconds: float) -> None:
-        """Put every job once per period, spread over it, and list the jobs authoritatively; runs until cancelled."""
+        """Enqueue every job once per period, spread over it, and list the jobs; runs until cancelled."""
         while True:
             await asyncio.sleep(seconds * random.uniform(0.8, 1.2))  # noqa: S311 - spreads load, no secret
             try:
@@ -126,33 +126,33 @@ class Reconciler:
 
     async def _reconcile(self, key: Key) -> None:
         record = self.caches.jobs.store.get(key)
-        if record is None or record.elsewhere:  # deleted: what it owned is the garbage collector's; or not ours
+        if record is None or record.managed_elsewhere:  # deleted, or managed elsewhere
             self.queue.forget(key)
-            self.pace.forget(key)
+            self.rate_limiter.forget(key)
             self._written.pop(key, None)
-            self._unknown.pop(key, None)
-            self.queue.quick(key)
+            self._reported_unknown.pop(key, None)
+            self.queue.mark_fast(key)
             return
         if not self.caches.namespaces.is_open(key[0]):
-            self.queue.forget(key)  # what is not listed is not gone; when it is, the jobs are planned again
+            self.queue.forget(key)  # a job missing from a failed list is not gone; once listed, jobs are planned again
             return
         if record.view is None:
-            sentence = f"this operator cannot read the job ({record.error}); apply it again with the installed CRD"
-            logger.warning("%s/%s: %s", *key, sentence, extra=self._about(key))
-            self._notify_listeners(record, Reason.UNREADABLE, sentence)
+            message = f"this operator cannot read the job ({record.error}); apply it again with the installed CRD"
+            logger.warning("%s/%s: %s", *key, message, extra=self._log_fields(key))
+            self._record_warning(record, Reason.UNREADABLE, message)
             self.queue.put_after(key, UNREADABLE_SECONDS)
             return
         self._report_unknown(key, record, record.view.unknown)
         await self.warnings.refresh(record.view)
         loop = asyncio.get_running_loop()
         async with self._planning:
-            began = loop.time()
+            started = loop.time()
             observed = self.observer.observe(record.view, status_written=self._written.get(key, 0.0))
-            spent = loop.time() - began
-            await asyncio.sleep(0)  # here and below: a thousand agents make each part long, and they wait for answers
-            began = loop.time()
+            observe_seconds = loop.time() - started
+            await asyncio.sleep(0)  # here and below: with a thousand agents each part takes long; answer them between
+            started = loop.time()
             plan = self.plan(observed)
-            self.pace.planned(key, spent + loop.time() - began, loop.time())
+            self.rate_limiter.record_plan(key, observe_seconds + loop.time() - started, loop.time())
             await asyncio.sleep(0)
         if plan.status != record.view.status:
             self._written[key] = observed.now
@@ -161,50 +161,48 @@ class Reconciler:
         if not self._exists(key, record):
             return
         self.on_planned(record.view, plan.status)
-        pauses = (plan.requeue_after, self.warnings.next_in(record.view))
-        if (pause := min((each for each in pauses if each is not None), default=None)) is not None:
-            self.queue.put_after(key, max(0.01, pause))
+        delays = (plan.requeue_after, self.warnings.seconds_until_refresh(record.view))
+        if (delay := min((seconds for seconds in delays if seconds is not None), default=None)) is not None:
+            self.queue.put_after(key, max(0.01, delay))
 
     def _exists(self, key: Key, record: JobRecord) -> bool:
-        """Return whether the job was not deleted meanwhile: what is kept of it would never be forgotten."""
-        now = self.caches.jobs.store.get(key)
-        return now is not None and now.uid == record.uid
+        """Return whether the job still exists; otherwise its state here would never be dropped."""
+        current = self.caches.jobs.store.get(key)
+        return current is not None and current.uid == record.uid
 
-    def _about(self, key: Key) -> dict[str, object]:
+    def _log_fields(self, key: Key) -> dict[str, object]:
         """Return the fields of a log line about this job, as far as they are known."""
         record = self.caches.jobs.store.get(key)
         view = record.view if record is not None else None
         generation = view.status.membership.generation if view is not None else None
         return {"namespace": key[0], "job": key[1], "generation": generation or None}
 
-    def _failed(self, key: Key, error: ApiError) -> None:
+    def _handle_api_error(self, key: Key, error: ApiError) -> None:
         delay = self.queue.retry(key)
-        logger.warning("%s/%s: %s; again in %.1f s", *key, error, delay, extra=self._about(key))
-        # A conflict is the normal answer to an old copy, an API server that has just started refuses everybody for a
+        logger.warning("%s/%s: %s; again in %.1f s", *key, error, delay, extra=self._log_fields(key))
+        # A conflict is the normal response to an old copy, a starting API server refuses everybody for a
         # moment, and one that is away stores no events either: only a lasting failure is reported.
         record = self.caches.jobs.store.get(key)
         if record is None or delay < REPORT_FROM_DELAY or isinstance(error, UnavailableError):
             return
-        self.recorder.record(write_failed(record, str(error)))
+        self.recorder.record(write_failed_event(record, str(error)))
 
     def _report_unknown(self, key: Key, record: JobRecord, unknown: tuple[str, ...]) -> None:
-        """Report each set of places that were left out once."""
-        if self._unknown.get(key, ()) == unknown:
+        """Report each set of unknown places once."""
+        if self._reported_unknown.get(key, ()) == unknown:
             return
-        self._unknown[key] = unknown
+        self._reported_unknown[key] = unknown
         if unknown:
             places = ", ".join(unknown[:5])
-            text = (
-                f"this operator is older than the job: it does not know {places}, and goes on with what runs as it is"
-            )
-            logger.warning("%s/%s: %s", *key, text, extra=self._about(key))
-            self._notify_listeners(record, Reason.UNREADABLE, text)
+            text = f"this operator is older than the job: it does not know {places}, and keeps running pods unchanged"
+            logger.warning("%s/%s: %s", *key, text, extra=self._log_fields(key))
+            self._record_warning(record, Reason.UNREADABLE, text)
 
-    def _notify_listeners(self, record: JobRecord, reason: Reason, text: str) -> None:
+    def _record_warning(self, record: JobRecord, reason: Reason, text: str) -> None:
         self.recorder.record(
-            Note(
+            Event(
                 namespace=record.namespace,
-                regarding=reference_to(record.namespace, record.name, record.uid),
+                regarding=job_reference(record.namespace, record.name, record.uid),
                 reason=reason.value,
                 text=text,
                 warning=True,

@@ -1,10 +1,10 @@
-"""The Deployment that the operator is a part of, and what of the operator's own goes with it: Lease and memory.
+"""Set the operator's Deployment as the owner of the operator's own objects: Lease and memory of bad machines.
 
-The operator writes both and not the chart, so that no upgrade touches what is in them. They name the Deployment as an
-owner, so the cluster's garbage collector removes them when it is gone, as after `helm uninstall`.
+The operator writes both and not the chart, so that no upgrade changes their content. With the Deployment as their
+owner, the garbage collector removes them with it, as after `helm uninstall`.
 
-Invariants: only the leader writes; nothing waits for this, and none of its failures reaches who holds the Lease or
-remembers machines; owners that others gave an object stay.
+Invariants: only the leader writes. Nothing waits for this, and no failure here affects the Lease's holder or the
+memory. Owners that others set stay.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 600.0
-"""The owner may have been removed meanwhile."""
+"""Interval of checks, because the owner may have been removed meanwhile."""
 AGAIN_SECONDS = 5.0
-"""After a conflict, or while an object is not there yet."""
+"""Pause after a conflict, or while an object does not exist yet."""
 REFUSED_SECONDS = 60.0
 
 
@@ -50,13 +50,13 @@ class Release:
     _: KW_ONLY
     namespace: str
     deployment: str
-    """Its name; empty where the operator runs in none, and nothing goes with anything."""
+    """Name of the Deployment; empty where the operator runs in none, and its objects have no owner."""
     owned_objects: Sequence[OwnedObject]
     _owner: Json | None = field(default=None, init=False)
     _reported: str = field(default="", init=False)
 
-    def owners_of(self, resource: Resource) -> list[Json]:
-        """`ownerReferences` for a new object of the operator's own; none while the Deployment is not known."""
+    def list_owners(self, resource: Resource) -> list[Json]:
+        """Return the `ownerReferences` of a new object of the operator; none while the Deployment is not known."""
         kept = any(each.kept for each in self.owned_objects if each.resource == resource)
         return [] if self._owner is None or kept else [dict(self._owner)]
 
@@ -80,14 +80,12 @@ class Release:
         except (ConflictError, UnavailableError):
             return AGAIN_SECONDS
         except ApiError as error:
-            self._notify_listeners(
-                f"the Lease and the memory of bad machines stay when the operator is uninstalled: {error}"
-            )
+            self._warn_once(f"the Lease and the memory of bad machines stay when the operator is uninstalled: {error}")
             return REFUSED_SECONDS
         return POLL_SECONDS if all(found) else AGAIN_SECONDS
 
     async def _adopt(self, owned: OwnedObject, owner: Json) -> bool:
-        """Return whether it is there, and has the owners that it should have. Raises ApiError."""
+        """Return whether the object exists and has the expected owners. Raises ApiError."""
         try:
             raw = await self.api.get(owned.resource, self.namespace, owned.name)
         except NotFoundError:
@@ -101,12 +99,12 @@ class Release:
             await self.api.replace(owned.resource, self.namespace, owned.name, body)
         return True
 
-    def _notify_listeners(self, sentence: str) -> None:
+    def _warn_once(self, sentence: str) -> None:
         if sentence != self._reported:
             self._reported = sentence
             logger.warning("%s", sentence)
 
 
 def _same(one: Json, other: Json) -> bool:
-    """Return whether both name the Deployment, also one from before it was created again."""
+    """Return whether both name the Deployment, or an earlier incarnation of it."""
     return all(one.get(key) == other[key] for key in ("apiVersion", "kind", "name"))

@@ -1,1 +1,1 @@
-"""The HTTPS endpoint that agents talk to: registration, membership, heartbeats."""
+"""The HTTPS endpoint of agents: registration, membership, heartbeats."""

@@ -1,9 +1,9 @@
 """Authenticate agents by their projected ServiceAccount token, which the API server reviews and which names the pod.
 
 Guarantees:
-- A token counts only for our audience, only for the pod that it was issued to (name and uid are in it), and only for
-  the job that owns this pod in our cache. So an agent cannot act for another pod, and a token that was stolen from one
-  job opens no other. `http/reviews.py` has the times.
+- A token is valid only for this audience, for the pod that it was issued to (name and uid are in it), and for the job
+  that controls this pod in the cache. So an agent cannot act for another pod, and a token stolen from one job is
+  useless for another. `http/reviews.py` has the times.
 - Tokens are never logged.
 """
 
@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
-from trainium_operator.http.errors import GoneError, RefusedError, UnauthenticatedError
-from trainium_operator.http.reviews import Accepted, ClientKey, ReviewCache, ReviewRequest, TokenReviewQueue
+from trainium_operator.http.errors import ForbiddenError, PodDeletedError, UnauthenticatedError
+from trainium_operator.http.reviews import AcceptedReview, ClientKey, ReviewCache, ReviewRequest, TokenReviewQueue
 from trainium_operator.http.tokens import bearer_token, token_digest, unverified_claims, unverified_expiry
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Caller:
 class PodDirectory(Protocol):
     """The worker pods that exist."""
 
-    def job_of(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
-        """Return the job of this incarnation of the pod; None when it is no worker of a job that exists."""
+    def find_job(self, namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
+        """Return the job of this incarnation of the pod; None if it is not a worker of an existing job."""
         ...
 
     def is_orphaned(self, namespace: str, pod_name: str, pod_uid: str) -> bool:
@@ -50,7 +50,7 @@ class PodDirectory(Protocol):
 
 
 class Authenticator:
-    """Checks tokens; `review` posts the spec of a TokenReview and returns its status."""
+    """Check tokens; `review` posts the spec of a TokenReview and returns its status."""
 
     def __init__(
         self,
@@ -64,33 +64,33 @@ class Authenticator:
         self._reviews: ReviewCache[Caller] = ReviewCache(TokenReviewQueue(wall_clock), wall_clock)
 
     async def identify(self, authorization: str, source: str = "") -> Caller:
-        """Return the worker pod that the token was issued to; `source` is the address that it came from.
+        """Return the worker pod that the token was issued to; `source` is the address of the client.
 
-        Raises UnauthenticatedError, RefusedError, FloodedError and ReviewUnavailableError, each with a sentence.
+        Raises UnauthenticatedError, ForbiddenError, TooManyRequestsError and ReviewUnavailableError with a sentence.
         """
         caller = await self._authenticate(authorization, source)
-        self._job_of(caller)
+        self._find_job(caller)
         return caller
 
     def check(self, caller: Caller, *, namespace: str, job: str, pod_name: str, pod_uid: str) -> JobId:
-        """Return the job of the caller, if it is the pod that it claims to be. Raises RefusedError."""
+        """Return the caller's job if the caller is the pod that it claims to be. Raises ForbiddenError."""
         if (caller.pod_name, caller.pod_uid) != (pod_name, pod_uid):
-            raise RefusedError(
+            raise ForbiddenError(
                 f"the token was issued to pod {caller.pod_name}, and this message speaks for another pod"
             )
         if caller.namespace != namespace:
-            raise RefusedError(f"the token belongs to namespace {caller.namespace}, not to {namespace}")
-        owner = self._job_of(caller)
+            raise ForbiddenError(f"the token belongs to namespace {caller.namespace}, not to {namespace}")
+        owner = self._find_job(caller)
         if (owner.namespace, owner.name) != (namespace, job):
-            raise RefusedError(f"pod {caller.pod_name} works for job {owner.name}, not for {job}")
+            raise ForbiddenError(f"pod {caller.pod_name} works for job {owner.name}, not for {job}")
         return owner
 
-    def _job_of(self, caller: Caller) -> JobId:
-        owner = self._pods.job_of(caller.namespace, caller.pod_name, caller.pod_uid)
+    def _find_job(self, caller: Caller) -> JobId:
+        owner = self._pods.find_job(caller.namespace, caller.pod_name, caller.pod_uid)
         if owner is None and self._pods.is_orphaned(caller.namespace, caller.pod_name, caller.pod_uid):
-            raise GoneError(f"the TrainingJob of pod {caller.pod_name} no longer exists")
+            raise PodDeletedError(f"the TrainingJob of pod {caller.pod_name} no longer exists")
         if owner is None:
-            raise RefusedError(f"pod {caller.pod_name} is not a worker of any TrainingJob that exists")
+            raise ForbiddenError(f"pod {caller.pod_name} is not a worker of any TrainingJob that exists")
         return owner
 
     async def _authenticate(self, authorization: str, source: str) -> Caller:
@@ -98,13 +98,13 @@ class Authenticator:
         if not token:
             raise UnauthenticatedError("send the pod's projected token as `Authorization: Bearer <token>`")
         request = ReviewRequest(token_digest(token), partial(self._client, token, source), partial(self._ask, token))
-        caller = await self._reviews.answer(request)
+        caller = await self._reviews.get(request)
         if caller is None:
             raise UnauthenticatedError(f"the token is not valid (any more) for audience {TOKEN_AUDIENCE}")
         return caller
 
     def _client(self, token: str, source: str) -> ClientKey:
-        """Return the queue of the token by its unverified claims, which decide on the order alone."""
+        """Return the queue of the token by its unverified claims, which determine only the order."""
         encoded = unverified_claims(token).get("kubernetes.io")
         pod = encoded.get("pod") if isinstance(encoded, dict) else None
         if not isinstance(encoded, dict) or not isinstance(pod, dict):
@@ -112,15 +112,15 @@ class Authenticator:
         namespace, name, uid = encoded.get("namespace"), pod.get("name"), pod.get("uid")
         if not (isinstance(namespace, str) and isinstance(name, str) and isinstance(uid, str)):
             return ClientKey(source)
-        return ClientKey(source, uid if self._pods.job_of(namespace, name, uid) is not None else "")
+        return ClientKey(source, uid if self._pods.find_job(namespace, name, uid) is not None else "")
 
-    async def _ask(self, token: str) -> Accepted[Caller] | None:
+    async def _ask(self, token: str) -> AcceptedReview[Caller] | None:
         caller = _caller_from_status(await self._review({"token": token, "audiences": [TOKEN_AUDIENCE]}))
-        return Accepted(caller, unverified_expiry(token)) if caller is not None else None
+        return AcceptedReview(caller, unverified_expiry(token)) if caller is not None else None
 
 
 def _caller_from_status(status: dict[str, Any]) -> Caller | None:
-    """Return the pod of a TokenReview's status; None when the token is not valid, not for us, or not bound to a pod."""
+    """Return the pod in a TokenReview's status; None if the token is invalid or not bound to a pod."""
     if not status.get("authenticated") or TOKEN_AUDIENCE not in (status.get("audiences") or ()):
         return None
     user = status.get("user") or {}

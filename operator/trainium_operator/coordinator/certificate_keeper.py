@@ -1,7 +1,7 @@
 """Keep the coordinator's certificates in a Secret that all replicas share, and load them into the running server.
 
 Guarantees:
-- Only the leader writes, and only over the version that it read; followers load what they find.
+- Only the leader writes, and only over the version that it read; followers load the stored certificates.
 - Keys are in memory and in the Secret, never in a file system.
 """
 
@@ -65,7 +65,7 @@ class CertificateKeeper:
 
     @property
     def ca_bundle(self) -> str:
-        """PEM that agents must trust; empty before the first certificate."""
+        """PEM of the authorities that agents must trust; empty before the first certificate."""
         return self._material.ca_bundle.decode() if self._material else ""
 
     async def run(self, is_leader: Callable[[], bool]) -> None:
@@ -74,7 +74,7 @@ class CertificateKeeper:
             try:
                 await self.refresh(write=is_leader())
             except SecretConflictError:
-                continue  # another writer was faster: read again
+                continue  # another replica was faster: read again
             except SecretUnavailableError as error:
                 logger.warning("certificates: %s", error)
             self._check.clear()
@@ -88,7 +88,7 @@ class CertificateKeeper:
         self._check.set()
 
     async def refresh(self, *, write: bool) -> None:
-        """Read the Secret, renew what expires if `write`, load what is new.
+        """Read the Secret, renew expiring certificates if `write`, load new ones.
 
         Raises SecretConflictError and SecretUnavailableError.
         """

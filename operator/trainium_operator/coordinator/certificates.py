@@ -1,12 +1,10 @@
 """Create, renew and bundle the coordinator's certificate authority and server certificate; no I/O.
 
 Guarantees:
-- The server certificate is always signed by an authority in the bundle that agents got at least one server renewal
-  earlier: when the authority is renewed, the old one first signs a new server certificate, and stays in the bundle
+- An authority of the bundle signs the server certificate, and agents received that bundle at least one server renewal
+  earlier. When the authority is renewed, the old one first signs a new server certificate, and stays in the bundle
   until it expires.
-- Keys appear in no `repr`.
-
-Times are Unix seconds, given by the caller.
+- Keys appear in no `repr`. Times are Unix seconds from the caller.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 CA_DAYS = 365.0
 SERVER_DAYS = 30.0
 RENEW_AT = 2 / 3
-"""Part of its life after which a certificate is renewed."""
+"""Part of its lifetime after which a certificate is renewed."""
 _SKEW = timedelta(minutes=5)
 
 CA_KEY, CA_CERT, SERVER_KEY, SERVER_CERT = "ca.key", "ca.crt", "tls.key", "tls.crt"
@@ -43,7 +41,7 @@ class Material:
 
     ca_key: bytes = field(repr=False)
     ca_bundle: bytes
-    """The current authority first, then those that are still valid."""
+    """Return the current authority, then those that are still valid."""
     server_key: bytes = field(repr=False)
     server_cert: bytes
 
@@ -75,13 +73,13 @@ class Material:
 
 
 def server_names(service: str, namespace: str) -> tuple[str, ...]:
-    """Return every name by which a worker or a port-forward may reach the coordinator."""
+    """Return every name by which a worker or a port-forward reaches the coordinator."""
     full = f"{service}.{namespace}"
     return (service, full, f"{full}.svc", f"{full}.svc.cluster.local", "localhost")
 
 
 def renew_material(material: Material | None, names: Sequence[str], now: float) -> Material:
-    """Return the material, with certificates that expire soon or lack a name created again."""
+    """Return the material, with new certificates for those that expire soon or lack a name."""
     moment = datetime.fromtimestamp(now, UTC)
     if material is None:
         return _create_material(names, moment)
@@ -159,7 +157,7 @@ def _create_authority(moment: datetime) -> _Authority:
 
 
 def _create_server(authority: _Authority, names: Sequence[str], moment: datetime) -> tuple[bytes, bytes]:
-    """Create key and certificate, PEM."""
+    """Create a key and a certificate, as PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     alternatives: list[x509.GeneralName] = [x509.DNSName(name) for name in names]
     alternatives.append(x509.IPAddress(ipaddress.ip_address("127.0.0.1")))

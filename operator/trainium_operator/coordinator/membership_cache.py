@@ -32,20 +32,20 @@ class EncodedMembership:
 
     @property
     def plain(self) -> bytes:
-        """Its JSON."""
+        """The membership as JSON."""
         if self._plain is None:
             self._plain = _encoded(self.membership)
         return self._plain
 
     @property
     def packed(self) -> bytes | None:
-        """Its JSON in gzip's format; None where that is not smaller."""
+        """The membership as gzipped JSON; None where that is not smaller."""
         if self._packed is None and len(self.plain) >= SMALLEST_PACKED:
             self._packed = gzip.compress(self.plain, compresslevel=4, mtime=0)
         return self._packed
 
     def changed(self, change: MembershipChange) -> bytes:
-        """Return the JSON of the difference to the membership before it; there is one such change."""
+        """Return the JSON of the difference to the previous membership; there is one such change."""
         if self._change is None:
             self._change = _encoded(change)
         return self._change
@@ -59,13 +59,13 @@ class MembershipCache:
 
     def encode(self, job_id: JobId, membership: Membership) -> EncodedMembership:
         """Return the membership, encoded."""
-        found = self._known.pop(job_id, None)
-        if found is None or found.membership is not membership:
-            found = EncodedMembership(membership)
-        self._known[job_id] = found  # last in order: the least recently used one is evicted first
+        encoded = self._known.pop(job_id, None)
+        if encoded is None or encoded.membership is not membership:
+            encoded = EncodedMembership(membership)
+        self._known[job_id] = encoded  # last in order: the least recently used entry is evicted first
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
-        return found
+        return encoded
 
 
 def _encoded(message: MessageModel) -> bytes:

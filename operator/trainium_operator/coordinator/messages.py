@@ -65,7 +65,7 @@ def _sentence(error: Exception) -> str:
 def read_message(model: type[_M], body: bytes) -> _M:
     """Return the message, reduced to what is kept. Raises ValidationError."""
     try:
-        return model.model_validate_json(body).lean()
+        return model.model_validate_json(body).share_fields_set()
     except ValidationError as error:
         first = last = error
     raw, left_out = None, set[_Place]()
@@ -77,7 +77,7 @@ def read_message(model: type[_M], body: bytes) -> _M:
         remove_places(raw, places)
         left_out |= places
         try:
-            return model.model_validate_json(to_json(raw)).lean()
+            return model.model_validate_json(to_json(raw)).share_fields_set()
         except ValidationError as error:
             last = error
     raise first

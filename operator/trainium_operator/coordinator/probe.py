@@ -1,12 +1,12 @@
-"""Report members that fall silent, and probe their ports: a refused connection means that the agent has ended.
+"""Report members that stop sending heartbeats, and probe their ports: an agent that refuses a connection has ended.
 
-Every agent keeps its rendezvous port open for the life of its pod. So a refusal (the host answers, no process listens)
-is evidence, while a time-out is not. A firewall between this process and the workers could refuse too, so a refusal
-counts only for an agent whose port accepted a connection of this process before.
+Every agent keeps its rendezvous port open for the lifetime of its pod. So a refusal (the host answers, no process
+listens) is evidence, while a time-out is not. A firewall between this process and the workers could refuse too, so a
+refusal counts only for an agent whose port has accepted a connection of this process before.
 
 Guarantees:
-- A connection is opened and closed, nothing is sent. It goes to the address that the API server has for the pod, never
-  to another that an agent may name.
+- A connection is opened and closed without data. Its target is the address of the pod in the API server, never one that
+  an agent names.
 - Each agent is probed once when it is new and then only while it is silent, and only while this process leads.
 - Silence is reported every half second, however many probes run. The probes of one job never take all slots.
 """
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _INTERVAL_SECONDS = 0.5
 _CONNECT_SECONDS = 1.0
-_AT_ONCE = 64
-_OF_ONE_JOB_AT_ONCE = 16
+_MAX_PROBES = 64
+_MAX_PROBES_PER_JOB = 16
 
 
 class Prober:
@@ -41,19 +41,19 @@ class Prober:
         *,
         is_serving: Callable[[], bool],
         notify: Callable[[str, str, bool], None],
-        address_of: Callable[[ProbeTarget], str],
+        find_address: Callable[[ProbeTarget], str],
         connect: Callable[[str, int], Awaitable[None]] | None = None,
     ) -> None:
-        """`address_of(doubt)` is the pod's address, empty while it is not known.
+        """`find_address(target)` returns the pod's address, empty while it is not known.
 
-        `connect(host, port)` returns, or raises ConnectionRefusedError or another OSError (tests give their own).
+        `connect(host, port)` returns, or raises ConnectionRefusedError or another OSError; tests replace it.
         """
         self._state = state
         self._is_serving = is_serving
         self._notify = notify
-        self._address_of = address_of
+        self._find_address = find_address
         self._connect = connect or _connect_and_close
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_MAX_PROBES)
         self._slots_of: dict[JobId, asyncio.Semaphore] = {}
         self._pending: set[tuple[JobId, str]] = set()
 
@@ -77,25 +77,25 @@ class Prober:
             self._notify(namespace, job, True)
 
     def _probe_targets(self, probes: asyncio.TaskGroup) -> None:
-        """Start the probes that do not run yet."""
+        """Start the probes that are not running yet."""
         busy = {job_id for job_id, _ in self._pending}
         self._slots_of = {job_id: slots for job_id, slots in self._slots_of.items() if job_id in busy}
         for target in self._state.probe_targets():
             if (target.job_id, target.pod_uid) not in self._pending:
                 self._pending.add((target.job_id, target.pod_uid))
-                probes.create_task(self._probe_in_turn(target))
+                probes.create_task(self._probe_with_limits(target))
 
-    async def _probe_in_turn(self, target: ProbeTarget) -> None:
-        of_job = self._slots_of.setdefault(target.job_id, asyncio.Semaphore(_OF_ONE_JOB_AT_ONCE))
+    async def _probe_with_limits(self, target: ProbeTarget) -> None:
+        of_job = self._slots_of.setdefault(target.job_id, asyncio.Semaphore(_MAX_PROBES_PER_JOB))
         try:
             async with of_job, self._slots:  # in this order: a probe that waits for its job holds no common slot
-                await self._ask(target)
+                await self._probe_port(target)
         finally:
             self._pending.discard((target.job_id, target.pod_uid))
 
-    async def _ask(self, target: ProbeTarget) -> None:
-        host = self._address_of(target)
-        if not _same(host, target.host):
+    async def _probe_port(self, target: ProbeTarget) -> None:
+        host = self._find_address(target)
+        if not _same_address(host, target.host):
             self._state.record_port_unknown(target)
             return
         try:
@@ -115,7 +115,7 @@ class Prober:
             self._state.record_port_open(target)
 
 
-def _same(address: str, named: str) -> bool:
+def _same_address(address: str, named: str) -> bool:
     try:
         return ip_address(address) == ip_address(named)
     except ValueError:

@@ -3,7 +3,7 @@
 Guarantees:
 - It answers 503 unless this process leads and its caches are in sync. A request for a stream waits a moment while the
   lead is pending, so that agents are connected when this process takes over.
-- The sender of a stream is authenticated, and is a worker, before a frame of it is read.
+- The sender of a stream is authenticated as a worker before a frame of it is read.
 - Frames, waits and connections are bounded in size, number and time. Every refusal is one sentence (`ErrorResponse`).
 """
 
@@ -20,7 +20,7 @@ from trainium_contract.wire.messages import ErrorResponse, HeartbeatRequest
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
 from trainium_operator.coordinator.messages import BadMessageError, message_error
 from trainium_operator.coordinator.streams import LONGEST_SECONDS, Stream, Streams
-from trainium_operator.http.errors import RefusedError
+from trainium_operator.http.errors import ForbiddenError
 from trainium_operator.http.listener import BROKEN
 from trainium_operator.http.server import RETRY_AFTER, HttpServer, Upgrade, error_response
 from trainium_operator.http.tokens import bearer_token, unverified_expiry
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PENDING_LEAD_SECONDS = 2.5
-"""Longest wait of a request for a stream for a pending lead; shorter than agents wait for an answer."""
+"""Longest wait of a stream request for a pending lead; shorter than the time-out of agents."""
 
 
 class CoordinatorServer:
-    """Serves streams over a state that outlives it."""
+    """Serves streams over a state with a longer lifetime."""
 
     def __init__(
         self,
@@ -49,9 +49,8 @@ class CoordinatorServer:
         is_serving: Callable[[], bool],
         notify: Callable[[str, str, bool], None],
         until_serving: Callable[[], Awaitable[object] | None] = lambda: None,
-        heartbeat_seconds: float = 1.0,
         on_message: Callable[[str, int], None] = lambda _kind, _status: None,
-        on_news: Callable[[HeartbeatRequest, HeartbeatRequest], None] = lambda _before, _now: None,
+        on_change: Callable[[HeartbeatRequest, HeartbeatRequest], None] = lambda _before, _now: None,
     ) -> None:
         """`notify(namespace, job, at_once)`: the plan should see what has changed, at once or within a while.
 
@@ -65,9 +64,8 @@ class CoordinatorServer:
             authenticator,
             is_serving=is_serving,
             notify=notify,
-            on_news=on_news,
+            on_change=on_change,
             on_message=on_message,
-            heartbeat_seconds=heartbeat_seconds,
         )
         self._sweeping: asyncio.Task[None] | None = None
         self.http = HttpServer(
@@ -92,14 +90,15 @@ class CoordinatorServer:
         self.http.authenticated(request, caller.pod_uid)
         after = _number(request.query, "after", 0)
         if request.query.get("podUid", "") != caller.pod_uid:
-            raise RefusedError(f"the token was issued to pod {caller.pod_name}, and this stream speaks for another pod")
+            message = f"the token was issued to pod {caller.pod_name}, and this stream speaks for another pod"
+            raise ForbiddenError(message)
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
             return _error(426, f"ask for `Upgrade: {UPGRADE}`", headers={"Upgrade": UPGRADE})
         expires = unverified_expiry(bearer_token(authorization))
         on_closed = expires - time.time() if expires is not None else 0.0
         seconds = (
             min(LONGEST_SECONDS, on_closed) if on_closed > 0.0 else LONGEST_SECONDS
-        )  # over: it is our clock that is wrong
+        )  # expired: this machine's clock is wrong
         ends = asyncio.get_running_loop().time() + seconds
         return Upgrade(UPGRADE, lambda closed: Stream(self.streams, caller, after=after, ends=ends, on_closed=closed))
 
@@ -118,7 +117,7 @@ class CoordinatorServer:
             if refusal is None:
                 logger.exception("answering %s failed", request.path)
                 return _error(500, "defect in the coordinator; its log has the details")
-            if isinstance(error, RefusedError) and self.http.should_log_refusal(request):
+            if isinstance(error, ForbiddenError) and self.http.should_log_refusal(request):
                 logger.warning("refused %s: %s", request.path, error)
             if isinstance(error, BROKEN):
                 broke = type(error).__name__

@@ -2,10 +2,8 @@
 
 Guarantees:
 - It is in memory only, and rebuilt from the membership records and from registrations.
-- Jobs are identified by `JobId`, so a new job never inherits from an earlier one of its name.
-- A served generation never goes back.
-
-Times are Unix seconds of the injected clock.
+- Jobs are identified by `JobId`, so a new job never inherits the state of an earlier one with its name.
+- A served generation never decreases. Times are Unix seconds of the injected clock.
 """
 
 from __future__ import annotations
@@ -24,23 +22,23 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.names import JobId
 
 _reported_fields = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
-"""Fields whose change a plan should see at once; called a thousand times a second, so implemented in C."""
+"""Fields whose change the plan sees at once. Called a thousand times a second, so implemented in C."""
 _OUTSIDER_PHASES = (WorkerPhase.PREFLIGHT, WorkerPhase.STANDBY)
 _PROBE_AGAIN_SECONDS = 30.0
 """Pause before a port that has never answered is probed again."""
 
 FULL_HEARTBEATS_PER_SECOND = 8.0
-"""Full heartbeats of one job, together: all of its ranks make the same steps, so any of them has the newest."""
+"""Full heartbeats of one job per second. All of its ranks make the same steps, so any heartbeat has the newest."""
 LONGEST_FULL_HEARTBEAT_SECONDS = 10.0
 FARTHEST_AHEAD = 1_000
-"""Largest lead of an agent's generation over the one that is served: a record may be lost."""
+"""Largest lead of an agent's generation over the served one, because a record may be lost."""
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """The result of a heartbeat: `matters` if the plan should see it at once; `progressed` may wait a little."""
+class HeartbeatResult:
+    """The result of a heartbeat. `is_urgent`: the plan sees it at once. `progressed`: that may wait a little."""
 
-    matters: bool
+    is_urgent: bool
     progressed: bool
     before: HeartbeatRequest | None = None
     """The agent's last heartbeat before this one."""
@@ -58,7 +56,7 @@ class FutureGenerationError(Exception):
 
 
 class OldGenerationError(Exception):
-    """The message belongs to an older generation than the one that is served."""
+    """The message belongs to an older generation than the served one."""
 
     def __init__(self, generation: int, current: int) -> None:
         super().__init__(f"generation {generation} is over, generation {current} is current")
@@ -77,29 +75,29 @@ class ProbeTarget:
     host: str
     port: int
     last_seen: float
-    """When it was last seen; the result is void after a newer message."""
+    """When it was last seen; a newer message makes the result void."""
 
 
 @dataclass(slots=True)
 class _Agent:
     view: AgentView
     reachable: bool = False
-    """Its port has answered this process."""
+    """Whether its port has accepted a connection of this process."""
     probed_at: float = -_PROBE_AGAIN_SECONDS
     """When its port last did not answer."""
     silence_reported: bool = False
-    """The plan was notified of its silence, and it was not seen since."""
+    """The plan was notified of its silence, and the agent was not seen since."""
     stepped: tuple[int, int] = (-1, -1)
     """Generation and attempt of the last heartbeat with a higher step."""
     step: int = -1
-    """The newest step that it reported since it last had none."""
+    """The newest step that it reported since it last reported none."""
 
 
 class _Job:
     def __init__(self) -> None:
         self.membership: Membership | None = None
         self.change: MembershipChange | None = None
-        """The difference to the one that was served before it."""
+        """The difference to the membership that was served before."""
         self.members: frozenset[str] = frozenset()
         """Pod uids of the membership."""
         self.agents: dict[str, _Agent] = {}
@@ -123,19 +121,19 @@ class CoordinatorState:
         self._wall_clock = wall_clock
         self._jobs: dict[JobId, _Job] = {}
         self.on_publish: Callable[[JobId], None] = lambda _job_id: None
-        """Called after each membership that is newly served."""
+        """Called after each newly served membership."""
 
     def start_serving(self) -> None:
         """Start to answer agents."""
         self.since = self._wall_clock()
 
     def publish(self, job_id: JobId, membership: Membership) -> None:
-        """Serve this membership, unless a newer one is served already."""
+        """Serve this membership, unless a newer one is served."""
         job = self._job(job_id)
         if membership.generation >= job.generation:
             if job.membership is not None and membership.generation > job.generation:
                 job.change = diff_memberships(job.membership, membership)
-            job.membership = membership.lean()
+            job.membership = membership.share_fields_set()
             job.members = frozenset(member.pod_uid for member in membership.members)
             job.drop_deleted()
             self.on_publish(job_id)
@@ -162,7 +160,7 @@ class CoordinatorState:
         return job.membership if job else None
 
     def change(self, job_id: JobId) -> MembershipChange | None:
-        """Return the difference of the served membership to the one before; None where that is not shorter."""
+        """Return the difference of the served membership to the previous one; None where that is not shorter."""
         job = self._jobs.get(job_id)
         return job.change if job else None
 
@@ -194,7 +192,7 @@ class CoordinatorState:
         return changed
 
     def newly_silent(self) -> set[tuple[str, str]]:
-        """Return jobs (namespace and name) of which a member fell silent since the last call."""
+        """Return the jobs (namespace and name) with a member that fell silent since the last call."""
         now = self._wall_clock()
         found = set()
         for job in self._jobs.values():
@@ -209,7 +207,7 @@ class CoordinatorState:
         return found
 
     def probe_targets(self) -> list[ProbeTarget]:
-        """Return members to probe: once while they send messages, and whenever they are silent."""
+        """Return the members to probe: once while they send messages, and whenever they are silent."""
         now = self._wall_clock()
         found = []
         for job_id, job in self._jobs.items():
@@ -281,7 +279,7 @@ class CoordinatorState:
             agent.view = _with_steps(view, step - agent.step, first_step=False)
             agent.step = step
 
-    def heartbeat(self, job_id: JobId, request: HeartbeatRequest) -> Accepted:
+    def heartbeat(self, job_id: JobId, request: HeartbeatRequest) -> HeartbeatResult:
         """Apply a heartbeat; one that arrives after a later one only counts as seen.
 
         Raises NotRegisteredError, and OldGenerationError or FutureGenerationError for one that is refused.
@@ -292,12 +290,12 @@ class CoordinatorState:
         if current and request.generation > current + FARTHEST_AHEAD:
             raise FutureGenerationError(request.generation, current)
         is_spare = request.pod_uid not in job.members and request.phase in _OUTSIDER_PHASES
-        if 0 < request.generation < current and not is_spare:  # to which its generation does not matter
+        if 0 < request.generation < current and not is_spare:  # of which its generation is independent
             raise OldGenerationError(request.generation, current)
         agent = job.agents[request.pod_uid]
         old = agent.view.heartbeat
         if old is not None and old.generation == request.generation and request.attempt < old.attempt:
-            return Accepted(matters=False, progressed=False)
+            return HeartbeatResult(is_urgent=False, progressed=False)
         stepped = _step(request) > agent.step
         moved = stepped or _stage_progress(request) != _stage_progress(old)
         first_step = stepped and agent.stepped != (request.generation, request.attempt)
@@ -313,7 +311,7 @@ class CoordinatorState:
             or _reported_fields(old) != _reported_fields(request)
             or _results(old) != _results(request)
         )
-        return Accepted(matters=news, progressed=moved, before=old)
+        return HeartbeatResult(is_urgent=news, progressed=moved, before=old)
 
     def _job(self, job_id: JobId) -> _Job:
         return self._jobs.setdefault(job_id, _Job())
@@ -334,7 +332,7 @@ def _results(heartbeat: HeartbeatRequest) -> tuple[object, ...]:
 
 
 def _with_steps(view: AgentView, steps: int, *, first_step: bool) -> AgentView:
-    """Return the view after so many new steps. The time before an attempt's first step includes the interruption."""
+    """Return the view after these new steps. The time before an attempt's first step includes the interruption."""
     step_seconds = view.step_seconds
     if view.progressed is not None and not first_step:
         step_seconds = (view.last_seen - view.progressed) / steps

@@ -1,9 +1,10 @@
-"""Streams of agents: one connection for registration, keepalives, heartbeats and memberships (`wire.stream`).
+"""Serve the streams of agents: one connection for registration, keepalives, heartbeats and memberships (`wire.stream`).
 
 Guarantees:
 - A stream belongs to the pod whose token opened it, and its messages count for no other. It ends with that token and
   after `LONGEST_SECONDS`, so that every token is reviewed again.
-- A frame is bounded before it is kept. The stream of an agent that does not read is closed before unsent bytes add up.
+- A frame is bounded before it is stored. The stream of an agent that does not read is closed before unsent bytes
+  accumulate.
 - No frame is handled unless this process serves. A keepalive costs one update of the state and no answer.
 """
 
@@ -23,11 +24,12 @@ from trainium_contract.wire.messages import (
     RegisterRequest,
     RegisterResponse,
 )
-from trainium_contract.wire.stream import FrameKind, FrameReader, FrameTooLongError, frame, step_of
+from trainium_contract.wire.stream import FrameKind, FrameReader, FrameTooLongError, decode_keepalive, encode_frame
 from trainium_operator.coordinator.membership_cache import MembershipCache
 from trainium_operator.coordinator.messages import message_error, read_message
 from trainium_operator.coordinator.state import FutureGenerationError
-from trainium_operator.http.errors import RefusedError
+from trainium_operator.http.errors import ForbiddenError
+from trainium_operator.plan.model.observed import HEARTBEAT_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,19 +41,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LONGEST_FRAME = 832 * 1024
-"""Above the largest heartbeat that the contract allows, every character of its texts escaped."""
+"""Above the largest heartbeat that the contract allows, with every character of its texts escaped."""
 LARGEST_INLINE_MEMBERSHIP = 64
-"""Members of a membership that the answer to a registration contains; a larger one is sent separately, compressed."""
+"""Most members in the membership that the answer to a registration contains; a larger one is sent separately,
+compressed."""
 
 LONGEST_SECONDS = 600.0
 """Agents open another stream after half of it."""
 SILENT_SECONDS = 30.0
-"""A stream without a frame for so long is closed; its agent counts as failed long before."""
+"""A stream without a frame for this long is closed; its agent counts as failed long before."""
 SWEEP_SECONDS = 5.0
 MAX_UNSENT = 1024 * 1024
-"""Bytes that an agent has not read; a membership of 1,000 is 40 kB."""
+"""Most bytes that an agent has not read; a membership of 1,000 is 40 kB."""
 PIECE = 2 * 1024
-"""Bytes that TLS gets at once: its buffer grows to the largest piece and never shrinks."""
+"""Bytes passed to TLS at once, because its buffer grows to the largest piece and never shrinks."""
 _PIECES_PER_TURN = 200
 """Pieces of a membership that are sent before other tasks of the loop run."""
 
@@ -74,7 +77,7 @@ class Stream(asyncio.Protocol):
     def __init__(
         self, streams: Streams, caller: Caller, *, after: int, ends: float, on_closed: Callable[[], None]
     ) -> None:
-        """`after`: the generation that the agent has; `ends`: of the loop's clock."""
+        """`after`: the generation that the agent has; `ends` by the loop's clock."""
         self.caller = caller
         self.after = after
         self.ends = ends
@@ -131,7 +134,7 @@ class Stream(asyncio.Protocol):
             self.end(400, "the first frame must be a registration")
             return 400
         elif kind == FrameKind.KEEPALIVE:
-            self._streams.state.alive(self.job_id, self.caller.pod_uid, step_of(payload))
+            self._streams.state.alive(self.job_id, self.caller.pod_uid, decode_keepalive(payload))
         elif kind == FrameKind.HEARTBEAT:
             ack = self._streams.heartbeat(self.caller, payload)
             self._send(FrameKind.HEARTBEAT_ACK, ack.model_dump_json(by_alias=True, exclude_none=True).encode())
@@ -147,7 +150,7 @@ class Stream(asyncio.Protocol):
             self._send_error(found.status, found.sentence, found.generation)
             return found.status
         status, sentence = (found.status, found.sentence) if found is not None else (403, str(error))
-        if found is None and not isinstance(error, RefusedError):
+        if found is None and not isinstance(error, ForbiddenError):
             logger.error("answering a stream failed", exc_info=error)
             status, sentence = 500, "defect in the coordinator; its log has the details"
         self.end(status, sentence)
@@ -156,7 +159,7 @@ class Stream(asyncio.Protocol):
     def end(self, status: int, sentence: str) -> None:
         """Send the last frame, once; no frame is handled after it."""
         self._send_error(status, sentence)
-        transport, self._transport = self._transport, None  # asyncio's cannot be used any more once it is closed twice
+        transport, self._transport = self._transport, None  # asyncio's transport fails if it is closed twice
         if transport is not None:
             transport.close()
 
@@ -166,9 +169,9 @@ class Stream(asyncio.Protocol):
             self._transport.abort()
 
     def send_membership(self, membership: Membership, change: MembershipChange | None) -> int:
-        """Send a membership unless the agent has it; return how many pieces that took.
+        """Send a membership unless the agent has it; return the number of pieces sent.
 
-        `change` is the difference to the one before, for an agent that has that one.
+        `change` is the difference to the previous one, for an agent that has that.
         """
         if self.job_id is None or self._transport is None or membership.generation <= self.after:
             return 0
@@ -185,14 +188,14 @@ class Stream(asyncio.Protocol):
         self._send(FrameKind.ERROR, refusal.model_dump_json(by_alias=True, exclude_none=True).encode())
 
     def _send(self, kind: FrameKind, payload: bytes) -> int:
-        """Send a frame; return in how many pieces."""
+        """Send a frame; return the number of pieces."""
         transport = self._transport
         if transport is None:
             return 0
         if transport.get_write_buffer_size() > MAX_UNSENT:
             transport.abort()
             return 0
-        whole = frame(kind, payload)
+        whole = encode_frame(kind, payload)
         starts = range(0, len(whole), PIECE)
         for at in starts:
             transport.write(whole[at : at + PIECE])
@@ -208,10 +211,9 @@ class Streams:
     _: KW_ONLY
     is_serving: Callable[[], bool]
     notify: Callable[[str, str, bool], None]
-    on_news: Callable[[HeartbeatRequest, HeartbeatRequest], None]
+    on_change: Callable[[HeartbeatRequest, HeartbeatRequest], None]
     on_message: Callable[[str, int], None]
-    """`on_message(kind, status)` follows each frame except keepalives."""
-    heartbeat_seconds: float
+    """`on_message(kind, status)` is called after each frame except keepalives."""
     memberships: MembershipCache = field(default_factory=MembershipCache, init=False)
     opened: set[Stream] = field(default_factory=set, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
@@ -222,14 +224,14 @@ class Streams:
     def register(self, caller: Caller, body: bytes) -> tuple[JobId, RegisterResponse]:
         """Register an agent. Raises the errors of `message_error`."""
         message = read_message(RegisterRequest, body)
-        job_id = self._job_of(caller, message)
+        job_id = self._find_job(caller, message)
         if self.state.register(job_id, message):
             about = {"namespace": message.namespace, "job": message.job, "node": message.node_name}
             logger.info("%s registered", message.pod_name, extra={**about, "pod": message.pod_name})
             self.notify(message.namespace, message.job, True)
         membership = self.state.membership(job_id)
         answer = RegisterResponse(
-            heartbeat_seconds=self.heartbeat_seconds,
+            heartbeat_seconds=HEARTBEAT_SECONDS,
             membership=membership if membership and len(membership.members) <= LARGEST_INLINE_MEMBERSHIP else None,
             time=time.time(),
         )
@@ -238,19 +240,19 @@ class Streams:
     def heartbeat(self, caller: Caller, body: bytes) -> HeartbeatResponse:
         """Apply a heartbeat. Raises the errors of `message_error`."""
         message = read_message(HeartbeatRequest, body)
-        job_id = self._job_of(caller, message)
+        job_id = self._find_job(caller, message)
         accepted = self.state.heartbeat(job_id, message)
-        if accepted.matters and accepted.before is not None:
-            self.on_news(accepted.before, message)
-        if accepted.matters or accepted.progressed:
-            self.notify(message.namespace, message.job, accepted.matters)
+        if accepted.is_urgent and accepted.before is not None:
+            self.on_change(accepted.before, message)
+        if accepted.is_urgent or accepted.progressed:
+            self.notify(message.namespace, message.job, accepted.is_urgent)
         return HeartbeatResponse(
             generation=self.state.published(job_id),
             full_heartbeat_seconds=self.state.full_heartbeat_seconds(job_id),
             time=time.time(),
         )
 
-    def _job_of(self, caller: Caller, message: RegisterRequest | HeartbeatRequest) -> JobId:
+    def _find_job(self, caller: Caller, message: RegisterRequest | HeartbeatRequest) -> JobId:
         return self.authenticator.check(
             caller,
             namespace=message.namespace,
@@ -260,7 +262,7 @@ class Streams:
         )
 
     def send_current(self, stream: Stream) -> int:
-        """Send the membership that is served, unless the agent has it; return how many pieces that took."""
+        """Send the served membership unless the agent has it; return the number of pieces sent."""
         job_id = stream.job_id
         membership = self.state.membership(job_id) if job_id is not None else None
         if job_id is None or membership is None:
@@ -298,6 +300,6 @@ class Streams:
                 stream.end(401, "this stream is over; open another")
 
     def close(self) -> None:
-        """Send all agents to the next coordinator."""
+        """Redirect all agents to the next coordinator."""
         for stream in list(self.opened):
             stream.end(503, "the coordinator is shutting down; try the next address")

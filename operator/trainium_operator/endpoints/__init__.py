@@ -1,1 +1,1 @@
-"""Probes, metrics and pages of jobs, for readers whom the API server authorises."""
+"""Probes, metrics and pages of jobs, for readers that the API server authorizes."""

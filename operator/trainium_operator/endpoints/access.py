@@ -1,9 +1,9 @@
-"""Authenticate and authorise readers by the API server's own reviews.
+"""Authenticate and authorize readers by the API server's own reviews.
 
 Guarantees:
 - A TokenReview (for the API server's audience) decides on a token, a SubjectAccessReview of that user on an action;
   `http/reviews.py` has the times.
-- Only a user who was allowed something is known: a valid token alone, which every pod has, moves nobody ahead.
+- Only a user who was allowed an action counts as known. A valid token alone, which every pod has, gives no precedence.
 - Tokens are never logged.
 """
 
@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_operator.http.errors import RefusedError, UnauthenticatedError
-from trainium_operator.http.reviews import Accepted, ClientKey, ReviewCache, ReviewRequest, TokenReviewQueue
+from trainium_operator.bounded_dict import BoundedDict
+from trainium_operator.http.errors import ForbiddenError, UnauthenticatedError
+from trainium_operator.http.reviews import AcceptedReview, ClientKey, ReviewCache, ReviewRequest, TokenReviewQueue
 from trainium_operator.http.tokens import bearer_token, token_digest, unverified_claims, unverified_expiry
-from trainium_operator.newest import Newest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     Review = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
-AT_ONCE = 8
-ANONYMOUS_AT_ONCE = 2
-"""ReviewCache under way; fewer than of agents, whose training waits."""
+MAX_RUNNING = 8
+MAX_ANONYMOUS_RUNNING = 2
+"""Concurrent reviews for anonymous clients; fewer than for agents, whose training waits."""
 REMEMBERED = 1_024
-"""Tokens, rights and users, each; a tenant has as many tokens as it asks for."""
+"""Most entries of tokens, rights and users each; a tenant can request any number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,20 @@ class User:
 
 
 class ResourceAttributes(Protocol):
-    """An action that the API server authorises."""
+    """An action that the API server authorizes."""
 
     def attributes(self) -> dict[str, Any]:
         """Return the part of a SubjectAccessReview's spec that names the action."""
         ...
 
     def __str__(self) -> str:
-        """Return the words after `may not`."""
+        """Return the words that follow `may not`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PathAttributes:
-    """Reading a path of the operator."""
+    """The right to read a path of the operator."""
 
     path: str
     verb: str = "get"
@@ -71,7 +71,7 @@ class PathAttributes:
 
 @dataclass(frozen=True, slots=True)
 class ObjectAttributes:
-    """Reading objects: `get` with a name, `list` without one; no namespace means all."""
+    """The right to read objects: `get` with a name, `list` without one; no namespace means all."""
 
     resource: str
     namespace: str
@@ -101,25 +101,25 @@ class ObjectAttributes:
 
 
 class Access:
-    """Authorises requests. Both reviewers post the `spec` of their kind and return its `status`."""
+    """Authorizes requests. Both reviewers post the `spec` of their kind and return its `status`."""
 
     def __init__(self, tokens: Review, rights: Review, *, wall_clock: Callable[[], float]) -> None:
         self._tokens = tokens
         self._rights = rights
-        queue = TokenReviewQueue(wall_clock, at_once=AT_ONCE, anonymous_at_once=ANONYMOUS_AT_ONCE)
+        queue = TokenReviewQueue(wall_clock, max_running=MAX_RUNNING, max_anonymous=MAX_ANONYMOUS_RUNNING)
         self._users: ReviewCache[User] = ReviewCache(queue, wall_clock, remembered=REMEMBERED)
         self._allowed: ReviewCache[bool] = ReviewCache(queue, wall_clock, remembered=REMEMBERED)
-        self._known: Newest[str, None] = Newest(REMEMBERED)
-        """Names of users who were allowed something, most recent last."""
+        self._known: BoundedDict[str, None] = BoundedDict(REMEMBERED)
+        """Names of users who were allowed an action, most recent last."""
 
     async def admit(self, authorization: str, attributes: ResourceAttributes, source: str) -> User:
-        """Return the user if it may do this. `source` is the address that the request came from.
+        """Return the user if the action is allowed; `source` is the address of the client.
 
-        Raises UnauthenticatedError, RefusedError, FloodedError and ReviewUnavailableError, each with a sentence.
+        Raises UnauthenticatedError, ForbiddenError, TooManyRequestsError and ReviewUnavailableError with a sentence.
         """
         user = await self._user(authorization, source)
         if not await self.may(user, attributes, source, counts=True):
-            raise RefusedError(f"{user.name} may not {attributes}")
+            raise ForbiddenError(f"{user.name} may not {attributes}")
         self._known[user.name] = None
         return user
 
@@ -128,38 +128,39 @@ class Access:
         if not token:
             raise UnauthenticatedError("send a token of this cluster as `Authorization: Bearer <token>`")
         client = partial(self._client_of_token, token, source)
-        user = await self._users.answer(ReviewRequest(token_digest(token), client, partial(self._review_token, token)))
+        user = await self._users.get(ReviewRequest(token_digest(token), client, partial(self._review_token, token)))
         if user is None:
             raise UnauthenticatedError("the token is not valid (any more) for the API server of this cluster")
         return user
 
     async def may(self, user: User, attributes: ResourceAttributes, source: str, *, counts: bool = False) -> bool:
-        """Return whether an admitted user may do this too; a no `counts` like an invalid token.
+        """Return whether an admitted user may also do this. Raises TooManyRequestsError and ReviewUnavailableError.
 
-        Raises FloodedError and ReviewUnavailableError.
+        `counts`: whether a refusal counts as an invalid token does.
         """
         spec = _spec(user, attributes)
         digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).digest()
         request = ReviewRequest(
             digest, partial(self._client, user.name, source), partial(self._review_access, spec), counts
         )
-        return await self._allowed.answer(request) or False
+        return await self._allowed.get(request) or False
 
     def _client_of_token(self, token: str, source: str) -> ClientKey:
-        """Return the queue of the token by its unverified claims, which decide on the order alone."""
+        """Return the queue of the token by its unverified claims, which determine only the order."""
         subject = unverified_claims(token).get("sub")
         return self._client(subject if isinstance(subject, str) else "", source)
 
     def _client(self, name: str, source: str) -> ClientKey:
         return ClientKey(source, name if name in self._known else "")
 
-    async def _review_token(self, token: str) -> Accepted[User] | None:
-        user = _user_of(await self._tokens({"token": token}))
-        return Accepted(user, unverified_expiry(token)) if user is not None else None
+    async def _review_token(self, token: str) -> AcceptedReview[User] | None:
+        user = _read_user(await self._tokens({"token": token}))
+        return AcceptedReview(user, unverified_expiry(token)) if user is not None else None
 
-    async def _review_access(self, spec: dict[str, Any]) -> Accepted[bool] | None:
+    async def _review_access(self, spec: dict[str, Any]) -> AcceptedReview[bool] | None:
         status = await self._rights(spec)
-        return Accepted(value=True) if status.get("allowed") is True and status.get("denied") is not True else None
+        allowed = status.get("allowed") is True and status.get("denied") is not True
+        return AcceptedReview(value=True) if allowed else None
 
 
 def _spec(user: User, attributes: ResourceAttributes) -> dict[str, Any]:
@@ -172,8 +173,8 @@ def _spec(user: User, attributes: ResourceAttributes) -> dict[str, Any]:
     }
 
 
-def _user_of(status: Mapping[str, Any]) -> User | None:
-    """Return the user of a TokenReview's status; None when the token is not valid."""
+def _read_user(status: Mapping[str, Any]) -> User | None:
+    """Return the user in a TokenReview's status; None if the token is not valid."""
     found = status.get("user") or {}
     if status.get("authenticated") is not True or not found.get("username"):
         return None

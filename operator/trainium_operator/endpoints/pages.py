@@ -1,8 +1,11 @@
 """Serve `/ui`: jobs as pages for a browser; each user sees what the API server lets them read.
 
-Invariants: a list needs the right to list TrainingJobs there, a page that to get the job; of pods, membership and
-events it shows what its reader may list or get, and names what it leaves out. It changes nothing. A page is made at
-most every `FRESH_SECONDS` for all who may see the same of it, one at a time and beside the loop.
+Guarantees:
+- A list needs the right to list TrainingJobs there, a page the right to get the job.
+- Of pods, membership and events a page shows what its reader may list or get, and names what it leaves out.
+- Nothing is changed.
+- Readers with the same rights share a page, which is rendered at most every `FRESH_SECONDS`, one at a time and in a
+  thread.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from trainium_contract.pages.jobs_page import JobRow, live_jobs_html, which_name
 from trainium_contract.pages.live import HEADERS
 from trainium_contract.wire.worker_env import GROUP, PLURAL
 from trainium_operator.endpoints.access import ObjectAttributes, ResourceAttributes
-from trainium_operator.http.errors import RefusedError
+from trainium_operator.http.errors import ForbiddenError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -35,18 +38,18 @@ ROOT = "/ui"
 FRESH_SECONDS = 2.0
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _PACKING = 1
-"""Level of gzip: the fastest; a page of 1,000 workers becomes a tenth."""
+"""gzip level: the fastest; a page of 1,000 workers shrinks to a tenth."""
 
 
 class Jobs(Protocol):
-    """The data of pages, before authorisation (`cluster/job_pages.py`)."""
+    """The data of pages, before authorization (`cluster/job_pages.py`)."""
 
     def rows(self, namespace: str) -> list[JobRow]:
-        """Return the jobs of a namespace; of all when it is empty."""
+        """Return the jobs of a namespace; of all if it is empty."""
         ...
 
     def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., JobReport] | None:
-        """Return a function that creates a report, with `now`, `events` and `notes`; None without job."""
+        """Return a function that creates a report from `now`, `events` and `notes`; None without the job."""
         ...
 
     async def events(self, namespace: str, name: str) -> tuple[EventView, ...] | str:
@@ -61,14 +64,17 @@ class _RenderedPage:
 
 
 class Pages:
-    """Handlers; `admit(request, attributes)` raises, or answers what else this user may do. `clock` in Unix seconds."""
+    """Handlers; `admit(request, attributes)` raises, or returns a check of the user's other rights.
+
+    `clock` in Unix seconds.
+    """
 
     def __init__(self, jobs: Jobs, admit: Admit, clock: Callable[[], float]) -> None:
         self._jobs = jobs
         self._admit = admit
         self._clock = clock
         self._created: dict[tuple[object, ...], _RenderedPage] = {}
-        """No older than `FRESH_SECONDS`."""
+        """Rendered pages, none older than `FRESH_SECONDS`."""
         self._render_lock = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
@@ -81,16 +87,16 @@ class Pages:
 
     async def _all(self, request: web.Request) -> web.StreamResponse:
         if request.query.get("namespace"):
-            return await self._list(request, _valid(request.query["namespace"]))
+            return await self._list(request, _validated_name(request.query["namespace"]))
         try:
             return await self._list(request, "")
-        except RefusedError as error:
+        except ForbiddenError as error:
             sentence = f"{error}. Name a namespace whose TrainingJobs you may list:"
             page = which_namespace_html(sentence, ROOT)
             return web.Response(status=403, text=page, content_type="text/html", headers=HEADERS)
 
     async def _namespace(self, request: web.Request) -> web.StreamResponse:
-        return await self._list(request, _valid(request.match_info["namespace"]))
+        return await self._list(request, _validated_name(request.match_info["namespace"]))
 
     async def _list(self, request: web.Request, namespace: str) -> web.StreamResponse:
         await self._admit(request, ObjectAttributes(PLURAL, namespace, group=GROUP))
@@ -99,7 +105,7 @@ class Pages:
         return await self._answer(request, (namespace,), partial(live_jobs_html, rows, now, where=where, root=ROOT))
 
     async def _job(self, request: web.Request) -> web.StreamResponse:
-        namespace, name = (_valid(request.match_info[each]) for each in ("namespace", "name"))
+        namespace, name = (_validated_name(request.match_info[each]) for each in ("namespace", "name"))
         may = await self._admit(request, ObjectAttributes(PLURAL, namespace, name, group=GROUP))
         needs = {
             "workers": ObjectAttributes("pods", namespace),
@@ -138,7 +144,7 @@ class Pages:
         return web.Response(body=gzip.decompress(body), headers=headers)
 
 
-def _valid(name: str) -> str:
+def _validated_name(name: str) -> str:
     """Return the name if Kubernetes allows it. Raises HTTPNotFound."""
     if not _NAME.fullmatch(name):
         raise web.HTTPNotFound(reason="there is no such page: /ui, /ui/NAMESPACE and /ui/NAMESPACE/NAME are there")

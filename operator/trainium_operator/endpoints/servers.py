@@ -1,11 +1,11 @@
 """The servers for people and monitoring: probes over HTTP; metrics and pages of jobs over HTTPS.
 
 Guarantees:
-- Every replica answers for itself, whether or not it leads. A request's body is never read.
-- Over HTTPS the API server authorises every request; a connection is anonymous until its user was allowed something.
+- Every replica answers, whether or not it leads. A request's body is never read.
+- Over HTTPS the API server authorizes every request; a connection is anonymous until its user was allowed an action.
 - Live means that the event loop runs and that each watch received something lately (bookmarks count), unless the API
-  server itself is away: a restart would not help. Ready means that the caches are in sync.
-- The text of the metrics is created at most once a second, however many clients ask.
+  server itself is unavailable, because a restart would not help. Ready means that the caches are in sync.
+- The text of the metrics is created at most once a second, however many clients request it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ METRICS = PathAttributes("/metrics")
 
 
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return the handler's answer, or a sentence of plain text."""
+    """Return the handler's response, or an error as a sentence of plain text."""
     try:
         return await handler(request)
     except Exception as error:
@@ -74,7 +74,7 @@ class ProbeServer:
         self._live = live
         self._ready = ready
         self._metrics = metrics
-        # A kubelet shares its address with whatever else runs on the network of its node, so no address is close out.
+        # A kubelet shares its address with other processes on its node's network, so no address is blocked.
         self._http = HttpServer(answer_errors, max_anonymous=MAX_CONNECTIONS, max_failed=0)
 
     async def start(self, host: str, port: int) -> int:
@@ -111,7 +111,7 @@ class EndpointServer:
         clock: Callable[[], float] = time.time,
         on_answer: Callable[[str, int], None] = lambda _path, _status: None,
     ) -> None:
-        """Serve metrics and pages of jobs where they are given; `on_answer(path, status)` gets every answer."""
+        """Serve metrics and pages of jobs where given; `on_answer(path, status)` is called after every response."""
         self._access = access
         self._metrics = metrics
         self._pages = Pages(jobs, self._admit, clock) if jobs is not None else None
@@ -135,7 +135,7 @@ class EndpointServer:
     async def _admit(
         self, request: web.Request, attributes: ResourceAttributes
     ) -> Callable[[ResourceAttributes], Awaitable[bool]]:
-        """Authorise the request's user; return a check of other rights of this user."""
+        """Authorize the request's user; return a check of this user's other rights."""
         source = request.remote or ""
         user = await self._access.admit(request.headers.get("Authorization", ""), attributes, source)
         self.http.authenticated(request, user.name)

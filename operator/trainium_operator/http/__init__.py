@@ -1,1 +1,1 @@
-"""Listening sockets, limits of connections, tokens and their reviews, certificates."""
+"""Listening sockets, connection limits, tokens and their reviews, certificates."""

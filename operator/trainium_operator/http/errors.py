@@ -1,21 +1,21 @@
-"""Why a client is refused; each message is a sentence that the client may read."""
+"""Define why a client is refused; each message is a sentence for the client."""
 
 from __future__ import annotations
 
 
 class UnauthenticatedError(Exception):
-    """401: no token, or not a valid one for us."""
+    """401: no token, or an invalid one."""
 
 
-class RefusedError(Exception):
+class ForbiddenError(Exception):
     """403: a valid token, but its holder may not send or read this."""
 
 
-class GoneError(RefusedError):
-    """410: a valid token, but what its holder belongs to no longer exists."""
+class PodDeletedError(ForbiddenError):
+    """410: a valid token, but its pod or job no longer exists."""
 
 
-class FloodedError(Exception):
+class TooManyRequestsError(Exception):
     """429: too many tokens or requests of this kind came from this address."""
 
 

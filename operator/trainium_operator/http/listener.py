@@ -1,9 +1,9 @@
 """A listening socket that counts connections before it reads the first byte of TLS.
 
 Guarantees:
-- In one iteration of the event loop `ACCEPTED_AT_ONCE` connections are accepted and as many handshakes start, so that a
-  flood does not delay connections that are open.
-- A handshake takes `HANDSHAKE_SECONDS` at most, and as long may pass before its first byte.
+- In one iteration of the event loop `ACCEPTED_AT_ONCE` connections are accepted and as many handshakes start, so a
+  flood does not delay open connections.
+- A handshake takes `HANDSHAKE_SECONDS` at most, and its first byte arrives within the same time.
 - Request lines, headers and their number are bounded while they are read. Compressed bodies are never unpacked.
 - Errors that anonymous clients cause reach no log.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 HANDSHAKE_SECONDS = 10.0
 BACKLOG = 1024
 ACCEPTED_AT_ONCE = 16
-"""A handshake takes about 0.5 ms; where iterations are long, as during a plan, more than one has to proceed."""
+"""A handshake takes about 0.5 ms. During long iterations, as for a plan, more than one must proceed."""
 NO_FILE_SECONDS = 0.1
 """Pause when no connection can be accepted, as when no file descriptor is left."""
 _LIMITS: dict[str, Any] = {
@@ -45,21 +45,21 @@ _LIMITS: dict[str, Any] = {
 
 
 BROKEN = (ConnectionError, ClientError, HttpProcessingError, web.RequestPayloadError)
-"""Errors of a connection that breaks, or that sends no request."""
+"""Errors of a connection that breaks or sends no request."""
 
 
-class _OneLine(logging.Filter):
-    """Drops the traceback of a broken connection from aiohttp's log lines: any worker can break one."""
+class _TracebackFilter(logging.Filter):
+    """Drops the traceback of a broken connection from aiohttp's log lines, because any worker can break one."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Reduce the record to a line; no record is dropped."""
+        """Reduce the record to one line; no record is dropped."""
         if record.exc_info and isinstance(record.exc_info[1], BROKEN):
             record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
         return True
 
 
 _log = logging.getLogger(f"{__name__}.http")
-_log.addFilter(_OneLine())
+_log.addFilter(_TracebackFilter())
 
 
 class TrackedConnection(web.RequestHandler):
@@ -78,33 +78,33 @@ class TrackedConnection(web.RequestHandler):
         if transport is None:
             raise ConnectionResetError
         self.transport = None
-        self.force_close()  # the loop over requests ends; without a transport nothing is closed
+        self.force_close()  # ends the loop over requests; without a transport nothing is closed
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         asyncio.get_running_loop().call_soon(super().connection_lost, None)
 
     def closed_callback(self) -> Callable[[], None]:
-        """Return what must be called when a switched connection is closed; it keeps nothing of HTTP alive."""
-        return partial(self._limiter.closed, self.client)
+        """Return the callback for the end of a switched connection; it keeps no HTTP state alive."""
+        return partial(self._limiter.release, self.client)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """See asyncio.Protocol."""
-        self._limiter.closed(self.client)
+        self._limiter.release(self.client)
         super().connection_lost(exc)
 
 
 class LimitedListener:
-    """`open`, then `close`."""
+    """Accepts connections between `open` and `close`."""
 
     def __init__(self, limiter: ConnectionLimiter) -> None:
         self._limiter = limiter
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._handshakes = asyncio.Semaphore(ACCEPTED_AT_ONCE)
-        """Handshakes that may start: most of the work is the answer to the first bytes."""
+        """Limits handshakes that start: most of the work is the response to the first bytes."""
 
     def open(self, server: web.Server, host: str, port: int, context: ssl.SSLContext | None) -> int:
-        """Listen; returns the port. Raises OSError."""
+        """Listen; return the port. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._listener.setblocking(False)
@@ -113,7 +113,7 @@ class LimitedListener:
         return bound
 
     async def close(self) -> None:
-        """Accept nothing more; open connections stay open."""
+        """Accept no more connections; open ones stay open."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -131,13 +131,13 @@ class LimitedListener:
         for number in count(1):
             await self._limiter.wait_for_capacity()
             if number % ACCEPTED_AT_ONCE == 0:
-                await asyncio.sleep(0)  # waiting connections are accepted without a pause otherwise
+                await asyncio.sleep(0)  # otherwise waiting connections are accepted without a pause
             try:
                 connection, address = await loop.sock_accept(listener)
             except OSError:
                 await asyncio.sleep(NO_FILE_SECONDS)
                 continue
-            client = self._limiter.opened(address[0], connection.close)
+            client = self._limiter.track(address[0], connection.close)
             if client is None:
                 connection.close()
                 continue
@@ -159,10 +159,10 @@ class LimitedListener:
                 ssl_handshake_timeout=HANDSHAKE_SECONDS if context is not None else None,
             )
         except (OSError, TimeoutError):
-            self._limiter.closed(client)
+            self._limiter.release(client)
             connection.close()
         except asyncio.CancelledError:
-            self._limiter.closed(client)
+            self._limiter.release(client)
             connection.close()
             raise
         else:

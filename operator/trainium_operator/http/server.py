@@ -1,9 +1,9 @@
-"""An HTTP server behind a `LimitedListener`: assigns connections to holders and slows anonymous clients down.
+"""An HTTP server behind a `LimitedListener`: it assigns connections to holders and slows anonymous clients down.
 
 Guarantees:
 - Every request passes the middleware, so the limiter counts the time of every connection.
-- An anonymous client that is refused again and again waits for the answer, can send nothing meanwhile, and has to
-  connect again.
+- An anonymous client with repeated refusals waits for each response, can send nothing meanwhile, and has to connect
+  again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 FREE_REFUSALS = 3
-"""Refusals over one anonymous connection that are answered at once; later ones are delayed and reach no log."""
+"""Refusals over one anonymous connection that are answered at once; later ones are delayed and not logged."""
 FLOOD_SECONDS = 1.0
 SHUTDOWN_SECONDS = 2.0
 RETRY_AFTER = {"Retry-After": "1"}
@@ -33,7 +33,7 @@ _CLIENT_ERRORS = frozenset({400, 401, 403, 404, 405, 408, 413, 429})
 
 
 class Upgrade(web.StreamResponse):
-    """Answers 101 and switches to the protocol that `take(closed)` returns; it calls `closed` at its end."""
+    """Answer 101 and switch to the protocol that `take(closed)` returns, which calls `closed` at its end."""
 
     def __init__(self, name: str, take: Callable[[Callable[[], None]], asyncio.Protocol]) -> None:
         super().__init__(status=101)
@@ -41,7 +41,7 @@ class Upgrade(web.StreamResponse):
         self._take = take
 
     async def prepare(self, request: web.BaseRequest) -> None:
-        """Write the last head of HTTP and switch protocols; see StreamResponse."""
+        """Write the HTTP response head and switch protocols; see StreamResponse."""
         connection, transport = request.protocol, request.transport
         if not isinstance(connection, TrackedConnection) or transport is None:
             raise ConnectionResetError
@@ -55,7 +55,7 @@ class Upgrade(web.StreamResponse):
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """The answer to a client that is refused."""
+    """The response to a client that is refused."""
 
     status: int
     sentence: str
@@ -63,15 +63,15 @@ class ErrorResponse:
 
 
 def error_response(error: Exception) -> ErrorResponse | None:
-    """Return the answer to an error of the client; None for a defect of the operator."""
+    """Return the response to a client's error; None for a defect of the operator."""
     match error:
         case errors.UnauthenticatedError():
             return ErrorResponse(401, str(error), {"WWW-Authenticate": "Bearer"})
-        case errors.FloodedError():
+        case errors.TooManyRequestsError():
             return ErrorResponse(429, f"{error}; try again in a minute", {"Retry-After": "60"})
-        case errors.GoneError():
+        case errors.PodDeletedError():
             return ErrorResponse(410, str(error))
-        case errors.RefusedError():
+        case errors.ForbiddenError():
             return ErrorResponse(403, str(error))
         case errors.ReviewUnavailableError():
             return ErrorResponse(503, "the API server cannot check the token now; try again", RETRY_AFTER)
@@ -82,7 +82,7 @@ def error_response(error: Exception) -> ErrorResponse | None:
 
 
 class HttpServer:
-    """`open`, then `close`."""
+    """Serves requests between `open` and `close`."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class HttpServer:
         max_anonymous: int | None = None,
         max_failed: int | None = None,
     ) -> None:
-        """`answer(request, handler)` calls the handler and turns its errors into answers."""
+        """`answer(request, handler)` calls the handler and converts its errors into responses."""
         self.limiter = ConnectionLimiter(max_anonymous, max_failed=max_failed)
         self._answer = answer
         self._on_answer = on_answer
@@ -109,21 +109,21 @@ class HttpServer:
         return self._listener.open(self._runner.server, host, port, context)
 
     async def close(self) -> None:
-        """Accept no more connections, and close."""
+        """Accept no more connections, and close all."""
         await self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     @property
     def connections(self) -> int:
-        """Number of open connections."""
+        """Return the number of open connections."""
         server = self._runner.server if self._runner is not None else None
         return len(server.connections) if server is not None else 0
 
     def authenticated(self, request: web.Request, holder: str) -> None:
         """Assign the request's connection to the holder of the valid token that it carries."""
         if isinstance(request.protocol, TrackedConnection):
-            self.limiter.authenticated(request.protocol.client, holder)
+            self.limiter.assign_holder(request.protocol.client, holder)
 
     @staticmethod
     def should_log_refusal(request: web.Request) -> bool:

@@ -1,9 +1,9 @@
 """Serve TLS with a certificate that changes while the server runs.
 
 Guarantees:
-- The context is the same object for the life of the process: a new certificate serves new connections and leaves the
-  others alone.
-- A chain and a key that do not belong together are never loaded; until they do, the last valid pair serves.
+- The context is the same object for the lifetime of the process: a new certificate serves new connections and leaves
+  the others alone.
+- A chain and a key that do not match are never loaded; until they do, the last valid pair serves.
 - Keys are never written to a file system.
 """
 
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 CHECK_SECONDS = 10.0
 """A kubelet takes about a minute to update a mounted Secret."""
 LARGEST_FILE = 1024 * 1024
-"""A Secret cannot hold more."""
+"""The largest value that a Secret can hold."""
 
 
 class UnusableCertificateError(ValueError):
-    """Not a certificate, not a key, or not of each other."""
+    """Not a certificate, not a key, or a pair that does not match."""
 
 
 class ServerTls:
@@ -41,9 +41,9 @@ class ServerTls:
         """A certificate is in `context`."""
 
     def load(self, certificate: bytes, key: bytes) -> None:
-        """Serve with this chain and key, PEM. Raises UnusableCertificateError and keeps the last pair."""
+        """Serve with this chain and key in PEM. Raises UnusableCertificateError and keeps the last pair."""
         with _memory_file(certificate) as chain_path, _memory_file(key) as key_path:
-            for context in (_context(), self.context):  # the first is a trial: a failure leaves a context half loaded
+            for context in (_context(), self.context):  # a trial first: a failure leaves a context half loaded
                 try:
                     context.load_cert_chain(chain_path, key_path, password="")
                 except (ssl.SSLError, ValueError) as error:
@@ -54,13 +54,13 @@ class ServerTls:
 def _context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.num_tickets = 0  # agents connect once: two tickets each would cost a quarter of a handshake
+    context.num_tickets = 0  # an agent connects once, and two session tickets cost a quarter of a handshake
     return context
 
 
 @contextlib.contextmanager
 def _memory_file(content: bytes) -> Iterator[str]:
-    """Yield a path at which `ssl` can read this; in memory, so it works on a read-only file system too."""
+    """Yield a path at which `ssl` can read the bytes; it is in memory, so a read-only file system is no problem."""
     descriptor = os.memfd_create("tls", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, content)
@@ -85,7 +85,7 @@ class CertificateFolder:
             await asyncio.sleep(CHECK_SECONDS)
 
     async def refresh(self) -> None:
-        """Load the pair in the folder if it is another valid one; read off the loop, bounded."""
+        """Load the pair in the folder if it is a new and valid one; the bounded read runs in a thread."""
         try:
             found = await asyncio.to_thread(_read, self._folder)
             if found == self._held:
@@ -102,7 +102,7 @@ class CertificateFolder:
 
 
 def _read(folder: Path) -> tuple[bytes, bytes]:
-    """Return chain and key. Raises OSError."""
+    """Return the chain and the key. Raises OSError."""
     return _bounded(folder / "tls.crt"), _bounded(folder / "tls.key")
 
 

@@ -1,4 +1,4 @@
-"""Read bearer tokens without verifying them: nothing here is proof. Tokens are never logged."""
+"""Read bearer tokens without verifying them. Tokens are never logged."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Prometheus metrics of the operator, and the dashboards that are drawn from them."""
+"""Prometheus metrics of the operator, and the dashboards for them."""

@@ -1,8 +1,8 @@
-"""Prometheus metrics about jobs, all from the statuses that plans wrote.
+"""Prometheus metrics about jobs, computed from the statuses that plans wrote.
 
-Invariants: counters move once per transition, so a repeated plan or a restart of the operator moves none; sums of
-seconds are read from the ledgers, which outlive the operator; no label is a job (`named_job_metrics` has those), a pod
-or a node.
+Invariants: counters increase once per transition, so a repeated plan or a restart of the operator increases none. Sums
+of seconds are read from the ledgers, which outlive the operator. No label is a job (`named_job_metrics` has those), a
+pod or a node.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
-from trainium_operator.monitoring.named_job_metrics import MEASURES, NamedJobMetrics, workers_of
+from trainium_operator.monitoring.named_job_metrics import MEASURES, NamedJobMetrics, count_by_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ _ENDS = (ConditionType.COMPLETE, ConditionType.FAILED)
 
 
 class JobMetrics:
-    """Totals of the statuses of all jobs."""
+    """Totals over the statuses of all jobs."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class JobMetrics:
         *,
         most_named: int = 0,
     ) -> None:
-        """`most_named` bounds the jobs with separate figures."""
+        """`most_named` limits the jobs with separate figures."""
         self._wall_clock = wall_clock
         self._seen: dict[str, tuple[JobView, PublicStatus]] = {}
         self._labels: dict[Gauge, set[str]] = {}
@@ -65,7 +65,7 @@ class JobMetrics:
         self._steps = histogram("recovery_steps", "Steps that a recovery did again", _STEPS, "rung")
         self._lost_steps = counter("lost_steps_total", "Steps that were done again")
         self._resizes = counter("resizes_total", "Changes of the number of members", "direction")
-        self._pods = counter("worker_pods_total", "Worker pods that were asked for")
+        self._pods = counter("worker_pods_total", "Requested worker pods")
         self._gang_releases = counter("gangs_released_total", "Partial gangs that released their nodes")
         self._goodput = gauge("goodput_ratio", "Lowest goodput of the running jobs; 1 when none runs", "measure")
         self._wall = gauge("wall_seconds", "Wall time of the jobs that exist")
@@ -78,7 +78,7 @@ class JobMetrics:
         self._workers = gauge("workers", "Workers of the jobs that exist", "state")
         for phase in Phase:
             self._jobs.labels(phase.value).set(0)
-        # A counter that begins with 1 shows no increase.
+        # A counter that starts at 1 shows no increase.
         for kind in _ENDS:
             self._finished.labels(kind.value)
         for cause in Cause:
@@ -94,7 +94,7 @@ class JobMetrics:
         for each in status.history:
             self._interruption(before.get(_key(each)), each)
         for kind in _ENDS:
-            if _holds(status, kind) and not _holds(old, kind):
+            if _is_condition_true(status, kind) and not _is_condition_true(old, kind):
                 self._finished.labels(kind.value).inc()
         self._pods.inc(max(0, status.next_pod_ordinal - old.next_pod_ordinal))
         self._gang_releases.inc(max(0, status.gang.releases - old.gang.releases))
@@ -109,30 +109,32 @@ class JobMetrics:
     def refresh(self) -> None:
         """Update the gauges; call before they are read."""
         statuses = [status for _, status in self._seen.values()]
-        self._set(self._jobs, [(status.phase.value, 1) for status in statuses])
+        self._set_gauge(self._jobs, [(status.phase.value, 1) for status in statuses])
         ledgers = [status.goodput for status in statuses]
         self._wall.set(sum(each.wall_seconds for each in ledgers))
         self._productive.set(sum(each.productive_seconds for each in ledgers))
         self._nodes.set(sum(each.node_seconds for each in ledgers))
-        self._set(self._lost, [item for each in ledgers for item in each.lost_seconds.items()])
-        self._set(self._stage, [item for each in ledgers for item in each.stage_seconds.items()])
-        self._set(self._lost_stage, [item for each in ledgers for item in each.lost_by_stage.items()])
+        self._set_gauge(self._lost, [item for each in ledgers for item in each.lost_seconds.items()])
+        self._set_gauge(self._stage, [item for each in ledgers for item in each.stage_seconds.items()])
+        self._set_gauge(self._lost_stage, [item for each in ledgers for item in each.lost_by_stage.items()])
         running = [each for each in statuses if each.phase is Phase.RUNNING and each.goodput.wall_seconds > 0]
         for measure, name in MEASURES.items():
             ratios = (getattr(each.goodput, name) for each in running)
             self._goodput.labels(measure).set(min(ratios, default=1.0))
         self._durable_age.set(max(self._ages(running), default=0.0))
-        self._set(self._workers, [item for job, status in self._seen.values() for item in workers_of(job, status)])
+        self._set_gauge(
+            self._workers, [item for job, status in self._seen.values() for item in count_by_state(job, status)]
+        )
 
     def _ages(self, running: list[PublicStatus]) -> Iterator[float]:
-        """Since each newest durable checkpoint, or the first step where there is none."""
+        """Return the age of each newest durable checkpoint; the time since the first step where there is none."""
         for status in running:
             since = status.checkpoint.durable_time or status.start_time
             if since:
                 yield max(0.0, self._wall_clock() - datetime.fromisoformat(since).timestamp())
 
-    def _set(self, gauge: Gauge, items: list[tuple[str, float]]) -> None:
-        """Show sums by label; a label without jobs stays, as 0."""
+    def _set_gauge(self, gauge: Gauge, items: list[tuple[str, float]]) -> None:
+        """Set sums by label; a label without jobs stays, as 0."""
         sums: dict[str, float] = dict.fromkeys(self._labels.get(gauge, ()), 0.0)
         for label, value in items:
             sums[label] = sums.get(label, 0.0) + value
@@ -160,5 +162,5 @@ def _key(entry: Interruption) -> tuple[int, int, str]:
     return entry.generation, entry.attempt, entry.time
 
 
-def _holds(status: PublicStatus, kind: ConditionType) -> bool:
+def _is_condition_true(status: PublicStatus, kind: ConditionType) -> bool:
     return any(each.type is kind and each.status is ConditionStatus.TRUE for each in status.conditions)

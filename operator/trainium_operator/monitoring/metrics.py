@@ -1,6 +1,6 @@
-"""Prometheus metrics: base units, few labels, none of them a pod, a node or a rank.
+"""Prometheus metrics in base units with few labels, none of them a pod, a node or a rank.
 
-Guarantee: enums and the number of jobs with separate figures bound the number of time series, not names that users
+Guarantee: enums and the number of jobs with separate figures limit the number of time series, not names that users
 choose. Figures of jobs are in `job_metrics`.
 """
 
@@ -21,7 +21,7 @@ from prometheus_client import (
 
 from trainium_contract.wire.messages import HeartbeatRequest, TrainerPhase
 from trainium_operator.monitoring.job_metrics import JobMetrics
-from trainium_operator.plan.faults.node_signals import problems_of
+from trainium_operator.plan.faults.node_signals import find_node_problems
 from trainium_operator.plan.fleet.memory import Machine, MachineState
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PREFIX = "trainingjob_operator_"
 READ = ("metrics", "ui")
-"""Pages that are served over HTTPS, by the first part of their path."""
+"""Pages served over HTTPS, by the first part of their path."""
 _CHECK_SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100)
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
@@ -42,8 +42,8 @@ class Metrics:
     """All metrics of one process, in a separate registry."""
 
     def __init__(self, wall_clock: Callable[[], float] = time.time, *, named_jobs: int = 0) -> None:
-        """`named_jobs` bounds the jobs with separate figures."""
-        # A time series per time series, which nobody reads.
+        """`named_jobs` limits the jobs with separate figures."""
+        # Otherwise each series has a second one with its creation time, which nothing reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._reported: set[tuple[str, Severity]] = set()
@@ -86,7 +86,7 @@ class Metrics:
             self._hangs.labels(phase.value)
 
     def request(self, verb: str, status: int, seconds: float) -> None:
-        """Count a request to the API server that was answered after `seconds` (status 0: it was not)."""
+        """Count a request to the API server that took `seconds`; status 0 means no response."""
         self._requests.labels(verb, str(status)).inc()
         self._request_seconds.labels(verb).observe(seconds)
 
@@ -101,7 +101,7 @@ class Metrics:
         self._reads.labels(page if page in READ else "other", str(status)).inc()
 
     def served(self, counts: Mapping[str, int]) -> None:
-        """Show how many of the served namespaces are in which state."""
+        """Set the number of served namespaces in each state."""
         for state, count in counts.items():
             self._served.labels(state).set(count)
 
@@ -113,9 +113,11 @@ class Metrics:
         self._frozen.set(frozen)
 
     def nodes(self, nodes: Iterable[NodeView]) -> None:
-        """Set the problems that nodes report now, by kind of source (condition, taint, ...), not by its name."""
+        """Set the problems that nodes report, by kind of source (condition, taint, ...), not by its name."""
         found = Counts(
-            (problem.source.partition(" ")[0], problem.severity) for node in nodes for problem in problems_of(node)
+            (problem.source.partition(" ")[0], problem.severity)
+            for node in nodes
+            for problem in find_node_problems(node)
         )
         self._reported |= found.keys()
         for source, severity in self._reported:
@@ -124,7 +126,7 @@ class Metrics:
     def heartbeat_changed(self, before: HeartbeatRequest, now: HeartbeatRequest) -> None:
         """Count the checks and the hangs that are new in a heartbeat, each once.
 
-        The first heartbeat of an agent in this process is not counted: a change of the leader increments nothing twice.
+        The first heartbeat of an agent in this process is not counted, so a change of the leader counts nothing twice.
         """
         known = {each.check for each in before.checks}
         for each in now.checks:

@@ -1,8 +1,8 @@
-"""Prometheus metrics of single jobs, by namespace and name: off unless a number of jobs is allowed.
+"""Prometheus metrics of single jobs, by namespace and name; off unless a number of jobs is allowed.
 
-Invariants: at most so many jobs have time series, those that run before those that ended, and what is left out is
-counted; a job's other labels are enums, or names of its few figures; nothing is kept between two scrapes, so a job
-that is gone leaves no series.
+Invariants: at most that many jobs have time series, running jobs before ended ones, and omitted ones are counted. Other
+labels of a job are enums, or names of its few figures. Nothing is stored between two scrapes, so a deleted job leaves
+no series.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class NamedJobMetrics(Collector):
         jobs: Callable[[], Iterable[tuple[JobView, PublicStatus]]],
         wall_clock: Callable[[], float],
     ) -> None:
-        """`jobs()`: every job with its newest status."""
+        """`jobs()` returns every job with its newest status."""
         self._prefix = prefix
         self._most = most
         self._jobs = jobs
         self._wall_clock = wall_clock
 
     def describe(self) -> Iterable[Metric]:
-        """Describe no series: without jobs there are none."""
+        """Describe no series, because there are none without jobs."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -116,14 +116,14 @@ class Families:
         for figure in next((each.figures for each in reversed(status.evaluations) if each.figures), ()):
             if figure.after is not None:
                 self.evaluation.add_metric([*name, figure.name], figure.after)
-        for state, count in workers_of(job, status):
+        for state, count in count_by_state(job, status):
             self.workers.add_metric([*name, state], count)
         for cause, count in status.restarts.by_cause.items():
             if cause in _CAUSES:
                 self.interruptions.add_metric([*name, cause], count)
 
 
-def workers_of(job: JobView, status: PublicStatus) -> tuple[tuple[str, float], ...]:
+def count_by_state(job: JobView, status: PublicStatus) -> tuple[tuple[str, float], ...]:
     """Return how many workers a job has, by state."""
     return (
         ("desired", status.desired),

@@ -1,9 +1,9 @@
-"""Plan what to do about one TrainingJob, one policy after the other. Reads like a table of contents.
+"""Plan one TrainingJob: call one policy after the other.
 
 Guarantees:
-- Pure and level-triggered: the same observation always gives the same plan, and the plan for a state in which the last
-  plan was carried out asks for nothing.
-- Every decision is in the status before it is acted on.
+- Pure and level-triggered: the same observation always gives the same plan. The plan for a state in which the last plan
+  was executed has no actions.
+- Every decision is in the status before it is executed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
-from trainium_operator.plan.diagnose import failure_policy, losses, stragglers
+from trainium_operator.plan.diagnose import failure_policy, stragglers
+from trainium_operator.plan.diagnose.diagnosis import diagnose
 from trainium_operator.plan.faults import failure_budgets
 from trainium_operator.plan.features import registry
-from trainium_operator.plan.history import in_place_restarts, interruptions, recovered
+from trainium_operator.plan.history import in_place_restarts, interruptions, recovery
 from trainium_operator.plan.lifecycle import completion, stopping
-from trainium_operator.plan.membership import decide, generation
+from trainium_operator.plan.membership import decisions, generation
 from trainium_operator.plan.model import conditions
 from trainium_operator.plan.model.actions import Plan, PolicyResult
 from trainium_operator.plan.model.feature import AdmissionState
@@ -25,12 +26,13 @@ from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods import disruption_budget, gang_policy, refused_pods, replicas
 from trainium_operator.plan.report import events, summary, write_throttle
 from trainium_operator.plan.view.corrected_status import correct_status
-from trainium_operator.plan.view.facts import Facts, pin_running_image, sort_facts
+from trainium_operator.plan.view.facts import Facts, build_facts, pin_running_image
 from trainium_operator.plan.view.size import decide_size, size_within
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
+    from trainium_operator.plan.diagnose.diagnosis import Diagnosis
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.model.observed import Observed, PlanSettings
 
@@ -38,7 +40,7 @@ _SHORTEST_REQUEUE_SECONDS = 0.05
 
 
 def plan(observed: Observed, settings: PlanSettings) -> Plan:
-    """Return what to do about one TrainingJob now; never raises for anything that a user can write."""
+    """Return the plan for one TrainingJob; never raises for anything that a user can write."""
     if observed.job.deleting:
         # Owner references delete the children; agents save on SIGTERM.
         if conditions.is_terminal(observed.job.status):
@@ -47,13 +49,13 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     size = decide_size(observed.job.spec)
     observed = correct_status(observed, size)
     used = tuple(feature for feature in registry.FEATURES if feature.is_used(observed, settings))
-    facts = sort_facts(observed, replace(pin_running_image(observed, settings), features=used), size)
+    facts = build_facts(observed, replace(pin_running_image(observed, settings), features=used), size)
     if conditions.is_terminal(observed.job.status):
         return _finalize(facts, _plan_ended(facts))
-    diagnosis = losses.diagnose(facts)
+    diagnosis = diagnose(facts)
     result = _initial_result(facts, diagnosis)
     if completion.all_finished(facts):
-        # The last heartbeats may report restarts that happened while no operator ran.
+        # The last heartbeats may report restarts from a time without an operator.
         result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=False))
         result = result.with_status(_close_all(facts, result.status))
         result = result.then(summary.summarize(facts, result.status))
@@ -61,12 +63,12 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     if stopping.is_ending(result.status):
         return _finalize(facts, _plan_deadline(facts, result))
     verdict = failure_policy.reach_verdict(facts)
-    unadmitted = facts.grant is not None and facts.grant.releases
+    unadmitted = facts.grant is not None and facts.grant.releases_workers
     if verdict is None and not (facts.job.spec.suspend or unadmitted):
         lost = bool(diagnosis.losses)
         result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=lost))
         result = result.with_status(interruptions.record_losses(facts, result.status, diagnosis.losses))
-    result = result.with_status(recovered.close_recovered(facts, result.status))
+    result = result.with_status(recovery.close_recovered(facts, result.status))
     verdict = verdict or failure_policy.budget_verdict(facts, result.status)
     if verdict is not None:
         result = result.then(summary.summarize(facts, result.status))
@@ -85,22 +87,22 @@ def _plan_ended(facts: Facts) -> PolicyResult:
 
 
 def _plan_deadline(facts: Facts, result: PolicyResult) -> PolicyResult:
-    """Return what follows once a deadline ends the job: no other policy decides any more."""
+    """Return the plan once a deadline ends the job: no other policy decides any more."""
     result = result.with_status(_close_all(facts, result.status))
     result = _summarized(facts, result)
-    return result.then(stopping.end(facts, result.status))
+    return result.then(stopping.stop_after_deadline(facts, result.status))
 
 
 def _plan_active(facts: Facts, result: PolicyResult, lost: tuple[Loss, ...]) -> PolicyResult:
-    """Return the plan of a job that is to run, or to rest until it may."""
+    """Return the plan of a job that is to run, or to wait until it may."""
     result = result.then(replicas.reconcile_configuration(facts, result.status))
     for feature in facts.settings.features:
         result = result.then(feature.reconcile_before_pods(facts, result.status))
     if facts.job.spec.suspend:
-        result = result.then(stopping.suspend(facts, recovered.close_abandoned(facts, result.status)))
-    elif facts.grant is not None and facts.grant.releases:
-        result = result.with_status(stopping.clear_suspended(facts, recovered.close_abandoned(facts, result.status)))
-        result = result.then(stopping.release(facts, result.status))
+        result = result.then(stopping.suspend(facts, recovery.close_abandoned(facts, result.status)))
+    elif facts.grant is not None and facts.grant.releases_workers:
+        result = result.with_status(stopping.clear_suspended(facts, recovery.close_abandoned(facts, result.status)))
+        result = result.then(stopping.delete_workers(facts, result.status))
     else:
         result = _plan_workers(facts, result, lost)
     for feature in facts.settings.features:
@@ -109,7 +111,7 @@ def _plan_active(facts: Facts, result: PolicyResult, lost: tuple[Loss, ...]) -> 
 
 
 def _plan_workers(facts: Facts, result: PolicyResult, lost: tuple[Loss, ...]) -> PolicyResult:
-    """Decide who trains, and keep the pods for it."""
+    """Decide which workers train, and reconcile the pods for them."""
     result = result.with_status(stopping.clear_suspended(facts, result.status))
     result = result.then(stragglers.find_stragglers(facts, result.status))
     for feature in facts.settings.features:
@@ -121,32 +123,32 @@ def _plan_workers(facts: Facts, result: PolicyResult, lost: tuple[Loss, ...]) ->
 
 
 def _decide(facts: Facts, status: TrainingJobStatus, lost: tuple[Loss, ...]) -> PolicyResult:
-    """Start the new generation, or keep the one in force published and close what it has outlived."""
-    decision = decide.decide_generation(facts, status, lost)
+    """Start the new generation, or keep the current one published and close entries that it has outlived."""
+    decision = decisions.decide_generation(facts, status, lost)
     decided = PolicyResult(status=decision.status, requeue_at=decision.requeue_at)
     if decision.new is not None:
         return decided.then(generation.start_generation(facts, decision.status, decision.new))
-    status = decision.status if lost else recovered.close_lapsed(facts, decision.status)
+    status = decision.status if lost else recovery.close_lapsed(facts, decision.status)
     return decided.then(PolicyResult(status=status, actions=generation.republish_membership(facts)))
 
 
 def _close_all(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    return recovered.close_abandoned(facts, recovered.close_recovered(facts, status))
+    return recovery.close_abandoned(facts, recovery.close_recovered(facts, status))
 
 
 def _summarized(facts: Facts, result: PolicyResult) -> PolicyResult:
-    """Add the summary, unless the status reports a newer generation than the record that this process has seen.
+    """Add the summary, unless the status names a newer generation than this process's record.
 
-    Either that record is about to be written, and the next plan counts; or another operator wrote it, and counts from
-    here would overwrite its counts, time after time.
+    Either the record is about to be written, and the next plan counts; or another operator wrote it, and these counts
+    would overwrite its counts repeatedly.
     """
     if facts.current is not None and facts.current.generation < facts.job.status.membership.generation:
         return result
     return result.then(summary.summarize(facts, result.status))
 
 
-def _initial_result(facts: Facts, diagnosis: losses.Diagnosis) -> PolicyResult:
-    """Return what follows from the spec and from the diagnosis alone."""
+def _initial_result(facts: Facts, diagnosis: Diagnosis) -> PolicyResult:
+    """Return the result of the spec and of the diagnosis alone."""
     size, status = facts.size, facts.job.status
     legal = size.desired > 0 and size.reason in (Reason.AS_REQUESTED, Reason.NODES_IN_RESERVE)
     status = interruptions.with_valid_counts(status).replaced(observed_generation=facts.job.generation)
@@ -154,8 +156,8 @@ def _initial_result(facts: Facts, diagnosis: losses.Diagnosis) -> PolicyResult:
     status = conditions.with_condition(status, kind, legal, size.reason, size.message, now=facts.now)
     status = summary.record_compiled_sizes(facts, status)
     desired = _within_quota(facts) or status.desired
-    status = summary.set_nodes_healthy(facts, decide.record_size_request(facts, status, desired))
-    avoided = failure_budgets.avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
+    status = summary.set_nodes_healthy(facts, decisions.record_size_request(facts, status, desired))
+    avoided = failure_budgets.avoided_nodes(status.failures, facts.now)
     status = status.replaced(
         desired=desired,
         idle_nodes=status.idle_nodes.replaced(taken=0),
@@ -168,7 +170,7 @@ def _initial_result(facts: Facts, diagnosis: losses.Diagnosis) -> PolicyResult:
 
 def _within_quota(facts: Facts) -> int:
     """Return the size to work towards: the spec's, unless a queue grants less."""
-    if facts.grant is None or facts.grant.releases:
+    if facts.grant is None or facts.grant.releases_workers:
         return facts.size.desired
     if facts.grant.state is AdmissionState.UNKNOWN:
         return facts.job.status.desired or facts.size.desired
@@ -176,17 +178,17 @@ def _within_quota(facts: Facts) -> int:
 
 
 def _has_open_interruption(status: PublicStatus) -> bool:
-    """Return whether an interruption is open: some policies wait until none is."""
+    """Return whether an interruption is open; some policies wait until none is."""
     return any(entry.recovered_seconds is None for entry in status.history)
 
 
 def _finalize(facts: Facts, result: PolicyResult) -> Plan:
-    """Return the finished plan, with the status as it is to be written now."""
+    """Return the complete plan with the status to write now."""
     result = result.then(disruption_budget.limit_disruptions(facts, result.status))
     for feature in facts.settings.features:
         result = result.then(feature.finalize(facts, result.status))
     if conditions.is_terminal(result.status):
-        result = result.then(completion.expire(facts, result.status))
+        result = result.then(completion.delete_after_ttl(facts, result.status))
     old, status = facts.job.status, result.status
     if not conditions.is_terminal(old):
         status = summary.set_standard_conditions(status, facts.now)
@@ -195,7 +197,7 @@ def _finalize(facts: Facts, result: PolicyResult) -> Plan:
     resized = status.membership.size != old.membership.size
     acted = bool(result.actions) or resized or _has_open_interruption(old) != _has_open_interruption(status)
     if acted and not conditions.is_terminal(status):
-        # The next plan writes what follows from the outcome: counts, conditions.
+        # The next plan writes the consequences of the outcome: counts, conditions.
         requeue_at.append(facts.now)
     write_at = write_throttle.next_write_at(facts, old, status)
     if facts.now < write_at:
@@ -205,7 +207,7 @@ def _finalize(facts: Facts, result: PolicyResult) -> Plan:
     return Plan(
         status=status,
         actions=result.actions,
-        # What happened shows in the status: without a write of it no event is new, or not yet.
+        # Events follow from the status: without a write of it none is new.
         events=() if status == old else changes,
         requeue_after=None if soonest is None else max(_SHORTEST_REQUEUE_SECONDS, soonest - facts.now),
     )

@@ -1,1 +1,1 @@
-"""The world in virtual time: what fails and when, nodes, pods, agents, training, and the operator that plans."""
+"""The world in virtual time: faults, nodes, pods, agents, training, and the operator's plans."""

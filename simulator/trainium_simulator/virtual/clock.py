@@ -23,23 +23,23 @@ class EventClock:
 
     def __init__(self) -> None:
         self.now = EPOCH
-        self._pending: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = itertools.count()
 
-    def at(self, when: float, what: Callable[[], None]) -> None:
-        """Add an event at a time, or now when that has passed."""
-        heapq.heappush(self._pending, (max(when, self.now), next(self._numbers), what))
+    def call_at(self, when: float, callback: Callable[[], None]) -> None:
+        """Call `callback` at a time in Unix seconds, or now if that has passed."""
+        heapq.heappush(self._events, (max(when, self.now), next(self._sequence), callback))
 
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
-        """Add an event after so many seconds."""
-        self.at(self.now + seconds, what)
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call `callback` after a delay in seconds."""
+        self.call_at(self.now + seconds, callback)
 
     def advance(self, until: float) -> bool:
-        """Advance to the next event and run all events of that time; False when it is after `until`."""
-        if not self._pending or self._pending[0][0] > until:
+        """Advance to the next event and run all events of that time; return False if it is after `until`."""
+        if not self._events or self._events[0][0] > until:
             self.now = until
             return False
-        self.now = self._pending[0][0]
-        while self._pending and self._pending[0][0] <= self.now:
-            heapq.heappop(self._pending)[2]()
+        self.now = self._events[0][0]
+        while self._events and self._events[0][0] <= self.now:
+            heapq.heappop(self._events)[2]()
         return True

@@ -1,6 +1,6 @@
 """Model what fails, how often, and together with what, with the sources of the figures.
 
-Two regimes are published, ten-fold apart; a rate takes the mix of the one that it belongs to (`mix_of`):
+Two regimes are published, ten-fold apart; a rate takes the mix of the one that it belongs to (`resolve_mix`):
 
 * **Hardware** (up to 10 interruptions per 1,000 node-days). Shares are the 419 unexpected interruptions of Llama 3 in
   54 days on 2,048 nodes ("The Llama 3 Herd of Models", arXiv 2407.21783, table 5; 3.8 per 1,000 node-days): GPU 148,
@@ -15,8 +15,8 @@ Two regimes are published, ten-fold apart; a rate takes the mix of the one that 
 
 Besides:
 
-* **Lemons**: 3 of 63 nodes had more than half of all exclusions (SKT and Lablup): one machine in 21 fails 20 times as
-  often at what its hardware does. A repair that changes the machine may yield another lemon.
+* **Lemons**: 3 of 63 nodes had more than half of all exclusions (SKT and Lablup): one machine in 21 has hardware faults
+  20 times as often. A repair that changes the machine may yield another lemon.
 * **Infant mortality**: a machine that was just put in fails three times as often for three days (assumed; SuperBench
   found 10 % of new nodes defective).
 * **Stragglers**: one per 10 interruptions, 1.3 times as slow, for hours (assumed; ByteRobust, Guard: up to 1.7).
@@ -25,8 +25,8 @@ Besides:
   minutes in the median with a long tail (log-normal, sigma 0.8; EKS waits 10 to 30 minutes before it acts, HyperPod
   then takes about 3; capacity may be absent). A switch is repaired in 30 minutes.
 * **Shared nodes** are idle for four hours and in use by others for four, on the average (assumed; exponential).
-* **A person** starts a job again that has ended with a verdict, after an hour.
-* **The operator lost**: none by default. Resizes by a person come from a trace alone.
+* **Manual restart**: a user restarts a job that ended with a verdict, after an hour.
+* **Operator failures**: none by default. Manual resizes occur only in traces.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from pydantic import Field
 
 from trainium_contract.base import ContractModel
 
-HARDWARE_BELOW = 10.0
-"""Interruptions per 1,000 node-days; above it most have other causes."""
+MAX_HARDWARE_RATE = 10.0
+"""Interruptions per 1,000 node-days; above this rate most have other causes."""
 
 
 class FaultClass(StrEnum):
@@ -57,28 +57,28 @@ class FaultClass(StrEnum):
     """All nodes of a rack are lost at once."""
     STRAGGLER = "Straggler"
     API_OUTAGE = "ApiOutage"
-    """The operator is away; training goes on."""
+    """The API server is unavailable; training continues."""
     TAKEN = "Taken"
-    """Pods of somebody else, of the usual priority, need the node; nothing happens to one that the job asked for."""
+    """Pods of other users, of normal priority, need the node; a requested worker is not affected."""
     OPERATOR_LOST = "OperatorLost"
-    """The operator's process ends; another leads after a while."""
+    """The operator's process ends; another one leads after a while."""
     RESIZE = "Resize"
-    """A person asks for another number of nodes, and later for the former one again."""
+    """A person requests another number of nodes, and later the original one."""
 
 
-OF_THE_CLUSTER = frozenset({FaultClass.API_OUTAGE, FaultClass.OPERATOR_LOST})
-"""Faults of no particular node."""
+CLUSTER_FAULTS = frozenset({FaultClass.API_OUTAGE, FaultClass.OPERATOR_LOST})
+"""Faults that concern no particular node."""
 
 
-OF_MACHINES = frozenset({FaultClass.DEVICE_ERROR, FaultClass.NODE_LOST, FaultClass.STRAGGLER})
-"""Faults that a lemon, or a new machine, has more of."""
+MACHINE_FAULTS = frozenset({FaultClass.DEVICE_ERROR, FaultClass.NODE_LOST, FaultClass.STRAGGLER})
+"""Faults that are more frequent on a lemon or a new machine."""
 
 
 class Mix(StrEnum):
-    """Which interruptions are counted."""
+    """The mixes of fault classes from which interruptions are drawn."""
 
     AUTO = "Auto"
-    """That of the regime which the rate belongs to."""
+    """The mix of the regime of the rate."""
     HARDWARE = "Hardware"
     ALL_CAUSES = "AllCauses"
 
@@ -104,11 +104,11 @@ _ALL_CAUSES = {
 SHARES = {Mix.HARDWARE: _HARDWARE, Mix.ALL_CAUSES: _ALL_CAUSES}
 
 
-def mix_of(rate: float, mix: Mix) -> Mix:
-    """Return the mix that a rate (per 1,000 node-days) is taken with."""
+def resolve_mix(rate: float, mix: Mix) -> Mix:
+    """Return the mix for a rate (per 1,000 node-days)."""
     if mix is not Mix.AUTO:
         return mix
-    return Mix.HARDWARE if rate <= HARDWARE_BELOW else Mix.ALL_CAUSES
+    return Mix.HARDWARE if rate <= MAX_HARDWARE_RATE else Mix.ALL_CAUSES
 
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -117,7 +117,7 @@ PerMonth = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
 
 
 class FailureModel(ContractModel):
-    """The numbers of the model; see the module for where they come from."""
+    """The numbers of the model; the module lists their sources."""
 
     lemon_share: Share = 1 / 21
     lemon_factor: Annotated[float, Field(ge=1, le=1000)] = 20.0
@@ -132,19 +132,19 @@ class FailureModel(ContractModel):
     """From the end of an operator until another leads."""
     operator_losses_per_30_days: PerMonth = 0.0
     resize_seconds: Seconds = 3600.0
-    """Time until a person who asked for another number of nodes asks for the former one."""
+    """Time until a person who requested another number of nodes requests the original one."""
     rack_nodes: Annotated[int, Field(ge=1, le=1000)] = 4
     rack_seconds: Seconds = 1800.0
     reboot_seconds: Seconds = 600.0
     reboot_share: Share = 0.5
-    """Share of lost nodes that come back as the same machine after a reboot."""
+    """Share of lost nodes that return as the same machine after a reboot."""
     repair_seconds: Seconds = 2700.0
-    """Median time until another machine takes the place of a broken one."""
+    """Median time until another machine replaces a broken one."""
     repair_sigma: Annotated[float, Field(ge=0, le=3)] = 0.8
     notice_seconds: Seconds = 120.0
     idle_seconds: Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)] = 14_400.0
-    """Average time that a node that is shared with others (`--idle-nodes`) is idle."""
+    """Average time for which a shared node (`--idle-nodes`) is idle."""
     taken_seconds: Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)] = 14_400.0
-    """Average time that others then need it."""
+    """Average time for which others then use it."""
     person_seconds: Seconds = 3600.0
-    """Time until a person starts a job again that has ended."""
+    """Time until a person runs a failed job again."""

@@ -16,7 +16,7 @@ from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, 
 if TYPE_CHECKING:
     from trainium_simulator.virtual.failures import FailureModel
 
-NOTICE = "aws-node-termination-handler/scheduled-maintenance"
+MAINTENANCE_TAINT = "aws-node-termination-handler/scheduled-maintenance"
 _REPELLING_EFFECTS = frozenset({"NoSchedule", "NoExecute"})
 
 
@@ -26,16 +26,16 @@ class Slot:
 
     number: int
     view: NodeView
-    lemon: bool
+    is_lemon: bool
     installed_at: float
     """Time at which the machine was installed."""
-    serial: int = 0
-    up: bool = True
+    machine_serial: int = 0
+    has_power: bool = True
     slowness: float = 1.0
     """Factor by which a step's own work takes longer here."""
     occupied: bool = False
     """Whether pods of other users occupy it."""
-    repair: int = 0
+    repair_count: int = 0
     """Number of repairs here: only the newest restores the node."""
 
     @property
@@ -44,7 +44,7 @@ class Slot:
         return self.view.name
 
     @property
-    def takes_pods(self) -> bool:
+    def is_schedulable(self) -> bool:
         """Whether the scheduler would bind a pod of the job here."""
         view = self.view
         tainted = any(taint.effect in _REPELLING_EFFECTS for taint in view.taints)
@@ -63,35 +63,35 @@ class Nodes:
     def __init__(self, count: int, *, instance_type: str, model: FailureModel, lemons: frozenset[int]) -> None:
         self._model = model
         self._instance_type = instance_type
-        self.deleted: dict[str, str] = {}
+        self.deleted_provider_ids: dict[str, str] = {}
         """Node name -> provider ID of nodes that no longer exist."""
         self.slots = [
-            Slot(number, self._view(number, 0), lemon=number in lemons, installed_at=float("-inf"))
+            Slot(number, self._new_node_view(number, 0), is_lemon=number in lemons, installed_at=float("-inf"))
             for number in range(count)
         ]
         self.views = {slot.name: slot.view for slot in self.slots}
         self._by_name = {slot.name: slot for slot in self.slots}
 
-    def _view(self, number: int, serial: int) -> NodeView:
-        name = f"node-{number}" if serial == 0 else f"node-{number}-{serial}"
+    def _new_node_view(self, number: int, machine_serial: int) -> NodeView:
+        name = f"node-{number}" if machine_serial == 0 else f"node-{number}-{machine_serial}"
         labels = {LABEL_HOST: name, LAYERS[-1]: f"rack-{number // self._model.rack_nodes}"}
         if self._instance_type:
             labels[LABEL_INSTANCE_TYPE] = self._instance_type
-        return NodeView(name=name, provider_id=f"sim:///{number}/{serial}", labels=labels)
+        return NodeView(name=name, provider_id=f"sim:///{number}/{machine_serial}", labels=labels)
 
-    def of(self, name: str) -> Slot | None:
-        """Return the slot of a node; None when it is deleted."""
+    def find_slot(self, name: str) -> Slot | None:
+        """Return the slot of a node; None if the node was deleted."""
         return self._by_name.get(name)
 
-    def rack_of(self, number: int) -> list[Slot]:
+    def slots_in_rack(self, number: int) -> list[Slot]:
         """Return the slots that share a switch with this one."""
         rack = number // self._model.rack_nodes
         return [slot for slot in self.slots if slot.number // self._model.rack_nodes == rack]
 
-    def hazard(self, slot: Slot, now: float) -> float:
-        """Return how often the machine fails, in units of a healthy one."""
-        young = now - slot.installed_at < self._model.infant_seconds
-        return (self._model.lemon_factor if slot.lemon else 1.0) * (self._model.infant_factor if young else 1.0)
+    def relative_hazard(self, slot: Slot, now: float) -> float:
+        """Return the failure rate of the machine as a multiple of that of a healthy one."""
+        is_new = now - slot.installed_at < self._model.infant_seconds
+        return (self._model.lemon_factor if slot.is_lemon else 1.0) * (self._model.infant_factor if is_new else 1.0)
 
     def set_view(self, slot: Slot, view: NodeView) -> None:
         """Replace the Node object of a slot."""
@@ -103,28 +103,28 @@ class Nodes:
         self.set_view(slot, replace(slot.view, ready=NodeReadiness.UNKNOWN, unready_since=now))
 
     def report_device_fault(self, slot: Slot, now: float) -> None:
-        """Have the node monitor report a broken device."""
-        broken = NodeCondition(
+        """Set the condition with which the node monitor reports a broken device."""
+        condition = NodeCondition(
             "AcceleratedHardwareReady", NodeReadiness.FALSE, "NeuronHBMUncorrectableError", since=now
         )
-        self.set_view(slot, replace(slot.view, conditions=(broken,)))
+        self.set_view(slot, replace(slot.view, conditions=(condition,)))
 
     def announce_maintenance(self, slot: Slot) -> None:
         """Taint the node: its machine is scheduled for maintenance."""
-        self.set_view(slot, replace(slot.view, taints=(Taint(NOTICE),)))
+        self.set_view(slot, replace(slot.view, taints=(Taint(MAINTENANCE_TAINT),)))
 
     def restore(self, slot: Slot, now: float, *, same_machine: bool, lemon: bool) -> str | None:
-        """End a repair; return the name of the deleted node when another machine was installed."""
-        slot.up = True
+        """End a repair; return the name of the deleted node if another machine was installed, else None."""
+        slot.has_power = True
         if same_machine:
-            whole = replace(slot.view, ready=NodeReadiness.TRUE, unready_since=None, conditions=(), taints=())
-            self.set_view(slot, whole)
+            healthy = replace(slot.view, ready=NodeReadiness.TRUE, unready_since=None, conditions=(), taints=())
+            self.set_view(slot, healthy)
             return None
-        old = slot.view
-        del self.views[old.name], self._by_name[old.name]
-        self.deleted[old.name] = old.provider_id
-        slot.serial += 1
-        slot.lemon, slot.installed_at, slot.slowness = lemon, now, 1.0
-        self.set_view(slot, self._view(slot.number, slot.serial))
+        old_view = slot.view
+        del self.views[old_view.name], self._by_name[old_view.name]
+        self.deleted_provider_ids[old_view.name] = old_view.provider_id
+        slot.machine_serial += 1
+        slot.is_lemon, slot.installed_at, slot.slowness = lemon, now, 1.0
+        self.set_view(slot, self._new_node_view(slot.number, slot.machine_serial))
         self._by_name[slot.name] = slot
-        return old.name
+        return old_view.name

@@ -4,8 +4,8 @@ Guarantees:
 - The status is what the operator would have written; nothing else is kept between plans.
 - Nothing is planned while the API server is unavailable.
 
-Status writes for progress alone are switched off, so that an idle job costs no plans: ledger and deadlines follow from
-times and do not depend on them.
+The status is not written for progress alone, so that a job without faults costs no plans; ledger and deadlines are
+computed from times and do not need these writes.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
 _NEVER = 1e12
 _EVENT_SECONDS = 0.02
-"""Delay of watch and work queue from a change until its plan."""
+"""From a change until its plan: the delay of watch and work queue."""
 _SETTINGS = PlanSettings(
     image="trainer:1",
     coordinator="coordinator.system.svc:8443",
     status_interval_seconds=_NEVER,
     extra_priority_class="idle-nodes",
 )
-_WRITES_ALL = replace(_SETTINGS, status_interval_seconds=0.001)
+_LEDGER_SETTINGS = replace(_SETTINGS, status_interval_seconds=0.001)
 _CA = "-----BEGIN CERTIFICATE-----\n"
-_DELAY_RATIO = 0.03
+_MAX_DELAY_RATIO = 0.03
 """A simulated requeue may be late by this share of the time without a change."""
 
-EntryKey = tuple[int, int, int, str]
+InterruptionKey = tuple[int, int, int, str]
 
 
 def _without_checkpoint_ages(spec: TrainingJobSpec) -> TrainingJobSpec:
@@ -60,12 +60,12 @@ class SimulatedOperator:
     """Plans and applies actions; call `enqueue()` after each change."""
 
     def __init__(self, clock: EventClock, nodes: Nodes, spec: TrainingJobSpec, *, reconnect_seconds: float) -> None:
-        """Start idle; `reconnect_seconds`: until agents have connected to a new leader."""
+        """Start as the leader, connected; agents connect to a later leader within `reconnect_seconds`."""
         self.status = TrainingJobStatus()
         self.incarnation = 0
         """Number of times that a user recreated the job."""
-        self.entries: dict[EntryKey, Interruption] = {}
-        """The newest version of each interruption that was in the history."""
+        self.interruptions: dict[InterruptionKey, Interruption] = {}
+        """The newest version of each interruption of the history, also of entries that the status no longer holds."""
         self.membership: Membership | None = None
         self.workers: WorkerPods
         self.ranks: TrainingRanks
@@ -75,23 +75,23 @@ class SimulatedOperator:
         self._generation = 1
         self._reconnect_seconds = reconnect_seconds
         self._children: dict[str, str] = {}
-        self._listening_since = EPOCH - 3600.0
-        self._published = 0
-        self._queued = False
-        self._check = 0
+        self._leader_since = EPOCH - 3600.0
+        self._published_generation = 0
+        self._is_queued = False
+        self._requeues = 0
         self._changed_at = 0.0
-        self._written = 0.0
-        self._up = True
+        self._status_written_at = 0.0
+        self._is_connected = True
         self._memory: Memory | None = None
         self._fleet = FleetView()
-        self._fleet_check = 0
-        self._fleet_stale = True
-        self._failures: object = None
+        self._fleet_requeues = 0
+        self._fleet_is_stale = True
+        self._known_failures: object = None
 
     @property
-    def up(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether it reaches the API server."""
-        return self._up
+        return self._is_connected
 
     @property
     def job_ended(self) -> bool:
@@ -101,32 +101,32 @@ class SimulatedOperator:
     # --- queue ------------------------------------------------------------------------------------------------------
 
     def enqueue(self) -> None:
-        """Reconcile soon, after a change."""
+        """Schedule a reconcile after a change, unless one is scheduled."""
         self._changed_at = self._clock.now
-        if self._up and not self._queued:
-            self._queued = True
-            self._clock.after(_EVENT_SECONDS, self._reconcile)
+        if self._is_connected and not self._is_queued:
+            self._is_queued = True
+            self._clock.call_later(_EVENT_SECONDS, self._reconcile)
 
-    def nodes_changed(self) -> None:
-        """Reconcile fleet and job, after a change of a node."""
-        self._fleet_stale = True
+    def enqueue_fleet(self) -> None:
+        """Schedule a reconcile of fleet and job, after a change of a node."""
+        self._fleet_is_stale = True
         self.enqueue()
 
-    def requeue_at(self, moments: tuple[float, ...], *, always: bool = False) -> None:
-        """Reconcile at these moments if figures of the steps are missing, or in any case (`always`)."""
-        for moment in moments:
-            self._clock.at(moment, partial(self._requeue, always=always))
+    def requeue_at(self, times: tuple[float, ...], *, always: bool = False) -> None:
+        """Reconcile at these times (Unix seconds) if step times are not measured yet, or in any case (`always`)."""
+        for time in times:
+            self._clock.call_at(time, partial(self._requeue, always=always))
 
     def disconnect(self) -> None:
         """Lose the API server, and with it the Lease."""
-        self._up, self._queued = False, False
-        self._check += 1
+        self._is_connected, self._is_queued = False, False
+        self._requeues += 1
 
     def reconnect(self) -> None:
         """Elect a new leader, which has seen no agent."""
-        self._up, self._published, self._fleet_stale = True, 0, True
-        self._listening_since = self._clock.now
-        self._clock.after(self._reconnect_seconds, self.enqueue)
+        self._is_connected, self._published_generation, self._fleet_is_stale = True, 0, True
+        self._leader_since = self._clock.now
+        self._clock.call_later(self._reconnect_seconds, self.enqueue)
 
     def set_replicas(self, nodes: int) -> None:
         """Change `workers.replicas`, as a user does."""
@@ -137,55 +137,55 @@ class SimulatedOperator:
     def recreate_job(self) -> None:
         """Delete and recreate the job, as a user does; it resumes from its newest checkpoint."""
         self.incarnation += 1
-        self.status, self.membership, self._published = TrainingJobStatus(), None, 0
+        self.status, self.membership, self._published_generation = TrainingJobStatus(), None, 0
         self._children.clear()
         self.enqueue()
 
-    def observe(self) -> None:
-        """Record the last heartbeats of agents that report nothing from now on."""
-        if self._up:
-            self._agents()
+    def record_heartbeats(self) -> None:
+        """Record the current heartbeats, the last ones of agents whose nodes then lose power."""
+        if self._is_connected:
+            self._agent_views()
 
     def update_ledger(self) -> None:
-        """Update the ledger to the present time."""
+        """Plan once and write the status, so that its ledger includes the time until now."""
         if not self.job_ended:
-            self._plan_once(_WRITES_ALL)
+            self._plan_once(_LEDGER_SETTINGS)
 
     def _requeue(self, *, always: bool) -> None:
-        if not self._up or self.job_ended or self.ranks.training.state is not State.RUNNING:
+        if not self._is_connected or self.job_ended or self.ranks.training.state is not State.RUNNING:
             return
-        if always or self._waits_for_figures():
-            self._plan_once(_WRITES_ALL)
+        if always or self._measurements_are_missing():
+            self._plan_once(_LEDGER_SETTINGS)
 
-    def _waits_for_figures(self) -> bool:
+    def _measurements_are_missing(self) -> bool:
         size = self.ranks.training.size
-        settled = any(each.size == size and each.settled for each in self.status.goodput.sizes)
-        unreported = any(not each.reported for each in self.status.stragglers)
+        settled = any(entry.size == size and entry.settled for entry in self.status.goodput.sizes)
+        unreported = any(not entry.reported for entry in self.status.stragglers)
         return not settled or unreported or self.ranks.training.slowness > 1.0
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
     def _reconcile(self) -> None:
-        self._queued = False
-        if not self._up or self.job_ended:
+        self._is_queued = False
+        if not self._is_connected or self.job_ended:
             return
-        requeue = self._plan_once(_SETTINGS)
-        self._check += 1
-        number = self._check
-        if requeue is not None and requeue < _NEVER / 2:
-            seconds = self._limited_requeue(requeue)
-            self._clock.after(seconds, lambda: self._reconcile() if number == self._check else None)
+        requeue_after = self._plan_once(_SETTINGS)
+        self._requeues += 1
+        number = self._requeues
+        if requeue_after is not None and requeue_after < _NEVER / 2:
+            seconds = self._requeue_delay(requeue_after)
+            self._clock.call_later(seconds, lambda: self._reconcile() if number == self._requeues else None)
 
-    def _limited_requeue(self, requeue: float) -> float:
+    def _requeue_delay(self, requeue_after: float) -> float:
         """Return the seconds until the next reconcile.
 
-        The operator polls while a member is missing; the longer nothing changes, the longer the interval here. The end
-        of the wait for capacity is met exactly.
+        The operator polls while a member is missing. Here the interval grows with the time without a change, but never
+        beyond the end of the wait for capacity.
         """
         now, since = self._clock.now, self.status.waiting_since
-        seconds = max(requeue, _DELAY_RATIO * (now - self._changed_at))
+        seconds = max(requeue_after, _MAX_DELAY_RATIO * (now - self._changed_at))
         deadline = None if since is None else since + self._spec.recovery.rescale_after_seconds - now
-        return seconds if deadline is None or not 0 < deadline < seconds else max(requeue, deadline)
+        return seconds if deadline is None or not 0 < deadline < seconds else max(requeue_after, deadline)
 
     def _plan_once(self, settings: PlanSettings) -> float | None:
         self._plan_fleet()
@@ -194,16 +194,16 @@ class SimulatedOperator:
             self._changed_at = self._clock.now
         if result.status != self.status:
             self._changed_at = self._clock.now
-            self._written = self._clock.now
+            self._status_written_at = self._clock.now
             self.status = result.status
             for entry in result.status.history:
-                self.entries[self.incarnation, entry.generation, entry.attempt, entry.time] = entry
-            if result.status.failures != self._failures:
-                self._failures = result.status.failures
-                self._fleet_stale = True
+                self.interruptions[self.incarnation, entry.generation, entry.attempt, entry.time] = entry
+            if result.status.failures != self._known_failures:
+                self._known_failures = result.status.failures
+                self._fleet_is_stale = True
                 self.enqueue()
         for action in result.actions:
-            self._act(action)
+            self._apply(action)
         return result.requeue_after
 
     def _observe(self) -> Observed:
@@ -222,40 +222,40 @@ class SimulatedOperator:
             job=job,
             pods=tuple(pod.view for pod in self.workers.pods.values()),
             nodes=self._nodes.views,
-            agents=self._agents(),
+            agents=self._agent_views(),
             membership=self.membership,
-            published=self._published,
+            published=self._published_generation,
             children=self._children,
             ca_bundle=_CA,
-            coordinator_since=self._listening_since,
+            coordinator_since=self._leader_since,
             now=now,
             fleet=self._fleet,
-            status_written=self._written,
+            status_written=self._status_written_at,
         )
 
-    def _agents(self) -> dict[str, AgentView]:
-        return self.workers.agents(self._clock.now, self.ranks.report(), listening_since=self._listening_since)
+    def _agent_views(self) -> dict[str, AgentView]:
+        return self.workers.observe_agents(self._clock.now, self.ranks.build_reports(), leader_since=self._leader_since)
 
-    def _act(self, action: Action) -> None:
+    def _apply(self, action: Action) -> None:
         match action:
             case ApplyObject(manifest):
                 metadata = manifest["metadata"]
                 key = f"{manifest['kind']}/{metadata['name']}"
                 self._children[key] = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
             case PublishMembership(membership):
-                self.membership, self._published = membership, membership.generation
+                self.membership, self._published_generation = membership, membership.generation
                 self.ranks.publish(membership)
             case CreatePod(manifest):
-                self.workers.create(manifest, self.status.avoided_nodes)
+                self.workers.create_pod(manifest, self.status.avoided_nodes)
             case DeletePod(name, uid, grace):
-                self.workers.delete(name, uid, grace)
+                self.workers.delete_pod(name, uid, grace)
             case _:
                 pass
 
     def _plan_fleet(self) -> None:
-        if not self._fleet_stale:
+        if not self._fleet_is_stale:
             return
-        self._fleet_stale = False
+        self._fleet_is_stale = False
         quarantine = self._spec.health.quarantine
         records = JobRecords(
             uid=f"job-{self.incarnation}",
@@ -267,17 +267,17 @@ class SimulatedOperator:
         result = plan_fleet(
             FleetObserved(
                 nodes=self._nodes.views,
-                carrying=frozenset(pod.view.node for pod in self.workers.pods.values()) - {""},
+                worker_nodes=frozenset(pod.view.node for pod in self.workers.pods.values()) - {""},
                 jobs=(records,),
                 memory=self._memory,
                 now=self._clock.now,
-                machines=self._nodes.deleted,
+                machines=self._nodes.deleted_provider_ids,
             )
         )
         self._memory, self._fleet = result.memory, result.view
-        self._fleet_check += 1
-        number = self._fleet_check
+        self._fleet_requeues += 1
+        number = self._fleet_requeues
         if result.requeue_after is not None:
-            self._clock.after(
-                max(1.0, result.requeue_after), lambda: self.nodes_changed() if number == self._fleet_check else None
+            self._clock.call_later(
+                max(1.0, result.requeue_after), lambda: self.enqueue_fleet() if number == self._fleet_requeues else None
             )

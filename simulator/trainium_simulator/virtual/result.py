@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from trainium_contract.status.interruptions import Interruption
     from trainium_simulator.virtual.failures import FaultClass
 
-_DOWN = ("Detect", "Decide", "Restart", "Load", "Startup")
-PERSON = "Person"
-"""Time in which an ended job waited to be recreated."""
+_DOWNTIME_STAGES = ("Detect", "Decide", "Restart", "Load", "Startup")
+USER_WAIT = "Person"
+"""Stage and cause of the time in which an ended job waits until a user recreates it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,59 +26,59 @@ class SimulationResult:
     days: float
     ledger: GoodputStatus
     """Ledger of the job, summed over its recreations."""
-    person_seconds: float
+    user_wait_seconds: float
     work_seconds: float
     """Seconds that an undisturbed run of the full size would have taken for the kept steps."""
-    by_day: tuple[float, ...]
-    """The same, by day."""
-    sizes: Mapping[int, float]
+    work_seconds_by_day: tuple[float, ...]
+    """The same for each whole day."""
+    seconds_by_size: Mapping[int, float]
     """Seconds at each size."""
-    recoveries: tuple[Interruption, ...]
+    interruptions: tuple[Interruption, ...]
     """All interruptions, unfinished ones included."""
-    faults: Mapping[FaultClass, int] = field(default_factory=dict)
+    fault_counts: Mapping[FaultClass, int] = field(default_factory=dict)
     verdicts: int = 0
     rollbacks: int = 0
     """Number of resumptions from the durable tier."""
 
     @property
-    def wall(self) -> float:
-        """From the first generation to the end, waits for a person included."""
-        return self.ledger.wall_seconds + self.person_seconds
+    def wall_seconds(self) -> float:
+        """Seconds from the first generation to the end, including waits for a user."""
+        return self.ledger.wall_seconds + self.user_wait_seconds
 
     @property
-    def strict(self) -> float:
-        """Strict goodput (docs/goodput.md), with the waits for a person."""
-        return _ratio(self.ledger.productive_seconds, self.wall)
+    def strict_goodput(self) -> float:
+        """Strict goodput (docs/goodput.md) from 0 to 1, where waits for a user count as lost."""
+        return _ratio(self.ledger.productive_seconds, self.wall_seconds)
 
     @property
     def uptime(self) -> float:
-        """1 - time in which nothing trained."""
-        down = sum(self.ledger.lost_by_stage.get(stage, 0.0) for stage in _DOWN)
-        return max(0.0, 1.0 - _ratio(down + self.person_seconds, self.wall))
+        """Share of the time in which ranks trained, from 0 to 1."""
+        down_seconds = sum(self.ledger.lost_by_stage.get(stage, 0.0) for stage in _DOWNTIME_STAGES)
+        return max(0.0, 1.0 - _ratio(down_seconds + self.user_wait_seconds, self.wall_seconds))
 
     @property
-    def work(self) -> float:
+    def work_done(self) -> float:
         """Kept steps as a share of those of an undisturbed run of the full size; above 1 with idle nodes."""
         return max(0.0, self.work_seconds / (self.days * DAY)) if self.days > 0 else 0.0
 
-    def fleet(self, nodes: int) -> float:
-        """Return the work of so many nodes as a share of all node time that the job held."""
+    def fleet_utilization(self, nodes: int) -> float:
+        """Return the work done, in time of `nodes` nodes, as a share of all node time that the job held."""
         return _ratio(self.work_seconds * nodes, self.ledger.node_seconds)
 
     @property
     def lost_by_cause(self) -> dict[str, float]:
-        """Lost seconds by cause, the wait to be recreated included."""
-        return self.ledger.lost_seconds | ({PERSON: self.person_seconds} if self.person_seconds else {})
+        """Lost seconds by cause, including waits for a user."""
+        return self.ledger.lost_seconds | ({USER_WAIT: self.user_wait_seconds} if self.user_wait_seconds else {})
 
     @property
     def lost_by_stage(self) -> dict[str, float]:
-        """Lost seconds by stage."""
-        return self.ledger.lost_by_stage | ({PERSON: self.person_seconds} if self.person_seconds else {})
+        """Lost seconds by stage, including waits for a user."""
+        return self.ledger.lost_by_stage | ({USER_WAIT: self.user_wait_seconds} if self.user_wait_seconds else {})
 
     @property
     def worst_day(self) -> float:
         """Steps of the worst day as a share of an undisturbed day's; 1 for less than a day."""
-        return min((made / DAY for made in self.by_day), default=1.0)
+        return min((work_seconds / DAY for work_seconds in self.work_seconds_by_day), default=1.0)
 
 
 def _ratio(part: float, whole: float) -> float:

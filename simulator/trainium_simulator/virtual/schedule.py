@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_simulator.errors import InputError
-from trainium_simulator.virtual.failures import OF_MACHINES, OF_THE_CLUSTER, SHARES, FaultClass, Mix, mix_of
+from trainium_simulator.virtual.failures import CLUSTER_FAULTS, MACHINE_FAULTS, SHARES, FaultClass, Mix, resolve_mix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,16 +37,16 @@ class Fault:
     """Slot of the cluster, from 0; -1 for operator and API server; of a Resize, the requested number of nodes."""
     kind: FaultClass
     duration: float = 0.0
-    """Seconds until the fault is repaired: a reboot, a repair, an outage."""
+    """Seconds until the fault ends: a reboot, a repair, an outage."""
     same_machine: bool = True
     """Whether the same machine returns."""
     hazard_threshold: float = 0.0
-    """The fault occurs only where the machine's hazard is above this share of the worst machine's; 0: in any case."""
+    """The fault occurs only if the machine's hazard is at least this share of the worst machine's; 0: always."""
     lemon_draw: float = 1.0
-    """The new machine is a lemon when this is below the share of lemons."""
+    """The new machine is a lemon if this is below the share of lemons."""
 
 
-def draw(
+def draw_faults(
     seed: int,
     *,
     slots: int,
@@ -54,33 +54,33 @@ def draw(
     rate: float,
     mix: Mix,
     model: FailureModel,
-    shared: int = 0,
+    shared_nodes: int = 0,
 ) -> tuple[Fault, ...]:
-    """Return the faults of `slots` nodes in so many days, at `rate` interruptions per 1,000 node-days.
+    """Return the faults of `slots` nodes during the simulated days, at `rate` interruptions per 1,000 node-days.
 
-    The last `shared` of them are in use by others from time to time.
+    The last `shared_nodes` nodes are used by others from time to time.
     """
     faults: list[Fault] = []
     for slot in range(slots):
-        for kind, per_second, thinned in _hazards(rate, mix, model):
+        for kind, per_second, thinned in _candidate_rates(rate, mix, model):
             rng = random.Random(f"{seed}/{slot}/{kind}")  # noqa: S311 - a simulation
-            faults += _stream(rng, slot, kind, per_second, days * DAY, model, thinned=thinned)
-    for slot in range(slots - shared, slots):
-        faults += _occupations(random.Random(f"{seed}/{slot}/{FaultClass.TAKEN}"), slot, days * DAY, model)  # noqa: S311
-    for kind, a_month in (
+            faults += _draw_stream(rng, slot, kind, per_second, days * DAY, model, thinned=thinned)
+    for slot in range(slots - shared_nodes, slots):
+        faults += _draw_occupations(random.Random(f"{seed}/{slot}/{FaultClass.TAKEN}"), slot, days * DAY, model)  # noqa: S311
+    for kind, per_30_days in (
         (FaultClass.API_OUTAGE, model.outages_per_30_days),
         (FaultClass.OPERATOR_LOST, model.operator_losses_per_30_days),
     ):
         rng = random.Random(f"{seed}/{kind}")  # noqa: S311 - a simulation
-        per_second = a_month / (30 * DAY) if rate > 0 else 0.0
-        faults += _stream(rng, -1, kind, per_second, days * DAY, model, thinned=False)
+        per_second = per_30_days / (30 * DAY) if rate > 0 else 0.0
+        faults += _draw_stream(rng, -1, kind, per_second, days * DAY, model, thinned=False)
     return tuple(sorted(faults))
 
 
-def _occupations(rng: random.Random, slot: int, until: float, model: FailureModel) -> Iterator[Fault]:
-    """Yield the times in which others use a node."""
-    whole = model.idle_seconds + model.taken_seconds
-    at = 0.0 if rng.random() < model.taken_seconds / whole else rng.expovariate(1 / model.idle_seconds)
+def _draw_occupations(rng: random.Random, slot: int, until: float, model: FailureModel) -> Iterator[Fault]:
+    """Yield the periods in which others use a node, up to `until` seconds."""
+    cycle_seconds = model.idle_seconds + model.taken_seconds
+    at = 0.0 if rng.random() < model.taken_seconds / cycle_seconds else rng.expovariate(1 / model.idle_seconds)
     while at < until:
         duration = rng.expovariate(1 / model.taken_seconds)
         yield Fault(at=at, slot=slot, kind=FaultClass.TAKEN, duration=duration)
@@ -88,21 +88,21 @@ def _occupations(rng: random.Random, slot: int, until: float, model: FailureMode
 
 
 def worst_hazard(model: FailureModel) -> float:
-    """Return the hazard of the worst machine, in units of a healthy one."""
+    """Return the failure rate of a new lemon as a multiple of that of a healthy machine."""
     return model.lemon_factor * model.infant_factor
 
 
-def _hazards(rate: float, mix: Mix, model: FailureModel) -> Iterator[tuple[FaultClass, float, bool]]:
-    """Yield each class, its candidates per second, and whether most are skipped by the hazard of the machine."""
+def _candidate_rates(rate: float, mix: Mix, model: FailureModel) -> Iterator[tuple[FaultClass, float, bool]]:
+    """Yield each class, its candidates per second, and whether candidates are thinned by the hazard of the machine."""
     per_second = rate / 1000 / DAY
-    usual = 1.0 + model.lemon_share * (model.lemon_factor - 1.0)
-    shares = {**SHARES[mix_of(rate, mix)], FaultClass.STRAGGLER: model.stragglers_per_interruption}
+    mean_hazard = 1.0 + model.lemon_share * (model.lemon_factor - 1.0)
+    shares = {**SHARES[resolve_mix(rate, mix)], FaultClass.STRAGGLER: model.stragglers_per_interruption}
     for kind, share in shares.items():
-        thinned = kind in OF_MACHINES
-        yield kind, per_second * share * (worst_hazard(model) / usual if thinned else 1.0), thinned
+        thinned = kind in MACHINE_FAULTS
+        yield kind, per_second * share * (worst_hazard(model) / mean_hazard if thinned else 1.0), thinned
 
 
-def _stream(
+def _draw_stream(
     rng: random.Random,
     slot: int,
     kind: FaultClass,
@@ -117,21 +117,21 @@ def _stream(
         threshold = rng.random()
         reboot = rng.random() < model.reboot_share
         repair = model.repair_seconds * math.exp(model.repair_sigma * rng.gauss())
-        duration, same = _repair(kind, model, repair, reboot=reboot)
+        duration, same_machine = _repair_duration(kind, model, repair, reboot=reboot)
         yield Fault(
             at=at,
             slot=slot,
             kind=kind,
             duration=duration,
-            same_machine=same,
+            same_machine=same_machine,
             hazard_threshold=threshold if thinned else 0.0,
             lemon_draw=rng.random(),
         )
         at += rng.expovariate(per_second)
 
 
-def _repair(kind: FaultClass, model: FailureModel, repair: float, *, reboot: bool) -> tuple[float, bool]:
-    """Return the duration of a fault, and whether the same machine returns."""
+def _repair_duration(kind: FaultClass, model: FailureModel, repair: float, *, reboot: bool) -> tuple[float, bool]:
+    """Return the seconds until a fault is repaired, and whether the same machine returns."""
     if kind is FaultClass.DEVICE_ERROR or (kind is FaultClass.NODE_LOST and not reboot):
         return repair, False
     durations = {
@@ -153,7 +153,7 @@ def read_trace(path: Path, *, slots: int, model: FailureModel) -> tuple[Fault, .
         with path.open(encoding="utf-8", newline="") as file:
             rows = csv.DictReader(file, skipinitialspace=True)
             _check_columns(path, tuple(rows.fieldnames or ()))
-            faults = tuple(_row(path, number, row, slots, model) for number, row in enumerate(rows, start=2))
+            faults = tuple(_parse_row(path, number, row, slots, model) for number, row in enumerate(rows, start=2))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -167,34 +167,34 @@ def read_trace(path: Path, *, slots: int, model: FailureModel) -> tuple[Fault, .
 
 
 def _check_columns(path: Path, found: tuple[str, ...]) -> None:
-    wanted = ", ".join(_COLUMNS[:3])
+    required = ", ".join(_COLUMNS[:3])
     if not set(_COLUMNS[:3]) <= set(found):
-        raise InputError(f"{path}: its first line must name the columns {wanted} and may name duration")
+        raise InputError(f"{path}: its first line must name the columns {required} and may name duration")
     unknown = set(found) - set(_COLUMNS)
     if unknown:
         raise InputError(f"{path}: unknown column {min(unknown)!r}; known are {', '.join(_COLUMNS)}")
 
 
-def _row(path: Path, number: int, row: dict[str, str | None], slots: int, model: FailureModel) -> Fault:
+def _parse_row(path: Path, number: int, row: dict[str, str | None], slots: int, model: FailureModel) -> Fault:
     where = f"{path}, line {number}"
     name = (row.get("class") or "").strip()
     if name not in set(FaultClass):
         raise InputError(f"{where}: unknown class {name!r}; known are {', '.join(FaultClass)}")
     kind = FaultClass(name)
-    at = _number(where, "seconds", row.get("seconds"))
-    node = -1 if kind in OF_THE_CLUSTER else _number(where, "node", row.get("node"))
+    at = _parse_number(where, "seconds", row.get("seconds"))
+    node = -1 if kind in CLUSTER_FAULTS else _parse_number(where, "node", row.get("node"))
     if kind is FaultClass.RESIZE and not (node == int(node) and 1 <= node <= slots):
         raise InputError(f"{where}: the node of a Resize is a number of nodes from 1 to {slots}, not {node:g}")
-    if kind not in (FaultClass.RESIZE, *OF_THE_CLUSTER) and (node != int(node) or node >= slots):
+    if kind not in (FaultClass.RESIZE, *CLUSTER_FAULTS) and (node != int(node) or node >= slots):
         raise InputError(f"{where}: node {node:g} is none of the {slots} nodes, 0 to {slots - 1} (spares included)")
-    duration, same = _repair(kind, model, model.repair_seconds, reboot=False)
-    given = (row.get("duration") or "").strip()
-    if given:
-        duration = _number(where, "duration", given)
-    return Fault(at=at, slot=int(node), kind=kind, duration=duration, same_machine=same)
+    duration, same_machine = _repair_duration(kind, model, model.repair_seconds, reboot=False)
+    duration_text = (row.get("duration") or "").strip()
+    if duration_text:
+        duration = _parse_number(where, "duration", duration_text)
+    return Fault(at=at, slot=int(node), kind=kind, duration=duration, same_machine=same_machine)
 
 
-def _number(where: str, column: str, text: str | None) -> float:
+def _parse_number(where: str, column: str, text: str | None) -> float:
     try:
         value = float((text or "").strip())
     except ValueError as error:

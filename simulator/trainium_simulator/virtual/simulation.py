@@ -1,8 +1,8 @@
-"""Simulate one job in virtual time: operator, cluster, agents and faults.
+"""Simulate one job in virtual time with its operator, cluster, agents and faults.
 
 Guarantees:
 - The same job, stages, model and faults give the same result.
-- Healthy hours cost nothing: the time of a simulation follows from the number of faults and the size of the job.
+- The duration of a simulation depends on the number of faults and the size of the job, not on the simulated days.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.spec.precompile import CompiledSize
 from trainium_simulator.virtual.clock import EPOCH, EventClock
-from trainium_simulator.virtual.failures import OF_MACHINES, OF_THE_CLUSTER, FailureModel, FaultClass
+from trainium_simulator.virtual.failures import CLUSTER_FAULTS, MACHINE_FAULTS, FailureModel, FaultClass
 from trainium_simulator.virtual.nodes import Nodes, Slot
 from trainium_simulator.virtual.operator import SimulatedOperator
 from trainium_simulator.virtual.ranks import TrainingRanks
@@ -43,109 +43,104 @@ class SimulationSettings:
     stages: StageTimes
     model: FailureModel
     days: float
-    shared: int = 0
-    """Further nodes, which others use from time to time."""
+    shared_nodes: int = 0
+    """Additional nodes, which other users need from time to time."""
 
 
 class Simulation:
     """One job on a cluster with a slot for each worker and spare, and perhaps shared ones."""
 
-    def __init__(self, setting: SimulationSettings, *, lemons: frozenset[int] = frozenset()) -> None:
-        spec, compiling = setting.spec, setting.stages.compile_seconds
-        if not compiling:  # all sizes cost the same
+    def __init__(self, settings: SimulationSettings, *, lemons: frozenset[int] = frozenset()) -> None:
+        spec, stages = settings.spec, settings.stages
+        if not stages.compile_seconds:  # all sizes cost the same
             spec = spec.replaced(precompile=spec.precompile.replaced(enabled=False))
-        compiled = tuple(CompiledSize(nodes=size, seconds=compiling) for size in spec.sizes_for_spares())
+        compiled = tuple(CompiledSize(nodes=size, seconds=stages.compile_seconds) for size in spec.sizes_for_spares())
         self.clock = EventClock()
         self._outages = 0
         self._resizes = 0
-        """Number of resizes: only the newest is reverted."""
-        self._setting = setting
-        self._end = EPOCH + setting.days * DAY
+        """Number of resizes so far: only the newest one is reverted."""
+        self._settings = settings
+        self._end = EPOCH + settings.days * DAY
         self.nodes = Nodes(
-            spec.workers.replicas + spec.workers.spares + setting.shared,
+            spec.workers.replicas + spec.workers.spares + settings.shared_nodes,
             instance_type=spec.workers.accelerator.instance_type or "",
-            model=setting.model,
+            model=settings.model,
             lemons=lemons,
         )
-        self.operator = SimulatedOperator(
-            self.clock, self.nodes, spec, reconnect_seconds=setting.stages.reconnect_seconds
-        )
-        self.workers = WorkerPods(self.clock, self.nodes, setting.stages, changed=self._changed, compiled=compiled)
+        self.operator = SimulatedOperator(self.clock, self.nodes, spec, reconnect_seconds=stages.reconnect_seconds)
+        on_change = self.operator.enqueue
+        self.workers = WorkerPods(self.clock, self.nodes, stages, on_change=on_change, compiled=compiled)
         self.ranks = TrainingRanks(
             self.clock,
             self.workers,
             spec,
-            setting.stages,
-            changed=self._changed,
+            stages,
+            on_change=on_change,
             requeue_at=self.operator.requeue_at,
         )
         self.operator.workers, self.operator.ranks = self.workers, self.ranks
-        self._days: list[float] = []
-        self._productive_before = 0.0
+        self._work_seconds_by_day: list[float] = []
+        self._work_seconds_before = 0.0
         self._earlier_ledger: GoodputStatus | None = None
         """Sum of the ledgers of jobs that were recreated."""
-        self._person_seconds = 0.0
-        self._stopped_at: float | None = None
-        self._lost_steps = 0
-        self._sizes: dict[int, float] = defaultdict(float)
-        self._sized_until = EPOCH
-        self.faults: dict[FaultClass, int] = defaultdict(int)
-
-    def _changed(self) -> None:
-        self.operator.enqueue()
+        self._user_wait_seconds = 0.0
+        self._ended_at: float | None = None
+        self._seconds_by_size: dict[int, float] = defaultdict(float)
+        self._sizes_recorded_until = EPOCH
+        self.fault_counts: dict[FaultClass, int] = defaultdict(int)
 
     # --- run --------------------------------------------------------------------------------------------------------
 
     def run(self, faults: Iterable[Fault]) -> SimulationResult:
-        """Simulate until the end and return the result."""
+        """Inject the faults, advance the clock to the end of the simulated days, and return the result."""
         for fault in faults:
-            self.clock.at(EPOCH + fault.at, partial(self._inject, fault))
-        for day in range(1, math.floor(self._setting.days) + 1):
-            self.clock.at(EPOCH + day * DAY, self._close_day)
+            self.clock.call_at(EPOCH + fault.at, partial(self._inject, fault))
+        for day in range(1, math.floor(self._settings.days) + 1):
+            self.clock.call_at(EPOCH + day * DAY, self._record_day)
         self.operator.enqueue()
         is_before_end = True
         while is_before_end:
             size = self.ranks.training.size
             is_before_end = self.clock.advance(self._end)
-            self._sizes[size] += self.clock.now - self._sized_until
-            self._sized_until = self.clock.now
-            if self.operator.job_ended and self._stopped_at is None:
-                self._stop()
-        return self._outcome()
+            self._seconds_by_size[size] += self.clock.now - self._sizes_recorded_until
+            self._sizes_recorded_until = self.clock.now
+            if self.operator.job_ended and self._ended_at is None:
+                self._end_job()
+        return self._build_result()
 
-    def _close_day(self) -> None:
-        made = self._productive()
-        self._days.append(made - self._productive_before)
-        self._productive_before = made
+    def _record_day(self) -> None:
+        work_seconds = self._work_seconds()
+        self._work_seconds_by_day.append(work_seconds - self._work_seconds_before)
+        self._work_seconds_before = work_seconds
 
-    def _productive(self) -> float:
+    def _work_seconds(self) -> float:
         """Return the seconds that an undisturbed run of the full size would have taken for the kept steps."""
         training = self.ranks.training
         training.record_progress(self.clock.now)
         return training.work_seconds()
 
-    def _stop(self) -> None:
+    def _end_job(self) -> None:
         """End the job after a verdict; a user recreates it after a while."""
-        self._stopped_at = self.clock.now
+        self._ended_at = self.clock.now
         self.ranks.end_job()
-        self.clock.after(self._setting.model.person_seconds, self._recreate_job)
+        self.clock.call_later(self._settings.model.person_seconds, self._recreate_job)
 
     def _recreate_job(self) -> None:
-        self._close_ledger()
+        self._add_ledger()
         self.ranks.training.rollback()
-        self.workers.clear()
+        self.workers.delete_all()
         self.operator.recreate_job()
 
-    def _close_ledger(self) -> None:
-        if self._stopped_at is not None:
-            self._person_seconds += self.clock.now - self._stopped_at
-            self._stopped_at = None
-        self._earlier_ledger = _added(self._earlier_ledger, self.operator.status)
+    def _add_ledger(self) -> None:
+        if self._ended_at is not None:
+            self._user_wait_seconds += self.clock.now - self._ended_at
+            self._ended_at = None
+        self._earlier_ledger = _add_ledgers(self._earlier_ledger, self.operator.status)
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
     def _inject(self, fault: Fault) -> None:
-        if fault.kind in OF_THE_CLUSTER:
+        if fault.kind in CLUSTER_FAULTS:
             self._stop_operator(fault)
             return
         if fault.kind is FaultClass.RESIZE:
@@ -154,26 +149,26 @@ class Simulation:
         if fault.slot >= len(self.nodes.slots):
             return
         slot = self.nodes.slots[fault.slot]
-        if not slot.up:
+        if not slot.has_power:
             return
-        if fault.kind in OF_MACHINES and fault.hazard_threshold:
-            hazard = self.nodes.hazard(slot, self.clock.now) / worst_hazard(self._setting.model)
+        if fault.kind in MACHINE_FAULTS and fault.hazard_threshold:
+            hazard = self.nodes.relative_hazard(slot, self.clock.now) / worst_hazard(self._settings.model)
             if fault.hazard_threshold > hazard:
                 return
-        self.faults[fault.kind] += 1
+        self.fault_counts[fault.kind] += 1
         match fault.kind:
             case FaultClass.PROCESS_CRASH:
-                self.ranks.crash(slot)
+                self.ranks.crash_process(slot)
             case FaultClass.HANG:
-                self.ranks.hang(slot, self._setting.model.person_seconds)
+                self.ranks.hang_process(slot, self._settings.model.person_seconds)
             case FaultClass.CORRUPTION:
-                self.ranks.diverge(slot)
+                self.ranks.produce_nonfinite_loss(slot)
             case FaultClass.DEVICE_ERROR:
                 self._break_device(slot, fault)
             case FaultClass.NODE_LOST:
                 self._fail_nodes([slot], fault)
             case FaultClass.RACK:
-                self._fail_nodes([each for each in self.nodes.rack_of(slot.number) if each.up], fault)
+                self._fail_nodes([each for each in self.nodes.slots_in_rack(slot.number) if each.has_power], fault)
             case FaultClass.MAINTENANCE:
                 self._announce_maintenance(slot, fault)
             case FaultClass.STRAGGLER:
@@ -184,74 +179,78 @@ class Simulation:
                 raise AssertionError(fault.kind)
 
     def _break_device(self, slot: Slot, fault: Fault) -> None:
+        if self.operator.is_connected:  # steps since its last plan would count only once the job trains again
+            self.operator.update_ledger()
         self.ranks.fail_device(slot)
         repair = self._begin_repair(slot)
 
         def report_device_fault() -> None:
-            if slot.repair == repair and slot.up:
+            if slot.repair_count == repair and slot.has_power:
                 self.nodes.report_device_fault(slot, self.clock.now)
-                self.operator.nodes_changed()
+                self.operator.enqueue_fleet()
 
-        self.clock.after(DEVICE_REPORT_SECONDS, report_device_fault)
+        self.clock.call_later(DEVICE_REPORT_SECONDS, report_device_fault)
         self._repair_after(slot, fault, repair)
 
     def _fail_nodes(self, slots: list[Slot], fault: Fault) -> None:
         repairs = [self._begin_repair(slot) for slot in slots]
         for slot in slots:
-            slot.up = False
+            slot.has_power = False
         self._power_off(slots)
         for slot, repair in zip(slots, repairs, strict=True):
-            self.clock.after(NOT_READY_SECONDS, partial(self._mark_not_ready, slot, repair))
+            self.clock.call_later(NOT_READY_SECONDS, partial(self._mark_not_ready, slot, repair))
             self._repair_after(slot, fault, repair)
 
     def _power_off(self, slots: list[Slot]) -> None:
-        self.operator.observe()
+        self.operator.record_heartbeats()
         self.ranks.power_off(slots)
 
     def _mark_not_ready(self, slot: Slot, repair: int) -> None:
-        if slot.repair == repair and not slot.up:
+        if slot.repair_count == repair and not slot.has_power:
             self.nodes.mark_not_ready(slot, self.clock.now)
-            self.operator.nodes_changed()
+            self.operator.enqueue_fleet()
 
     def _announce_maintenance(self, slot: Slot, fault: Fault) -> None:
         repair = self._begin_repair(slot)
         self.nodes.announce_maintenance(slot)
-        self.operator.nodes_changed()
+        self.operator.enqueue_fleet()
 
         def leave() -> None:
-            if slot.repair == repair and slot.up:
+            if slot.repair_count == repair and slot.has_power:
                 self._fail_nodes([slot], fault)
 
-        self.clock.after(self._setting.model.notice_seconds, leave)
+        self.clock.call_later(self._settings.model.notice_seconds, leave)
 
     def _slow_node(self, slot: Slot, fault: Fault) -> None:
-        machine = slot.serial
-        slot.slowness = self._setting.model.straggler_factor
-        self.ranks.pace_changed()
+        machine = slot.machine_serial
+        slot.slowness = self._settings.model.straggler_factor
+        self.ranks.apply_slowest_node()
 
         def recover() -> None:
-            if slot.serial == machine:
+            if slot.machine_serial == machine:
                 slot.slowness = 1.0
-                self.ranks.pace_changed()
+                self.ranks.apply_slowest_node()
 
-        self.clock.after(fault.duration, recover)
+        self.clock.call_later(fault.duration, recover)
 
     def _occupy(self, slot: Slot, fault: Fault) -> None:
         """Occupy a node by pods of others, unless a requested worker runs there."""
         if any(not pod.view.extra for pod in self.workers.pods_on(slot)):
             return
         slot.occupied = True
-        self.workers.preempt(slot)
+        self.workers.preempt_extra_pod(slot)
 
         def leave() -> None:
             slot.occupied = False
             self.workers.schedule()
 
-        self.clock.after(fault.duration, leave)
+        self.clock.call_later(fault.duration, leave)
 
     def _stop_operator(self, fault: Fault) -> None:
-        self.faults[fault.kind] += 1
+        self.fault_counts[fault.kind] += 1
         self._outages += 1
+        if self.operator.is_connected:
+            self.operator.update_ledger()
         self.operator.disconnect()
 
         def reconnect() -> None:
@@ -259,67 +258,70 @@ class Simulation:
             if not self._outages:
                 self.operator.reconnect()
 
-        self.clock.after(fault.duration, reconnect)
+        self.clock.call_later(fault.duration, reconnect)
 
     def _resize(self, fault: Fault) -> None:
-        self.faults[fault.kind] += 1
+        self.fault_counts[fault.kind] += 1
         self._resizes += 1
         number = self._resizes
         self.operator.set_replicas(fault.slot)
 
         def restore_replicas() -> None:
             if number == self._resizes:
-                self.operator.set_replicas(self._setting.spec.workers.replicas)
+                self.operator.set_replicas(self._settings.spec.workers.replicas)
 
-        self.clock.after(fault.duration, restore_replicas)
+        self.clock.call_later(fault.duration, restore_replicas)
 
     def _begin_repair(self, slot: Slot) -> int:
-        slot.repair += 1
-        return slot.repair
+        slot.repair_count += 1
+        return slot.repair_count
 
     def _repair_after(self, slot: Slot, fault: Fault, repair: int) -> None:
-        lemon = fault.lemon_draw < self._setting.model.lemon_share
+        lemon = fault.lemon_draw < self._settings.model.lemon_share
 
         def restore() -> None:
-            if slot.repair != repair:
+            if slot.repair_count != repair:
                 return
-            was_up = slot.up
+            was_up = slot.has_power
             old_name = self.nodes.restore(slot, self.clock.now, same_machine=fault.same_machine, lemon=lemon)
             if old_name is not None:
                 if was_up:
                     self._power_off([slot])
-                self.workers.node_deleted(slot, old_name)
+                self.workers.delete_pods_of_node(slot, old_name)
             elif not was_up:
                 self.workers.power_on(slot)
-            self.operator.nodes_changed()
+            self.operator.enqueue_fleet()
             self.workers.schedule()
 
-        self.clock.after(fault.duration, restore)
+        self.clock.call_later(fault.duration, restore)
 
     # --- result -----------------------------------------------------------------------------------------------------
 
-    def _outcome(self) -> SimulationResult:
-        if self.operator.up:
-            self.operator.update_ledger()
-        productive = self._productive()
-        self._close_ledger()
+    def _build_result(self) -> SimulationResult:
+        if not self.operator.is_connected:
+            self.operator.reconnect()
+        self.operator.update_ledger()
+        work_seconds = self._work_seconds()
+        self._add_ledger()
         assert self._earlier_ledger is not None
         return SimulationResult(
-            days=self._setting.days,
+            days=self._settings.days,
             ledger=self._earlier_ledger,
-            person_seconds=self._person_seconds,
-            work_seconds=productive,
-            by_day=tuple(self._days),
-            sizes={size: seconds for size, seconds in sorted(self._sizes.items()) if size and seconds},
-            recoveries=tuple(self.operator.entries.values()),
-            faults=dict(sorted(self.faults.items())),
+            user_wait_seconds=self._user_wait_seconds,
+            work_seconds=work_seconds,
+            work_seconds_by_day=tuple(self._work_seconds_by_day),
+            seconds_by_size={
+                size: seconds for size, seconds in sorted(self._seconds_by_size.items()) if size and seconds
+            },
+            interruptions=tuple(self.operator.interruptions.values()),
+            fault_counts=dict(sorted(self.fault_counts.items())),
             verdicts=self.operator.incarnation,
             rollbacks=self.ranks.training.rollbacks,
         )
 
 
-def _added(before: GoodputStatus | None, status: TrainingJobStatus) -> GoodputStatus:
-    """Return the sum of two ledgers."""
+def _add_ledgers(before: GoodputStatus | None, status: TrainingJobStatus) -> GoodputStatus:
+    """Return the sum of a ledger and that of a status; sizes and references are those of the status."""
     new = status.goodput
     if before is None:
         return new
@@ -328,10 +330,10 @@ def _added(before: GoodputStatus | None, status: TrainingJobStatus) -> GoodputSt
         wall_seconds=before.wall_seconds + new.wall_seconds,
         node_seconds=before.node_seconds + new.node_seconds,
         earlier_node_seconds=before.earlier_node_seconds + new.earlier_node_seconds,
-        lost_seconds=_summed(before.lost_seconds, new.lost_seconds),
-        lost_by_stage=_summed(before.lost_by_stage, new.lost_by_stage),
+        lost_seconds=_sum_by_key(before.lost_seconds, new.lost_seconds),
+        lost_by_stage=_sum_by_key(before.lost_by_stage, new.lost_by_stage),
     )
 
 
-def _summed(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+def _sum_by_key(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     return {key: one.get(key, 0.0) + other.get(key, 0.0) for key in {**one, **other}}

@@ -1,4 +1,6 @@
-"""Compute the progress of training: steps, snapshots, durations of starts. No events, so healthy hours cost nothing.
+"""Compute the progress of training from times: steps, checkpoints, durations of starts.
+
+No event is scheduled for a step, so hours without a fault cost nothing to simulate. Times are Unix seconds.
 
 Guarantees:
 - A step counts once, at the size at which it was first completed.
@@ -33,178 +35,182 @@ class State(Enum):
 
 
 class Training:
-    """The progress of one run."""
+    """The progress of one job: its newest steps, and where it resumes."""
 
     def __init__(self, spec: TrainingJobSpec, stages: StageTimes) -> None:
         self._spec = spec
         self._stages = stages
         self._shape = spec.batch_shape()
-        self._full = self._passes(spec.workers.replicas)
+        self._full_size_micro_batches = self._micro_batches(spec.workers.replicas)
         self.state = State.IDLE
         self.size = 0
+        """Nodes of the generation in force."""
         self.slowness = 1.0
+        """Factor by which steps take longer, because of the slowest node."""
         self.step = 0
-        """Last completed step, while not running."""
+        """Last completed step when training stopped; `completed_step` also counts while it runs."""
         self.newest_step = 0
         """The newest completed step of all attempts."""
-        self.durable = 0
+        self.durable_step = 0
         self.rollbacks = 0
         """Number of resumptions from the durable tier that repeat steps."""
-        self.resume = 0
-        self.started = 0.0
-        """Time at which the processes of this attempt were started; 0 before."""
-        self.loaded = 0.0
-        self.stopped = 0.0
-        """End of the last step before a halt."""
-        self.new_steps: dict[int, int] = {}
+        self.resume_step = 0
+        self.started_at = 0.0
+        """When the processes of this attempt were started; 0 before."""
+        self.loaded_at = 0.0
+        self.stopped_at = 0.0
+        """End of the last step before training stopped."""
+        self.new_steps_by_size: dict[int, int] = {}
         """Steps completed for the first time, by size."""
-        self._base = (0.0, 0)
-        self._until = math.inf
+        self._run_start = (0.0, 0)
+        """Time and step from which the steps of this attempt are counted."""
+        self._stop_at = math.inf
+        """When ranks that leave complete their last step."""
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def step_seconds(self, size: int) -> float:
-        """Return the seconds of an undisturbed step at this size."""
-        return self._stages.step_seconds * self._passes(size) / self._full
+    def undisturbed_step_seconds(self, size: int) -> float:
+        """Return the seconds of a step on this many nodes, without slow nodes and saves."""
+        return self._stages.step_seconds * self._micro_batches(size) / self._full_size_micro_batches
 
     def work_seconds(self) -> float:
-        """Return the seconds that the full size would have taken for all new steps."""
-        full = self._spec.workers.replicas
-        samples = sum(count * self._batch(size) for size, count in self.new_steps.items())
-        return samples / self._batch(full) * self.step_seconds(full)
+        """Return the seconds that all requested nodes would have needed for the samples of all new steps."""
+        full_size = self._spec.workers.replicas
+        samples = sum(count * self._samples_per_step(size) for size, count in self.new_steps_by_size.items())
+        return samples / self._samples_per_step(full_size) * self.undisturbed_step_seconds(full_size)
 
-    def _batch(self, size: int) -> int:
-        """Return samples of a step at this size."""
+    def _samples_per_step(self, size: int) -> int:
+        """Return the samples of a step on this many nodes."""
         return self._shape.batch(size) or self._shape.global_batch_size or 1
 
-    def _passes(self, size: int) -> int:
-        """Return micro-batches of a step on each rank at this size."""
+    def _micro_batches(self, size: int) -> int:
+        """Return the micro-batches of a step on each rank, on this many nodes."""
         return max(1, self._shape.passes(size))
 
     @property
-    def pace(self) -> float:
-        """Seconds from step to step now, with slow nodes and saves."""
-        step = self.step_seconds(self.size) * self.slowness
-        every = self._save_every(step)
-        return step if every is None else step + self._stages.save_stall_seconds / every
+    def current_step_seconds(self) -> float:
+        """Seconds of a step with the current nodes, slow nodes and saves included."""
+        seconds = self.undisturbed_step_seconds(self.size) * self.slowness
+        save_interval = self._steps_between_saves(seconds)
+        return seconds if save_interval is None else seconds + self._stages.save_stall_seconds / save_interval
 
-    def _save_every(self, step: float) -> int | None:
-        """Return steps between two durable saves."""
+    def _steps_between_saves(self, seconds: float) -> int | None:
+        """Return the steps between two durable saves if a step takes `seconds`; None without saves."""
         durable = self._spec.checkpoint.durable
-        by_time = None if durable.every_seconds is None else max(1, math.ceil(durable.every_seconds / step))
-        return min((each for each in (by_time, durable.every_steps) if each is not None), default=None)
+        by_time = None if durable.every_seconds is None else max(1, math.ceil(durable.every_seconds / seconds))
+        return min((steps for steps in (by_time, durable.every_steps) if steps is not None), default=None)
 
-    def step_at(self, now: float) -> int:
-        """Return the last completed step."""
+    def completed_step(self, now: float) -> int:
+        """Return the last step completed by `now`."""
         if self.state is not State.RUNNING:
             return self.step
-        at, step = self._base
-        return step + max(0, math.floor((min(now, self._until) - at) / self.pace + _ROUNDING))
+        started_at, first = self._run_start
+        elapsed = min(now, self._stop_at) - started_at
+        return first + max(0, math.floor(elapsed / self.current_step_seconds + _ROUNDING))
 
-    def ended_at(self, now: float) -> float:
-        """Return the end of the last completed step."""
+    def completed_step_end(self, now: float) -> float:
+        """Return when the last step completed by `now` ended."""
         if self.state is not State.RUNNING:
-            return self.stopped
-        at, step = self._base
-        done = self.step_at(now) - step
-        return at + done * self.pace if done else self.stopped
+            return self.stopped_at
+        started_at, first = self._run_start
+        completed = self.completed_step(now) - first
+        return started_at + completed * self.current_step_seconds if completed else self.stopped_at
 
-    def end_of(self, step: int) -> float:
-        """Return the end of a step, if nothing fails."""
-        at, base = self._base
-        return at + (step - base) * self.pace
+    def step_end(self, step: int) -> float:
+        """Return when a step will end if nothing fails."""
+        started_at, first = self._run_start
+        return started_at + (step - first) * self.current_step_seconds
 
     def record_progress(self, now: float) -> None:
-        """Count new steps, and the newest durable one."""
-        step = self.step_at(now)
+        """Count the steps completed by `now`, and update the newest durable step."""
+        step = self.completed_step(now)
         if step > self.newest_step:
-            self.new_steps[self.size] = self.new_steps.get(self.size, 0) + step - self.newest_step
+            self.new_steps_by_size[self.size] = self.new_steps_by_size.get(self.size, 0) + step - self.newest_step
             self.newest_step = step
         if self.state is State.RUNNING:
-            every = self._save_every(self.pace)
-            lag = math.ceil(self._stages.save_seconds / self.pace)
-            if every is not None and step - lag > 0:
-                self.durable = max(self.durable, min(step - lag, (step - lag) // every * every))
+            save_interval = self._steps_between_saves(self.current_step_seconds)
+            committed = step - math.ceil(self._stages.save_seconds / self.current_step_seconds)
+            if save_interval is not None and committed > 0:
+                self.durable_step = max(self.durable_step, committed // save_interval * save_interval)
 
     # --- halts and starts -------------------------------------------------------------------------------------------
 
-    def halt(self, now: float, state: State) -> None:
-        """Stop completing steps."""
+    def interrupt(self, now: float, state: State) -> None:
+        """Stop training at `now`, and enter another state than RUNNING."""
         if self.state is State.RUNNING:
             self.record_progress(now)
-            self.stopped = self.ended_at(now)
-            self.step = self.step_at(now)
+            self.stopped_at = self.completed_step_end(now)
+            self.step = self.completed_step(now)
         self.state = state
-        self._until = math.inf
+        self._stop_at = math.inf
 
-    def last_step_end(self, now: float) -> float:
-        """Return the end of the current step, after which ranks leave on request."""
-        at, _ = self._base
-        done = math.ceil((now - at) / self.pace - _ROUNDING)
-        self._until = at + max(0, done) * self.pace
-        return self._until
+    def stop_after_current_step(self, now: float) -> float:
+        """Let the current step be the last one, because ranks leave; return when it ends."""
+        started_at, _ = self._run_start
+        completed = math.ceil((now - started_at) / self.current_step_seconds - _ROUNDING)
+        self._stop_at = started_at + max(0, completed) * self.current_step_seconds
+        return self._stop_at
 
     def set_slowness(self, now: float, slowness: float) -> None:
-        """Change the pace to that of the slowest member."""
+        """Change the factor of the slowest node from `now` on; the share of the current step that is done stays."""
         if slowness == self.slowness:
             return
         self.record_progress(now)
         if self.state is State.RUNNING:
-            step = self.step_at(now)
-            self.stopped = self.ended_at(now)
-            share = (now - self.end_of(step)) / self.pace
+            step = self.completed_step(now)
+            self.stopped_at = self.completed_step_end(now)
+            completed_share = (now - self.step_end(step)) / self.current_step_seconds
             self.slowness = slowness
-            self._base = (now - max(0.0, share) * self.pace, step)
+            self._run_start = (now - max(0.0, completed_share) * self.current_step_seconds, step)
         self.slowness = slowness
 
-    def resume_from(self, lost: Collection[int]) -> int:
-        """Return the step to resume from when these ranks and the memory of their nodes are lost."""
+    def choose_resume_step(self, lost_ranks: Collection[int]) -> int:
+        """Return the newest step that can be restored without the memory of these node ranks."""
         memory = self._spec.checkpoint.memory
         if not memory.every_steps:
-            return self.durable
-        newest = self._newest_in_memory()
-        if lost and self._spec.trainer is not None and self._spec.trainer.data_parallel.is_sharded:
-            missing = set(lost)
-            half = max(1, self.size // 2)
-            alone = any((rank + half) % max(1, self.size) in missing for rank in missing)
-            if not memory.buddies or alone or self.size < 2:
-                return self.durable
-        if self.size and len(set(lost)) >= self.size:
-            return self.durable
-        return max(newest, self.durable)
+            return self.durable_step
+        if lost_ranks and self._spec.trainer is not None and self._spec.trainer.data_parallel.is_sharded:
+            missing = set(lost_ranks)
+            buddy_distance = max(1, self.size // 2)
+            buddy_is_lost = any((rank + buddy_distance) % max(1, self.size) in missing for rank in missing)
+            if not memory.buddies or buddy_is_lost or self.size < 2:
+                return self.durable_step
+        if self.size and len(set(lost_ranks)) >= self.size:
+            return self.durable_step
+        return max(self._newest_in_memory(), self.durable_step)
 
     def _newest_in_memory(self) -> int:
-        """Return the step of the newest snapshot in memory; without such snapshots, that of the newest step."""
+        """Return the step of the newest snapshot in memory; the newest step if the job takes no snapshots."""
         return self.step - self.step % (self._spec.checkpoint.memory.every_steps or 1)
 
-    def loading_seconds(self, resume: int, *, newcomers: bool) -> float:
-        """Return the seconds of rendezvous, model construction and loading."""
-        memory = self._spec.checkpoint.memory.every_steps
+    def loading_seconds(self, resume_step: int, *, newcomers: bool) -> float:
+        """Return the seconds of rendezvous, model construction and loading before a start from this step."""
+        uses_memory = self._spec.checkpoint.memory.every_steps
         stages = self._stages
-        if self.step == 0 and resume == 0:
+        if self.step == 0 and resume_step == 0:
             seconds = stages.load_memory_seconds
-        elif not memory or resume < self._newest_in_memory():
+        elif not uses_memory or resume_step < self._newest_in_memory():
             seconds = stages.load_durable_seconds
         else:
             seconds = stages.load_peer_seconds if newcomers else stages.load_memory_seconds
         return stages.rendezvous_seconds + seconds
 
     def rollback(self) -> int:
-        """Return to the durable checkpoint; return the number of lost steps."""
-        lost = rolled = self.newest_step - self.durable
-        for size in sorted(self.new_steps, reverse=True):
-            taken = min(rolled, self.new_steps[size])
-            self.new_steps[size] -= taken
-            rolled -= taken
+        """Discard all steps after the durable checkpoint; return their number."""
+        lost = remaining = self.newest_step - self.durable_step
+        for size in sorted(self.new_steps_by_size, reverse=True):
+            removed = min(remaining, self.new_steps_by_size[size])
+            self.new_steps_by_size[size] -= removed
+            remaining -= removed
         self.rollbacks += lost > 0
-        self.newest_step = self.step = self.resume = self.durable
+        self.newest_step = self.step = self.resume_step = self.durable_step
         return lost
 
-    def run(self, now: float, resume: int, *, first_step: float) -> None:
-        """Start training; the first step takes `first_step` seconds longer."""
-        self.state, self.loaded = State.RUNNING, now
-        self.rollbacks += resume < self._newest_in_memory()
-        self.step = self.resume = resume
-        self.stopped = now
-        self._base = (now + first_step, resume)
-        self._until = math.inf
+    def start_steps(self, now: float, resume_step: int, *, first_step_delay: float) -> None:
+        """Start training after `resume_step` at `now`; the first step takes `first_step_delay` seconds longer."""
+        self.state, self.loaded_at = State.RUNNING, now
+        self.rollbacks += resume_step < self._newest_in_memory()
+        self.step = self.resume_step = resume_step
+        self.stopped_at = now
+        self._run_start = (now + first_step_delay, resume_step)
+        self._stop_at = math.inf

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainium_simulator.virtual.nodes import Nodes, Slot
 
 NAMESPACE, JOB = "default", "simulated"
-HALF_A_HEARTBEAT = 0.5
+MEAN_HEARTBEAT_AGE_SECONDS = 0.5
 """Mean time between the last heartbeat of a node and the loss of its power."""
 _UNSCHEDULABLE = "0 nodes are available"
 
@@ -39,9 +39,10 @@ class Agent:
     """One worker's agent."""
 
     registration: RegisterRequest
-    since: float
-    """Time of its registration."""
-    base: HeartbeatRequest
+    registered_at: float
+    """When it registered (Unix seconds)."""
+    heartbeat_template: HeartbeatRequest
+    """The fields that are the same in all its heartbeats."""
     phase: WorkerPhase = WorkerPhase.STANDBY
     generation: int = 0
     attempt: int = 0
@@ -51,13 +52,14 @@ class Agent:
     verdict: ProcessFailure | None = None
     waiting_for: tuple[int, ...] = ()
     silent_since: float | None = None
-    """Time of its last heartbeat when its node lost power, else None."""
-    known: AgentView | None = None
-    """View of the last plan."""
-    beat: HeartbeatRequest | None = None
-    """Its last report, and the values that it was made of."""
-    reported: tuple[object, ...] | None = None
-    kept: tuple[object, ...] = ()
+    """When it sent its last heartbeat (Unix seconds) if its node lost power; else None."""
+    last_view: AgentView | None = None
+    """The operator's view of it in the last plan."""
+    last_heartbeat: HeartbeatRequest | None = None
+    heartbeat_values: tuple[object, ...] | None = None
+    """Values of the last heartbeat, compared by equality."""
+    heartbeat_records: tuple[object, ...] = ()
+    """Failures, restarts and verdict of the last heartbeat, compared by identity."""
 
     def set_phase(self, phase: WorkerPhase, now: float) -> None:
         """Enter a phase."""
@@ -80,13 +82,13 @@ class RankReports:
     """Reports of the members' ranks."""
 
     progress: Progress | None
-    leader: str
-    """Pod of the first rank."""
+    first_rank_pod: str
+    """UID of the pod with node rank 0."""
     last_step_at: float | None
-    """When the newest step ended."""
+    """When the newest step ended (Unix seconds)."""
     step_seconds: float | None
     timings: Mapping[float, StepTiming]
-    """Step times of a node, by how slow it is."""
+    """Step times of a node by its slowness."""
 
 
 class WorkerPods:
@@ -98,15 +100,15 @@ class WorkerPods:
         nodes: Nodes,
         stages: StageTimes,
         *,
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
         compiled: tuple[CompiledSize, ...] = (),
     ) -> None:
-        """Connect `changed()`, called for what watches would show, and `compiled`, which agents report."""
+        """Start without pods; `on_change()` is called where a watch would report, and agents report `compiled`."""
         self.pods: dict[str, Pod] = {}
         self._clock = clock
         self._nodes = nodes
         self._stages = stages
-        self._changed = changed
+        self._on_change = on_change
         self._compiled = compiled
         self._used_slots: set[int] = set()
         self._uids = 0
@@ -114,11 +116,11 @@ class WorkerPods:
 
     # --- requests of the operator ------------------------------------------------------------------------------------
 
-    def create(self, manifest: dict[str, Any], avoided: Collection[str]) -> None:
-        """Create a pod, to be scheduled."""
+    def create_pod(self, manifest: dict[str, Any], avoided: Collection[str]) -> None:
+        """Create a pod from its manifest and schedule it, on nodes in `avoided` only if no other is free."""
         metadata = manifest["metadata"]
         name, annotations = metadata["name"], metadata["annotations"]
-        ordinal = names.ordinal_of(JOB, name)
+        ordinal = names.parse_ordinal(JOB, name)
         assert ordinal is not None
         assert name not in self.pods, f"{name} is used twice"
         self._uids += 1
@@ -136,27 +138,27 @@ class WorkerPods:
         self.pods[name] = Pod(view, avoided=frozenset(avoided))
         self._schedule_soon()
 
-    def delete(self, name: str, uid: str, grace: int | None) -> None:
-        """Delete a pod; a node without power does not confirm it."""
+    def delete_pod(self, name: str, uid: str, grace: int | None) -> None:
+        """Delete a pod within its grace period; at once for 0 seconds. A node without power never confirms it."""
         pod = self.pods.get(name)
         if pod is None or pod.view.uid != uid:
             return
         if grace == 0 or pod.slot is None or pod.view.phase in (PodPhase.FAILED, PodPhase.SUCCEEDED):
-            self._remove(pod)
+            self._remove_pod(pod)
         elif not pod.view.deleting:
             pod.view = replace(pod.view, deleting=True)
-            self._clock.after(self._stages.pod_stop_seconds, lambda: self._stopped(pod))
+            self._clock.call_later(self._stages.pod_stop_seconds, lambda: self._finish_deletion(pod))
 
-    def _stopped(self, pod: Pod) -> None:
-        if self.pods.get(pod.view.name) is pod and pod.slot is not None and pod.slot.up:
-            self._remove(pod)
+    def _finish_deletion(self, pod: Pod) -> None:
+        if self.pods.get(pod.view.name) is pod and pod.slot is not None and pod.slot.has_power:
+            self._remove_pod(pod)
 
-    def _remove(self, pod: Pod) -> None:
+    def _remove_pod(self, pod: Pod) -> None:
         self.pods.pop(pod.view.name, None)
         if pod.slot is not None and pod.view.phase is not PodPhase.FAILED:
             self._used_slots.discard(pod.slot.number)
         pod.agent = None
-        self._changed()
+        self._on_change()
         self.schedule()
 
     # --- scheduling and starting ------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class WorkerPods:
         """Schedule all pods of a plan at once: each pass reads all nodes."""
         if not self._scheduling:
             self._scheduling = True
-            self._clock.after(0.0, self._schedule_now)
+            self._clock.call_later(0.0, self._schedule_now)
 
     def _schedule_now(self) -> None:
         self._scheduling = False
@@ -173,50 +175,54 @@ class WorkerPods:
 
     def schedule(self) -> None:
         """Bind pending pods to free nodes, avoided nodes last."""
-        waiting = [pod for pod in self.pods.values() if pod.slot is None]
-        if not waiting:
+        pending = [pod for pod in self.pods.values() if pod.slot is None]
+        if not pending:
             return
+        used = self._used_slots
         free = [
-            slot for slot in self._nodes.slots if slot.number not in self._used_slots and slot.up and slot.takes_pods
+            slot for slot in self._nodes.slots if slot.number not in used and slot.has_power and slot.is_schedulable
         ]
-        for pod in sorted(waiting, key=lambda each: each.view.extra):
+        for pod in sorted(pending, key=lambda each: each.view.extra):
             avoided_nodes = pod.view.avoided_nodes
-            open_to = [slot for slot in free if slot.name not in avoided_nodes] if avoided_nodes else free
-            if not open_to:
+            candidates = [slot for slot in free if slot.name not in avoided_nodes] if avoided_nodes else free
+            if not candidates:
                 if not pod.view.unschedulable_message:
                     pod.view = replace(pod.view, unschedulable_message=_UNSCHEDULABLE)
-                    self._changed()
+                    self._on_change()
                     if not pod.view.extra:
-                        self._preempt_extra(pod)
+                        self._preempt_for(pod)
                 continue
             avoided = pod.avoided
-            slot = min(open_to, key=lambda each: each.name in avoided) if avoided else open_to[0]
+            slot = min(candidates, key=lambda each: each.name in avoided) if avoided else candidates[0]
             free.remove(slot)
             self._used_slots.add(slot.number)
             pod.slot = slot
             pod.view = replace(pod.view, node=slot.name, scheduled=True, unschedulable_message="")
-            self._clock.after(self._stages.pod_seconds + self._stages.warm_seconds, partial(self._started, pod))
+            delay = self._stages.pod_seconds + self._stages.warm_seconds
+            self._clock.call_later(delay, partial(self._start_agent, pod))
 
-    def _preempt_extra(self, pod: Pod) -> None:
+    def _preempt_for(self, pod: Pod) -> None:
         """Preempt an extra pod for a requested pod that is unschedulable."""
         for other in list(self.pods.values()):
             slot = other.slot
-            if slot is not None and slot.takes_pods and slot.name not in pod.view.avoided_nodes and self.preempt(slot):
+            if slot is None or not slot.is_schedulable or slot.name in pod.view.avoided_nodes:
+                continue
+            if self.preempt_extra_pod(slot):
                 return
 
-    def preempt(self, slot: Slot) -> bool:
-        """Preempt the extra pod on this slot, which saves and exits; False without one."""
+    def preempt_extra_pod(self, slot: Slot) -> bool:
+        """Preempt the extra pod on this slot, which saves and exits; return False without one."""
         for pod in self.pods_on(slot):
             if pod.view.extra and not pod.view.deleting:
                 pod.view = replace(pod.view, disrupted=True)
-                self.delete(pod.view.name, pod.view.uid, None)
-                self._changed()
+                self.delete_pod(pod.view.name, pod.view.uid, None)
+                self._on_change()
                 return True
         return False
 
-    def _started(self, pod: Pod) -> None:
+    def _start_agent(self, pod: Pod) -> None:
         slot = pod.slot
-        if self.pods.get(pod.view.name) is not pod or slot is None or not slot.up or pod.view.deleting:
+        if self.pods.get(pod.view.name) is not pod or slot is None or not slot.has_power or pod.view.deleting:
             return
         number = pod.view.ordinal
         address = f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}"
@@ -242,7 +248,7 @@ class WorkerPods:
             compiled=self._compiled,
         )
         pod.agent = Agent(registration, self._clock.now, base)
-        self._changed()
+        self._on_change()
 
     # --- nodes ------------------------------------------------------------------------------------------------------
 
@@ -253,17 +259,17 @@ class WorkerPods:
                 yield pod
 
     def power_off(self, slot: Slot) -> None:
-        """Stop the node's pods, whose agents report nothing any more."""
+        """Silence the agents of the node that loses power; their last heartbeat is half a heartbeat old on average."""
         for pod in self.pods_on(slot):
             if pod.agent is not None and pod.agent.silent_since is None:
-                pod.agent.silent_since = self._clock.now - HALF_A_HEARTBEAT
+                pod.agent.silent_since = self._clock.now - MEAN_HEARTBEAT_AGE_SECONDS
 
     def power_on(self, slot: Slot) -> None:
-        """Let the node's kubelet report that its pods have ended."""
+        """Report all pods of the node as failed, as its kubelet does after a reboot."""
         for pod in list(self.pods_on(slot)):
             self._used_slots.discard(slot.number)
             if pod.view.deleting:
-                self._remove(pod)
+                self._remove_pod(pod)
                 continue
             pod.agent = None
             pod.view = replace(
@@ -274,64 +280,64 @@ class WorkerPods:
                 exit_code=137,
                 finished=self._clock.now,
             )
-        self._changed()
+        self._on_change()
         self.schedule()
 
-    def node_deleted(self, slot: Slot, node: str) -> None:
+    def delete_pods_of_node(self, slot: Slot, node: str) -> None:
         """Remove the pods of a node object that was deleted, as the garbage collector does."""
         for pod in [each for each in self.pods.values() if each.view.node == node]:
-            self._remove(pod)
+            self._remove_pod(pod)
         self._used_slots.discard(slot.number)
-        self._changed()
+        self._on_change()
         self.schedule()
 
-    def clear(self) -> None:
+    def delete_all(self) -> None:
         """Remove all pods with their job."""
         for pod in list(self.pods.values()):
-            self._remove(pod)
+            self._remove_pod(pod)
         self._used_slots.clear()
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
-    def agents(self, now: float, reports: RankReports, *, listening_since: float) -> dict[str, AgentView]:
-        """Return the view of each agent by pod uid, for a coordinator that runs since `listening_since`.
+    def observe_agents(self, now: float, reports: RankReports, *, leader_since: float) -> dict[str, AgentView]:
+        """Return the view of each agent by pod UID, for an operator that leads since `leader_since` (Unix seconds).
 
         Only the first rank reports each step; the others report their changes.
         """
-        known: dict[str, AgentView] = {}
+        views: dict[str, AgentView] = {}
         for pod in self.pods.values():
             agent = pod.agent
             if agent is None:
                 continue
             if agent.silent_since is not None:
-                if agent.known is not None and agent.silent_since > listening_since:
-                    known[pod.view.uid] = replace(agent.known, last_seen=agent.silent_since)
+                if agent.last_view is not None and agent.silent_since > leader_since:
+                    views[pod.view.uid] = replace(agent.last_view, last_seen=agent.silent_since)
                 continue
-            member = agent.generation > 0 and reports.progress is not None
-            agent.known = AgentView(
+            is_member = agent.generation > 0 and reports.progress is not None
+            agent.last_view = AgentView(
                 registration=agent.registration,
                 last_seen=now,
-                first_seen=max(agent.since, listening_since),
-                heartbeat=_heartbeat(pod, agent, reports),
-                progressed=reports.last_step_at if member else None,
-                step_seconds=reports.step_seconds if member else None,
+                first_seen=max(agent.registered_at, leader_since),
+                heartbeat=_build_heartbeat(pod, agent, reports),
+                progressed=reports.last_step_at if is_member else None,
+                step_seconds=reports.step_seconds if is_member else None,
                 joining_since=agent.joining_since,
             )
-            known[pod.view.uid] = agent.known
-        return known
+            views[pod.view.uid] = agent.last_view
+        return views
 
 
-def _heartbeat(pod: Pod, agent: Agent, reports: RankReports) -> HeartbeatRequest:
+def _build_heartbeat(pod: Pod, agent: Agent, reports: RankReports) -> HeartbeatRequest:
     slowness = pod.slot.slowness if pod.slot is not None else 1.0
     timing = reports.timings.get(slowness) if agent.phase is WorkerPhase.TRAINING else None
-    reported = (agent.generation, agent.attempt, agent.phase, agent.waiting_for, id(timing))
-    kept = (agent.failures, agent.restarts, agent.verdict)
-    same = agent.reported is not None and reported == agent.reported and all(map(operator.is_, kept, agent.kept))
-    leads = reports.progress is not None and pod.view.uid == reports.leader
-    if agent.beat is None or not same or leads:
+    values = (agent.generation, agent.attempt, agent.phase, agent.waiting_for, id(timing))
+    records = (agent.failures, agent.restarts, agent.verdict)
+    is_unchanged = values == agent.heartbeat_values and all(map(operator.is_, records, agent.heartbeat_records))
+    is_first_rank = reports.progress is not None and pod.view.uid == reports.first_rank_pod
+    if agent.last_heartbeat is None or not is_unchanged or is_first_rank:
         progress = reports.progress if agent.generation > 0 else None
-        agent.reported, agent.kept = reported, kept
-        agent.beat = agent.base.replaced(
+        agent.heartbeat_values, agent.heartbeat_records = values, records
+        agent.last_heartbeat = agent.heartbeat_template.replaced(
             generation=agent.generation,
             attempt=agent.attempt,
             phase=agent.phase,
@@ -342,4 +348,4 @@ def _heartbeat(pod: Pod, agent: Agent, reports: RankReports) -> HeartbeatRequest
             waiting_for=agent.waiting_for,
             timing=timing,
         )
-    return agent.beat
+    return agent.last_heartbeat

@@ -4,26 +4,22 @@
 control plane of the development cluster without nodes, for this folder alone.
 """
 
-from __future__ import annotations
-
 import json
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.testing.cluster.access import ROOT, Access
 from tests.testing.cluster.installed import apply_definition, make_namespace
 from tests.testing.suite.lanes import DEFINITION
-from tests.testing.suite.last_tests import for_group
+from tests.testing.suite.last_tests import exit_stack_of_group
 from tests.testing.suite.timeouts import scaled
 from trainium_contract.api_server.connection import Connection
 from trainium_contract.api_server.kubeconfig import find_access
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Iterator
-    from pathlib import Path
 
 NAMESPACE = "definition-tests"
 
@@ -33,6 +29,8 @@ class Api:
     """kubectl and helm against one API server."""
 
     access: Access
+    connection: Connection | None = None
+    """Requests of ours, kept open; None where only the kubectl on PATH knows the credentials."""
     root: Path = ROOT
     chart: str = str(ROOT / "helm/trainium-operator")
     namespace: str = NAMESPACE
@@ -43,34 +41,42 @@ class Api:
 
     @property
     def existing(self) -> bool:
-        return self.access.is_lent
+        return self.access.is_existing
 
     def run(self, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         return self.access.run(*command, stdin=stdin)
 
     def kubectl(self, *arguments: str, stdin: str = "") -> str:
-        """Standard output of a kubectl that must succeed."""
+        """Run kubectl, which must succeed, and return its standard output."""
         return self.access.kubectl("--namespace", self.namespace, *arguments, stdin=stdin)
 
     def helm(self, *arguments: str) -> str:
-        """Standard output of a helm that must succeed."""
+        """Run helm, which must succeed, and return its standard output."""
         return self.access.helm(*arguments)
 
     def make_namespaces(self, *names: str) -> None:
-        """Marked ones, so that they go with the session that is interrupted."""
+        """Create namespaces with the mark by which the leftovers of an interrupted session are removed."""
         for name in names:
             make_namespace(self.access, name)
 
     def delete_namespaces(self, *names: str) -> None:
-        """Begin to."""
+        """Start the deletion of namespaces."""
         self.run("kubectl", "delete", "namespace", *names, "--wait=false", "--ignore-not-found")
 
     def refusal(self, document: dict[str, Any], *arguments: str) -> str:
-        """Return the refusal of `kubectl apply`; empty when it takes the object."""
+        """Return the refusal of `kubectl apply`; empty when it accepts the object."""
         done = self.run(
             "kubectl", "--namespace", self.namespace, "apply", *arguments, "-f", "-", stdin=json.dumps(document)
         )
         return done.stderr if done.returncode else ""
+
+    def refusal_of_change(self, document: dict[str, Any], *, dry_run: bool = False) -> str:
+        """Return the API server's refusal of a job that is to be so, whether it is there or not; empty: it is taken."""
+        if self.existing:
+            return self.refusal(document, *["--dry-run=server"][:dry_run])
+        options = f"fieldManager=tests&force=true&fieldValidation=Strict{'&dryRun=All' * dry_run}"
+        kind = "application/apply-patch+yaml"
+        return self._request("PATCH", f"/{document['metadata']['name']}?{options}", document, kind)
 
     def refusal_of_new(self, document: dict[str, Any]) -> str:
         """Return the API server's refusal of a new job, which is not kept; `kubectl apply` shows this text."""
@@ -84,38 +90,40 @@ class Api:
             patch = json.dumps({"status": status})
             self.kubectl("patch", "trn", name, "--subresource=status", "--type=merge", "--patch", patch)
         else:
-            assert self._request("PATCH", f"/{name}/status", {"status": status}) == ""
+            kind = "application/merge-patch+json"
+            assert self._request("PATCH", f"/{name}/status", {"status": status}, kind) == ""
 
     def delete_job(self, name: str) -> None:
-        """Delete a job that is there."""
+        """Delete an existing job."""
         if self.existing:
             self.kubectl("delete", "trn", name, "--wait=false")
         else:
             assert self._request("DELETE", f"/{name}", {"propagationPolicy": "Background"}) == ""
 
-    def _request(self, method: str, path: str, body: dict[str, Any]) -> str:
-        """Why a request about jobs was refused, "" when it was not. A kubectl would cost 0.15 processor seconds."""
-        connection = Connection(find_access(self.variables["KUBECONFIG"], None, {}), seconds=scaled(60))
-        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+    def _request(self, method: str, path: str, body: dict[str, Any], kind: str = "application/json") -> str:
+        """Send a request about jobs; return why it was refused, or "". (kubectl would cost 0.15 processor seconds.)"""
+        assert self.connection is not None
         path = f"/apis/trainium.dev/v1alpha1/namespaces/{self.namespace}/trainingjobs{path}"
-        answer = connection.request(method, path, body=body, content_type=kind)
-        connection.close()
+        answer = self.connection.request(method, path, body=body, content_type=kind)
         return "" if answer.status < 300 else str(json.loads(answer.body)["message"])
 
 
 @pytest.fixture(scope="session")
 def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Api:
     if request.config.getoption("--cluster") == "existing":
-        return Api(request.getfixturevalue("site"))
+        return Api(request.getfixturevalue("shared_cluster"))
     from trainium_devcluster.cluster import Cluster
 
-    cluster = for_group(request.config, DEFINITION).enter_context(Cluster.start(nodes=()))
-    return Api(Access("local", cluster.variables(), tmp_path_factory.mktemp("shared")))
+    group = exit_stack_of_group(request.config, DEFINITION)
+    cluster = group.enter_context(Cluster.start(nodes=()))
+    connection = Connection(find_access(cluster.variables()["KUBECONFIG"], None, {}), seconds=scaled(60))
+    group.callback(connection.close)
+    return Api(Access("local", cluster.variables(), tmp_path_factory.mktemp("shared")), connection)
 
 
 @pytest.fixture(scope="session")
 def defined(api: Api) -> Iterator[Api]:
-    """The API server with the definition, no operator, and a namespace to write in."""
+    """Return the API server with the definition, without an operator, and a namespace to write in."""
     if not api.existing:  # there it is so whenever a test here begins
         apply_definition(api.access)
     api.make_namespaces(NAMESPACE)

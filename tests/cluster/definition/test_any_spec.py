@@ -1,27 +1,18 @@
-"""A real API server takes any spec or gives a reason, and what it takes the operator can read."""
-
-from __future__ import annotations
+"""A real API server accepts any spec or returns a reason, and the operator can parse all accepted ones."""
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-from tests.testing.suite.any_json import SLOW_ALLOWED, as_sent, changed
-from tests.testing.suite.timeouts import scaled
-from tests.testing.suite.trials import trials
+from tests.cluster.definition.conftest import Api
+from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated
 from trainium_contract.api_server.connection import Connection
-from trainium_contract.api_server.kubeconfig import find_access
 from trainium_contract.stored_json import read_json
 from trainium_operator.cluster.cache.views import job_record
 from trainium_operator.plan.view.size import decide_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from conftest import Api
 
 pytestmark = pytest.mark.cluster
 
@@ -31,44 +22,41 @@ LONGEST_ANSWER = 64 << 10
 """Characters of a refusal: the server quotes the value that it refuses."""
 
 
-@pytest.fixture(scope="module")
-def server(defined: Api) -> Iterator[tuple[Connection, str]]:
-    """A connection that is kept, and where a job is offered without being kept."""
-    if defined.existing:
+@pytest.fixture
+def server(defined: Api) -> tuple[Connection, str]:
+    """Return a persistent connection and the path of a dry run."""
+    if defined.connection is None:
         pytest.skip("thousands of requests are for a cluster of one's own")
-    connection = Connection(find_access(defined.variables["KUBECONFIG"], None, {}), seconds=scaled(60))
-    yield connection, f"/apis/trainium.dev/v1alpha1/namespaces/{defined.namespace}/trainingjobs?dryRun=All"
-    connection.close()
+    return defined.connection, f"/apis/trainium.dev/v1alpha1/namespaces/{defined.namespace}/trainingjobs?dryRun=All"
 
 
-def test_any_spec_is_taken_and_can_be_read_or_is_refused_with_a_bounded_answer(
-    server: tuple[Connection, str],
-) -> None:
+@pytest.mark.parametrize("examples", [20, pytest.param(400, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
+def test_any_spec_is_accepted_and_parsed_or_refused(server: tuple[Connection, str], examples: int) -> None:
     connection, path = server
-    taken = 0
+    accepted = 0
 
-    @settings(SLOW_ALLOWED, max_examples=trials(40))
-    @given(changed(SPEC, most=3))
+    @settings(SLOW_ALLOWED, max_examples=examples)
+    @given(mutated(SPEC, most=3))
     def offer(spec: Any) -> None:
-        nonlocal taken
+        nonlocal accepted
         job = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "any"}, "spec": spec}
-        answer = connection.request("POST", path, body=as_sent(job))
+        answer = connection.request("POST", path, body=as_json(job))
         assert answer.status in (201, 400, 413, 422), answer.body[:500]
         if answer.status != 201:
             assert len(answer.body) <= LONGEST_ANSWER
             return
-        taken += 1
-        kept = json.loads(answer.body)
-        kept["metadata"]["resourceVersion"] = "1"  # which a dry run does not give
-        record = job_record(kept)
+        accepted += 1
+        stored = json.loads(answer.body)
+        stored["metadata"]["resourceVersion"] = "1"  # which a dry run does not give
+        record = job_record(stored)
         assert record.view is not None, record.error
         decide_size(record.view.spec)
 
     offer()
-    assert taken, "a rule that refuses everything would pass"
+    assert accepted, "a rule that refuses everything would pass"
 
 
-def test_a_job_that_no_usual_parser_reads_is_taken_and_is_read_all_the_same(
+def test_a_job_that_usual_parsers_reject_is_accepted_and_parsed(
     server: tuple[Connection, str],
 ) -> None:
     connection, path = server
@@ -80,8 +68,8 @@ def test_a_job_that_no_usual_parser_reads_is_taken_and_is_read_all_the_same(
     assert answer.status == 201, answer.body[:500]
     with pytest.raises(RecursionError):
         json.loads(answer.body)
-    kept = read_json(answer.body)
-    kept["metadata"]["resourceVersion"] = "1"  # which a dry run does not give
-    record = job_record(kept)
+    stored = read_json(answer.body)
+    stored["metadata"]["resourceVersion"] = "1"  # which a dry run does not give
+    record = job_record(stored)
     assert record.view is not None, record.error
     json.dumps(record.view.spec.to_wire())

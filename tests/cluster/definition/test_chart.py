@@ -1,16 +1,16 @@
 """The chart as the real helm renders and installs it, the plain install, and the examples."""
 
-from __future__ import annotations
-
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
 
 from scripts import generate
+from tests.cluster.definition.conftest import Api
 from tests.testing.cluster.installed import make_namespace
 from tests.testing.cluster.marks import SELECTOR
 from tests.testing.operator.rbac import RIGHTS, NamedAfter, Scope
@@ -21,11 +21,6 @@ from trainium_operator.coordinator.certificates import server_names
 from trainium_operator.plan.features.network_policy.policy import network_policy
 from trainium_operator.plan.model.observed import JobView, WorkerIngress
 from trainium_operator.settings import Settings, parse_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from conftest import Api
 
 pytestmark = pytest.mark.cluster
 
@@ -43,9 +38,8 @@ EVERYTHING = (
 )
 
 
-OF_JOBS = (Scope.WATCHED, Scope.NETWORK_POLICIES)
-"""What is given wherever jobs are served, with the chart's own values."""
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of a tenth of the time
+JOB_SCOPES = (Scope.WATCHED, Scope.NETWORK_POLICIES)
+"""Rights in each served namespace, with the default values."""
 _templates: dict[tuple[str, str], str] = {}
 
 
@@ -53,22 +47,22 @@ def rendered(api: Api, settings: str = "replicas=2") -> list[dict[str, Any]]:
     asked = (api.chart, settings)
     if asked not in _templates:
         _templates[asked] = api.helm("template", RELEASE, api.chart, "--namespace", "system", "--set", settings)
-    return [document for document in yaml.load_all(_templates[asked], _LOADER) if document]
+    return [document for document in yaml.load_all(_templates[asked], yaml.CSafeLoader) if document]
 
 
-def only(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
-    (found,) = [one for one in documents if one["kind"] == kind and one["metadata"]["name"] == name]
+def find(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (found,) = [each for each in documents if each["kind"] == kind and each["metadata"]["name"] == name]
     return found
 
 
 def settings_of(documents: list[dict[str, Any]]) -> Settings:
-    """Settings of the operator as the Deployment starts it."""
-    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    """Return the settings of the operator as the Deployment starts it."""
+    (container,) = find(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
     return parse_settings(container["args"], {})
 
 
 def granted(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
-    """Every (group, resource, verb, name) of a role; an empty name is every name."""
+    """Return each (group, resource, verb, name) of a role; an empty name stands for all names."""
     return {
         (group, resource, verb, name)
         for rule in role["rules"]
@@ -79,7 +73,7 @@ def granted(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
     }
 
 
-def used(*scopes: Scope) -> set[tuple[str, str, str, str]]:
+def needed_rights(*scopes: Scope) -> set[tuple[str, str, str, str]]:
     names = {
         NamedAfter.ANY: "",
         NamedAfter.LEASE: NAME,
@@ -98,9 +92,9 @@ def used(*scopes: Scope) -> set[tuple[str, str, str, str]]:
 
 def test_the_chart_grants_exactly_the_rights_that_the_operator_uses(api: Api) -> None:
     documents = rendered(api)
-    assert granted(only(documents, "ClusterRole", NAME)) == used(Scope.CLUSTER, *OF_JOBS)
-    assert granted(only(documents, "Role", NAME)) == used(Scope.OWN)
-    assert only(documents, "Role", NAME)["metadata"]["namespace"] == "system"
+    assert granted(find(documents, "ClusterRole", NAME)) == needed_rights(Scope.CLUSTER, *JOB_SCOPES)
+    assert granted(find(documents, "Role", NAME)) == needed_rights(Scope.OWN)
+    assert find(documents, "Role", NAME)["metadata"]["namespace"] == "system"
 
 
 @pytest.mark.parametrize(
@@ -111,14 +105,12 @@ def test_the_chart_grants_exactly_the_rights_that_the_operator_uses(api: Api) ->
         ("watchNamespaces={training},watchNamespace=training", ["training"]),
     ],
 )
-def test_with_a_list_of_namespaces_the_rights_to_jobs_are_given_there_only(
-    api: Api, settings: str, served: list[str]
-) -> None:
+def test_rights_to_jobs_are_limited_to_listed_namespaces(api: Api, settings: str, served: list[str]) -> None:
     documents = rendered(api, settings)
-    assert granted(only(documents, "ClusterRole", NAME)) == used(Scope.CLUSTER)
+    assert granted(find(documents, "ClusterRole", NAME)) == needed_rights(Scope.CLUSTER)
     roles = [one for one in documents if one["kind"] == "Role" and one["metadata"]["name"] == f"{NAME}-jobs"]
     assert [role["metadata"]["namespace"] for role in roles] == served
-    assert all(granted(role) == used(*OF_JOBS) for role in roles)
+    assert all(granted(role) == needed_rights(*JOB_SCOPES) for role in roles)
     bindings = [one for one in documents if one["kind"] == "RoleBinding" and one["metadata"]["name"] == f"{NAME}-jobs"]
     assert [binding["metadata"]["namespace"] for binding in bindings] == served
     assert all(binding["subjects"][0]["namespace"] == "system" for binding in bindings)
@@ -133,36 +125,36 @@ def test_with_a_list_of_namespaces_the_rights_to_jobs_are_given_there_only(
         ("taints", "quarantine.taintNodes=true", (Scope.TAINTS,), "taint_nodes"),
     ],
 )
-def test_further_rights_are_given_only_where_they_are_switched_on(
+def test_optional_rights_are_granted_only_when_enabled(
     api: Api, role: str, setting: str, rights: tuple[Scope, ...], switch: str
 ) -> None:
     assert f"{NAME}-{role}" not in [each["metadata"]["name"] for each in rendered(api) if each["kind"] == "ClusterRole"]
     documents = rendered(api, setting)
-    assert granted(only(documents, "ClusterRole", f"{NAME}-{role}")) == used(*rights)
-    assert only(documents, "ClusterRoleBinding", f"{NAME}-{role}")["subjects"][0]["namespace"] == "system"
+    assert granted(find(documents, "ClusterRole", f"{NAME}-{role}")) == needed_rights(*rights)
+    assert find(documents, "ClusterRoleBinding", f"{NAME}-{role}")["subjects"][0]["namespace"] == "system"
     assert getattr(settings_of(documents), switch)
 
 
 @pytest.mark.parametrize(
-    ("role", "settings", "of_jobs", "of_the_cluster"),
+    ("role", "settings", "job_scope", "cluster_scope"),
     [
         ("kueue", "kueue.enabled=true,watchNamespace=training", Scope.KUEUE, Scope.KUEUE_CLUSTER),
         ("kueue", "kueue.enabled=true,watchNamespaces={training}", Scope.KUEUE, Scope.KUEUE_CLUSTER),
         ("dra", "dra.enabled=true,watchNamespaces={training}", Scope.DRA, Scope.DRA_CLUSTER),
     ],
 )
-def test_with_served_namespaces_further_rights_are_given_for_their_jobs_only(
-    api: Api, role: str, settings: str, of_jobs: Scope, of_the_cluster: Scope
+def test_optional_rights_are_limited_to_listed_namespaces(
+    api: Api, role: str, settings: str, job_scope: Scope, cluster_scope: Scope
 ) -> None:
     documents = rendered(api, settings)
-    assert granted(only(documents, "ClusterRole", f"{NAME}-{role}")) == used(of_the_cluster)
-    assert granted(only(documents, "Role", f"{NAME}-jobs")) == used(*OF_JOBS, of_jobs)
+    assert granted(find(documents, "ClusterRole", f"{NAME}-{role}")) == needed_rights(cluster_scope)
+    assert granted(find(documents, "Role", f"{NAME}-jobs")) == needed_rights(*JOB_SCOPES, job_scope)
 
 
-def test_policies_of_jobs_let_in_the_pods_that_the_chart_makes_and_rules_of_the_values(api: Api) -> None:
+def test_network_policies_of_jobs_admit_pods_of_the_chart_and_values(api: Api) -> None:
     first = "networkPolicy.jobs.ingress[0]"
     documents = rendered(api, f"{first}.from[0].podSelector.matchLabels.app=a b,{first}.ports[0].port=6006")
-    pods = only(documents, "Deployment", NAME)["spec"]["template"]
+    pods = find(documents, "Deployment", NAME)["spec"]["template"]
     ingress = parse_settings(pods["spec"]["containers"][0]["args"], {}).worker_ingress("system")
     assert ingress is not None
     assert len(ingress.operator_labels) == 3
@@ -171,58 +163,56 @@ def test_policies_of_jobs_let_in_the_pods_that_the_chart_makes_and_rules_of_the_
     assert ingress.rules == (rule,)
 
 
-def test_without_policies_of_jobs_the_operator_has_no_right_to_any(api: Api) -> None:
+def test_rights_to_network_policies_are_granted_only_when_enabled(api: Api) -> None:
     documents = rendered(api, "networkPolicy.jobs.create=false")
-    assert granted(only(documents, "ClusterRole", NAME)) == used(Scope.CLUSTER, Scope.WATCHED)
+    assert granted(find(documents, "ClusterRole", NAME)) == needed_rights(Scope.CLUSTER, Scope.WATCHED)
     assert settings_of(documents).worker_ingress("system") is None
     served = rendered(api, "networkPolicy.jobs.create=false,watchNamespaces={training}")
-    assert granted(only(served, "Role", f"{NAME}-jobs")) == used(Scope.WATCHED)
+    assert granted(find(served, "Role", f"{NAME}-jobs")) == needed_rights(Scope.WATCHED)
 
 
-def test_others_rights_may_be_asked_about_only_where_readers_are_served_over_https(api: Api) -> None:
+def test_access_reviews_are_granted_only_for_https(api: Api) -> None:
     names = [each["metadata"]["name"] for each in rendered(api)]
     assert not {f"{NAME}-readers", f"{NAME}-metrics-reader", f"{NAME}-https"} & set(names)
     documents = rendered(api, "metrics.secure=true")
-    assert granted(only(documents, "ClusterRole", f"{NAME}-readers")) == used(Scope.READERS)
-    assert only(documents, "ClusterRoleBinding", f"{NAME}-readers")["subjects"][0]["namespace"] == "system"
-    assert only(documents, "ClusterRole", f"{NAME}-metrics-reader")["rules"] == [
+    assert granted(find(documents, "ClusterRole", f"{NAME}-readers")) == needed_rights(Scope.READERS)
+    assert find(documents, "ClusterRoleBinding", f"{NAME}-readers")["subjects"][0]["namespace"] == "system"
+    assert find(documents, "ClusterRole", f"{NAME}-metrics-reader")["rules"] == [
         {"nonResourceURLs": ["/metrics"], "verbs": ["get"]}
     ]
     assert f"{NAME}-metrics-reader" not in [one["metadata"]["name"] for one in documents if "Binding" in one["kind"]]
     named = rendered(api, "metrics.secure=true,metrics.readers[0].kind=User,metrics.readers[0].name=ann")
-    assert only(named, "ClusterRoleBinding", f"{NAME}-metrics-reader")["subjects"] == [{"kind": "User", "name": "ann"}]
+    assert find(named, "ClusterRoleBinding", f"{NAME}-metrics-reader")["subjects"] == [{"kind": "User", "name": "ann"}]
 
 
-def test_pages_of_jobs_add_a_service_and_its_name_in_the_certificate_and_no_right_to_metrics(
-    api: Api,
-) -> None:
+def test_pages_of_jobs_add_a_service_and_no_right_to_metrics(api: Api) -> None:
     documents = rendered(api, "ui.enabled=true,networkPolicy.create=true,networkPolicy.uiFrom[0].podSelector.a=b")
-    assert granted(only(documents, "ClusterRole", f"{NAME}-readers")) == used(Scope.READERS)
+    assert granted(find(documents, "ClusterRole", f"{NAME}-readers")) == needed_rights(Scope.READERS)
     assert f"{NAME}-metrics-reader" not in [each["metadata"]["name"] for each in documents]
     parsed = settings_of(documents)
     assert (parsed.ui, parsed.secure_metrics) == (True, False)
-    (port,) = only(documents, "Service", parsed.ui_service)["spec"]["ports"]
+    (port,) = find(documents, "Service", parsed.ui_service)["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (443, "https")
-    rules = only(documents, "NetworkPolicy", NAME)["spec"]["ingress"]
+    rules = find(documents, "NetworkPolicy", NAME)["spec"]["ingress"]
     opened = [({each["port"] for each in rule["ports"]}, rule.get("from")) for rule in rules[2:]]
     assert opened == [({"metrics"}, None), ({"https"}, [{"podSelector": {"a": "b"}}])]
 
     few = rendered(api, "ui.enabled=true,watchNamespaces={training},https.issuer.name=ca")
-    assert granted(only(few, "Role", f"{NAME}-jobs")) == used(*OF_JOBS)
-    assert f"{NAME}-ui.system.svc" in only(few, "Certificate", f"{NAME}-https")["spec"]["dnsNames"]
+    assert granted(find(few, "Role", f"{NAME}-jobs")) == needed_rights(*JOB_SCOPES)
+    assert f"{NAME}-ui.system.svc" in find(few, "Certificate", f"{NAME}-https")["spec"]["dnsNames"]
 
 
 def endpoint(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    spec = only(documents, kind, NAME)["spec"]
+    spec = find(documents, kind, NAME)["spec"]
     (found,) = spec["endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"]
     return dict(found)
 
 
-def test_a_monitor_reads_over_https_with_a_name_of_the_certificate_its_authority_and_a_token(api: Api) -> None:
+def test_a_monitor_scrapes_over_https_with_certificate_and_token(api: Api) -> None:
     monitors = "metrics.serviceMonitor.create=true,metrics.podMonitor.create=true"
     plain = rendered(api, monitors)
     assert endpoint(plain, "ServiceMonitor") == {"port": "metrics", "path": "/metrics", "interval": "30s"}
-    (port,) = only(plain, "Service", f"{NAME}-metrics")["spec"]["ports"]
+    (port,) = find(plain, "Service", f"{NAME}-metrics")["spec"]["ports"]
     assert port["targetPort"] == "metrics"
 
     own = rendered(api, "metrics.secure=true,metrics.serviceMonitor.create=true")
@@ -231,18 +221,18 @@ def test_a_monitor_reads_over_https_with_a_name_of_the_certificate_its_authority
     assert asked["bearerTokenFile"] == "/var/run/secrets/kubernetes.io/serviceaccount/token"
     assert asked["tlsConfig"]["serverName"] in server_names(f"{NAME}-coordinator", "system")
     assert asked["tlsConfig"]["ca"]["secret"] == {"name": f"{NAME}-coordinator-tls", "key": "ca.crt"}
-    (port,) = only(own, "Service", f"{NAME}-metrics")["spec"]["ports"]
+    (port,) = find(own, "Service", f"{NAME}-metrics")["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (8444, "https")
 
     issued = rendered(api, f"metrics.secure=true,{monitors},metrics.tokenSecret.name=scraper,https.issuer.name=ca")
-    certificate = only(issued, "Certificate", f"{NAME}-https")["spec"]
+    certificate = find(issued, "Certificate", f"{NAME}-https")["spec"]
     for kind in ("ServiceMonitor", "PodMonitor"):
         asked = endpoint(issued, kind)
         assert "bearerTokenFile" not in asked
         assert asked["authorization"] == {"credentials": {"name": "scraper", "key": "token"}}
         assert asked["tlsConfig"]["serverName"] in certificate["dnsNames"]
         assert asked["tlsConfig"]["ca"]["secret"]["name"] == certificate["secretName"]
-    template = only(issued, "Deployment", NAME)["spec"]["template"]["spec"]
+    template = find(issued, "Deployment", NAME)["spec"]["template"]["spec"]
     (container,) = template["containers"]
     (mount,) = [one for one in container["volumeMounts"] if one["name"] == "https"]
     (volume,) = [one for one in template["volumes"] if one["name"] == "https"]
@@ -250,7 +240,7 @@ def test_a_monitor_reads_over_https_with_a_name_of_the_certificate_its_authority
     assert volume["secret"]["secretName"] == certificate["secretName"]
 
 
-def test_a_pod_monitor_that_could_send_no_token_is_refused(api: Api) -> None:
+def test_a_pod_monitor_without_a_token_is_refused(api: Api) -> None:
     settings = "metrics.secure=true,metrics.podMonitor.create=true"
     done = api.run("helm", "template", RELEASE, api.chart, "--set", settings)
     assert done.returncode != 0
@@ -258,30 +248,31 @@ def test_a_pod_monitor_that_could_send_no_token_is_refused(api: Api) -> None:
 
 
 def test_no_role_of_the_chart_has_a_wildcard(api: Api) -> None:
-    for document in rendered(api, EVERYTHING):
-        if document["kind"] in {"Role", "ClusterRole"}:
-            assert not [right for right in granted(document) if "*" in right]
-            assert not [rule for rule in document["rules"] if "*" in rule.get("nonResourceURLs", ())]
+    roles = [document for document in rendered(api, EVERYTHING) if document["kind"] in {"Role", "ClusterRole"}]
+    assert {role["kind"] for role in roles} == {"Role", "ClusterRole"}
+    for role in roles:
+        assert not [right for right in granted(role) if "*" in right]
+        assert not [rule for rule in role["rules"] if "*" in rule.get("nonResourceURLs", ())]
 
 
-def test_alerts_and_dashboards_are_made_as_they_are_in_the_files(api: Api) -> None:
+def test_alerts_and_dashboards_equal_their_files(api: Api) -> None:
     assert not [one for one in rendered(api) if one["apiVersion"].startswith("monitoring.")]
     documents = rendered(api, f"{EVERYTHING},metrics.prometheusRule.runbook=https://wiki.example/runbook")
-    spec = only(documents, "PrometheusRule", NAME)["spec"]
+    spec = find(documents, "PrometheusRule", NAME)["spec"]
     written = (CHART / "files/alerts.yaml").read_text().replace("RUNBOOK#", "https://wiki.example/runbook#")
     assert spec == yaml.safe_load(written)
     for path in (CHART / "files/dashboards").iterdir():
-        board = only(documents, "ConfigMap", f"{NAME}-dashboard-{path.stem}")
+        board = find(documents, "ConfigMap", f"{NAME}-dashboard-{path.stem}")
         assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
         assert json.loads(board["data"][f"trainium-{path.name}"]) == json.loads(path.read_text())
-    selector = only(documents, "Deployment", NAME)["spec"]["selector"]
+    selector = find(documents, "Deployment", NAME)["spec"]["selector"]
     for kind in ("PodMonitor", "ServiceMonitor"):
-        assert only(documents, kind, NAME)["spec"]["selector"] == selector
+        assert find(documents, kind, NAME)["spec"]["selector"] == selector
 
 
 @pytest.mark.parametrize("settings", ["replicas=1", EVERYTHING])
-def test_the_operator_understands_the_arguments_that_the_chart_gives_it(api: Api, settings: str) -> None:
-    deployment = only(rendered(api, settings), "Deployment", NAME)
+def test_the_operator_accepts_the_arguments_of_the_chart(api: Api, settings: str) -> None:
+    deployment = find(rendered(api, settings), "Deployment", NAME)
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     parsed = parse_settings(container["args"], {"POD_NAMESPACE": "system"})
     assert parsed.lease_name == NAME
@@ -304,29 +295,29 @@ def test_the_operator_understands_the_arguments_that_the_chart_gives_it(api: Api
     assert ports == {"coordinator": parsed.coordinator_port, "metrics": parsed.metrics_port, **https}
 
 
-def test_agents_find_every_operator_pod_by_the_coordinators_name(api: Api) -> None:
+def test_the_coordinator_service_selects_all_replicas(api: Api) -> None:
     documents = rendered(api)
-    service = only(documents, "Service", f"{NAME}-coordinator")["spec"]
-    labels = only(documents, "Deployment", NAME)["spec"]["template"]["metadata"]["labels"]
+    service = find(documents, "Service", f"{NAME}-coordinator")["spec"]
+    labels = find(documents, "Deployment", NAME)["spec"]["template"]["metadata"]["labels"]
     assert service["clusterIP"] == "None"
     assert service["publishNotReadyAddresses"] is True
     assert service["selector"].items() <= labels.items()
 
 
-def test_optional_objects_appear_when_asked_for(api: Api) -> None:
+def test_optional_objects_are_rendered_when_enabled(api: Api) -> None:
     optional = {"NetworkPolicy", "ServiceMonitor"}
     assert not optional & {document["kind"] for document in rendered(api)}
     assert optional <= {document["kind"] for document in rendered(api, EVERYTHING)}
 
 
 def test_the_budget_keeps_one_of_several_replicas_and_never_blocks_a_drain_of_one(api: Api) -> None:
-    budget = only(rendered(api), "PodDisruptionBudget", NAME)
+    budget = find(rendered(api), "PodDisruptionBudget", NAME)
     assert budget["spec"]["minAvailable"] == 1
     assert "PodDisruptionBudget" not in {document["kind"] for document in rendered(api, "replicas=1")}
 
 
-def test_operator_pods_rather_keep_away_from_trainium_and_leave_a_lost_node_soon(api: Api) -> None:
-    pod = only(rendered(api), "Deployment", NAME)["spec"]["template"]
+def test_operator_pods_prefer_other_nodes_and_tolerate_lost_nodes_briefly(api: Api) -> None:
+    pod = find(rendered(api), "Deployment", NAME)["spec"]["template"]
     (machines,) = pod["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     (rule,) = machines["preference"]["matchExpressions"]
     assert (rule["operator"], set(rule["values"])) == ("NotIn", set(INSTANCES))
@@ -336,7 +327,7 @@ def test_operator_pods_rather_keep_away_from_trainium_and_leave_a_lost_node_soon
         "node.kubernetes.io/not-ready": 10,
         "node.kubernetes.io/unreachable": 10,
     }
-    own = only(rendered(api, "affinity.podAffinity.x=y,tolerations[0].key=mine"), "Deployment", NAME)
+    own = find(rendered(api, "affinity.podAffinity.x=y,tolerations[0].key=mine"), "Deployment", NAME)
     assert own["spec"]["template"]["spec"]["affinity"] == {"podAffinity": {"x": "y"}}
     assert own["spec"]["template"]["spec"]["tolerations"] == [*pod["spec"]["tolerations"], {"key": "mine"}]
 
@@ -354,7 +345,7 @@ def selectors(document: Any) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("more", ["replicas=2", EVERYTHING, "kueue.enabled=true,dra.enabled=true,ui.enabled=true"])
-def test_common_labels_are_on_every_object_and_pod_and_in_no_selector(api: Api, more: str) -> None:
+def test_common_labels_are_on_all_objects_and_in_no_selector(api: Api, more: str) -> None:
     ours = {"cost": "centre", "team.example/name": "ml"}
     documents = rendered(api, rf"{more},commonLabels.cost=centre,commonLabels.team\.example/name=ml")
     assert len(documents) == len(rendered(api, more))
@@ -367,22 +358,22 @@ def test_common_labels_are_on_every_object_and_pod_and_in_no_selector(api: Api, 
     assert not [selector for selector in found if ours.keys() & selector.keys()]
 
 
-def test_a_label_of_one_object_wins_over_a_common_one(api: Api) -> None:
+def test_a_label_of_an_object_overrides_a_common_label(api: Api) -> None:
     monitor = "metrics.podMonitor.create=true,metrics.podMonitor.labels.team=monitoring"
     documents = rendered(api, f"commonLabels.team=ml,podLabels.team=operators,{monitor}")
-    assert only(documents, "Deployment", NAME)["metadata"]["labels"]["team"] == "ml"
-    assert only(documents, "Deployment", NAME)["spec"]["template"]["metadata"]["labels"]["team"] == "operators"
-    assert only(documents, "PodMonitor", NAME)["metadata"]["labels"]["team"] == "monitoring"
+    assert find(documents, "Deployment", NAME)["metadata"]["labels"]["team"] == "ml"
+    assert find(documents, "Deployment", NAME)["spec"]["template"]["metadata"]["labels"]["team"] == "operators"
+    assert find(documents, "PodMonitor", NAME)["metadata"]["labels"]["team"] == "monitoring"
 
 
 def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:
-    definition = only(rendered(api), "CustomResourceDefinition", "trainingjobs.trainium.dev")
+    definition = find(rendered(api), "CustomResourceDefinition", "trainingjobs.trainium.dev")
     assert definition["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     kinds = {document["kind"] for document in rendered(api, "crds.install=false")}
     assert "CustomResourceDefinition" not in kinds
     assert (
         "annotations"
-        not in only(rendered(api, "crds.keep=false"), "CustomResourceDefinition", definition["metadata"]["name"])[
+        not in find(rendered(api, "crds.keep=false"), "CustomResourceDefinition", definition["metadata"]["name"])[
             "metadata"
         ]
     )
@@ -408,7 +399,7 @@ def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:
         (r"commonLabels.app\.kubernetes\.io/name=mine", "invalid propertyName 'app.kubernetes.io/name'"),
     ],
 )
-def test_a_misspelt_or_bad_value_is_refused(api: Api, settings: str, sentence: str) -> None:
+def test_an_invalid_value_is_refused(api: Api, settings: str, sentence: str) -> None:
     done = api.run("helm", "template", RELEASE, api.chart, "--set", settings)
     assert done.returncode != 0
     assert sentence in done.stderr
@@ -418,21 +409,21 @@ def test_the_chart_passes_a_strict_lint(api: Api) -> None:
     api.helm("lint", "--strict", api.chart)
 
 
-def test_the_plain_install_is_what_helm_renders_now(api: Api) -> None:
+def test_the_plain_install_is_up_to_date(api: Api) -> None:
     helm = shutil.which("helm", path=api.variables.get("PATH"))
     assert helm
-    assert generate.stale(ROOT, helm) == [], "run `make generate`"
+    assert generate.find_stale(ROOT, helm) == [], "run `make generate`"
 
 
-def test_the_pods_of_the_operator_and_of_helm_test_are_admitted_where_only_restricted_pods_are(defined: Api) -> None:
-    template = only(rendered(defined), "Deployment", NAME)["spec"]["template"]
+def test_all_pods_satisfy_the_restricted_standard(defined: Api) -> None:
+    template = find(rendered(defined), "Deployment", NAME)["spec"]["template"]
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": "probe", "labels": template["metadata"]["labels"]},
         "spec": template["spec"] | {"serviceAccountName": "default", "automountServiceAccountToken": False},
     }
-    test_pod = only(rendered(defined), "Pod", f"{NAME}-test")
+    test_pod = find(rendered(defined), "Pod", f"{NAME}-test")
     of_helm_test = test_pod | {"metadata": {"name": "test", "labels": test_pod["metadata"]["labels"]}}
     make_namespace(defined.access, f"{RELEASE}-restricted", **{"pod-security.kubernetes.io/enforce": "restricted"})
     try:
@@ -446,13 +437,13 @@ def test_the_pods_of_the_operator_and_of_helm_test_are_admitted_where_only_restr
 
 
 @pytest.mark.parametrize("settings", ["replicas=2", EVERYTHING])
-def test_helm_test_asks_what_the_chart_installed_and_needs_no_rights(api: Api, settings: str) -> None:
+def test_the_pod_of_helm_test_needs_no_rights(api: Api, settings: str) -> None:
     documents = rendered(api, settings)
-    pod = only(documents, "Pod", f"{NAME}-test")
+    pod = find(documents, "Pod", f"{NAME}-test")
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     assert pod["spec"]["automountServiceAccountToken"] is False
     assert "serviceAccountName" not in pod["spec"]
-    deployment = only(documents, "Deployment", NAME)["spec"]
+    deployment = find(documents, "Deployment", NAME)["spec"]
     (container,), (running,) = pod["spec"]["containers"], deployment["template"]["spec"]["containers"]
     assert (container["image"], container["command"]) == (running["image"], running["command"])
     parsed = parse_settings(running["args"], {})
@@ -469,9 +460,9 @@ def test_helm_test_asks_what_the_chart_installed_and_needs_no_rights(api: Api, s
 
 
 @pytest.mark.parametrize("settings", ["replicas=2", EVERYTHING])
-def test_the_pod_of_helm_test_is_in_no_selector_but_the_one_that_lets_it_in(api: Api, settings: str) -> None:
+def test_the_pod_of_helm_test_matches_only_its_network_policy(api: Api, settings: str) -> None:
     documents = rendered(api, settings)
-    labels = only(documents, "Pod", f"{NAME}-test")["metadata"]["labels"].items()
+    labels = find(documents, "Pod", f"{NAME}-test")["metadata"]["labels"].items()
     specs = {one["kind"]: one["spec"] for one in documents if one["kind"] != "NetworkPolicy" and "spec" in one}
     of_operators = [each for spec in specs.values() for each in selectors(spec) if each]
     assert len(of_operators) >= 3
@@ -483,11 +474,11 @@ def test_the_pod_of_helm_test_is_in_no_selector_but_the_one_that_lets_it_in(api:
         assert [port["port"] for port in policy["ingress"][1]["ports"]] == ["coordinator", "metrics"]
 
 
-def test_without_replicas_there_is_nothing_to_test(api: Api) -> None:
+def test_helm_test_is_not_rendered_without_replicas(api: Api) -> None:
     assert "Pod" not in {document["kind"] for document in rendered(api, "replicas=0")}
 
 
-def test_an_upgrade_keeps_the_certificates_that_the_operator_wrote(defined: Api) -> None:
+def test_an_upgrade_keeps_the_certificates_of_the_operator(defined: Api) -> None:
     settings = ["--namespace", defined.namespace, "--set", "crds.install=false"]
     secret = f"{NAME}-coordinator-tls"
     defined.helm("install", RELEASE, defined.chart, *settings, "--set", "replicas=0")
@@ -502,16 +493,16 @@ def test_an_upgrade_keeps_the_certificates_that_the_operator_wrote(defined: Api)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_is_taken(defined: Api, example: str) -> None:
+def test_an_example_is_accepted(defined: Api, example: str) -> None:
     defined.kubectl("apply", "--dry-run=server", "-f", str(ROOT / "manifests/examples" / example))
 
 
 def test_the_plain_install_applies(defined: Api) -> None:
-    defined.make_namespaces("trainium-system")  # whose mark stays, should this be interrupted
+    defined.make_namespaces("trainium-system")  # with the mark by which an interrupted session's leftovers are removed
     install = str(ROOT / generate.INSTALL)
     applied = defined.run("kubectl", "apply", "--server-side", "--force-conflicts", "-f", install)
     assert (applied.returncode, applied.stderr) == (0, "")
-    made = [each for each in yaml.load_all(Path(install).read_text(), _LOADER) if each]
+    made = [each for each in yaml.load_all(Path(install).read_text(), yaml.CSafeLoader) if each]
     others = [each for each in made if each["kind"] != "CustomResourceDefinition"]
     defined.access.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=yaml.safe_dump_all(others))
 
@@ -520,8 +511,8 @@ SERVICE_ACCOUNT = f"system:serviceaccount:system:{NAME}"
 SPACES = (f"{RELEASE}-tenant", "kube-system")
 
 
-def owned(what: str, called: str, namespace: str, **owner: Any) -> dict[str, Any]:
-    """An object as the operator makes it, or one that only looks like it."""
+def owned_object(what: str, called: str, namespace: str, **owner: Any) -> dict[str, Any]:
+    """Return an object that a job owns, or one whose reference differs from that by `owner`."""
     reference = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "name": "llama", "uid": "u"}
     metadata = {
         "name": called,
@@ -541,7 +532,7 @@ def owned(what: str, called: str, namespace: str, **owner: Any) -> dict[str, Any
 
 @pytest.fixture(scope="module")
 def restricted(defined: Api) -> Iterator[Api]:
-    """The chart's policy in force, and its ServiceAccount with every right that roles could give."""
+    """Apply the chart's admission policy, and give its ServiceAccount all rights that roles can give."""
     defined.make_namespaces(SPACES[0])
     kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
     policy = [each for each in rendered(defined) if each["kind"] in kinds]
@@ -550,8 +541,8 @@ def restricted(defined: Api) -> Iterator[Api]:
     name = f"{RELEASE}-everything"
     defined.kubectl("create", "clusterrolebinding", name, "--clusterrole=cluster-admin", f"--user={SERVICE_ACCOUNT}")
     defined.kubectl("label", "clusterrolebinding", name, SELECTOR)
-    # The API server takes a policy up in its own time.
-    probe = owned("ConfigMap", "probe", "kube-system")
+    # The API server applies a policy after a delay.
+    probe = owned_object("ConfigMap", "probe", "kube-system")
     until(lambda: refused(defined, probe, "create"), "the policy comes into force", 40, pause=0.5)
     yield defined
     for document in policy:
@@ -561,24 +552,24 @@ def restricted(defined: Api) -> Iterator[Api]:
 
 
 def refused(api: Api, document: dict[str, Any], verb: str, *arguments: str) -> str:
-    """Return the API server's refusal of the operator's own write; empty when it takes it."""
+    """Return the API server's refusal of the operator's own write; empty when it is accepted."""
     asked = ("--as", SERVICE_ACCOUNT, "-n", document["metadata"]["namespace"])
     done = api.run("kubectl", verb, *asked, *arguments, "-f", "-", stdin=json.dumps(document))
     return done.stderr if done.returncode else ""
 
 
-def test_the_operator_cannot_take_over_an_object_by_giving_it_an_owner(restricted: Api) -> None:
+def test_the_operator_cannot_adopt_foreign_objects(restricted: Api) -> None:
     tenant = SPACES[0]
-    theirs = owned("ConfigMap", "taken", tenant)
+    theirs = owned_object("ConfigMap", "taken", tenant)
     reference = theirs["metadata"].pop("ownerReferences")
     restricted.kubectl("-n", tenant, "create", "-f", "-", stdin=json.dumps(theirs))
     theirs["metadata"]["ownerReferences"] = reference
     assert "changes and deletes only" in refused(restricted, theirs, "replace")
 
 
-def test_the_policy_lets_the_operator_keep_its_memory_and_binds_nobody_else(restricted: Api) -> None:
+def test_the_admission_policy_binds_only_the_operator(restricted: Api) -> None:
     restricted.make_namespaces("system")
-    memory = owned("ConfigMap", f"{NAME}-quarantine", "system")
+    memory = owned_object("ConfigMap", f"{NAME}-quarantine", "system")
     memory["metadata"].pop("ownerReferences")
     assert refused(restricted, memory, "create") == ""
     assert refused(restricted, memory, "replace") == ""
@@ -586,7 +577,7 @@ def test_the_policy_lets_the_operator_keep_its_memory_and_binds_nobody_else(rest
     restricted.kubectl("-n", "kube-system", "create", "configmap", f"{RELEASE}-by-somebody", "--dry-run=server")
 
 
-def test_the_api_server_takes_a_job_s_network_policy_from_the_operator_and_none_of_no_job(restricted: Api) -> None:
+def test_the_operator_can_write_network_policies_only_for_jobs(restricted: Api) -> None:
     ingress = WorkerIngress(
         operator_namespace="system",
         operator_labels={"app.kubernetes.io/instance": RELEASE},
@@ -603,15 +594,15 @@ def test_the_api_server_takes_a_job_s_network_policy_from_the_operator_and_none_
     assert "only objects that a TrainingJob controls" in refused(restricted, policy, "create", "--dry-run=server")
 
 
-def test_the_policy_can_be_left_out(api: Api) -> None:
+def test_the_admission_policy_can_be_disabled(api: Api) -> None:
     kinds = {each["kind"] for each in rendered(api, "admissionPolicy.create=false")}
     assert not [kind for kind in kinds if kind.startswith("ValidatingAdmission")]
 
 
-def test_a_template_for_all_workers_reaches_the_operator_as_it_was_written(api: Api) -> None:
+def test_the_worker_template_reaches_the_operator_unchanged(api: Api) -> None:
     documents = rendered(api, "workerTemplate.spec.priorityClassName=low,workerTemplate.metadata.labels.team=a\\,b")
-    (container,) = only(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    (container,) = find(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
     (given,) = [each["value"] for each in container["env"] if each["name"] == "TRAINIUM_OPERATOR_WORKER_TEMPLATE"]
     assert json.loads(given) == {"metadata": {"labels": {"team": "a,b"}}, "spec": {"priorityClassName": "low"}}
-    (plain,) = only(rendered(api), "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    (plain,) = find(rendered(api), "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
     assert "TRAINIUM_OPERATOR_WORKER_TEMPLATE" not in [each["name"] for each in plain["env"]]

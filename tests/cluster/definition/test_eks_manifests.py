@@ -1,16 +1,12 @@
 """Check the manifests of docs/eks.md against a real API server and our definition."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import yaml
 
-if TYPE_CHECKING:
-    from conftest import Api
+from tests.cluster.definition.conftest import Api
 
 pytestmark = pytest.mark.cluster
 
@@ -23,7 +19,7 @@ FENCES = [text for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE
 
 
 @pytest.mark.parametrize("name", sorted(file.name for file in FOLDER.glob("*.yaml") if file.name != OF_EKSCTL))
-def test_a_manifest_is_taken_without_unknown_fields(defined: Api, name: str) -> None:
+def test_a_manifest_is_accepted_without_unknown_fields(defined: Api, name: str) -> None:
     output = defined.run(
         *("kubectl", "--namespace", defined.namespace, "apply", "--dry-run=server", "--validate=strict"),
         *("-f", str(FOLDER / name)),
@@ -31,7 +27,7 @@ def test_a_manifest_is_taken_without_unknown_fields(defined: Api, name: str) -> 
     assert (output.returncode, output.stderr) == (0, "")
 
 
-def test_a_misspelt_field_would_be_found(defined: Api) -> None:
+def test_a_misspelt_field_is_found(defined: Api) -> None:
     wrong = (FOLDER / "storage.yaml").read_text(encoding="utf-8").replace("accessModes:", "accessMode:")
     output = defined.run(
         *("kubectl", "--namespace", defined.namespace, "apply", "--dry-run=server", "--validate=strict", "-f", "-"),
@@ -40,20 +36,20 @@ def test_a_misspelt_field_would_be_found(defined: Api) -> None:
     assert 'unknown field "spec.accessMode"' in output.stderr
 
 
-def test_every_manifest_of_the_folder_is_on_the_page_and_none_is_unchecked() -> None:
+def test_every_manifest_is_on_the_page_and_checked() -> None:
     for file in FOLDER.glob("*.yaml"):
         assert f"(../manifests/eks/{file.name})" in PAGE
     assert not FENCES, "manifests belong into manifests/eks, where they are checked"
 
 
-def test_the_claim_of_the_first_job_is_the_one_that_is_made() -> None:
+def test_the_first_job_uses_the_created_claim() -> None:
     made = list(yaml.safe_load_all((FOLDER / "storage.yaml").read_text(encoding="utf-8")))
     job = yaml.safe_load((FOLDER / "first-job.yaml").read_text(encoding="utf-8"))
     claims = [each["metadata"]["name"] for each in made if each["kind"] == "PersistentVolumeClaim"]
     assert claims == [job["spec"]["checkpoint"]["storage"]["persistentVolumeClaim"]["claimName"]]
 
 
-def test_the_nodes_of_the_cluster_are_those_that_the_first_job_asks_for() -> None:
+def test_the_cluster_has_the_nodes_of_the_first_job() -> None:
     cluster = yaml.safe_load((FOLDER / OF_EKSCTL).read_text(encoding="utf-8"))
     workers = yaml.safe_load((FOLDER / "first-job.yaml").read_text(encoding="utf-8"))["spec"]["workers"]
     (group,) = [

@@ -1,23 +1,18 @@
 """Write the status of an operator of another version to a real API server."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from tests.cluster.definition.conftest import Api
 from tests.testing.cluster.installed import await_definition
 from tests.testing.cluster.marks import LABELS
 from trainium_contract.definition.crd import custom_resource_definition
 from trainium_contract.job import TrainingJobStatus
 from trainium_operator.cluster.api.errors import UndeclaredFieldError
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from conftest import Api
 
 pytestmark = pytest.mark.cluster
 
@@ -26,7 +21,7 @@ GROUP, PLURAL = "older.trainium.dev", "olderjobs"
 
 
 def full(schema: dict[str, Any], definitions: dict[str, Any], name: str = "") -> Any:
-    """A value with every field."""
+    """Return a value with all fields."""
     if "$ref" in schema:
         schema = {**definitions[schema["$ref"].rsplit("/", 1)[1]], **{k: v for k, v in schema.items() if k != "$ref"}}
     if "anyOf" in schema:
@@ -53,7 +48,7 @@ def full(schema: dict[str, Any], definitions: dict[str, Any], name: str = "") ->
 
 @pytest.fixture
 def status() -> dict[str, Any]:
-    """A status with every field, and some of a later version."""
+    """Return a status with all fields, and some of a later version."""
     schema = TrainingJobStatus.model_json_schema(by_alias=True)
     status: dict[str, Any] = full(schema, schema["$defs"])
     status["shardsV9"] = [{"zone": "a"}]
@@ -73,7 +68,7 @@ def closed(schema: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def older(defined: Api) -> Iterator[Api]:
-    """The API server with another definition, whose status is closed and lacks some fields."""
+    """Return the API server with another definition, whose status is closed and lacks some fields."""
     definition = custom_resource_definition()
     definition["metadata"] = {"name": f"{PLURAL}.{GROUP}", "labels": LABELS}
     definition["spec"]["group"] = GROUP
@@ -90,7 +85,7 @@ def older(defined: Api) -> Iterator[Api]:
 
 @pytest.fixture
 def write(older: Api) -> Iterator[Callable[[str, dict[str, Any]], str]]:
-    """Write a status by server-side apply, as the operator does; returns the error of the API server."""
+    """Write a status by server-side apply, as the operator does; return the error of the API server."""
     created: list[str] = []
 
     def write(group: str, status: dict[str, Any]) -> str:
@@ -123,14 +118,14 @@ def stored(api: Api, group: str) -> dict[str, Any]:
     return status
 
 
-def test_the_definition_accepts_the_status_of_an_operator_of_a_later_version(
+def test_the_definition_accepts_the_status_of_a_later_version(
     older: Api, status: dict[str, Any], write: Callable[[str, dict[str, Any]], str]
 ) -> None:
     assert write("trainium.dev", status) == ""
     assert stored(older, "trainium.dev") == status
 
 
-def test_an_older_definition_names_the_fields_that_it_lacks_and_accepts_the_status_without_them(
+def test_an_older_definition_names_undeclared_status_fields(
     older: Api, status: dict[str, Any], write: Callable[[str, dict[str, Any]], str]
 ) -> None:
     undeclared, refusals = UndeclaredFields(lambda: 0.0), 0

@@ -1,30 +1,25 @@
 """Pages of jobs on a real API server: its users, roles and tokens, the operator as a process, a real browser."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.testing.operator.readable_operator import Readable, kubeconfig_of, readable_operator, token_of
+from tests.cluster.definition.conftest import Api
+from tests.testing.operator.local_operator import LocalOperator, request_token, run_local_operator, write_kubeconfig
 from tests.testing.page.browser import CHROMIUM, browser
 from tests.testing.page.html_page import Page
 from tests.testing.suite.loopback_http import LoopbackServer
 from tests.testing.suite.timeouts import scaled, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from conftest import Api
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -53,8 +48,8 @@ def event_about(job: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Readable]:
-    """An operator that serves pages, and a job in each of two namespaces."""
+def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalOperator]:
+    """Start an operator that serves pages, and create a job in each of two namespaces."""
     if defined.existing:
         pytest.skip("an operator is not installed into a cluster that is somebody's own")
     defined.make_namespaces(SYSTEM, OURS, THEIRS)
@@ -64,7 +59,7 @@ def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             subject = f"--serviceaccount={OURS}:{name}"
             defined.kubectl("create", "rolebinding", name, "-n", OURS, f"--clusterrole={role}", subject)
     folder = tmp_path_factory.mktemp("pages")
-    with readable_operator(defined, folder, "pages", SYSTEM, "ui.enabled=true,watchNodes=false") as running:
+    with run_local_operator(defined, folder, "pages", SYSTEM, "ui.enabled=true,watchNodes=false") as running:
         for namespace, name in ((OURS, "ours"), (THEIRS, "secret")):
             manifest = {**JOB, "metadata": {"name": name, "namespace": namespace}}
             made = json.loads(
@@ -77,8 +72,8 @@ def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     defined.delete_namespaces(SYSTEM, OURS, THEIRS)
 
 
-def shown(readable: Readable, token: str, path: str, words: str) -> str:
-    """The page once it has these words."""
+def shown(readable: LocalOperator, token: str, path: str, words: str) -> str:
+    """Return the page once it has these words."""
 
     def observe() -> str:
         status, text = readable.get(token, path=path)
@@ -88,8 +83,8 @@ def shown(readable: Readable, token: str, path: str, words: str) -> str:
     return found
 
 
-def test_who_may_view_one_namespace_sees_its_jobs_and_no_other(readable: Readable) -> None:
-    token = token_of(readable.api, "ann", OURS)
+def test_a_viewer_of_one_namespace_sees_only_its_jobs(readable: LocalOperator) -> None:
+    token = request_token(readable.api, "ann", OURS)
     page = Page(shown(readable, token, f"/ui/{OURS}/ours", "Noticed"))
     assert "0 of 2 nodes" in page.text
     assert "<b>bold</b>" in page.text
@@ -106,19 +101,19 @@ def test_who_may_view_one_namespace_sees_its_jobs_and_no_other(readable: Readabl
     assert (status, "in all namespaces" in text, "secret" in text) == (403, True, False)
 
 
-def test_without_a_right_or_a_token_there_is_nothing_and_metrics_are_not_served_here(readable: Readable) -> None:
-    assert readable.get(token_of(readable.api, "novice", OURS), path=f"/ui/{OURS}/ours")[0] == 403
+def test_a_reader_without_right_or_token_is_refused(readable: LocalOperator) -> None:
+    assert readable.get(request_token(readable.api, "novice", OURS), path=f"/ui/{OURS}/ours")[0] == 403
     assert readable.get(path=f"/ui/{OURS}/ours")[0] == 401
     assert readable.get("forged", path=f"/ui/{OURS}/ours")[0] == 401
-    assert readable.get(token_of(readable.api, "ann", OURS))[0] == 404
+    assert readable.get(request_token(readable.api, "ann", OURS))[0] == 404
 
 
-def test_a_right_to_jobs_alone_shows_the_job_and_names_what_is_left_out(readable: Readable) -> None:
+def test_a_right_to_jobs_alone_shows_the_job_without_its_parts(readable: LocalOperator) -> None:
     api = readable.api
     api.kubectl("create", "serviceaccount", "few", "-n", OURS)
     api.kubectl("create", "role", "few", "-n", OURS, "--verb=get", "--resource=trainingjobs.trainium.dev")
     api.kubectl("create", "rolebinding", "few", "-n", OURS, "--role=few", f"--serviceaccount={OURS}:few")
-    token = token_of(api, "few", OURS)
+    token = request_token(api, "few", OURS)
     page = Page(shown(readable, token, f"/ui/{OURS}/ours", "Phase"))
     for part in ("list pods", "get configmaps ours-membership", "list events"):
         assert f"you may not {part} in namespace {OURS}" in page.text
@@ -126,7 +121,7 @@ def test_a_right_to_jobs_alone_shows_the_job_and_names_what_is_left_out(readable
 
 
 @contextmanager
-def signing_proxy(readable: Readable, token: str) -> Iterator[str]:
+def signing_proxy(readable: LocalOperator, token: str) -> Iterator[str]:
     """Act as an authenticating proxy in front of the operator: add the token of a user, and trust the authority."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -153,27 +148,27 @@ def signing_proxy(readable: Readable, token: str) -> Iterator[str]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_a_real_browser_behind_a_proxy_reads_the_list_follows_it_and_sees_the_job_change(readable: Readable) -> None:
+def test_a_browser_behind_a_proxy_shows_a_changing_job(readable: LocalOperator) -> None:
     api = readable.api
-    with signing_proxy(readable, token_of(api, "ann", OURS)) as address, browser() as tab:
+    with signing_proxy(readable, request_token(api, "ann", OURS)) as address, browser() as tab:
         tab.open(f"{address}/ui/{OURS}")
         tab.until("document.querySelector('a[href$=\"/ours\"]') !== null")
-        assert "TrainingJobs in namespace" in tab.text()
+        assert "TrainingJobs in namespace" in tab.visible_text()
         tab.evaluate("document.querySelector('a[href$=\"/ours\"]').click()")
         tab.until(f"location.pathname === '/ui/{OURS}/ours' && document.getElementById('facts') !== null")
         tab.evaluate("window.kept = document.getElementById('job'); 0")
         api.kubectl("patch", "trn", "ours", "-n", OURS, "--type=merge", "-p", '{"spec": {"suspend": true}}')
         tab.until("document.getElementById('facts').innerText.includes('Suspended')")
-        assert tab.evaluate("document.getElementById('job') === window.kept"), "the page was not loaded anew"
+        assert tab.evaluate("document.getElementById('job') === window.kept"), "the page was not reloaded"
         api.kubectl("patch", "trn", "ours", "-n", OURS, "--type=merge", "-p", '{"spec": {"suspend": false}}')
         tab.open(f"{address}/ui/{THEIRS}/secret")
-        assert "may not get trainingjobs.trainium.dev secret" in tab.text()
+        assert "may not get trainingjobs.trainium.dev secret" in tab.visible_text()
         assert [each for each in tab.complaints if "favicon" not in each and "403" not in each] == []
 
 
 @contextmanager
-def own_pages(api: Api, kubeconfig: str, name: str, namespace: str) -> Iterator[str]:
-    """The address that `kubectl trn ui` prints."""
+def pages_of_command(api: Api, kubeconfig: str, name: str, namespace: str) -> Iterator[str]:
+    """Return the address that `kubectl trn ui` prints."""
     command = [sys.executable, "-m", "trainium_client.commands.main", "ui", name, "-n", namespace, "--no-browser"]
     command += ["--kubeconfig", kubeconfig]
     environment = {**os.environ, **api.variables}
@@ -197,13 +192,11 @@ def fetched(url: str) -> tuple[int, str]:
         connection.close()
 
 
-def test_the_command_shows_the_same_by_a_client_certificate_or_a_token_and_no_more_than_that_may(
-    readable: Readable, tmp_path: Path
-) -> None:
+def test_kubectl_trn_ui_shows_what_its_credentials_may_see(readable: LocalOperator, tmp_path: Path) -> None:
     api = readable.api
-    by_token = kubeconfig_of(api, token_of(api, "ann", OURS), tmp_path / "ann")
+    by_token = write_kubeconfig(api, request_token(api, "ann", OURS), tmp_path / "ann")
     for kubeconfig in (api.variables["KUBECONFIG"], by_token):
-        with own_pages(api, kubeconfig, "ours", OURS) as url:
+        with pages_of_command(api, kubeconfig, "ours", OURS) as url:
             status, text = fetched(url)
             assert (status, "Noticed" in Page(text).text) == (200, True)
             status, text = fetched(url.replace(f"/{OURS}/ours", f"/{THEIRS}/secret"))

@@ -1,7 +1,5 @@
 """Metrics over HTTPS on a real API server: the chart's rights and arguments, real tokens, the operator as a process."""
 
-from __future__ import annotations
-
 import base64
 import http.client
 import json
@@ -12,8 +10,9 @@ import threading
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -22,13 +21,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from tests.testing.operator.readable_operator import Readable, readable_operator, token_of
+from tests.cluster.definition.conftest import Api
+from tests.testing.operator.local_operator import LocalOperator, request_token, run_local_operator
 from tests.testing.suite.timeouts import scaled, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from conftest import Api
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -42,23 +37,23 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Readable]:
+def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalOperator]:
     if defined.existing:
         pytest.skip("an operator is not installed into a cluster that is somebody's own")
     defined.make_namespaces(SYSTEM, PEOPLE)
     defined.kubectl("create", "serviceaccount", "prometheus", "-n", PEOPLE)
     defined.kubectl("create", "serviceaccount", "tenant", "-n", PEOPLE)
-    with readable_operator(defined, tmp_path_factory.mktemp("readable"), RELEASE, SYSTEM, SETTINGS) as running:
+    with run_local_operator(defined, tmp_path_factory.mktemp("readable"), RELEASE, SYSTEM, SETTINGS) as running:
         yield running
     defined.delete_namespaces(SYSTEM, PEOPLE)
 
 
-def test_who_was_named_may_read_and_a_tenant_and_a_stranger_may_not(readable: Readable) -> None:
-    status, text = readable.get(token_of(readable.api, "prometheus", PEOPLE))
+def test_only_listed_readers_get_metrics(readable: LocalOperator) -> None:
+    status, text = readable.get(request_token(readable.api, "prometheus", PEOPLE))
     assert status == 200, readable.log.read_text()
     assert "trainingjob_operator_leader" in text
     tenant = f"system:serviceaccount:{PEOPLE}:tenant"
-    assert readable.get(token_of(readable.api, "tenant", PEOPLE)) == (
+    assert readable.get(request_token(readable.api, "tenant", PEOPLE)) == (
         403,
         f"{tenant} may not get the nonResourceURL /metrics\n",
     )
@@ -66,26 +61,26 @@ def test_who_was_named_may_read_and_a_tenant_and_a_stranger_may_not(readable: Re
     assert readable.get("forged")[0] == 401
 
 
-def test_a_token_for_another_audience_one_that_has_ended_and_one_of_an_account_that_was_deleted_are_refused(
-    readable: Readable,
+def test_tokens_of_other_audiences_expired_or_of_deleted_accounts_are_refused(
+    readable: LocalOperator,
 ) -> None:
     api = readable.api
     agents = api.kubectl("create", "token", "prometheus", "-n", PEOPLE, "--audience=trainium-coordinator").strip()
     assert readable.get(agents)[0] == 401
-    good = token_of(api, "prometheus", PEOPLE)
+    good = request_token(api, "prometheus", PEOPLE)
     key = Path(api.variables["KUBECONFIG"]).parent / "pki" / "service-account.key"
-    assert readable.get(signed_again(good, key, ends_in=600))[0] == 200, "the signature is the API server's own"
-    assert readable.get(signed_again(good, key, ends_in=-60))[0] == 401
+    assert readable.get(with_expiry(good, key, ends_in=600))[0] == 200, "the API server signs with its own key"
+    assert readable.get(with_expiry(good, key, ends_in=-60))[0] == 401
     api.kubectl("create", "serviceaccount", "gone", "-n", PEOPLE)
-    missing = token_of(api, "gone", PEOPLE)
+    missing = request_token(api, "gone", PEOPLE)
     assert readable.get(missing)[0] == 403
     api.kubectl("delete", "serviceaccount", "gone", "-n", PEOPLE)
-    again = token_of(api, "tenant", PEOPLE)
-    assert (readable.get(again)[0], readable.get(signed_again(missing, key, ends_in=500))[0]) == (403, 401)
+    again = request_token(api, "tenant", PEOPLE)
+    assert (readable.get(again)[0], readable.get(with_expiry(missing, key, ends_in=500))[0]) == (403, 401)
 
 
-def signed_again(token: str, key: Path, *, ends_in: float) -> str:
-    """The same token with another end, signed with the key of the API server."""
+def with_expiry(token: str, key: Path, *, ends_in: float) -> str:
+    """Return the token with another expiry, signed with the key of the API server."""
     header, payload, _ = token.split(".")
     claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
     now = int(time.time())
@@ -102,13 +97,14 @@ def encoded(content: bytes) -> str:
 
 
 def renewed_at(api: Api) -> tuple[str, str]:
-    """Holder of the Lease, and when it was renewed."""
+    """Return the holder of the Lease and the time of its renewal."""
     spec = json.loads(api.kubectl("get", "lease", ACCOUNT, "-n", SYSTEM, "-o", "json"))["spec"]
     return spec["holderIdentity"], spec["renewTime"]
 
 
-def test_a_flood_of_bad_tokens_leaves_the_lease_and_the_scrapes_alone(readable: Readable) -> None:
-    good = token_of(readable.api, "prometheus", PEOPLE)
+@pytest.mark.long
+def test_bad_tokens_delay_neither_the_lease_nor_scrapes(readable: LocalOperator) -> None:
+    good = request_token(readable.api, "prometheus", PEOPLE)
     assert readable.get(good)[0] == 200
     over = threading.Event()
     refused: list[int] = []
@@ -147,7 +143,7 @@ def test_a_flood_of_bad_tokens_leaves_the_lease_and_the_scrapes_alone(readable: 
     assert readable.process.poll() is None
 
 
-def test_the_operator_may_ask_what_others_may_do_only_where_it_serves_readers(readable: Readable) -> None:
+def test_access_reviews_are_allowed_only_for_readers(readable: LocalOperator) -> None:
     account = f"--as=system:serviceaccount:{SYSTEM}:{ACCOUNT}"
     asked = ("kubectl", "auth", "can-i", "create", "subjectaccessreviews.authorization.k8s.io", account)
     assert readable.api.run(*asked).stdout.strip() == "yes"
@@ -157,10 +153,8 @@ def test_the_operator_may_ask_what_others_may_do_only_where_it_serves_readers(re
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus on PATH")
-def test_a_real_prometheus_scrapes_with_its_token_and_the_operators_authority(
-    readable: Readable, tmp_path: Path
-) -> None:
-    (tmp_path / "token").write_text(token_of(readable.api, "prometheus", PEOPLE))
+def test_prometheus_scrapes_with_its_token_and_the_operators_authority(readable: LocalOperator, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(request_token(readable.api, "prometheus", PEOPLE))
     (tmp_path / "ca.crt").write_text(readable.authority)
     scrape = {
         "job_name": "operator",

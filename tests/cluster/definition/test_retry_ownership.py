@@ -1,25 +1,18 @@
-"""A failed job that is recreated keeps who owns which field: server-side apply of a real API server, as people and
-GitOps tools use it, neither conflicts with a retry nor is undone by one."""
-
-from __future__ import annotations
+"""Field ownership of a job after `kubectl trn retry`, with server-side apply of a real API server."""
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from tests.cluster.definition.conftest import Api
+from trainium_client.api import Api as Client
 from trainium_client.commands.options import open_api
 from trainium_client.retry import correct_manifest, retry_job
 from trainium_contract.api_server.errors import ClientError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from conftest import Api
-
-    from trainium_client.api import Api as Client
 
 pytestmark = pytest.mark.cluster
 
@@ -43,7 +36,7 @@ def client(defined: Api) -> Iterator[Client]:
 
 
 def applied(api: Api, document: dict[str, Any], *options: str) -> str:
-    """Return the refusal of server-side apply; empty when it takes it."""
+    """Return the refusal of server-side apply; empty when it is accepted."""
     return api.refusal(document, "--server-side", *options)
 
 
@@ -58,9 +51,7 @@ def trainer(client: Client) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tool", [(), ("--field-manager=argocd-controller",)])
-def test_server_side_apply_after_a_retry_changes_and_takes_out_without_a_conflict(
-    defined: Api, client: Client, tool: tuple[str, ...]
-) -> None:
+def test_server_side_apply_after_a_retry_has_no_conflict(defined: Api, client: Client, tool: tuple[str, ...]) -> None:
     assert applied(defined, written(seed=7), *tool) == ""
     made = retry_job(client, failed(defined, client))
     owners = [(each["manager"], each["operation"]) for each in made["metadata"]["managedFields"]]
@@ -69,10 +60,10 @@ def test_server_side_apply_after_a_retry_changes_and_takes_out_without_a_conflic
     failed(defined, client)
     assert applied(defined, written(steps=50), *tool) == ""
     assert trainer(client)["steps"] == 50
-    assert trainer(client).get("seed", 0) != 7, "the file no longer says it"
+    assert trainer(client).get("seed", 0) != 7, "the file no longer sets it"
 
 
-def test_server_side_apply_after_a_corrected_retry_finds_the_job_as_its_own(defined: Api, client: Client) -> None:
+def test_server_side_apply_after_a_corrected_retry_owns_its_fields(defined: Api, client: Client) -> None:
     assert applied(defined, written(seed=7)) == ""
     job = failed(defined, client)
     right = written(data={"source": "/there.txt"})
@@ -86,7 +77,7 @@ def test_server_side_apply_after_a_corrected_retry_finds_the_job_as_its_own(defi
     assert (trainer(client)["data"]["source"], trainer(client)["steps"]) == ("/other.txt", 90)
 
 
-def test_who_scaled_a_job_is_still_asked_after_a_retry(defined: Api, client: Client) -> None:
+def test_a_scaled_field_conflicts_after_a_retry(defined: Api, client: Client) -> None:
     assert applied(defined, written()) == ""
     client.scale_job(NAME, 6)
     made = retry_job(client, failed(defined, client))
@@ -94,9 +85,7 @@ def test_who_scaled_a_job_is_still_asked_after_a_retry(defined: Api, client: Cli
     assert "conflict" in applied(defined, written()), "as it would have been without the retry"
 
 
-def test_a_job_that_was_applied_by_the_client_may_be_applied_by_the_server_after_a_retry(
-    defined: Api, client: Client
-) -> None:
+def test_a_client_side_applied_job_can_be_applied_server_side_after_a_retry(defined: Api, client: Client) -> None:
     assert defined.refusal(written(seed=7)) == ""
     retry_job(client, failed(defined, client))
     failed(defined, client)
@@ -110,7 +99,7 @@ def test_a_job_that_was_applied_by_the_client_may_be_applied_by_the_server_after
     assert (trainer(client)["steps"], trainer(client).get("seed", 0)) == (70, 0)
 
 
-def test_a_tool_that_recreates_the_job_first_keeps_it_and_a_correction_reports_it(defined: Api, client: Client) -> None:
+def test_a_job_recreated_by_another_tool_is_kept(defined: Api, client: Client) -> None:
     assert applied(defined, written(), "--field-manager=argocd-controller") == ""
     deleted = client.delete_job
 

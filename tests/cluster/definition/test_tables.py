@@ -1,17 +1,13 @@
 """The real kubectl prints the tables of TrainingJobs that pages show."""
 
-from __future__ import annotations
-
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from tests.cluster.definition.conftest import Api
 from tests.testing.outputs.tables import table
-
-if TYPE_CHECKING:
-    from tests.cluster.definition.conftest import Api
 
 pytestmark = pytest.mark.cluster
 
@@ -39,7 +35,7 @@ def job(name: str) -> str:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_table_on_a_page_is_as_kubectl_prints_it(defined: Api, wide: bool) -> None:
+def test_our_table_equals_that_of_kubectl(defined: Api, wide: bool) -> None:
     for name, status in STATUSES.items():
         defined.kubectl("apply", "-f", "-", stdin=job(name))
         if status:
@@ -51,12 +47,12 @@ def test_a_table_on_a_page_is_as_kubectl_prints_it(defined: Api, wide: bool) -> 
         # Columns are as wide as the longest age, which may grow meanwhile.
         moments = range(int(before) - 1, int(time.time()) + 2)
         shown = "\n".join(line.rstrip() for line in printed.splitlines())
-        assert shown in {table(_in_the_order_of(shown, jobs), float(now), wide=wide) for now in moments}
+        assert shown in {table(sorted_as_shown(shown, jobs), float(now), wide=wide) for now in moments}
     finally:
         for name in STATUSES:
             defined.delete_job(name)
 
 
-def _in_the_order_of(shown: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def sorted_as_shown(shown: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     names = [line.split()[0] for line in shown.splitlines()[1:]]
     return sorted(jobs, key=lambda each: names.index(each["metadata"]["name"]))

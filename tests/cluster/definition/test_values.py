@@ -3,17 +3,14 @@
 The workflow of each change renders the same files for kubeconform and kube-linter.
 """
 
-from __future__ import annotations
-
 import tarfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
 
-if TYPE_CHECKING:
-    from conftest import Api
+from tests.cluster.definition.conftest import Api
 
 pytestmark = pytest.mark.cluster
 
@@ -21,40 +18,39 @@ ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "helm/trainium-operator/ci").glob("*-values.yaml"))
 ELSEWHERE = ("cert-manager.io/", "monitoring.coreos.com/")
 """Groups of what others' operators define, which no API server has by itself."""
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of a tenth of the time
 
 
 def rendered(api: Api, values: Path) -> list[dict[str, Any]]:
-    """All objects, in the namespace of these tests, which is also the one that is served where the file lists some."""
-    lists = yaml.load(values.read_text(encoding="utf-8"), _LOADER).get("watchNamespaces")
+    """Return all objects of the chart with these values, installed in and limited to the namespace of these tests."""
+    lists = yaml.safe_load(values.read_text(encoding="utf-8")).get("watchNamespaces")
     served = ("--set", f"watchNamespaces={{{api.namespace}}}") if lists else ()
     text = api.helm("template", "valued", api.chart, "--namespace", api.namespace, "--values", str(values), *served)
-    return [document for document in yaml.load_all(text, _LOADER) if document]
+    return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
-def misfits(api: Api, documents: list[dict[str, Any]]) -> str:
-    """Return the API server's refusals."""
+def refusals(api: Api, documents: list[dict[str, Any]]) -> str:
+    """Return the objects' refusals by the API server."""
     own = [each for each in documents if not each["apiVersion"].startswith(ELSEWHERE)]
     apply = ("kubectl", "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict")
-    done = api.run(*apply, "-f", "-", stdin=yaml.safe_dump_all(own))
+    done = api.run(*apply, "-f", "-", stdin=yaml.dump_all(own, Dumper=yaml.CSafeDumper))
     assert done.returncode == 0 or done.stderr
     return done.stderr
 
 
 @pytest.mark.parametrize("values", FILES, ids=lambda file: file.name)
-def test_the_api_server_knows_every_field_and_the_lint_finds_nothing(defined: Api, values: Path) -> None:
-    assert misfits(defined, rendered(defined, values)) == ""
+def test_rendered_fields_are_declared_and_pass_the_lint(defined: Api, values: Path) -> None:
+    assert refusals(defined, rendered(defined, values)) == ""
     defined.helm("lint", "--strict", defined.chart, "--values", str(values))
 
 
-def test_a_misspelt_field_would_be_found(defined: Api) -> None:
+def test_a_misspelt_field_is_found(defined: Api) -> None:
     documents = rendered(defined, FILES[0])
     (deployment,) = (each for each in documents if each["kind"] == "Deployment")
     deployment["spec"]["template"]["spec"]["hostnetwork"] = False
-    assert ".spec.template.spec.hostnetwork: field not declared in schema" in misfits(defined, [deployment])
+    assert ".spec.template.spec.hostnetwork: field not declared in schema" in refusals(defined, [deployment])
 
 
-def test_together_the_files_render_every_template_of_the_chart(api: Api) -> None:
+def test_the_value_files_render_every_template(api: Api) -> None:
     templates = {file.name for file in (ROOT / "helm/trainium-operator/templates").rglob("*.yaml")}
     made: set[str] = set()
     for values in FILES:
@@ -63,7 +59,7 @@ def test_together_the_files_render_every_template_of_the_chart(api: Api) -> None
     assert made == templates
 
 
-def test_the_files_are_no_part_of_the_chart_that_is_published(api: Api, tmp_path: Path) -> None:
+def test_the_value_files_are_not_in_the_published_chart(api: Api, tmp_path: Path) -> None:
     api.helm("package", api.chart, "--destination", str(tmp_path))
     (archive,) = tmp_path.glob("*.tgz")
     with tarfile.open(archive) as file:

@@ -1,18 +1,12 @@
-"""Faults and refusals of the development cluster's nodes; power loss works on any site with a command for it."""
-
-from __future__ import annotations
+"""Faults and refusals of the development cluster's nodes; power loss works on any cluster with a command for it."""
 
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.testing.cluster.lab import is_ready, status, terminated
+from tests.testing.cluster.pod_client import PodClient, is_ready, status, terminated
 from tests.testing.suite.timeouts import until
-
-if TYPE_CHECKING:
-    from tests.testing.cluster.lab import Lab
-    from trainium_devcluster.faults import Faults
+from trainium_devcluster.faults import Faults
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -20,40 +14,40 @@ COUNT = "import time\nfor i in range(10**6): print(i); time.sleep(0.02)"
 
 
 @pytest.fixture
-def faults(lab: Lab) -> Faults:
-    if lab.site.cluster is None:
+def faults(client: PodClient) -> Faults:
+    if client.cluster.devcluster is None:
         pytest.skip("fault controls are the development cluster's")
-    return lab.site.cluster.faults
+    return client.cluster.devcluster.faults
 
 
-def test_a_rebooted_node_restarts_some_pods_and_fails_the_others(lab: Lab) -> None:
-    node = lab.site.worker_nodes()[-1]
-    always = lab.pod("always", lab.container("exec sleep 600"), restartPolicy="Always", nodeName=node)
-    never = lab.pod("never", lab.container("exec sleep 600"), nodeName=node)
+def test_a_rebooted_node_restarts_or_fails_its_pods(client: PodClient) -> None:
+    node = client.cluster.worker_nodes()[-1]
+    always = client.pod("always", client.container("exec sleep 600"), restartPolicy="Always", nodeName=node)
+    never = client.pod("never", client.container("exec sleep 600"), nodeName=node)
     for name in (always, never):
-        lab.running(name)
-    lab.site.power_off(node)
-    lab.site.power_on(node)
-    end = terminated(lab.ended(never))
+        client.wait_ready(name)
+    client.cluster.power_off(node)
+    client.cluster.power_on(node)
+    end = terminated(client.wait_ended(never))
     assert (end["exitCode"], end["reason"]) == (255, "Unknown")
-    pod = lab.wait(always, lambda p: status(p)["restartCount"] == 1 and is_ready(p), "it ran again")
+    pod = client.wait(always, lambda p: status(p)["restartCount"] == 1 and is_ready(p), "it ran again")
     assert status(pod)["lastState"]["terminated"]["exitCode"] == 255
-    lab.delete(always, "--grace-period=1")
+    client.delete(always, "--grace-period=1")
 
 
-def test_a_partitioned_node_runs_on_and_catches_up_when_it_is_healed(lab: Lab, faults: Faults) -> None:
-    node = lab.site.worker_nodes()[0]
-    name = lab.pod("cut", lab.container("sleep 1; echo done"), nodeName=node)
-    lab.running(name)
+def test_a_partitioned_node_reports_after_it_is_healed(client: PodClient, faults: Faults) -> None:
+    node = client.cluster.worker_nodes()[0]
+    name = client.pod("cut", client.container("sleep 1; echo done"), nodeName=node)
+    client.wait_ready(name)
     faults.partition_node(node)
     time.sleep(2)
-    assert lab.get(name)["status"]["phase"] == "Running"
+    assert client.get(name)["status"]["phase"] == "Running"
     faults.heal_node(node)
-    assert lab.ended(name)["status"]["phase"] == "Succeeded"
+    assert client.wait_ended(name)["status"]["phase"] == "Succeeded"
 
 
-def test_a_partition_swallows_what_is_sent_to_a_pod_and_healing_delivers_it(lab: Lab, faults: Faults) -> None:
-    nodes = lab.site.worker_nodes()
+def test_a_partition_delays_packets_until_it_is_healed(client: PodClient, faults: Faults) -> None:
+    nodes = client.cluster.worker_nodes()
     echo = (
         "import os, socket\n"
         "server = socket.create_server((os.environ['IP'], 9000)); print('up')\n"
@@ -61,9 +55,9 @@ def test_a_partition_swallows_what_is_sent_to_a_pod_and_healing_delivers_it(lab:
         "while data := peer.recv(100): peer.sendall(data)\n"
     )
     ip = [{"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
-    server = lab.pod("echo", lab.python(echo, env=ip), nodeName=nodes[0])
-    lab.logged(server, "up")
-    address = lab.get(server)["status"]["podIP"]
+    server = client.pod("echo", client.python(echo, env=ip), nodeName=nodes[0])
+    client.wait_for_log(server, "up")
+    address = client.get(server)["status"]["podIP"]
     ask = (
         "import socket, time\n"
         f"peer = socket.create_connection(('{address}', 9000)); peer.settimeout(0.5)\n"
@@ -74,44 +68,44 @@ def test_a_partition_swallows_what_is_sent_to_a_pod_and_healing_delivers_it(lab:
         "    except TimeoutError:\n"
         "        print('silence')\n"
     )
-    client = lab.pod("client", lab.python(ask), nodeName=nodes[1])
-    lab.logged(client, "answer")
+    caller = client.pod("client", client.python(ask), nodeName=nodes[1])
+    client.wait_for_log(caller, "answer")
     faults.partition_node(nodes[0])
-    lab.logged(client, "silence\nsilence")
+    client.wait_for_log(caller, "silence\nsilence")
     faults.heal_node(nodes[0])
-    seen = lab.logs(client).count("answer")
-    until(lambda: lab.logs(client).count("answer") > seen, "the connection comes back", 20, pause=0.2)
-    for pod in (server, client):
-        lab.delete(pod, "--grace-period=1")
+    seen = client.logs(caller).count("answer")
+    until(lambda: client.logs(caller).count("answer") > seen, "the connection comes back", 20, pause=0.2)
+    for pod in (server, caller):
+        client.delete(pod, "--grace-period=1")
 
 
-def test_a_slow_node_gives_its_containers_a_share_of_the_time(lab: Lab, faults: Faults) -> None:
-    node = lab.site.worker_nodes()[0]
-    name = lab.pod("slow", lab.python(COUNT), nodeName=node)
-    lab.logged(name, "5")
+def test_a_slow_node_limits_processor_time(client: PodClient, faults: Faults) -> None:
+    node = client.cluster.worker_nodes()[0]
+    name = client.pod("slow", client.python(COUNT), nodeName=node)
+    client.wait_for_log(name, "5")
     faults.slow_node(node, 0.2)
     time.sleep(0.3)
-    before = len(lab.logs(name).splitlines())
+    before = len(client.logs(name).splitlines())
     time.sleep(1.5)
-    slow = len(lab.logs(name).splitlines()) - before
+    slow = len(client.logs(name).splitlines()) - before
     faults.slow_node(node, 1)
     assert 0 < slow < 50  # 75 at full speed
-    lab.delete(name, "--grace-period=1")
+    client.delete(name, "--grace-period=1")
 
 
-def test_what_is_not_honoured_is_refused_by_name(lab: Lab, faults: Faults) -> None:
-    name = lab.pod("refused", lab.container("true", securityContext={"privileged": True}))
-    pod = lab.ended(name)
+def test_an_unsupported_field_is_refused_by_name(client: PodClient, faults: Faults) -> None:
+    name = client.pod("refused", client.container("true", securityContext={"privileged": True}))
+    pod = client.wait_ended(name)
     assert (pod["status"]["phase"], pod["status"]["reason"]) == ("Failed", "NotSupported")
-    for message in (pod["status"]["message"], lab.event(name, "NotSupported")["message"]):
+    for message in (pod["status"]["message"], client.event(name, "NotSupported")["message"]):
         assert "securityContext.privileged" in message
 
 
-def test_limits_that_are_not_enforced_are_announced_on_the_node(lab: Lab, faults: Faults) -> None:
-    lab.output(lab.pod("limits", lab.container("true", resources={"limits": {"memory": "64Mi", "cpu": "1"}})))
+def test_limits_that_are_not_enforced_are_announced_on_the_node(client: PodClient, faults: Faults) -> None:
+    client.output(client.pod("limits", client.container("true", resources={"limits": {"memory": "64Mi", "cpu": "1"}})))
 
     def is_announced() -> bool:
-        events = lab.site.get("events", "-n", "default")["items"]
+        events = client.cluster.get("events", "-n", "default")["items"]
         return any("resources.limits.memory" in e["message"] for e in events if e["reason"] == "NotEnforced")
 
-    until(is_announced, "the node says so", 10, pause=0.2)
+    until(is_announced, "an event NotEnforced exists", 10, pause=0.2)

@@ -1,20 +1,14 @@
 """Addresses, Service names, logs and exec: how others reach a pod."""
 
-from __future__ import annotations
-
 import re
 import subprocess
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.testing.cluster.lab import status
+from tests.testing.cluster.pod_client import PodClient, status
 from tests.testing.suite.timeouts import scaled
 
-if TYPE_CHECKING:
-    from tests.testing.cluster.lab import Lab
-
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(240)]
 
 SERVE = (
     "import http.server, os\n"
@@ -36,27 +30,28 @@ def service(name: str, selector: dict[str, str], **spec: object) -> dict[str, ob
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": body}
 
 
-def test_every_pod_has_its_own_address_and_serves_on_the_same_port(lab: Lab) -> None:
-    group = lab.name("group")
+def test_every_pod_has_its_own_address_and_serves_on_the_same_port(client: PodClient) -> None:
+    group = client.name("group")
     pods = [
-        lab.pod("server", lab.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": group}) for _ in range(2)
+        client.pod("server", client.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": group})
+        for _ in range(2)
     ]
-    addresses = [lab.running(pod)["status"]["podIP"] for pod in pods]
+    addresses = [client.wait_ready(pod)["status"]["podIP"] for pod in pods]
     assert len(set(addresses)) == 2
     fetch = "; ".join(f"print(urllib.request.urlopen('http://{a}:8080').read().decode())" for a in addresses)
-    client = lab.pod("client", lab.python(f"import urllib.request; {fetch}"))
-    assert lab.output(client).split() == pods
+    caller = client.pod("client", client.python(f"import urllib.request; {fetch}"))
+    assert client.output(caller).split() == pods
     for pod in pods:
-        lab.delete(pod, "--grace-period=1")
+        client.delete(pod, "--grace-period=1")
 
 
-def test_a_headless_service_resolves_to_all_its_pods_and_each_has_a_name(lab: Lab) -> None:
-    name = lab.name("headless")
-    lab.create(service(name, {"app": name}, clusterIP="None", publishNotReadyAddresses=True))
+def test_a_headless_service_resolves_to_all_its_pods_and_each_has_a_name(client: PodClient) -> None:
+    name = client.name("headless")
+    client.create(service(name, {"app": name}, clusterIP="None", publishNotReadyAddresses=True))
     pods = [
-        lab.pod(
+        client.pod(
             "member",
-            lab.container("exec sleep 600", readinessProbe={"exec": {"command": ["false"]}}),
+            client.container("exec sleep 600", readinessProbe={"exec": {"command": ["false"]}}),
             labels={"app": name},
             hostname=f"host-{number}",
             subdomain=name,
@@ -64,7 +59,7 @@ def test_a_headless_service_resolves_to_all_its_pods_and_each_has_a_name(lab: La
         for number in (1, 2)
     ]
     expected = sorted(
-        lab.wait(pod, lambda p: p["status"].get("podIP") and status(p)["state"].get("running"), "it ran")["status"][
+        client.wait(pod, lambda p: p["status"].get("podIP") and status(p)["state"].get("running"), "it ran")["status"][
             "podIP"
         ]
         for pod in pods
@@ -74,24 +69,24 @@ def test_a_headless_service_resolves_to_all_its_pods_and_each_has_a_name(lab: La
         "def look(name):\n"
         "    try: return sorted({a[4][0] for a in socket.getaddrinfo(name, 80, socket.AF_INET)})\n"
         "    except OSError: return []\n"
-        f"names = ['{name}', '{name}.{lab.namespace}', '{name}.{lab.namespace}.svc.cluster.local']\n"
+        f"names = ['{name}', '{name}.{client.namespace}', '{name}.{client.namespace}.svc.cluster.local']\n"
         f"while any(len(look(n)) < 2 for n in names) or not look('host-2.{name}'): time.sleep(0.1)\n"
         "for n in names: print(*look(n))\n"
         f"print(*look('host-2.{name}'))\n"
         "print(*look(socket.gethostname()))\n"
     )
-    client = lab.pod("resolver", lab.python(script))
-    lines = [line.split() for line in lab.output(client).splitlines()]
+    caller = client.pod("resolver", client.python(script))
+    lines = [line.split() for line in client.output(caller).splitlines()]
     assert [sorted(line) for line in lines[:3]] == [expected] * 3
-    assert lines[3] == [lab.get(pods[1])["status"]["podIP"]]
-    assert lines[4] == [lab.get(client)["status"]["podIP"]]
+    assert lines[3] == [client.get(pods[1])["status"]["podIP"]]
+    assert lines[4] == [client.get(caller)["status"]["podIP"]]
     for pod in pods:
-        lab.delete(pod, "--grace-period=1")
+        client.delete(pod, "--grace-period=1")
 
 
-def test_a_service_leads_to_ready_pods_and_follows_them(lab: Lab) -> None:
-    name = lab.name("service")
-    lab.create(service(name, {"app": name}))
+def test_a_service_routes_to_ready_pods(client: PodClient) -> None:
+    name = client.name("service")
+    client.create(service(name, {"app": name}))
     script = (
         "import time, urllib.request\n"
         "seen = []\n"
@@ -103,51 +98,53 @@ def test_a_service_leads_to_ready_pods_and_follows_them(lab: Lab) -> None:
         "    if found and found not in seen: print('reached', found); seen.append(found)\n"
         "    time.sleep(0.1)\n"
     )
-    client = lab.pod("client", lab.python(script))
-    first = lab.pod("server", lab.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": name})
-    lab.logged(client, f"reached {first}")
-    lab.delete(first, "--grace-period=1")
-    second = lab.pod("server", lab.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": name})
-    assert lab.output(client).split() == ["reached", first, "reached", second]
-    lab.delete(second, "--grace-period=1")
+    caller = client.pod("client", client.python(script))
+    first = client.pod("server", client.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": name})
+    client.wait_for_log(caller, f"reached {first}")
+    client.delete(first, "--grace-period=1")
+    second = client.pod("server", client.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": name})
+    assert client.output(caller).split() == ["reached", first, "reached", second]
+    client.delete(second, "--grace-period=1")
 
 
-def test_logs_show_what_is_asked_for(lab: Lab) -> None:
+def test_logs_show_the_requested_lines(client: PodClient) -> None:
     script = (
         "for i in range(1, 6): print('line', i)\nimport sys; print('oops', file=sys.stderr); sys.stdout.write('no end')"
     )
-    name = lab.pod("logs", lab.python(script))
-    lines = lab.output(name).splitlines()
+    name = client.pod("logs", client.python(script))
+    lines = client.output(name).splitlines()
     assert sorted(lines) == ["line 1", "line 2", "line 3", "line 4", "line 5", "no end", "oops"]
-    assert lab.logs(name, "--tail=2").splitlines() == lines[-2:]
-    assert re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z line 1$", lab.logs(name, "--timestamps"), re.MULTILINE)
-    assert len(lab.logs(name, "--limit-bytes=8")) == 8
-    assert lab.logs(name, "--since=1h").splitlines() == lines
-    assert lab.logs(name, "--since-time=2100-01-01T00:00:00Z") == ""
+    assert client.logs(name, "--tail=2").splitlines() == lines[-2:]
+    assert re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z line 1$", client.logs(name, "--timestamps"), re.MULTILINE)
+    assert len(client.logs(name, "--limit-bytes=8")) == 8
+    assert client.logs(name, "--since=1h").splitlines() == lines
+    assert client.logs(name, "--since-time=2100-01-01T00:00:00Z") == ""
 
 
-def test_followed_logs_arrive_as_they_are_written_and_end_with_the_container(lab: Lab) -> None:
+def test_followed_logs_end_with_the_container(client: PodClient) -> None:
     script = "echo line 1; until test -e /opt/go; do sleep 0.1; done; echo line 2"
-    name = lab.pod("follow", lab.container(script))
-    lab.logged(name, "line 1")
-    command = ["kubectl", "-n", lab.namespace, "logs", "-f", name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=lab.environment()) as process:
+    name = client.pod("follow", client.container(script))
+    client.wait_for_log(name, "line 1")
+    command = ["kubectl", "-n", client.namespace, "logs", "-f", name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=client.environment()) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "line 1\n"  # while the container still runs
-            lab.kubectl("exec", name, "--", "touch", "/opt/go")
+            client.kubectl("exec", name, "--", "touch", "/opt/go")
             assert process.stdout.readlines() == ["line 2\n"]
             assert process.wait(scaled(10)) == 0
         finally:
             process.kill()  # leaving waits for it
 
 
-def test_commands_run_inside_the_container_with_input_output_and_exit_code(lab: Lab) -> None:
-    name = lab.pod("exec", lab.container("echo mark > /opt/mark; exec sleep 600", env=[{"name": "X", "value": "y"}]))
-    lab.running(name)
+def test_exec_has_input_output_and_exit_code(client: PodClient) -> None:
+    name = client.pod(
+        "exec", client.container("echo mark > /opt/mark; exec sleep 600", env=[{"name": "X", "value": "y"}])
+    )
+    client.wait_ready(name)
     script = "cat /opt/mark; echo $X; ls /proc | grep -c '^[0-9]*$'; cat; echo oops >&2; exit 7"
-    done = lab.site.run(
-        "kubectl", "-n", lab.namespace, "exec", "-i", name, "--", "sh", "-c", script, stdin="from here\n"
+    done = client.cluster.run(
+        "kubectl", "-n", client.namespace, "exec", "-i", name, "--", "sh", "-c", script, stdin="from here\n"
     )  # fmt: skip
     output = done.stdout.splitlines()
     assert (output[0], output[1], output[-1]) == ("mark", "y", "from here")
@@ -155,6 +152,6 @@ def test_commands_run_inside_the_container_with_input_output_and_exit_code(lab: 
     assert "oops" in done.stderr
     assert done.returncode == 7
     # A process inside can be ended by a signal from inside.
-    lab.site.run("kubectl", "-n", lab.namespace, "exec", name, "--", "sh", "-c", "kill -9 -1")
-    assert status(lab.get(name))["state"].get("running")
-    lab.delete(name, "--grace-period=1")
+    client.cluster.run("kubectl", "-n", client.namespace, "exec", name, "--", "sh", "-c", "kill -9 -1")
+    assert status(client.get(name))["state"].get("running")
+    client.delete(name, "--grace-period=1")

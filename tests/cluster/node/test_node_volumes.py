@@ -1,36 +1,30 @@
-"""Volumes on a node: what is mounted where, what follows its source, what is limited or forbidden."""
-
-from __future__ import annotations
+"""Volumes on a node: mounts, updates from their source, limits, refusals."""
 
 import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.testing.cluster.lab import status
+from tests.testing.cluster.pod_client import PodClient, status
 
-if TYPE_CHECKING:
-    from tests.testing.cluster.lab import Lab
-
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(300)]
 
 
 def config_map(name: str, **data: str) -> dict[str, object]:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": data}
 
 
-def test_config_maps_and_secrets_are_files_with_modes_and_chosen_keys(lab: Lab) -> None:
-    name = lab.name("files")
-    lab.create(
+def test_config_maps_and_secrets_are_mounted_with_modes_and_keys(client: PodClient) -> None:
+    name = client.name("files")
+    client.create(
         config_map(name, a="one", b="two"),
         {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": {"key": "hush"}},
     )
-    pod = lab.pod(
+    pod = client.pod(
         "files",
-        lab.container(
+        client.container(
             "cat /etc/trainium/a /etc/trainium/b /chosen/deep/x /var/run/keys/key; ls /chosen; "
             "stat -L -c %a /chosen/deep/x /var/run/keys/key; ls /etc/passwd; ls /absent | wc -l",
             volumeMounts=[
@@ -47,12 +41,12 @@ def test_config_maps_and_secrets_are_files_with_modes_and_chosen_keys(lab: Lab) 
             {"name": "absent", "secret": {"secretName": "no-such", "optional": True}},
         ],
     )
-    assert lab.output(pod) == "onetwoonehushdeep\n440\n400\n/etc/passwd\n0\n"
+    assert client.output(pod) == "onetwoonehushdeep\n440\n400\n/etc/passwd\n0\n"
 
 
-def test_a_config_map_volume_follows_its_object_all_files_at_once(lab: Lab) -> None:
-    name = lab.name("live")
-    lab.create(config_map(name, a="1", b="1"))
+def test_a_config_map_volume_is_updated_atomically(client: PodClient) -> None:
+    name = client.name("live")
+    client.create(config_map(name, a="1", b="1"))
     script = (
         "import os, pathlib, time\n"
         "print('up')\n"
@@ -64,9 +58,9 @@ def test_a_config_map_volume_follows_its_object_all_files_at_once(lab: Lab) -> N
         "    time.sleep(0.05)\n"
         "print(sorted(p for p in os.listdir('/live') if not p.startswith('..')), open('/sub').read())\n"
     )
-    pod = lab.pod(
+    pod = client.pod(
         "live",
-        lab.python(
+        client.python(
             script,
             volumeMounts=[
                 {"name": "v", "mountPath": "/live"},
@@ -75,39 +69,39 @@ def test_a_config_map_volume_follows_its_object_all_files_at_once(lab: Lab) -> N
         ),
         volumes=[{"name": "v", "configMap": {"name": name}}],
     )
-    lab.logged(pod, "up")
-    lab.kubectl("patch", "configmap", name, "-p", '{"data":{"a":"2","b":"2"}}')
+    client.wait_for_log(pod, "up")
+    client.kubectl("patch", "configmap", name, "-p", '{"data":{"a":"2","b":"2"}}')
     began = time.monotonic()
-    # A subPath keeps what it was at the start.
-    assert lab.output(pod).splitlines()[-1] == "['a', 'b'] 1"
-    if lab.site.kind == "local":
+    # A subPath is not updated.
+    assert client.output(pod).splitlines()[-1] == "['a', 'b'] 1"
+    if client.cluster.kind == "local":
         assert time.monotonic() - began < 5
 
 
-def test_a_pod_waits_for_a_volume_s_config_map(lab: Lab) -> None:
-    name = lab.name("volume-late")
-    pod = lab.pod(
+def test_a_pod_waits_for_a_volume_s_config_map(client: PodClient) -> None:
+    name = client.name("volume-late")
+    pod = client.pod(
         "volume-late",
-        lab.container("cat /v/a", volumeMounts=[{"name": "v", "mountPath": "/v"}]),
+        client.container("cat /v/a", volumeMounts=[{"name": "v", "mountPath": "/v"}]),
         volumes=[{"name": "v", "configMap": {"name": name}}],
     )
-    assert f'configmap "{name}" not found' in lab.event(pod, "FailedMount")["message"]
-    found = lab.wait(pod, lambda p: status(p)["state"].get("waiting"), "its status said that it waits")
+    assert f'configmap "{name}" not found' in client.event(pod, "FailedMount")["message"]
+    found = client.wait(pod, lambda p: status(p)["state"].get("waiting"), "its status said that it waits")
     assert found["status"]["phase"] == "Pending"
     assert status(found)["state"]["waiting"]["reason"] == "ContainerCreating"
-    lab.create(config_map(name, a="there"))
-    assert lab.output(pod) == "there"
+    client.create(config_map(name, a="there"))
+    assert client.output(pod) == "there"
 
 
-def test_a_pod_learns_about_itself_from_files_that_follow_its_labels(lab: Lab) -> None:
+def test_a_downward_api_volume_follows_labels(client: PodClient) -> None:
     items = [
         {"path": "labels", "fieldRef": {"fieldPath": "metadata.labels"}},
         {"path": "name", "fieldRef": {"fieldPath": "metadata.name"}},
         {"path": "cpu", "resourceFieldRef": {"containerName": "main", "resource": "requests.cpu", "divisor": "1m"}},
     ]
-    pod = lab.pod(
+    pod = client.pod(
         "downward",
-        lab.container(
+        client.container(
             "cat /me/name /me/cpu; echo; cat /me/labels; echo; until grep -q blue /me/labels; do sleep 0.1; done",
             volumeMounts=[{"name": "me", "mountPath": "/me"}],
             resources={"requests": {"cpu": "20m"}},
@@ -115,16 +109,16 @@ def test_a_pod_learns_about_itself_from_files_that_follow_its_labels(lab: Lab) -
         volumes=[{"name": "me", "downwardAPI": {"items": items}}],
         labels={"colour": "red"},
     )
-    lab.logged(pod, "red")
-    lab.kubectl("label", "pod", pod, "--overwrite", "colour=blue")
-    assert lab.output(pod) == f'{pod}20\ncolour="red"\n'
+    client.wait_for_log(pod, "red")
+    client.kubectl("label", "pod", pod, "--overwrite", "colour=blue")
+    assert client.output(pod) == f'{pod}20\ncolour="red"\n'
 
 
-def test_a_projected_token_is_bound_to_its_audience_and_its_pod(lab: Lab) -> None:
+def test_a_projected_token_has_its_audience_and_pod(client: PodClient) -> None:
     token = {"serviceAccountToken": {"path": "token", "audience": "example.com/test", "expirationSeconds": 600}}
-    pod = lab.pod(
+    pod = client.pod(
         "token",
-        lab.container(
+        client.container(
             "cat /tokens/token; echo; stat -L -c %a /tokens/token; "
             "ls /var/run/secrets/kubernetes.io/serviceaccount | tr '\\n' ' '",
             volumeMounts=[{"name": "tokens", "mountPath": "/tokens"}],
@@ -132,32 +126,32 @@ def test_a_projected_token_is_bound_to_its_audience_and_its_pod(lab: Lab) -> Non
         volumes=[{"name": "tokens", "projected": {"sources": [token]}}],
         as_root=False,  # a kubelet gives a pod whose user it knows a token that only that user can read
     )
-    text, mode, automounted = lab.output(pod).splitlines()
+    text, mode, automounted = client.output(pod).splitlines()
     assert (mode, automounted.split()) == ("644", ["ca.crt", "namespace", "token"])
     review = {
         "apiVersion": "authentication.k8s.io/v1",
         "kind": "TokenReview",
         "spec": {"token": text, "audiences": ["example.com/test"]},
     }
-    found = json.loads(lab.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(review)))["status"]
+    found = json.loads(client.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(review)))["status"]
     # A token of a pod that has ended stays valid until the pod is deleted.
     assert found["user"]["extra"]["authentication.kubernetes.io/pod-name"] == [pod]
-    assert found["user"]["username"] == f"system:serviceaccount:{lab.namespace}:default"
+    assert found["user"]["username"] == f"system:serviceaccount:{client.namespace}:default"
     review["spec"] = {"token": text}
-    other = json.loads(lab.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(review)))["status"]
+    other = json.loads(client.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(review)))["status"]
     assert not other.get("authenticated")
 
 
-def test_a_token_is_readable_by_the_group_of_the_pod_only(lab: Lab) -> None:
-    pod = lab.pod(
+def test_a_token_is_readable_only_by_the_group_of_the_pod(client: PodClient) -> None:
+    pod = client.pod(
         "group",
-        lab.container("stat -L -c %a /var/run/secrets/kubernetes.io/serviceaccount/token"),
+        client.container("stat -L -c %a /var/run/secrets/kubernetes.io/serviceaccount/token"),
         securityContext={"fsGroup": 2000},
     )
-    assert lab.output(pod) == "640\n"
+    assert client.output(pod) == "640\n"
 
 
-def test_a_memory_volume_is_a_tmpfs_of_the_size_asked_for(lab: Lab) -> None:
+def test_a_memory_volume_is_a_tmpfs_of_its_size(client: PodClient) -> None:
     script = (
         "import errno, os\n"
         "stat = os.statvfs('/dev/shm')\n"
@@ -168,28 +162,28 @@ def test_a_memory_volume_is_a_tmpfs_of_the_size_asked_for(lab: Lab) -> None:
         "    print(errno.errorcode[error.errno])\n"
         "print(next(l.split()[0] for l in open('/proc/mounts') if l.split()[1] == '/dev/shm'))\n"
     )
-    pod = lab.pod(
+    pod = client.pod(
         "memory",
-        lab.python(script, volumeMounts=[{"name": "shm", "mountPath": "/dev/shm"}]),
+        client.python(script, volumeMounts=[{"name": "shm", "mountPath": "/dev/shm"}]),
         volumes=[{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "4Mi"}}],
     )
-    assert lab.output(pod).splitlines() == [str(4 << 20), "ENOSPC", "tmpfs"]
+    assert client.output(pod).splitlines() == [str(4 << 20), "ENOSPC", "tmpfs"]
 
 
-def test_containers_of_a_pod_share_dev_shm_and_other_pods_do_not_see_it(lab: Lab) -> None:
-    writer = lab.container("echo secret > /dev/shm/note; exec sleep 600", "writer")
-    reader = lab.container("until cat /dev/shm/note 2>/dev/null; do sleep 0.1; done; exec sleep 600")
-    pod = lab.pod("shm", writer, reader)
-    lab.logged(pod, "secret", "-c", "main")
-    other = lab.pod("shm", lab.container("ls /dev/shm | wc -l"))
-    assert lab.output(other) == "0\n"
-    lab.delete(pod, "--grace-period=1")
+def test_dev_shm_is_shared_within_a_pod(client: PodClient) -> None:
+    writer = client.container("echo secret > /dev/shm/note; exec sleep 600", "writer")
+    reader = client.container("until cat /dev/shm/note 2>/dev/null; do sleep 0.1; done; exec sleep 600")
+    pod = client.pod("shm", writer, reader)
+    client.wait_for_log(pod, "secret", "-c", "main")
+    other = client.pod("shm", client.container("ls /dev/shm | wc -l"))
+    assert client.output(other) == "0\n"
+    client.delete(pod, "--grace-period=1")
 
 
-def test_a_read_only_mount_cannot_be_written_and_a_sub_path_shows_a_part(lab: Lab) -> None:
-    pod = lab.pod(
+def test_mounts_can_be_read_only_or_a_sub_path(client: PodClient) -> None:
+    pod = client.pod(
         "parts",
-        lab.container(
+        client.container(
             "touch /ro/x 2>&1 | grep -o 'Read-only file system'; echo $NAME > /part/file; cat /ro/sub/file /expr/file",
             env=[{"name": "NAME", "value": "sub"}],
             volumeMounts=[
@@ -200,33 +194,33 @@ def test_a_read_only_mount_cannot_be_written_and_a_sub_path_shows_a_part(lab: La
         ),
         volumes=[{"name": "v", "emptyDir": {}}],
     )
-    assert lab.output(pod) == "Read-only file system\nsub\nsub\n"
+    assert client.output(pod) == "Read-only file system\nsub\nsub\n"
 
 
-def test_a_host_path_is_shared_with_the_machine_and_checked_against_its_type(lab: Lab) -> None:
-    folder = lab.site.shared / lab.name("host")
+def test_a_host_path_is_shared_and_its_type_checked(client: PodClient) -> None:
+    folder = client.cluster.shared / client.name("host")
     mounts = [{"name": "h", "mountPath": "/data/host"}]
-    made = lab.pod(
+    made = client.pod(
         "host",
-        lab.container("echo hello > /data/host/file", volumeMounts=mounts),
+        client.container("echo hello > /data/host/file", volumeMounts=mounts),
         volumes=[{"name": "h", "hostPath": {"path": str(folder), "type": "DirectoryOrCreate"}}],
     )
-    assert lab.ended(made)["status"]["phase"] == "Succeeded"
+    assert client.wait_ended(made)["status"]["phase"] == "Succeeded"
     assert (folder / "file").read_text() == "hello\n"
-    refused = lab.pod(
+    refused = client.pod(
         "host",
-        lab.container("true", volumeMounts=mounts),
+        client.container("true", volumeMounts=mounts),
         volumes=[{"name": "h", "hostPath": {"path": str(folder / "file"), "type": "Directory"}}],
     )
-    assert "hostPath type check failed" in lab.event(refused, "FailedMount")["message"]
-    lab.delete(refused)
+    assert "hostPath type check failed" in client.event(refused, "FailedMount")["message"]
+    client.delete(refused)
 
 
-def test_a_claim_outlives_the_pod_that_wrote_to_it(lab: Lab) -> None:
-    if not json.loads(lab.kubectl("get", "storageclasses", "-o", "json"))["items"]:
+def test_a_persistent_volume_outlives_its_pod(client: PodClient) -> None:
+    if not json.loads(client.kubectl("get", "storageclasses", "-o", "json"))["items"]:
         pytest.skip("the cluster has no storage class")
-    claim = lab.name("claim")
-    lab.create(
+    claim = client.name("claim")
+    client.create(
         {
             "apiVersion": "v1",
             "kind": "PersistentVolumeClaim",
@@ -236,26 +230,26 @@ def test_a_claim_outlives_the_pod_that_wrote_to_it(lab: Lab) -> None:
     )
     volumes = [{"name": "c", "persistentVolumeClaim": {"claimName": claim}}]
     mounts = [{"name": "c", "mountPath": "/claim"}]
-    first = lab.pod("claims", lab.container("echo kept > /claim/file", volumeMounts=mounts), volumes=volumes)
-    assert lab.ended(first)["status"]["phase"] == "Succeeded"
-    lab.delete(first)
-    second = lab.pod("claims", lab.container("cat /claim/file", volumeMounts=mounts), volumes=volumes)
-    assert lab.output(second) == "kept\n"
-    lab.delete(second)
-    lab.kubectl("delete", "pvc", claim, "--wait=false")
+    first = client.pod("claims", client.container("echo kept > /claim/file", volumeMounts=mounts), volumes=volumes)
+    assert client.wait_ended(first)["status"]["phase"] == "Succeeded"
+    client.delete(first)
+    second = client.pod("claims", client.container("cat /claim/file", volumeMounts=mounts), volumes=volumes)
+    assert client.output(second) == "kept\n"
+    client.delete(second)
+    client.kubectl("delete", "pvc", claim, "--wait=false")
 
 
-def test_programs_stay_in_reach_below_a_volume(lab: Lab) -> None:
-    if lab.site.kind != "local":
+def test_programs_below_a_volume_can_be_started(client: PodClient) -> None:
+    if client.cluster.kind != "local":
         pytest.skip("elsewhere programs come from the image")
     folder = f"/{Path(sys.prefix).parts[1]}"
-    pod = lab.pod(
+    pod = client.pod(
         "covered",
-        lab.container(
+        client.container(
             f"touch {folder}/mine && python -c 'import trainium_contract, yaml; print(\"alive\")'",
             volumeMounts=[{"name": "cover", "mountPath": folder}],
         ),
         volumes=[{"name": "cover", "emptyDir": {}}],
     )
-    lab.ended(pod)
-    assert lab.logs(pod) == "alive\n"
+    client.wait_ended(pod)
+    assert client.logs(pod) == "alive\n"

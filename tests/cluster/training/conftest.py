@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.cluster.installed import RingNeed, make_namespace
+from tests.testing.cluster.installed import InstalledParts, make_namespace
 from tests.testing.cluster.jobs import Job
 from tests.testing.suite.timeouts import until
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.testing.cluster.sites import Site
+    from tests.testing.cluster.shared_cluster import SharedCluster
 
 
 @pytest.fixture(scope="session")
-def operator(site: Site) -> Site:
-    """The chart, installed with the real helm; a cluster that rings share has it whenever a test here begins."""
-    site.installed.ensure(RingNeed.OPERATOR)
-    return site
+def operator(shared_cluster: SharedCluster) -> SharedCluster:
+    """Return the shared cluster with the chart, installed by the real helm."""
+    shared_cluster.installed.ensure(InstalledParts.OPERATOR)
+    return shared_cluster
 
 
 @pytest.fixture
-def namespace(operator: Site, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A namespace of the test's own; nothing of it is left running."""
+def namespace(operator: SharedCluster, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Yield a namespace of this test, and delete it afterwards."""
     words = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:32].strip("-")
     name = f"t-{words}-{zlib.crc32(request.node.nodeid.encode()):08x}"
     make_namespace(operator, name)
@@ -44,8 +44,8 @@ def namespace(operator: Site, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def new_job(operator: Site, namespace: str) -> Callable[..., Job]:
-    """Apply a job: name, then a YAML fragment of its spec."""
+def new_job(operator: SharedCluster, namespace: str) -> Callable[..., Job]:
+    """Return a function that applies a job of a name and a YAML fragment of its spec."""
 
     def apply(name: str = "job", change: str = "", **more: Any) -> Job:
         return Job(operator, namespace, name, change, **more).apply()
@@ -55,7 +55,7 @@ def new_job(operator: Site, namespace: str) -> Callable[..., Job]:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """Return what the base job on two nodes leaves when nothing happens to it; the job itself is deleted."""
+    """The results of the base job on two nodes without faults; the job itself is deleted."""
 
     status: dict[str, Any]
     losses: dict[int, float]
@@ -65,18 +65,18 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(operator: Site) -> Undisturbed:
+def undisturbed(operator: SharedCluster) -> Undisturbed:
     name = "reference"
     make_namespace(operator, name)
     job = Job(operator, name, name).apply()
     status = job.until_phase("Completed")
-    left = Undisturbed(status, job.losses(), job.folder, operator.get("networkpolicies", "-n", name)["items"])
+    results = Undisturbed(status, job.losses(), job.folder, operator.get("networkpolicies", "-n", name)["items"])
     job.delete()
     operator.kubectl("delete", "namespace", name, "--wait=false")
-    return left
+    return results
 
 
 @pytest.fixture(scope="session")
 def reference(undisturbed: Undisturbed) -> dict[int, float]:
-    """Step -> loss of the base job on two nodes, undisturbed."""
+    """Return the loss by step of the undisturbed base job on two nodes."""
     return undisturbed.losses

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.testing.cluster.jobs import Job
-    from tests.testing.cluster.sites import Site
+    from tests.testing.cluster.shared_cluster import SharedCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -35,7 +35,7 @@ PATCHES = {
 
 
 @pytest.fixture
-def changed_pods(operator: Site, namespace: str) -> Iterator[Callable[[str], None]]:
+def changed_pods(operator: SharedCluster, namespace: str) -> Iterator[Callable[[str], None]]:
     """Install a policy that changes each new pod of the namespace."""
     kinds = ("mutatingadmissionpolicy", "mutatingadmissionpolicybinding")
 
@@ -74,7 +74,7 @@ def worker_images(job: Job) -> set[str]:
 
 
 @pytest.mark.parametrize("change", ["first", "last", "native"])
-def test_a_lost_worker_behind_a_proxy_is_replaced_by_one_of_the_same_image(
+def test_a_replaced_worker_keeps_its_image_and_sidecar(
     changed_pods: Callable[[str], None], new_job: Callable[..., Job], change: str
 ) -> None:
     if change != "native":
@@ -82,14 +82,14 @@ def test_a_lost_worker_behind_a_proxy_is_replaced_by_one_of_the_same_image(
     job = new_job(change=f"trainer: {{steps: 100000}}\n{SIDECAR if change == 'native' else ''}")
     job.until_step(3)
     (image,) = worker_images(job)
-    job.site.kubectl("delete", "pod", job.members()[0]["podName"], "-n", job.namespace, "--wait=false")
+    job.cluster.kubectl("delete", "pod", job.members()[0]["podName"], "-n", job.namespace, "--wait=false")
     status = job.until_recovered()
     assert worker_images(job) == {image}
     assert not status.get("outdatedPods")
     assert not [text for text in job.events() if "TemplateChanged" in text]
 
 
-def test_images_that_admission_rewrites_make_no_pod_outdated(
+def test_rewritten_images_do_not_make_pods_outdated(
     changed_pods: Callable[[str], None], new_job: Callable[..., Job]
 ) -> None:
     changed_pods("mirror")
@@ -132,7 +132,7 @@ FAILS = "{name: fetch, image: x, command: [python3, -c, 'import sys; print(\"no 
         ),
     ],
 )
-def test_what_keeps_workers_from_starting_is_in_the_condition(
+def test_the_condition_names_the_reason_of_waiting_workers(
     new_job: Callable[..., Job], change: str, words: str
 ) -> None:
     job = new_job(change=change)

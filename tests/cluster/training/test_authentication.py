@@ -1,4 +1,4 @@
-"""The coordinator believes only a pod about itself."""
+"""The coordinator accepts messages of a pod only with its own token."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ print(json.dumps(answer))
 
 
 def call(job: Job, change: dict[str, Any], *token: str) -> tuple[int, dict[str, Any]]:
-    """Register and send a heartbeat from inside a worker pod, with its token or another; the first refusal."""
+    """Register and send a heartbeat from a worker pod with its token or another; return the first refusal."""
     pod = job.members()[0]["podName"]
-    status, body = json.loads(job.inside(pod, "python", "-c", CALL, str(scaled(10)), json.dumps(change), *token))
+    status, body = json.loads(job.exec_in_pod(pod, "python", "-c", CALL, str(scaled(10)), json.dumps(change), *token))
     return status, body
 
 
 @pytest.mark.long
-def test_a_token_of_another_job_or_for_another_audience_is_refused(new_job: Callable[..., Job]) -> None:
+def test_a_token_of_another_job_or_audience_is_refused(new_job: Callable[..., Job]) -> None:
     change = "workers: {replicas: 1}\ntrainer: {steps: 5000}"
     mine, other = new_job("mine", change), new_job("other", change)
     mine.until_step(1)
@@ -86,7 +86,7 @@ def test_a_token_of_another_job_or_for_another_audience_is_refused(new_job: Call
     assert status == 403, body
     assert body["error"]
 
-    token = mine.site.kubectl("create", "token", "default", "-n", mine.namespace).strip()
+    token = mine.cluster.kubectl("create", "token", "default", "-n", mine.namespace).strip()
     status, _ = call(mine, {"generation": 1}, token)
 
     assert status == 401

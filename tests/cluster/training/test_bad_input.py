@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def classify_exit_code(job: Job) -> str:
-    """The verdict of a job that must fail; no node may be blamed for it."""
+    """Return the verdict of a job that must fail without a suspected node."""
     status = job.until_phase("Failed")
     assert not status.get("avoidedNodes"), "no node is to blame"
     assert status["restarts"]["total"] <= 2
@@ -47,7 +47,7 @@ def classify_exit_code(job: Job) -> str:
         ),
     ],
 )
-def test_a_hopeless_job_fails_with_a_sentence_after_at_most_two_tries(
+def test_a_job_with_bad_input_fails_after_at_most_two_attempts(
     new_job: Callable[..., Job], change: str, expected: str
 ) -> None:
     assert expected in classify_exit_code(new_job(change=change))

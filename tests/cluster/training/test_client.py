@@ -1,4 +1,4 @@
-"""Every command of `kubectl trn` on real jobs: what it shows through a fault, and that acting works."""
+"""All commands of `kubectl trn` on real jobs: their output through a fault, and their effects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.testing.cluster.jobs import Job
-    from tests.testing.cluster.sites import Site
+    from tests.testing.cluster.shared_cluster import SharedCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -35,8 +35,8 @@ Trn = Callable[..., Any]
 
 
 @pytest.fixture
-def trn(operator: Site, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Trn:
-    """A command, on a job if one is given, in this process: its JSON, or what it printed where there is none."""
+def trn(operator: SharedCluster, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Trn:
+    """Return a function that runs a command, on a job if given, and returns its JSON or its output."""
     for name, value in operator.variables.items():
         monkeypatch.setenv(name, value)
 
@@ -52,11 +52,11 @@ def trn(operator: Site, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 
 @contextmanager
-def beside(job: Job, command: str, *arguments: str, to: Path) -> Iterator[Callable[[], str]]:
-    """A command on the job that goes on by itself, as a person leaves it running; what it has printed until now."""
+def in_background(job: Job, command: str, *arguments: str, to: Path) -> Iterator[Callable[[], str]]:
+    """Run a command on the job in the background; yield its output until now."""
     words = [sys.executable, "-m", "trainium_client.commands.main", command, job.name, "-n", job.namespace, *arguments]
     with to.open("w") as file, subprocess.Popen(
-        words, env={**os.environ, **job.site.variables}, stdout=file, stderr=file
+        words, env={**os.environ, **job.cluster.variables}, stdout=file, stderr=file
     ) as running:  # fmt: skip
         try:
             yield to.read_text
@@ -65,33 +65,31 @@ def beside(job: Job, command: str, *arguments: str, to: Path) -> Iterator[Callab
 
 
 @contextmanager
-def node_renamed(site: Site, node: str) -> Iterator[str]:
-    """Stop a node and register its machine under another name; yields that name, and restores the node."""
+def node_renamed(cluster: SharedCluster, node: str) -> Iterator[str]:
+    """Stop a node and register its machine under another name; yield that name, then restore the node."""
     name = f"{node}-renamed"
-    machine = site.kubectl("get", "node", node, "-o", "jsonpath={.spec.providerID}")
+    machine = cluster.kubectl("get", "node", node, "-o", "jsonpath={.spec.providerID}")
     new = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"providerID": machine}}
-    with site.without_power(node):
+    with cluster.without_power(node):
         try:
-            site.kubectl("delete", "node", node)
-            site.kubectl("create", "-f", "-", stdin=json.dumps(new))
+            cluster.kubectl("delete", "node", node)
+            cluster.kubectl("create", "-f", "-", stdin=json.dumps(new))
             yield name
         finally:
-            site.kubectl("delete", "node", name, "--ignore-not-found")
+            cluster.kubectl("delete", "node", name, "--ignore-not-found")
 
 
 @pytest.mark.long
-def test_a_fault_is_seen_by_every_command_and_a_rank_is_followed_into_its_next_pod(
-    new_job: Callable[..., Job], trn: Trn, tmp_path: Path
-) -> None:
+def test_every_command_shows_a_fault(new_job: Callable[..., Job], trn: Trn, tmp_path: Path) -> None:
     job = new_job(change=LONG)
     job.until_step(3)
     lost = job.members()[1]["podName"]
     with (
-        beside(job, "logs", "--rank", "1", "--follow", to=tmp_path / "followed") as followed,
-        beside(job, "watch", to=tmp_path / "watched") as watched,
+        in_background(job, "logs", "--rank", "1", "--follow", to=tmp_path / "followed") as followed,
+        in_background(job, "watch", to=tmp_path / "watched") as watched,
     ):
         until(lambda: "start-up" in followed() and ", 0 interruptions" in watched(), lambda: followed() + watched())
-        job.site.kubectl("delete", "pod", lost, "-n", job.namespace, "--wait=false")
+        job.cluster.kubectl("delete", "pod", lost, "-n", job.namespace, "--wait=false")
         job.until_recovered()
         new = job.members()[1]["podName"]
         until(lambda: f"rank 1 is now in {new}" in followed(), followed)
@@ -119,9 +117,7 @@ def test_a_fault_is_seen_by_every_command_and_a_rank_is_followed_into_its_next_p
 
 
 @pytest.mark.long
-def test_a_job_is_shown_to_others_simulated_and_changed_while_it_trains(
-    new_job: Callable[..., Job], trn: Trn, tmp_path: Path
-) -> None:
+def test_a_running_job_is_shown_simulated_and_changed(new_job: Callable[..., Job], trn: Trn, tmp_path: Path) -> None:
     job = new_job(change=LONG)
     job.until_step(3)
 
@@ -137,7 +133,7 @@ def test_a_job_is_shown_to_others_simulated_and_changed_while_it_trains(
     assert {f"logs/{pod['metadata']['name']}.log" for pod in job.pods()} <= names
     assert any(name.startswith("operator/logs/") for name in names)
 
-    with beside(job, "ui", "--no-browser", "--port", "0", to=tmp_path / "ui") as output:
+    with in_background(job, "ui", "--no-browser", "--port", "0", to=tmp_path / "ui") as output:
         until(lambda: "served to this machine" in output(), output)
         with urllib.request.urlopen(output().split()[0], timeout=scaled(60)) as answer:
             assert f"{job.namespace}/{job.name}" in answer.read().decode()
@@ -154,13 +150,11 @@ def test_a_job_is_shown_to_others_simulated_and_changed_while_it_trains(
 
 
 @pytest.mark.long
-def test_a_machine_that_a_fault_was_attributed_to_is_listed_with_its_evidence_and_released(
-    new_job: Callable[..., Job], trn: Trn
-) -> None:
+def test_a_quarantined_machine_is_listed_and_released(new_job: Callable[..., Job], trn: Trn) -> None:
     job = new_job(change=LONG)
-    if job.site.cluster is None:
+    if job.cluster.devcluster is None:
         pytest.skip("conditions are set by the development cluster's nodes")
-    faults = job.site.cluster.faults
+    faults = job.cluster.devcluster.faults
     job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 3)
     node = job.members()[0]["nodeName"]
 
@@ -187,7 +181,7 @@ def test_a_machine_that_a_fault_was_attributed_to_is_listed_with_its_evidence_an
     def under(machine: str) -> list[dict[str, Any]]:
         return [each for each in trn(None, "nodes") if each["machine"] == machine]
 
-    with node_renamed(job.site, node) as name:
+    with node_renamed(job.cluster, node) as name:
         (renamed,) = under(found["machine"])
         assert name in {renamed["renamed"], renamed["node"]}, "the operator records the new name a moment later"
         assert renamed["present"]
@@ -197,9 +191,7 @@ def test_a_machine_that_a_fault_was_attributed_to_is_listed_with_its_evidence_an
 
 
 @pytest.mark.long
-def test_a_failed_job_reports_why_and_runs_again_corrected(
-    new_job: Callable[..., Job], trn: Trn, tmp_path: Path
-) -> None:
+def test_a_failed_job_is_explained_and_retried(new_job: Callable[..., Job], trn: Trn, tmp_path: Path) -> None:
     change = "workers: {replicas: 1}\ntrainer: {steps: 6, data: {source: /nowhere.parquet}}"
     job = new_job("broken", change)
     job.until_phase("Failed")
@@ -211,7 +203,7 @@ def test_a_failed_job_reports_why_and_runs_again_corrected(
     assert "/nowhere.parquet" in trn(job, "status", as_json=False)
 
     until(lambda: [pod["status"]["phase"] for pod in job.pods()] == ["Failed"], lambda: str(job.pods()))
-    log = job.site.kubectl("logs", job.pods()[0]["metadata"]["name"], "-n", job.namespace)
+    log = job.cluster.kubectl("logs", job.pods()[0]["metadata"]["name"], "-n", job.namespace)
     assert "/nowhere.parquet: there is no such file or folder" in log, "it is kept"
     assert any("/nowhere.parquet" in line for line in trn(job, "logs", "--rank", "0", as_json=False).splitlines())
 
@@ -235,9 +227,7 @@ def test_a_failed_job_reports_why_and_runs_again_corrected(
 
 
 @pytest.mark.long
-def test_steps_of_a_running_job_are_recorded_on_two_ranks_at_once(
-    new_job: Callable[..., Job], trn: Trn, tmp_path: Path
-) -> None:
+def test_steps_of_two_ranks_are_profiled_together(new_job: Callable[..., Job], trn: Trn, tmp_path: Path) -> None:
     job = new_job(change="workers: {replicas: 2}\ntrainer: {steps: 100000}")
     job.until_step(3)
     file = tmp_path / "trace.json.gz"

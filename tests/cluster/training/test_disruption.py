@@ -25,10 +25,10 @@ AT_RISK = (
 
 
 def evict(job: Job, pod: str) -> subprocess.CompletedProcess[str]:
-    """One POST to the eviction API, as `kubectl drain` and every autoscaler make it."""
+    """Send a POST to the eviction API, as `kubectl drain` and autoscalers do."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": job.namespace}}
     path = f"/api/v1/namespaces/{job.namespace}/pods/{pod}/eviction"
-    return job.site.run("kubectl", "create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+    return job.cluster.run("kubectl", "create", "--raw", path, "-f", "-", stdin=json.dumps(body))
 
 
 def disruption(status: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def until_budget(job: Job, allowed: int) -> None:
     budgets: list[dict[str, Any]] = []
 
     def counted() -> bool:
-        budgets[:] = job.site.get("poddisruptionbudgets", "-n", job.namespace)["items"]
+        budgets[:] = job.cluster.get("poddisruptionbudgets", "-n", job.namespace)["items"]
         status = budgets[0].get("status", {}) if budgets else {}
         seen = status.get("observedGeneration") == budgets[0]["metadata"]["generation"] if budgets else False
         return bool(seen) and status["disruptionsAllowed"] == allowed
@@ -50,7 +50,7 @@ def until_budget(job: Job, allowed: int) -> None:
 
 
 @pytest.mark.long
-def test_an_eviction_is_refused_while_the_newest_durable_checkpoint_is_too_old_and_let_through_later(
+def test_an_eviction_is_refused_while_the_durable_checkpoint_is_old(
     new_job: Callable[..., Job],
 ) -> None:
     job = new_job(change=AT_RISK)
@@ -67,24 +67,26 @@ def test_an_eviction_is_refused_while_the_newest_durable_checkpoint_is_too_old_a
     assert job.uids() == before
 
     allowed = {"spec": {"recovery": {"disruption": {"maxDurableAgeSeconds": 3600}}}}
-    job.site.kubectl("patch", "trainingjob", job.name, "-n", job.namespace, "--type=merge", "-p", json.dumps(allowed))
+    job.cluster.kubectl(
+        "patch", "trainingjob", job.name, "-n", job.namespace, "--type=merge", "-p", json.dumps(allowed)
+    )
     until_budget(job, 1)
     let_through = evict(job, victim)
 
     assert let_through.returncode == 0, let_through.stderr
     entry = job.until_recovered()
     assert (entry["cause"], entry["stepsLost"]) == ("Preempted", 0)
-    assert job.status().get("failures") in (None, []), "an eviction is nobody's failure"
+    assert job.status().get("failures") in (None, []), "an eviction counts as no failure"
 
 
 @pytest.mark.long
-def test_a_drained_node_is_left_by_its_worker_and_nothing_is_lost(new_job: Callable[..., Job]) -> None:
+def test_a_drained_node_loses_no_step(new_job: Callable[..., Job]) -> None:
     job = new_job(change="trainer: {steps: 100000}\nworkers: {spares: 1}")
     job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
     until_budget(job, 1)
     node = job.members()[1]["nodeName"]
-    with job.site.cordoned(node):
-        job.site.kubectl(
+    with job.cluster.cordoned(node):
+        job.cluster.kubectl(
             "drain", node, f"--pod-selector=trainium.dev/job-name={job.name}", "--delete-emptydir-data",
             "--ignore-daemonsets", "--force", f"--timeout={scaled(60):.0f}s",
         )  # fmt: skip
@@ -94,13 +96,13 @@ def test_a_drained_node_is_left_by_its_worker_and_nothing_is_lost(new_job: Calla
 
 
 @pytest.mark.long
-def test_a_finished_job_is_deleted_with_its_pods_when_its_time_is_over(new_job: Callable[..., Job]) -> None:
+def test_a_finished_job_is_deleted_after_its_ttl(new_job: Callable[..., Job]) -> None:
     job = new_job(
         change="trainer: {steps: 20}\nttlSecondsAfterFinished: 5\ncleanPodPolicy: None\nworkers: {replicas: 1}"
     )
     job.until_phase("Completed")
 
     def has_ended() -> bool:
-        return not job.site.get("trainingjobs", "-n", job.namespace)["items"] and not job.pods()
+        return not job.cluster.get("trainingjobs", "-n", job.namespace)["items"] and not job.pods()
 
-    until(has_ended, "the job goes with its ttlSecondsAfterFinished", 40)
+    until(has_ended, "the job is deleted after its ttlSecondsAfterFinished", 40)

@@ -1,4 +1,4 @@
-"""A job takes idle nodes, and a real scheduler gives them to any other job: no step is lost, nobody waits."""
+"""A job takes idle nodes, and returns them to other jobs by a real scheduler: no lost step, no wait."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.cluster.jobs import within
-from tests.testing.cluster.sites import DEVICES
+from tests.testing.cluster.jobs import curves_agree
+from tests.testing.cluster.shared_cluster import DEVICES
 from trainium_devcluster.demos.metrics import every_sample_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.testing.cluster.jobs import Job
-    from tests.testing.cluster.sites import Site
+    from tests.testing.cluster.shared_cluster import SharedCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 
@@ -30,17 +30,19 @@ trainer: {{steps: 100000}}
 
 def at_size(size: int, generation: int = 0) -> Callable[[dict[str, Any]], bool]:
     def reached(status: dict[str, Any]) -> bool:
-        there = status.get("membership", {})
+        membership = status.get("membership", {})
         return (
-            status.get("phase") == "Running" and there.get("size") == size and there.get("generation", 0) > generation
+            status.get("phase") == "Running"
+            and membership.get("size") == size
+            and membership.get("generation", 0) > generation
         )
 
     return reached
 
 
 @pytest.mark.long
-def test_idle_nodes_are_taken_and_released_to_another_job_without_a_lost_step(
-    operator: Site, new_job: Callable[..., Job]
+def test_idle_nodes_are_used_and_released_without_a_lost_step(
+    operator: SharedCluster, new_job: Callable[..., Job]
 ) -> None:
     nodes = [node["status"]["allocatable"] for node in operator.get("nodes")["items"]]
     if sum(DEVICES.items() <= allocatable.items() for allocatable in nodes) != 5:
@@ -54,13 +56,13 @@ def test_idle_nodes_are_taken_and_released_to_another_job_without_a_lost_step(
 
     other = new_job("other", change=f"workers: {{replicas: 3, {WHOLE_NODES}}}\ntrainer: {{steps: 100000}}")
     other.until("the other job on three nodes", at_size(3))
-    given = job.until("the size that was asked for", at_size(2))
-    assert given["restarts"]["byCause"].keys() <= {"Preempted"}
-    assert not given.get("failures"), "nobody is to blame"
+    shrunk = job.until("the size that was asked for", at_size(2))
+    assert shrunk["restarts"]["byCause"].keys() <= {"Preempted"}
+    assert not shrunk.get("failures"), "it is no failure"
     job.until_step(job.log.newest + 5)
 
     other.delete()
-    job.until("growth onto nodes that are idle again", at_size(4, given["membership"]["generation"]))
+    job.until("growth onto nodes that are idle again", at_size(4, shrunk["membership"]["generation"]))
     job.until_step(job.log.newest + 5)
 
     status = job.status()
@@ -73,4 +75,4 @@ def test_idle_nodes_are_taken_and_released_to_another_job_without_a_lost_step(
     assert every_sample_once(job.folder, max(losses), 12)
     undisturbed = new_job("undisturbed", change="trainer: {steps: 100000}")
     undisturbed.until_step(max(losses), seconds=600)
-    assert within(losses, {step: loss for step, loss in undisturbed.losses().items() if step in losses}, 1e-5)
+    assert curves_agree(losses, {step: loss for step, loss in undisturbed.losses().items() if step in losses}, 1e-5)

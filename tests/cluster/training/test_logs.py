@@ -1,4 +1,4 @@
-"""The logs of a real operator, of agents and of training processes: one schema, which people read as text."""
+"""The logs of a real operator, of agents and of training processes: one schema, readable as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def read(log: str) -> list[LogLine]:
-    """Every line of a log; each must be of the schema and nothing else."""
+    """Parse every line of a log by the schema."""
     found = []
     for text in log.splitlines():
         line = read_log_line(text)
@@ -30,13 +30,13 @@ def read(log: str) -> list[LogLine]:
     return found
 
 
-def test_operator_agent_and_ranks_write_one_schema_and_people_read_it_as_text(
+def test_operator_agents_and_ranks_log_in_one_schema(
     new_job: Callable[..., Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = new_job(change="workers: {replicas: 2}\ntrainer: {steps: 30}", environment={ENV_LOG_FORMAT: "json"})
     job.until_phase("Completed")
     pods = [pod["metadata"]["name"] for pod in job.pods()]
-    workers = [read(job.site.kubectl("logs", pod, "-n", job.namespace)) for pod in pods]
+    workers = [read(job.cluster.kubectl("logs", pod, "-n", job.namespace)) for pod in pods]
 
     assert {line.source for lines in workers for line in lines} >= {LogSource.AGENT, LogSource.TRAINER}
     for pod, lines in zip(pods, workers, strict=True):
@@ -44,15 +44,15 @@ def test_operator_agent_and_ranks_write_one_schema_and_people_read_it_as_text(
         (ranks,) = {(line.rank, line.generation) for line in lines if line.source is LogSource.TRAINER}
         assert ranks in {(0, 1), (1, 1)}
     steps = [line.message for lines in workers for line in lines if line.message.startswith("step 30/30: loss ")]
-    assert len(steps) == 1, "rank 0 tells the steps"
+    assert len(steps) == 1, "only rank 0 logs steps"
 
     replicas = ("-n", "trainium-system", "-l", "app.kubernetes.io/component=operator", "--tail=-1")
-    operators = read(job.site.kubectl("logs", *replicas))
+    operators = read(job.cluster.kubectl("logs", *replicas))
     assert {line.source for line in operators} == {LogSource.OPERATOR}
     ours = [line for line in operators if (line.namespace, line.job) == (job.namespace, job.name)]
     assert {line.pod for line in ours if "registered" in line.message} == set(pods)
 
-    for name, value in job.site.variables.items():
+    for name, value in job.cluster.variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as left:
         main(["logs", job.name, "-n", job.namespace])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tests.testing.cluster.jobs import Job
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
 
 HARNESS = importlib.util.find_spec("lm_eval") is not None
 TASK = """
@@ -37,15 +37,16 @@ doc_to_target: answer
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 CHANGE = """
+workers: {replicas: 1}
 trainer:
-  steps: 120
+  steps: 60
   data: {validation: {fraction: 0.05}}
   artifacts: {kinds: [Model], atMilestones: true}
   evaluate:
     atMilestones: true
     samples: 4
     %s
-checkpoint: {milestones: {everyTokens: 30000}}
+checkpoint: {milestones: {everyTokens: 20000}}
 """
 TASKS = "tasks: {names: [tiny_choice], includePath: /cache/milestones}"
 
@@ -63,11 +64,11 @@ def side_pods(job: Job) -> list[dict[str, Any]]:
     return [pod for pod in job.pods() if pod["metadata"]["labels"]["trainium.dev/role"] == ROLE_EVALUATION]
 
 
-def test_models_of_milestones_are_measured_beside_training_also_after_a_kill(
+def test_models_of_milestones_are_evaluated_during_training(
     new_job: Callable[..., Job], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = new_job(change=CHANGE % (TASKS if HARNESS else ""))
-    write_task(job.site.shared / "cache/milestones")
+    write_task(job.cluster.shared / "cache/milestones")
     found: list[dict[str, Any]] = []
 
     def runs() -> bool:
@@ -78,7 +79,7 @@ def test_models_of_milestones_are_measured_beside_training_also_after_a_kill(
     (pod,) = found
     assert job.status()["phase"] in ("Running", "Completed")
     assert pod["spec"]["priority"] < 0
-    job.site.kubectl("delete", "pod", pod["metadata"]["name"], "-n", job.namespace, "--wait=false")
+    job.cluster.kubectl("delete", "pod", pod["metadata"]["name"], "-n", job.namespace, "--wait=false")
 
     status = job.until(
         "all milestones are measured",
@@ -89,13 +90,13 @@ def test_models_of_milestones_are_measured_beside_training_also_after_a_kill(
         ),
         400,
     )
-    assert status["evaluations"][-1]["step"] == 120
+    assert status["evaluations"][-1]["step"] == 60
     assert status["membership"]["generation"] == 1
     assert (status.get("restarts") or {}).get("total", 0) == 0
     assert all(each.get("failures", 0) == 0 for each in status["evaluations"])
     until(lambda: not side_pods(job), lambda: f"no pod is left: {side_pods(job)}", 30)
 
-    # What the pod measured is what the command measures by hand on the same folder.
+    # The pod has the figures of the command on the same folder.
     (job.folder / "config.json").write_text(job_config(job))
     steps = [each["step"] for each in status["evaluations"]]
     model = job.folder / f"artifacts/step-{steps[0]}/model"
@@ -111,7 +112,7 @@ def test_models_of_milestones_are_measured_beside_training_also_after_a_kill(
     assert sum(each.startswith("Evaluated: The model of step") for each in job.events()) == len(steps)
 
     capsys.readouterr()
-    for name, value in job.site.variables.items():
+    for name, value in job.cluster.variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         main(["status", job.name, "-n", job.namespace])
@@ -122,9 +123,9 @@ def test_models_of_milestones_are_measured_beside_training_also_after_a_kill(
 
 
 def job_config(job: Job) -> str:
-    """The configuration of the workers, with paths as this process sees them and without tasks."""
-    data = job.site.get("configmap", f"{job.name}-config", "-n", job.namespace)["data"]
+    """Return the configuration of the workers, with the paths of this process and without tasks."""
+    data = job.cluster.get("configmap", f"{job.name}-config", "-n", job.namespace)["data"]
     config = json.loads(data["trainer.yaml"])
-    config["data"]["cacheDirectory"] = str(job.site.shared / "cache")
+    config["data"]["cacheDirectory"] = str(job.cluster.shared / "cache")
     config["evaluate"].pop("tasks", None)
     return json.dumps(config)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.testing.cluster.jobs import Job
-    from tests.testing.cluster.sites import Site
+    from tests.testing.cluster.shared_cluster import SharedCluster
 
 pytestmark = [
     pytest.mark.cluster,
@@ -38,18 +38,18 @@ YOUNG = {"TrainiumGoodputLow", "TrainiumNamedJobGoodputLow"}
 
 @dataclass
 class Prometheus:
-    """One that scrapes the operator each second."""
+    """A Prometheus that scrapes the operator each second."""
 
     url: str
 
     def query(self, promql: str) -> list[dict[str, Any]]:
-        asked = urllib.parse.urlencode({"query": promql})
-        with urllib.request.urlopen(f"{self.url}/api/v1/query?{asked}", timeout=scaled(10)) as answer:
+        query = urllib.parse.urlencode({"query": promql})
+        with urllib.request.urlopen(f"{self.url}/api/v1/query?{query}", timeout=scaled(10)) as answer:
             found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         return found
 
     def firing(self, namespace: str = ".*") -> set[str]:
-        """Alerts of jobs in a namespace, and those of no job in particular."""
+        """Return the firing alerts of jobs in a namespace, and those without a namespace."""
         found = self.query(f'ALERTS{{alertstate="firing", job_namespace=~"|{namespace}"}}')
         return {each["metric"]["alertname"] for each in found}
 
@@ -58,7 +58,7 @@ class Prometheus:
 
 
 def without_delays(rules: str) -> str:
-    """The chart's alerts, which here wait for nothing."""
+    """Return the chart's alerts without their delays."""
     loaded = yaml.safe_load(rules)
     for group in loaded["groups"]:
         for rule in group["rules"]:
@@ -67,8 +67,8 @@ def without_delays(rules: str) -> str:
 
 
 @pytest.fixture
-def prometheus(operator: Site, tmp_path: Path) -> Iterator[Prometheus]:
-    if operator.cluster is None:
+def prometheus(operator: SharedCluster, tmp_path: Path) -> Iterator[Prometheus]:
+    if operator.devcluster is None:
         pytest.skip("the addresses of pods are reached on the development cluster only")
     pods = operator.get("pods", "-n", "trainium-system", "-l", "app.kubernetes.io/component=operator")["items"]
     targets = [f"{pod['status']['podIP']}:8080" for pod in pods]
@@ -107,7 +107,7 @@ def _is_ready(url: str) -> bool:
 
 
 @pytest.mark.long
-def test_panels_and_alerts_show_what_happens_to_jobs(
+def test_panels_and_alerts_show_faults_of_jobs(
     prometheus: Prometheus, new_job: Callable[..., Job], namespace: str
 ) -> None:
     job = new_job("tended", "trainer: {steps: 5000}\nworkers: {replicas: 2, spares: 1}")
@@ -137,7 +137,7 @@ def test_panels_and_alerts_show_what_happens_to_jobs(
 
 
 def panels(namespace: str, name: str) -> Iterator[tuple[str, str]]:
-    """Title and query of every panel, as Grafana would ask for this job."""
+    """Return title and query of each panel, with the variables that Grafana sets for this job."""
     for path in (FILES / "dashboards").glob("*.json"):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel["targets"]:

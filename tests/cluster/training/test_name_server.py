@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.testing.cluster.jobs import Job
-    from tests.testing.cluster.sites import Site
+    from tests.testing.cluster.shared_cluster import SharedCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -29,12 +29,12 @@ ASK = "import socket; socket.getnameinfo(('127.83.82.82', 1), 0)"
 
 
 class NameServer:
-    """Keeps the questions."""
+    """A silent name server that records queries."""
 
     def __init__(self) -> None:
         self.questions: list[bytes] = []
 
-    def for_names_of_addresses(self) -> list[bytes]:
+    def reverse_queries(self) -> list[bytes]:
         return [question for question in self.questions if OF_AN_ADDRESS in question]
 
     @contextlib.contextmanager
@@ -59,15 +59,15 @@ class NameServer:
 
 
 @pytest.fixture
-def name_server(operator: Site) -> Iterator[NameServer]:
-    if operator.cluster is None:
+def name_server(operator: SharedCluster) -> Iterator[NameServer]:
+    if operator.devcluster is None:
         pytest.skip("only the development cluster's pods are on this machine's loopback network")
     with NameServer().running() as server:
         yield server
 
 
-def workers_that_ask_it(folder: Path, cache: Path) -> str:
-    """A fragment of a job's spec; the cache's volume is the one that each job has."""
+def name_server_spec(folder: Path, cache: Path) -> str:
+    """Return a fragment of a spec whose pods use this name server; each job has the volume of the cache."""
     configuration = folder / "resolv.conf"
     configuration.write_text(f"nameserver {ADDRESS[0]}\n", encoding="ascii")
     configuration.chmod(0o644)
@@ -83,22 +83,22 @@ def workers_that_ask_it(folder: Path, cache: Path) -> str:
     return json.dumps({"workers": {"template": {"spec": {"volumes": volumes, "containers": [worker]}}}})
 
 
-def test_no_recovery_waits_for_a_name_server_that_does_not_answer(
-    new_job: Callable[..., Job], reference: dict[int, float], name_server: NameServer, operator: Site
+def test_recovery_does_not_wait_for_a_silent_name_server(
+    new_job: Callable[..., Job], reference: dict[int, float], name_server: NameServer, operator: SharedCluster
 ) -> None:
-    job = new_job(change=workers_that_ask_it(operator.shared, operator.shared / "cache"))
+    job = new_job(change=name_server_spec(operator.shared, operator.shared / "cache"))
     job.until_step(10)
     job.kill_rank(1)
 
     entry = job.until_recovered()
 
     assert (entry["rung"], entry["podsReplaced"]) == ("InPlace", 0)
-    assert name_server.for_names_of_addresses() == []
+    assert name_server.reverse_queries() == []
     # A process that asked would be noticed.
     pod = job.members()[0]["podName"]
     asks = ("env", "RES_OPTIONS=timeout:1 attempts:1", "python3", "-c", ASK)
-    job.site.run("kubectl", "exec", pod, "-n", job.namespace, "--", *asks)
-    until(name_server.for_names_of_addresses, "the question of a process in a worker arrives")
+    job.cluster.run("kubectl", "exec", pod, "-n", job.namespace, "--", *asks)
+    until(name_server.reverse_queries, "the question of a process in a worker arrives")
     job.until_phase("Completed")
     assert job.losses() == reference
     assert every_sample_once(job.folder, 60, 12)

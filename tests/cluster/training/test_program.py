@@ -1,4 +1,4 @@
-"""Jobs that run a program which knows nothing of them: a shell script that counts, from its own checkpoint on."""
+"""Jobs of an independent program: a shell script that counts, and resumes from its own checkpoint."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.cluster.jobs import Job, merged
+from tests.testing.cluster.jobs import Job, merge
 from tests.testing.suite.timeouts import scaled, until
 
 if TYPE_CHECKING:
-    from tests.testing.cluster.sites import Site
+    from tests.testing.cluster.shared_cluster import SharedCluster
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -37,7 +37,7 @@ done
 
 
 class ProgramJob(Job):
-    """A job of the script."""
+    """A job that runs the script."""
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -45,32 +45,32 @@ class ProgramJob(Job):
         spec = manifest["spec"]
         folder = f"/checkpoints/{self.namespace}/{self.name}"
         program = {
-            "image": (self.site.settings.get("chartValues") or {}).get("trainerImage", "team/script:1"),
+            "image": (self.cluster.settings.get("chartValues") or {}).get("trainerImage", "team/script:1"),
             "command": ["sh", "-c", SCRIPT, "count", folder],
             "progress": {"pattern": r"step: (?P<step>\d+) loss: (?P<loss>\S+)"},
             "checkpoints": {"path": folder, "committed": "done-{step}"},
         }
-        spec["program"] = merged(program, spec["program"])
+        spec["program"] = merge(program, spec["program"])
         return manifest
 
     def kill_program(self, node_rank: int) -> str:
-        """SIGKILL the script of a member; returns its pod."""
+        """Send SIGKILL to the script of a member; return its pod."""
         pod: str = self.members()[node_rank]["podName"]
-        (pid,) = self.inside(pod, "sh", "-c", FIND).split()
-        self.inside(pod, "sh", "-c", f"kill -9 {pid}")
+        (pid,) = self.exec_in_pod(pod, "sh", "-c", FIND).split()
+        self.exec_in_pod(pod, "sh", "-c", f"kill -9 {pid}")
         return pod
 
 
-def applied(site: Site, namespace: str, change: str) -> ProgramJob:
-    job = ProgramJob(site, namespace, "program", change)
+def applied(cluster: SharedCluster, namespace: str, change: str) -> ProgramJob:
+    job = ProgramJob(cluster, namespace, "program", change)
     job.apply()
     return job
 
 
-def ddp_job(site: Site, namespace: str) -> ProgramJob:
-    """The example that `make program` runs, which knows of no TrainingJob either."""
+def ddp_job(cluster: SharedCluster, namespace: str) -> ProgramJob:
+    """Return a job of the example that `make program` runs."""
     source = (REPOSITORY / "manifests" / "examples" / "train_ddp.py").read_text(encoding="utf-8")
-    job = ProgramJob(site, namespace, "program", "{workers: {spares: 1}, program: {}}")
+    job = ProgramJob(cluster, namespace, "program", "{workers: {spares: 1}, program: {}}")
     folder = f"/checkpoints/{namespace}/{job.name}"
     options = ["--folder", folder, "--steps", str(STEPS), "--save-every", "5", "--seconds-per-step", "0.2"]
     program = {
@@ -86,14 +86,14 @@ def step_of(status: dict[str, Any]) -> int:
     return int((status.get("progress") or {}).get("step", 0))
 
 
-def test_a_program_goes_through_a_killed_process_and_a_lost_node_and_completes(operator: Site, namespace: str) -> None:
+def test_a_program_completes_after_a_killed_process_and_a_lost_node(operator: SharedCluster, namespace: str) -> None:
     job = applied(operator, namespace, "{workers: {spares: 1}, program: {}}")
     status = job.until("steps and a spare", lambda status: step_of(status) >= 5 and status.get("spares") == 1)
     assert status["hangDetection"] == "Steps"
     plugin = [sys.executable, "-m", "trainium_client.commands.main", "ranks", job.name, "-n", namespace, "-o", "json"]
 
     def ranks_with_steps() -> set[int]:
-        return {row["rank"] for row in json.loads(operator.must(*plugin)) if row["step"] > 0}
+        return {row["rank"] for row in json.loads(operator.check_output(*plugin)) if row["step"] > 0}
 
     until(lambda: ranks_with_steps() == {0, 1}, "each rank reports its own steps", pause=0.5)
     before = job.uids()
@@ -122,7 +122,7 @@ def test_a_program_goes_through_a_killed_process_and_a_lost_node_and_completes(o
 
 
 @pytest.mark.long
-def test_ranks_that_lose_a_peer_with_its_node_are_no_other_interruption(operator: Site, namespace: str) -> None:
+def test_a_lost_node_and_the_ranks_that_miss_it_are_one_interruption(operator: SharedCluster, namespace: str) -> None:
     job = ddp_job(operator, namespace)
     job.until("steps and a spare", lambda status: step_of(status) >= 12 and status.get("spares") == 1, seconds=180)
     lost = job.members()[1]
@@ -136,11 +136,13 @@ def test_ranks_that_lose_a_peer_with_its_node_are_no_other_interruption(operator
     (entry,) = status["history"]
     found = (entry["cause"], entry["rung"], entry["pod"], entry["node"])
     assert found == ("NodeLost", "Spare", lost["podName"], lost["nodeName"]), entry
-    assert entry["stepsLost"] <= 6, "the steps since its checkpoint, and the one in hand"
+    assert entry["stepsLost"] <= 6, "the steps since its checkpoint, and the current one"
     assert step_of(status) == STEPS
 
 
-def test_a_program_that_cannot_be_started_fails_with_a_sentence_that_names_it(operator: Site, namespace: str) -> None:
+def test_a_program_that_cannot_start_fails_with_its_name_in_the_message(
+    operator: SharedCluster, namespace: str
+) -> None:
     job = applied(operator, namespace, "program: {command: [no-such-program]}")
     status = job.until_phase("Failed", seconds=scaled(120))
     assert "no-such-program" in status["verdict"], json.dumps(status)

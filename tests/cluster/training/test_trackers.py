@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.testing.cluster.jobs import within
+from tests.testing.cluster.jobs import curves_agree
 from tests.testing.suite.timeouts import until
 from tests.testing.trainer.mlflow_server import run_mlflow_server
 
@@ -38,7 +38,7 @@ recovery: {{rescaleAfterSeconds: 60}}
 
 
 def until_recovered_from(job: Job, cause: str) -> None:
-    """Wait until training goes on after an interruption with this cause."""
+    """Wait until training continues after an interruption with this cause."""
     job.until(
         f"the recovery from {cause}",
         lambda status: any(
@@ -49,9 +49,7 @@ def until_recovered_from(job: Job, cause: str) -> None:
     )
 
 
-def test_mlflow_has_one_run_with_each_step_once_through_faults_a_resize_and_an_outage_of_its_server(
-    new_job: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_mlflow_has_each_step_once_after_faults_and_an_outage(new_job: Callable[..., Job], tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     with run_mlflow_server(tmp_path) as server:
@@ -69,7 +67,7 @@ def test_mlflow_has_one_run_with_each_step_once_through_faults_a_resize_and_an_o
         until_recovered_from(job, "Crash")
         job.until_step(job.log.newest + 20)
         server.start()
-        with job.site.without_power(job.members()[1]["nodeName"]):
+        with job.cluster.without_power(job.members()[1]["nodeName"]):
             until_recovered_from(job, "NodeLost")
         job.kill_rank(1, "STOP")
         until_recovered_from(job, "Hang")
@@ -82,7 +80,7 @@ def test_mlflow_has_one_run_with_each_step_once_through_faults_a_resize_and_an_o
         history = client.get_metric_history(run.info.run_id, "loss")
 
     assert [each.step for each in history] == list(range(1, STEPS + 1))
-    assert within({each.step: each.value for each in history}, job.losses(), 1e-5)
+    assert curves_agree({each.step: each.value for each in history}, job.losses(), 1e-5)
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "llama"
     assert run.data.params["steps"] == str(STEPS)

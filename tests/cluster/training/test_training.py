@@ -1,4 +1,4 @@
-"""A job that nothing disturbs: what it writes, what it reports, how it ends."""
+"""An undisturbed job: its files, reports and end."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from trainium_trainer.storage.protocol import Retry
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import Undisturbed
-
+    from tests.cluster.training.conftest import Undisturbed
     from tests.testing.cluster.jobs import Job
-    from tests.testing.cluster.sites import Site
+    from tests.testing.cluster.shared_cluster import SharedCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
-def test_a_job_trains_real_text_to_the_end_and_reports_it(undisturbed: Undisturbed) -> None:
+def test_a_job_completes_with_status_metrics_and_samples(undisturbed: Undisturbed) -> None:
     status = undisturbed.status
     assert status["progress"]["step"] == status["progress"]["totalSteps"] == 60
     assert status["restarts"]["total"] == 0
@@ -40,9 +39,7 @@ def test_a_job_trains_real_text_to_the_end_and_reports_it(undisturbed: Undisturb
     assert {"step", "loss", "gradNorm", "learningRate", "tokens", "samples", "seconds"} <= set(fields)
 
 
-def test_its_network_policy_is_its_own_and_lets_in_the_pods_that_are_the_operator(
-    undisturbed: Undisturbed, operator: Site
-) -> None:
+def test_the_network_policy_of_a_job_admits_the_operator(undisturbed: Undisturbed, operator: SharedCluster) -> None:
     (policy,) = undisturbed.policies
     assert policy["metadata"]["name"] == "reference-workers"
     assert [owner["kind"] for owner in policy["metadata"]["ownerReferences"]] == ["TrainingJob"]
@@ -52,11 +49,11 @@ def test_its_network_policy_is_its_own_and_lets_in_the_pods_that_are_the_operato
     (label,) = peer["namespaceSelector"]["matchLabels"].items()
     (namespace,) = operator.get("namespaces", "-l", "=".join(label))["items"]
     pods = operator.get("pods", "-n", namespace["metadata"]["name"], "-l", labels)["items"]
-    assert pods, "nobody is let in as the operator"
+    assert pods, "no caller is accepted as the operator"
     assert {pod["spec"]["containers"][0]["name"] for pod in pods} == {"operator"}
 
 
-def test_checkpoints_are_committed_when_written_and_verify(undisturbed: Undisturbed) -> None:
+def test_checkpoints_are_committed_and_verified(undisturbed: Undisturbed) -> None:
     committed = sorted(path.parent.name for path in undisturbed.folder.glob("step-*/COMMITTED"))
     assert committed == ["step-20", "step-40", "step-60"]
     storage = PosixStorage(undisturbed.folder)
@@ -66,7 +63,7 @@ def test_checkpoints_are_committed_when_written_and_verify(undisturbed: Undistur
 
 
 @pytest.mark.long
-def test_two_jobs_at_once_do_not_disturb_each_other(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
+def test_two_jobs_train_at_the_same_time(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
     first, second = new_job("first"), new_job("second")
 
     first.until_phase("Completed")
@@ -76,9 +73,7 @@ def test_two_jobs_at_once_do_not_disturb_each_other(new_job: Callable[..., Job],
 
 
 @pytest.mark.long
-def test_a_suspended_job_releases_its_nodes_and_goes_on_where_it_was(
-    new_job: Callable[..., Job], reference: dict[int, float]
-) -> None:
+def test_a_suspended_job_resumes_at_its_step(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
     job = new_job()
     job.until_step(10)
     job.suspend()
@@ -94,18 +89,16 @@ def test_a_suspended_job_releases_its_nodes_and_goes_on_where_it_was(
 
 
 @pytest.mark.long
-def test_a_job_at_its_deadline_saves_its_last_step_and_another_one_goes_on_from_there(
-    new_job: Callable[..., Job], reference: dict[int, float]
-) -> None:
+def test_a_job_at_its_deadline_saves_its_last_step(new_job: Callable[..., Job], reference: dict[int, float]) -> None:
     job = new_job()
     job.until_step(10)
     patch = json.dumps({"spec": {"activeDeadlineSeconds": 1}})
-    job.site.kubectl("patch", "trainingjob", job.name, "-n", job.namespace, "--type=merge", f"-p={patch}")
+    job.cluster.kubectl("patch", "trainingjob", job.name, "-n", job.namespace, "--type=merge", f"-p={patch}")
     status = job.until_phase("Failed")
 
     reached = max(job.losses())
     assert 10 <= reached < 60
-    assert status["checkpoint"]["durableStep"] == reached, "no step is lost"
+    assert status["checkpoint"]["durableStep"] == reached, "no step is repeated or missing"
     assert f"Its newest durable checkpoint is step {reached}." in status["verdict"]
     assert {each["reason"] for each in status["conditions"] if each["type"] == "Failed"} == {"DeadlineExceeded"}
     until(lambda: not job.pods(), lambda: f"pods go: {job.pods()}")

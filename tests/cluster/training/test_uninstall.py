@@ -1,4 +1,4 @@
-"""Nothing is left of the operator when helm uninstalls it, judged by the cluster's own garbage collector."""
+"""The uninstalled operator leaves no objects behind, by the cluster's own garbage collector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.testing.suite.timeouts import scaled, until
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.testing.cluster.sites import Site
+    from tests.testing.cluster.shared_cluster import SharedCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -24,17 +24,17 @@ ENTRY = "machine: i-0123456789abcdef0\nnode: node-1\nstate: Permanent\n"
 
 
 class Release:
-    """The chart a second time, for its own namespace alone: the definition belongs to the first one."""
+    """A second release of the chart, limited to its own namespace; the definition belongs to the first one."""
 
-    def __init__(self, site: Site, namespace: str) -> None:
-        self.site, self.namespace = site, namespace
-        values = site.settings.get("chartValues", {}) | {
+    def __init__(self, cluster: SharedCluster, namespace: str) -> None:
+        self.cluster, self.namespace = cluster, namespace
+        values = cluster.settings.get("chartValues", {}) | {
             "fullnameOverride": NAME,
             "crds": {"install": False},
             "watchNamespaces": [namespace],
             "networkPolicy": {"jobs": {"create": False}},
         }
-        self._values = site.shared / f"{namespace}.json"
+        self._values = cluster.shared / f"{namespace}.json"
         self._values.write_text(json.dumps(values))
 
     def install(self, *, keep_memory: bool = False) -> None:
@@ -49,34 +49,34 @@ class Release:
             "--wait",
             f"--timeout={scaled(120):.0f}s",
         )
-        self.site.helm("upgrade", "--install", NAME, chart, *common)
+        self.cluster.helm("upgrade", "--install", NAME, chart, *common)
 
     def uninstall(self) -> None:
-        self.site.helm("uninstall", NAME, "-n", self.namespace, "--wait", "--ignore-not-found")
+        self.cluster.helm("uninstall", NAME, "-n", self.namespace, "--wait", "--ignore-not-found")
 
     def owners(self, kind: str, name: str) -> list[str] | None:
-        """Kinds of the owners; None where there is no such object."""
-        items = self.site.get(kind, "-n", self.namespace)["items"]
+        """Return the kinds of the owners, or None if the object does not exist."""
+        items = self.cluster.get(kind, "-n", self.namespace)["items"]
         found = next((each["metadata"] for each in items if each["metadata"]["name"] == name), None)
         return None if found is None else [each["kind"] for each in found.get("ownerReferences") or []]
 
     def memory(self) -> dict[str, Any]:
-        data: dict[str, Any] = self.site.get("configmap", MEMORY, "-n", self.namespace)["data"]
+        data: dict[str, Any] = self.cluster.get("configmap", MEMORY, "-n", self.namespace)["data"]
         return data
 
-    def left(self) -> list[str]:
-        """Everything in the namespace that bears the release's name."""
-        listable = self.site.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
+    def remaining_objects(self) -> list[str]:
+        """Return all objects in the namespace with the name of the release."""
+        listable = self.cluster.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
         kinds = ",".join(kind for kind in listable if not kind.startswith("events"))
         return [
             name
-            for name in self.site.kubectl("get", kinds, "-n", self.namespace, "-o", "name").split()
+            for name in self.cluster.kubectl("get", kinds, "-n", self.namespace, "-o", "name").split()
             if name.rpartition("/")[2].startswith(NAME)
         ]
 
 
 @pytest.fixture
-def release(operator: Site, namespace: str) -> Iterator[Release]:
+def release(operator: SharedCluster, namespace: str) -> Iterator[Release]:
     made = Release(operator, namespace)
     yield made
     made.uninstall()
@@ -86,7 +86,7 @@ def eventually(observe: Callable[[], object], wanted: object) -> None:
     until(lambda: observe() == wanted, lambda: f"{wanted}; there is {observe()}", 90, pause=0.5)
 
 
-def test_an_uninstall_leaves_nothing_but_the_memory_where_that_is_asked_for(release: Release) -> None:
+def test_an_uninstall_leaves_only_the_kept_memory(release: Release) -> None:
     def owned_by(memory: list[str]) -> None:
         for kind, name, owners in (("lease", NAME, ["Deployment"]), ("configmap", MEMORY, memory)):
             eventually(partial(release.owners, kind, name), owners)
@@ -94,16 +94,16 @@ def test_an_uninstall_leaves_nothing_but_the_memory_where_that_is_asked_for(rele
     release.install()
     owned_by(["Deployment"])
     patch = json.dumps({"data": {"i-0123456789abcdef0": ENTRY}})
-    release.site.kubectl("patch", "configmap", MEMORY, "-n", release.namespace, "--type=merge", "-p", patch)
+    release.cluster.kubectl("patch", "configmap", MEMORY, "-n", release.namespace, "--type=merge", "-p", patch)
 
     release.install(keep_memory=True)
     owned_by([])
-    assert release.memory()["i-0123456789abcdef0"], "an upgrade forgets nothing"
+    assert release.memory()["i-0123456789abcdef0"], "an upgrade keeps all records"
     release.uninstall()
-    eventually(release.left, [f"configmap/{MEMORY}"])
+    eventually(release.remaining_objects, [f"configmap/{MEMORY}"])
 
     release.install()
     owned_by(["Deployment"])
     assert "state: Permanent" in release.memory()["i-0123456789abcdef0"], "nor does the next operator of that name"
     release.uninstall()
-    eventually(release.left, [])
+    eventually(release.remaining_objects, [])

@@ -1,20 +1,15 @@
 """The fake API server over real HTTP, with the discovery that kopf asks for, and a kubeconfig for it."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import yaml
 from aiohttp import web
 
+from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.timeouts import scaled
 from trainium_operator.cluster.api.resources import ALL
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.testing.api.fake_kubernetes import FakeCluster
 
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 
@@ -52,7 +47,7 @@ class FakeServer:
         return path
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        found = discovery(request.path)
+        found = discovery_response(request.path)
         if found is not None:
             return web.json_response(found)
         if request.query.get("watch") == "true":
@@ -78,33 +73,33 @@ class FakeServer:
         return response
 
 
-def discovery(path: str) -> dict[str, Any] | None:
+def discovery_response(path: str) -> dict[str, Any] | None:
     """Return the answer about groups and kinds; None for any other path."""
     groups = sorted({resource.group for resource in ALL if resource.group} | {"apiextensions.k8s.io"})
     versions = {resource.group: resource.version for resource in ALL} | {"apiextensions.k8s.io": "v1"}
     if path == "/api":
         return {"versions": ["v1"]}
     if path == "/apis":
-        return {"groups": [_group(name, versions[name]) for name in groups]}
+        return {"groups": [_api_group(name, versions[name]) for name in groups]}
     for group in groups:
         if path == f"/apis/{group}":
-            return _group(group, versions[group])
+            return _api_group(group, versions[group])
     for group in ("", *groups):
         if path == (f"/apis/{group}/{versions[group]}" if group else "/api/v1"):
             resources = [
-                _kind(each.plural, each.kind, namespaced=each.namespaced) for each in ALL if each.group == group
+                _api_resource(each.plural, each.kind, namespaced=each.namespaced) for each in ALL if each.group == group
             ]
             extra = {"": "namespaces", "apiextensions.k8s.io": "customresourcedefinitions"}.get(group)
             if extra:
-                resources.append(_kind(extra, extra, namespaced=False))
+                resources.append(_api_resource(extra, extra, namespaced=False))
             return {"resources": resources}
     return None
 
 
-def _kind(plural: str, kind: str, *, namespaced: bool) -> dict[str, Any]:
+def _api_resource(plural: str, kind: str, *, namespaced: bool) -> dict[str, Any]:
     return {"name": plural, "singularName": "", "kind": kind, "namespaced": namespaced, "verbs": VERBS}
 
 
-def _group(name: str, version: str) -> dict[str, Any]:
+def _api_group(name: str, version: str) -> dict[str, Any]:
     entry = {"groupVersion": f"{name}/{version}", "version": version}
     return {"name": name, "versions": [entry], "preferredVersion": entry}

@@ -6,8 +6,6 @@ pods, garbage collection by owner, TokenReview, SubjectAccessReview. Has faults:
 streams, compaction.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -42,11 +40,11 @@ class _Watch:
     stalled: bool = False
 
 
-async def _once(body: bytes) -> AsyncIterator[bytes]:
+async def _iterate_once(body: bytes) -> AsyncIterator[bytes]:
     yield body
 
 
-def refuse(status: int, reason: str, message: str = "", **headers: str) -> HttpResponse:
+def http_error(status: int, reason: str, message: str = "", **headers: str) -> HttpResponse:
     body = {"kind": "Status", "status": "Failure", "reason": reason, "message": message or reason, "code": status}
     return HttpResponse(
         status, {key.replace("_", "-"): value for key, value in headers.items()}, json.dumps(body).encode()
@@ -66,7 +64,7 @@ class FakeCluster:
         self.tokens: dict[str, Json] = {}
         """The user of each valid token."""
         self.may: Callable[[Json], bool] = lambda _spec: False
-        """The authoriser, by the spec of a SubjectAccessReview."""
+        """The authorizer, by the spec of a SubjectAccessReview."""
         self._clock = clock
         self.graceful_pods = False
         self.served: dict[str, tuple[str, ...]] = {}
@@ -89,8 +87,8 @@ class FakeCluster:
     # what tests do from outside
 
     def add(self, resource: Resource, raw: Json) -> Json:
-        """Put an object there as somebody else would."""
-        raw = _copied(raw)
+        """Add an object as another client would."""
+        raw = _copy_json(raw)
         raw.setdefault("metadata", {}).setdefault("uid", f"uid-{next(self._uids)}")
         raw["metadata"].setdefault("creationTimestamp", self.now)
         if resource.namespaced:
@@ -100,7 +98,7 @@ class FakeCluster:
         return self._store("ADDED", resource, raw)
 
     def change(self, resource: Resource, namespace: str, name: str, change: Callable[[Json], None]) -> Json:
-        raw = _copied(self.objects[resource.plural, namespace, name])
+        raw = _copy_json(self.objects[resource.plural, namespace, name])
         change(raw)
         return self._store("MODIFIED", resource, raw)
 
@@ -111,7 +109,7 @@ class FakeCluster:
         self._notify("DELETED", resource, raw)
         for key, child in list(self.objects.items()):
             if any(o["uid"] == raw["metadata"]["uid"] for o in child["metadata"].get("ownerReferences") or ()):
-                self.remove(_resource(key[0]), key[1], key[2])
+                self.remove(_find_resource(key[0]), key[1], key[2])
 
     def get(self, resource: Resource, namespace: str, name: str) -> Json:
         return self.objects[resource.plural, namespace, name]
@@ -133,7 +131,7 @@ class FakeCluster:
         for watch in self._watches:
             watch.stalled = True
 
-    def bookmark(self) -> None:
+    def send_bookmarks(self) -> None:
         for watch in self._watches:
             if not watch.stalled:
                 watch.queue.put_nowait(self._bookmark_of(watch.resource))
@@ -144,7 +142,7 @@ class FakeCluster:
         for watch in self._watches:
             if watch.resource is resource:
                 for kind, raw in past:
-                    self._offer(watch, kind, raw)
+                    self._send_event(watch, kind, raw)
 
     def open_streams(self, resource: Resource) -> int:
         return sum(watch.resource is resource for watch in self._watches)
@@ -166,11 +164,11 @@ class FakeCluster:
                 return outcome
         if path == "/apis" or (path.startswith("/apis/") and path.count("/") == 3):
             return self._discovery(path)
-        resource, namespace, name, subresource = _route(path)
-        taken = _copied(body)
+        resource, namespace, name, subresource = _parse_path(path)
+        taken = _copy_json(body)
         answer = self._dispatch(method, resource, namespace, name, subresource, dict(query), taken, content_type)
         if method != "GET":
-            write = Write(method, path, _copied(body), answer.status)
+            write = Write(method, path, _copy_json(body), answer.status)
             self.writes.append(write)
             self.after_write(write)
         return answer
@@ -183,24 +181,24 @@ class FakeCluster:
             raise ConnectionFailedError("connection refused")
         refused = next((each for fault in self.faults if isinstance(each := fault("WATCH", path), HttpResponse)), None)
         if refused is not None and refused.status == 403:
-            yield ResponseStream(403, _once(refused.body))
+            yield ResponseStream(403, _iterate_once(refused.body))
             return
-        resource, namespace, _, _ = _route(path)
+        resource, namespace, _, _ = _parse_path(path)
         watch = _Watch(resource, namespace, query.get("labelSelector", ""))
         since = int(query["resourceVersion"])
         if since < self._compacted:
             watch.queue.put_nowait({"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "old"}})
         for version, plural, kind, raw in self._history:
             if version > since and plural == resource.plural:
-                self._offer(watch, kind, raw)
+                self._send_event(watch, kind, raw)
         self._watches.append(watch)
         loop = asyncio.get_running_loop()
         try:
-            yield ResponseStream(200, self._lines(watch, silence, loop.time() + float(query["timeoutSeconds"])))
+            yield ResponseStream(200, self._event_lines(watch, silence, loop.time() + float(query["timeoutSeconds"])))
         finally:
             self._watches.remove(watch)
 
-    async def _lines(self, watch: _Watch, silence: float, until: float) -> AsyncIterator[bytes]:
+    async def _event_lines(self, watch: _Watch, silence: float, until: float) -> AsyncIterator[bytes]:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -228,9 +226,9 @@ class FakeCluster:
         content_type: str,
     ) -> HttpResponse:
         if resource.plural == "tokenreviews":
-            return _ok(self._review(body))
+            return _respond(self._review(body))
         if resource.plural == "subjectaccessreviews":
-            return _ok({**body, "status": {"allowed": self.may(body["spec"])}})
+            return _respond({**body, "status": {"allowed": self.may(body["spec"])}})
         if method == "POST":
             return self._create(resource, namespace, body)
         if method == "GET" and not name:
@@ -240,19 +238,19 @@ class FakeCluster:
         if method == "PATCH" and content_type.startswith("application/apply-patch"):
             return self._apply(resource, key, current, subresource, query["fieldManager"], body)
         if current is None:
-            return refuse(404, "NotFound", f"{resource.plural} {name} not found")
+            return http_error(404, "NotFound", f"{resource.plural} {name} not found")
         if method == "GET":
-            return _ok(current)
+            return _respond(current)
         if method == "DELETE":
             return self._delete(resource, current, body or {})
         expected = body.get("metadata", {}).get("resourceVersion")
         if expected is not None and expected != current["metadata"]["resourceVersion"]:
-            return refuse(409, "Conflict", "the object has been modified")
+            return http_error(409, "Conflict", "the object has been modified")
         if method == "PUT":
             body["metadata"] = {**body["metadata"], "uid": current["metadata"]["uid"]}
-            return _ok(self._store("MODIFIED", resource, body))
-        result = _merged(current, body)
-        return _ok(current if result == current else self._store("MODIFIED", resource, result))
+            return _respond(self._store("MODIFIED", resource, body))
+        result = _merge(current, body)
+        return _respond(current if result == current else self._store("MODIFIED", resource, result))
 
     def _discovery(self, path: str) -> HttpResponse:
         if path == "/apis":
@@ -260,22 +258,22 @@ class FakeCluster:
             for name in self.served:
                 group, _, version = name.partition("/")
                 groups.setdefault(group, []).append({"groupVersion": name, "version": version})
-            return _ok({"groups": [{"name": name, "versions": versions} for name, versions in groups.items()]})
+            return _respond({"groups": [{"name": name, "versions": versions} for name, versions in groups.items()]})
         kinds = self.served.get(path.removeprefix("/apis/"))
         if kinds is None:
-            return refuse(404, "NotFound", "the server could not find the requested resource")
+            return http_error(404, "NotFound", "the server could not find the requested resource")
         verbs = ["create", "get", "list", "patch"]
-        return _ok({"resources": [{"name": f"{kind.lower()}s", "kind": kind, "verbs": verbs} for kind in kinds]})
+        return _respond({"resources": [{"name": f"{kind.lower()}s", "kind": kind, "verbs": verbs} for kind in kinds]})
 
     def _create(self, resource: Resource, namespace: str, body: Json) -> HttpResponse:
         name = body["metadata"]["name"]
         if (resource.plural, namespace, name) in self.objects:
-            return refuse(409, "AlreadyExists", f"{resource.plural} {name!r} already exists")
+            return http_error(409, "AlreadyExists", f"{resource.plural} {name!r} already exists")
         body["metadata"].update(namespace=namespace, uid=f"uid-{next(self._uids)}", creationTimestamp=self.now)
         body.update(apiVersion=resource.api_version, kind=resource.kind)
         if resource.plural == "pods":
             body["status"] = {"phase": "Pending"}
-        return _ok(self._store("ADDED", resource, body))
+        return _respond(self._store("ADDED", resource, body))
 
     def _list(self, resource: Resource, namespace: str, query: dict[str, str]) -> HttpResponse:
         found = [
@@ -288,7 +286,7 @@ class FakeCluster:
         metadata: Json = {"resourceVersion": str(self.version)}
         if start + limit < len(found):
             metadata["continue"] = str(start + limit)
-        return _ok({"metadata": metadata, "items": found[start : start + limit]})
+        return _respond({"metadata": metadata, "items": found[start : start + limit]})
 
     def _apply(
         self,
@@ -302,12 +300,12 @@ class FakeCluster:
         expected = body["metadata"].pop("resourceVersion", None)
         if current is None:
             if subresource or expected:
-                return refuse(404, "NotFound", f"{key[2]} not found")
+                return http_error(404, "NotFound", f"{key[2]} not found")
             created = self._create(resource, key[1], body)
-            self._applied[(*key, manager)] = _leaves(body)
+            self._applied[(*key, manager)] = _leaf_paths(body)
             return created
         if expected is not None and expected != current["metadata"]["resourceVersion"]:
-            return refuse(409, "Conflict", "the object has been modified")
+            return http_error(409, "Conflict", "the object has been modified")
         wanted = (
             {"status": body.get("status", {})}
             if subresource == "status"
@@ -315,34 +313,34 @@ class FakeCluster:
         )
         named = sorted(
             ".".join(path)
-            for path in _leaves(wanted)
+            for path in _leaf_paths(wanted)
             if self.undeclared & {".".join(path[:end]) for end in range(len(path) + 1)}
         )
         if named:
             lines = "".join(f"\n  .{path}: field not declared in schema" for path in named)
-            return refuse(500, "InternalError", f"failed to create typed patch object: errors:{lines}")
+            return http_error(500, "InternalError", f"failed to create typed patch object: errors:{lines}")
         owned = self._applied.get((*key, manager + subresource), set())
-        result = _copied(current)
-        for path in owned - _leaves(wanted):
-            _drop(result, path)
-        result = _merged(result, wanted, keep_none=True)
+        result = _copy_json(current)
+        for path in owned - _leaf_paths(wanted):
+            _remove_path(result, path)
+        result = _merge(result, wanted, keep_none=True)
         result["metadata"] = {**current["metadata"], **{k: v for k, v in result["metadata"].items() if k != "uid"}}
-        self._applied[(*key, manager + subresource)] = _leaves(wanted)
+        self._applied[(*key, manager + subresource)] = _leaf_paths(wanted)
         if result == current:
-            return _ok(current)
-        return _ok(self._store("MODIFIED", resource, result))
+            return _respond(current)
+        return _respond(self._store("MODIFIED", resource, result))
 
     def _delete(self, resource: Resource, current: Json, options: Json) -> HttpResponse:
         uid = (options.get("preconditions") or {}).get("uid")
         metadata = current["metadata"]
         if uid is not None and uid != metadata["uid"]:
-            return refuse(409, "Conflict", "the UID in the precondition does not match")
+            return http_error(409, "Conflict", "the UID in the precondition does not match")
         if resource.plural == "pods" and self.graceful_pods and options.get("gracePeriodSeconds") != 0:
-            raw = _copied(current)
+            raw = _copy_json(current)
             raw["metadata"].setdefault("deletionTimestamp", self.now)
-            return _ok(self._store("MODIFIED", resource, raw))
+            return _respond(self._store("MODIFIED", resource, raw))
         self.remove(resource, metadata.get("namespace", ""), metadata["name"])
-        return _ok({"kind": "Status", "status": "Success"})
+        return _respond({"kind": "Status", "status": "Success"})
 
     def _review(self, body: Json) -> Json:
         user = self.tokens.get(body["spec"]["token"])
@@ -352,7 +350,7 @@ class FakeCluster:
 
     def _store(self, kind: str, resource: Resource, raw: Json) -> Json:
         self.version = next(self._version)
-        raw = _copied(raw)
+        raw = _copy_json(raw)
         raw["metadata"]["resourceVersion"] = str(self.version)
         key = (resource.plural, raw["metadata"].get("namespace", ""), raw["metadata"]["name"])
         old = self.objects.get(key)
@@ -360,19 +358,20 @@ class FakeCluster:
             raw["metadata"]["generation"] = old["metadata"].get("generation", 1) + 1
         self.objects[key] = raw
         self._notify(kind, resource, raw)
-        stored: Json = _copied(raw)
+        stored: Json = _copy_json(raw)
         return stored
 
     def _notify(self, kind: str, resource: Resource, raw: Json) -> None:
-        self._history.append((self.version, resource.plural, kind, _copied(raw)))
+        raw = _copy_json(raw)  # events are only read
+        self._history.append((self.version, resource.plural, kind, raw))
         for watch in self._watches:
             if watch.resource is resource:
-                self._offer(watch, kind, raw)
+                self._send_event(watch, kind, raw)
 
-    def _offer(self, watch: _Watch, kind: str, raw: Json) -> None:
+    def _send_event(self, watch: _Watch, kind: str, raw: Json) -> None:
         namespace = raw["metadata"].get("namespace", "")
         if not watch.stalled and watch.namespace in ("", namespace) and _matches(raw, watch.labels):
-            watch.queue.put_nowait({"type": kind, "object": _copied(raw)})
+            watch.queue.put_nowait({"type": kind, "object": raw})
 
     def _bookmark_of(self, resource: Resource) -> Json:
         return {
@@ -381,31 +380,31 @@ class FakeCluster:
         }
 
 
-def _copied(value: Any) -> Any:
-    """A copy of JSON; several times as fast as a general one."""
+def _copy_json(value: Any) -> Any:
+    """Return a copy of JSON; several times as fast as a general one."""
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: _copy_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_copied(each) for each in value]
+        return [_copy_json(each) for each in value]
     return value
 
 
-def _ok(body: Json) -> HttpResponse:
+def _respond(body: Json) -> HttpResponse:
     return HttpResponse(200, {}, json.dumps(body).encode())
 
 
-def _resource(plural: str) -> Resource:
+def _find_resource(plural: str) -> Resource:
     return next(resource for resource in (*ALL, *QUEUEING, *CLAIMING, POD_GROUPS) if resource.plural == plural)
 
 
-def _route(path: str) -> tuple[Resource, str, str, str]:
+def _parse_path(path: str) -> tuple[Resource, str, str, str]:
     parts = path.strip("/").split("/")
     parts = parts[2:] if parts[0] == "api" else parts[3:]
     namespace = ""
     if parts[0] == "namespaces" and len(parts) > 2:
         namespace, parts = parts[1], parts[2:]
     padded = [*parts, "", ""]
-    return _resource(padded[0]), namespace, padded[1], padded[2]
+    return _find_resource(padded[0]), namespace, padded[1], padded[2]
 
 
 def _matches(raw: Json, selector: str) -> bool:
@@ -417,30 +416,30 @@ def _matches(raw: Json, selector: str) -> bool:
     return True
 
 
-def _merged(old: Json, new: Json, *, keep_none: bool = False) -> Json:
+def _merge(old: Json, new: Json, *, keep_none: bool = False) -> Json:
     result = dict(old)
     for key, value in new.items():
         if value is None and not keep_none:
             result.pop(key, None)
         elif isinstance(value, dict) and isinstance(result.get(key), dict):
-            result[key] = _merged(result[key], value, keep_none=keep_none)
+            result[key] = _merge(result[key], value, keep_none=keep_none)
         else:
-            result[key] = _copied(value)
+            result[key] = _copy_json(value)
     return result
 
 
-def _leaves(value: Any, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+def _leaf_paths(value: Any, path: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
     if not isinstance(value, dict) or not value:
         return {path} if path else set()
     return {
         leaf
         for key, child in value.items()
         if key not in ("apiVersion", "kind")
-        for leaf in _leaves(child, (*path, key))
+        for leaf in _leaf_paths(child, (*path, key))
     }
 
 
-def _drop(raw: Json, path: tuple[str, ...]) -> None:
+def _remove_path(raw: Json, path: tuple[str, ...]) -> None:
     *parents, last = path
     for parent in parents:
         raw = raw.get(parent, {})

@@ -5,15 +5,11 @@ what the real one keeps: quota that was reserved is free only when the Workload 
 sets do not change while it is reserved.
 """
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tests.testing.api.fake_kubernetes import FakeCluster
 from trainium_operator.cluster.api.resources import FLAVORS, WORKLOADS
-
-if TYPE_CHECKING:
-    from tests.testing.api.fake_kubernetes import FakeCluster
 
 TURN_SECONDS = 0.3
 FLAVOR = "trn1"
@@ -32,67 +28,68 @@ class FakeKueue:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(TURN_SECONDS)
-            self.check()
+            self.check_pod_sets()
             self._admit()
 
     def workloads(self) -> dict[str, dict[str, Any]]:
         return {name: self.cluster.get(WORKLOADS, "default", name) for name in self.cluster.names(WORKLOADS)}
 
-    def used(self) -> int:
-        return sum(_pods(raw) for raw in self.workloads().values() if _holds(raw))
+    def used_quota(self) -> int:
+        return sum(_pod_count(raw) for raw in self.workloads().values() if _holds_quota(raw))
 
     def evict(self, name: str, reason: str = "Preempted") -> None:
         """Evict as a preemption does: the quota stays until it is returned."""
 
         def change(raw: dict[str, Any]) -> None:
             message = "Preempted to accommodate a workload (UID: u, JobUID: j) due to reclamation within the cohort"
-            _set(raw, "Evicted", True, reason, message)
+            _set_condition(raw, "Evicted", True, reason, message)
 
         self.cluster.change(WORKLOADS, "default", name, change)
 
     def condition(self, name: str, kind: str) -> bool:
-        return name in self.workloads() and _is(self.workloads()[name], kind)
+        return name in self.workloads() and _has_condition(self.workloads()[name], kind)
 
-    def check(self) -> None:
-        """Pod sets that were admitted stay as they were."""
-        held = {raw["metadata"]["uid"]: raw["spec"]["podSets"] for raw in self.workloads().values() if _holds(raw)}
+    def check_pod_sets(self) -> None:
+        """Assert that admitted pod sets have not changed."""
+        admitted = filter(_holds_quota, self.workloads().values())
+        held = {raw["metadata"]["uid"]: raw["spec"]["podSets"] for raw in admitted}
         for uid, pod_sets in held.items():
             assert self._frozen.get(uid, pod_sets) == pod_sets, "pod sets were changed while quota was reserved"
         self._frozen = held
 
     def _admit(self) -> None:
-        waiting = [raw for raw in self.workloads().values() if _waits(raw)]
+        waiting = [raw for raw in self.workloads().values() if _is_pending(raw)]
         for raw in sorted(waiting, key=lambda each: (-each["spec"]["priority"], each["metadata"]["name"])):
-            fits = self.used() + _pods(raw) <= self.capacity
-            self.cluster.change(WORKLOADS, "default", raw["metadata"]["name"], _admission if fits else _refusal)
+            fits = self.used_quota() + _pod_count(raw) <= self.capacity
+            self.cluster.change(WORKLOADS, "default", raw["metadata"]["name"], _reserve if fits else _refuse)
 
 
-def _pods(raw: dict[str, Any]) -> int:
+def _pod_count(raw: dict[str, Any]) -> int:
     return sum(each["count"] for each in raw["spec"]["podSets"])
 
 
-def _is(raw: dict[str, Any], kind: str) -> bool:
+def _has_condition(raw: dict[str, Any], kind: str) -> bool:
     conditions = (raw.get("status") or {}).get("conditions") or ()
     return any(each["type"] == kind and each["status"] == "True" for each in conditions)
 
 
-def _holds(raw: dict[str, Any]) -> bool:
-    return _is(raw, "QuotaReserved") and not _is(raw, "Finished")
+def _holds_quota(raw: dict[str, Any]) -> bool:
+    return _has_condition(raw, "QuotaReserved") and not _has_condition(raw, "Finished")
 
 
-def _waits(raw: dict[str, Any]) -> bool:
+def _is_pending(raw: dict[str, Any]) -> bool:
     deactivated = raw["spec"].get("active") is False
-    return not (deactivated or _is(raw, "QuotaReserved") or _is(raw, "Finished"))
+    return not (deactivated or _has_condition(raw, "QuotaReserved") or _has_condition(raw, "Finished"))
 
 
-def _set(raw: dict[str, Any], kind: str, true: bool, reason: str, message: str) -> None:
+def _set_condition(raw: dict[str, Any], kind: str, true: bool, reason: str, message: str) -> None:
     status = raw.setdefault("status", {})
     others = [each for each in status.get("conditions") or () if each["type"] != kind]
     fields = {"lastTransitionTime": "2026-11-23T09:19:57Z", "observedGeneration": 1, "reason": reason}
     status["conditions"] = [*others, {**fields, "message": message, "status": str(true), "type": kind}]
 
 
-def _admission(raw: dict[str, Any]) -> None:
+def _reserve(raw: dict[str, Any]) -> None:
     assignments = [
         {
             "count": each["count"],
@@ -103,13 +100,13 @@ def _admission(raw: dict[str, Any]) -> None:
         for each in raw["spec"]["podSets"]
     ]
     raw.setdefault("status", {})["admission"] = {"clusterQueue": "team", "podSetAssignments": assignments}
-    _set(raw, "QuotaReserved", True, "QuotaReserved", "Quota reserved in ClusterQueue team")
-    _set(raw, "Admitted", True, "Admitted", "The workload is admitted")
-    if _is(raw, "Evicted"):
-        _set(raw, "Evicted", False, "QuotaReserved", "Previously: Preempted to accommodate a workload")
+    _set_condition(raw, "QuotaReserved", True, "QuotaReserved", "Quota reserved in ClusterQueue team")
+    _set_condition(raw, "Admitted", True, "Admitted", "The workload is admitted")
+    if _has_condition(raw, "Evicted"):
+        _set_condition(raw, "Evicted", False, "QuotaReserved", "Previously: Preempted to accommodate a workload")
 
 
-def _refusal(raw: dict[str, Any]) -> None:
+def _refuse(raw: dict[str, Any]) -> None:
     message = "couldn't assign flavors to pod set workers: insufficient unused quota for pods in flavor trn1"
     if not raw.get("status", {}).get("conditions"):
-        _set(raw, "QuotaReserved", False, "Pending", message)
+        _set_condition(raw, "QuotaReserved", False, "Pending", message)

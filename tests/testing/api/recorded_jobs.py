@@ -7,23 +7,19 @@ json`; the spec is cut to what the client reads.
 refusal or an invalid one. Tests that list, watch or write use the other.
 """
 
-from __future__ import annotations
-
 import json
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import yaml
 
 from tests.testing.suite.loopback_http import LoopbackServer
-from trainium_contract.wire.log_line import log_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from trainium_contract.wire.log_line import build_log_line
 
 RECORDED = Path(__file__).parent / "recorded"
 NOW = 1_795_399_790.0
@@ -32,23 +28,23 @@ JOBS = "/apis/trainium.dev/v1alpha1/namespaces/team/trainingjobs"
 CORE = "/api/v1/namespaces/team"
 
 
-def recorded(name: str) -> dict[str, Any]:
+def recorded_object(name: str) -> dict[str, Any]:
     """One recorded object."""
     found: dict[str, Any] = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
 def recorded_log() -> str:
-    """The end of the log of `llama-w-0`, with time stamps."""
+    """Return the end of the log of `llama-w-0`, with time stamps."""
     return (RECORDED / "worker.log").read_text(encoding="utf-8")
 
 
 def recorded_log_as_json() -> str:
-    """The same log as a pod writes it whose log is lines of the schema."""
-    return "".join(f"{_as_json(line)}\n" for line in recorded_log().splitlines())
+    """Return the same log as JSON lines."""
+    return "".join(f"{_format_as_json(line)}\n" for line in recorded_log().splitlines())
 
 
-def _as_json(line: str) -> str:
+def _format_as_json(line: str) -> str:
     stamp, _, words = line.partition(" ")
     about: dict[str, Any] = {"namespace": "team", "job": "llama", "pod": "llama-w-0", "node": "node-0", "generation": 1}
     ours = re.fullmatch(r"\[rank (\d+)\] [\d:]{8} rank \d+ ([A-Z]+) (.*)", words)
@@ -57,27 +53,27 @@ def _as_json(line: str) -> str:
         about |= {"source": "trainer", "logger": "trainium.loop", "rank": int(ours[1]), "attempt": 0}
         time, level, message = f"{stamp[:23]}Z", ours[2], ours[3]
     else:
-        assert agents is not None, f"neither a rank nor the agent says {words!r}"
+        assert agents is not None, f"neither a rank nor the agent logs {words!r}"
         about |= {"source": "agent", "logger": "trainium_agent.generation_runner"}
         time, level, message = f"{agents[1]}T{agents[2]}.{agents[3]}Z", agents[4], agents[5]
-    return f"{stamp} {log_line(message, time=time, level=level.lower(), **about).to_line()}"
+    return f"{stamp} {build_log_line(message, time=time, level=level.lower(), **about).to_line()}"
 
 
-def recorded_answers() -> dict[str, Any]:
-    """Path -> what the API server answers: an object, a text, or a status code."""
+def recorded_responses() -> dict[str, Any]:
+    """Return the responses of the API server by path: an object, a text, or a status code."""
     return {
-        JOBS: {"items": [recorded("job"), recorded("failed")]},
-        f"{JOBS}/llama": recorded("job"),
-        f"{JOBS}/broken": recorded("failed"),
-        f"{CORE}/configmaps/llama-membership": recorded("membership"),
-        f"{CORE}/pods": recorded("pods"),
-        f"{CORE}/events": recorded("events"),
+        JOBS: {"items": [recorded_object("job"), recorded_object("failed")]},
+        f"{JOBS}/llama": recorded_object("job"),
+        f"{JOBS}/broken": recorded_object("failed"),
+        f"{CORE}/configmaps/llama-membership": recorded_object("membership"),
+        f"{CORE}/pods": recorded_object("pods"),
+        f"{CORE}/events": recorded_object("events"),
         f"{CORE}/pods/llama-w-0/log": recorded_log(),
     }
 
 
 class ApiServer:
-    """Serves answers by path; what is not there is 404, as the real one answers; requests are remembered."""
+    """An API server with fixed responses by path (404 without one) that records requests."""
 
     def __init__(self, answers: dict[str, Any], folder: Path) -> None:
         self.answers = answers
@@ -119,14 +115,14 @@ class ApiServer:
         self.kubeconfig.write_text(yaml.safe_dump(kubeconfig(self.url)), encoding="utf-8")
 
     @contextmanager
-    def running(self) -> Iterator[ApiServer]:
+    def running(self) -> Iterator[Self]:
         """Serve in a thread."""
         with self._server.running():
             yield self
 
 
 def kubeconfig(server: str, **user: Any) -> dict[str, Any]:
-    """A kubeconfig with one context, in the namespace of the recorded jobs."""
+    """Return a kubeconfig with one context, in the namespace of the recorded jobs."""
     return {
         "current-context": "here",
         "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "team"}}],

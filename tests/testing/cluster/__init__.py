@@ -1,1 +1,1 @@
-"""Which real cluster do tests run on, and how do they follow pods and jobs there?"""
+"""Clusters that tests run on, and clients of their pods and jobs."""

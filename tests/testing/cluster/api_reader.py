@@ -4,19 +4,15 @@ Only what the tests wait for; for another kind, or with other credentials, use k
 that is not there is that of kubectl.
 """
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from tests.testing.suite.timeouts import scaled
 from trainium_contract.api_server.connection import Connection
 from trainium_contract.api_server.errors import NoClusterError
 from trainium_contract.api_server.kubeconfig import find_access
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Json = dict[str, Any]
 
@@ -35,11 +31,11 @@ _QUERIES = {"-l": "labelSelector", "--field-selector": "fieldSelector"}
 
 
 class ReadError(Exception):
-    """The API server refused or did not answer; kubectl's words."""
+    """Report that the API server refused or did not answer, with the message of kubectl."""
 
 
 def path_of(arguments: tuple[str, ...]) -> str | None:
-    """The path and query of what `kubectl get ARGUMENTS -o json` reads; None when that is not known here."""
+    """Return path and query of the request of `kubectl get ARGUMENTS -o json`, or None if unknown."""
     words, namespace, query = list(arguments), "default", ""
     for option in ("-n", *_QUERIES):
         if option in words:
@@ -56,13 +52,13 @@ def path_of(arguments: tuple[str, ...]) -> str | None:
 
 
 class ApiReader:
-    """Read one object after another, with the error messages of kubectl."""
+    """A client that reads objects over one connection, with the error messages of kubectl."""
 
     def __init__(self, kubeconfig: Path) -> None:
         self._connection = Connection(find_access(str(kubeconfig), None, {}), seconds=scaled(60), user_agent="tests")
 
     def get(self, path: str) -> Json:
-        """Return an object or a list; raises ReadError."""
+        """Return an object or a list, or raise ReadError."""
         try:
             answer = self._connection.request("GET", path)
             document: Json = json.loads(answer.body)

@@ -1,22 +1,18 @@
-"""The definition and the operator on a cluster, as a ring needs them: the one without the other, or both.
+"""The definition and the operator on a cluster, as the tests need them: the definition alone, or both.
 
-Rings share a cluster that is lent to the tests. Those of the definition write what an operator would, so none may run;
+Rings share an existing cluster. Those of the definition write what an operator would, so none may run;
 those of training want the chart's. Invariant: each finds it so, whichever ran before.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.testing.cluster.access import ROOT, Access, CommandError
 from tests.testing.cluster.marks import LABELS, is_marked
 from tests.testing.suite.timeouts import scaled, until
 from trainium_contract.definition.crd import custom_resource_definition
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 RELEASE = "trainium-operator"
 NAMESPACE = "trainium-system"
@@ -24,8 +20,8 @@ DEFINITION = "trainingjobs.trainium.dev"
 CHART = ROOT / "helm/trainium-operator"
 
 
-class RingNeed(StrEnum):
-    """Needs of a ring of tests on its cluster."""
+class InstalledParts(StrEnum):
+    """Parts of the project that are installed on a cluster."""
 
     DEFINITION = "the definition alone"
     OPERATOR = "the operator"
@@ -36,14 +32,14 @@ class Installed:
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._now: RingNeed | None = None
+        self._now: InstalledParts | None = None
 
-    def ensure(self, need: RingNeed) -> None:
-        """Make it so; nothing happens when it is."""
+    def ensure(self, need: InstalledParts) -> None:
+        """Install or uninstall until the cluster has exactly these parts."""
         if need is self._now:
             return
         self._now = None
-        if need is RingNeed.OPERATOR:
+        if need is InstalledParts.OPERATOR:
             install_operator(self._access)
         else:
             apply_definition(self._access)
@@ -52,10 +48,10 @@ class Installed:
 
 
 def install_operator(access: Access, values: Mapping[str, Any] | None = None, *options: str) -> None:
-    """Install the chart, with the site's values over these, until it runs; raises CommandError with the reason."""
+    """Install the chart, with the cluster's values over these, until it runs, or raise CommandError with the reason."""
     usual = {"statusIntervalSeconds": 1, "metrics": {"namedJobs": 20}}
     chosen = {**(usual if values is None else values), **access.settings.get("chartValues", {})}
-    if access.is_lent:  # where the definition may be somebody's own: it is no part of the release and of its marks
+    if access.is_existing:  # whose definition may be another's: it has neither the release nor the marks
         apply_definition(access)
         chosen |= {"crds": {"install": False}, "commonLabels": chosen.get("commonLabels", {}) | LABELS}
     file = access.shared / "values.json"
@@ -72,12 +68,12 @@ def install_operator(access: Access, values: Mapping[str, Any] | None = None, *o
 
 
 def uninstall_operator(access: Access) -> None:
-    """Take it out, in whatever state it is; its jobs and the definition stay."""
+    """Uninstall the chart in any state; jobs and the definition stay."""
     access.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait", "--ignore-not-found")
 
 
 def apply_definition(access: Access) -> None:
-    """Apply this checkout's definition; marked unless there was one before that is not of tests."""
+    """Apply this checkout's definition, with the mark of tests unless one without it exists."""
     there = access.run("kubectl", "get", "crd", DEFINITION, "-o", "json")
     document = custom_resource_definition()
     if there.returncode != 0 or is_marked(json.loads(there.stdout)):
@@ -89,13 +85,13 @@ def apply_definition(access: Access) -> None:
 
 
 def await_definition(access: Access, name: str) -> None:
-    """Return when objects of it can be written; kubectl's own wait fails while it has no condition at all."""
+    """Wait until objects of the definition can be written; kubectl's own wait fails before its first condition."""
     asked = ("get", "crd", name, "-o", 'jsonpath={.status.conditions[?(@.type=="Established")].status}')
     until(lambda: access.run("kubectl", *asked).stdout == "True", f"the definition {name} is established", 20)
 
 
 def make_namespace(access: Access, name: str, **labels: str) -> None:
-    """A marked namespace. One of that name is taken as it is, and waited for when it is going."""
+    """Create a namespace with the mark of tests, after the end of a terminating one; keep an existing one."""
     metadata = {"name": name, "labels": LABELS | labels}
     document = json.dumps({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
 

@@ -1,30 +1,27 @@
-"""A TrainingJob under test: apply it, follow it, disturb it, read what it left."""
-
-from __future__ import annotations
+"""A TrainingJob under test: apply it, watch it, inject faults, read its results."""
 
 import contextlib
 import json
+import random
+import string
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Self
 
 import yaml
 
+from tests.testing.cluster.shared_cluster import SharedCluster
 from tests.testing.suite.timeouts import Deadline
-from trainium_contract.wire.recorded_membership import members_of
+from trainium_contract.wire.recorded_membership import parse_members
 from trainium_devcluster.demos.metrics import StepLog
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.testing.cluster.sites import Site
 
 BASE = """
 workers: {replicas: 2, accelerator: {device: cpu}}
 trainer:
   model: {preset: Tiny}
-  data: {sequenceLength: 64, tokenizer: {vocabSize: 512}, cacheDirectory: /cache}
+  data: {source: /cache/text.txt, sequenceLength: 64, tokenizer: {vocabSize: 512}, cacheDirectory: /cache}
   batch: {globalSize: 12, microSize: 1}
   steps: 60
   schedule: {warmupSteps: 5}
@@ -34,37 +31,45 @@ recovery: {rescaleAfterSeconds: 5, gracePeriodSeconds: 20}
 """
 
 TIMEOUT_SECONDS = 90.0
-"""For what comes within seconds on the development cluster; a genuine one notices a lost node after 50."""
+"""Timeout of what takes seconds on the development cluster; a genuine one detects a lost node after 50."""
 
 
-def within(losses: dict[int, float], reference: dict[int, float], tolerance: float) -> bool:
+def _write_text(folder: Path) -> None:
+    """Write the text of all jobs, which is tokenized once, in a second, into the same folder."""
+    chance = random.Random(0)
+    words = ["".join(chance.choices(string.ascii_lowercase, k=chance.randint(3, 9))) for _ in range(400)]
+    lines = (" ".join(chance.choices(words, k=12)) for _ in range(4000))
+    (folder / "text.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def curves_agree(losses: dict[int, float], reference: dict[int, float], tolerance: float) -> bool:
     """Return whether the curves have the same steps and agree within a relative tolerance."""
     return losses.keys() == reference.keys() and all(
         abs(losses[step] - reference[step]) <= tolerance * abs(reference[step]) for step in losses
     )
 
 
-def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """`change` over `base`, mappings merged."""
-    inside = {k: merged(base[k], v) for k, v in change.items() if isinstance(v, dict) and isinstance(base.get(k), dict)}
+def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """Return `base` with `change`, with merged mappings."""
+    inside = {k: merge(base[k], v) for k, v in change.items() if isinstance(v, dict) and isinstance(base.get(k), dict)}
     return base | change | inside
 
 
-def _with_lists(site: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
-    """A pod template of the site and one of the job: the volumes of both, the worker with the fields of both."""
-    spec, other = site.get("spec", {}), job["spec"]
+def _merge_pod_templates(cluster: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """Merge two pod templates: the volumes of both, and the worker container with the fields of both."""
+    spec, other = cluster.get("spec", {}), job["spec"]
     worker, own = spec.get("containers", [{}])[0], other["containers"][0]
     lists = {key: [*worker.get(key, []), *own.get(key, [])] for key in ("env", "volumeMounts")}
     container = {**worker, **own, **{key: value for key, value in lists.items() if value}}
     volumes = [*spec.get("volumes", []), *other["volumes"]]
-    return {**site, **job, "spec": {**spec, **other, "volumes": volumes, "containers": [container]}}
+    return {**cluster, **job, "spec": {**spec, **other, "volumes": volumes, "containers": [container]}}
 
 
 @dataclass
 class Job:
-    """One TrainingJob; its checkpoints are below the site's shared folder."""
+    """One TrainingJob, with checkpoints in the cluster's shared folder."""
 
-    site: Site
+    cluster: SharedCluster
     namespace: str
     name: str
     change: str = ""
@@ -77,15 +82,15 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Checkpoints, metrics and sample records."""
-        return self.site.shared / self.namespace / (self.folder_name or self.name)
+        """Return the folder of checkpoints, metrics and sample records."""
+        return self.cluster.shared / self.namespace / (self.folder_name or self.name)
 
     @property
     def manifest(self) -> dict[str, Any]:
-        spec = merged(yaml.safe_load(BASE), yaml.safe_load(self.change) or {})
-        template = merged(self._cache(), spec["workers"].get("template", {}))
-        spec["workers"]["template"] = _with_lists(self.site.settings.get("workerTemplate") or {}, template)
-        spec["checkpoint"]["storage"] = {"hostPath": {"path": str(self.site.shared)}}
+        spec = merge(yaml.safe_load(BASE), yaml.safe_load(self.change) or {})
+        template = merge(self._text_cache_template(), spec["workers"].get("template", {}))
+        spec["workers"]["template"] = _merge_pod_templates(self.cluster.settings.get("workerTemplate") or {}, template)
+        spec["checkpoint"]["storage"] = {"hostPath": {"path": str(self.cluster.shared)}}
         if "program" in spec:
             del spec["trainer"]
         else:
@@ -97,26 +102,28 @@ class Job:
             "spec": spec,
         }
 
-    def _cache(self) -> dict[str, Any]:
-        """Tokenised text is shared by all tests: making it is not what they are about."""
-        volume = {"name": "shared-cache", "hostPath": {"path": str(self.site.shared / "cache"), "type": "Directory"}}
+    def _text_cache_template(self) -> dict[str, Any]:
+        """Return a pod template with the folder of tokenized text, which all tests share."""
+        volume = {"name": "shared-cache", "hostPath": {"path": str(self.cluster.shared / "cache"), "type": "Directory"}}
         mount = {"name": "shared-cache", "mountPath": "/cache"}
         environment = [{"name": name, "value": value} for name, value in self.environment.items()]
         worker = {"name": "worker", "volumeMounts": [mount], "env": environment}
         return {"spec": {"volumes": [volume], "containers": [worker]}}
 
-    def apply(self) -> Job:
+    def apply(self) -> Self:
         # The workers' user makes the folders below it.
-        for folder in (self.folder.parent, self.folder, self.site.shared / "cache"):
+        for folder in (self.folder.parent, self.folder, self.cluster.shared / "cache"):
             folder.mkdir(mode=0o777, exist_ok=True)
             folder.chmod(0o777)
-        self.site.kubectl("apply", "-f", "-", stdin=json.dumps(self.manifest))
+        if not (self.cluster.shared / "cache/text.txt").exists():
+            _write_text(self.cluster.shared / "cache")
+        self.cluster.kubectl("apply", "-f", "-", stdin=json.dumps(self.manifest))
         return self
 
     # --- observe -------------------------------------------------------------------------------------------------
 
     def object(self) -> dict[str, Any]:
-        return self.site.get("trainingjob", self.name, "-n", self.namespace)
+        return self.cluster.get("trainingjob", self.name, "-n", self.namespace)
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = self.object().get("status") or {}
@@ -128,20 +135,20 @@ class Job:
 
     def pods(self) -> list[dict[str, Any]]:
         selector = f"trainium.dev/job-name={self.name}"
-        pods: list[dict[str, Any]] = self.site.get("pods", "-n", self.namespace, "-l", selector)["items"]
+        pods: list[dict[str, Any]] = self.cluster.get("pods", "-n", self.namespace, "-l", selector)["items"]
         return pods
 
     def uids(self) -> set[str]:
         return {pod["metadata"]["uid"] for pod in self.pods()}
 
     def events(self) -> list[str]:
-        items = self.site.get("events.events.k8s.io", "-n", self.namespace)["items"]
+        items = self.cluster.get("events.events.k8s.io", "-n", self.namespace)["items"]
         return [f"{item['reason']}: {item['note']}" for item in items if item["regarding"].get("name") == self.name]
 
     def until(
         self, what: str, condition: Callable[[dict[str, Any]], bool], seconds: float = TIMEOUT_SECONDS
     ) -> dict[str, Any]:
-        """The status once `condition` holds for it."""
+        """Return the status once it fulfils the condition."""
         deadline = Deadline(seconds)
         while True:
             status = self.status()
@@ -152,7 +159,7 @@ class Job:
             time.sleep(0.2)
 
     def describe(self, status: dict[str, Any]) -> str:
-        """Describe what a person would read when a test fails."""
+        """Describe the job for the message of a failed test."""
         parts = [json.dumps(status, indent=1), f"newest step {self.log.newest}"]
         with contextlib.suppress(Exception):
             parts += [f"{p['metadata']['name']} {p['status'].get('phase')}" for p in self.pods()]
@@ -160,7 +167,7 @@ class Job:
             for pod in self.pods():
                 name = pod["metadata"]["name"]
                 parts.append(f"--- log of {name}")
-                parts.append(self.site.run("kubectl", "logs", "-n", self.namespace, name, "--tail=25").stdout)
+                parts.append(self.cluster.run("kubectl", "logs", "-n", self.namespace, name, "--tail=25").stdout)
         return "\n".join(parts)
 
     def until_phase(self, phase: str, seconds: float = TIMEOUT_SECONDS) -> dict[str, Any]:
@@ -170,7 +177,7 @@ class Job:
         return self.until(f"step {step}", lambda _: self.log.newest >= step, seconds)
 
     def until_recovered(self, entries: int = 1, seconds: float = TIMEOUT_SECONDS) -> dict[str, Any]:
-        """The newest history entry, once there are `entries` and it is over."""
+        """Return the newest history entry once there are `entries` and it has ended."""
         status = self.until(
             f"{entries} finished interruption(s)",
             lambda status: (
@@ -189,25 +196,25 @@ class Job:
     # --- disturb -------------------------------------------------------------------------------------------------
 
     def members(self) -> list[dict[str, Any]]:
-        return members_of(self.site.get("configmap", f"{self.name}-membership", "-n", self.namespace))
+        return parse_members(self.cluster.get("configmap", f"{self.name}-membership", "-n", self.namespace))
 
-    def inside(self, pod: str, *command: str) -> str:
-        return self.site.kubectl("exec", pod, "-n", self.namespace, "-c", "worker", "--", *command)
+    def exec_in_pod(self, pod: str, *command: str) -> str:
+        return self.cluster.kubectl("exec", pod, "-n", self.namespace, "-c", "worker", "--", *command)
 
     def kill_rank(self, node_rank: int, signal: str = "KILL") -> str:
-        """Send a signal to the training process of a member; returns its pod."""
+        """Send a signal to the training process of a member; return its pod."""
         pod: str = self.members()[node_rank]["podName"]
-        record = self.inside(pod, "python", "-m", "trainium_agent.show_ranks").splitlines()[0]
+        record = self.exec_in_pod(pod, "python", "-m", "trainium_agent.show_ranks").splitlines()[0]
         # The shell has its own kill; slim images have no program of that name.
-        self.inside(pod, "sh", "-c", f"kill -{signal} {json.loads(record)['pid']}")
+        self.exec_in_pod(pod, "sh", "-c", f"kill -{signal} {json.loads(record)['pid']}")
         return pod
 
     def scale(self, size: int) -> None:
-        self.site.kubectl("scale", "trainingjob", self.name, "-n", self.namespace, f"--replicas={size}")
+        self.cluster.kubectl("scale", "trainingjob", self.name, "-n", self.namespace, f"--replicas={size}")
 
     def suspend(self, *, yes: bool = True) -> None:
         patch = json.dumps({"spec": {"suspend": yes}})
-        self.site.kubectl("patch", "trainingjob", self.name, "-n", self.namespace, "--type=merge", f"-p={patch}")
+        self.cluster.kubectl("patch", "trainingjob", self.name, "-n", self.namespace, "--type=merge", f"-p={patch}")
 
     def delete(self, *arguments: str) -> None:
-        self.site.kubectl("delete", "trainingjob", self.name, "-n", self.namespace, *arguments)
+        self.cluster.kubectl("delete", "trainingjob", self.name, "-n", self.namespace, *arguments)

@@ -5,14 +5,7 @@ the other, and each frees the layers that it has unpacked: the size once a node,
 The settings may name a base whose torch has no CUDA (`trainerBase`): the Dockerfile keeps a torch that is there.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from tests.testing.cluster.access import ROOT
-
-if TYPE_CHECKING:
-    from tests.testing.cluster.access import Access
+from tests.testing.cluster.access import ROOT, Access
 
 OPERATOR = "trainium-operator:test"
 TRAINER = "trainium-trainer:test"
@@ -25,7 +18,7 @@ _COLLECT = "ctr -n k8s.io leases delete --sync $(ctr -n k8s.io leases create)"
 
 
 def load_images(access: Access, cluster: str) -> None:
-    """Archives that the settings name; without any, what is built here, which `chartValues` then name."""
+    """Load the archives of the settings; without any, build the images and name them in `chartValues`."""
     nodes = _nodes_with_pods(access, cluster)
     archives = access.settings.get("images", ())
     for archive in archives:
@@ -35,7 +28,7 @@ def load_images(access: Access, cluster: str) -> None:
     base = access.settings.get("trainerBase")
     arguments = ("--build-arg", f"PYTHON_IMAGE={base}") if base else ()
     for image, target, more in ((OPERATOR, "operator", ()), (TRAINER, "trainer-cpu", arguments)):
-        access.must("docker", "build", "--target", target, *more, "-t", image, str(ROOT), seconds=1800)
+        access.check_output("docker", "build", "--target", target, *more, "-t", image, str(ROOT), seconds=1800)
         _load(access, cluster, nodes, "docker-image", image)
     repository, _, tag = OPERATOR.partition(":")
     values = access.settings.setdefault("chartValues", {})
@@ -43,23 +36,23 @@ def load_images(access: Access, cluster: str) -> None:
 
 
 def _load(access: Access, cluster: str, nodes: list[str], kind: str, image: str) -> None:
-    """An image onto each node, of which it keeps what containers start from."""
+    """Load an image onto each node, and free the packed layers."""
     for node in nodes:
-        before = _layers(access, node)
-        access.must("kind", "load", kind, image, "--name", cluster, "--nodes", node, seconds=600)
-        packed = sorted(_layers(access, node) - before)
+        before = _unpacked_layers(access, node)
+        access.check_output("kind", "load", kind, image, "--name", cluster, "--nodes", node, seconds=600)
+        packed = sorted(_unpacked_layers(access, node) - before)
         if packed:
             remove = f"ctr -n k8s.io content rm {' '.join(packed)} && {_COLLECT}"
-            access.must("docker", "exec", node, "sh", "-c", remove, seconds=120)
+            access.check_output("docker", "exec", node, "sh", "-c", remove, seconds=120)
 
 
-def _layers(access: Access, node: str) -> set[str]:
-    """Digests of packed layers that the node has unpacked."""
-    lines = access.must("docker", "exec", node, "sh", "-c", _CONTENT).splitlines()
+def _unpacked_layers(access: Access, node: str) -> set[str]:
+    """Return the digests of packed layers that the node has unpacked."""
+    lines = access.check_output("docker", "exec", node, "sh", "-c", _CONTENT).splitlines()
     return {line.split()[0] for line in lines if _UNPACKED in line}
 
 
 def _nodes_with_pods(access: Access, cluster: str) -> list[str]:
-    """All but the control plane, on which kind lets no pod of ours where there are other nodes."""
-    nodes = access.must("kind", "get", "nodes", "--name", cluster).split()
+    """Return all nodes but the control plane, which takes no pods where there are other nodes."""
+    nodes = access.check_output("kind", "get", "nodes", "--name", cluster).split()
     return [node for node in nodes if "-control-plane" not in node.removeprefix(cluster)]

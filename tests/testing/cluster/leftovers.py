@@ -1,15 +1,15 @@
-"""A cluster that is lent to the tests, as a session finds it and leaves it: without anything that tests made.
+"""Remove from an existing cluster what tests made, before the first test and after the last.
 
 What an interrupted session left is found by its marks (`marks.py`) and removed before the first test: namespaces with
 jobs and pods in them, the operator, roles, the definition if tests applied it, and what was done to nodes. What
-somebody else has there stays, and where it would be in the way no test begins.
+another user has there stays, and where it would be in the way no test begins.
 """
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from tests.testing.cluster.access import Access
 from tests.testing.cluster.installed import uninstall_operator
 from tests.testing.cluster.marks import (
     CORDONED,
@@ -17,16 +17,11 @@ from tests.testing.cluster.marks import (
     OF_THE_CHART,
     POWERED_OFF,
     SELECTOR,
-    cordon_of,
+    cordon_patch,
     is_marked,
     is_of_the_chart,
 )
 from tests.testing.suite.timeouts import NotInTimeError, until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.testing.cluster.access import Access
 
 _OF_NO_NAMESPACE = (
     "clusterrole,clusterrolebinding,validatingadmissionpolicy,validatingadmissionpolicybinding,priorityclass"
@@ -38,9 +33,9 @@ class OccupiedError(Exception):
     """Report that an object of another owner blocks the tests; the message names it and the remedy."""
 
 
-def refuse_to_disturb(access: Access) -> None:
+def check_unoccupied(access: Access) -> None:
     """Raise OccupiedError when an operator or jobs that tests did not make are on the cluster."""
-    ours = {each["metadata"]["name"] for each in _namespaces(access)}
+    ours = {each["metadata"]["name"] for each in _test_namespaces(access)}
     for kind, selector, remedy in (
         ("deployments", ("-l", OF_THE_CHART), "take the operator out (helm uninstall)"),
         ("trainingjobs", (), "delete them"),
@@ -56,11 +51,11 @@ def refuse_to_disturb(access: Access) -> None:
             )
 
 
-def sweep(access: Access, power_on: Callable[[str], None]) -> None:
-    """Remove all that tests made. NotInTimeError when something does not go; the text names it."""
+def remove_leftovers(access: Access, power_on: Callable[[str], None]) -> None:
+    """Remove all that tests made; raise NotInTimeError with the name of what is not deleted in time."""
     found = access.get(f"nodes,namespaces,{_OF_NO_NAMESPACE}")["items"]
     for node in (each for each in found if each["kind"] == "Node"):
-        _mend(access, node, power_on)
+        _restore_node(access, node, power_on)
     uninstall_operator(access)
     namespaces = [each["metadata"]["name"] for each in found if each["kind"] == "Namespace" and is_marked(each)]
     if namespaces:
@@ -69,46 +64,46 @@ def sweep(access: Access, power_on: Callable[[str], None]) -> None:
         if each["kind"] not in ("Node", "Namespace") and (is_marked(each) or is_of_the_chart(each)):
             access.kubectl("delete", each["kind"], each["metadata"]["name"], "--ignore-not-found")
     if namespaces:
-        _await_end(access, namespaces)
-    # Last: without it the API server does not know what is to be deleted in a namespace.
+        _wait_for_deletion(access, namespaces)
+    # Last: the API server needs it to delete the jobs of a namespace.
     access.kubectl("delete", "crd", "-l", SELECTOR, "--ignore-not-found")
 
 
-def _namespaces(access: Access) -> list[dict[str, Any]]:
+def _test_namespaces(access: Access) -> list[dict[str, Any]]:
     return list(access.get("namespaces", "-l", SELECTOR)["items"])
 
 
-def _await_end(access: Access, names: list[str]) -> None:
+def _wait_for_deletion(access: Access, names: list[str]) -> None:
     for name in names:
-        _let_go(access, name)
+        _remove_finalizers(access, name)
     try:
-        until(lambda: not _namespaces(access), "the namespaces of tests go", 90, pause=0.5)
+        until(lambda: not _test_namespaces(access), "the namespaces of tests end", 90, pause=0.5)
     except NotInTimeError:
-        for each in _namespaces(access):  # nobody reports that a pod of a deleted node has ended
+        for each in _test_namespaces(access):  # the end of a pod of a deleted node is not reported
             name = each["metadata"]["name"]
             access.run("kubectl", "delete", "pods", "--all", "-n", name, "--force", "--grace-period=0")
-        until(lambda: not _namespaces(access), lambda: f"namespaces go: {_what_holds(access)}", 60, pause=0.5)
+        until(lambda: not _test_namespaces(access), lambda: f"namespaces end: {_conditions(access)}", 60, pause=0.5)
 
 
-def _let_go(access: Access, namespace: str) -> None:
-    """Pods that a test held on to would hold their namespace for ever."""
+def _remove_finalizers(access: Access, namespace: str) -> None:
+    """Remove the finalizers of tests from pods, which would block the deletion of their namespace."""
     for pod in access.get("pods", "-n", namespace)["items"]:
         if HOLD in pod["metadata"].get("finalizers", ()):
             change = ("--type=merge", "-p", '{"metadata":{"finalizers":null}}')
             access.run("kubectl", "patch", "pod", pod["metadata"]["name"], "-n", namespace, *change)
 
 
-def _what_holds(access: Access) -> str:
+def _conditions(access: Access) -> str:
     found = {
         each["metadata"]["name"]: [one.get("message") for one in each["status"].get("conditions", ())]
-        for each in _namespaces(access)
+        for each in _test_namespaces(access)
     }
     return json.dumps(found)
 
 
-def _mend(access: Access, node: dict[str, Any], power_on: Callable[[str], None]) -> None:
+def _restore_node(access: Access, node: dict[str, Any], power_on: Callable[[str], None]) -> None:
     name, notes = node["metadata"]["name"], node["metadata"].get("annotations", {})
     if CORDONED in notes:
-        access.kubectl("patch", "node", name, "--type=merge", "-p", json.dumps(cordon_of(on=False)))
+        access.kubectl("patch", "node", name, "--type=merge", "-p", json.dumps(cordon_patch(on=False)))
     if POWERED_OFF in notes:
         power_on(name)

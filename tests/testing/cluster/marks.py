@@ -1,6 +1,4 @@
-"""Mark what tests make on a cluster that is not their own, so that a later session finds what one left."""
-
-from __future__ import annotations
+"""Marks of the objects that tests make on an existing cluster, by which a later session finds leftovers."""
 
 from typing import Any
 
@@ -9,7 +7,7 @@ MARK = "tests.trainium.dev/made-by"
 LABELS = {MARK: "tests"}
 SELECTOR = f"{MARK}=tests"
 CORDONED = "tests.trainium.dev/cordoned"
-"""Annotations of nodes that a test disturbs: it keeps pods off, has taken the power."""
+"""Annotations of nodes that a test has cordoned or powered off."""
 POWERED_OFF = "tests.trainium.dev/powered-off"
 HOLD = "tests.trainium.dev/hold"
 """A finalizer: keeps a deleted pod readable after its containers have ended."""
@@ -17,8 +15,8 @@ OF_THE_CHART = "app.kubernetes.io/part-of=trainium-operator"
 """Label of all that the chart makes, for any installation."""
 
 
-def cordon_of(*, on: bool) -> dict[str, Any]:
-    """The merge patch of a node that takes no more pods, or takes them again."""
+def cordon_patch(*, on: bool) -> dict[str, Any]:
+    """Return the merge patch that cordons or uncordons a node."""
     note = {"annotations": {CORDONED: "yes" if on else None}}
     return {"metadata": note, "spec": {"unschedulable": True if on else None}}
 

@@ -5,69 +5,65 @@ would spoil each other. Invariants: no clocks are compared, a Lease is free when
 for RENEWED_WITHIN seconds, at once when that was a process of this machine and is gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import platform
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import psutil
 
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Iterator
-
-    from tests.testing.cluster.access import Access
+from tests.testing.cluster.access import Access
 
 NAME, NAMESPACE = "trainium-tests", "default"
 RENEW_SECONDS = 10.0
-RENEWED_WITHIN = 40.0
+LEASE_SECONDS = 40.0
 
 
-class TakenError(Exception):
-    """Another session has the cluster; the text names it, and what to do."""
+class LeaseHeldError(Exception):
+    """Report that another session has the Lease; the message names it and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseHolder:
-    """A process, named so that others find out whether it still lives."""
+    """A process, with a name from which others can find out whether it is alive."""
 
     machine: str
     process: int
-    began: int
+    started: int
     """Unix seconds: process numbers come again."""
 
-    @staticmethod
-    def this() -> LeaseHolder:
-        """The process that runs this."""
-        return LeaseHolder(_machine(), os.getpid(), int(psutil.Process().create_time()))
+    @classmethod
+    def current(cls) -> Self:
+        """Return the holder for this process."""
+        return cls(_machine_id(), os.getpid(), int(psutil.Process().create_time()))
 
-    @staticmethod
-    def read(text: str) -> LeaseHolder | None:
-        """Parse the holder of a Lease; None when it is nothing of ours."""
+    @classmethod
+    def read(cls, text: str) -> Self | None:
+        """Parse the holder of a Lease; return None if it is not a session of tests."""
         try:
-            machine, process, began = text.rsplit("/", 2)
-            return LeaseHolder(machine, int(process), int(began))
+            machine, process, started = text.rsplit("/", 2)
+            return cls(machine, int(process), int(started))
         except ValueError:
             return None
 
     def text(self) -> str:
-        """For the Lease."""
-        return f"{self.machine}/{self.process}/{self.began}"
+        """Return the value of the Lease's holderIdentity."""
+        return f"{self.machine}/{self.process}/{self.started}"
 
     def has_ended(self) -> bool:
-        """Return whether it is known to have ended; never of a process on another machine."""
-        if self.machine != _machine():
+        """Return whether the process has ended; False for one on another machine."""
+        if self.machine != _machine_id():
             return False
         try:
-            return abs(psutil.Process(self.process).create_time() - self.began) > 1.5
+            return abs(psutil.Process(self.process).create_time() - self.started) > 1.5
         except psutil.NoSuchProcess:
             return True
 
@@ -75,18 +71,18 @@ class LeaseHolder:
 class SessionLease:
     """The Lease of this session on one cluster."""
 
-    def __init__(self, access: Access, holder: LeaseHolder | None = None, *, within: float = RENEWED_WITHIN) -> None:
+    def __init__(self, access: Access, holder: LeaseHolder | None = None, *, within: float = LEASE_SECONDS) -> None:
         self._access = access
-        self._holder = (holder or LeaseHolder.this()).text()
+        self._holder = (holder or LeaseHolder.current()).text()
         self._within = within
         self._over = threading.Event()
         self.lost = ""
-        """Who has taken it over meanwhile, because it was not renewed in time; empty as long as it is held."""
+        """The holder that acquired the Lease meanwhile; empty as long as this session has it."""
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Take it, renew it, give it back. Raises TakenError."""
-        self._take()
+        """Acquire, renew and release the Lease; raise LeaseHeldError when another session has it."""
+        self._acquire()
         renewing = threading.Thread(target=self._renew, name="session-lease", daemon=True)
         renewing.start()
         try:
@@ -97,32 +93,32 @@ class SessionLease:
             if not self.lost:
                 self._kubectl("delete", "lease", NAME, "--ignore-not-found")
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         while True:
-            made = self._kubectl("create", "-f", "-", document=self._document())
+            made = self._kubectl("create", "-f", "-", document=self._manifest())
             if made.returncode == 0:
                 return
             if "AlreadyExists" not in made.stderr:
-                raise TakenError(f"The cluster cannot be had for this session of tests: {made.stderr.strip()}")
-            found = self._found()
+                raise LeaseHeldError(f"The cluster cannot be had for this session of tests: {made.stderr.strip()}")
+            found = self._find()
             if found is None:
                 continue  # it was released this moment
-            self._await_its_end(found)
-            # Of two who want it now one is refused: the Lease has changed for the other.
-            if self._kubectl("replace", "-f", "-", document=self._document(_version(found))).returncode == 0:
+            self._wait_for_expiry(found)
+            # Of two concurrent requests one is refused: its version of the Lease is old.
+            if self._kubectl("replace", "-f", "-", document=self._manifest(_resource_version(found))).returncode == 0:
                 return
 
-    def _await_its_end(self, found: dict[str, Any]) -> None:
-        """Return when who has it is gone; TakenError when it is renewed."""
+    def _wait_for_expiry(self, found: dict[str, Any]) -> None:
+        """Wait until the holder has ended; raise LeaseHeldError when it renews the Lease."""
         holder = LeaseHolder.read(found["spec"].get("holderIdentity") or "")
         if holder is None or holder.has_ended():
             return
-        local = holder.machine == _machine()
+        local = holder.machine == _machine_id()
         deadline = time.monotonic() + self._within
         while time.monotonic() < deadline:
-            now = self._found()
-            if now is None or _version(now) != _version(found) or local:
-                raise TakenError(
+            now = self._find()
+            if now is None or _resource_version(now) != _resource_version(found) or local:
+                raise LeaseHeldError(
                     f"Another session of tests uses this cluster: process {holder.process} on {holder.machine}. "
                     f"Wait for its end; one that is gone loses the cluster after {self._within:.0f} s."
                 )
@@ -130,26 +126,26 @@ class SessionLease:
 
     def _renew(self) -> None:
         while not self._over.wait(RENEW_SECONDS):
-            found = self._found()
+            found = self._find()
             if found is None:
-                continue  # no answer, or somebody has removed it by hand
+                continue  # no answer, or the Lease was deleted
             if found["spec"].get("holderIdentity") != self._holder:
                 self.lost = str(found["spec"].get("holderIdentity"))
                 return
-            self._kubectl("replace", "-f", "-", document=self._document(_version(found)))
+            self._kubectl("replace", "-f", "-", document=self._manifest(_resource_version(found)))
 
-    def _document(self, version: str = "") -> dict[str, Any]:
+    def _manifest(self, version: str = "") -> dict[str, Any]:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         metadata = {"name": NAME, "namespace": NAMESPACE} | ({"resourceVersion": version} if version else {})
         return {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
             "metadata": metadata,
-            "spec": {"holderIdentity": self._holder, "leaseDurationSeconds": int(RENEWED_WITHIN), "renewTime": now},
+            "spec": {"holderIdentity": self._holder, "leaseDurationSeconds": int(LEASE_SECONDS), "renewTime": now},
         }
 
-    def _found(self) -> dict[str, Any] | None:
-        """The Lease; None when there is none, or no answer."""
+    def _find(self) -> dict[str, Any] | None:
+        """Return the Lease, or None if it does not exist or the API server does not answer."""
         text = self._kubectl("get", "lease", NAME, "--ignore-not-found", "-o", "json").stdout
         found: dict[str, Any] | None = json.loads(text) if text else None
         return found
@@ -159,11 +155,11 @@ class SessionLease:
         return self._access.run("kubectl", "-n", NAMESPACE, *arguments, stdin=stdin)
 
 
-def _version(lease: dict[str, Any]) -> str:
+def _resource_version(lease: dict[str, Any]) -> str:
     return str(lease["metadata"]["resourceVersion"])
 
 
-def _machine() -> str:
-    """Containers of one machine have its boot, and separate names."""
+def _machine_id() -> str:
+    """Return an identity of this machine or container: containers share the boot id, not the host name."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{platform.node()}-{boot[:8]}"

@@ -1,48 +1,48 @@
-"""Every watched object as a tenant, a driver or a broken controller may have written it: views, plans and pages.
+"""Fuzz target: every watched object as a tenant, a driver or a broken controller may have written it.
 
-A case is a list of objects as the watch delivers them, with messages of agents, the memory of bad machines, the Lease
-and events. Invariants: an object is kept as the kind that it names, or left out; each job that is kept is planned, and
-the plan can be executed; a page of each job can be rendered, with bounded markup.
+A case is a list of objects as the watch delivers them, with heartbeats of agents, the memory of bad machines, the Lease
+and events.
+
+Invariants:
+- An object is cached as its kind, or left out.
+- Each cached job has a plan that can be executed.
+- The page of each job can be rendered, and is bounded.
 """
-
-from __future__ import annotations
 
 import asyncio
 import base64
 import gzip
 import json
 import logging
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from pydantic import ValidationError
 
-from tests.testing.api.recorded_jobs import recorded
+from tests.testing.api.recorded_jobs import recorded_object
 from tests.testing.fuzz import objects
 from tests.testing.fuzz.invariants import check_type, require
-from tests.testing.fuzz.schemas import edges, everything
-from tests.testing.fuzz.world import NAMESPACE, OPERATOR_NAMESPACE, World, stored
+from tests.testing.fuzz.operator_harness import NAMESPACE, OPERATOR_NAMESPACE, OperatorHarness, add_server_metadata
+from tests.testing.fuzz.schemas import edge_values, example
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.pages.job_page import live_job_html
 from trainium_contract.pages.jobs_page import live_jobs_html
-from trainium_contract.views.events import event_views
+from trainium_contract.views.events import build_event_views
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest
 from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY
+from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, LEASES
-from trainium_operator.cluster.cache.membership_record import membership_of
+from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.cluster.lease import LeaseElector, LeaseLostError
 from trainium_operator.coordinator.state import FutureGenerationError, NotRegisteredError, OldGenerationError
-
-if TYPE_CHECKING:
-    from trainium_operator.cluster.api.client import Api
 
 Json = dict[str, Any]
 
 MOST_OBJECTS = 400
 LARGEST_PAGE = 4 << 20
-"""Bytes; of the few pods of a case."""
+"""Bytes of a page, for the few pods of a case."""
 LARGEST_MEMORY = 1 << 20
 _FEW = ("desired", "membership", "nextPodOrdinal", "conditions")
-"""Of a job's status in the cases of single objects, which are ten times as many for it."""
+"""Fields of the status in cases of single objects; a small status makes them ten times as fast."""
 EXPECTED = frozenset({"trainium_operator.cluster.cache.reflector"})
 """Loggers that may log an error: they report an object that cannot be read."""
 
@@ -57,15 +57,15 @@ class ClusterTarget:
     storable = True
 
     def seeds(self) -> list[Any]:
-        """A job that trains beside one of every other object, and each of them by itself."""
-        job = recorded("job")
+        """Return a training job with one object of each kind, and one case for each kind."""
+        job = recorded_object("job")
         whole: Json = {
             "gang": "SchedulingGroup",
             "again": True,
             "pages": True,
             "objects": [
                 {"kind": "TrainingJob", "object": job},
-                {"kind": "ConfigMap", "object": _unpacked(recorded("membership"))},
+                {"kind": "ConfigMap", "object": _unpack_membership(recorded_object("membership"))},
                 *({"kind": "Pod", "object": _worker(number)} for number in range(3)),
                 *({"kind": kind, "object": found} for kind, found in _ONE_OF_EACH.items()),
             ],
@@ -75,7 +75,7 @@ class ClusterTarget:
             "events": [objects.EVENT],
         }
         full = {"apiVersion": job["apiVersion"], "metadata": job["metadata"], "spec": job["spec"]}
-        full["status"] = everything(TrainingJobStatus.model_json_schema(by_alias=True))
+        full["status"] = example(TrainingJobStatus.model_json_schema(by_alias=True))
         small = {**job, "status": {key: job["status"][key] for key in _FEW}}
         parts = [{"objects": [{"kind": "TrainingJob", "object": small}, each]} for each in whole["objects"][1:]]
         remembered = {"objects": parts[0]["objects"], "memory": whole["memory"]}
@@ -83,8 +83,8 @@ class ClusterTarget:
 
     def values(self) -> dict[str, list[Any]]:
         """Further values by key."""
-        found = edges(TrainingJobStatus.model_json_schema(by_alias=True))
-        for key, values in edges(Membership.model_json_schema(by_alias=True)).items():
+        found = edge_values(TrainingJobStatus.model_json_schema(by_alias=True))
+        for key, values in edge_values(Membership.model_json_schema(by_alias=True)).items():
             found.setdefault(key, []).extend(values)
         found["kind"] = [*_ONE_OF_EACH, "TrainingJob", "ConfigMap"]
         for key in ("deleted", "again", "pages"):
@@ -92,28 +92,28 @@ class ClusterTarget:
         return found
 
     async def run_case(self, case: Any) -> None:
-        """Raises whatever should not happen."""
+        """Run a case; raise an error for a broken invariant."""
         if not isinstance(case, dict):
             return
-        world = World(_text(case.get("gang")))
-        await world.open()
-        for each in _list(case, "objects"):
+        operator = OperatorHarness(_text(case.get("gang")))
+        await operator.open()
+        for each in _objects_of(case, "objects"):
             kind = _text(each.get("kind"))
-            if kind in world.kinds():
-                world.see(kind, _packed(each.get("object")), deleted=each.get("deleted") is True)
-        for each in _list(case, "received"):
-            _receive(world, each)
-        world.check_views()
-        await _remember(world, case.get("memory"))
-        plans = world.planned()
+            if kind in operator.kinds():
+                operator.deliver(kind, _pack_membership(each.get("object")), deleted=each.get("deleted") is True)
+        for each in _objects_of(case, "received"):
+            _receive_heartbeat(operator, each)
+        operator.check_views()
+        await _reconcile_fleet_memory(operator, case.get("memory"))
+        plans = operator.plan_jobs()
         if case.get("again") is True:
             for job, made in plans:
-                world.obey(job, made)
-            world.planned()
+                operator.apply_plan(job, made)
+            operator.plan_jobs()
         if "lease" in case:
-            await _lead(world, case["lease"])
+            await _acquire_lease(operator, case["lease"])
         if case.get("pages") is True or "events" in case:
-            _show(world, _list(case, "events"))
+            _render_pages(operator, _objects_of(case, "events"))
 
 
 _ONE_OF_EACH: dict[str, Json] = {
@@ -130,15 +130,15 @@ _ONE_OF_EACH: dict[str, Json] = {
 }
 
 
-def _unpacked(record: Json) -> Json:
-    """The ConfigMap with its membership in a form that can be changed."""
-    membership = membership_of(record)
+def _unpack_membership(record: Json) -> Json:
+    """Return the ConfigMap with its membership as JSON, which can be mutated."""
+    membership = read_membership(record)
     assert membership is not None
     return {**record, "binaryData": {MEMBERSHIP_KEY: membership.to_wire()}}
 
 
-def _packed(raw: Any) -> Any:
-    """The object with its binary data as a ConfigMap holds it; what is a text already stays as it is."""
+def _pack_membership(raw: Any) -> Any:
+    """Return the object with its binary data compressed as in a ConfigMap; texts stay as they are."""
     data = raw.get("binaryData") if isinstance(raw, dict) else None
     if not isinstance(data, dict):
         return raw
@@ -148,7 +148,7 @@ def _packed(raw: Any) -> Any:
 
 
 def _worker(number: int) -> Json:
-    """A pod of the recorded job that runs."""
+    """Return a running pod of the recorded job."""
     metadata = {**objects.OWNED, "name": f"llama-w-{number}", "uid": f"uid-{number}", "annotations": {}}
     return {
         "metadata": {**metadata, "creationTimestamp": "2027-01-15T08:00:00Z"},
@@ -161,22 +161,22 @@ def _worker(number: int) -> Json:
     }
 
 
-def _receive(world: World, message: Json) -> None:
-    """Receive a message of an agent of the job's pods; another target checks whether it may send it."""
-    for job in world.observed():
+def _receive_heartbeat(operator: OperatorHarness, message: Json) -> None:
+    """Receive a heartbeat for the pods of each job; the coordinator target checks authentication."""
+    for job in operator.observe_jobs():
         ours = {"namespace": job.job.namespace, "job": job.job.name}
         for pod in job.pods[:4]:
             names = {**ours, "podName": pod.name, "podUid": pod.uid}
-            world.state.register(job.job.id, RegisterRequest.model_validate({**objects.REGISTER, **names}))
+            operator.state.register(job.job.id, RegisterRequest.model_validate({**objects.REGISTER, **names}))
             try:
                 heartbeat = HeartbeatRequest.model_validate({**message, **names})
-                world.state.heartbeat(job.job.id, heartbeat)
+                operator.state.heartbeat(job.job.id, heartbeat)
             except (ValidationError, OldGenerationError, FutureGenerationError, NotRegisteredError):
                 continue
 
 
-async def _remember(world: World, memory: Any) -> None:
-    """The fleet's memory as somebody edited it, read, planned with and written again."""
+async def _reconcile_fleet_memory(operator: OperatorHarness, memory: Any) -> None:
+    """Read an edited memory of the fleet, plan with it and write it."""
     if isinstance(memory, dict):
         data = memory.get("data")
         texts = {
@@ -186,23 +186,23 @@ async def _remember(world: World, memory: Any) -> None:
         }
         if sum(map(len, texts.values())) > LARGEST_MEMORY:
             return
-        raw = stored({**memory, "data": texts}, kind="ConfigMap", namespaced=True, version=1)
-        world.api.objects[CONFIG_MAPS.plural] = raw
-    await world.fleet.prime()
+        raw = add_server_metadata({**memory, "data": texts}, kind="ConfigMap", namespaced=True, version=1)
+        operator.api.objects[CONFIG_MAPS.plural] = raw
+    await operator.fleet.prime()
     if memory is not None:
-        await world.fleet._reconcile()
-        await world.fleet._reconcile()  # what was written is read again
-    check_type(world.fleet.view)
-    for written in world.api.written:
+        await operator.fleet._reconcile()
+        await operator.fleet._reconcile()  # what was written is read again
+    check_type(operator.fleet.view)
+    for written in operator.api.written:
         size = sum(map(len, (written.get("data") or {}).values()))
         require(size <= 2 * LARGEST_MEMORY, f"a memory of {size} bytes")
 
 
-async def _lead(world: World, lease: Any) -> None:
-    """Read, wait for and take the Lease as another holder may have left it."""
-    world.api.objects[LEASES.plural] = stored(lease, kind="Lease", namespaced=True, version=1)
+async def _acquire_lease(operator: OperatorHarness, lease: Any) -> None:
+    """Acquire, renew and release the Lease as another holder may have left it."""
+    operator.api.objects[LEASES.plural] = add_server_metadata(lease, kind="Lease", namespaced=True, version=1)
     elector = LeaseElector(
-        cast("Api", world.api), OPERATOR_NAMESPACE, "trainium-operator", "ours", wall_clock=world.clock
+        cast("Api", operator.api), OPERATOR_NAMESPACE, "trainium-operator", "ours", wall_clock=operator.clock
     )
     await elector._try_acquire()
     await asyncio.sleep(60.0)
@@ -214,22 +214,22 @@ async def _lead(world: World, lease: Any) -> None:
         await elector.release()
 
 
-def _show(world: World, events: list[Json]) -> None:
-    """The pages of all jobs and of each."""
-    world.shown.sample()
-    found = event_views(events)
-    rows = world.shown.rows(NAMESPACE)
-    pages = [live_jobs_html(rows, world.now, where="namespace team", root="/ui")]
-    for key in list(world.caches.jobs.store.snapshot()):
-        report = world.shown.report(*key, pods=True, members=True)
+def _render_pages(operator: OperatorHarness, events: list[Json]) -> None:
+    """Render the list of jobs and the page of each."""
+    operator.shown.sample()
+    found = build_event_views(events)
+    rows = operator.shown.rows(NAMESPACE)
+    pages = [live_jobs_html(rows, operator.now, where="namespace team", root="/ui")]
+    for key in list(operator.caches.jobs.store.snapshot()):
+        report = operator.shown.report(*key, pods=True, members=True)
         if report is not None:
-            pages.append(live_job_html(report(now=world.now, events=found, notes=()), world.now, jobs="/ui/team"))
+            pages.append(live_job_html(report(now=operator.now, events=found, notes=()), operator.now, jobs="/ui/team"))
     for page in pages:
         require(len(page) <= LARGEST_PAGE, f"a page of {len(page)} characters")
         page.encode()
 
 
-def _list(case: Json, key: str) -> list[Json]:
+def _objects_of(case: Json, key: str) -> list[Json]:
     found = case.get(key)
     return [each for each in found[:MOST_OBJECTS] if isinstance(each, dict)] if isinstance(found, list) else []
 

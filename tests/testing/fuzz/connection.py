@@ -1,18 +1,14 @@
-"""A connection without a network: what is sent is handed to the protocol at its end, and what it answers is kept."""
-
-from __future__ import annotations
+"""A connection without a network: data goes directly to the protocol of the server, and its responses are kept."""
 
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.testing.fuzz.invariants import require
-from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, head_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, parse_frame_header
 
 LONGEST_SENTENCE = 1024
 _HEAD = re.compile(rb"HTTP/1\.[01] (\d\d\d)")
@@ -21,7 +17,7 @@ UPGRADED = b"HTTP/1.1 101 "
 
 
 class Transport(asyncio.Transport):
-    """Keep what the server writes in `written`; `stalled`: the other end reads nothing."""
+    """Keep in `written` what the server writes; a `stalled` client reads nothing."""
 
     def __init__(self, source: str, *, stalled: bool = False) -> None:
         super().__init__({"peername": (source, 40_000), "sockname": ("10.0.0.100", 8443)})
@@ -34,24 +30,24 @@ class Transport(asyncio.Transport):
         self._loop = asyncio.get_running_loop()
 
     def open(self, protocol: asyncio.Protocol) -> None:
-        """Begin."""
+        """Connect the protocol of the server."""
         self._protocol = protocol
         protocol.connection_made(self)
 
     def receive(self, data: bytes) -> None:
-        """The other end has sent this; what comes while nothing is read waits."""
+        """Deliver data of the client; buffer it while reading is paused."""
         self._unread += data
         if self._unread and not self._paused and not self.closed and isinstance(self._protocol, asyncio.Protocol):
             self._unread, data = b"", self._unread
             self._protocol.data_received(data)
 
     def hang_up(self) -> None:
-        """The other end has gone."""
+        """Close the end of the client."""
         if not self.closed and isinstance(self._protocol, asyncio.Protocol):
             self._protocol.eof_received()
         self.close()
 
-    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+    def write(self, data: "bytes | bytearray | memoryview[Any]") -> None:
         """See asyncio.WriteTransport."""
         self.written += data
 
@@ -101,8 +97,8 @@ class Transport(asyncio.Transport):
 
 
 @dataclass
-class Talk:
-    """One connection and what came over it."""
+class ClientConnection:
+    """The client end of one connection."""
 
     transport: Transport
     sent: int = 0
@@ -110,14 +106,14 @@ class Talk:
     statuses: list[int] = field(default_factory=list)
 
     def send(self, data: bytes, pieces: int) -> None:
-        """In so many pieces."""
+        """Send data in this number of pieces."""
         self.sent += len(data)
         size = max(1, -(-len(data) // max(1, pieces)))
         for at in range(0, len(data), size):
             self.transport.receive(data[at : at + size])
 
     def check(self, allowed: Callable[[int], int]) -> None:
-        """Check that every answer is one of the protocol's, and all of them no more than `allowed(sent)` bytes."""
+        """Check that every response belongs to the protocol, and that all have at most `allowed(sent)` bytes."""
         written = bytes(self.transport.written)
         require(len(written) <= allowed(self.sent), f"{len(written)} bytes for {self.sent}")
         plain, upgrade, frames = written.partition(UPGRADED)
@@ -130,7 +126,7 @@ class Talk:
 def _check_frames(data: bytes) -> None:
     at = 0
     while at < len(data):
-        kind, length = head_of(data[at : at + HEAD_BYTES])
+        kind, length = parse_frame_header(data[at : at + HEAD_BYTES])
         payload = data[at + HEAD_BYTES : at + HEAD_BYTES + length]
         require(len(payload) == length, "a frame that is cut short")
         at += HEAD_BYTES + length

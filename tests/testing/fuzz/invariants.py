@@ -1,6 +1,4 @@
-"""Check every answer, whatever was asked: it is of its type, it can be written, and it is bounded."""
-
-from __future__ import annotations
+"""Checks of every result: it has its declared type, it can be serialized, and it is bounded."""
 
 import dataclasses
 import json
@@ -11,17 +9,14 @@ import typing
 from collections.abc import Mapping
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.cache.membership_record import MembershipRecord
 from trainium_operator.plan.model import observed as _observed
-from trainium_operator.plan.model.actions import CreatePod
-
-if TYPE_CHECKING:
-    from trainium_operator.plan.model.actions import Plan
+from trainium_operator.plan.model.actions import CreatePod, Plan
 
 LONGEST_LINE = 8 << 10
 """Characters of a line of the log."""
@@ -40,7 +35,7 @@ MOST_ACTIONS = 32
 
 
 class InvariantError(AssertionError):
-    """An answer breaks an invariant."""
+    """A result breaks an invariant."""
 
 
 def require(met: bool, what: str) -> None:
@@ -73,11 +68,11 @@ def check_plan(plan: Plan, pods: int) -> None:
             size = len(json.dumps(manifest, allow_nan=False))
             require(size <= LARGEST_MANIFEST, f"a {manifest['kind']} of {size} bytes")
     again = plan.requeue_after
-    require(again is None or (math.isfinite(again) and again >= 0), f"looks again after {again} s")
+    require(again is None or (math.isfinite(again) and again >= 0), f"requeues after {again} s")
 
 
 def _fits_64_bits(value: Any, where: str) -> None:
-    """The API server keeps no larger numbers."""
+    """Check that all integers have 64 bits, as the API server requires."""
     match value:
         case dict():
             for key, inner in value.items():
@@ -91,7 +86,7 @@ def _fits_64_bits(value: Any, where: str) -> None:
             pass
 
 
-class Listener(logging.Handler):
+class LogChecker(logging.Handler):
     """Collect what is logged: only loggers in `expected` may log an error, and every line is bounded."""
 
     def __init__(self, expected: frozenset[str]) -> None:
@@ -151,17 +146,17 @@ def _check_any(value: Any, choices: tuple[Any, ...], where: str) -> None:
     if value is None:
         require(type(None) in choices, f"{where} is None")
         return
-    heartbeat_changed = []
+    errors = []
     for choice in choices:
         if choice is type(None):
             continue
         try:
             _check(value, choice, where)
         except InvariantError as error:
-            heartbeat_changed.append(str(error))
+            errors.append(str(error))
         else:
             return
-    raise InvariantError(heartbeat_changed[0])
+    raise InvariantError(errors[0])
 
 
 @cache

@@ -1,7 +1,5 @@
 """Objects and messages that others write, one of each kind, with every part that is read of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Json = dict[str, Any]

@@ -1,35 +1,31 @@
-"""Run a case of a target in an event loop of virtual time, and raise what should not happen.
+"""Run a case of a target in an event loop of virtual time, and raise an error for a broken invariant.
 
 Guarantees:
 - Only virtual time passes; a case that needs `SLOW_SECONDS` of a processor fails.
 - Log lines, failed tasks and the loop of a case do not reach the next one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
 import random
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from tests.testing.fuzz.cluster_target import ClusterTarget
 from tests.testing.fuzz.coordinator_target import CoordinatorTarget
-from tests.testing.fuzz.invariants import InvariantError, Listener, require
+from tests.testing.fuzz.invariants import InvariantError, LogChecker, require
 from tests.testing.fuzz.spec_target import SpecTarget
-from tests.testing.suite.any_json import as_sent, as_stored
+from tests.testing.suite.any_json import as_json, as_stored
 from tests.testing.suite.virtual_time import VirtualLoop
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 SLOW_SECONDS = 60.0
 
 
 class Target(Protocol):
-    """An input of the operator that others write."""
+    """An untrusted input of the operator."""
 
     @property
     def expected(self) -> frozenset[str]:
@@ -50,7 +46,7 @@ class Target(Protocol):
         ...
 
     async def run_case(self, case: Any) -> None:
-        """Run a case. Raises whatever should not happen."""
+        """Run a case; raise an error for a broken invariant."""
         ...
 
 
@@ -62,21 +58,21 @@ TARGETS: dict[str, Callable[[], Target]] = {
 
 
 def run_case(target: Target, case: Any) -> None:
-    """Run a case. Raises whatever should not happen; a case that is nested too deeply is ignored."""
+    """Run a case; raise an error for a broken invariant. A case that is nested too deeply is ignored."""
     try:
-        whole = (as_stored if target.storable else as_sent)(case)
+        whole = (as_stored if target.storable else as_json)(case)
     except RecursionError:
         return
     random.seed(0)  # the operator spreads its load by chance; a case is the same each time
     unhandled: list[dict[str, Any]] = []
-    listener = Listener(target.expected)
+    log_checker = LogChecker(target.expected)
     started = time.process_time()
-    with _only_handler(listener):
+    with _only_handler(log_checker):
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             runner.get_loop().set_exception_handler(lambda _, context: unhandled.append(context))
             runner.run(target.run_case(whole))
         gc.collect(0)  # a task that nobody awaited reports its error when it is collected
-    listener.check()
+    log_checker.check()
     for context in unhandled:
         raise InvariantError(f"a task failed: {context['message']}") from context.get("exception")
     seconds = time.process_time() - started

@@ -1,32 +1,29 @@
-"""Build cases from a schema: an object with every field, and the values at each field's edges.
+"""Build cases from a JSON schema: an object with every field, and the edge values of each field.
 
-Invariant: the schema is the generated one (of the definition, or of a message's model), so a new field is in the cases
-without a change here.
+The schemas are the generated ones of the definition and of messages, so a new field needs no change here.
 """
-
-from __future__ import annotations
 
 import re
 from typing import Any
 
 Schema = dict[str, Any]
 _TEXTS = ("/a", "a/b", "s3://bucket/prefix", "--a", "module:function", "2027-01-15T08:00:00Z")
-"""One of them has the form that a pattern asks for."""
+"""Texts of which one matches each pattern."""
 
 
-def everything(schema: Schema) -> Any:
-    """A value in which every field is given, with one entry in each list and object; mostly a legal one."""
-    return _Reading(schema).example(schema)
+def example(schema: Schema) -> Any:
+    """Return a mostly valid value with every field, and one entry in each list and map."""
+    return _SchemaWalker(schema).example(schema)
 
 
-def edges(schema: Schema) -> dict[str, list[Any]]:
+def edge_values(schema: Schema) -> dict[str, list[Any]]:
     """Return by name of a field: its smallest, its largest, one beyond each, every value of an enumeration."""
-    reading = _Reading(schema)
+    reading = _SchemaWalker(schema)
     reading.collect(schema)
     return reading.found
 
 
-class _Reading:
+class _SchemaWalker:
     def __init__(self, schema: Schema) -> None:
         self._definitions: dict[str, Schema] = schema.get("$defs", {})
         self.found: dict[str, list[Any]] = {}

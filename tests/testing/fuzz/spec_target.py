@@ -1,39 +1,37 @@
-"""Every field of the definition, as a person may write it: read, ruled on, planned from nothing, and written out.
+"""Fuzz target: every field of the definition, as a user may write it.
 
-A case is a job's spec and status, labels and annotations, and which gang API the cluster has. Invariants: the job is
-read, or refused in one bounded sentence; its size is decided; its plans, from the first pods to the first generation,
-can be carried out; the trainer's own reader takes the configuration that is written for it; and the spec reads back as
-it was written.
+A case is spec, status, labels and annotations of a job, and the gang API of the cluster.
+
+Invariants:
+- The job is read, or refused in one bounded sentence, and its size is decided.
+- Its plans, from the first pods to the first generation, can be executed.
+- The trainer accepts the configuration that is written for it.
+- The spec round-trips.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from tests.testing.api.recorded_jobs import recorded
+from tests.testing.api.recorded_jobs import recorded_object
 from tests.testing.fuzz import objects
 from tests.testing.fuzz.invariants import require
-from tests.testing.fuzz.schemas import edges, everything
-from tests.testing.fuzz.world import World
+from tests.testing.fuzz.operator_harness import OperatorHarness
+from tests.testing.fuzz.schemas import edge_values, example
 from trainium_contract.definition.crd import object_schema
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyObject
+from trainium_operator.plan.model.actions import ApplyObject, Plan
+from trainium_operator.plan.model.observed import JobView
 from trainium_operator.plan.view.size import decide_size
-
-if TYPE_CHECKING:
-    from trainium_operator.plan.model.actions import Plan
-    from trainium_operator.plan.model.observed import JobView
 
 Json = dict[str, Any]
 
 LONGEST_REFUSAL = 4096
 ROUNDS = 2
-"""From nothing: pods, then who trains; a case may ask for one more, training."""
+"""Plans of a case: pods, then the first generation; with `again` one more, while it trains."""
 _BETWEEN = 5.0
 
 
@@ -45,16 +43,16 @@ class SpecTarget:
     storable = True
 
     def seeds(self) -> list[Any]:
-        """Return a job with few fields, the examples' kinds of jobs, and one with every field."""
+        """Return valid cases: a minimal job, the kinds of the examples, and one with every field."""
         schema = object_schema()["properties"]["spec"]
-        spec = recorded("job")["spec"]
-        every = everything(schema)
+        spec = recorded_object("job")["spec"]
+        every = example(schema)
         program = _consistent_program(every.pop("program"))
-        full = _consistent(every)
+        full = _consistent_spec(every)
         sections = [{"spec": {**spec, key: value}} for key, value in full.items() if isinstance(value, dict)]
         return [
             {"spec": {}},
-            {"spec": spec, "status": recorded("job")["status"]},
+            {"spec": spec, "status": recorded_object("job")["status"]},
             {"spec": full, "again": True},
             {"spec": {"workers": full["workers"], "recovery": full["recovery"], "program": program}},
             *sections,
@@ -63,39 +61,39 @@ class SpecTarget:
 
     def values(self) -> dict[str, list[Any]]:
         """Further values by key."""
-        found = edges(object_schema()["properties"]["spec"])
+        found = edge_values(object_schema()["properties"]["spec"])
         for key, values in _TEMPLATE_VALUES.items():
             found.setdefault(key, []).extend(values)
         return found
 
     async def run_case(self, case: Any) -> None:
-        """Raises whatever should not happen."""
+        """Run a case; raise an error for a broken invariant."""
         if not isinstance(case, dict):
             return
         gang = case.get("gang")
-        world = World(gang if isinstance(gang, str) else "")
-        await world.open()
+        operator = OperatorHarness(gang if isinstance(gang, str) else "")
+        await operator.open()
         metadata = case.get("metadata")
         named = {**(metadata if isinstance(metadata, dict) else {}), "uid": objects.JOB_UID}
-        world.see(
+        operator.deliver(
             "TrainingJob", {"metadata": named, "spec": _without_nulls(case.get("spec")), "status": case.get("status")}
         )
-        for entry in world.caches.jobs.store.snapshot().values():
+        for entry in operator.caches.jobs.store.snapshot().values():
             record = entry.view
             if record.view is None:
-                require(bool(record.error or record.elsewhere), "a job is refused without a word")
+                require(bool(record.error or record.managed_elsewhere), "a job is refused without a reason")
                 require(len(record.error) <= LONGEST_REFUSAL, f"a refusal of {len(record.error)} characters")
             else:
-                _ruled(record.view)
+                _check_sizes_and_wire_form(record.view)
         again = case.get("again") is True
         for left in reversed(range(ROUNDS + again)):
-            for job, made in world.planned():
-                _configured(made, as_yaml=again)
+            for job, made in operator.plan_jobs():
+                _check_trainer_configuration(made, as_yaml=again)
                 if left:
-                    world.obey(job, made)
-            world.now += _BETWEEN
-            _register_all(world)
-        world.check_views()
+                    operator.apply_plan(job, made)
+            operator.now += _BETWEEN
+            _register_all(operator)
+        operator.check_views()
 
 
 _EXAMPLES: tuple[Json, ...] = (
@@ -148,8 +146,8 @@ _TEMPLATE_VALUES: dict[str, list[Any]] = {
 }
 
 
-def _consistent(spec: Json) -> Json:
-    """The spec with every field, without those that exclude each other."""
+def _consistent_spec(spec: Json) -> Json:
+    """Return the spec with every field but those that exclude each other."""
     model, storage = spec["trainer"]["model"], spec["checkpoint"]["storage"]
     for key in ("path", "weights"):
         model.pop(key, None)
@@ -174,7 +172,7 @@ def _consistent(spec: Json) -> Json:
 
 
 def _consistent_program(program: Json) -> Json:
-    """Every field of a program, legal together."""
+    """Return a program with every field, valid together."""
     program["command"], program["warm"] = ["python", "-m", "train"], ["torch"]
     program["workingDirectory"], program["progress"]["pattern"] = "/src", r"step: (?P<step>\d+)"
     program["checkpoints"] = {"path": "/checkpoints/run", "committed": "step-{step}/.metadata"}
@@ -183,18 +181,18 @@ def _consistent_program(program: Json) -> Json:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The API server stores no null in a field of ours, of which none may be null; a pod template is kept as it is."""
+    """Remove nulls, which the API server does not store outside of the pod template."""
     if not isinstance(value, dict):
         return value
     kept = {key: inner for key, inner in value.items() if inner is not None}
     return {key: inner if key == "template" else _without_nulls(inner) for key, inner in kept.items()}
 
 
-def _ruled(job: JobView) -> None:
-    """The rules that Python evaluates, and the wire form."""
+def _check_sizes_and_wire_form(job: JobView) -> None:
+    """Check the rules that Python evaluates, and that the spec round-trips."""
     decide_size(job.spec)
     wire = job.spec.to_wire()
-    require(TrainingJobSpec.model_validate(wire).to_wire() == wire, "a spec that reads back as another")
+    require(TrainingJobSpec.model_validate(wire).to_wire() == wire, "a spec that does not round-trip")
     try:
         job.spec.sizes_to_compile()
         job.spec.sizes_for_spares()
@@ -202,8 +200,8 @@ def _ruled(job: JobView) -> None:
         return  # it contradicts itself, which SizeLegal reports
 
 
-def _configured(made: Plan, *, as_yaml: bool) -> None:
-    """The trainer reads what is written for it: as YAML, or, which is ten times as fast, as the JSON that it is."""
+def _check_trainer_configuration(made: Plan, *, as_yaml: bool) -> None:
+    """Check that the trainer accepts its configuration, read as YAML or, ten times as fast, as JSON."""
     for action in made.actions:
         if isinstance(action, ApplyObject) and names.TRAINER_KEY in action.manifest.get("data", {}):
             text = action.manifest["data"][names.TRAINER_KEY]
@@ -213,12 +211,12 @@ def _configured(made: Plan, *, as_yaml: bool) -> None:
                 TrainingConfig.model_validate_json(text)
 
 
-def _register_all(world: World) -> None:
-    """Agents of all pods are there, warm."""
-    for seen in world.observed():
+def _register_all(operator: OperatorHarness) -> None:
+    """Register a warm agent of each pod."""
+    for seen in operator.observe_jobs():
         job = seen.job
         for pod in seen.pods:
-            heartbeat_changed = {"namespace": job.namespace, "job": job.name, "podName": pod.name, "podUid": pod.uid}
-            world.state.register(job.id, RegisterRequest.model_validate({**objects.REGISTER, **heartbeat_changed}))
-            idle = {"generation": world.state.published(job.id), "phase": "Standby", "ready": True}
-            world.state.heartbeat(job.id, HeartbeatRequest.model_validate({**heartbeat_changed, **idle}))
+            identity = {"namespace": job.namespace, "job": job.name, "podName": pod.name, "podUid": pod.uid}
+            operator.state.register(job.id, RegisterRequest.model_validate({**objects.REGISTER, **identity}))
+            idle = {"generation": operator.state.published(job.id), "phase": "Standby", "ready": True}
+            operator.state.heartbeat(job.id, HeartbeatRequest.model_validate({**identity, **idle}))

@@ -1,28 +1,23 @@
-"""The operator's HTTPS port for readers, over TLS, beside an API server that can be slow, and a user who may read."""
-
-from __future__ import annotations
+"""The HTTPS port for metrics and pages over TLS, with a fake API server and a user who may read."""
 
 import asyncio
+import ssl
 import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 
-from tests.testing.operator.coordinator_world import CountedReviews, tls_of_server
+from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.operator.coordinator_fixture import CountedReviews, tls_of_server
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import ACCESS_REVIEWS, TOKEN_REVIEWS
+from trainium_operator.cluster.api.transport import Transport
 from trainium_operator.cluster.coordinator_ports import Reviewer
 from trainium_operator.endpoints.access import Access
+from trainium_operator.endpoints.pages import Jobs
 from trainium_operator.endpoints.servers import EndpointServer, Exposition
-
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import AsyncIterator, Callable
-
-    from tests.testing.api.fake_kubernetes import FakeCluster
-    from trainium_operator.cluster.api.transport import Transport
-    from trainium_operator.endpoints.pages import Jobs
 
 PROMETHEUS = "system:serviceaccount:monitoring:prometheus"
 USER = {
@@ -38,8 +33,8 @@ def may_read_metrics(spec: dict[str, Any]) -> bool:
     return bool(spec["user"] == PROMETHEUS and spec.get("nonResourceAttributes") == wanted)
 
 
-class ReadersWorld(CountedReviews):
-    """`cluster` is the API server; `now` the operator's clock."""
+class EndpointsFixture(CountedReviews):
+    """An endpoint server, its API server `cluster`, and the clock `now` of the operator."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
@@ -59,12 +54,12 @@ class ReadersWorld(CountedReviews):
 
     @property
     def reviews(self) -> list[str]:
-        """Kinds of the reviews that were asked for."""
+        """Return the kinds of the requested reviews."""
         return [path.rpartition("/")[2] for method, path in self.cluster.requests if method == "POST"]
 
     @asynccontextmanager
     async def session(self, address: str = "127.0.0.1") -> AsyncIterator[aiohttp.ClientSession]:
-        """Connections that come from this address."""
+        """Open a session whose connections come from this address."""
         connector = aiohttp.TCPConnector(ssl=self.trust, limit=0, local_addr=(address, 0))
         async with aiohttp.ClientSession(f"https://localhost:{self.port}", connector=connector) as session:
             yield session
@@ -72,7 +67,7 @@ class ReadersWorld(CountedReviews):
     async def get(
         self, session: aiohttp.ClientSession, token: str = "", path: str = "/metrics", **headers: str
     ) -> tuple[int, str]:
-        """Status and text."""
+        """Return status and text of a GET."""
         if token:
             headers["Authorization"] = f"Bearer {token}"
         async with session.get(path, headers=headers) as response:
@@ -80,13 +75,13 @@ class ReadersWorld(CountedReviews):
 
 
 @asynccontextmanager
-async def readers_world(
-    cluster: FakeCluster, transport: Transport | None = None, jobs: Callable[[ReadersWorld], Jobs] | None = None
-) -> AsyncIterator[ReadersWorld]:
-    """Wired as `Runtime` does it; `transport` leads to the API server. `jobs`: what there are pages of."""
-    world = ReadersWorld(cluster)
+async def run_endpoints(
+    cluster: FakeCluster, transport: Transport | None = None, jobs: Callable[[EndpointsFixture], Jobs] | None = None
+) -> AsyncIterator[EndpointsFixture]:
+    """Start an endpoint server wired as in `Runtime`; `jobs` provides the pages."""
+    world = EndpointsFixture(cluster)
     api = Api(transport or cluster)
-    tokens, rights = (world.counted(Reviewer(api, kind).review) for kind in (TOKEN_REVIEWS, ACCESS_REVIEWS))
+    tokens, rights = (world.count(Reviewer(api, kind).review) for kind in (TOKEN_REVIEWS, ACCESS_REVIEWS))
     access = Access(tokens, rights, wall_clock=lambda: world.now)
     exposition = Exposition(world.exposition, lambda: world.now)
     world.server = EndpointServer(

@@ -1,8 +1,6 @@
 """Jobs for the operator's metrics, and the samples of what it exposes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
@@ -16,13 +14,10 @@ from trainium_operator.plan.fleet.memory import Machine, MachineState
 from trainium_operator.plan.model.observed import JobView, NodeCondition, NodeReadiness, NodeView
 from trainium_operator.plan.model.text import rfc3339
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 NOW = 1_800_000_000.0
 
 
-def view(uid: str, status: TrainingJobStatus | None = None) -> JobView:
+def job_view(uid: str, status: TrainingJobStatus | None = None) -> JobView:
     spec = TrainingJobSpec.model_validate({"workers": {"replicas": 4, "spares": 2, "accelerator": {"device": "cpu"}}})
     return JobView(
         namespace="team",
@@ -36,19 +31,19 @@ def view(uid: str, status: TrainingJobStatus | None = None) -> JobView:
     )
 
 
-def figures(metrics: Metrics) -> dict[str, float]:
-    """Every sample of the exposition, by its name and labels."""
+def read_samples(metrics: Metrics) -> dict[str, float]:
+    """Return every sample of the exposition by name and labels."""
     lines = [line for line in metrics.exposition().decode().splitlines() if not line.startswith("#")]
     found = dict(line.rsplit(" ", 1) for line in lines)
     return {key.removeprefix("trainingjob_operator_"): float(value) for key, value in found.items()}
 
 
-def busy() -> Metrics:
-    """Metrics of an operator to which everything has happened, with one job in each phase."""
+def busy_metrics() -> Metrics:
+    """Return metrics of an operator with one job in each phase and every kind of event."""
     metrics = Metrics(lambda: NOW, named_jobs=20)
     for phase in Phase:
         for status in _statuses(phase):
-            metrics.planned(view(phase.value), status)
+            metrics.planned(job_view(phase.value), status)
     for code in (200, 401, 403):
         metrics.message("heartbeat", code)
     for code in (200, 401, 403, 429):

@@ -4,8 +4,6 @@ Invariant: a call to the API server that is not covered here is a defect, in thi
 no `secrets` beyond one named Secret, no `pods/exec`, nothing that could raise its own rights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

@@ -1,24 +1,20 @@
 """An agent's stream, frame by frame: what a test sends over it and what the coordinator answers."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json
-from typing import TYPE_CHECKING, Any, Self
+import ssl
+from typing import Any, Self
 
 from tests.testing.suite.timeouts import scaled
-from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind, FrameReader, frame
-
-if TYPE_CHECKING:
-    import ssl
+from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind, FrameReader, encode_frame
 
 _ANSWERS = (FrameKind.REGISTERED, FrameKind.HEARTBEAT_ACK, FrameKind.ERROR)
 SWITCHING = 101
 
 
 class StreamClient:
-    """One connection; `status` is what the request for a stream was answered with, `refusal` its body otherwise."""
+    """One connection with the `status` of its upgrade response, or the body of a `refusal`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -65,10 +61,10 @@ class StreamClient:
 
     def send(self, kind: int, body: Any = None) -> None:
         payload = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.writer.write(frame(kind, payload))  # type: ignore[arg-type]
+        self.writer.write(encode_frame(kind, payload))  # type: ignore[arg-type]
 
     async def next(self) -> tuple[int, Any]:
-        """Kind and content of the next frame; (0, None) at the end."""
+        """Return kind and content of the next frame; (0, None) at the end."""
         async with asyncio.timeout(scaled(20)):
             while not self._received:
                 data = await self.reader.read(1 << 16)
@@ -93,7 +89,7 @@ class StreamClient:
         return (content["status"] if answer == FrameKind.ERROR else 200 if answer else 0), content
 
     async def last_refusal(self) -> tuple[int, str]:
-        """Status and sentence of the refusal after which the coordinator closes the stream."""
+        """Return status and sentence of the refusal with which the coordinator closes the stream."""
         kind, content = await self.next()
         assert kind == FrameKind.ERROR
         assert await self.next() == (0, None)

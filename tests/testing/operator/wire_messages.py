@@ -1,7 +1,5 @@
 """Messages between the coordinator and agents, with defaults for what a test does not care about."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trainium_contract.faults.causes import Cause

@@ -1,4 +1,4 @@
-"""Blocks of a page that show what a program prints, between marks; the marks name the command.
+"""Blocks of a page with the output of a command, which their marks name.
 
     <!-- output: kubectl trn status llama -n team -->
 
@@ -11,13 +11,8 @@ After `output only:` the command itself is left out, where the page has it alrea
 is found.
 """
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection
 
 _BLOCK = re.compile(
     r"^<!-- output(?P<only> only)?: (?P<command>(?!end -->).+?) -->\n(?P<body>.*?)^<!-- output: end -->$",
@@ -28,17 +23,17 @@ _LONGEST_COMMAND = 100
 
 
 def commands(page: str) -> list[str]:
-    """Return the commands that the marks of a page name, in their order."""
+    """Return the commands of all blocks of a page, in order."""
     return [found["command"] for found in _BLOCK.finditer(page)]
 
 
-def unmarked(page: str) -> str:
-    """The page without its blocks."""
+def without_blocks(page: str) -> str:
+    """Return the page without its blocks."""
     return _BLOCK.sub("", page)
 
 
-def renewed(page: str, output: Callable[[str], str], *, leave: Collection[str] = ()) -> str:
-    """The page with each block as `output(command)` has it now, but for those of the commands in `leave`."""
+def update_blocks(page: str, output: Callable[[str], str], *, leave: Collection[str] = ()) -> str:
+    """Return the page with the current `output(command)` in each block, except for commands in `leave`."""
 
     def block(found: re.Match[str]) -> str:
         return found[0] if found["command"] in leave else _block(found, output(found["command"]))
@@ -58,7 +53,7 @@ def _block(found: re.Match[str], output: str) -> str:
 
 
 def _prompt(command: str) -> list[str]:
-    """The command as it is typed; a long one goes on in the next line."""
+    """Return the typed command; a long one is continued on a second line."""
     if len(command) <= _LONGEST_COMMAND:
         return [f"$ {command}"]
     at = command.rindex(" --", 0, _LONGEST_COMMAND)

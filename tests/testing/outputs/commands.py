@@ -1,6 +1,4 @@
-"""Output of the commands on pages: the programs themselves, on recorded jobs or on jobs that are built here."""
-
-from __future__ import annotations
+"""Output of the commands on pages, run on recorded or built jobs."""
 
 import contextlib
 import io
@@ -12,22 +10,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from tests.testing.api.recorded_jobs import RECORDED
-from tests.testing.outputs.recording import Frame, Recording, replayed
+from tests.testing.outputs.recording import FirstFrameTerminal, Recording, replay
 from tests.testing.outputs.tables import table
 from trainium_client.commands import simulate as simulating
 from trainium_client.commands.ui_server import UiServer
 from trainium_devcluster import cli as devcluster
 from trainium_devcluster import cluster as devcluster_parts
 from trainium_simulator.command import main as simulate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 ROOT = Path(__file__).parents[3]
 PAGES = (
@@ -43,7 +39,7 @@ SIMULATE = (
     "kubectl trn simulate llama -n team --learn --spares 0..1 --failures-per-1000-node-days 22 --days 4 --seeds 2"
 )
 SLOW = frozenset({SIMULATION, SIMULATE})
-"""Take seconds of a core."""
+"""Commands that take seconds of processor time."""
 _NOW = 1_795_561_800.0
 _RECORDED = {
     "status llama": "asked/job",
@@ -77,18 +73,18 @@ _RECORDED = {
 
 
 def output(command: str) -> str:
-    """Return what the command prints. Raises KeyError for one that nothing here can run."""
+    """Return the output of a command. Raises KeyError for an unknown one."""
     if command.startswith("kubectl trn ") and command not in _BUILT:
-        return _replayed(shlex.split(command)[2:])
+        return _replay(shlex.split(command)[2:])
     return _BUILT[command]()
 
 
-def _replayed(words: Sequence[str], out: io.StringIO | None = None) -> str:
-    return replayed(recording_of(words), words, out=out)
+def _replay(words: Sequence[str], out: io.StringIO | None = None) -> str:
+    return replay(recording_of(words), words, out=out)
 
 
 def recording_of(words: Sequence[str]) -> Recording:
-    """Return what a command of `kubectl trn` read and wrote, by its words. Raises KeyError where none was kept."""
+    """Return the recording of a `kubectl trn` command. Raises KeyError without one."""
     name = words[0] if words[0] in _RECORDED else " ".join(words[:2])
     return Recording.read(RECORDED / f"{_RECORDED[name]}.json")
 
@@ -128,12 +124,12 @@ def _get_trn() -> str:
 
 
 def _watch_screen() -> str:
-    """The first frame, as a terminal shows it."""
-    return _replayed(["watch", "llama", "-n", "team"], Frame()).removeprefix("\x1b[H\x1b[J")
+    """Return the first frame of `watch` on a terminal."""
+    return _replay(["watch", "llama", "-n", "team"], FirstFrameTerminal()).removeprefix("\x1b[H\x1b[J")
 
 
 def _simulated() -> str:
-    """The operator's program prints into the terminal by itself."""
+    """Run the simulator, which prints directly to the terminal, with captured output."""
 
     def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": ""})
@@ -141,26 +137,26 @@ def _simulated() -> str:
         return done
 
     with mock.patch.object(simulating, "subprocess", SimpleNamespace(run=run)):
-        return _replayed(shlex.split(SIMULATE)[2:])
+        return _replay(shlex.split(SIMULATE)[2:])
 
 
 def _bundled() -> str:
-    """The files of the archive, as tar lists them."""
+    """Return the files of the support bundle, as tar lists them."""
     with tempfile.TemporaryDirectory() as folder:
         archive = f"{folder}/bundle.tar.gz"
-        _replayed(["support-bundle", "llama", "-n", "team", "-f", archive])
+        _replay(["support-bundle", "llama", "-n", "team", "-f", archive])
         return subprocess.run(["tar", "-tzf", archive], capture_output=True, text=True, check=True).stdout
 
 
 def _ui() -> str:
-    """Port and secret are another at each start."""
+    """Return the output of `ui` with a fixed port and secret."""
     with mock.patch.object(UiServer, "serve_forever"):
-        shown = replayed(Recording.read(RECORDED / "asked/job.json"), ["ui", "llama", "-n", "team", "--no-browser"])
+        shown = replay(Recording.read(RECORDED / "asked/job.json"), ["ui", "llama", "-n", "team", "--no-browser"])
     return re.sub(r"(http://127\.0\.0\.1):\d+/[^/]+/", r"\1:43717/…/", shown)
 
 
 def _devcluster_up() -> str:
-    """The command itself, with the parts left out that start processes; 10.6 s is what it took once on two cores."""
+    """Run the command without starting processes; it took 10.6 s on two cores."""
     ready = iter((0.0, 10.6))
 
     @contextlib.contextmanager
@@ -172,7 +168,7 @@ def _devcluster_up() -> str:
     with (
         mock.patch.dict(os.environ, {"HOME": "/home/you"}),
         mock.patch.object(devcluster_parts, "ensure_binaries", return_value=SimpleNamespace(folder=Path())),
-        mock.patch.object(devcluster_parts, "name_reserved", free),
+        mock.patch.object(devcluster_parts, "reserve_name", free),
         mock.patch.object(devcluster_parts, "launch_supervisor"),
         mock.patch.object(made, "supervisor"),
         mock.patch.object(made, "wait_for_nodes"),

@@ -1,10 +1,7 @@
-"""Record what `kubectl trn` read of a cluster, wrote to it, and when, so that the same command can run on it again.
+"""Record the requests of a `kubectl trn` command and their responses, and replay the command on them.
 
-Invariant: a command that is replayed asks for nothing that was not recorded, writes what it wrote then, and sees the
-clock of that moment.
+Invariant: a replayed command sends only recorded requests, with the recorded bodies, and sees the recorded time.
 """
-
-from __future__ import annotations
 
 import base64
 import contextlib
@@ -15,22 +12,19 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 from unittest import mock
 
 from tests.testing.api.recorded_jobs import ApiServer
 from trainium_client import pod_exec
+from trainium_client.api import Api
 from trainium_client.commands import inspect, logs, profile
 from trainium_client.commands.main import main
-from trainium_client.pod_exec import Output
+from trainium_client.pod_exec import ExecOutput
 from trainium_contract.api_server.connection import Answer, Connection, LineStream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from trainium_client.api import Api
 
 WIDTH = 110
 """Columns of the terminal that a page shows."""
@@ -40,36 +34,35 @@ _ANYWHERE = {
     sys.base_prefix: "/usr/local",
     os.uname().release: "6.1.0",
 }
-"""Folder of the development cluster's programs, and the one shown for it: a recording names no machine."""
+"""Replacements of machine-specific texts."""
 _GZIP, _PACKED = b"\x1f\x8b", "base64:"
-"""Start of a file that a program printed packed, and of what is kept of it."""
+"""Magic bytes of a compressed file, and the prefix under which it is recorded."""
 _SPAN = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Objects that a command read."""
+    """Requests and responses of one command."""
 
     now: float
-    """When it read the last of it; Unix seconds."""
+    """Unix time of the last response."""
     namespace: str
-    """Namespace that it read; empty for a command without one."""
+    """Namespace of the command; empty without one."""
     answers: dict[str, list[Any]]
-    """What the API server answered by path (of a write: `METHOD PATH`), one after the other; an object (a refusal is a
-    Status) or a text. Empty streams are left out."""
+    """Responses of the API server by path (of a write: `METHOD PATH`), in order: an object, a Status or a text."""
     inside: dict[str, str]
-    """Output of programs inside of workers, by `POD: PROGRAM`; packed files in base64."""
+    """Output of programs in workers, by `POD: PROGRAM`; compressed files in base64."""
     sent: dict[str, list[Any]] = field(default_factory=dict)
-    """What the command wrote, by `METHOD PATH`, one after the other."""
+    """Bodies that the command wrote, by `METHOD PATH`, in order."""
 
-    @staticmethod
-    def read(path: Path) -> Recording:
-        """One that was kept."""
-        return Recording(**json.loads(path.read_text(encoding="utf-8")))
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a recording."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def write(self, path: Path) -> None:
-        """Keep it."""
+        """Write the recording."""
         path.parent.mkdir(exist_ok=True)
         text = json.dumps(asdict(self), indent=1, sort_keys=True)
         for here, anywhere in _ANYWHERE.items():
@@ -77,11 +70,11 @@ class Recording:
         path.write_text(f"{text}\n", encoding="utf-8")
 
 
-class _InTurn(dict[str, Any]):
-    """Answers for `ApiServer`: each path's one after the other, the last one for good."""
+class _AnswerQueue(dict[str, Any]):
+    """Responses for `ApiServer`: those of a path in order, and the last one repeatedly."""
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The next one."""
+        """Return the next response of a path."""
         left = super().get(path)
         if not left:
             return default
@@ -89,43 +82,43 @@ class _InTurn(dict[str, Any]):
 
 
 def _served(answer: Any) -> Any:
-    """For `ApiServer`, to which bytes are a refusal with 404."""
+    """Convert a response for `ApiServer`, where bytes stand for status 404."""
     refusal = isinstance(answer, dict) and answer.get("kind") == "Status" and answer.get("code") == 404
     return json.dumps(answer).encode() if refusal else answer
 
 
-class Frame(io.StringIO):
-    """A terminal at which a person looks until something is shown, and then leaves."""
+class FirstFrameTerminal(io.StringIO):
+    """A terminal that raises KeyboardInterrupt after the first frame."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen = False
 
     def isatty(self) -> bool:
-        """It is one."""
+        """Return True, as a terminal does."""
         return True
 
     def flush(self) -> None:
-        """The first time somebody sees it."""
+        """Interrupt the command at the first frame."""
         if not self._seen:
             self._seen = True
             raise KeyboardInterrupt
 
 
-def replayed(
+def replay(
     recording: Recording, arguments: Sequence[str], *, width: int = WIDTH, out: io.StringIO | None = None
 ) -> str:
-    """Return what the command prints, on both streams together as a terminal shows them.
+    """Replay a command in an empty folder; return its output on both streams.
 
-    Raises LookupError where it asks for or writes something else than was recorded. It runs in an empty folder.
+    Raises LookupError for a request or a body that was not recorded.
     """
 
-    def remembered(_: Api, pod: str, command: Sequence[str], **__: Any) -> Output:
+    def remembered(_: Api, pod: str, command: Sequence[str], **__: Any) -> ExecOutput:
         kept = recording.inside[f"{pod}: {' '.join(command)}"]
         packed = kept.startswith(_PACKED)
-        return Output(base64.b64decode(kept.removeprefix(_PACKED)) if packed else kept.encode(), b"")
+        return ExecOutput(base64.b64decode(kept.removeprefix(_PACKED)) if packed else kept.encode(), b"")
 
-    answers = _InTurn({path: [*each] for path, each in recording.answers.items()})
+    answers = _AnswerQueue({path: [*each] for path, each in recording.answers.items()})
     with tempfile.TemporaryDirectory() as folder, ApiServer(answers, Path(folder)).running() as server:
         chosen = {"KUBECONFIG": str(server.kubeconfig), "COLUMNS": str(width), "NO_COLOR": "1"}
         with (
@@ -135,7 +128,7 @@ def replayed(
             _programs(remembered),
             contextlib.chdir(folder),
         ):
-            text = printed([*arguments, *_where(arguments, recording.namespace)], out)
+            text = command_output([*arguments, *_where(arguments, recording.namespace)], out)
         _check(recording, server.requests)
         return text
 
@@ -145,32 +138,32 @@ def _check(recording: Recording, requests: Sequence[tuple[str, str, Any]]) -> No
     for method, target, body in requests:
         key = _key(method, target.partition("?")[0])
         if key not in recording.answers:
-            raise LookupError(f"{key} is asked for, and was not when this was recorded: record it again")
+            raise LookupError(f"{key} was not requested when this was recorded: record it again")
         if method != "GET":
-            sent.setdefault(key, []).append(_without_noise(body))
+            sent.setdefault(key, []).append(_without_irrelevant_fields(body))
     for key in {**sent, **recording.sent}:
         if sent.get(key) != recording.sent.get(key):
-            raise LookupError(f"{key} is another than when this was recorded: record it again")
+            raise LookupError(f"{key} differs from the recorded body: record it again")
 
 
 def _key(method: str, path: str) -> str:
     return path if method == "GET" else f"{method} {path}"
 
 
-def printed(arguments: Sequence[str], out: io.StringIO | None = None) -> str:
-    """Return what a command prints, also one that fails."""
+def command_output(arguments: Sequence[str], out: io.StringIO | None = None) -> str:
+    """Run a command and return its output, also if it fails."""
     out = out or io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), contextlib.suppress(SystemExit):
         main([*arguments])
     return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines())
 
 
-def recorded_now(arguments: Sequence[str], namespace: str) -> tuple[Recording, str]:
-    """Run a command on the cluster of this environment; what it read, and what it printed."""
+def record(arguments: Sequence[str], namespace: str) -> tuple[Recording, str]:
+    """Run a command on the current cluster; return the recording and the output."""
     found = Recording(0.0, namespace, {}, {})
     times: list[float] = []
-    with _listening(found, times):
-        text = printed([*arguments, *_where(arguments, namespace)])
+    with _record_calls(found, times):
+        text = command_output([*arguments, *_where(arguments, namespace)])
     return replace(found, now=times[-1]), text
 
 
@@ -179,7 +172,7 @@ def _where(arguments: Sequence[str], namespace: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _listening(to: Recording, times: list[float]) -> Iterator[None]:
+def _record_calls(to: Recording, times: list[float]) -> Iterator[None]:
     ask, follow = Connection.request, LineStream.lines
     run, stream = pod_exec.run_in_pod, Connection.stream
     paths: dict[int, str] = {}
@@ -188,10 +181,10 @@ def _listening(to: Recording, times: list[float]) -> Iterator[None]:
         answer = ask(self, method, path, **more)
         times.append(time.time())
         if method == "GET":
-            _keep(to, path, _kept(answer))
+            _append_answer(to, path, _parse_answer(answer))
         else:
-            to.answers.setdefault(_key(method, path), []).append(_kept(answer))
-            to.sent.setdefault(_key(method, path), []).append(_without_noise(more.get("body")))
+            to.answers.setdefault(_key(method, path), []).append(_parse_answer(answer))
+            to.sent.setdefault(_key(method, path), []).append(_without_irrelevant_fields(more.get("body")))
         return answer
 
     @contextlib.contextmanager
@@ -203,10 +196,10 @@ def _listening(to: Recording, times: list[float]) -> Iterator[None]:
 
     def lines(self: LineStream) -> Iterator[bytes]:
         for line in follow(self):
-            _keep(to, paths[id(self)], line.decode(errors="replace") + "\n", appended=True)
+            _append_answer(to, paths[id(self)], line.decode(errors="replace") + "\n", appended=True)
             yield line
 
-    def running(api: Api, pod: str, command: Sequence[str], **more: Any) -> Output:
+    def running(api: Api, pod: str, command: Sequence[str], **more: Any) -> ExecOutput:
         output = run(api, pod, command, **more)
         times.append(time.time())
         kept = _spans_of(output.out) if output.out[:2] == _GZIP else output.out.decode(errors="replace")
@@ -231,42 +224,42 @@ def _spans_of(trace: bytes) -> str:
 
 
 @contextlib.contextmanager
-def _programs(run: Callable[..., Output]) -> Iterator[None]:
+def _programs(run: Callable[..., ExecOutput]) -> Iterator[None]:
     with contextlib.ExitStack() as patched:
         for module in (pod_exec, inspect, profile):
             patched.enter_context(mock.patch.object(module, "run_in_pod", run))
         yield
 
 
-def _keep(to: Recording, path: str, answer: Any, *, appended: bool = False) -> None:
-    """Keep an answer once for each change; of a job only the phase counts."""
+def _append_answer(to: Recording, path: str, answer: Any, *, appended: bool = False) -> None:
+    """Append a response if it differs from the last one; of a job only the phase counts."""
     known = to.answers.setdefault(path, [])
     if appended and known:
         known[-1] += answer
-    elif not known or _news(known[-1]) != _news(answer):
+    elif not known or _relevant_part(known[-1]) != _relevant_part(answer):
         known.append(answer)
 
 
-def _news(answer: Any) -> Any:
+def _relevant_part(answer: Any) -> Any:
     of_a_job = isinstance(answer, dict) and answer.get("kind") == "TrainingJob"
     return (answer.get("status") or {}).get("phase") if of_a_job else answer
 
 
-def _kept(answer: Answer) -> Any:
+def _parse_answer(answer: Answer) -> Any:
     text = answer.body.decode()
     try:
-        return _without_noise(json.loads(text))
+        return _without_irrelevant_fields(json.loads(text))
     except ValueError:
         return text
 
 
-def _without_noise(value: Any) -> Any:
+def _without_irrelevant_fields(value: Any) -> Any:
     """Remove what only the API server and `kubectl apply` read, and what names a machine."""
     if isinstance(value, list):
-        return [_without_noise(each) for each in value]
+        return [_without_irrelevant_fields(each) for each in value]
     if not isinstance(value, dict):
         return value
-    return {key: _without_noise(each) for key, each in _fields(value) if key not in _DROPPED}
+    return {key: _without_irrelevant_fields(each) for key, each in _fields(value) if key not in _DROPPED}
 
 
 def _fields(value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

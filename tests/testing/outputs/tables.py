@@ -3,16 +3,12 @@
 Compared with the real kubectl by `tests/cluster/definition/test_tables.py`.
 """
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trainium_contract.definition.crd import custom_resource_definition
-from trainium_contract.views.raw import seconds_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from trainium_contract.views.raw import parse_rfc3339
 
 _GAP, _NARROWEST = 3, 6
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
@@ -38,7 +34,7 @@ def _cell(job: Mapping[str, Any], column: Mapping[str, Any], now: float) -> str:
             value = value[int(index)] if value else None
     if value is None:
         return ""
-    return age(now - (seconds_of(value) or now)) if column["type"] == "date" else f"{value}"
+    return age(now - (parse_rfc3339(value) or now)) if column["type"] == "date" else f"{value}"
 
 
 def age(seconds: float) -> str:

@@ -1,7 +1,5 @@
 """A real browser (chromium, headless) and what it makes of a page, over its DevTools protocol."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -11,16 +9,14 @@ import signal
 import subprocess
 import tempfile
 import urllib.request
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import websocket
 
 from tests.testing.suite.timeouts import USUAL, scaled, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _FLAGS = (
@@ -40,51 +36,51 @@ class Browser:
         self.complaints: list[str] = []
         """Lines of the console: refusals of the policy, errors of scripts, resources that failed to load."""
         for domain in ("Page", "Runtime", "Log", "Network"):
-            self._ask(f"{domain}.enable")
+            self._call(f"{domain}.enable")
 
     def open(self, url: str) -> None:
-        """Go there, and wait until the page is loaded."""
+        """Navigate to a page and wait until it is loaded."""
         self._seen.clear()
-        self._ask("Page.navigate", url=url)
+        self._call("Page.navigate", url=url)
         self._until(lambda: any(each["method"] == "Page.loadEventFired" for each in self._seen), f"{url} is loaded")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
-        found = self._ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        """Return the value of a JavaScript expression in the page."""
+        found = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def until(self, expression: str) -> None:
         """Wait until an expression is true."""
-        until(lambda: self.evaluate(expression), lambda: f"{expression}: {self.text()[:2000]}")
+        until(lambda: self.evaluate(expression), lambda: f"{expression}: {self.visible_text()[:2000]}")
 
-    def text(self) -> str:
-        """Text that a person reads."""
+    def visible_text(self) -> str:
+        """Return the visible text."""
         return str(self.evaluate("document.body.innerText"))
 
-    def picture(self, path: Path, *, height: int = 1400, dark: bool = False) -> None:
-        """The top of the page as a PNG file."""
+    def save_screenshot(self, path: Path, *, height: int = 1400, dark: bool = False) -> None:
+        """Write the top of the page as a PNG file."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self._ask("Emulation.setEmulatedMedia", features=scheme)
+        self._call("Emulation.setEmulatedMedia", features=scheme)
         clip = {"x": 0, "y": 0, "width": 1100, "height": height, "scale": 1}
-        found = self._ask("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        found = self._call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(found["data"]))
 
     def _until(self, condition: Any, what: str) -> None:
         while not condition():
-            self._take(what)
+            self._receive(what)
 
-    def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
         number = self._number
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
-            answer = self._take(method)
+            answer = self._receive(method)
             if answer.get("id") == number:
                 assert "error" not in answer, (method, answer)
                 return dict(answer["result"])
 
-    def _take(self, what: str) -> dict[str, Any]:
+    def _receive(self, what: str) -> dict[str, Any]:
         try:
             found: dict[str, Any] = json.loads(self._socket.recv())
         except websocket.WebSocketTimeoutException as error:
@@ -100,7 +96,7 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A browser with a separate profile."""
+    """Start a browser with a separate profile."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as folder:
         command = [CHROMIUM, *_FLAGS, f"--user-data-dir={folder}", "about:blank"]

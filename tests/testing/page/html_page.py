@@ -1,7 +1,5 @@
 """Contents of a page, by the standard library's parser."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 

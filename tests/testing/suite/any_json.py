@@ -1,20 +1,16 @@
-"""Strategies: any JSON, and real objects that were changed in a few random places."""
-
-from __future__ import annotations
+"""Hypothesis strategies: any JSON, and real objects with random mutations."""
 
 import copy
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from trainium_contract.stored_json import read_json
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-ODD: tuple[Any, ...] = (
+HOSTILE_VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 64, 253, 254, 1024, 1025, 10_000, 65_535, 65_536,
     2**31 - 1, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**30, -(10**30),
     1_800_000_000.0, 1_800_003_600.5, 1_799_999_990, 0.0, -0.0, 0.5, 1e-320, 1e300, 1e999, -1e999, float("nan"),
@@ -25,11 +21,11 @@ ODD: tuple[Any, ...] = (
     "../../etc", "a/b", "%s%n{0}", "<script>", "--", "-", "a,b", "a=b", "10.0.0.1", "::1", "::ffff:10.0.0.1%eth0",
     "secret: AKIAABCDEFGHIJKLMNOP", "http://user:pass@host",
 )  # fmt: skip
-"""Values that have broken programs."""
-ODD_TEXTS = tuple(each for each in ODD if isinstance(each, str))
+"""Values that often break programs."""
+HOSTILE_TEXTS = tuple(each for each in HOSTILE_VALUES if isinstance(each, str))
 LEAF = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
-    | st.sampled_from(ODD) | st.sampled_from(ODD)
+    | st.sampled_from(HOSTILE_VALUES) | st.sampled_from(HOSTILE_VALUES)
 )  # fmt: skip
 ANYTHING = st.recursive(
     LEAF,
@@ -40,22 +36,24 @@ SLOW_ALLOWED = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck
 LARGEST = 2 << 20
 """Characters of a part that was repeated: more than the API server stores of an object."""
 DEEPEST = 190
-"""Levels that a part is put into at once."""
+"""Levels of nesting that one mutation adds."""
 MOST_DIGITS = 4_000
-"""Python reads no longer numbers."""
+"""Python refuses to parse longer integers."""
 LARGE_ONE_IN = 40
-"""Repetitions that are meant to be too many; they take long, so they are rare."""
-MOST_DONATIONS = 64
+"""One in this many repetitions is meant to exceed limits; these take long."""
+MOST_VALUES_OF_A_KEY = 64
 """Values that are kept of a key."""
 _INT64 = 1 << 63
-_CHANGES = ("remove", "replace", "donate", "add", "wrap", "unwrap", "swap", "near", "near")
+_CHANGES = ("remove", "replace", "replace from cases", "add", "wrap", "unwrap", "swap", "near", "near")
 
 
 @st.composite
-def changed(draw: st.DrawFn, value: Any, most: int = 4, donations: Mapping[str, Sequence[Any]] | None = None) -> Any:
-    """The value with a few of its parts changed.
+def mutated(
+    draw: st.DrawFn, value: Any, most: int = 4, values_by_key: Mapping[str, Sequence[Any]] | None = None
+) -> Any:
+    """Return the value with a few mutated parts.
 
-    `donations`: further values by the key of a part; with them, parts are also repeated.
+    `values_by_key`: further values by the key of a part; with them, parts are also repeated.
     """
     result = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, most))):
@@ -66,12 +64,12 @@ def changed(draw: st.DrawFn, value: Any, most: int = 4, donations: Mapping[str, 
                 break
             holder = holder[key]
         if key is not None:
-            draw(_change(holder, key, donations or {}))
+            draw(_change(holder, key, values_by_key or {}))
     return result
 
 
-def donations_of(cases: Iterable[Any], further: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """The values of every key in the cases and `further` ones."""
+def collect_values(cases: Iterable[Any], further: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Return the values of every key in the cases, and `further` ones."""
     found = {key: list(values) for key, values in further.items()}
     parts = list(cases)
     while parts:
@@ -79,28 +77,28 @@ def donations_of(cases: Iterable[Any], further: Mapping[str, Sequence[Any]]) -> 
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         for key, inner in part.items() if isinstance(part, dict) else ():
             known = found.setdefault(key, [])
-            if len(known) < MOST_DONATIONS and inner not in known:
+            if len(known) < MOST_VALUES_OF_A_KEY and inner not in known:
                 known.append(inner)
     return {key: values for key, values in found.items() if values}
 
 
 @st.composite
-def _change(draw: st.DrawFn, holder: Any, key: Any, donations: Mapping[str, Sequence[Any]]) -> None:
+def _change(draw: st.DrawFn, holder: Any, key: Any, values_by_key: Mapping[str, Sequence[Any]]) -> None:
     value = holder[key]
-    names = st.sampled_from(sorted(donations)) if donations else st.text(max_size=8)
-    match draw(st.sampled_from((*_CHANGES, "repeat") if donations else _CHANGES)):
+    names = st.sampled_from(sorted(values_by_key)) if values_by_key else st.text(max_size=8)
+    match draw(st.sampled_from((*_CHANGES, "repeat") if values_by_key else _CHANGES)):
         case "remove":
             del holder[key]
         case "replace":
             holder[key] = draw(ANYTHING)
-        case "donate":
+        case "replace from cases":
             own = isinstance(key, str) and draw(st.integers(0, 7)) > 0
-            holder[key] = draw(_donation(key if own else draw(names), donations))
+            holder[key] = draw(_value_of(key if own else draw(names), values_by_key))
         case "add" if isinstance(holder, list):
             holder.insert(key, draw(st.just(value) | ANYTHING))
         case "add":
             name = draw(names)
-            holder[name] = draw(_donation(name, donations))
+            holder[name] = draw(_value_of(name, values_by_key))
         case "repeat":
             holder[key] = draw(_repeated(value))
         case "wrap":
@@ -114,8 +112,8 @@ def _change(draw: st.DrawFn, holder: Any, key: Any, donations: Mapping[str, Sequ
             holder[key] = draw(_near(value))
 
 
-def _donation(key: Any, donations: Mapping[str, Sequence[Any]]) -> st.SearchStrategy[Any]:
-    return st.sampled_from(donations[key]).map(copy.deepcopy) if key in donations else ANYTHING
+def _value_of(key: Any, values_by_key: Mapping[str, Sequence[Any]]) -> st.SearchStrategy[Any]:
+    return st.sampled_from(values_by_key[key]).map(copy.deepcopy) if key in values_by_key else ANYTHING
 
 
 @st.composite
@@ -152,7 +150,7 @@ def _near(draw: st.DrawFn, value: Any) -> Any:
         case str():
             at = draw(st.integers(0, len(value)))
             before, behind = value[:at], value[at:]
-            put_in = before + draw(st.sampled_from(ODD_TEXTS)) + behind
+            put_in = before + draw(st.sampled_from(HOSTILE_TEXTS)) + behind
             texts = (before, before + behind[1:], (value + value)[:LARGEST], value.swapcase(), put_in)
             return draw(st.sampled_from(texts))
         case list():
@@ -164,7 +162,7 @@ def _near(draw: st.DrawFn, value: Any) -> Any:
             return draw(ANYTHING)
 
 
-def as_sent(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Return the value as JSON carries it: not every Python value can come over the wire."""
     return json.loads(json.dumps(value))
 

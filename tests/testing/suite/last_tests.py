@@ -4,22 +4,17 @@ Tests that share something are a group: one test lane has all of a group, in the
 Invariant: nothing of a group is closed before its last test is over, nor left open after the session.
 """
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _STACKS = pytest.StashKey[dict[str, contextlib.ExitStack]]()
 _LAST = pytest.StashKey[dict[pytest.Item, str]]()
 
 
-def for_group(config: pytest.Config, group: str) -> contextlib.ExitStack:
-    """Where to enter what the group shares."""
+def exit_stack_of_group(config: pytest.Config, group: str) -> contextlib.ExitStack:
+    """Return the exit stack of what the group shares."""
     return config.stash.setdefault(_STACKS, {}).setdefault(group, contextlib.ExitStack())
 
 
@@ -33,7 +28,7 @@ def close_after_last(item: pytest.Item) -> None:
     """Close what a group shared if this was its last test."""
     group = item.config.stash.get(_LAST, {}).get(item)
     if group is not None:
-        for_group(item.config, group).close()
+        exit_stack_of_group(item.config, group).close()
 
 
 def _group_of(item: pytest.Item) -> str:

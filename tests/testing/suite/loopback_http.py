@@ -4,22 +4,18 @@ Invariant: a client that goes away leaves no trace. Python's own server prints a
 where a test may be reading the output of a command. Whatever else fails in a handler is printed.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 _POLL_SECONDS = 0.05
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """Answers by a handler of `http.server`."""
+    """Serves an `http.server` handler on a free loopback port."""
 
     daemon_threads = True
 
@@ -28,11 +24,11 @@ class LoopbackServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """Return the URL of the server."""
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print a failed handler."""
+        """Print the error of a handler unless the client closed the connection."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

@@ -5,8 +5,6 @@ shortened, and at most MOST times as long; a wait ends as soon as what it waits 
 fail take longer. A time that a test is about (a lease, a hang limit) is not scaled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import math
@@ -33,10 +31,10 @@ class NotInTimeError(AssertionError):
 
 
 def slowness() -> float:
-    """From 1, a quiet machine, to MOST. The processor is measured once in a process, its load whenever one asks."""
+    """Return the slowness of the machine, from 1 (quiet) to MOST; its load is measured at each call."""
     if given := os.environ.get(VARIABLE):
-        return _chosen(given)
-    return slowness_of(_processor_seconds(), os.getloadavg()[0], _running(), os.cpu_count() or 1)
+        return _seconds_or_default(given)
+    return slowness_of(_best_loop_seconds(), os.getloadavg()[0], _count_running(), os.cpu_count() or 1)
 
 
 def slowness_of(loop_seconds: float, load: float, running: int, processors: int) -> float:
@@ -69,7 +67,7 @@ class Deadline:
         return self._clock() - self._began
 
     def is_over(self) -> bool:
-        """The machine is only looked at when a quiet one would be through."""
+        """Return whether the limit has passed; measure slowness only after the limit of a quiet machine."""
         waited = self.waited()
         return waited > self._seconds and waited > self._seconds * self._slow()
 
@@ -89,7 +87,7 @@ def until(condition: Callable[[], T], what: Words, seconds: float = USUAL, *, pa
 
 
 async def async_until(condition: Callable[[], T], what: Words, seconds: float = USUAL, *, pause: float = 0.02) -> T:
-    """Wait as `until` does, while the event loop goes on."""
+    """Wait as `until` does without blocking the event loop."""
     deadline = Deadline(seconds)
     while not (found := condition()):
         deadline.check(what)
@@ -97,7 +95,7 @@ async def async_until(condition: Callable[[], T], what: Words, seconds: float = 
     return found
 
 
-def _chosen(given: str) -> float:
+def _seconds_or_default(given: str) -> float:
     try:
         factor = float(given)
     except ValueError:
@@ -108,12 +106,12 @@ def _chosen(given: str) -> float:
 
 
 @functools.cache
-def _processor_seconds() -> float:
-    """The best of a few, so that one that was disturbed does not count."""
-    return min(_counted() for _ in range(5))
+def _best_loop_seconds() -> float:
+    """Return the best of five measurements."""
+    return min(_time_loop() for _ in range(5))
 
 
-def _counted() -> float:
+def _time_loop() -> float:
     began = time.thread_time()
     total = 0
     for number in range(_LOOP):
@@ -121,7 +119,7 @@ def _counted() -> float:
     return time.thread_time() - began
 
 
-def _running() -> int:
-    """Processes that run or would, of the whole machine."""
+def _count_running() -> int:
+    """Return the number of runnable processes of the machine."""
     with open("/proc/loadavg", encoding="ascii") as file:  # noqa: PTH123 - asked ten times a second
         return int(file.read().split()[3].partition("/")[0])

@@ -4,18 +4,13 @@ Seconds by the clock, and processor seconds of the process of the tests and of a
 on between tests as well. A machine that does other work moves the first figure alone.
 """
 
-from __future__ import annotations
-
 import json
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Generator
+from pathlib import Path
 
 import psutil
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-    from pathlib import Path
 
 _SHORT = 0.2
 """Seconds by the clock below which a test is not worth a look at all processes; the next one answers for them."""

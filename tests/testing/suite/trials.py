@@ -3,8 +3,6 @@
 `TRAINIUM_TRIALS=20` is that many times as many, and random.
 """
 
-from __future__ import annotations
-
 import os
 
 TRIALS = int(os.environ.get("TRAINIUM_TRIALS", "0"))
@@ -12,5 +10,5 @@ TRIALS = int(os.environ.get("TRAINIUM_TRIALS", "0"))
 
 
 def trials(count: int) -> int:
-    """So many examples, or that times TRIALS."""
+    """Return this number of examples, multiplied by TRIALS."""
     return count * max(1, TRIALS)

@@ -1,18 +1,14 @@
 """An event loop whose clock jumps to the next timer when nothing is left to do: an hour of waiting takes no time.
 
 Only for code without sockets, threads and child processes; a test that would wait for ever fails at once, and so does
-one in which tasks keep each other busy without time passing, or that goes on for longer than a day of virtual time.
+one in which tasks keep each other busy without time passing, or that runs for longer than a day of virtual time.
 """
-
-from __future__ import annotations
 
 import asyncio
 import functools
 import selectors
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,7 +19,7 @@ MOST_TURNS = 200_000
 
 
 class DeadlockError(AssertionError):
-    """Nothing, or nothing new, can ever happen again."""
+    """No task can make progress any more."""
 
 
 class _Selector(selectors.SelectSelector):
@@ -73,7 +69,7 @@ def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P,
     return run
 
 
-async def settle(turns: int = 50) -> None:
+async def run_pending_tasks(turns: int = 50) -> None:
     """Let every task that can run, run, without time passing."""
     for _ in range(turns):
         await asyncio.sleep(0)

@@ -4,10 +4,10 @@ model = save_base(tmp_path / "base", dtype=torch.bfloat16, num_hidden_layers=3)
 write_run(tmp_path / "run", shape, {"model.norm.weight": tensor}, step=7, settings={"weights": digest})
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,14 +15,12 @@ from trainium_contract.models.shape import ModelShape
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
-from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.models.initialization import initial_tensor
+from trainium_trainer.models.llama import Llama
+from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry
-from trainium_trainer.tuning.choice import choose
-from trainium_trainer.weights import BaseWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+from trainium_trainer.tuning.trainable import select_trainable
+from trainium_trainer.weights.base import BaseWeights
 
 TINY: dict[str, Any] = {
     "vocab_size": 72,
@@ -69,6 +67,18 @@ def save_family(folder: Path, model_type: str, **fields: Any) -> Path:
     return folder
 
 
+def with_flipped_bit(data: bytes, place: int = -1) -> bytes:
+    """Return the data with one altered bit."""
+    altered = bytearray(data)
+    altered[place] ^= 1
+    return bytes(altered)
+
+
+def flip_bit(path: Path, place: int = -1) -> None:
+    """Alter one bit of a file."""
+    path.write_bytes(with_flipped_bit(path.read_bytes(), place))
+
+
 def write_run(
     root: Path | str,
     shape: ModelShape,
@@ -77,7 +87,7 @@ def write_run(
     step: int = 7,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """A committed checkpoint of `weights`, by the names of parameters, as a run of a model of `shape` leaves it."""
+    """Write a committed checkpoint of `weights`, by parameter name, as a run of a model of `shape` does."""
     sources = [
         TensorSource(f"model.{name}", tensor.dtype, tensor.shape, tensor.detach) for name, tensor in weights.items()
     ]
@@ -86,8 +96,33 @@ def write_run(
     write_whole(open_storage(str(root)), sources, position, fixed, Retry())
 
 
+SHAPE = ModelShape(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=4,
+    rope_theta=10_000.0,
+    max_positions=64,
+    norm_eps=1e-5,
+    tie_embeddings=False,
+)
+"""A small Llama whose queries share key/value heads; `replace(SHAPE, num_layers=3)` is another."""
+
+
+def initial_model(shape: ModelShape) -> Llama:
+    """Return a model of the initial weights of seed 0."""
+    model = Llama(shape)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_tensor(name, parameter.shape, seed=0, shape=shape))
+    return model
+
+
 @dataclass
-class Tuned:
+class TunedModel:
     """A run of LoRA that has ended, with its base."""
 
     folder: Path
@@ -116,8 +151,8 @@ def save_tuned(
     vocabulary: int = 72,
     padding: int = 0,
     artifacts: dict[str, Any] | None = None,
-) -> Tuned:
-    """A tuned model in a folder: `save_tuned(tmp_path, lora={"targets": ["lm_head"]}, artifacts={...})`."""
+) -> TunedModel:
+    """Save a tuned model: `save_tuned(tmp_path, lora={"targets": ["lm_head"]}, artifacts={...})`."""
     model = save_base(folder / "base", **base or {})
     opened = BaseWeights.open(str(folder / "base"))
     config = TrainingConfig.model_validate(
@@ -133,8 +168,8 @@ def save_tuned(
         | {"vocab_size": vocabulary + padding, "vocab_padding": padding}
     )
     generator = torch.Generator().manual_seed(5)
-    sizes = choose(shape, config.tuning).sizes
+    sizes = select_trainable(shape, config.tuning).sizes
     trained = {name: torch.randn(size, generator=generator) * 0.2 for name, size in sizes.items()}
     settings = {"weights": opened.digest, "tuning": config.tuning.to_wire()}
     write_run(folder / "run", shape, trained, settings=settings)
-    return Tuned(folder, model, config, shape, trained)
+    return TunedModel(folder, model, config, shape, trained)

@@ -1,34 +1,27 @@
 """Small files of every format, and data configurations for them."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from pyarrow import parquet
 
 from trainium_contract.trainer.data import DataConfig
 from trainium_trainer.data.batches.samples import Samples
-from trainium_trainer.data.opening import open_data
-from trainium_trainer.data.prepared.prepared import Prepared
+from trainium_trainer.data.dataset import Dataset, open_data
+from trainium_trainer.data.prepared.reader import PreparedData
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from trainium_trainer.data.opening import Data
 
 TEXTS = [f"document number {number} says hello to the world of tokens" for number in range(40)]
 END = "<|endoftext|>"
 
 
-class Counting:
+class TokenRange:
     """The run of tokens first, first + 1, ..."""
 
     def __init__(self, tokens: int, first: int = 0) -> None:
@@ -40,7 +33,7 @@ class Counting:
         return np.arange(self.first + start, self.first + stop, dtype=np.uint16)
 
 
-def config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:
+def data_config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:
     fields = {
         "sequence_length": 16,
         "cache_directory": str(tmp_path / "cache"),
@@ -50,7 +43,7 @@ def config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:
     return DataConfig.model_validate({**fields, "source": str(source), **more})
 
 
-def opened(settings: DataConfig) -> Data:
+def open_text(settings: DataConfig) -> Dataset:
     return open_data(settings, 8)
 
 
@@ -77,7 +70,7 @@ def write_zstd(path: Path) -> None:
 
 
 def write_array(path: Path) -> None:
-    """One JSON array, over many lines."""
+    """Write one JSON array, over many lines."""
     path.write_text(json.dumps([{"id": 1, "text": text} for text in TEXTS], indent=1))
 
 
@@ -123,15 +116,15 @@ FORMATS = {
 }
 
 
-def decoded(data: Data, tokens: Any = None) -> str:
-    """The text of some tokens, by default of all of the first source."""
+def decode_all(data: Dataset, tokens: Any = None) -> str:
+    """Decode some tokens, by default all of the first source."""
     if tokens is None:
         assert isinstance(data.training, Samples)
-        run = data.training.parts[0].run
+        run = data.training.parts[0].sequence
         tokens = run.read(0, run.tokens)
     return load_tokenizer(data.tokenizer).decode(list(tokens), skip_special_tokens=False)
 
 
-def prepared_in(cache: Path) -> Prepared:
+def read_prepared(cache: Path) -> PreparedData:
     (folder,) = cache.glob("tokens-*[0-9a-f]")
-    return Prepared(folder)
+    return PreparedData(folder)

@@ -1,20 +1,17 @@
 """Records, tokenizers of models' kinds, and data configurations for them."""
 
-from __future__ import annotations
-
+import functools
 import json
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from trainium_contract.trainer.data import DataConfig
-from trainium_trainer.data.examples.opening import OpenExamples, open_examples
+from trainium_trainer.data.examples.dataset import ExampleDataset, open_examples
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
@@ -29,11 +26,11 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-ENDED = "<|endoftext|>"
+END_OF_TEXT = "<|endoftext|>"
 
 
-def records(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Instructions, every third one with a context, in two categories."""
+def make_records(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Return instructions in two categories, every third one with a context."""
     choose = random.Random(seed)
     return [
         {
@@ -59,23 +56,9 @@ def write_tokenizer(
     chat: str | None = CHAT,
     **more: Any,
 ) -> Path:
-    """A byte-level BPE with special tokens, as a model's folder has it; `bos`: it begins texts with BOS."""
+    """Write a byte-level BPE with special tokens, as in a model's folder; `bos`: it begins texts with BOS."""
     folder.mkdir(exist_ok=True)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=list(specials),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([json.dumps(row) for row in records(200)], trainer)
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-        )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(_train_tokenizer(tuple(specials), bos=bos))
     names = (
         {"bos_token": BOS, "eos_token": {"__type": "AddedToken", "content": EOS, "special": True}, "pad_token": PAD}
         if EOS in specials
@@ -86,7 +69,26 @@ def write_tokenizer(
     return folder / "tokenizer.json"
 
 
-def config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:
+@functools.cache
+def _train_tokenizer(specials: tuple[str, ...], *, bos: bool) -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=list(specials),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([json.dumps(row) for row in make_records(200)], trainer)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        )
+    return str(tokenizer.to_str())
+
+
+def make_config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:
     """Return format Instruction in sequences of 64, with the tokenizer in `tmp_path/tokenizer` if it is there."""
     fields: dict[str, Any] = {
         "format": "Instruction",
@@ -99,7 +101,7 @@ def config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:
     return DataConfig.model_validate({**fields, "source": str(source), **more})
 
 
-def opened(settings: DataConfig, *, batch: int = 8, epochs: float = 0.0) -> OpenExamples:
+def open_encoded(settings: DataConfig, *, batch: int = 8, epochs: float = 0.0) -> ExampleDataset:
     from pathlib import Path
 
     assert settings.cache_directory is not None
@@ -108,17 +110,24 @@ def opened(settings: DataConfig, *, batch: int = 8, epochs: float = 0.0) -> Open
     return open_examples(settings, cache, batch, epochs=epochs)
 
 
-def texts(data: OpenExamples, source: int = 0) -> list[tuple[str, str]]:
-    """Each stored example: all of it, and what is learned of it, decoded."""
+def encode(tmp_path: Path, rows: Sequence[Mapping[str, Any]], **settings: Any) -> ExampleDataset:
+    """Write records, and a tokenizer unless `tmp_path` has one, and encode them as a run does."""
+    if not (tmp_path / "tokenizer").exists():
+        write_tokenizer(tmp_path / "tokenizer")
+    return open_encoded(make_config(tmp_path, write_records(tmp_path / "d.jsonl", rows), **settings))
+
+
+def decode(data: ExampleDataset, source: int = 0) -> list[tuple[str, str]]:
+    """Decode each stored example: all of it, and the part that is learned."""
     tokenizer = load_tokenizer(data.tokenizer)
     stored = data.sources[source].stored
     found = []
     for number in range(len(stored)):
-        ids, trained = stored.example(number)
+        ids, loss_mask = stored.example(number)
         found.append(
             (
                 str(tokenizer.decode(ids.tolist(), skip_special_tokens=False)),
-                str(tokenizer.decode(ids[trained].tolist(), skip_special_tokens=False)),
+                str(tokenizer.decode(ids[loss_mask].tolist(), skip_special_tokens=False)),
             )
         )
     return found

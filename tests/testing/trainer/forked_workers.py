@@ -1,25 +1,19 @@
-"""Tokenising processes that are forked from one that has imported what they need, in place of clean starts.
+"""Tokenizing processes that are forked from one that has imported what they need, in place of clean starts.
 
 A start costs 0.4 processor seconds, most of them imports, and the tests of data have hundreds. What a process does from
 there on is its own code; tests of how processes start, end and are killed take `pool.start_process` as it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
+import socket
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from multiprocessing.context import ForkServerProcess
 
 from tests.testing.trainer.fork_server import fork_context
 from trainium_trainer.data.workers import pool
-from trainium_trainer.data.workers.worker import serve
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Iterator
-    from multiprocessing.context import ForkServerProcess
 
 CLEAN_START = pool.start_process
 
@@ -32,33 +26,33 @@ class ForkedProcess:
         self._process = process
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
         return self._process.exitcode
 
     def wait(self) -> int:
-        """The exit code, once it has ended; minus the signal that killed it."""
+        """Wait for its end and return the exit code; minus the signal that killed it."""
         self._process.join()
         assert self._process.exitcode is not None
         return self._process.exitcode
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it."""
         self._process.kill()
 
 
 def work(connection: Connection, environment: dict[str, str]) -> None:
-    """Do what `python -m trainium_trainer.data.workers.worker` does."""
+    """Do what `python -m trainium_trainer.data.workers.pool` does."""
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(connection)
+    pool.serve(connection)
 
 
 @contextlib.contextmanager
 def forked_workers() -> Iterator[None]:
-    """Pools fork their processes."""
+    """Let pools fork their processes."""
     context = fork_context()
 
     def start(theirs: socket.socket, environment: dict[str, str]) -> ForkedProcess:

@@ -11,12 +11,9 @@ files with ranges, error codes; and commits, to which safetensors and Parquet ar
 in parts where they are large. A data set is added as `datasets/owner/name`.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
-import threading
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
@@ -80,20 +77,18 @@ class HubServer:
         self.failing = ""
         """Start of the paths that `status` is for, without the first slash."""
         self._http = LoopbackServer(type("Handler", (_Handler,), {"hub": self}))
-        self._thread = threading.Thread(target=self._http.serve_forever, name="hub-server", daemon=True)
+        self._running = self._http.running()
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._running.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+        self._running.__exit__(None, None, None)
 
     @property
     def url(self) -> str:
-        """Where clients find it: HF_ENDPOINT."""
+        """Return the address for clients: HF_ENDPOINT."""
         return self._http.url
 
     def add(self, name: str, files: dict[str, bytes], *, token: str | None = None) -> str:
@@ -103,12 +98,12 @@ class HubServer:
         found.commits[commit] = files
         return commit
 
-    def cut(self, file: str, *, after: int) -> None:
+    def truncate_next_download(self, file: str, *, after: int) -> None:
         """Let the next download of a file end early."""
         self.cuts[file] = after
 
-    def fetched(self) -> list[str]:
-        """Names of the files whose bytes were asked for."""
+    def downloaded_files(self) -> list[str]:
+        """Return the names of the files whose bytes were requested."""
         return [
             each.path.rpartition("/")[2] for each in self.requests if each.method == "GET" and "/api/" not in each.path
         ]
@@ -118,22 +113,11 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: HubServer
 
-    def do_GET(self) -> None:
-        self._serve(body=True)
-
-    def do_HEAD(self) -> None:
-        self._serve(body=False)
-
-    def do_POST(self) -> None:
-        self._serve(body=True)
-
-    def do_PUT(self) -> None:
-        self._serve(body=True)
-
     def log_message(self, *_: Any) -> None:
         pass
 
-    def _serve(self, *, body: bool) -> None:
+    def _serve(self) -> None:
+        body = self.command != "HEAD"
         url = urlsplit(self.path)
         path = unquote(url.path).lstrip("/")
         token = self.headers.get("Authorization")
@@ -149,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._receive(sent, *path.split("/")[1:])
             return
         if path.endswith(".git/info/lfs/objects/batch"):
-            self._json({"objects": [self._upload_of(each) for each in json.loads(sent)["objects"]]})
+            self._json({"objects": [self._upload_action(each) for each in json.loads(sent)["objects"]]})
             return
         information = path.startswith("api/")
         short = path.removeprefix("api/").removeprefix("models/")
@@ -167,17 +151,17 @@ class _Handler(BaseHTTPRequestHandler):
         elif files is None:
             self._error(404, "RevisionNotFound")
         elif what == "tree":
-            self._json(_tree(files, file, recursive="recursive=true" in url.query.lower()))
+            self._json(_list_folder(files, file, recursive="recursive=true" in url.query.lower()))
         elif what == "paths-info":
             wanted = parse_qs(sent.decode())["paths"]
-            self._json([entry for entry in _tree(files, "", recursive=True) if entry["path"] in wanted])
+            self._json([entry for entry in _list_folder(files, "", recursive=True) if entry["path"] in wanted])
         elif what in ("preupload", "commit"):
             if what == "commit":
-                self.hub.add(name, files | dict(map(self._added, sent.decode().splitlines()[1:])))
+                self.hub.add(name, files | dict(map(self._parse_added_file, sent.decode().splitlines()[1:])))
                 self._json({"commitUrl": f"{self.hub.url}/{name}/commit/{repository.commit('main')}", "commitOid": "x"})
                 return
-            known = {entry["path"]: entry for entry in _tree(files, "", recursive=True)}
-            modes = [_mode(file["path"], known.get(file["path"])) for file in json.loads(sent)["files"]]
+            known = {entry["path"]: entry for entry in _list_folder(files, "", recursive=True)}
+            modes = [_upload_mode(file["path"], known.get(file["path"])) for file in json.loads(sent)["files"]]
             self._json({"files": modes})
         elif information:
             siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
@@ -187,6 +171,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.hub.add(name, files)
         else:
             self._file(files, file, repository.commit(revision), body=body)
+
+    do_GET = do_HEAD = do_POST = do_PUT = _serve  # noqa: N815 - the names that the library calls
 
     def _create(self, wanted: dict[str, Any]) -> None:
         name = f"{wanted['organization']}/{wanted['name']}"
@@ -199,8 +185,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.created.append(wanted)
             self._json({"url": f"{self.hub.url}/{name}"})
 
-    def _upload_of(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Return where a large file is sent to; nowhere if it is there."""
+    def _upload_action(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Return the upload action of a Git LFS object, or none if the object exists."""
         oid, size = wanted["oid"], wanted["size"]
         if oid in self.hub.objects:
             return {"oid": oid, "size": size}
@@ -213,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {"oid": oid, "size": size, "actions": actions}
 
     def _receive(self, sent: bytes, oid: str, what: str = "whole") -> None:
-        """Take a large file or a part of it, put the parts together, or compare it with its name."""
+        """Store a large file or a part of it, join the parts, or verify the digest."""
         if what == "verify":
             self._json({}) if oid in self.hub.objects else self._error(404, None)
         elif what == "whole":
@@ -226,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.parts.setdefault(oid, {})[int(what)] = sent
             self._answer(200, b"", {"ETag": f'"{what}"'}, body=True)
 
-    def _added(self, line: str) -> tuple[str, bytes]:
+    def _parse_added_file(self, line: str) -> tuple[str, bytes]:
         """Return path and contents of a file in a commit."""
         entry = json.loads(line)
         value = entry["value"]
@@ -269,14 +255,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, b"", {"X-Error-Code": code} if code else {}, body=True)
 
 
-def _mode(path: str, known: dict[str, Any] | None) -> dict[str, Any]:
+def _upload_mode(path: str, known: dict[str, Any] | None) -> dict[str, Any]:
     """Return how a file is uploaded, and what the repository has under its name."""
     mode = "lfs" if path.endswith(_LARGE) else "regular"
     found = {"path": path, "uploadMode": mode, "shouldIgnore": False}
     return found | ({"oid": known.get("lfs", known)["oid"]} if known else {})
 
 
-def _tree(files: dict[str, bytes], folder: str, *, recursive: bool = False) -> list[dict[str, Any]]:
+def _list_folder(files: dict[str, bytes], folder: str, *, recursive: bool = False) -> list[dict[str, Any]]:
     """Return the entries of a folder as the hub lists them."""
     found: dict[str, dict[str, Any]] = {}
     for path, data in files.items():

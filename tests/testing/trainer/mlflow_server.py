@@ -1,7 +1,5 @@
 """MLflow's own server with SQLite on loopback, which can be stopped and started again."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -9,14 +7,11 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests.testing.suite.timeouts import scaled, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 class MlflowServer:

@@ -8,8 +8,6 @@
 Faults are tried in order for each request; the first that fits and is not used up acts. `requests` lists what came in.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import os
@@ -18,19 +16,17 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 from tests.testing.suite.loopback_http import LoopbackServer
 from trainium_devcluster.binaries import S3_PROGRAMS, Program, ensure_binaries
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    import pytest
 
 ACCESS_KEY = "AKIDLOOPBACKTEST0000"
 SECRET_KEY = "loopback/secret/that/must/never/be/logged"
@@ -67,22 +63,12 @@ class Fault:
     fits: Callable[[Request], bool] = lambda _: True
     times: float = 1
 
-    def takes(self, request: Request) -> bool:
+    def applies_to(self, request: Request) -> bool:
         """Return whether it acts on this request; counts it."""
         if self.times <= 0 or (self.method is not None and self.method != request.method) or not self.fits(request):
             return False
         self.times -= 1
         return True
-
-
-@contextlib.contextmanager
-def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
-    """Run a server with the bucket `bucket`, which this process and those that it starts find by their environment."""
-    with S3Gateway(folder) as server:
-        server.make_bucket("bucket")
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 class S3Gateway:
@@ -155,11 +141,11 @@ class S3Gateway:
             self._faults.append(fault)
         return fault
 
-    def take(self, request: Request) -> Fault | None:
+    def record(self, request: Request) -> Fault | None:
         """Record a request; return the fault that acts on it."""
         with self._lock:
             self.requests.append(request)
-            return next((fault for fault in self._faults if fault.takes(request)), None)
+            return next((fault for fault in self._faults if fault.applies_to(request)), None)
 
     def _start(self, program: Path) -> bool:
         """Start at a free port; False when another process has taken it meanwhile."""
@@ -190,6 +176,16 @@ class S3Gateway:
             self._process.wait()
 
 
+@contextlib.contextmanager
+def run_gateway(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
+    """Run a server with the bucket `bucket`, which this process and those that it starts find by their environment."""
+    with S3Gateway(folder) as server:
+        server.make_bucket("bucket")
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
 class _Proxy(BaseHTTPRequestHandler):
     """One connection: its requests go on to the server as they are, signatures included, unless a fault takes them."""
 
@@ -198,14 +194,14 @@ class _Proxy(BaseHTTPRequestHandler):
     wbufsize = 1 << 16  # head and body in one packet: else each answer waits for a delayed acknowledgement
 
     def log_message(self, *args: Any) -> None:
-        """Tests are quiet."""
+        """Log nothing."""
 
     def _handle(self) -> None:
         parts = urlsplit(self.path)
         _, bucket, *rest = unquote(parts.path).split("/", 2)
         query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        fault = self.s3.take(Request(self.command, bucket, rest[0] if rest else "", query, len(body))) or Fault()
+        fault = self.s3.record(Request(self.command, bucket, rest[0] if rest else "", query, len(body))) or Fault()
         if fault.stall is not None:
             fault.stall.wait()
             self.close_connection = True

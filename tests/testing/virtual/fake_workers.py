@@ -5,20 +5,20 @@ on without an operator; a crashed process is restarted in place by the agents of
 in a newer generation leaves it. The clock of agents is their own.
 
 Others stand for agents where these cannot. Virtual time has no sockets, so these call the coordinator's state; those of
-the fleet benchmarks speak the protocol over TLS, thousands to a process. `plan_world` (tests/unit/plan) has agents
+the fleet benchmarks speak the protocol over TLS, thousands to a process. `fake_data_plane` (tests/unit/plan) has agents
 without any API server, for histories by the ten thousand, and the simulator has the model of agents that it publishes.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.operator.wire_messages import member, registration
-from tests.testing.virtual.operator_process import wall_clock
+from tests.testing.virtual.operator_process import OperatorProcess, wall_clock
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import (
@@ -35,12 +35,6 @@ from trainium_contract.wire.worker_env import LABEL_EXTRA, LABEL_ROLE, ROLE_WORK
 from trainium_operator.cluster.api.resources import NODES, PODS
 from trainium_operator.coordinator.state import NotRegisteredError, OldGenerationError
 from trainium_operator.plan.model.names import JobId
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from tests.testing.api.fake_kubernetes import FakeCluster
-    from tests.testing.virtual.operator_process import OperatorProcess
 
 TURN_SECONDS = 0.5
 STOP_SECONDS = 1.0
@@ -81,7 +75,7 @@ class Workers:
         """By pod uid."""
         self.lost_nodes: set[str] = set()
         self.taken_nodes: set[str] = set()
-        """Nodes that somebody else's pods hold, or get as soon as an extra has left."""
+        """Nodes of foreign pods, which they hold or get as soon as an extra has left."""
         self.turns_per_step = 1
         self.cut_off = False
         """No agent reaches any operator."""
@@ -114,7 +108,7 @@ class Workers:
     async def run(self) -> None:
         for turn in itertools.count():
             await asyncio.sleep(TURN_SECONDS)
-            self._kubelets()
+            self._run_kubelets()
             self._follow_pods()
             for job in sorted({agent.job for agent in self.agents.values()}):
                 if turn % self.turns_per_step == 0:
@@ -123,7 +117,7 @@ class Workers:
                 # One heartbeat in a second and a half, and never all at the same moment.
                 if int(agent.name.rpartition("-")[2]) % 3 == turn % 3 and agent.node not in self.muted_nodes:
                     for process in self._leaders():
-                        self._talk(process, agent)
+                        self._exchange(process, agent)
 
     # --- nodes
 
@@ -132,7 +126,7 @@ class Workers:
             if plural == PODS.plural:
                 yield namespace, name, self.cluster.objects[plural, namespace, name]
 
-    def _kubelets(self) -> None:
+    def _run_kubelets(self) -> None:
         now = asyncio.get_running_loop().time()
         busy = {raw["spec"].get("nodeName") for _, _, raw in self._pods() if raw["status"]["phase"] in _ALIVE}
         for namespace, name, raw in sorted(self._pods(), key=lambda each: LABEL_EXTRA in each[2]["metadata"]["labels"]):
@@ -151,10 +145,10 @@ class Workers:
                     chosen = min(free, key=lambda each: int(each.removeprefix("node-")))
                     busy.add(chosen)
                     number = int(chosen.removeprefix("node-"))
-                    self.cluster.change(PODS, namespace, name, bind(chosen, number))
+                    self.cluster.change(PODS, namespace, name, bind_pod(chosen, number))
 
-    def take_node(self, node: str) -> bool:
-        """A pod of somebody else, of the usual priority, gets the node unless a worker that was asked for has it."""
+    def occupy_node(self, node: str) -> bool:
+        """Give the node to a foreign pod of default priority unless a requested worker has it."""
         held = [each for each in self._pods() if each[2]["spec"].get("nodeName") == node]
         if any(LABEL_EXTRA not in raw["metadata"]["labels"] for _, _, raw in held):
             return False
@@ -185,14 +179,14 @@ class Workers:
                     raw["status"]["podIP"],
                 )
             elif agent.finished:
-                self.cluster.change(PODS, namespace, name, ended(0, "Completed", "Succeeded"))
+                self.cluster.change(PODS, namespace, name, end_worker(0, "Completed", "Succeeded"))
         for uid in set(self.agents) - set(running):
             del self.agents[uid]
 
     # --- training
 
     def members(self, job: str) -> list[Agent]:
-        """The agents of the newest generation that any agent of the job is in, by rank."""
+        """Return the agents of the newest generation that any agent of the job is in, by rank."""
         memberships = [a.membership for a in self.agents.values() if a.job == job and a.member and a.membership]
         if not memberships:
             return []
@@ -217,7 +211,7 @@ class Workers:
             ]
 
     def crash_process(self, job: str, rank: int, code: int = 139) -> None:
-        """One rank dies, and all ranks restart in place, without any operator."""
+        """Kill one rank; all ranks restart in place without the operator."""
         members = self.members(job)
         step = self.step_of(job)
         for agent in members:
@@ -241,7 +235,7 @@ class Workers:
             )
 
     def give_up(self, job: str, rank: int, code: int) -> None:
-        """An agent does not restart its processes any more, and the others stop with it."""
+        """Let an agent give up; the other agents stop."""
         agent = self.members(job)[rank]
         assert agent.membership is not None
         agent.verdict = self._failure(agent, agent.membership.generation, rank, code)
@@ -261,29 +255,29 @@ class Workers:
     def _clock(self, agent: Agent) -> float:
         return wall_clock() + self.clocks_off.get(agent.node, 0.0)
 
-    def _checks(self, agent: Agent) -> tuple[CheckResult, ...]:
+    def _check_results(self, agent: Agent) -> tuple[CheckResult, ...]:
         apart = self.clocks_off.get(agent.node, 0.0)
         detail = f"The node's clock is {apart:.1f} s ahead of the coordinator's; check its NTP." if apart else ""
         return (CheckResult(check=PreflightCheck.CLOCK, passed=not apart, seconds=0.0, detail=detail),)
 
     def kill_pod(self, name: str, namespace: str = "default") -> None:
-        """The agent of this pod is killed."""
-        self.cluster.change(PODS, namespace, name, ended(137, "Error", "Failed"))
+        """Kill the agent of this pod."""
+        self.cluster.change(PODS, namespace, name, end_worker(137, "Error", "Failed"))
 
-    # --- talking to the operator
+    # --- messages to the operator
 
     def _leaders(self) -> list[OperatorProcess]:
         if self.cut_off:
             return []
         return [each for each in self.operators if each.runtime.serving.is_set() and each.reachable]
 
-    def _talk(self, process: OperatorProcess, agent: Agent) -> None:
+    def _exchange(self, process: OperatorProcess, agent: Agent) -> None:
         state = process.runtime.state
         try:
             self._follow_membership(agent, state.membership(agent.job_id))
             with contextlib.suppress(OldGenerationError):
                 taken = state.heartbeat(agent.job_id, self._heartbeat(agent))
-                if taken.matters:
+                if taken.is_urgent:
                     process.runtime.queue.put((agent.job_id.namespace, agent.job))
                 elif taken.progressed:
                     process.runtime.queue.put_after(
@@ -321,7 +315,7 @@ class Workers:
             phase=phase,
             progress=Progress(step=step, updated=now, durable_step=step - step % 5) if agent.member else None,
             timing=self.timings.get(agent.node) if agent.member else None,
-            checks=self._checks(agent),
+            checks=self._check_results(agent),
             failures=tuple(agent.failures[-8:]),
             restarts=tuple(agent.restarts[-8:]),
             verdict=agent.verdict,
@@ -333,12 +327,12 @@ _ALIVE = ("Pending", "Running")
 
 
 def lose_node(workers: Workers, node: str) -> None:
-    """The machine is gone: its pod stays in the API server for a while, its agent is silent."""
+    """Power off a node: its pod stays in the API server for a while, and its agent is silent."""
     workers.lost_nodes.add(node)
     workers.cluster.change(NODES, "", node, lambda raw: raw["status"]["conditions"][0].update(status="Unknown"))
 
 
-def readiness(workers: Workers, status: str, nodes: Iterable[str]) -> None:
+def set_readiness(workers: Workers, status: str, nodes: Iterable[str]) -> None:
     """Write the condition that the node controller sets on nodes with silent kubelets."""
     for node in nodes:
         workers.cluster.change(NODES, "", node, lambda raw: raw["status"]["conditions"][0].update(status=status))
@@ -349,8 +343,8 @@ def _node(name: str) -> dict[str, Any]:
     return {"metadata": {"name": name}, "spec": {}, "status": {"conditions": [ready]}}
 
 
-def bind(node: str, number: int) -> Callable[[dict[str, Any]], None]:
-    """Bind a pod to this node and start it, as scheduler and kubelet do."""
+def bind_pod(node: str, number: int) -> Callable[[dict[str, Any]], None]:
+    """Return a change that binds a pod to this node and starts it, as scheduler and kubelet do."""
 
     def change(raw: dict[str, Any]) -> None:
         raw["spec"]["nodeName"] = node
@@ -369,8 +363,8 @@ def _preempt(raw: dict[str, Any]) -> None:
     raw["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True"})
 
 
-def ended(code: int, reason: str, phase: str) -> Callable[[dict[str, Any]], None]:
-    """A pod whose worker container has terminated."""
+def end_worker(code: int, reason: str, phase: str) -> Callable[[dict[str, Any]], None]:
+    """Return a change of a pod that terminates its worker container."""
 
     def change(raw: dict[str, Any]) -> None:
         raw["status"]["phase"] = phase

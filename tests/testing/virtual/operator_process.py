@@ -1,24 +1,18 @@
 """The whole operator on a fake cluster in virtual time, killable at any write; several make up the replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tests.testing.api.fake_kubernetes import FakeCluster
 from trainium_operator.cluster.api.errors import ApiError
 from trainium_operator.cluster.api.resources import JOBS
-from trainium_operator.cluster.api.transport import ConnectionFailedError
+from trainium_operator.cluster.api.transport import ConnectionFailedError, HttpResponse, ResponseStream
 from trainium_operator.cluster.lease import LeaseLostError
 from trainium_operator.runtime import Runtime
 from trainium_operator.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
-
-    from tests.testing.api.fake_kubernetes import FakeCluster
-    from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
 
 WALL = 1.7e9
 
@@ -28,7 +22,7 @@ def wall_clock() -> float:
 
 
 class Connection:
-    """One process's connection: once the process is killed, nothing goes out and nothing comes back."""
+    """The connection of one process; after a kill it neither sends nor receives."""
 
     def __init__(self, cluster: FakeCluster, die_after_write: int | None) -> None:
         self.cluster = cluster
@@ -41,13 +35,13 @@ class Connection:
         self._die_after_write = die_after_write
 
     def die_after(self, writes: int) -> None:
-        """Be killed right after so many more writes."""
+        """Kill the process right after this number of further writes."""
         self._die_after_write = len(self.writes) + writes
 
     async def request(
         self, method: str, path: str, *, query: Mapping[str, str], body: Any, content_type: str, timeout: float
     ) -> HttpResponse:
-        await self._alive()
+        await self._require_alive()
         await asyncio.sleep(self.latency / 2)
         answer = await self.cluster.request(
             method, path, query=query, body=body, content_type=content_type, timeout=timeout
@@ -57,16 +51,16 @@ class Connection:
             if len(self.writes) == self._die_after_write:
                 self.killed.set()
         await asyncio.sleep(self.latency / 2)
-        await self._alive()  # the write was done, and the process never learns of it
+        await self._require_alive()  # the write was done, and the process never learns of it
         return answer
 
     @asynccontextmanager
     async def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AsyncIterator[ResponseStream]:
-        await self._alive()
+        await self._require_alive()
         async with self.cluster.stream(path, query=query, silence=silence) as stream:
             yield stream
 
-    async def _alive(self) -> None:
+    async def _require_alive(self) -> None:
         if self.killed.is_set():
             await asyncio.Event().wait()
         if self.cut:
@@ -97,7 +91,7 @@ class OperatorProcess:
 
     @property
     def reachable(self) -> bool:
-        """Whether agents can talk to it."""
+        """Return whether agents can reach the process."""
         return not self.connection.killed.is_set() and not self.ended.is_set()
 
     async def start(self) -> None:
@@ -108,8 +102,8 @@ class OperatorProcess:
         self._lease = asyncio.create_task(self._lead())
         jobs = [] if runtime.settings.namespaces else [self._watch_jobs()]
         others = [*jobs, *work, runtime.recorder.run(), runtime.fleet.run(), runtime.release.run(), self._work()]
-        runtime.caches.kueue.offered.is_served(True)
-        runtime.caches.dra.offered.is_served(True)
+        runtime.caches.kueue.offered.set_served(True)
+        runtime.caches.dra.offered.set_served(True)
         others += [runtime.caches.kueue.run(), runtime.caches.dra.run()]
         self._tasks = [self._lease, *(asyncio.create_task(each) for each in others)]
         self._tasks.append(asyncio.create_task(runtime.reconciler.resync(runtime.settings.resync)))
@@ -133,7 +127,7 @@ class OperatorProcess:
             await runtime.elector.acquire()
             async with asyncio.TaskGroup() as group:
                 group.create_task(runtime.elector.hold())
-                runtime.keeper.tls.loaded.set()  # nobody connects here, and nothing is discovered
+                runtime.keeper.tls.loaded.set()  # there are no connections and no discovery
                 runtime.discovery.known.set()
                 await runtime.take_over()
                 self.began_to_lead = asyncio.get_running_loop().time()
@@ -148,7 +142,7 @@ class OperatorProcess:
         await asyncio.gather(*(self.runtime.reconciler.work() for _ in range(self.runtime.settings.workers)))
 
     async def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process as SIGKILL does."""
         self.connection.killed.set()
         for task in self._tasks:
             task.cancel()
@@ -156,9 +150,9 @@ class OperatorProcess:
         self.runtime.queue.close()
 
     async def stop(self) -> None:
-        """SIGTERM, in the order of `main`."""
+        """Stop the process as SIGTERM does, in the order of `main`."""
         self.runtime.stop_leading()
-        await self.runtime.queue.drained()
+        await self.runtime.queue.wait_until_idle()
         self._lease.cancel()
         await asyncio.wait([self._lease])
         await self.runtime.elector.release()
@@ -174,10 +168,11 @@ def training_job(name: str = "llama", **workers: Any) -> dict[str, Any]:
     return {"metadata": {"name": name, "generation": 1}, "spec": spec}
 
 
-async def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+async def until(condition: Callable[[], bool], seconds: float, what: str | Callable[[], str]) -> None:
+    """Wait for the condition; raise AssertionError with `what` after the time-out."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     while not condition():
         if loop.time() > deadline:
-            raise AssertionError(f"not within {seconds} s: {what}")
+            raise AssertionError(f"not within {seconds} s: {what if isinstance(what, str) else what()}")
         await asyncio.sleep(0.1)

@@ -1,25 +1,21 @@
 """A Deployment of operators in virtual time: replicas that are started again when they end, and a cluster to act on."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
-from trainium_operator.cluster.cache.membership_record import membership_of
+from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
 
 
 class Scenario:
-    """A cluster with workers and one operator, which run while it is entered."""
+    """A cluster with workers and one operator, which run within the context."""
 
     def __init__(
         self, *jobs: dict[str, Any], nodes: int = 4, total_steps: int = 10**6, settings: Settings | None = None
@@ -47,21 +43,21 @@ class Scenario:
     def condition(self, kind: str, name: str = "llama") -> dict[str, Any]:
         return next((each for each in self.status(name).get("conditions", ()) if each["type"] == kind), {})
 
-    def notes(self) -> list[str]:
+    def event_messages(self) -> list[str]:
         """Return the texts of all events."""
         return [raw["note"] for key, raw in self.cluster.objects.items() if key[0] == EVENTS.plural]
 
-    async def trains(self, steps: int = 5, seconds: float = 120) -> None:
-        """Wait for more than so many new steps."""
-        step = self.workers.step
-        await until(lambda: self.workers.step > step + steps, seconds, f"{steps} new steps")
+    async def wait_for_steps(self, steps: int = 5, seconds: float = 120) -> None:
+        """Wait for at least this many new steps."""
+        target = self.workers.step + steps
+        await until(lambda: self.workers.step >= target, seconds, f"{steps} new steps")
 
 
 RESTART_SECONDS = 2.0
 """What a kubelet takes to start a container that has ended."""
 
 
-class World:
+class OperatorDeployment:
     """One cluster with nodes, one or more operators, and jobs."""
 
     def __init__(self, *, nodes: int = 6, total_steps: int = 10**6, **settings: Any) -> None:
@@ -80,7 +76,7 @@ class World:
     # --- operators
 
     async def start_operator(self, identity: str, *, die_after_write: int | None = None) -> OperatorProcess:
-        """A replica, in a container that is started again whenever it ends."""
+        """Start a replica in a container that is restarted whenever it ends."""
         process = OperatorProcess(
             self.cluster,
             identity=identity,
@@ -93,10 +89,10 @@ class World:
         self.processes[identity] = process
         self.workers.operators = list(self.processes.values())
         await process.start()
-        self._keepers[identity] = asyncio.create_task(self._keep(identity, process))
+        self._keepers[identity] = asyncio.create_task(self._restart_on_exit(identity, process))
         return process
 
-    async def _keep(self, identity: str, process: OperatorProcess) -> None:
+    async def _restart_on_exit(self, identity: str, process: OperatorProcess) -> None:
         ends = [asyncio.create_task(each.wait()) for each in (process.connection.killed, process.ended)]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -107,22 +103,22 @@ class World:
         await asyncio.sleep(RESTART_SECONDS)
         await self.start_operator(identity)
 
-    async def lose_operator(self, identity: str) -> None:
-        """Its node has lost its power: it does not come back."""
-        await self._unkept(identity).kill()
+    async def kill_operator(self, identity: str) -> None:
+        """Kill a replica for good, as a lost node does."""
+        await self._stop_restarting(identity).kill()
 
     async def stop_operator(self, identity: str) -> None:
-        """Its pod is deleted: SIGTERM."""
-        await self._unkept(identity).stop()
+        """Delete the pod of a replica, which gets SIGTERM."""
+        await self._stop_restarting(identity).stop()
 
-    def _unkept(self, identity: str) -> OperatorProcess:
+    def _stop_restarting(self, identity: str) -> OperatorProcess:
         self._keepers.pop(identity).cancel()
         process = self.processes.pop(identity)
         self.workers.operators = list(self.processes.values())
         return process
 
-    def cut_off(self, identity: str) -> None:
-        """The network between this replica and the API server is cut."""
+    def disconnect(self, identity: str) -> None:
+        """Cut the network between this replica and the API server."""
         self.cut.add(identity)
         self.processes[identity].connection.cut = True
 
@@ -143,7 +139,7 @@ class World:
         return self.job(name).get("status") or {}
 
     def membership(self, name: str = "llama") -> dict[str, Any]:
-        found = membership_of(self.cluster.get(CONFIG_MAPS, "default", f"{name}-membership"))
+        found = read_membership(self.cluster.get(CONFIG_MAPS, "default", f"{name}-membership"))
         assert found is not None
         return found.to_wire()
 
@@ -151,29 +147,29 @@ class World:
         self.cluster.change(JOBS, "default", name, lambda raw: change(raw["spec"]))
 
     def pods(self) -> dict[str, str]:
-        """Uid by name of the pods that exist."""
+        """Return the uids of existing pods by name."""
         return {name: self.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in self.cluster.names(PODS)}
 
     def mark_nodes(self, status: str) -> None:
-        """The condition Ready of every node."""
+        """Set the condition Ready of every node."""
         for name in self.cluster.names(NODES, ""):
             self.cluster.change(NODES, "", name, lambda raw: raw["status"]["conditions"][0].update(status=status))
 
-    async def trains(self, steps: int = 5, seconds: float = 120, job: str = "llama") -> None:
-        """Wait for new steps."""
+    async def wait_for_steps(self, steps: int = 5, seconds: float = 120, job: str = "llama") -> None:
+        """Wait for at least this many new steps."""
         target = self.workers.step_of(job) + steps
         await until(lambda: self.workers.step_of(job) >= target, seconds, f"{steps} new steps of {job}")
 
-    async def runs(self, seconds: float = 120, job: str = "llama") -> None:
+    async def wait_until_running(self, seconds: float = 120, job: str = "llama") -> None:
         """Wait until the status shows that it trains, and that nothing is open."""
-        await until(lambda: self._at_rest(job), seconds, f"{job} is Running: {self.status(job)}")
+        await until(lambda: self._is_stable(job), seconds, lambda: f"{job} is Running: {self.status(job)}")
 
-    def _at_rest(self, job: str) -> bool:
+    def _is_stable(self, job: str) -> bool:
         status = self.status(job)
         return status.get("phase") == "Running" and all("recoveredSeconds" in e for e in status.get("history", ()))
 
 
-def check_each_death(
+def check_each_kill_point(
     run: Callable[[int | None], tuple[dict[str, Any], int]], apart: int, *, first_write: int = 1
 ) -> None:
     """Assert that a scenario ends the same whichever write the operator dies after; every `apart`-th is tried.
@@ -190,18 +186,18 @@ def check_each_death(
 
 
 @asynccontextmanager
-async def world(
+async def run_deployment(
     *, job: dict[str, Any] | None = None, start: bool = True, replicas: int = 2, **options: Any
-) -> AsyncIterator[World]:
-    """A world whose job trains, unless `start` is False."""
-    made = World(**options)
+) -> AsyncIterator[OperatorDeployment]:
+    """Start a cluster with a job, which trains unless `start` is False."""
+    made = OperatorDeployment(**options)
     agents = asyncio.create_task(made.workers.run())
     made.cluster.add(JOBS, job or training_job(replicas=2, spares=1))
     try:
         for number in range(replicas):
             await made.start_operator(f"operator-{number}")
         if start:
-            await made.runs()
+            await made.wait_until_running()
         yield made
     finally:
         for keeper in made._keepers.values():

@@ -1,15 +1,13 @@
-"""Environment that the operator gives a worker's pod, for tests of the agent."""
+"""Builders for tests of the agent: the environment of a worker's pod, and a rank that has ended."""
 
-from __future__ import annotations
+from pathlib import Path
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from trainium_agent.ranks.output import OutputTail
+from trainium_agent.ranks.processes import RankProcess
 
 
 def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
-    """Complete and valid, but for the changes; the configuration is below the folder."""
+    """Return a valid environment with these changes; write its configuration into the folder."""
     (tmp_path / "trainer.yaml").write_text("model: {}\n")
     return {
         "TRAINIUM_COORDINATOR": "127.0.0.1:8443",
@@ -26,3 +24,12 @@ def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
         "TRAINIUM_MEMORY_DIR": str(tmp_path / "memory"),
         **changes,
     }
+
+
+def ended_rank(code: int, output: str = "") -> RankProcess:
+    """Return rank 3 after it wrote this output and ended with this code."""
+    process = RankProcess(0, 3, 0, 12345, OutputTail("[rank 3] "))
+    process.output.feed(output.encode())
+    process.output.close()
+    process.record_exit(code)
+    return process

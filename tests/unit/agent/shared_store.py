@@ -1,15 +1,11 @@
 """A membership, and the store that the agents of a generation share, in one process."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from trainium_agent.exits.restart_policy import GenerationState
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def membership_at(port: int = 1, *, nodes: int = 2, generation: int = 1, uid: str = "uid") -> Membership:
@@ -36,14 +32,14 @@ def membership_at(port: int = 1, *, nodes: int = 2, generation: int = 1, uid: st
 class Shared:
     """Values, counters and the shared state."""
 
-    connected = True
-
     def __init__(self, **state: Any) -> None:
         self._state = GenerationState(**state)
         self.values: dict[str, str] = {}
         self.counts: dict[str, int] = {}
 
-    def change(self, follow: Callable[[GenerationState], GenerationState]) -> GenerationState:
+    def connect(self) -> None: ...
+
+    def update_state(self, follow: Callable[[GenerationState], GenerationState]) -> GenerationState:
         self._state = follow(self._state)
         return self._state
 

@@ -1,28 +1,22 @@
-"""A generation on one pod in virtual time: the real owner's decisions, everything else drawn at random.
+"""A generation on one pod in virtual time: the real state machine, with everything else drawn at random.
 
 Ranks, the worker, the other agents, the coordinator and the clock are simulated; every choice and every duration comes
 from the seed. What must hold in any order of events is asserted as it happens, so a failure names the seed.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from trainium_agent.exits.restart_policy import GenerationState
-from trainium_agent.lifecycle import actions as do
-from trainium_agent.lifecycle import events as on
-from trainium_agent.lifecycle.events import GenerationEnd, Order
+from trainium_agent.lifecycle import actions, events
+from trainium_agent.lifecycle.events import GenerationOutcome, Order
 from trainium_agent.lifecycle.generation import step, wake_at
 from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 from trainium_contract.faults.causes import Cause
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-TERMS = GenerationLimits(generation=3, grace_seconds=20.0, sample_seconds=2.0)
+LIMITS = GenerationLimits(generation=3, grace_seconds=20.0, sample_seconds=2.0)
 LOCAL_RANKS = 3
 FAILURES = (1, 64, 66, 76, 80, 81, 137)
 PEACEFUL = (0, 75)
@@ -50,16 +44,16 @@ class _Pending:
 
 
 class Generation:
-    """One random history."""
+    """A generation in a random order of events."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
-        self.local = LocalGeneration()
+        self.local = LocalGeneration(LIMITS)
         self.shared = self.reported = GenerationState()
         self.ranks: list[Rank] = []
         self.all_ranks: list[Rank] = []
-        self.task: do.Task | None = None
+        self.task: actions.Task | None = None
         self.hurried = False
         self.stages: set[Stage] = set()
         self.restarts: list[int] = []
@@ -77,101 +71,101 @@ class Generation:
 
     # The clock.
 
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
+    def schedule(self, seconds: float, what: Callable[[], None]) -> None:
         self._number += 1
         heapq.heappush(self._queue, _Pending(self.now + seconds, self._number, what))
 
-    def soon(self, longest: float) -> float:
-        """A duration: often none at all, so that many things happen in one moment."""
+    def random_duration(self, longest: float) -> float:
+        """Return a duration, often zero, so that many events happen at one time."""
         return self.random.choice((0.0, 0.001, longest * self.random.random() ** 3))
 
     def run(self) -> None:
         """Run until the generation is over, which an order causes in the end."""
-        self.take(on.Notice.BEGIN)
+        self.apply_event(events.SimpleEvent.BEGIN)
         for _ in range(self.random.randrange(4)):
-            self.after(self.random.uniform(0, 40), self.another_agent)
+            self.schedule(self.random.uniform(0, 40), self.act_as_another_agent)
         ordered = 50 * self.random.random() ** 2
         orders = self.random.sample([Order.GRACEFUL, Order.TERMINATE, Order.IMMEDIATE], self.random.randrange(1, 4))
         for order in orders:
-            self.after(ordered, lambda order=order: self.take(on.LeaveOrdered(order, 4)))
-            ordered += self.soon(30)
-        while self._queue and self.local.stage is not Stage.OVER:
+            self.schedule(ordered, lambda order=order: self.apply_event(events.LeaveOrdered(order, 4)))
+            ordered += self.random_duration(30)
+        while self._queue and self.local.stage is not Stage.ENDED:
             pending = heapq.heappop(self._queue)
             self.now = pending.at
             pending.what()
             self.steps += 1
-            assert self.steps < 20_000, "it turns in a circle"
+            assert self.steps < 20_000, "it does not end"
         self.check_end(ordered)
 
     # The owner.
 
-    def take(self, event: on.Event) -> None:
+    def apply_event(self, event: events.Event) -> None:
         before = self.local
-        self.local, actions = step(TERMS, before, event, self.now)
+        self.local, requested = step(before, event, self.now)
         self.stages.add(self.local.stage)
-        assert sum(isinstance(action, do.RunTask) for action in actions) <= 1
-        if before.busy is not None and not isinstance(event, on.Result):
-            assert self.local.busy == before.busy, "an task under way was forgotten"
-            assert not any(isinstance(action, do.RunTask) for action in actions), "two tasks at once"
-        for action in actions:
-            self.carry_out(action)
-        self.check_nothing_is_lost(event)
+        assert sum(isinstance(action, actions.RunTask) for action in requested) <= 1
+        if before.busy is not None and not isinstance(event, events.Result):
+            assert self.local.busy == before.busy, "a task under way was forgotten"
+            assert not any(isinstance(action, actions.RunTask) for action in requested), "two tasks at once"
+        for action in requested:
+            self.execute(action)
+        self.check_nothing_is_missed(event)
         self._alarm += 1
         wake_time = wake_at(self.local)
         if wake_time is not None:
             assert wake_time > self.now, "a wake in the past would turn in a circle"
-            self.after(wake_time - self.now, lambda number=self._alarm: self.tick(number))
+            self.schedule(wake_time - self.now, lambda number=self._alarm: self.tick(number))
 
-    def check_nothing_is_lost(self, event: on.Event) -> None:
+    def check_nothing_is_missed(self, event: events.Event) -> None:
         """Check that all reports have been answered whenever nothing is under way."""
         local = self.local
-        if isinstance(event, on.SharedChanged):
+        if isinstance(event, events.SharedStateChanged):
             self.reported = event.state
         if local.busy is not None or local.stage not in (Stage.RUNNING, Stage.YIELDED, Stage.FINISHED):
             return
         assert not local.pending
         assert local.alive == (local.stage is Stage.RUNNING)
-        assert not [end for end in local.ends if not end.asked and end.code not in PEACEFUL], "a failure was lost"
-        assert self.reported.stopped is None, "the end of the generation was lost"
-        assert self.reported.attempt <= local.attempt, "a newer attempt was lost"
-        assert local.order is Order.NONE, "an order was lost"
+        assert not [end for end in local.exits if not end.requested and end.code not in PEACEFUL], "a failure missing"
+        assert self.reported.stopped is None, "the end of the generation was not reported"
+        assert self.reported.attempt <= local.attempt, "a newer attempt was not reported"
+        assert local.order is Order.NONE, "an order was not executed"
 
     def tick(self, number: int) -> None:
         if number == self._alarm:
-            self.take(on.Notice.TICK)
+            self.apply_event(events.SimpleEvent.TICK)
 
-    def carry_out(self, action: do.Action) -> None:
+    def execute(self, action: actions.Action) -> None:
         match action:
-            case do.RunTask(task):
+            case actions.RunTask(task):
                 assert self.task is None, f"{task} while {self.task} is under way"
-                assert self.local.stage is not Stage.OVER
+                assert self.local.stage is not Stage.ENDED
                 self.task = task
                 self.begin(task)
-            case do.SimpleAction.INTERRUPT_TASK:
+            case actions.SimpleAction.INTERRUPT_TASK:
                 self.hurried = True
-            case do.SimpleAction.KILL:
+            case actions.SimpleAction.KILL:
                 for rank in self.ranks:
                     self.signal(rank, 137)
-            case do.RequestExit():
+            case actions.RequestExit():
                 for rank in self.ranks:
                     self.signal(rank, self.random.choice((75, 75, 75, 75, 0, 1, 143)))
-            case do.ReportFailure(local_rank):
+            case actions.ReportFailure(local_rank):
                 rank = self.ranks[local_rank]
                 assert not rank.asked, "an end that was asked for is no failure"
                 assert rank.code not in (None, *PEACEFUL)
                 rank.reports += 1
                 assert rank.reports == 1, "one end, one report"
-            case do.ReportHang(number, _):
+            case actions.ReportHang(number, _):
                 rank = self.ranks[number]
                 rank.reports += 1
                 assert rank.reports == 1, "a rank that failed is not one that hung"
-            case do.ReportRestart(attempt):
-                assert attempt > self.restart_before, "an attempt is begun once"
+            case actions.ReportRestart(attempt):
+                assert attempt > self.restart_before, "an attempt is started once"
                 self.restarts.append(attempt)
-            case do.ReportVerdict() | do.ReportNodeVerdict():
+            case actions.ReportVerdict() | actions.ReportNodeVerdict():
                 self.verdicts += 1
                 assert self.verdicts == 1, "one verdict"
-            case do.FailPod():
+            case actions.FailPod():
                 assert self.unkillable
                 self.broken = True
 
@@ -184,29 +178,29 @@ class Generation:
     def signal(self, rank: Rank, code: int) -> None:
         if rank.code is None and not (self.unkillable and code == 137 and rank.local_rank == 0):
             rank.asked = True
-            self.after(self.soon(1.0 if code == 137 else 25.0), lambda: self.end(rank, code))
+            self.schedule(self.random_duration(1.0 if code == 137 else 25.0), lambda: self.end_rank(rank, code))
 
-    def end(self, rank: Rank, code: int) -> None:
+    def end_rank(self, rank: Rank, code: int) -> None:
         if rank.code is not None:
             return
         rank.code = code
-        event = on.RankEnded(rank.attempt, rank.local_rank, rank.local_rank, code, rank.asked)
-        self.after(self.random.choice((0.0, 0.0, 0.002)), lambda: self.take(event))
+        event = events.RankExited(rank.attempt, rank.local_rank, rank.local_rank, code, rank.asked)
+        self.schedule(self.random.choice((0.0, 0.0, 0.002)), lambda: self.apply_event(event))
 
     def start(self, attempt: int) -> None:
         assert not any(rank.code is None for rank in self.all_ranks), "two attempts at once"
         self.ranks = [Rank(attempt, number) for number in range(LOCAL_RANKS)]
         self.all_ranks += self.ranks
-        length = self.soon(30)
+        length = self.random_duration(30)
         together = self.random.choice((0, 0, 75))
         for rank in self.ranks:
             code = self.random.choice(FAILURES) if self.random.random() < self.crash / 2 else together
-            self.after(length + self.soon(2), lambda rank=rank, code=code: self.end(rank, code))
+            self.schedule(length + self.random_duration(2), lambda rank=rank, code=code: self.end_rank(rank, code))
 
     # Other agents.
 
-    def another_agent(self) -> None:
-        """Change the shared state: its failure, a hang, a question, the end of the generation."""
+    def act_as_another_agent(self) -> None:
+        """Change the shared state as another agent: a failure, a hang, an inquiry, or the end of the generation."""
         state, pick = self.shared, self.random.random()
         if state.stopped is None and pick < 0.5:
             cause = self.random.choice((Cause.CRASH, Cause.HANG, Cause.YIELDED))
@@ -214,7 +208,7 @@ class Generation:
         elif state.stopped is None and pick < 0.6:
             state = replace(state, stopped=self.random.choice((64, 77)))
         elif pick < 0.8:
-            state = replace(state, inquiry=state.inquiry + 1, asked_in=state.attempt, asked_by=1)
+            state = replace(state, inquiry=state.inquiry + 1, inquiry_attempt=state.attempt, inquiry_node_rank=1)
         else:
             state = replace(state, broken=True)
         self.change(state)
@@ -222,104 +216,106 @@ class Generation:
     def change(self, state: GenerationState) -> None:
         if state != self.shared:
             self.shared = state
-            self.after(self.soon(1.5), lambda: self.take(on.SharedChanged(self.shared)))
+            self.schedule(self.random_duration(1.5), lambda: self.apply_event(events.SharedStateChanged(self.shared)))
 
     # The worker.
 
-    def begin(self, task: do.Task) -> None:
+    def begin(self, task: actions.Task) -> None:
         match task:
-            case do.SimpleTask.JOIN:
+            case actions.SimpleTask.JOIN:
                 assert not any(rank.code is None for rank in self.all_ranks), "a rank is alive while the next is joined"
-                self.after(self.soon(3.0), self.join)
+                self.schedule(self.random_duration(3.0), self.join)
                 return
-            case do.StartRanks():
+            case actions.StartRanks():
                 self.start(self.local.attempt)
         longest = LONGEST_TASK_SECONDS if self.random.random() < 0.05 else 0.6
-        self.after(self.soon(longest), lambda: self.finish(self.outcome(task)))
+        self.schedule(self.random_duration(longest), lambda: self.finish(self.random_result(task)))
 
     def join(self) -> None:
         if self.hurried:
-            self.finish(on.Outcome.INTERRUPTED)
+            self.finish(events.SimpleResult.INTERRUPTED)
         elif self.shared.stopped is not None:
-            self.finish(on.Outcome.STOPPED)
+            self.finish(events.SimpleResult.STOPPED)
         elif self.random.random() < 0.01:
             self.change(replace(self.shared, attempt=self.shared.attempt + 1))
-            self.finish(on.GaveUp(80, "it computes wrong numbers"))
+            self.finish(events.PodGaveUp(80, "it computes wrong numbers"))
         elif self.random.random() < 0.2:
-            self.take(on.WaitingFor((1,)))
-            self.after(self.soon(3.0), self.join)
+            self.apply_event(events.WaitingForNodes((1,)))
+            self.schedule(self.random_duration(3.0), self.join)
         else:
-            self.finish(on.Joined(self.shared, 29_500))
+            self.finish(events.AttemptJoined(self.shared, 29_500))
 
-    def finish(self, result: on.Result) -> None:
+    def finish(self, result: events.Result) -> None:
         self.task = None
-        self.take(result)
+        self.apply_event(result)
 
-    def outcome(self, task: do.Task) -> on.Result:
+    def random_result(self, task: actions.Task) -> events.Result:
         chance = self.random.random
-        attempt, simple = self.local.attempt, do.SimpleTask
+        attempt, simple = self.local.attempt, actions.SimpleTask
         needs_store = (simple.COUNT_UNANSWERED_HANG, simple.OPEN_INQUIRY, simple.CONCLUDE_INQUIRY)
-        if (isinstance(task, do.DiagnoseEnds) or task in needs_store) and chance() < self.loss:
-            return on.StoreLost("it does not answer")
+        if (isinstance(task, actions.DiagnoseExits) or task in needs_store) and chance() < self.loss:
+            return events.StoreLost("it does not answer")
         match task:
-            case do.StartRanks():
-                return on.Started(LOCAL_RANKS)
-            case do.DiagnoseEnds():
-                return self.judged(task)
-            case do.SimpleTask.COUNT_UNANSWERED_HANG:
-                return on.HangCounted(self.bumped(attempt, Cause.HANG))
-            case do.SimpleTask.SAMPLE_RANKS:
-                return on.RanksSampled(overdue=chance() < self.hang / 4)
-            case do.SimpleTask.OPEN_INQUIRY:
-                return on.InquiryUpdated(chance() < 0.8, ())
-            case do.AnswerQuestion():
-                return on.InquiryUpdated(open=False, stuck=())
-            case do.SimpleTask.CONCLUDE_INQUIRY:
+            case actions.StartRanks():
+                return events.RanksStarted(LOCAL_RANKS)
+            case actions.DiagnoseExits():
+                return self.diagnose(task)
+            case actions.SimpleTask.COUNT_UNANSWERED_HANG:
+                return events.HangCounted(self.raise_attempt(attempt, Cause.HANG))
+            case actions.SimpleTask.SAMPLE_RANKS:
+                return events.RanksSampled(overdue=chance() < self.hang / 4)
+            case actions.SimpleTask.OPEN_INQUIRY:
+                return events.InquiryUpdated(chance() < 0.8, ())
+            case actions.AnswerQuestion():
+                return events.InquiryUpdated(open=False, stuck=())
+            case actions.SimpleTask.CONCLUDE_INQUIRY:
                 return (
-                    self.hung(self.bumped(attempt, Cause.HANG)) if chance() < 0.2 else on.InquiryUpdated(chance() < 0.8)
+                    self.hang_found(self.raise_attempt(attempt, Cause.HANG))
+                    if chance() < 0.2
+                    else events.InquiryUpdated(chance() < 0.8)
                 )
-            case do.ReadFinding(after):
-                return self.hung(after)
-            case do.SimpleTask.CHECK_FINISHED:
+            case actions.ReadFinding(after):
+                return self.hang_found(after)
+            case actions.SimpleTask.CHECK_FINISHED:
                 return self.finish_checked(attempt)
-            case do.SimpleTask.CHECK_YIELDED:
-                return on.YieldChecked(self.bumped(attempt, Cause.YIELDED) if chance() < 0.3 else None)
+            case actions.SimpleTask.CHECK_YIELDED:
+                return events.YieldChecked(self.raise_attempt(attempt, Cause.YIELDED) if chance() < 0.3 else None)
             case _:
-                return on.Outcome.DONE
+                return events.SimpleResult.DONE
 
-    def finish_checked(self, attempt: int) -> on.FinishChecked:
+    def finish_checked(self, attempt: int) -> events.FinishChecked:
         parted = self.random.random() < 0.3
         self.parted += parted
         self.finished_attempt = attempt
-        return on.FinishChecked(parted)
+        return events.FinishChecked(parted)
 
-    def judged(self, task: do.DiagnoseEnds) -> on.EndsDiagnosed:
-        assert task.local_ranks, "somebody failed"
+    def diagnose(self, task: actions.DiagnoseExits) -> events.ExitsDiagnosed:
+        assert task.local_ranks, "a rank failed"
         decides = self.ranks[self.random.choice(task.local_ranks)]
-        assert decides.reports == 1, "what is judged was reported"
+        assert decides.reports == 1, "a verdict needs a report"
         assert not any(rank.code is None for rank in self.ranks), "judged while ranks are alive"
         attempt = self.local.attempt
         withdraw = self.random.random() < 0.05
         stopped = 64 if self.random.random() < 0.05 else self.shared.stopped
-        after = self.bumped(attempt, Cause.CRASH)
+        after = self.raise_attempt(attempt, Cause.CRASH)
         if stopped is not None:
             after = replace(after, stopped=stopped)
             self.change(after)
         backoff = self.random.choice((0.0, 0.0, 0.0, 8.0))
         code = decides.code or 0
-        return on.EndsDiagnosed(
+        return events.ExitsDiagnosed(
             decides.local_rank, decides.local_rank, code, Cause.CRASH, "", 1.0, withdraw, backoff, after
         )
 
-    def hung(self, after: GenerationState) -> on.HangFound:
+    def hang_found(self, after: GenerationState) -> events.HangFound:
         living = [rank.local_rank for rank in self.ranks if rank.code is None and not rank.asked]
-        culprits = tuple((number, "it stood still") for number in living if self.random.random() < 0.3)
+        culprits = tuple((number, "it made no progress") for number in living if self.random.random() < 0.3)
         named = bool(culprits) or self.random.random() < 0.5
         cause = Cause.HANG if culprits or not named else Cause.PEER_LOST
-        return on.HangFound(after, cause, 1.0, named, culprits)
+        return events.HangFound(after, cause, 1.0, named, culprits)
 
-    def bumped(self, attempt: int, cause: Cause) -> GenerationState:
-        """Counted once, however many agents count it."""
+    def raise_attempt(self, attempt: int, cause: Cause) -> GenerationState:
+        """Raise the shared attempt, unless another agent has done so."""
         if self.shared.stopped is None and self.shared.attempt == attempt:
             self.change(replace(self.shared, attempt=attempt + 1, cause=cause))
         return self.shared
@@ -327,23 +323,23 @@ class Generation:
     # What must hold at the end.
 
     def check_end(self, ordered: float) -> None:
-        assert self.local.stage is Stage.OVER, f"never over: {self.local}"
+        assert self.local.stage is Stage.ENDED, f"never over: {self.local}"
         assert self.now <= ordered + ENOUGH_SECONDS, "an order was forgotten"
         if self.broken:
             return
-        assert self.task is None, "over while an task is under way"
+        assert self.task is None, "over while a task is under way"
         assert not any(rank.code is None for rank in self.all_ranks), "over while a rank is alive"
-        assert self.parted == (self.local.outcome is GenerationEnd.FINISHED), "the agents part at most once"
-        if self.local.outcome is GenerationEnd.FINISHED:
+        assert self.parted == (self.local.outcome is GenerationOutcome.FINISHED), "the agents part at most once"
+        if self.local.outcome is GenerationOutcome.FINISHED:
             assert self.finished_attempt == self.ranks[0].attempt
             assert all(rank.code == 0 for rank in self.ranks), "finished though a rank had not"
         if self.local.yielded:
             assert all(rank.code == 75 for rank in self.ranks)
         before = self.local
         for late in (
-            on.Notice.TICK,
-            on.SharedChanged(self.shared),
-            on.LeaveOrdered(Order.IMMEDIATE),
-            on.WaitingFor((1,)),
+            events.SimpleEvent.TICK,
+            events.SharedStateChanged(self.shared),
+            events.LeaveOrdered(Order.IMMEDIATE),
+            events.WaitingForNodes((1,)),
         ):
-            assert step(TERMS, before, late, self.now + 1) == (before, ()), "nothing follows the end"
+            assert step(before, late, self.now + 1) == (before, ()), "nothing follows the end"

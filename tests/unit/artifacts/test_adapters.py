@@ -1,9 +1,8 @@
 """Adapters and merged models against peft itself: what it loads, merges and saves is what we write, merge and read."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ from trainium_trainer.artifacts.export import export, merge
 from trainium_trainer.artifacts.peft_format import short_names
 from trainium_trainer.exits import UserError
 from trainium_trainer.weights.adapter import AdapterWeights
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [
     # Of one library about another.
@@ -177,7 +173,7 @@ def test_grown_rows_are_kept_and_rows_of_padding_left_out(tmp_path: Path) -> Non
     assert "base.resize_token_embeddings(base.config.vocab_size + 3)" in (tmp_path / "adapter/README.md").read_text()
 
 
-def test_what_does_not_belong_together_is_not_merged(tmp_path: Path) -> None:
+def test_an_adapter_is_not_merged_into_a_model_that_does_not_fit(tmp_path: Path) -> None:
     from tests.testing.trainer.base_models import save_base
 
     run = save_tuned(tmp_path)

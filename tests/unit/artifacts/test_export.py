@@ -1,17 +1,17 @@
 """A model in Hugging Face's form, against `transformers` itself: names, shapes, rotary scaling, logits."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.testing.trainer.base_models import save_base, write_run
 from trainium_contract.models.parameters import count_parameters, parameter_sizes
+from trainium_contract.models.shape import ModelShape
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer import cli
@@ -19,12 +19,7 @@ from trainium_trainer.artifacts.export import export
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.weights import BaseWeights
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from trainium_contract.models.shape import ModelShape
+from trainium_trainer.weights.base import BaseWeights
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 72}
 FLOAT32 = ArtifactPrecision.FLOAT32
@@ -41,7 +36,7 @@ def model_of(**fields: Any) -> tuple[Llama, ModelShape]:
 
 
 def run_of(folder: Path, **fields: Any) -> tuple[Llama, ModelShape]:
-    """A run's checkpoint below `folder/run`."""
+    """Write a run's checkpoint below `folder/run`."""
     model, shape = model_of(**fields)
     write_run(folder / "run", shape, dict(model.named_parameters()))
     return model, shape
@@ -79,7 +74,7 @@ def test_large_models_are_written_in_parts_that_an_index_names(tmp_path: Path) -
 
     model, shape = run_of(tmp_path, tie_embeddings=False)
     weights = dict(model.named_parameters())
-    export(str(tmp_path / "run"), tmp_path / "out", largest=10_000)
+    export(str(tmp_path / "run"), tmp_path / "out", max_file_bytes=10_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2

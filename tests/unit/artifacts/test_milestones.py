@@ -1,46 +1,35 @@
 """Artifacts of milestones whose writer was killed are made later; what somebody took away stays away."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.testing.trainer.base_models import save_tuned, write_run
+from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, milestone_name
 from trainium_trainer.artifacts.manifest import MANIFEST_NAME, PLAN_NAME, UNFINISHED, ArtifactManifest, WritePlan
 from trainium_trainer.artifacts.stage import write_artifacts, write_milestones
+from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_trainer.peers import Peers
-
-if TYPE_CHECKING:
-    from trainium_contract.status.results import ArtifactReport, RunStage
 
 STEPS = (2, 4, 6, 8)
 
 
-class Silent:
-    def stage(self, stage: RunStage, done: float = 0.0) -> None:
-        """Ignored."""
-
-    def artifact(self, report: ArtifactReport) -> None:
-        """Ignored."""
-
-
-class RecordedProgress(Silent):
+class RecordedProgress:
     def __init__(self) -> None:
         self.reports: list[ArtifactReport] = []
 
-    def stage(self, stage: RunStage, done: float = 0.0) -> None:
+    def set_stage(self, stage: RunStage, done: float = 0.0) -> None:
         raise AssertionError(f"{stage} {done}: the stage is that of training")
 
-    def artifact(self, report: ArtifactReport) -> None:
+    def record_artifact(self, report: ArtifactReport) -> None:
         self.reports.append(report)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
-    """A run of four milestones."""
+    """Create a run with four milestones."""
     run = save_tuned(tmp_path, artifacts={"atMilestones": True})
     for step in STEPS:
         write_run(tmp_path / "one", run.shape, run.trained, step=step, settings={"weights": run.weights.digest})
@@ -53,10 +42,10 @@ def written_steps(run: Any) -> list[int]:
     """Write the artifacts of milestones and return the steps that were reported."""
     progress, beats = RecordedProgress(), [0]
 
-    def beat() -> None:
+    def heartbeat() -> None:
         beats[0] += 1
 
-    write_milestones(run.config, Peers(0, 1), progress, beat=beat)
+    write_milestones(run.config, Peers(0, 1), progress, heartbeat=heartbeat)
     assert bool(beats[0]) == bool(progress.reports)
     return sorted({report.step for report in progress.reports})
 
@@ -73,7 +62,7 @@ def test_milestones_get_the_artifacts_that_they_lack_unless_somebody_may_have_re
 
 
 def test_artifacts_that_a_killed_rank_left_unfinished_are_finished_at_the_next_milestone_or_the_end(run: Any) -> None:
-    write_artifacts(run.config, run.root, 2, Peers(0, 1), Silent())
+    write_artifacts(run.config, run.root, 2, Peers(0, 1), ProgressWriter(None))
     model = artifacts(run, 2) / "model"
     identity = ArtifactManifest.model_validate_json((model / MANIFEST_NAME).read_bytes()).identity
     (model / "config.json").unlink()

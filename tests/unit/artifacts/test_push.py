@@ -1,9 +1,9 @@
 """Artifacts are pushed to a hub that answers on loopback, through the hub's own library."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +12,6 @@ from trainium_contract.status.results import ArtifactReport
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.artifacts.push import open_repository, push_artifact
 from trainium_trainer.exits import StorageError, UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the hub's library, of its client
 TOKEN = "hf_token_that_must_never_be_shown"
@@ -51,12 +47,11 @@ def written(tmp_path: Path) -> list[ArtifactReport]:
     return found
 
 
-def test_a_push_is_one_commit_and_the_same_files_are_none(
+def test_a_push_is_one_commit_and_an_unchanged_push_adds_none(
     hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     push = config().artifacts.push
-    assert push is not None
     for _ in range(2):
         open_repository(config())
     (created,) = hub.created
@@ -69,7 +64,6 @@ def test_a_push_is_one_commit_and_the_same_files_are_none(
         file.name: file.read_bytes() for file in (tmp_path / "Model").iterdir()
     }
     adapter = config(kind="Adapter").artifacts.push
-    assert adapter is not None
     push_artifact(adapter, artifacts, lambda: None)
     assert [*hub.repositories[REPO].commits.values()][-1]["weights.safetensors"] == b"Adapter" * (PART_BYTES // 2)
     commits = len(hub.repositories[REPO].commits)
@@ -79,7 +73,7 @@ def test_a_push_is_one_commit_and_the_same_files_are_none(
     assert {each.token for each in hub.requests if each.method == "POST"} <= {f"Bearer {TOKEN}", None}
 
 
-def test_what_cannot_be_pushed_is_refused_before_the_first_step(
+def test_a_push_that_cannot_succeed_is_refused_before_the_first_step(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.writer = "another"
@@ -100,7 +94,6 @@ def test_a_broken_upload_commits_nothing_and_a_repeated_one_sends_only_what_is_m
     hub: HubServer, tmp_path: Path
 ) -> None:
     push = config().artifacts.push
-    assert push is not None
     artifacts = written(tmp_path)
     hub.status, hub.failing = 403, "lfs/"
     with pytest.raises(UserError, match=r"the hub refused the token: set HF_TOKEN to one that may write to it"):

@@ -1,37 +1,32 @@
 """Ranks write artifacts side by side; killed at any instant, the next start ends with the same files."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
 import threading
-import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from artifact_ranks import run_command, start, write_as_rank
 
-from tests.testing.trainer.base_models import save_tuned, write_run
-from tests.testing.trainer.s3_gateway import Fault, S3Gateway, serving
+from tests.testing.suite.timeouts import until
+from tests.testing.trainer.base_models import flip_bit, save_tuned, write_run
+from tests.testing.trainer.s3_gateway import Fault, S3Gateway, run_gateway
+from tests.unit.artifacts.artifact_ranks import configure_rank_logging, run_command, start
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_trainer.artifacts import layout, stage
+from trainium_trainer.artifacts import data_files, stage
 from trainium_trainer.artifacts.export import export, merge
 from trainium_trainer.artifacts.manifest import ArtifactManifest
-from trainium_trainer.artifacts.stage import kinds_of, write_artifacts
+from trainium_trainer.artifacts.stage import artifact_kinds, write_artifacts
 from trainium_trainer.exits import StorageError, UserError
-from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry
-from trainium_trainer.weights import BaseWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
+from trainium_trainer.weights.base import BaseWeights
 
 NO_RETRY = Retry(delays=())
 
@@ -86,18 +81,33 @@ class Progress:
         self.shares: list[float] = []
         self.reports: list[ArtifactReport] = []
 
-    def stage(self, stage: RunStage, done: float = 0.0) -> None:
+    def set_stage(self, stage: RunStage, done: float = 0.0) -> None:
         assert stage is RunStage.EXPORT
         self.shares.append(done)
 
-    def artifact(self, report: ArtifactReport) -> None:
+    def record_artifact(self, report: ArtifactReport) -> None:
         self.reports.append(report)
 
 
-class Counted:
+class StorageChanges:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int | None = None) -> None:
+        self.changes: list[str] = []
+        self.streams: list[str] = []
+        self._last = last
+        self._lock = threading.Lock()
+        monkeypatch.setattr(stage, "open_storage", lambda path: CountingStorage(open_storage(path), self))
+
+    def change(self, what: str) -> None:
+        with self._lock:
+            if self._last is not None and len(self.changes) >= self._last:
+                raise Killed
+            self.changes.append(what)
+
+
+class CountingStorage:
     """A store that counts what changes it, and stops the world at the change number `last`."""
 
-    def __init__(self, inner: Any, world: World) -> None:
+    def __init__(self, inner: Any, world: StorageChanges) -> None:
         self._inner, self._world = inner, world
 
     def __getattr__(self, name: str) -> Any:
@@ -121,21 +131,6 @@ class Counted:
         self._inner.remove_files(folder, should_remove)
 
 
-class World:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int | None = None) -> None:
-        self.changes: list[str] = []
-        self.streams: list[str] = []
-        self._last = last
-        self._lock = threading.Lock()
-        monkeypatch.setattr(stage, "open_storage", lambda path: Counted(open_storage(path), self))
-
-    def change(self, what: str) -> None:
-        with self._lock:
-            if self._last is not None and len(self.changes) >= self._last:
-                raise Killed
-            self.changes.append(what)
-
-
 def write(run: Any, ranks: int = 1, progress: Progress | None = None, config: TrainingConfig | None = None) -> Any:
     progress = progress or Progress()
     (first, *others) = Ranks(ranks).run(
@@ -143,6 +138,11 @@ def write(run: Any, ranks: int = 1, progress: Progress | None = None, config: Tr
     )
     assert all(other == first for other in others)
     return first
+
+
+def with_artifacts(run: Any, **fields: Any) -> TrainingConfig:
+    """Return the run's configuration with other artifacts."""
+    return run.config.model_copy(update={"artifacts": run.config.artifacts.model_copy(update=fields)})
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -155,12 +155,12 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that tiny models are written in several files."""
-    monkeypatch.setattr(layout, "SMALLEST", 6_000)
-    monkeypatch.setattr(layout, "LARGEST", 6_000)
+    """Write tiny models in several files."""
+    monkeypatch.setattr(data_files, "SMALLEST", 6_000)
+    monkeypatch.setattr(data_files, "LARGEST", 6_000)
 
 
-def test_a_run_of_lora_leaves_an_adapter_and_a_merged_model(tmp_path: Path) -> None:
+def test_a_lora_run_exports_an_adapter_and_a_merged_model(tmp_path: Path) -> None:
     run, progress = save_tuned(tmp_path), Progress()
     reports = write(run, 2, progress)
     assert [report.kind for report in reports] == ["Adapter", "Model"]
@@ -198,10 +198,7 @@ def test_the_same_files_come_from_any_number_of_ranks_as_far_as_they_are_divided
     run = save_tuned(tmp_path)
     tensors: list[dict[str, torch.Tensor]] = []
     for ranks in (1, 2, 5):
-        config = run.config.model_copy(
-            update={"artifacts": run.config.artifacts.model_copy(update={"path": str(tmp_path / f"out-{ranks}")})}
-        )
-        reports = write(run, ranks, config=config)
+        reports = write(run, ranks, config=with_artifacts(run, path=str(tmp_path / f"out-{ranks}")))
         weights = BaseWeights.open(reports[1].path)
         tensors.append({})
         for name in dict(run.base.named_parameters()):
@@ -211,45 +208,41 @@ def test_the_same_files_come_from_any_number_of_ranks_as_far_as_they_are_divided
         assert all(torch.equal(found[name], value) for name, value in tensors[0].items())
 
 
-def test_a_stage_that_is_killed_at_any_instant_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_killed_at_any_instant_continues_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = save_tuned(tmp_path, base={"num_hidden_layers": 1})
-    undisturbed = World(monkeypatch)
+    whole = StorageChanges(monkeypatch)
     write(run, 2)
     folder = tmp_path / "run" / "artifacts"
     expected = contents(folder)
     folder.rename(tmp_path / "expected")
-    assert len(undisturbed.changes) > 25
-    for last in range(len(undisturbed.changes)):
-        first = World(monkeypatch, last)
+    assert len(whole.changes) > 25
+    for last in range(len(whole.changes)):
+        first = StorageChanges(monkeypatch, last)
         with pytest.raises((Killed, threading.BrokenBarrierError)):
             write(run, 2)
         for kind, name in (("adapter", "adapter_config.json"), ("model", "config.json")):
             place = folder / "step-7" / kind
             if (place / name).exists():
-                whole = {f"step-7/{kind}/{file}": digest for file, digest in contents(place).items()}
-                assert whole.items() >= {k: v for k, v in expected.items() if k.startswith(f"step-7/{kind}/")}.items()
+                written = {f"step-7/{kind}/{file}": digest for file, digest in contents(place).items()}
+                assert written.items() >= {k: v for k, v in expected.items() if k.startswith(f"step-7/{kind}/")}.items()
         receipts = {path.name.removesuffix(".json") for path in folder.rglob("unfinished/*.safetensors.json")}
-        second = World(monkeypatch)
+        second = StorageChanges(monkeypatch)
         write(run, 3)
         assert contents(folder) == expected
         assert not receipts & set(second.streams)
         assert len(first.changes) == last
-        third = World(monkeypatch)
+        third = StorageChanges(monkeypatch)
         write(run, 1)
         assert third.changes == ["remove unfinished"] * 2
         folder.rename(tmp_path / f"done-{last}")
 
 
-def test_a_writer_that_was_replaced_while_it_slept_harms_nothing_when_it_wakes_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_writer_that_resumes_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node was frozen: its ranks go on for a moment, with the next file, before their agent ends them."""
     run = save_tuned(tmp_path, artifacts={"kinds": ["Model"]})
     asleep, awake = threading.Event(), threading.Event()
 
-    class Slept(World):
+    class Suspended(StorageChanges):
         def change(self, what: str) -> None:
             if what.startswith("write unfinished/model-"):  # the receipt of its first file
                 asleep.set()
@@ -257,11 +250,11 @@ def test_a_writer_that_was_replaced_while_it_slept_harms_nothing_when_it_wakes_u
             elif awake.is_set():
                 raise Killed
 
-    Slept(monkeypatch)
+    Suspended(monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(write, run)
         assert asleep.wait(30)
-        World(monkeypatch)
+        StorageChanges(monkeypatch)
         (report,) = write(run)
         awake.set()
         assert isinstance(late.exception(), Killed)
@@ -273,7 +266,7 @@ def test_a_writer_that_was_replaced_while_it_slept_harms_nothing_when_it_wakes_u
     }
 
 
-def test_a_folder_with_something_else_is_left_alone_and_the_next_one_taken(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_changed_and_the_next_name_used(tmp_path: Path) -> None:
     run = save_tuned(tmp_path, artifacts={"kinds": ["Model"]})
     theirs = tmp_path / "run/artifacts/step-7/model"
     theirs.mkdir(parents=True)
@@ -282,10 +275,7 @@ def test_a_folder_with_something_else_is_left_alone_and_the_next_one_taken(tmp_p
     (report,) = write(run)
     assert report.path == f"{theirs}-2"
     assert contents(theirs) == before
-    half = run.config.model_copy(
-        update={"artifacts": run.config.artifacts.model_copy(update={"precision": "BFloat16"})}
-    )
-    assert write(run, config=half)[0].path == f"{theirs}-3"
+    assert write(run, config=with_artifacts(run, precision="BFloat16"))[0].path == f"{theirs}-3"
     assert write(run)[0] == report
 
 
@@ -293,18 +283,17 @@ def test_real_ranks_that_are_killed_while_they_write_are_continued_by_fewer(tmp_
     run = save_tuned(tmp_path, artifacts={"kinds": ["Model"]})
     text = json.dumps(run.config.to_wire())
     notes, folder = tmp_path / "notes", tmp_path / "run/artifacts/step-7/model"
-    ranks = [start(write_as_rank, text, rank, 3, str(tmp_path / "rendezvous-1"), str(notes)) for rank in range(3)]
-    deadline = time.monotonic() + 45
-    while not notes.exists() or "\n" not in notes.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    ranks = [
+        start(configure_rank_logging, text, rank, 3, str(tmp_path / "rendezvous-1"), str(notes)) for rank in range(3)
+    ]
+    until(lambda: notes.exists() and "\n" in notes.read_text(), "a rank has written a file", pause=0.02)
     for rank in ranks:
         rank.kill()
         rank.join()
     written = notes.read_text().split()[0]
     assert (folder / written).exists()
     assert not (folder / "config.json").exists()
-    again = [start(write_as_rank, text, rank, 2, str(tmp_path / "rendezvous-2"), None) for rank in range(2)]
+    again = [start(configure_rank_logging, text, rank, 2, str(tmp_path / "rendezvous-2"), None) for rank in range(2)]
     for rank in again:
         rank.join(45)
         assert rank.exitcode == 0
@@ -313,9 +302,7 @@ def test_real_ranks_that_are_killed_while_they_write_are_continued_by_fewer(tmp_
 
 
 @pytest.mark.parametrize("limit", [5_000, *(pytest.param(limit, marks=pytest.mark.long) for limit in (300, 9_000))])
-def test_a_full_disk_ends_with_a_sentence_and_no_folder_that_could_be_taken_for_a_whole_one(
-    tmp_path: Path, limit: int
-) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_complete_folder(tmp_path: Path, limit: int) -> None:
     run = save_tuned(tmp_path, artifacts={"kinds": ["Model"]})
     (tmp_path / "mine.txt").write_text("mine")
     out, log = tmp_path / "out", tmp_path / "log"
@@ -339,9 +326,7 @@ def test_a_full_disk_ends_with_a_sentence_and_no_folder_that_could_be_taken_for_
 def test_an_error_of_one_rank_is_the_error_of_all(tmp_path: Path) -> None:
     run = save_tuned(tmp_path)
     shard = next((tmp_path / "run").glob("step-7/*/shard-*.safetensors"))
-    data = bytearray(shard.read_bytes())
-    data[-5] ^= 1
-    shard.write_bytes(data)
+    flip_bit(shard, -5)
     errors: list[BaseException] = []
 
     def one(group: Any) -> None:
@@ -365,8 +350,7 @@ def test_a_step_without_a_checkpoint_has_no_artifacts(tmp_path: Path) -> None:
 
 def in_bucket(run: Any) -> TrainingConfig:
     """Return the run's configuration with its artifacts in the bucket."""
-    artifacts = {"path": "s3://bucket/out", "precision": "Float32"}
-    return TrainingConfig.model_validate(run.config.to_wire() | {"artifacts": artifacts})
+    return with_artifacts(run, path="s3://bucket/out", precision=ArtifactPrecision.FLOAT32)
 
 
 def upload(server: S3Gateway, folder: Path, prefix: str) -> None:
@@ -381,7 +365,7 @@ def test_artifacts_in_a_bucket_equal_those_in_a_folder(tmp_path: Path, monkeypat
     folder = tmp_path / "run/artifacts/step-7"
     weights = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
     assert len(weights) > 5
-    with serving(tmp_path, monkeypatch) as server:
+    with run_gateway(tmp_path, monkeypatch) as server:
         upload(server, tmp_path / "base", "base")
         upload(server, tmp_path / "run/step-7", "run/step-7")
         config, base = in_bucket(run), BaseWeights.open("s3://bucket/base")
@@ -412,7 +396,7 @@ def test_a_bucket_that_refuses_writes_leaves_no_adapter_and_the_next_start_compl
 ) -> None:
     run = save_tuned(tmp_path)
     expected = write(run, 2)
-    with serving(tmp_path, monkeypatch) as server:
+    with run_gateway(tmp_path, monkeypatch) as server:
         config = in_bucket(run)
         server.fail(Fault(status=403, code="AccessDenied", method="PUT", fits=lambda r: r.key.endswith(".safetensors")))
         with pytest.raises(StorageError, match=r"artifact s3://bucket/out/step-7/adapter: cannot be written \(Access"):
@@ -433,13 +417,13 @@ def test_a_bucket_that_refuses_writes_leaves_no_adapter_and_the_next_start_compl
         ({"model": {"weights": "/base"}, "artifacts": {"kinds": []}}, []),
     ],
 )
-def test_what_is_left_behind_follows_from_the_configuration(fields: dict[str, Any], kinds: list[str]) -> None:
-    assert list(kinds_of(TrainingConfig.model_validate(fields))) == [ArtifactKind(kind) for kind in kinds]
+def test_the_kinds_of_artifacts_follow_from_the_configuration(fields: dict[str, Any], kinds: list[str]) -> None:
+    assert list(artifact_kinds(TrainingConfig.model_validate(fields))) == [ArtifactKind(kind) for kind in kinds]
 
 
 def test_frozen_weights_that_nobody_kept_are_refused_and_never_drawn_again(tmp_path: Path) -> None:
     from trainium_trainer.configuration.model_shape import resolve_shape
-    from trainium_trainer.tuning.choice import choose
+    from trainium_trainer.tuning.trainable import select_trainable
 
     config = TrainingConfig.model_validate(
         {
@@ -449,7 +433,7 @@ def test_frozen_weights_that_nobody_kept_are_refused_and_never_drawn_again(tmp_p
         }
     )
     shape = resolve_shape(config.model, 72)
-    trained = {name: torch.ones(size) for name, size in choose(shape, config.tuning).sizes.items()}
+    trained = {name: torch.ones(size) for name, size in select_trainable(shape, config.tuning).sizes.items()}
     write_run(tmp_path / "run", shape, trained, settings={"tuning": config.tuning.to_wire()})
     root = str(tmp_path / "run")
     with pytest.raises(

@@ -1,49 +1,46 @@
-"""The arithmetic of the fault table, and what its document has of rows that pass, fail or did not run."""
-
-from __future__ import annotations
+"""The fault table: its statistics, and its lines for rows that pass, fail or did not run."""
 
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from benchmarks.faults.document import table_line, write_document
 from benchmarks.faults.environment import curve_digest
-from benchmarks.faults.record import FaultRun, RowResult, Spread, Where
-from benchmarks.faults.row import Session
+from benchmarks.faults.record import ClusterKind, FaultRun, RowResult, Spread
+from benchmarks.faults.row import RowRuns
 from benchmarks.faults.rows import ROWS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def result(*outcomes: FaultRun, **more: object) -> RowResult:
-    return RowResult("1", Where.REAL, 7, outcomes, **more)
+    return RowResult("1", ClusterKind.REAL, 7, outcomes, **more)
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
+def test_percentiles_are_measured_values() -> None:
     assert Spread.of([3.0, None, 1.0, 2.0]) == Spread(2.0, 3.0, 3.0)
     assert Spread.of([float(number) for number in range(1, 31)]) == Spread(15.0, 29.0, 30.0)
     assert Spread.of([]) is None
     assert Spread.of([None]) is None
 
 
-def test_a_row_passes_only_when_it_ran_and_nothing_was_wrong() -> None:
+def test_a_row_passes_only_when_it_ran_without_problems() -> None:
     assert not result().passed
     assert result(FaultRun(0)).passed
-    assert not result(FaultRun(0), FaultRun(1, wrong=("2 steps were lost",))).passed
-    assert not result(FaultRun(0), wrong=("the curve differs",)).passed
+    assert not result(FaultRun(0), FaultRun(1, deviations=("2 steps were lost",))).passed
+    assert not result(FaultRun(0), deviations=("the curve differs",)).passed
 
 
 def test_blame_is_counted_among_the_runs_that_expect_one() -> None:
     assert result(FaultRun(0, blame=True), FaultRun(1, blame=False), FaultRun(2)).blamed_correctly == (1, 2)
 
 
-def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    written = result(FaultRun(0, 0.1, 0.2, 1, True, ("wrong",), "w-1"), wrong=("all",), seconds=3.5, commits=("a",))
+def test_a_result_is_read_as_written(tmp_path: Path) -> None:
+    written = result(
+        FaultRun(0, 0.1, 0.2, 1, True, ("deviations",), "w-1"), deviations=("all",), seconds=3.5, commits=("a",)
+    )
     written.save(tmp_path / "row.json")
     assert RowResult.load(tmp_path / "row.json") == written
 
 
-def test_a_failing_row_stays_in_the_table_with_its_sentence(tmp_path: Path) -> None:
+def test_a_failing_row_stays_in_the_table_with_its_message(tmp_path: Path) -> None:
     outcomes = (FaultRun(0, 0.5, 1.5, 0, True), FaultRun(1, 0.7, 2.5, 3, False, ("3 steps were lost",)))
     result(*outcomes).save(tmp_path / "01-local.json")
     write_document(tmp_path, tmp_path / "table.md")
@@ -70,28 +67,28 @@ def test_a_row_that_was_not_run_again_keeps_its_line_and_is_marked_as_older(tmp_
 def test_a_row_without_a_result_reports_it() -> None:
     row = ROWS[0]
     assert "not run yet" in table_line(row, None)
-    skipped = RowResult(row.name, Where.REAL, 1, skipped="no such node")
+    skipped = RowResult(row.name, ClusterKind.REAL, 1, skipped="no such node")
     assert "not run: no such node" in table_line(row, skipped)
 
 
 def test_a_seed_gives_the_same_choices_whatever_else_is_run() -> None:
-    one, other = Session("5", 1, range(2)), Session("5", 1, range(30))
+    one, other = RowRuns("5", 1, range(2)), RowRuns("5", 1, range(30))
     assert one.random(1).random() == other.random(1).random()
-    assert one.random(0).random() != Session("5", 2, range(2)).random(0).random()
+    assert one.random(0).random() != RowRuns("5", 2, range(2)).random(0).random()
     assert isinstance(one.random(0), random.Random)
 
 
-def test_each_row_describes_what_it_does() -> None:
+def test_each_row_has_its_descriptions() -> None:
     for row in ROWS:
-        assert all((row.fault, row.injected, row.expected, row.judged)), row.name
+        assert all((row.fault, row.injected, row.expected, row.checked)), row.name
         assert 1 <= row.max_runs <= 30
 
 
-def test_every_row_of_the_table_that_needs_no_accelerator_is_there() -> None:
+def test_every_row_without_an_accelerator_exists() -> None:
     assert {row.number for row in ROWS} == {*range(1, 7), 8, *range(12, 29), 30, 31, 33, 34, *range(42, 50)}
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
-def test_an_undisturbed_run_is_known_by_the_code_that_makes_its_curve() -> None:
+def test_the_reference_curve_is_identified_by_a_digest_of_its_code() -> None:
     assert curve_digest() == curve_digest()
     assert len(curve_digest()) == 12

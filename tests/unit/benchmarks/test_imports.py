@@ -1,6 +1,4 @@
-"""Benchmarks run seldom: what they take from the packages is there, so none is found broken when it is needed."""
-
-from __future__ import annotations
+"""Imports of benchmarks, which run rarely, exist in the packages."""
 
 import ast
 import importlib
@@ -32,7 +30,7 @@ def has(module: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
-def test_everything_that_a_benchmark_imports_from_the_packages_is_there(path: Path) -> None:
+def test_imports_of_a_benchmark_exist(path: Path) -> None:
     imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
     ours = [node for node in imports if node.module and node.module.partition(".")[0] in PACKAGES]
     missing = [
@@ -42,5 +40,5 @@ def test_everything_that_a_benchmark_imports_from_the_packages_is_there(path: Pa
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_make_bench_finds_each_benchmark(name: str) -> None:
+def test_the_module_of_each_benchmark_exists(name: str) -> None:
     assert importlib.util.find_spec(MODULES[name]) is not None

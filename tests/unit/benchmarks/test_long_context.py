@@ -1,15 +1,10 @@
 """The memory of a rank at 32,768 tokens, alone and with the sequence divided."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from benchmarks.training_speed.runs import Task, run_ours, text_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from benchmarks.training_speed.runs import Task, run_trainer, write_text
 
 LONG = 32_768
 NARROW = {
@@ -31,7 +26,7 @@ def memory_of_a_rank(folder: Path, ranks: int) -> int:
         half=False, sharded=False, recompute=False, compiled=False,
     )  # fmt: skip
     overrides = ["batch.globalSize=1", f"parallelism.context={ranks}"]
-    return run_ours(task, folder, text_file(folder), overrides).host_bytes
+    return run_trainer(task, folder, write_text(folder), overrides).host_bytes
 
 
 @pytest.mark.long

@@ -1,6 +1,4 @@
-"""Trials of the recovery proof and their checks: seeds, what looks complete, what differs, the page."""
-
-from __future__ import annotations
+"""Trials of the recovery proof: seeds, checks of artifacts and steps, and the page."""
 
 import json
 import shutil
@@ -8,50 +6,47 @@ from dataclasses import replace
 from itertools import permutations
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from benchmarks.proof import artifact_checks
+from benchmarks.proof.artifact_checks import ArtifactSnapshot
 from benchmarks.proof.checks import AttemptResult, StepsLost, TrialResult, check_steps_lost, find_epoch_error
-from benchmarks.proof.document import replace_section, section, summary
+from benchmarks.proof.document import render_section, replace_section, summarize
 from benchmarks.proof.kill_points import Point
 from benchmarks.proof.runner import layouts_with_steps
-from benchmarks.proof.suites import PRETRAINING, TUNING, UNEVEN, Suite, trial
+from benchmarks.proof.suites import PRETRAINING, TUNING, UNEVEN, Suite, draw_trial
 from tests.testing.trainer.base_models import save_base
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.tuning import TuningConfig
-from trainium_trainer.artifacts.making import Making
+from trainium_trainer.artifacts.inputs import ArtifactInputs
 from trainium_trainer.artifacts.writer import write_artifact
 from trainium_trainer.peers import Peers
-from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry
-from trainium_trainer.tuning.choice import choose
-from trainium_trainer.weights import BaseWeights
+from trainium_trainer.tuning.trainable import select_trainable
+from trainium_trainer.weights.base import BaseWeights
 
 ROOT = Path(__file__).parents[3]
-
-if TYPE_CHECKING:
-    from benchmarks.proof.artifact_checks import ArtifactSnapshot
 
 SUITES = pytest.mark.parametrize("suite", [PRETRAINING, UNEVEN, TUNING], ids=lambda suite: suite.name)
 EVALUATION = {"examples": 2, "answerTokens": 4, "figures": [{"name": "perplexity", "before": 9.0, "after": 8.0}]}
 
 
 @SUITES
-def test_consecutive_seeds_meet_every_pair_of_family_and_point(suite: Suite) -> None:
-    assert gcd(len(suite.families), len(suite.points)) == 1
-    pairs = len(suite.families) * len(suite.points)
-    met = {(made.family.name, made.point) for made in (trial(seed, suite) for seed in range(100, 100 + pairs))}
+def test_consecutive_seeds_cover_every_pair_of_family_and_point(suite: Suite) -> None:
+    assert gcd(len(suite.scenarios), len(suite.points)) == 1
+    pairs = len(suite.scenarios) * len(suite.points)
+    met = {(made.scenario.name, made.point) for made in (draw_trial(seed, suite) for seed in range(100, 100 + pairs))}
     assert len(met) == pairs
 
 
 @SUITES
 def test_a_seed_always_gives_the_same_trial_and_only_its_last_life_ends_by_itself(suite: Suite) -> None:
     for seed in range(80):
-        made = trial(seed, suite)
-        assert made == trial(seed, suite)
+        made = draw_trial(seed, suite)
+        assert made == draw_trial(seed, suite)
         *killed, last = made.attempts
         assert last.kill is None
         assert {made.point, Point.STEP} >= {attempt.kill.point for attempt in killed if attempt.kill is not None}
@@ -79,14 +74,14 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a step with an adapter, the merged model and the result of an evaluation."""
+    """Write a step with an adapter, the merged model and an evaluation."""
     folder = tmp_path_factory.mktemp("written")
     save_base(folder / "base")
     base = BaseWeights.open(str(folder / "base"))
     lora = {"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj"]}
     tuning = TuningConfig.model_validate({"method": "LoRA", "lora": lora})
-    trained = Trained(dict(choose(base.shape, tuning).sizes))
-    making = Making(
+    trained = Trained(dict(select_trainable(base.shape, tuning).sizes))
+    inputs = ArtifactInputs(
         shape=base.shape,
         tuning=tuning,
         trained=trained,
@@ -101,7 +96,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     step = folder / "step"
     for name, kind in artifact_checks.FOLDERS.items():
         largest = 8192 if kind is ArtifactKind.MODEL else None
-        blueprint = making.blueprint(kind, ArtifactPrecision.FLOAT32, largest)
+        blueprint = inputs.blueprint(kind, ArtifactPrecision.FLOAT32, largest)
         write_artifact(blueprint, open_storage(str(step / name)), Peers(0, 1), retry=Retry())
     (step / "evaluation.json").write_text(json.dumps(EVALUATION))
     return step
@@ -109,87 +104,90 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def step(written: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """Copy the written step."""
     return Path(shutil.copytree(written, tmp_path / "step"))
 
 
-def test_what_is_whole_seems_complete_and_differs_in_nothing(written: Path, step: Path) -> None:
-    assert artifact_checks.complete(step).keys() == {"adapter", "model"}
+def test_complete_artifacts_have_no_difference(written: Path, step: Path) -> None:
+    assert artifact_checks.complete_artifacts(step).keys() == {"adapter", "model"}
     assert artifact_checks.find_incomplete(step) == []
-    assert artifact_checks.differences(artifact_checks.read(step), artifact_checks.read(written)) == []
+    assert (
+        artifact_checks.compare_artifacts(artifact_checks.read_artifacts(step), artifact_checks.read_artifacts(written))
+        == []
+    )
     assert len(artifact_checks.complete_files(step)) > 3
 
 
 @pytest.mark.parametrize("file", ["model/config.json", "model/model-00002-of-*", "adapter/adapter_model.safetensors"])
-def test_a_file_that_is_cut_short_in_what_seems_complete_is_found(step: Path, file: str) -> None:
+def test_a_truncated_file_of_a_complete_artifact_is_found(step: Path, file: str) -> None:
     (path,) = step.glob(file)
     path.write_bytes(path.read_bytes()[:-1])
     assert artifact_checks.find_incomplete(step)
 
 
-def test_a_missing_manifest_beside_the_file_that_counts_is_found(step: Path) -> None:
+def test_a_missing_manifest_of_a_committed_artifact_is_found(step: Path) -> None:
     (step / "model" / "artifact.json").unlink()
     assert artifact_checks.find_incomplete(step)
 
 
-def test_a_folder_without_the_file_that_counts_is_not_taken_for_whole(step: Path) -> None:
+def test_an_uncommitted_artifact_is_not_complete(step: Path) -> None:
     (step / "model" / "config.json").unlink()
     next(step.glob("model/model-00001-of-*")).write_bytes(b"")
     assert artifact_checks.find_incomplete(step) == []
-    assert artifact_checks.complete(step).keys() == {"adapter"}
+    assert artifact_checks.complete_artifacts(step).keys() == {"adapter"}
 
 
-def test_a_result_that_is_cut_short_is_found(step: Path) -> None:
+def test_a_truncated_evaluation_is_found(step: Path) -> None:
     (step / "evaluation.json").write_text("{")
     assert artifact_checks.find_incomplete(step)
 
 
 def nudged(left: ArtifactSnapshot, by: float) -> ArtifactSnapshot:
-    """The same but for one number of each tensor."""
+    """Return a snapshot that differs in one number of each tensor."""
     tensors = {name: tensor.clone() for name, tensor in left.tensors.items()}
     for tensor in tensors.values():
         tensor.view(-1)[0] += by * tensor.norm()
     return replace(left, tensors=tensors)
 
 
-def test_one_other_bit_is_a_difference_unless_sizes_changed(written: Path) -> None:
-    known = artifact_checks.read(written)
-    assert artifact_checks.differences(nudged(known, 1e-5), known)
-    assert artifact_checks.differences(nudged(known, 1e-5), known, 1e-4) == []
-    assert artifact_checks.differences(nudged(known, 1e-3), known, 1e-4)
+def test_a_changed_bit_is_a_difference_unless_sizes_changed(written: Path) -> None:
+    known = artifact_checks.read_artifacts(written)
+    assert artifact_checks.compare_artifacts(nudged(known, 1e-5), known)
+    assert artifact_checks.compare_artifacts(nudged(known, 1e-5), known, 1e-4) == []
+    assert artifact_checks.compare_artifacts(nudged(known, 1e-3), known, 1e-4)
 
 
-def test_a_file_too_many_is_a_difference_a_draft_among_them(written: Path, step: Path) -> None:
+def test_an_additional_file_is_a_difference(written: Path, step: Path) -> None:
     (step / "model" / ".draft-00").write_bytes(b"half of it")
-    known = artifact_checks.read(written)
-    assert artifact_checks.differences(artifact_checks.read(step), known) == [
+    known = artifact_checks.read_artifacts(written)
+    assert artifact_checks.compare_artifacts(artifact_checks.read_artifacts(step), known) == [
         "the files are others: ['model/.draft-00']"
     ]
-    assert artifact_checks.differences(artifact_checks.read(step), known, 1e-4)
+    assert artifact_checks.compare_artifacts(artifact_checks.read_artifacts(step), known, 1e-4)
 
 
-def test_the_number_of_files_may_be_another_but_files_of_one_name_are_the_same_to_the_byte(
-    written: Path, step: Path
-) -> None:
-    known = artifact_checks.read(written)
+def test_files_may_be_divided_differently_but_equal_names_have_equal_bytes(written: Path, step: Path) -> None:
+    known = artifact_checks.read_artifacts(written)
     divided = {name.replace("-of-0", "-of-9"): digest for name, digest in known.files.items()}
     index = {"model/model.safetensors.index.json": "another"}
-    assert artifact_checks.differences(replace(known, files=divided | index), known) == []
-    (found,) = artifact_checks.differences(replace(known, files=known.files | index), known)
-    assert found == "model/model.safetensors.index.json is not the same to the byte"
+    assert artifact_checks.compare_artifacts(replace(known, files=divided | index), known) == []
+    (problem,) = artifact_checks.compare_artifacts(replace(known, files=known.files | index), known)
+    assert problem == "model/model.safetensors.index.json is not the same to the byte"
     (step / "adapter" / "adapter_config.json").write_text("{}")
-    config = artifact_checks.read(step).files["adapter/adapter_config.json"]
+    config = artifact_checks.read_artifacts(step).files["adapter/adapter_config.json"]
     changed = replace(known, files=divided | index | {"adapter/adapter_config.json": config})
-    assert artifact_checks.differences(changed, known) == ["adapter/adapter_config.json is not the same to the byte"]
+    assert artifact_checks.compare_artifacts(changed, known) == [
+        "adapter/adapter_config.json is not the same to the byte"
+    ]
 
 
-def test_other_figures_are_a_difference(written: Path) -> None:
-    known = artifact_checks.read(written)
+def test_changed_figures_are_a_difference(written: Path) -> None:
+    known = artifact_checks.read_artifacts(written)
     figure = {"name": "perplexity", "before": 9.0, "after": 8.001}
-    found = replace(known, measured=known.measured | {"figures": [figure]})
-    assert artifact_checks.differences(found, known)
-    assert artifact_checks.differences(found, known, 1e-4) == ["perplexity after is 8.001, not 8.0"]
-    assert artifact_checks.differences(found, known, 1e-3) == []
+    snapshot = replace(known, measured=known.measured | {"figures": [figure]})
+    assert artifact_checks.compare_artifacts(snapshot, known)
+    assert artifact_checks.compare_artifacts(snapshot, known, 1e-4) == ["perplexity after is 8.001, not 8.0"]
+    assert artifact_checks.compare_artifacts(snapshot, known, 1e-3) == []
 
 
 def epochs(size: int) -> dict[int, list[int]]:
@@ -201,7 +199,7 @@ def epochs(size: int) -> dict[int, list[int]]:
     }
 
 
-def test_an_example_that_is_seen_twice_or_never_in_an_epoch_is_found() -> None:
+def test_repeated_and_missing_examples_of_an_epoch_are_found() -> None:
     assert find_epoch_error(epochs(31), TUNING) is None
     twice = epochs(31)
     twice[5] = [*twice[5], 0]
@@ -216,19 +214,19 @@ def attempt(resumed: int, completed: int, point: str = "", *, killed: bool = Fal
     return AttemptResult("dp 2", point, killed, completed, resumed, committed=12)
 
 
-def test_a_kill_after_the_last_step_may_cost_no_step() -> None:
+def test_a_kill_after_the_last_step_must_lose_no_step() -> None:
     result = TrialResult(0, "process")
     before = attempt(0, 15, "export", killed=True)
     check_steps_lost(before, attempt(15, 15), "export", result, allowed=0)
     assert result.lost == [StepsLost("export", 0)]
-    assert not result.wrong
+    assert not result.deviations
     check_steps_lost(before, attempt(12, 15), "export", result, allowed=0)
     assert result.lost[-1] == StepsLost("export", 3)
-    assert result.wrong
+    assert result.deviations
 
 
-def test_only_sizes_that_made_steps_decide_whether_every_bit_counts() -> None:
-    made = next(each for each in (trial(seed, TUNING) for seed in range(99)) if each.family.name == "resize")
+def test_only_layouts_with_steps_are_listed() -> None:
+    made = next(each for each in (draw_trial(seed, TUNING) for seed in range(99)) if each.scenario.name == "resize")
     four, two, three = (each.layout for each in made.attempts[-3:])
     made = replace(made, attempts=made.attempts[-3:])
     late = [attempt(0, 15, "export", killed=True), attempt(15, 15, "export", killed=True), attempt(15, 15)]
@@ -239,19 +237,19 @@ def test_only_sizes_that_made_steps_decide_whether_every_bit_counts() -> None:
     assert layouts_with_steps(made, TrialResult(0, "resize", attempts=unseen)) == {four, two, three}
 
 
-def test_no_size_of_the_uneven_suite_divides_its_batch_and_one_leaves_a_rank_without_any_sample() -> None:
-    sizes = {layout.dp for family in UNEVEN.families for layout in family.attempts}
+def test_no_size_of_the_uneven_suite_divides_its_batch() -> None:
+    sizes = {layout.dp for scenario in UNEVEN.scenarios for layout in scenario.attempts}
     assert all(UNEVEN.global_batch % dp for dp in sizes)
     assert max(sizes) > UNEVEN.global_batch
 
 
-def test_each_suite_has_its_own_part_of_the_page_and_leaves_the_others_alone() -> None:
+def test_each_suite_replaces_only_its_section_of_the_page() -> None:
     result = TrialResult(0, "process", [StepsLost("step", 1)], [attempt(0, 5, "step", killed=True), attempt(4, 15)])
-    tuning = section(summary([result], TUNING, 0, 1.0), TUNING)
-    pretraining = section(summary([result], PRETRAINING, 0, 1.0), PRETRAINING)
+    tuning = render_section(summarize([result], TUNING, 0, 1.0), TUNING)
+    pretraining = render_section(summarize([result], PRETRAINING, 0, 1.0), PRETRAINING)
     assert "| 1 step | 1: 1 / 1.0 | - |" in tuning
     assert "1 kills in 1 runs" in pretraining
-    uneven = section(summary([result], UNEVEN, 0, 1.0), UNEVEN)
+    uneven = render_section(summarize([result], UNEVEN, 0, 1.0), UNEVEN)
     parts = [(pretraining, PRETRAINING), (uneven, UNEVEN), (tuning, TUNING)]
     pages = set()
     for order in permutations(parts):

@@ -1,7 +1,5 @@
 """Functions that tests run in each rank, in a module that a forked process can import."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc
@@ -9,28 +7,26 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
-from checkpoint_world import HookedStorage, Run, position, solo
 
+from tests.unit.checkpoint.checkpoint_builders import HookedStorage, Run, position, run_alone
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME
 from trainium_trainer.checkpoint.collectives import reduce_on_root, scatter_from_root
+from trainium_trainer.checkpoint.interfaces import MeshCoordinates
 from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile
 from trainium_trainer.storage.errors import StorageError
 
-if TYPE_CHECKING:
-    from trainium_trainer.checkpoint.interfaces import MeshPlace
-
 
 def train_until_killed(root: Any, memory: Any, completed: Any) -> None:
-    run = solo(root, memory, scale=4000)
+    run = run_alone(root, memory, scale=4000)
     while True:
         run.advance()
         completed.value = run.step
 
 
-def report_after(place: MeshPlace, root: Any, memories: Any, steps: int, settings: Any) -> dict[str, Any]:
+def report_after(place: MeshCoordinates, root: Any, memories: Any, steps: int, settings: Any) -> dict[str, Any]:
     """Resume, advance to `steps` with saves at the given ones, and report; `memories` has one folder per rank."""
     memory = memories[place.rank] if memories else None
     settings = dict(settings)
@@ -45,7 +41,7 @@ def report_after(place: MeshPlace, root: Any, memories: Any, steps: int, setting
     while run.step < steps:
         run.advance(save=run.step + 1 in save_at)
         if run.step in save_at:
-            run.settle()
+            run.flush()
     if finish:
         run.manager.finish(position(run.step))
     run.manager.before_update()
@@ -56,7 +52,7 @@ def report_after(place: MeshPlace, root: Any, memories: Any, steps: int, setting
     return report
 
 
-def save_as_a_peer_dies(place: MeshPlace, root: Any) -> str:
+def save_as_a_peer_dies(place: MeshCoordinates, root: Any) -> str:
     """Save step 1, kill rank 1 between the commit of rank 0 and its arrival, and return the error of rank 0."""
     peer = Path(f"{root}-peer")
     if place.rank == 1:
@@ -70,9 +66,9 @@ def save_as_a_peer_dies(place: MeshPlace, root: Any) -> str:
                 dist.barrier(run.manager._durable._group)
 
     run = Run(place, root, storage=HookedStorage(root, kill_peer))
-    run.to(1, save_at=(1,))
+    run.run_to(1, save_at=(1,))
     try:
-        run.settle()
+        run.flush()
     except Exception as error:  # noqa: BLE001 - whatever gloo makes of it
         return str(error)
     return ""
@@ -92,20 +88,20 @@ def limit_snapshots(count: int) -> None:
     SnapshotFile.create = staticmethod(limited)
 
 
-def gather_texts(place: MeshPlace, sizes: list[int]) -> list[str]:
+def gather_texts(place: MeshCoordinates, sizes: list[int]) -> list[str]:
     """Gather a text of `sizes[rank]` characters from each rank."""
     text, group = chr(ord("a") + place.rank) * sizes[place.rank], dist.new_group(backend="gloo")
     return reduce_on_root(lambda: text, list, group, "texts")
 
 
-class UnspeakableError(Exception):
-    """An error that can be written down and not read back."""
+class UnpicklableError(Exception):
+    """An error that can be pickled and not unpickled."""
 
     def __init__(self, what: str, where: str) -> None:
         super().__init__(f"{what} at {where}")
 
 
-def reduce_with_failures(place: MeshPlace) -> list[str]:
+def reduce_with_failures(place: MeshCoordinates) -> list[str]:
     """Return the outcome of each rank when all succeed, and when ranks fail in several ways."""
     group = dist.new_group(backend="gloo")
 
@@ -129,7 +125,7 @@ def reduce_with_failures(place: MeshPlace) -> list[str]:
         outcome({1: ValueError("one"), 2: StorageError("two")}),
         outcome({0: OSError(28, "full")}),
         outcome({}, refuse),
-        outcome({2: UnspeakableError("lost", "sea")}),
+        outcome({2: UnpicklableError("lost", "sea")}),
         outcome({}, label="late" if place.rank == 1 else "same"),
         outcome({}),
         outcome({}, list, fold=lambda values: [100 * sum(values)]),
@@ -138,7 +134,7 @@ def reduce_with_failures(place: MeshPlace) -> list[str]:
     ]
 
 
-def scatter_with_failures(place: MeshPlace) -> list[str]:
+def scatter_with_failures(place: MeshCoordinates) -> list[str]:
     """Return the answer to each rank when all succeed, and when ranks or the decision fail."""
     group = dist.new_group(backend="gloo")
 

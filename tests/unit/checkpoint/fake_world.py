@@ -1,9 +1,8 @@
 """One rank's live training state in a world of any size, without the other ranks: collectives move nothing."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,25 +10,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from trainium_contract.models.shape import ModelShape
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
-from trainium_trainer.backends.replicated import ReplicatedStore
-from trainium_trainer.backends.sharded import ShardedStore, apply_sharding
-from trainium_trainer.checkpoint.interfaces import MeshPlace
+from trainium_trainer.backends.replicated_store import ReplicatedStore
+from trainium_trainer.backends.sharded_store import ShardedStore, apply_sharding
+from trainium_trainer.checkpoint.interfaces import MeshCoordinates
+from trainium_trainer.checkpoint.sharding import Grid
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.parallel_plan import apply_tensor_parallel
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-    from trainium_contract.models.shape import ModelShape
-    from trainium_trainer.checkpoint.dividing import Grid
-
-
-def place_of(grid: Grid, rank: int, dp_mode: DataParallelMode) -> MeshPlace:
-    """The place of a rank of a grid."""
-    pp_rank, dp_rank, tp_rank = grid.place(rank)
-    return MeshPlace(
+def place_of(grid: Grid, rank: int, dp_mode: DataParallelMode) -> MeshCoordinates:
+    """Return the place of a rank of a grid."""
+    pp_rank, dp_rank, tp_rank = grid.coordinates(rank)
+    return MeshCoordinates(
         rank=rank,
         world_size=grid.size,
         pp_rank=pp_rank,
@@ -46,7 +41,7 @@ def place_of(grid: Grid, rank: int, dp_mode: DataParallelMode) -> MeshPlace:
 def state_of_rank(
     shape: ModelShape, grid: Grid, rank: int, mode: DataParallelMode, *, device: str = "cpu", half: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """The state of one rank of the native backend, made as the backend makes it."""
+    """Create the state of one rank as the native backend does."""
     dist.init_process_group("fake", rank=rank, world_size=grid.size, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (grid.data, grid.tensor), mesh_dim_names=("dp", "tp"))

@@ -1,24 +1,19 @@
 """An API server on loopback with recorded jobs, and the commands that read it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.testing.api.recorded_jobs import ApiServer, recorded_answers
+from tests.testing.api.recorded_jobs import ApiServer, recorded_responses
 from trainium_client.commands.main import main
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 Run = tuple[int, str, str]
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ApiServer]:
-    with ApiServer(recorded_answers(), tmp_path).running() as running:
+    with ApiServer(recorded_responses(), tmp_path).running() as running:
         yield running
 
 

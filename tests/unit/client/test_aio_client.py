@@ -1,19 +1,14 @@
-"""The verbs of `trainium_client.aio`: the same answers as the blocking ones, while the program does other things."""
-
-from __future__ import annotations
+"""`trainium_client.aio`: the same results as the blocking client without blocking the event loop."""
 
 import asyncio
 import inspect
-from typing import TYPE_CHECKING
 
 import pytest
 
 import trainium_client
-from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded
+from tests.testing.api.recorded_jobs import JOBS, ApiServer, recorded_object
 from trainium_client.aio import ClientError, JobFailedError, TrainingJob
-
-if TYPE_CHECKING:
-    from trainium_contract.views.job import JobView
+from trainium_contract.views.job import JobView
 
 
 def job(server: ApiServer, name: str = "llama") -> TrainingJob:
@@ -29,7 +24,7 @@ def test_both_have_the_same_verbs_with_the_same_arguments() -> None:
         assert name in {"from_spec", "from_file"} or inspect.iscoroutinefunction(ours), name
 
 
-async def test_what_is_read_is_what_the_blocking_client_reads(server: ApiServer) -> None:
+async def test_async_reads_equal_those_of_the_blocking_client(server: ApiServer) -> None:
     found, blocking = job(server), job(server).blocking
 
     status, why, events, logs, artifacts = await asyncio.gather(
@@ -44,7 +39,7 @@ async def test_what_is_read_is_what_the_blocking_client_reads(server: ApiServer)
         await found.logs(9)
 
 
-async def test_waiting_ends_with_the_phase_or_the_verdict_and_leaves_the_program_free(server: ApiServer) -> None:
+async def test_wait_returns_at_a_final_phase_without_blocking_the_event_loop(server: ApiServer) -> None:
     reads: list[str] = []
     paused = asyncio.Event()
     go_on = asyncio.Event()
@@ -61,7 +56,7 @@ async def test_waiting_ends_with_the_phase_or_the_verdict_and_leaves_the_program
     # The loop is free: another job is asked meanwhile.
     with pytest.raises(JobFailedError, match="there is no such file or folder"):
         await job(server, "broken").wait()
-    done = recorded("job")
+    done = recorded_object("job")
     done["status"]["phase"] = "Completed"
     server.answers[f"{JOBS}/llama"] = done
     go_on.set()

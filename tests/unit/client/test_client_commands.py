@@ -1,12 +1,11 @@
-"""The command line against an API server on loopback: what it prints, asks for, and reports when something is wrong."""
-
-from __future__ import annotations
+"""The command line with an API server on loopback: output, requests and error messages."""
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -16,16 +15,12 @@ from tests.testing.api.recorded_jobs import (
     JOBS,
     ApiServer,
     kubeconfig,
-    recorded,
     recorded_log_as_json,
+    recorded_object,
 )
+from tests.unit.client.conftest import Run
 from trainium_client.commands.complete import candidates
 from trainium_client.commands.main import app
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from conftest import Run
 
 
 def test_status_asks_once_for_each_kind(trn: Callable[..., Run], server: ApiServer) -> None:
@@ -49,7 +44,7 @@ def test_every_command_has_json(trn: Callable[..., Run], command: str) -> None:
     assert json.loads(out)
 
 
-def test_the_worth_of_each_number_of_nodes_is_shown_and_which_one_is_in_force(trn: Callable[..., Run]) -> None:
+def test_sizes_shows_passes_and_speed_of_each_size_and_marks_the_current_one(trn: Callable[..., Run]) -> None:
     code, out, _ = trn("sizes", "llama", "-o", "json")
     rows = json.loads(out)
 
@@ -64,7 +59,7 @@ def test_the_worth_of_each_number_of_nodes_is_shown_and_which_one_is_in_force(tr
     assert "100.0 %" in trn("sizes", "llama")[1]
 
 
-def test_the_cost_of_a_job_is_shown_at_a_price_that_is_given(trn: Callable[..., Run]) -> None:
+def test_goodput_shows_the_cost_at_a_given_price(trn: Callable[..., Run]) -> None:
     code, out, _ = trn("goodput", "llama", "--price-per-node-hour", "21.5", "-o", "json")
     ledger = json.loads(out)
 
@@ -75,10 +70,8 @@ def test_the_cost_of_a_job_is_shown_at_a_price_that_is_given(trn: Callable[..., 
     assert "--price-per-node-hour" in err
 
 
-def test_a_size_whose_batch_is_smaller_than_its_ranks_is_reported_with_the_share_of_speed(
-    trn: Callable[..., Run], server: ApiServer
-) -> None:
-    job = recorded("job")
+def test_sizes_reports_ranks_without_work_and_the_loss_of_speed(trn: Callable[..., Run], server: ApiServer) -> None:
+    job = recorded_object("job")
     job["spec"]["workers"] |= {"replicas": 1, "accelerator": {"device": "cpu", "coresPerNode": 4}}
     job["spec"]["trainer"]["batch"] = {"globalSize": 3, "microSize": 1}
     server.answers[f"{JOBS}/llama"] = job
@@ -92,10 +85,8 @@ def test_a_size_whose_batch_is_smaller_than_its_ranks_is_reported_with_the_share
     assert "75.0 % of the speed" in reported
 
 
-def test_sizes_of_a_job_that_a_newer_version_made_are_refused_with_the_field(
-    trn: Callable[..., Run], server: ApiServer
-) -> None:
-    job = recorded("job")
+def test_sizes_refuses_an_unknown_field_by_name(trn: Callable[..., Run], server: ApiServer) -> None:
+    job = recorded_object("job")
     job["spec"]["elasticity"] = {"newer": True}
     server.answers[f"{JOBS}/llama"] = job
     code, out, err = trn("sizes", "llama")
@@ -104,7 +95,7 @@ def test_sizes_of_a_job_that_a_newer_version_made_are_refused_with_the_field(
     assert "spec.elasticity.newer is not known to this command" in err
 
 
-def test_an_unknown_job_is_answered_with_names_that_are_near(trn: Callable[..., Run]) -> None:
+def test_an_unknown_job_gets_suggestions_of_similar_names(trn: Callable[..., Run]) -> None:
     code, out, err = trn("status", "lama")
 
     assert (code, out) == (1, "")
@@ -120,7 +111,7 @@ def test_a_missing_right_is_named_with_verb_and_resource(trn: Callable[..., Run]
     assert "verb 'get' on 'trainingjobs'" in err
 
 
-def test_what_may_not_be_read_is_named_beside_what_may(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_status_names_the_resources_that_rbac_forbids(trn: Callable[..., Run], server: ApiServer) -> None:
     server.answers |= {f"{CORE}/pods": 403, f"{CORE}/events": 403}
     code, out, _ = trn("status", "llama")
 
@@ -139,7 +130,7 @@ def test_a_cluster_without_the_definition_is_reported(trn: Callable[..., Run], s
 
 
 def test_a_job_without_a_status_is_shown(trn: Callable[..., Run], server: ApiServer) -> None:
-    server.answers[f"{JOBS}/llama"] = {key: value for key, value in recorded("job").items() if key != "status"}
+    server.answers[f"{JOBS}/llama"] = {key: value for key, value in recorded_object("job").items() if key != "status"}
     code, out, _ = trn("status", "llama")
 
     assert code == 0
@@ -147,7 +138,7 @@ def test_a_job_without_a_status_is_shown(trn: Callable[..., Run], server: ApiSer
     assert trn("why", "llama")[0] == 0
 
 
-def test_no_cluster_is_one_sentence(trn: Callable[..., Run], tmp_path: Path) -> None:
+def test_an_unreachable_cluster_and_a_bad_kubeconfig_are_one_sentence(trn: Callable[..., Run], tmp_path: Path) -> None:
     dead = tmp_path / "dead"
     dead.write_text(yaml.safe_dump(kubeconfig("http://127.0.0.1:1")))
     odd = tmp_path / "odd"
@@ -161,13 +152,11 @@ def test_no_cluster_is_one_sentence(trn: Callable[..., Run], tmp_path: Path) -> 
     assert "no context named 'elsewhere'" in err
 
 
-def test_a_job_that_no_usual_parser_reads_hides_no_other_and_can_be_shown(
-    trn: Callable[..., Run], server: ApiServer
-) -> None:
+def test_a_deeply_nested_job_is_shown_and_hides_no_other_job(trn: Callable[..., Run], server: ApiServer) -> None:
     template = '{"a":' * 9_000 + "1" + "}" * 9_000
-    deep = json.dumps(recorded("job")).replace('"workers": {', f'"workers": {{"template": {template}, ', 1)
+    deep = json.dumps(recorded_object("job")).replace('"workers": {', f'"workers": {{"template": {template}, ', 1)
     server.answers[f"{JOBS}/llama"] = deep
-    server.answers[JOBS] = f'{{"items": [{deep}, {json.dumps(recorded("failed"))}]}}'
+    server.answers[JOBS] = f'{{"items": [{deep}, {json.dumps(recorded_object("failed"))}]}}'
 
     code, out, err = trn("status", "llama")
     assert (code, err) == (0, "")
@@ -175,7 +164,7 @@ def test_a_job_that_no_usual_parser_reads_hides_no_other_and_can_be_shown(
     assert "did you mean llama" in trn("status", "lama")[2]
 
 
-def test_an_answer_that_is_none_of_an_api_server_is_reported(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_a_response_that_is_not_json_is_reported(trn: Callable[..., Run], server: ApiServer) -> None:
     server.answers[f"{JOBS}/llama"] = "<html>log in</html>"
 
     code, out, err = trn("status", "llama")
@@ -183,7 +172,7 @@ def test_an_answer_that_is_none_of_an_api_server_is_reported(trn: Callable[..., 
     assert "the answer is no JSON" in err
 
 
-def test_wrong_usage_ends_with_one(trn: Callable[..., Run]) -> None:
+def test_wrong_usage_exits_with_code_1(trn: Callable[..., Run]) -> None:
     assert trn("stats", "llama")[0] == 1
     assert trn("status")[0] == 1
     assert trn("scale", "llama", "none")[0] == 1
@@ -199,7 +188,7 @@ def test_the_log_of_a_rank_is_its_own_lines(trn: Callable[..., Run]) -> None:
 
 
 @pytest.mark.parametrize("words", [("--rank", "0"), ("--timestamps",), ("--tail", "5")])
-def test_a_log_of_lines_of_the_schema_reads_as_one_that_is_text(
+def test_a_json_log_is_printed_like_a_text_log(
     trn: Callable[..., Run], server: ApiServer, words: tuple[str, ...]
 ) -> None:
     as_text = trn("logs", "llama", *words)[1]
@@ -209,7 +198,7 @@ def test_a_log_of_lines_of_the_schema_reads_as_one_that_is_text(
     assert json.loads(trn("why", "llama", "-o", "json")[1])["logLines"] == why
 
 
-def test_the_lines_of_the_schema_themselves_are_in_the_json_of_logs(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_json_output_of_logs_has_the_original_json_records(trn: Callable[..., Run], server: ApiServer) -> None:
     before = [json.loads(line) for line in trn("logs", "llama", "--all", "-o", "json")[1].splitlines()]
     server.answers[f"{CORE}/pods/llama-w-0/log"] = recorded_log_as_json()
     after = [json.loads(line) for line in trn("logs", "llama", "--all", "-o", "json")[1].splitlines()]
@@ -224,13 +213,13 @@ def test_the_lines_of_the_schema_themselves_are_in_the_json_of_logs(trn: Callabl
     assert "2026-11-23 02:09:14,033 WARNING agent rank 0 ended with code 137" in shown
 
 
-def test_the_log_of_a_pod_that_is_missing_is_one_sentence(trn: Callable[..., Run]) -> None:
+def test_logs_of_a_deleted_pod_are_one_sentence(trn: Callable[..., Run]) -> None:
     assert "llama-w-2 is gone, and its log with it" in trn("logs", "llama", "--rank", "1")[2]
     assert "there is no rank 2: llama has ranks 0 to 1" in trn("logs", "llama", "--rank", "2")[2]
     assert "no pod is left that had this rank before" in trn("logs", "llama", "--rank", "1", "--previous")[2]
 
 
-def test_the_pod_that_had_a_rank_before_is_taken_from_the_history_and_named_when_it_is_missing(
+def test_previous_logs_come_from_the_pod_that_had_the_rank_in_the_history(
     trn: Callable[..., Run], server: ApiServer
 ) -> None:
     entry = server.answers[f"{JOBS}/llama"]["status"]["history"][-1]
@@ -250,7 +239,7 @@ def test_the_pod_that_had_a_rank_before_is_taken_from_the_history_and_named_when
     assert (code, out) == (0, "in llama-w-7\n"), "not the newest pod, the one that had it"
 
 
-def test_acting_on_a_job_patches_exactly_what_was_asked(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_suspend_and_scale_patch_only_their_field(trn: Callable[..., Run], server: ApiServer) -> None:
     server.answers[f"{JOBS}/llama/scale"] = {}
 
     assert trn("suspend", "llama")[0] == 0
@@ -263,15 +252,15 @@ def test_acting_on_a_job_patches_exactly_what_was_asked(trn: Callable[..., Run],
     assert "is not suspended already" in trn("resume", "llama")[2]
 
 
-def test_a_size_of_no_nodes_is_answered_with_how_to_suspend(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_scale_to_zero_is_refused_and_suggests_suspend(trn: Callable[..., Run], server: ApiServer) -> None:
     code, _, err = trn("scale", "llama", "0")
     assert (code, err.count("\n")) == (1, 1)
-    assert "llama cannot train on 0 nodes; to give all of its nodes back, suspend it: kubectl trn suspend llama" in err
+    assert "llama cannot train on 0 nodes; to release all of its nodes, suspend it: kubectl trn suspend llama" in err
     assert "cannot train on -2 nodes" in trn("scale", "llama", "--", "-2")[2]
     assert all(method == "GET" for method, _, _ in server.requests)
 
 
-def test_a_job_that_has_ended_is_not_changed_and_only_a_failed_one_is_retried(
+def test_an_ended_job_is_not_changed_and_only_a_failed_one_is_retried(
     trn: Callable[..., Run], server: ApiServer
 ) -> None:
     for words in (("suspend", "broken"), ("scale", "broken", "2"), ("retry", "llama")):
@@ -279,10 +268,8 @@ def test_a_job_that_has_ended_is_not_changed_and_only_a_failed_one_is_retried(
     assert all(method == "GET" for method, _, _ in server.requests)
 
 
-def test_who_acts_is_reported_what_to_type_next_and_whether_a_run_begins_again(
-    trn: Callable[..., Run], server: ApiServer
-) -> None:
-    job = recorded("job")
+def test_actions_print_the_next_command_and_where_a_retry_resumes(trn: Callable[..., Run], server: ApiServer) -> None:
+    job = recorded_object("job")
     server.answers[f"{JOBS}/llama"] = job
     job["spec"]["suspend"] = True
     assert trn("resume", "llama")[2] == "llama goes on from its newest checkpoint; see: kubectl trn watch llama\n"
@@ -327,7 +314,7 @@ def test_a_job_that_cannot_be_recreated_is_not_deleted(trn: Callable[..., Run], 
 
 
 def _missing_when_deleted(server: ApiServer, name: str) -> None:
-    """The job is there until its deletion was asked for; what is created is answered as it was asked for."""
+    """Serve the job until its deletion is requested, and accept its creation."""
     path, there = f"{JOBS}/{name}", server.answers[f"{JOBS}/{name}"]
     asked = server.requests
 
@@ -374,7 +361,7 @@ def test_a_failed_job_is_recreated_as_the_corrected_file_specifies(
     assert order == ["POST", "DELETE", "POST"]
 
 
-def test_what_was_applied_last_stays_known_so_that_the_next_apply_takes_out_what_a_file_no_longer_has(
+def test_retry_keeps_the_last_applied_configuration_for_kubectl_apply(
     trn: Callable[..., Run], server: ApiServer, tmp_path: Path
 ) -> None:
     last = "kubectl.kubernetes.io/last-applied-configuration"
@@ -392,9 +379,7 @@ def test_what_was_applied_last_stays_known_so_that_the_next_apply_takes_out_what
     assert applied == made
 
 
-def test_a_file_that_is_of_another_job_changes_nothing(
-    trn: Callable[..., Run], server: ApiServer, tmp_path: Path
-) -> None:
+def test_retry_refuses_a_file_of_another_job(trn: Callable[..., Run], server: ApiServer, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     for text, output in (
         ("kind: Pod", "holds no TrainingJob with a name"),
@@ -408,7 +393,7 @@ def test_a_file_that_is_of_another_job_changes_nothing(
     assert all(method == "GET" for method, _, _ in server.requests)
 
 
-def test_releasing_a_machine_takes_its_entry_out(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_release_removes_the_entry_of_a_machine(trn: Callable[..., Run], server: ApiServer) -> None:
     path = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
     entry = "machine: aws:///a/i-0\nnode: node-3\nstate: Permanent\n"
     server.answers[path] = {"data": {"about": "", "aws.a.i-0": entry}}
@@ -420,22 +405,22 @@ def test_releasing_a_machine_takes_its_entry_out(trn: Callable[..., Run], server
     assert "no fault was attributed to node-4; recorded machines: node-3" in trn("release", "node-4")[2]
 
 
-def test_a_machine_that_is_back_under_another_name_is_shown_and_released_by_it(
+def test_a_machine_whose_node_was_renamed_is_shown_and_released_by_the_new_name(
     trn: Callable[..., Run], server: ApiServer
 ) -> None:
     path = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
     entry = "machine: aws:///a/i-0\nnode: node-3\nstate: Permanent\n"
     server.answers[path] = {"data": {"aws.a.i-0": entry}}
 
-    def listed(**nodes: str) -> None:
+    def bullet_list(**nodes: str) -> None:
         items = [{"metadata": {"name": name}, "spec": {"providerID": machine}} for name, machine in nodes.items()]
         server.answers["/api/v1/nodes"] = {"items": items}
 
-    listed(other="aws:///a/i-1")
+    bullet_list(other="aws:///a/i-1")
     assert "node-3 (gone)" in trn("nodes")[1]
-    listed(**{"node-3": "aws:///a/i-1"})
+    bullet_list(**{"node-3": "aws:///a/i-1"})
     assert "node-3 (gone)" in trn("nodes")[1], "another machine has its name"
-    listed(**{"node-9": "aws:///a/i-0", "node-3": "aws:///a/i-1"})
+    bullet_list(**{"node-9": "aws:///a/i-0", "node-3": "aws:///a/i-1"})
     assert "node-9 (was node-3)" in trn("nodes")[1]
     code, _, err = trn("release", "node-9")
     assert (code, "node-9 is released" in err) == (0, True)
@@ -483,7 +468,7 @@ def test_a_command_loads_neither_models_nor_the_kubernetes_library(server: ApiSe
     assert done.returncode == 0, done.stderr
 
 
-def test_the_shell_is_offered_commands_then_jobs() -> None:
+def test_shell_completion_offers_commands_and_then_jobs() -> None:
     def jobs(words: list[str]) -> list[str]:
         return ["llama", "broken"] if "team" in words else []
 
@@ -495,7 +480,7 @@ def test_the_shell_is_offered_commands_then_jobs() -> None:
     assert candidates(["nodes", ""], jobs) == []
 
 
-def test_a_login_program_gives_the_token_and_its_failure_is_one_sentence(
+def test_an_exec_plugin_provides_the_token_and_its_failure_is_one_sentence(
     trn: Callable[..., Run], server: ApiServer, tmp_path: Path
 ) -> None:
     def use(*command: str) -> list[str]:

@@ -1,25 +1,20 @@
-"""Output for programs and odd terminals: JSON of every command, a closed pipe, a narrow window; and `simulate`."""
-
-from __future__ import annotations
+"""JSON output, closed pipes and narrow terminals of all commands, and `kubectl trn simulate`."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from tests.testing.api.recorded_jobs import JOBS, ApiServer
-from trainium_client.commands import inspect, simulate
-from trainium_client.pod_exec import Output
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from conftest import Run
+from tests.unit.client.conftest import Run
+from trainium_client import pod_exec
+from trainium_client.pod_exec import ExecOutput
 
 EXAMPLE = Path(__file__).parents[3] / "manifests" / "examples" / "laptop.yaml"
 QUARANTINE = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
@@ -31,7 +26,7 @@ def shown(trn: Callable[..., Run], *words: str) -> Any:
     return json.loads(out)
 
 
-def test_what_was_done_to_a_job_is_reported_to_programs(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_json_output_reports_what_an_action_changed(trn: Callable[..., Run], server: ApiServer) -> None:
     server.answers[f"{JOBS}/llama/scale"] = {}
     who = {"name": "llama", "namespace": "team"}
 
@@ -44,21 +39,19 @@ def test_what_was_done_to_a_job_is_reported_to_programs(trn: Callable[..., Run],
     assert scaled == {"message": scaled["message"], **who, "nodes": 4}
 
 
-def test_what_was_held_against_a_released_machine_is_reported_to_programs(
-    trn: Callable[..., Run], server: ApiServer
-) -> None:
+def test_json_output_of_release_has_the_strikes_of_the_machine(trn: Callable[..., Run], server: ApiServer) -> None:
     strikes = [{"at": 1.0, "cause": "Device", "job": "team/llama", "evidence": "e"}]
     record = {"node": "node-2", "machine": "i-1", "strikes": strikes, "since": 1.0}
     server.answers[QUARANTINE] = {"data": {"i-1": json.dumps(record)}}
 
-    found = shown(trn, "release", "node-2")
+    printed = shown(trn, "release", "node-2")
 
-    assert found["message"].startswith("node-2 is released")
-    assert (found["machine"], len(found["was"]["strikes"])) == ("node-2", 1)
+    assert printed["message"].startswith("node-2 is released")
+    assert (printed["machine"], len(printed["was"]["strikes"])) == ("node-2", 1)
     assert server.requests[-1][0] == "PATCH"
 
 
-def test_a_log_is_a_line_of_json_each(trn: Callable[..., Run]) -> None:
+def test_json_output_of_logs_has_one_object_per_line(trn: Callable[..., Run]) -> None:
     code, out, _ = trn("logs", "llama", "--all", "-o", "json")
     lines = [json.loads(line) for line in out.splitlines()]
     _, plainly, _ = trn("logs", "llama", "--all")
@@ -71,34 +64,34 @@ def test_a_log_is_a_line_of_json_each(trn: Callable[..., Run]) -> None:
     assert all(each["time"].startswith("2026-") for each in lines)
 
 
-def test_a_report_for_programs_holds_what_the_page_holds(
+def test_json_output_of_report_has_the_content_of_the_page(
     trn: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = shown(trn, "report", "llama")
+    printed = shown(trn, "report", "llama")
 
-    assert found["view"]["name"] == "llama"
-    assert {"entries", "members", "checkpoints", "curve", "notes", "pods"} <= set(found)
+    assert printed["view"]["name"] == "llama"
+    assert {"entries", "members", "checkpoints", "curve", "notes", "pods"} <= set(printed)
     assert not (tmp_path / "json").exists()
 
 
-def test_a_support_bundle_reports_to_programs_where_it_is_and_what_it_lacks(
+def test_json_output_of_support_bundle_names_the_file_and_what_is_missing(
     trn: Callable[..., Run], tmp_path: Path
 ) -> None:
     file = tmp_path / "bundle.tar.gz"
-    found = shown(trn, "support-bundle", "llama", "-f", str(file))
+    printed = shown(trn, "support-bundle", "llama", "-f", str(file))
 
-    assert (found["file"], found["bytes"]) == (str(file), file.stat().st_size)
-    assert "job.json" in found["files"]
-    assert any(each.startswith("nodes:") for each in found["missing"])
-    assert f"; {len(found['missing'])} things could not be read (missing.txt)" in found["message"]
+    assert (printed["file"], printed["bytes"]) == (str(file), file.stat().st_size)
+    assert "job.json" in printed["files"]
+    assert any(each.startswith("nodes:") for each in printed["missing"])
+    assert f"; {len(printed['missing'])} things could not be read (missing.txt)" in printed["message"]
 
 
-def test_the_thread_that_trains_is_shown_before_those_that_wait(trn: Callable[..., Run]) -> None:
+def test_stacks_prints_the_training_thread_before_waiting_threads(trn: Callable[..., Run]) -> None:
     waits = 'Thread 0x1 (most recent call first):\n  File "thread.py", line 81 in _worker'
     trains = 'Current thread 0x2 (most recent call first):\n  File "train.py", line 89 in loop'
-    output = Output(json.dumps({"localRank": 0, "stack": f"{waits}\n\n{trains}\n"}).encode(), b"")
-    with mock.patch.object(inspect, "run_in_pod", return_value=output):
+    output = ExecOutput(json.dumps({"localRank": 0, "stack": f"{waits}\n\n{trains}\n"}).encode(), b"")
+    with mock.patch.object(pod_exec, "run_in_pod", return_value=output):
         code, out, _ = trn("stacks", "llama", "--rank", "1")
         shown = json.loads(trn("stacks", "llama", "--rank", "1", "-o", "json")[1])
 
@@ -108,7 +101,7 @@ def test_the_thread_that_trains_is_shown_before_those_that_wait(trn: Callable[..
 
 
 @pytest.mark.parametrize("command", ["status llama", "history llama", "logs llama --all", "sizes llama -o json"])
-def test_a_reader_that_leaves_ends_a_command_without_a_word(server: ApiServer, command: str) -> None:
+def test_a_closed_pipe_ends_a_command_silently(server: ApiServer, command: str) -> None:
     words = [sys.executable, "-m", "trainium_client.commands.main", *command.split()]
     environment = {**os.environ, "KUBECONFIG": str(server.kubeconfig)}
     reader, writer = os.pipe()
@@ -156,7 +149,7 @@ def test_a_job_of_the_cluster_is_simulated_as_it_is_there(trn: Callable[..., Run
     assert json.loads(out)["results"][0]["nodes"] == 3
 
 
-def test_what_cannot_be_simulated_is_reported_in_a_sentence(
+def test_simulate_without_a_job_a_file_or_the_program_is_one_sentence(
     trn: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for words in ([], ["--days", "3", "llama"]):
@@ -165,7 +158,7 @@ def test_what_cannot_be_simulated_is_reported_in_a_sentence(
     code, _, err = trn("simulate", "-f", str(tmp_path / "none.yaml"))
     assert (code, err.count("\n")) == (1, 1)
 
-    monkeypatch.setattr(simulate.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = trn("simulate", "llama")
     assert (code, err.count("\n")) == (1, 1)

@@ -1,22 +1,21 @@
-"""Views and pages of a job, from what a real one left in the API server."""
-
-from __future__ import annotations
+"""Views and pages of a job from recorded objects of a real one."""
 
 import base64
 import gzip
 import json
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import RenderableType
 
-from tests.testing.api.recorded_jobs import NOW, recorded, recorded_log
+from tests.testing.api.recorded_jobs import NOW, recorded_log, recorded_object
 from trainium_client.render.interruption import interruption_page
-from trainium_client.render.machine import as_json
-from trainium_client.render.page import show
+from trainium_client.render.json_output import as_json
+from trainium_client.render.page import render_text
 from trainium_client.render.status import status_line, status_page
 from trainium_client.render.tables import (
     goodput_page,
@@ -32,40 +31,36 @@ from trainium_client.views.sizes import scaling_rows, size_rows
 from trainium_contract.pages.facts import job_facts
 from trainium_contract.pages.formatting import duration
 from trainium_contract.pages.job_page import JobReport, report_html
-from trainium_contract.views.events import event_views
-from trainium_contract.views.interruptions import interruptions
-from trainium_contract.views.job import STALE_SECONDS, build_job_view, cost_view
-from trainium_contract.views.raw import plain, seconds_of
+from trainium_contract.views.events import build_event_views
+from trainium_contract.views.interruptions import read_interruptions
+from trainium_contract.views.job import STALE_SECONDS, JobView, build_job_view, cost_view
+from trainium_contract.views.raw import parse_rfc3339, plain
 from trainium_contract.views.status_reader import public_status
-from trainium_contract.views.workers import Members, members_view, pod_rows, rank_rows, workers_view
-from trainium_contract.wire.recorded_membership import LARGEST_TEXT, members_of, recorded_membership
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from trainium_contract.views.job import JobView
+from trainium_contract.views.workers import Members, build_members, build_rank_rows, count_workers, parse_pod_table
+from trainium_contract.wire.recorded_membership import LARGEST_TEXT, parse_members, parse_membership
+from trainium_operator.plan.fleet.memory import MachineState
 
 
 def screen(name: str = "job", **changes: Any) -> JobView:
-    job = recorded(name)
+    job = recorded_object(name)
     job["status"] |= changes
-    workers = workers_view(pod_rows(recorded("pods")), members())
-    return build_job_view(job, now=NOW, workers=workers, events=event_views(recorded("events")["items"]))
+    workers = count_workers(parse_pod_table(recorded_object("pods")), members())
+    return build_job_view(job, now=NOW, workers=workers, events=build_event_views(recorded_object("events")["items"]))
 
 
 def members() -> Members:
-    return members_view(recorded_membership(recorded("membership")))
+    return build_members(parse_membership(recorded_object("membership")))
 
 
 def text_of(content: RenderableType, width: int = 100) -> str:
-    return show(content, width=width, colour=False)
+    return render_text(content, width=width, colour=False)
 
 
 def page(view: JobView, width: int = 100, *, colour: bool = False) -> str:
-    return show(status_page(view, now=NOW, width=width), width=width, colour=colour)
+    return render_text(status_page(view, now=NOW, width=width), width=width, colour=colour)
 
 
-def test_the_screen_has_the_figures_of_milestones_or_why_there_are_none() -> None:
+def test_status_shows_figures_of_milestones_or_why_there_are_none() -> None:
     figure = {"name": "mmlu acc", "after": 0.3125, "standardError": 0.0208}
     shown = page(
         screen(
@@ -83,7 +78,7 @@ def test_the_screen_has_the_figures_of_milestones_or_why_there_are_none() -> Non
     assert "step 300, 36M tokens: not measured yet" in shown
 
 
-def test_the_screen_reports_how_far_the_job_is_and_when_it_ends() -> None:
+def test_status_shows_progress_and_remaining_time() -> None:
     view = screen()
 
     assert (view.phase, view.step, view.total_steps, view.size, view.restarts) == ("Running", 263, 4000, 2, 3)
@@ -94,7 +89,7 @@ def test_the_screen_reports_how_far_the_job_is_and_when_it_ends() -> None:
     assert f"step 263/4000, {duration(view.eta_seconds)} left" in page(view)
 
 
-def test_a_failed_job_reports_its_verdict_and_how_to_go_on() -> None:
+def test_a_failed_job_shows_its_verdict_and_how_to_retry() -> None:
     view = screen("failed")
 
     assert "there is no such file or folder" in view.advice[0]
@@ -107,20 +102,20 @@ def test_a_failed_job_reports_its_verdict_and_how_to_go_on() -> None:
     assert re.search(r"Stopped +UserCode on ", page(view)), "an end is no interruption"
 
 
-def test_what_was_in_memory_is_not_there_when_the_pods_are_missing() -> None:
+def test_memory_checkpoints_are_not_shown_without_pods() -> None:
     assert "step 262 in memory" in page(screen())
     for phase in ("Completed", "Failed", "Suspended"):
         assert "in memory" not in page(screen(phase=phase))
 
 
-def test_the_line_of_changes_counts_the_workers_that_are_asked_for_until_they_train() -> None:
-    job = recorded("job")
+def test_the_status_line_counts_requested_workers_before_training() -> None:
+    job = recorded_object("job")
     job["status"] = {"phase": "Pending", "desired": 2}
     assert status_line(build_job_view(job, now=NOW)) == "Pending, step 0, 0/2 workers, 0 interruptions"
 
 
 def test_a_job_without_a_status_asks_for_the_operator() -> None:
-    job = {key: value for key, value in recorded("job").items() if key != "status"}
+    job = {key: value for key, value in recorded_object("job").items() if key != "status"}
 
     view = build_job_view(job, now=NOW)
 
@@ -129,18 +124,18 @@ def test_a_job_without_a_status_asks_for_the_operator() -> None:
     assert "not answered yet" in page(view)
 
 
-def test_a_status_that_nobody_writes_any_more_is_called_old() -> None:
-    view = build_job_view(recorded("job"), now=NOW + 600)
+def test_a_status_that_is_no_longer_updated_is_stale() -> None:
+    view = build_job_view(recorded_object("job"), now=NOW + 600)
 
     assert view.stale
     assert "does not write" in view.advice[0]
     assert not screen().stale
 
 
-def test_the_step_of_a_job_that_no_operator_watches_any_more_is_shown_with_its_age() -> None:
+def test_a_step_that_is_no_longer_updated_is_shown_with_its_age() -> None:
     """Its namespace has left `watchNamespaces`: phase and step remain as they were written last."""
-    job = recorded("job")
-    updated = seconds_of(job["status"]["progress"]["updated"])
+    job = recorded_object("job")
+    updated = parse_rfc3339(job["status"]["progress"]["updated"])
     assert updated is not None
 
     def progress(seconds: float) -> str:
@@ -152,12 +147,12 @@ def test_the_step_of_a_job_that_no_operator_watches_any_more_is_shown_with_its_a
     assert "step 263/4000 (10m ago)" in progress(600)
     assert "step 263/4000, " in progress(STALE_SECONDS), "the operator writes at intervals"
     job["status"]["phase"] = "Suspended"
-    assert "ago" not in progress(600), "nobody expects another step"
+    assert "ago" not in progress(600), "no further step is expected"
 
 
-def test_a_status_that_has_no_reason_to_change_is_not_called_old() -> None:
+def test_a_status_that_need_not_change_is_not_stale() -> None:
     """A worker that waits an hour for its init container is no sign that the operator is away."""
-    job = recorded("job")
+    job = recorded_object("job")
     message = "0 of 2 workers are registered. llama-w-0 on node n: init container fetch is running"
     job["status"] |= {"phase": "Pending", "conditions": [condition("PodsReady", "WorkerNotStarting", message)]}
     view = build_job_view(job, now=NOW + 3600)
@@ -168,8 +163,8 @@ def test_a_status_that_has_no_reason_to_change_is_not_called_old() -> None:
     assert "If it should have, check that the operator runs" in advice
 
 
-def test_a_job_that_is_held_while_it_is_deleted_names_what_holds_it_and_waits_for_no_answer() -> None:
-    job = recorded("job")
+def test_a_job_held_by_a_finalizer_names_it() -> None:
+    job = recorded_object("job")
     message = "the job is being deleted; it waits for: finalizer example.com/hold"
     held = [condition("Running", "Terminating", message), condition("Ready", "Terminating", message)]
     job["status"] |= {"phase": "Terminating", "conditions": held}
@@ -181,8 +176,8 @@ def test_a_job_that_is_held_while_it_is_deleted_names_what_holds_it_and_waits_fo
     assert build_job_view(job, now=NOW).outdated
 
 
-def test_a_refusal_that_two_conditions_name_is_one_line_of_what_to_do() -> None:
-    job = recorded("job")
+def test_a_refusal_in_two_conditions_is_one_line_of_advice() -> None:
+    job = recorded_object("job")
     refusal = "failed quota: team: must specify limits.memory for: worker."
     job["status"] |= {
         "phase": "Pending",
@@ -198,8 +193,8 @@ def condition(kind: str, reason: str, message: str) -> dict[str, str]:
     return {"type": kind, "status": "False", "reason": reason, "message": message}
 
 
-def test_a_failed_job_shows_what_was_changed_since_or_that_nothing_was_and_what_to_type() -> None:
-    job = recorded("failed")
+def test_a_failed_job_lists_its_changed_fields_and_the_retry_command() -> None:
+    job = recorded_object("failed")
 
     def advice(generation: int = 1, **record: Any) -> str:
         job["metadata"]["generation"], job["status"]["observedGeneration"] = generation, 1
@@ -217,23 +212,23 @@ def test_a_failed_job_shows_what_was_changed_since_or_that_nothing_was_and_what_
     assert f"kubectl trn retry {name}." in output
     assert "and 4 more" in advice(changes=[source] * 10)
     for unknown in (advice(), advice(generation=2, changes=[])):
-        assert unknown.startswith("Run it again as it is, "), "nobody has compared them"
+        assert unknown.startswith("Run it again as it is, "), "they were not compared"
     assert "kubectl trn retry" in page(build_job_view(job, now=NOW))
 
 
-def test_an_ended_or_suspended_job_is_not_called_old() -> None:
-    assert not build_job_view(recorded("failed"), now=NOW + 1e6).stale
+def test_an_ended_job_is_not_stale() -> None:
+    assert not build_job_view(recorded_object("failed"), now=NOW + 1e6).stale
 
 
-def test_members_spares_and_pods_that_are_not_well_are_counted_apart() -> None:
-    table = recorded("pods")
+def test_members_spares_and_failing_pods_are_counted_separately() -> None:
+    table = recorded_object("pods")
     bad = json.loads(json.dumps(table["rows"][0]))
     bad["cells"][0], bad["cells"][2] = "llama-w-9", "ImagePullBackOff"
     node = [each["name"] for each in table["columnDefinitions"]].index("Node")
     bad["cells"][node] = "<none>"
     table["rows"].append(bad)
 
-    view = workers_view(pod_rows(table), members())
+    view = count_workers(parse_pod_table(table), members())
 
     assert view.members == {"Running": 2}
     assert view.others == {"Running": 1, "ImagePullBackOff": 1}
@@ -241,19 +236,19 @@ def test_members_spares_and_pods_that_are_not_well_are_counted_apart() -> None:
 
 
 def test_a_member_whose_pod_is_missing_is_counted_as_missing() -> None:
-    table = recorded("pods")
+    table = recorded_object("pods")
     table["rows"] = [row for row in table["rows"] if row["cells"][0] != "llama-w-0"]
 
-    assert workers_view(pod_rows(table), members()).members == {"Running": 1, "missing": 1}
+    assert count_workers(parse_pod_table(table), members()).members == {"Running": 1, "missing": 1}
 
 
 def test_the_slowest_rank_comes_first_and_a_silent_worker_before_it() -> None:
     healthy = [{"localRank": 0, "step": 20, "step_seconds": 0.5, "phase": "TRAINING", "updated": NOW - 1}]
     behind = [{**healthy[0], "step": 19}]
 
-    rows = rank_rows(members(), {"llama-w-0": healthy, "llama-w-2": behind}, public_status({}), NOW)
+    rows = build_rank_rows(members(), {"llama-w-0": healthy, "llama-w-2": behind}, public_status({}), NOW)
     assert [row.rank for row in rows] == [1, 0]
-    rows = rank_rows(members(), {"llama-w-0": "llama-w-0 is gone", "llama-w-2": behind}, public_status({}), NOW)
+    rows = build_rank_rows(members(), {"llama-w-0": "llama-w-0 is gone", "llama-w-2": behind}, public_status({}), NOW)
     assert [(row.rank, row.note) for row in rows] == [(0, "llama-w-0 is gone"), (1, "")]
 
 
@@ -261,19 +256,19 @@ def test_a_straggler_comes_before_a_rank_with_a_longer_step() -> None:
     records = {pod: [{"localRank": 0, "step": 20, "step_seconds": 0.5}] for pod in ("llama-w-0", "llama-w-2")}
     status = {"stragglers": [{"pod": "llama-w-2", "slowdown": 2.5}]}
 
-    assert [row.rank for row in rank_rows(members(), records, public_status({"status": status}), NOW)] == [1, 0]
+    assert [row.rank for row in build_rank_rows(members(), records, public_status({"status": status}), NOW)] == [1, 0]
 
 
-def test_a_rank_is_found_in_the_worker_that_has_it() -> None:
-    found = Members(1, 4, members().rows)
+def test_a_global_rank_is_mapped_to_its_worker() -> None:
+    other_generation = Members(1, 4, members().rows)
 
-    assert [found.of_rank(rank).pod for rank in (0, 3, 4, 7)] == ["llama-w-0"] * 2 + ["llama-w-2"] * 2  # type: ignore[union-attr]
-    assert found.of_rank(8) is None
-    assert found.of_rank(-1) is None
+    assert [other_generation.of_rank(rank).pod for rank in (0, 3, 4, 7)] == ["llama-w-0"] * 2 + ["llama-w-2"] * 2  # type: ignore[union-attr]
+    assert other_generation.of_rank(8) is None
+    assert other_generation.of_rank(-1) is None
 
 
-def test_the_report_of_a_crash_shows_who_what_and_the_line_of_the_agent() -> None:
-    report = explain_interruption(recorded("job"), log=recorded_log())
+def test_why_shows_pod_cause_and_log_line_of_a_crash() -> None:
+    report = explain_interruption(recorded_object("job"), log=recorded_log())
 
     assert report.entry is not None
     assert (report.entry.cause, report.entry.pod, report.number) == ("Crash", "llama-w-0", 3)
@@ -293,19 +288,19 @@ VERDICT = (
 
 
 def report_of(message: str, *, rung: str, log: str) -> str:
-    job = recorded("job")
+    job = recorded_object("job")
     last = job["status"]["history"][-1]
     last |= {"message": message, "rung": rung}
     return text_of(interruption_page(explain_interruption(job, log=log)), 110)
 
 
-def test_the_report_of_the_end_shows_the_verdict_to_its_last_word_although_the_log_follows() -> None:
+def test_why_shows_the_whole_verdict_before_the_log() -> None:
     output = " ".join(report_of(VERDICT, rung="Stop", log=recorded_log()).split())
     assert "Log of llama-w-0 at that time" in output
     assert VERDICT in output
 
 
-def test_what_was_seen_is_neither_cut_within_a_word_nor_filled_with_steps() -> None:
+def test_why_cuts_long_messages_at_words_and_drops_step_lines() -> None:
     steps = " | ".join(f"23:12:{at} rank 0 INFO step {at}/900: loss 5.1400, 1593 tokens/s" for at in range(10, 40))
     output = report_of(f"rank 0 crashed; killed by signal 9 | {steps}", rung="InPlace", log=recorded_log())
     assert "rank 0 crashed; killed by signal 9 | …\n" in output
@@ -315,7 +310,7 @@ def test_what_was_seen_is_neither_cut_within_a_word_nor_filled_with_steps() -> N
     assert seen[:-1] == words.split()[: len(seen) - 1]
 
 
-def test_lines_of_python_are_shown_and_frames_of_cpp_are_not() -> None:
+def test_why_shows_python_frames_and_no_cpp_frames() -> None:
     (end,) = re.findall(r"^(\S+) .*rank 0 ended with code 137", recorded_log(), re.MULTILINE)[-1:]
     python = [
         "Traceback (most recent call last):", '  File "/app/mine.py", line 7, in columns', '    return row["text"]',
@@ -325,23 +320,23 @@ def test_lines_of_python_are_shown_and_frames_of_cpp_are_not() -> None:
     native += [f"frame #{number}: c10::Error::Error(std::string) + 0x8 (0x7 in libc10.so)" for number in range(20)]
     log = "".join(f"{end} [rank 0] {line}\n" for line in [*python, *native])
 
-    shown = explain_interruption(recorded("job"), log=log).log_lines
+    shown = explain_interruption(recorded_object("job"), log=log).log_lines
 
     assert list(shown) == [f"[rank 0] {line}" for line in python]
 
 
-def test_a_line_that_is_broken_goes_on_behind_its_mark() -> None:
-    job = recorded("failed")
+def test_wrapped_lines_are_indented() -> None:
+    job = recorded_object("failed")
     output = text_of(interruption_page(explain_interruption(job, advice=("word " * 40,))), 60)
     assert re.search(r"^- word .*\n  word ", output, re.MULTILINE)
     log = recorded_log()
-    lines = text_of(interruption_page(explain_interruption(recorded("job"), log=log)), 60).partition(" at that time\n")[
-        2
-    ]
+    lines = text_of(interruption_page(explain_interruption(recorded_object("job"), log=log)), 60).partition(
+        " at that time\n"
+    )[2]
     assert all(line.startswith("  ") for line in lines.splitlines())
 
 
-def test_the_cost_of_a_job_is_that_of_its_node_hours_and_all_of_it_has_a_cause() -> None:
+def test_cost_is_node_hours_and_divides_fully_into_causes() -> None:
     view = screen()
     assert view.eta_seconds is not None
     cost = cost_view(view, price=36.0)
@@ -373,7 +368,7 @@ def test_a_job_that_has_not_started_costs_nothing_yet() -> None:
 
 
 def test_speeds_are_compared_with_the_smallest_size() -> None:
-    job = recorded("job")
+    job = recorded_object("job")
     batch = job["spec"]["trainer"]["batch"]["globalSize"]
     measured = [(4, 30, batch / 30.0), (1, 10, batch / 10.0), (3, 5, None), (2, 20, batch / 16.0)]
     job["status"]["goodput"]["sizes"] = [
@@ -388,7 +383,7 @@ def test_speeds_are_compared_with_the_smallest_size() -> None:
 
 
 def test_speeds_of_a_program_whose_batch_is_not_known_are_step_times() -> None:
-    job = recorded("job")
+    job = recorded_object("job")
     del job["spec"]["trainer"], job["spec"]["checkpoint"]
     job["spec"]["program"] = {"image": "x", "command": ["train"]}
 
@@ -398,15 +393,15 @@ def test_speeds_of_a_program_whose_batch_is_not_known_are_step_times() -> None:
     assert "no step time was measured yet" in text_of(scaling_page((), 100))
 
 
-def test_what_a_program_runs_is_one_line() -> None:
-    job = recorded("job")
+def test_the_command_of_a_program_is_shown_on_one_line() -> None:
+    job = recorded_object("job")
     del job["spec"]["trainer"], job["spec"]["checkpoint"]
     job["spec"]["program"] = {"image": "x", "command": ["sh", "-c"], "args": ["newest=$(ls)\n  exec python train.py\n"]}
     assert build_job_view(job, now=NOW).model == "sh -c newest=$(ls) exec python train.py"
 
 
-def test_the_stage_decide_is_shown_as_the_wait_for_a_worker_in_the_report_and_in_the_ledger() -> None:
-    job = recorded("job")
+def test_the_stage_decide_is_labelled_as_the_wait_for_a_worker() -> None:
+    job = recorded_object("job")
     job["status"]["history"][-1]["stages"]["decide"] = 41.0
     job["status"]["goodput"]["lostByStage"]["Decide"] = 41.0
 
@@ -420,7 +415,7 @@ def test_the_stage_decide_is_shown_as_the_wait_for_a_worker_in_the_report_and_in
 
 
 def test_the_report_of_an_earlier_interruption_is_chosen_by_its_number() -> None:
-    report = explain_interruption(recorded("job"), which=2, log_note="llama-w-1 is gone, and its log with it")
+    report = explain_interruption(recorded_object("job"), which=2, log_note="llama-w-1 is gone, and its log with it")
 
     assert report.entry is not None
     assert report.entry.cause == "Preempted"
@@ -429,7 +424,7 @@ def test_the_report_of_an_earlier_interruption_is_chosen_by_its_number() -> None
 
 
 def test_the_report_of_a_failed_job_is_its_verdict() -> None:
-    report = explain_interruption(recorded("failed"))
+    report = explain_interruption(recorded_object("failed"))
 
     assert report.entry is not None
     assert report.entry.stopped
@@ -437,7 +432,7 @@ def test_the_report_of_a_failed_job_is_its_verdict() -> None:
 
 
 def test_a_job_that_nothing_interrupted_has_nothing_to_explain() -> None:
-    job = recorded("job")
+    job = recorded_object("job")
     job["status"]["history"] = []
 
     assert "nothing has interrupted this job" in text_of(interruption_page(explain_interruption(job)))
@@ -458,7 +453,17 @@ def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> No
     assert {each.state for each in machines[1:]} == {"Unreadable"}
     assert find_machine(machines, "ip-10-0-3-7") is machines[0]
     assert find_machine(machines, "nowhere") is None
-    assert "Device 11-23 02:00 by team/llama" in text_of(machines_page(machines, NOW, 160), 160)
+    assert "Device 11-23 02:00 by team/llama" in text_of(machines_page(machines, 160, now=NOW), 160)
+
+
+def test_machines_are_sorted_by_the_states_that_the_operator_writes() -> None:
+    data = {f"m{at}": f"node: n{at}\nstate: {state.value}\n" for at, state in enumerate(MachineState)}
+    data["m9"] = "node: n9\n"
+
+    states = [machine.state for machine in machine_views({"data": data}, None)]
+
+    assert states == ["Permanent", "Quarantined", "Probation", "Watched", "Watched"]
+    assert set(states) == {state.value for state in MachineState}
 
 
 def test_nodes_that_save_no_pass_are_one_row() -> None:
@@ -490,7 +495,7 @@ def test_nodes_that_save_no_pass_are_one_row() -> None:
     ]
 
 
-def test_sizes_beyond_what_was_asked_for_show_that_they_are_of_idle_nodes() -> None:
+def test_sizes_above_the_requested_one_are_marked_as_idle_nodes() -> None:
     job: dict[str, Any] = {
         "spec": {
             "workers": {"replicas": 2, "maxReplicas": 4, "accelerator": {"device": "cpu"}},
@@ -509,16 +514,16 @@ def test_sizes_beyond_what_was_asked_for_show_that_they_are_of_idle_nodes() -> N
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
-def test_no_page_is_wider_than_the_terminal_and_none_loses_what_matters(width: int) -> None:
-    view, entries = screen(), interruptions(public_status(recorded("job")))
-    rows = rank_rows(members(), {}, public_status({}), NOW)
+def test_no_page_is_wider_than_the_terminal(width: int) -> None:
+    view, entries = screen(), read_interruptions(public_status(recorded_object("job")))
+    rows = build_rank_rows(members(), {}, public_status({}), NOW)
     pages = [
         status_page(view, now=NOW, width=width),
         history_page(entries, width),
         goodput_page(view.goodput, width),
-        sizes_page(size_rows(recorded("job")), width),
-        ranks_page(rows, width, None),
-        interruption_page(explain_interruption(recorded("job"), log=recorded_log())),
+        sizes_page(size_rows(recorded_object("job")), width),
+        ranks_page(rows, width, most=None),
+        interruption_page(explain_interruption(recorded_object("job"), log=recorded_log())),
     ]
 
     shown = [text_of(each, width) for each in pages]
@@ -529,14 +534,14 @@ def test_no_page_is_wider_than_the_terminal_and_none_loses_what_matters(width: i
         assert all(word in shown[1] for word in ("Crash", "Preempted", "InPlace", "Spare"))
 
 
-def test_without_colour_there_is_no_escape_and_with_it_there_is() -> None:
+def test_escape_sequences_are_printed_only_with_colour() -> None:
     assert "\x1b" not in page(screen())
     assert "\x1b" in page(screen(), colour=True)
 
 
-def test_text_of_a_pod_cannot_steer_the_terminal_nor_be_read_as_markup() -> None:
+def test_text_of_a_pod_can_neither_control_the_terminal_nor_be_markup() -> None:
     hostile = "\x1b]0;owned\x07\x1b[2J[red]boo[/red] \u202eevil"
-    history = recorded("job")["status"]["history"]
+    history = recorded_object("job")["status"]["history"]
     view = screen(verdict=hostile, phase="Failed", history=[{**history[0], "message": hostile}])
 
     shown = page(view)
@@ -552,17 +557,19 @@ JSON = st.recursive(
 )
 
 
-@given(st.sampled_from(sorted(recorded("job")["status"])), JSON)
-def test_a_status_of_another_version_is_shown_as_far_as_it_can_be_read(field: str, value: Any) -> None:
+@given(st.sampled_from(sorted(recorded_object("job")["status"])), JSON)
+def test_a_status_with_any_malformed_field_is_shown(field: str, value: Any) -> None:
     view = screen(**{field: value})
 
     assert page(view, 60)
     json.loads(as_json(view))
     assert status_line(view)
-    explain_interruption({**recorded("job"), "status": {**recorded("job")["status"], field: value}}, log=recorded_log())
+    explain_interruption(
+        {**recorded_object("job"), "status": {**recorded_object("job")["status"], field: value}}, log=recorded_log()
+    )
 
 
-def test_json_has_camel_case_keys_and_all_that_the_screen_has() -> None:
+def test_json_output_has_camel_case_keys_and_all_figures() -> None:
     reported = json.loads(as_json(screen()))
 
     assert reported["goodput"]["lostSeconds"]["Crash"] == pytest.approx(2.834)
@@ -570,16 +577,16 @@ def test_json_has_camel_case_keys_and_all_that_the_screen_has() -> None:
     assert reported["workers"]["members"] == {"Running": 2}
 
 
-def test_a_membership_that_is_no_such_thing_is_refused_before_it_fills_memory() -> None:
+def test_a_malformed_or_oversized_membership_is_refused() -> None:
     def packed(text: bytes) -> dict[str, Any]:
         return {"binaryData": {"membership.json.gz": base64.b64encode(gzip.compress(text)).decode()}}
 
-    assert members_of(recorded("membership"))[0]["podName"] == "llama-w-0"
+    assert parse_members(recorded_object("membership"))[0]["podName"] == "llama-w-0"
     for bad in (packed(b" " * (LARGEST_TEXT + 1)), packed(b"[]"), {"binaryData": {"membership.json.gz": "AAAA"}}):
         with pytest.raises(ValueError, match="membership"):
-            recorded_membership(bad)
+            parse_membership(bad)
     with pytest.raises(KeyError):
-        recorded_membership({"data": {}})
+        parse_membership({"data": {}})
 
 
 @pytest.mark.parametrize(
@@ -595,20 +602,8 @@ def test_a_membership_that_is_no_such_thing_is_refused_before_it_fills_memory() 
         (90_000, "1d1h"),
     ],
 )
-def test_lengths_of_time_are_written_with_two_units(seconds: float | None, output: str) -> None:
+def test_durations_have_at_most_two_units(seconds: float | None, output: str) -> None:
     assert duration(seconds) == output
-
-
-def test_advice_names_what_keeps_a_pending_job_from_beginning() -> None:
-    condition = {
-        "type": "PodsReady",
-        "status": "False",
-        "reason": "Unschedulable",
-        "message": "w-0 cannot be scheduled",
-    }
-    view = screen(phase="Pending", conditions=[condition])
-
-    assert "w-0 cannot be scheduled" in view.advice
 
 
 @pytest.mark.parametrize(
@@ -622,11 +617,13 @@ def test_advice_names_what_keeps_a_pending_job_from_beginning() -> None:
 def test_a_job_that_has_not_started_reports_what_it_waits_for(pods: tuple[str, str, str], output: str) -> None:
     status, reason, message = pods
     condition = {"type": "PodsReady", "status": status, "reason": reason, "message": message}
-    shown = re.sub(" +", " ", page(screen(phase="Pending", stage="", conditions=[condition])))
+    view = screen(phase="Pending", stage="", conditions=[condition])
+    shown = re.sub(" +", " ", page(view))
     assert f"Phase {output}" in re.sub(" *\n", "\n", shown)
+    assert (message in view.advice) is (reason == "Unschedulable")
 
 
-def test_saves_that_fail_are_reported_once_as_the_store_reports_it() -> None:
+def test_failing_saves_are_reported_once_with_the_error_of_the_store() -> None:
     overdue = {"type": "CheckpointHealthy", "status": "False", "reason": "CheckpointOverdue", "message": "too slow"}
     full = "a save failed, training goes on: No space left on device: free space"
     view = screen(conditions=[overdue], checkpoint={"durableStep": 50, "notice": full})
@@ -636,24 +633,26 @@ def test_saves_that_fail_are_reported_once_as_the_store_reports_it() -> None:
     assert "too slow" in screen(conditions=[overdue]).advice
 
 
-def test_an_alert_that_comes_again_and_again_leaves_space_for_what_else_happened() -> None:
+def test_a_repeated_alert_is_shown_once() -> None:
     view = screen(alerts=[{"kind": "LossAlarm", "step": 606, "message": "the run diverges unless this passes"}])
     again = tuple(replace(view.events[0], reason="LossAlarm", message=f"step {step}") for step in range(9))
     shown = page(replace(view, events=again + view.events))
 
     assert shown.count("LossAlarm") == 1
     assert "LossAlarm: step 606: the run diverges" in shown
-    assert replace(view.alerts[0], message="Step 606: it diverges").text == "Step 606: it diverges", "said once"
+    assert replace(view.alerts[0], message="Step 606: it diverges").text == "Step 606: it diverges", (
+        "the step is printed once"
+    )
     assert "GenerationStarted" in shown
 
 
-def test_a_job_that_ends_at_a_deadline_reports_it_while_it_saves_and_afterwards() -> None:
+def test_a_job_that_exceeds_its_deadline_shows_it_while_stopping_and_afterwards() -> None:
     output = "The job has been active for 60 s, as long as activeDeadlineSeconds allows."
     target = {"type": "FailureTarget", "status": "True", "reason": "DeadlineExceeded", "message": output}
     view = screen(phase="Stopping", conditions=[target])
 
     assert view.advice == (f"{output} Its workers save and leave, then it fails.",)
-    job = recorded("job")
+    job = recorded_object("job")
     entry = {"generation": 1, "time": "2026-01-01T00:00:00Z", "cause": "Yielded", "rung": "Stop", "message": output}
     job["status"] |= {"phase": "Failed", "verdict": output, "history": [entry]}
     report = text_of(interruption_page(explain_interruption(job, advice=build_job_view(job, now=NOW).advice)))
@@ -662,8 +661,8 @@ def test_a_job_that_ends_at_a_deadline_reports_it_while_it_saves_and_afterwards(
     assert "kubectl trn retry" in report
 
 
-def test_a_job_of_another_controller_sends_to_it() -> None:
-    job = recorded("job")
+def test_a_job_of_another_controller_names_that_controller() -> None:
+    job = recorded_object("job")
     del job["status"]
     job["spec"]["managedBy"] = "kueue.x-k8s.io/multikueue"
 
@@ -676,12 +675,12 @@ def test_a_job_of_another_controller_sends_to_it() -> None:
     assert "No operator has answered" in build_job_view(job, now=NOW).advice[0]
 
 
-def test_control_characters_are_taken_out_and_line_breaks_stay() -> None:
+def test_control_characters_are_removed_and_line_breaks_kept() -> None:
     assert plain("a\x1b[31mb\x07\n\tc\x9b") == "ab\n\tc"
 
 
-def test_half_a_surrogate_pair_which_nothing_can_print_is_taken_out() -> None:
+def test_unpaired_surrogates_are_removed() -> None:
     half = json.loads('"a\\ud800b"')
     assert plain(half) == "ab"
-    (event,) = event_views([{"reason": half, "message": half}])
+    (event,) = build_event_views([{"reason": half, "message": half}])
     assert (event.reason, event.message) == ("ab", "ab")

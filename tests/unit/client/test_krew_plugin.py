@@ -1,7 +1,5 @@
 """The archive for krew, unpacked and linked as krew does it, runs without any package of this environment."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
@@ -9,16 +7,14 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
 
-from tests.testing.api.recorded_jobs import ApiServer, recorded_answers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.testing.api.recorded_jobs import ApiServer, recorded_responses
 
 ROOT = Path(__file__).parents[3]
 BASE = "https://example.com/releases/v1"
@@ -26,7 +22,7 @@ Run = subprocess.CompletedProcess[str]
 
 
 def make(out: Path) -> tuple[Path, dict[str, Any]]:
-    """The archive for this machine, and the manifest."""
+    """Build the archive for this machine; return it and the manifest."""
     command = [sys.executable, "scripts/krew_plugin.py", "--uri", BASE, "--homepage", BASE, "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     (file,) = out.glob("kubectl-trn-*.tar.gz")
@@ -40,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 @pytest.fixture(scope="module")
 def plugin(made: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """Runs the linked program with nothing but Python's own library beside what the archive has."""
+    """Return a runner of the linked program with only the standard library and the archive."""
     home = tmp_path_factory.mktemp("krew")
     with tarfile.open(made[0]) as packed:
         packed.extractall(home / "store", filter="data")
@@ -57,7 +53,7 @@ def plugin(made: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathF
     return run
 
 
-def test_the_linked_program_runs(plugin: Callable[..., Run]) -> None:
+def test_the_plugin_runs_through_its_symlink(plugin: Callable[..., Run]) -> None:
     output = plugin("kubectl-trn", "--help")
     assert (output.returncode, output.stderr) == (0, "")
     assert "support-bundle" in output.stdout
@@ -65,13 +61,13 @@ def test_the_linked_program_runs(plugin: Callable[..., Run]) -> None:
 
 @pytest.mark.parametrize("command", ["status", "why", "sizes", "goodput"])
 def test_commands_answer_from_an_api_server(plugin: Callable[..., Run], tmp_path: Path, command: str) -> None:
-    with ApiServer(recorded_answers(), tmp_path).running() as server:
+    with ApiServer(recorded_responses(), tmp_path).running() as server:
         output = plugin("kubectl-trn", command, "llama", "-o", "json", KUBECONFIG=str(server.kubeconfig))
     assert (output.returncode, output.stderr) == (0, "")
     assert json.loads(output.stdout)
 
 
-def test_the_second_program_completes(plugin: Callable[..., Run]) -> None:
+def test_the_completion_program_completes(plugin: Callable[..., Run]) -> None:
     assert plugin("kubectl_complete-trn", "stat", KUBECONFIG="/nowhere").stdout.splitlines()[0] == "status"
 
 
@@ -92,7 +88,7 @@ def test_the_same_sources_give_the_same_bytes(made: tuple[Path, dict[str, Any]],
     assert make(tmp_path)[0].read_bytes() == made[0].read_bytes()
 
 
-def test_an_old_python_can_read_the_starter_and_is_reported(made: tuple[Path, dict[str, Any]]) -> None:
+def test_an_old_python_gets_a_version_error(made: tuple[Path, dict[str, Any]]) -> None:
     with tarfile.open(made[0]) as packed:
         starter = packed.extractfile("kubectl-trn")
         assert starter is not None

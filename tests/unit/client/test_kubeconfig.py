@@ -1,9 +1,8 @@
-"""Which cluster and as whom, as kubectl would read the same files."""
-
-from __future__ import annotations
+"""Cluster and user of kubeconfig files, read as kubectl does."""
 
 import base64
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,9 +11,6 @@ from tests.testing.api.recorded_jobs import kubeconfig
 from trainium_contract.api_server.errors import NoClusterError
 from trainium_contract.api_server.kubeconfig import find_access
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 def written(path: Path, document: dict[str, Any]) -> str:
     path.parent.mkdir(exist_ok=True)
@@ -22,7 +18,7 @@ def written(path: Path, document: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_of_several_files_the_first_that_names_something_wins(tmp_path: Path) -> None:
+def test_the_first_kubeconfig_that_defines_a_name_wins(tmp_path: Path) -> None:
     first = written(
         tmp_path / "a", {"contexts": kubeconfig("")["contexts"], "users": kubeconfig("", token="t1")["users"]}
     )
@@ -34,7 +30,7 @@ def test_of_several_files_the_first_that_names_something_wins(tmp_path: Path) ->
     assert access.headers == (("Authorization", "Bearer t1"),)
 
 
-def test_paths_are_relative_to_their_own_file_and_data_wins_over_them(tmp_path: Path) -> None:
+def test_paths_are_relative_to_their_file_and_inline_data_wins(tmp_path: Path) -> None:
     folder = tmp_path / "deep"
     document = kubeconfig("https://example.test", **{"client-certificate": "me.crt", "client-key": "me.key"})
     document["clusters"][0]["cluster"] |= {
@@ -50,7 +46,7 @@ def test_paths_are_relative_to_their_own_file_and_data_wins_over_them(tmp_path: 
     assert (access.authority, access.certificate, access.key) == (b"CA", b"CERT", b"KEY")
 
 
-def test_who_acts_as_another_does_so_here_too(tmp_path: Path) -> None:
+def test_impersonation_sets_its_headers(tmp_path: Path) -> None:
     user = {"token": "t", "as": "viewer", "as-groups": ["readers"]}
     path = written(tmp_path / "config", kubeconfig("https://example.test", **user))
 
@@ -78,7 +74,7 @@ def test_a_kubeconfig_that_cannot_be_used_is_one_sentence(tmp_path: Path, change
     assert "\n" not in str(shown.value)
 
 
-def test_a_password_is_never_in_a_sentence(tmp_path: Path) -> None:
+def test_a_token_is_never_in_an_error_message(tmp_path: Path) -> None:
     path = tmp_path / "config"
     path.write_text("users: [{name: me, user: {token: s3cret}\n")
 

@@ -1,6 +1,4 @@
-"""Running a program inside a worker: the WebSocket of the API server, spoken by a small server of it."""
-
-from __future__ import annotations
+"""Programs in workers over the exec WebSocket, with a minimal server."""
 
 import base64
 import contextlib
@@ -9,18 +7,17 @@ import json
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from trainium_client import pod_exec
 from trainium_client.api import Api
-from trainium_client.pod_exec import json_lines, read_curve_in_pod, run_in_pod
+from trainium_client.pod_exec import parse_json_lines, read_curve_in_pod, run_in_pod
 from trainium_contract.api_server.connection import Connection
 from trainium_contract.api_server.errors import ClientError, ForbiddenError
 from trainium_contract.api_server.kubeconfig import Access
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _MAGIC = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 SUCCESS = {"status": "Success"}
@@ -41,7 +38,7 @@ def _send(taken: socket.socket, shown: tuple[tuple[int, bytes], ...], status: An
 
 @contextlib.contextmanager
 def worker(*shown: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -> Iterator[Api]:
-    """An API server that runs one program, which writes this to these channels."""
+    """Serve one exec request whose program writes this to these channels."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -73,15 +70,15 @@ def worker(*shown: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) ->
         listener.close()
 
 
-def test_what_a_program_prints_comes_back_by_channel() -> None:
+def test_output_is_separated_by_channel() -> None:
     with worker((1, b'{"step": 1}\nnoise\n'), (2, b"warning"), (1, b'{"step": 2}\n')) as api:
         output = run_in_pod(api, "w-0", ("cat", "/etc/hosts"))
 
     assert output.error == b"warning"
-    assert json_lines(output) == [{"step": 1}, {"step": 2}]
+    assert parse_json_lines(output) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_program_that_fails_is_its_last_words_unless_its_code_is_expected() -> None:
+def test_a_failed_program_raises_its_last_line_unless_its_code_is_accepted() -> None:
     causes = [{"reason": "ExitCode", "message": "64"}]
     failed = {"status": "Failure", "message": "exit code 64", "details": {"causes": causes}}
 
@@ -91,10 +88,10 @@ def test_a_program_that_fails_is_its_last_words_unless_its_code_is_expected() ->
     ):
         run_in_pod(api, "w-0", ("cat", "/etc/hosts"))
     with worker((1, b"[]"), status=failed) as api:
-        assert run_in_pod(api, "w-0", ("cat", "/etc/hosts"), accepted=(0, 64)).out == b"[]"
+        assert run_in_pod(api, "w-0", ("cat", "/etc/hosts"), accepted_codes=(0, 64)).out == b"[]"
 
 
-def test_a_program_that_ends_with_a_line_of_the_schema_is_reported_by_its_sentence() -> None:
+def test_a_failed_program_with_a_json_log_line_raises_its_message() -> None:
     stamp = "2026-11-24T08:09:10Z"
     line = {
         "time": stamp,
@@ -109,14 +106,15 @@ def test_a_program_that_ends_with_a_line_of_the_schema_is_reported_by_its_senten
         run_in_pod(api, "w-0", ("cat", "/etc/hosts"))
 
 
-def test_too_much_output_and_a_missing_right_are_sentences() -> None:
+def test_too_much_output_and_a_missing_permission_raise_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod_exec, "MAX_OUTPUT_BYTES", 100)
     with worker((1, b"x" * 200)) as api, pytest.raises(ClientError, match="prints more than 100 bytes"):
-        run_in_pod(api, "w-0", ("cat", "/etc/hosts"), most=100)
+        run_in_pod(api, "w-0", ("cat", "/etc/hosts"))
     with worker(code=403) as api, pytest.raises(ForbiddenError, match="create pods/exec in namespace team"):
         run_in_pod(api, "w-0", ("cat", "/etc/hosts"))
 
 
-def test_a_curve_is_read_in_a_worker_and_lines_that_are_no_step_are_left_out() -> None:
+def test_a_loss_curve_is_read_from_a_worker_without_malformed_lines() -> None:
     with worker((1, b'{"step": 1, "loss": 5.5}\nnoise\n{"step": 2, "loss": 5.25, "tokensPerSecond": 10}\n')) as api:
         points = read_curve_in_pod(api, "w-0", "/etc/hosts")
 

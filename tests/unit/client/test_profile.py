@@ -1,30 +1,24 @@
-"""`kubectl trn profile`: which ranks record which steps, and what is refused before anything is asked for."""
-
-from __future__ import annotations
+"""`kubectl trn profile`: recording ranks and steps, and refusals before any request."""
 
 import gzip
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.testing.api.recorded_jobs import JOBS
+from tests.testing.api.recorded_jobs import JOBS, ApiServer
+from tests.unit.client.conftest import Run
+from trainium_client import pod_exec
 from trainium_client.commands import profile
-from trainium_client.pod_exec import Output
+from trainium_client.pod_exec import ExecOutput
 from trainium_contract.api_server.errors import ClientError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.testing.api.recorded_jobs import ApiServer
-
-    Run = tuple[int, str, str]
 
 
 class Workers:
-    """Two workers with a rank each, of which one takes longer for a product."""
+    """Two workers with one rank each, of which one has slower matrix products."""
 
     def __init__(self) -> None:
         self.step, self.total, self.seconds = 100, 1000, 0.5
@@ -32,17 +26,17 @@ class Workers:
         self.problems: dict[str, str] = {}
         self.trace: bytes | None = None
 
-    def run(self, _: Any, pod: str, command: tuple[str, ...], **__: Any) -> Output:
+    def run(self, _: Any, pod: str, command: tuple[str, ...], **__: Any) -> ExecOutput:
         self.asked.append((pod, tuple(command)))
         if command[0] == "cat":
-            return Output(self.trace or self._trace(int(command[1][-1])), b"")
+            return ExecOutput(self.trace or self._trace(int(command[1][-1])), b"")
         if command[2] == "trainium_agent.show_ranks":
             record = {"localRank": 0, "step": self.step, "step_seconds": self.seconds, "total_steps": self.total}
-            return Output(json.dumps(record).encode(), b"")
+            return ExecOutput(json.dumps(record).encode(), b"")
         if pod in self.problems:
-            return Output(json.dumps({"problem": self.problems[pod]}).encode(), b"")
+            return ExecOutput(json.dumps({"problem": self.problems[pod]}).encode(), b"")
         rank = pod[-1]
-        return Output(json.dumps({"file": f"/run/{rank}", "stored": f"s3://b/{rank}"}).encode(), b"")
+        return ExecOutput(json.dumps({"file": f"/run/{rank}", "stored": f"s3://b/{rank}"}).encode(), b"")
 
     def _trace(self, rank: int) -> bytes:
         spans = [("step 9", 1000.0), ("aten::mm", 100.0 * (1 + rank))]
@@ -56,7 +50,7 @@ class Workers:
 @pytest.fixture
 def workers() -> Iterator[Workers]:
     found = Workers()
-    with mock.patch.object(profile, "run_in_pod", found.run):
+    with mock.patch.object(profile, "run_in_pod", found.run), mock.patch.object(pod_exec, "run_in_pod", found.run):
         yield found
 
 
@@ -77,11 +71,11 @@ def test_the_slowest_rank_and_another_record_the_same_steps_a_few_seconds_ahead(
     assert f"{file} opens in https://ui.perfetto.dev; in the job's storage: s3://b/2, s3://b/0\n" in err
     assert "aten::mm" in out
     assert len(json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]) == 4
-    found = json.loads(trn("profile", "llama", "-f", str(file), "-o", "json")[1])
-    assert [(one["pod"], one["stored"]) for one in found] == [("llama-w-2", "s3://b/2"), ("llama-w-0", "s3://b/0")]
+    document = json.loads(trn("profile", "llama", "-f", str(file), "-o", "json")[1])
+    assert [(one["pod"], one["stored"]) for one in document] == [("llama-w-2", "s3://b/2"), ("llama-w-0", "s3://b/0")]
 
 
-def test_named_ranks_alone_are_asked_and_steps_near_the_end_begin_at_once(
+def test_only_named_ranks_record_and_near_the_end_they_start_at_once(
     trn: Callable[..., Run], workers: Workers, tmp_path: Path
 ) -> None:
     workers.total = 104
@@ -121,7 +115,7 @@ def test_a_job_that_cannot_be_recorded_reports_why(
     assert workers.asked == []
 
 
-def test_a_rank_that_records_nothing_is_named_and_the_others_are_shown(
+def test_a_rank_that_fails_to_record_is_named_and_the_others_are_shown(
     trn: Callable[..., Run], workers: Workers, tmp_path: Path
 ) -> None:
     file = tmp_path / "a"
@@ -138,6 +132,6 @@ def test_a_rank_that_records_nothing_is_named_and_the_others_are_shown(
     assert "cannot be read: it is not JSON" in trn("profile", "llama", "-f", str(file))[2]
 
 
-def test_a_worker_that_cannot_be_asked_is_reported(trn: Callable[..., Run]) -> None:
-    with mock.patch.object(profile, "run_in_pod", side_effect=ClientError("no such pod")):
+def test_an_unreachable_worker_is_reported(trn: Callable[..., Run]) -> None:
+    with mock.patch.object(pod_exec, "run_in_pod", side_effect=ClientError("no such pod")):
         assert "is not training now: no such pod" in trn("profile", "llama")[2]

@@ -1,18 +1,13 @@
-"""`TrainingJob` from a Python program: the same answers as the commands, and one kind of error."""
-
-from __future__ import annotations
+"""The Python class `TrainingJob`: the same results as the commands, and one error class."""
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded, recorded_log_as_json
+from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded_log_as_json, recorded_object
 from trainium_client import ClientError, JobFailedError, TrainingJob
 from trainium_contract.job import TrainingJobSpec
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def job(server: ApiServer, name: str = "llama") -> TrainingJob:
@@ -31,7 +26,7 @@ def test_a_job_is_read_as_the_commands_read_it(server: ApiServer) -> None:
         found.logs(9)
 
 
-def test_the_log_of_a_rank_is_the_same_whether_its_pod_writes_text_or_lines_of_the_schema(server: ApiServer) -> None:
+def test_text_and_json_logs_of_a_rank_read_the_same(server: ApiServer) -> None:
     lines = job(server).logs()
     assert lines
     assert lines[0].startswith("02:08:38 rank 0 INFO step 106/4000")
@@ -61,9 +56,9 @@ def test_a_manifest_is_applied_as_it_is_written(server: ApiServer, tmp_path: Pat
     manifest = {"kind": "TrainingJob", "metadata": {"name": "x", "namespace": "team", "labels": {"a": "b"}}, "spec": {}}
     path.write_text(json.dumps(manifest))
 
-    found = TrainingJob.from_file(path, kubeconfig=str(server.kubeconfig))
+    from_file = TrainingJob.from_file(path, kubeconfig=str(server.kubeconfig))
 
-    assert (found.name, found.namespace, found.metadata) == ("x", "team", {"labels": {"a": "b"}})
+    assert (from_file.name, from_file.namespace, from_file.metadata) == ("x", "team", {"labels": {"a": "b"}})
     path.write_text("kind: Pod")
     with pytest.raises(ClientError, match="holds no TrainingJob"):
         TrainingJob.from_file(path)
@@ -73,7 +68,7 @@ def test_waiting_ends_with_the_phase_the_verdict_or_the_time(server: ApiServer) 
     reads = []
 
     def finish(_seconds: float) -> None:
-        done = recorded("job")
+        done = recorded_object("job")
         done["status"]["phase"] = "Completed"
         server.answers[f"{JOBS}/llama"] = done
 
@@ -90,13 +85,13 @@ def test_waiting_has_a_limit(server: ApiServer) -> None:
         job(server).wait(seconds=0)
 
 
-def test_deleting_names_the_object_and_what_is_not_there_is_no_error(server: ApiServer) -> None:
+def test_delete_sends_the_uid_and_accepts_a_missing_job(server: ApiServer) -> None:
     job(server).delete()
-    assert server.requests[-1][2]["preconditions"] == {"uid": recorded("job")["metadata"]["uid"]}
+    assert server.requests[-1][2]["preconditions"] == {"uid": recorded_object("job")["metadata"]["uid"]}
     job(server, "gone").delete()
 
 
-def test_acting_is_a_patch(server: ApiServer) -> None:
+def test_suspend_and_resume_are_patches(server: ApiServer) -> None:
     job(server).suspend()
     job(server).resume()
 
@@ -106,7 +101,7 @@ def test_acting_is_a_patch(server: ApiServer) -> None:
     ]
 
 
-def test_only_a_failed_job_is_run_again_and_with_its_spec_where_one_is_given(server: ApiServer) -> None:
+def test_retry_needs_a_failed_job_and_takes_a_corrected_spec(server: ApiServer) -> None:
     with pytest.raises(ClientError, match="only a failed job can be retried, and llama is Running"):
         job(server).retry()
     server.answers |= {f"POST {JOBS}": 422}
@@ -115,5 +110,5 @@ def test_only_a_failed_job_is_run_again_and_with_its_spec_where_one_is_given(ser
         with pytest.raises(ClientError, match="create trainingjobs"):
             each.retry()
     specs = [body["spec"] for method, _, body in server.requests if method == "POST"]
-    assert specs == [{"trainer": {"seed": 7}}, recorded("failed")["spec"]]
+    assert specs == [{"trainer": {"seed": 7}}, recorded_object("failed")["spec"]]
     assert not any(method == "DELETE" for method, _, _ in server.requests)

@@ -1,32 +1,28 @@
 """The page of a job: self-contained, escaped, bounded."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.testing.api.recorded_jobs import NOW, ApiServer, recorded, recorded_answers
+from tests.testing.api.recorded_jobs import NOW, ApiServer, recorded_object, recorded_responses
 from tests.testing.page.html_page import Page
 from trainium_client.commands.main import main
 from trainium_client.commands.report import read_curve_of
-from trainium_client.read import Screen
+from trainium_client.read import JobSnapshot
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.pages.svg import LinearScale
-from trainium_contract.views.checkpoints import CheckpointRow, metrics_path, where_kept
+from trainium_contract.views.checkpoints import CheckpointRow, describe_location, metrics_path
 from trainium_contract.views.curve import MOST_POINTS, read_curve
-from trainium_contract.views.events import event_views
-from trainium_contract.views.interruptions import interruptions
+from trainium_contract.views.events import build_event_views
+from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.job import ArtifactView, FigureView, MilestoneView, build_job_view
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import MemberRow, Members
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'
 
@@ -36,8 +32,8 @@ def lines(steps: int) -> list[str]:
 
 
 def full() -> JobReport:
-    job = recorded("job")
-    view = build_job_view(job, now=NOW, events=event_views(recorded("events")["items"]))
+    job = recorded_object("job")
+    view = build_job_view(job, now=NOW, events=build_event_views(recorded_object("events")["items"]))
     view = replace(
         view,
         verdict=HOSTILE,
@@ -48,14 +44,14 @@ def full() -> JobReport:
         not_shown=(HOSTILE,),
     )
     entries = tuple(
-        replace(each, message=HOSTILE, pod=HOSTILE, cause=HOSTILE) for each in interruptions(public_status(job))
+        replace(each, message=HOSTILE, pod=HOSTILE, cause=HOSTILE) for each in read_interruptions(public_status(job))
     )
     members = Members(3, 32, (MemberRow(0, HOSTILE, HOSTILE), MemberRow(1, "w-1", "n-1")))
     row = CheckpointRow(HOSTILE, "committed", 254, 2**20, None, "2x1x1", NOW - 60, HOSTILE)
     return JobReport(view, entries, members, (row,), read_curve(lines(300)), (HOSTILE,))
 
 
-def test_nothing_hostile_becomes_an_element_and_nothing_comes_from_outside() -> None:
+def test_hostile_text_becomes_no_element_and_the_page_loads_nothing() -> None:
     page = Page(report_html(full(), NOW))
 
     assert page.open == []
@@ -65,7 +61,7 @@ def test_nothing_hostile_becomes_an_element_and_nothing_comes_from_outside() -> 
     assert page.text.count("alert(1)") > 5
 
 
-def test_all_that_is_known_is_on_the_page() -> None:
+def test_the_page_has_every_section() -> None:
     page = Page(report_html(full(), NOW))
 
     for words in ("Loss", "Where the time went", "Interruptions", "Who trains (generation 3)", "Checkpoints on storage",
@@ -77,7 +73,7 @@ def test_all_that_is_known_is_on_the_page() -> None:
 
 
 def test_the_page_of_a_failed_job_shows_what_was_changed_since() -> None:
-    job = recorded("failed")
+    job = recorded_object("failed")
     job["metadata"]["generation"] = job["status"]["observedGeneration"] = 2
     change = {"field": "trainer.data.source", "was": '"/a<b>"', "now": '"/c"'}
     job["status"]["failedSpec"] = {"changes": [change]}
@@ -86,7 +82,7 @@ def test_the_page_of_a_failed_job_shows_what_was_changed_since() -> None:
 
 
 def test_a_job_that_has_only_started_has_a_page_too() -> None:
-    job = {key: value for key, value in recorded("job").items() if key != "status"}
+    job = {key: value for key, value in recorded_object("job").items() if key != "status"}
 
     page = Page(report_html(JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW))
 
@@ -112,7 +108,7 @@ def test_marks_are_round_numbers(low: float, high: float, marks: list[float]) ->
     assert LinearScale(low, high, 0, 1).marks(6 if high > 9 else 4) == pytest.approx(marks)
 
 
-def test_a_number_without_an_end_is_none() -> None:
+def test_an_infinite_loss_is_left_out() -> None:
     huge = json.dumps({"step": 1, "loss": 10**400})
     assert read_curve([huge, json.dumps({"step": 2, "loss": 3.0})])[0].step == 2
 
@@ -141,7 +137,7 @@ def test_the_curve_comes_from_the_file_that_is_given(tmp_path: Path) -> None:
     metrics, output = tmp_path / "metrics.jsonl", tmp_path / "page.html"
     metrics.write_text("\n".join(lines(50)))
     arguments = ["report", "llama", "--metrics", str(metrics), "-o", str(output), "--kubeconfig"]
-    with ApiServer(recorded_answers(), tmp_path).running() as server, pytest.raises(SystemExit) as left:
+    with ApiServer(recorded_responses(), tmp_path).running() as server, pytest.raises(SystemExit) as left:
         main([*arguments, str(server.kubeconfig)])
 
     assert not left.value.code
@@ -158,10 +154,10 @@ def test_the_curve_comes_from_the_file_that_is_given(tmp_path: Path) -> None:
         ({}, ""),
     ],
 )
-def test_what_outlives_the_workers_is_found_by_its_place(storage: dict[str, object], place: str) -> None:
-    job = recorded("job")
+def test_artifacts_and_checkpoints_are_shown_by_their_location(storage: dict[str, object], place: str) -> None:
+    job = recorded_object("job")
     job["spec"]["checkpoint"]["storage"] = storage
-    assert where_kept(job, "metrics.jsonl") == place
+    assert describe_location(job, "metrics.jsonl") == place
 
 
 def test_the_curve_explains_only_what_is_drawn_in_it() -> None:
@@ -172,20 +168,20 @@ def test_the_curve_explains_only_what_is_drawn_in_it() -> None:
 
 
 def test_figures_are_beside_the_checkpoints_and_never_in_a_bucket() -> None:
-    job = recorded("job")
+    job = recorded_object("job")
     assert metrics_path(job).endswith("/metrics.jsonl")
     job["spec"]["checkpoint"]["storage"] = {"uri": "s3://bucket/prefix"}
     assert metrics_path(job) == "/checkpoints/metrics.jsonl"
 
 
 def test_figures_of_a_program_are_read_beside_its_checkpoints() -> None:
-    job = recorded("job")
+    job = recorded_object("job")
     job["spec"]["checkpoint"]["storage"] = {"hostPath": {"path": "/data"}}
     job["spec"]["program"] = {"command": ["a"], "checkpoints": {"path": "/checkpoints/run"}}
     assert metrics_path(job) == "/checkpoints/run/metrics.jsonl"
-    assert where_kept(job, "metrics.jsonl") == "/data/run/metrics.jsonl on the nodes"
+    assert describe_location(job, "metrics.jsonl") == "/data/run/metrics.jsonl on the nodes"
     del job["spec"]["program"]["checkpoints"]
     notes: list[str] = []
-    screen = Screen(job=job, view=full().view, members=None, pods=())
+    screen = JobSnapshot(job=job, view=full().view, members=None, pods=())
     assert read_curve_of(cast("Any", None), screen, None, notes) == ()
     assert "set that, or give --metrics FILE" in notes[0]

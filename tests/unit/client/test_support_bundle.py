@@ -1,19 +1,14 @@
-"""Content of a support bundle, and above all what it must not have."""
-
-from __future__ import annotations
+"""Content of a support bundle, which must have no secret."""
 
 import json
 import tarfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded, recorded_answers
-from trainium_client.commands.bundle import redacted
+from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded_object, recorded_responses
+from trainium_client.commands.bundle import redact
 from trainium_client.commands.main import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SECRET = "hunter2hunter2"
 
@@ -32,8 +27,8 @@ def pod(name: str) -> dict[str, object]:
     }
 
 
-def test_everything_is_in_it_and_no_secret_is(tmp_path: Path) -> None:
-    answers = recorded_answers()
+def test_a_support_bundle_has_every_part_and_no_secret(tmp_path: Path) -> None:
+    answers = recorded_responses()
     answers[f"{CORE}/pods"] = {"items": [pod("llama-w-0"), pod("llama-w-2")]}
     answers[f"{CORE}/pods/llama-w-0/log"] = f"2026-11-23T02:00:00Z password={SECRET}\n2026-11-23T02:00:01Z step 1\n"
     answers["/api/v1/nodes"] = {"items": [{"metadata": {"name": "node-2"}, "status": {"images": [1]}}]}
@@ -68,9 +63,9 @@ def test_an_unknown_job_leaves_no_archive(tmp_path: Path) -> None:
 
 
 def test_the_job_itself_is_not_changed_by_redaction() -> None:
-    job = recorded("job")
+    job = recorded_object("job")
 
-    shown = redacted(job)
+    shown = redact(job)
 
     assert shown["status"] == job["status"]
     assert "managedFields" not in shown["metadata"]

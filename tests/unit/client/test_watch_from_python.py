@@ -1,11 +1,10 @@
 """`TrainingJob.watch`: lines for a pipe, a screen for a terminal, and one cell's output in a real notebook kernel."""
 
-from __future__ import annotations
-
 import io
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.live import Live
 
@@ -15,14 +14,11 @@ from trainium_client import TrainingJob, aio
 from trainium_client.live import NotebookDisplay, TerminalDisplay, notebook_display
 from trainium_contract.views.curve import CurvePoint
 
-if TYPE_CHECKING:
-    import pytest
-
 TIMEOUT_SECONDS = 120
 
 
 class Steps:
-    """Each pause is a step of the job, the third its end."""
+    """A job that makes ten steps at each pause and completes at the third."""
 
     def __init__(self, server: ApiServer) -> None:
         self.status = server.answers[f"{JOBS}/llama"]["status"]
@@ -51,13 +47,13 @@ def test_in_a_pipe_each_change_is_a_line_until_the_job_has_ended(
     assert [line.split()[2].rstrip(",") for line in lines] == ["263/4000", "273/4000", "283/4000", "293/4000"]
 
 
-async def test_the_async_one_shows_the_same(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_async_watch_prints_the_same_lines(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     found = aio.TrainingJob("llama", kubeconfig=str(server.kubeconfig))
     assert (await found.watch(pause=Steps(server).wait)).step == 293
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
-def test_who_interrupts_or_has_no_more_time_only_stops_to_watch(server: ApiServer) -> None:
+def test_an_interrupted_or_timed_out_watch_leaves_the_job_alone(server: ApiServer) -> None:
     def interrupted(_seconds: float) -> None:
         raise KeyboardInterrupt
 

@@ -1,9 +1,9 @@
-"""A text that begins as an address does is one; a folder whose name has `://` further on is none."""
-
-from __future__ import annotations
+"""Addresses begin with a scheme; `checkpoint.storage.subPath` stays below the root of the volume."""
 
 import pytest
+from pydantic import ValidationError
 
+from trainium_contract.spec.storage import StorageSpec
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 
@@ -14,9 +14,20 @@ def test_an_address_begins_with_its_scheme(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["/checkpoints", "checkpoints", "/a/http://user", "://", "1://", "/a:b", ""])
-def test_a_folder_is_no_address_whatever_it_is_called(place: str) -> None:
+def test_a_path_is_never_an_address(place: str) -> None:
     assert not is_address(place)
 
 
-def test_checkpoints_in_a_folder_with_such_a_name_keep_their_records_there() -> None:
+def test_records_stay_in_a_checkpoint_folder_whose_name_contains_a_scheme() -> None:
     assert CheckpointConfig(path="/checkpoints/http://user").records == "/checkpoints/http://user"
+
+
+@pytest.mark.parametrize("path", ["a", "team/llama", ".hidden", "..hidden/x", "a..b/c.d", "a//b/", "...", "ünï"])
+def test_a_path_below_the_root_is_accepted(path: str) -> None:
+    assert StorageSpec(sub_path=path).sub_path == path
+
+
+@pytest.mark.parametrize("path", ["", "/a", "..", "../x", "a/..", "a/../../b", ".", "./a", "a/./b", "a//../b", "a/../"])
+def test_a_path_outside_the_root_is_refused(path: str) -> None:
+    with pytest.raises(ValidationError):
+        StorageSpec(sub_path=path)

@@ -1,16 +1,12 @@
-"""A default never makes a valid file invalid: a single field is accepted, whatever the others default to."""
+"""Defaults never make a valid file invalid: every single field is accepted with the defaults of the others."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from trainium_contract.base import ContractModel
 from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LARGE = 2**31 - 1
 DECIDED_TOGETHER = {
@@ -25,7 +21,7 @@ DECIDED_TOGETHER = {
 
 
 def bounds(model: type[ContractModel], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every number of the file, alone, at each end of its range."""
+    """Yield every number of the file at each end of its range."""
     for name, field in model.model_fields.items():
         place = f"{path}{field.alias or name}"
         kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
@@ -61,7 +57,7 @@ def test_a_number_alone_is_accepted_at_each_end_of_its_range(place: str, value: 
     assert TrainingConfig.model_validate(config.to_wire()) == config, "what the operator writes reads as the same"
 
 
-def test_defaults_give_way_to_what_was_given_and_given_values_stay() -> None:
+def test_dependent_defaults_adapt_to_given_values() -> None:
     config = TrainingConfig.model_validate({
         "steps": 3, "batch": {"microSize": 16}, "model": {"vocabSize": 512, "maxPositions": 64, "numAttentionHeads": 3},
     })  # fmt: skip

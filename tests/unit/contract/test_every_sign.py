@@ -4,28 +4,27 @@
 named in those of what explains it); any other change is one of behaviour, for the review to see.
 """
 
-from __future__ import annotations
-
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trainium_agent.exits.diagnosis import Signs, describe_exit, weight
-from trainium_agent.exits.restart_policy import GenerationState, judge
-from trainium_agent.ranks.output import Tail
+from trainium_agent.exits.diagnosis import ExitDiagnoser, describe_exit, exit_priority
+from trainium_agent.exits.restart_policy import GenerationState, decide_restart
+from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Cause
 from trainium_contract.faults.classify import (
-    budget_of,
-    cause_of_claim_health,
-    cause_of_condition,
-    cause_of_device_taint,
-    cause_of_label,
-    cause_of_taint,
+    Verdict,
     classify_exit,
     classify_exit_code,
     default_responses,
+    find_claim_health_cause,
+    find_condition_cause,
+    find_device_taint_cause,
+    find_label_cause,
+    find_taint_cause,
+    get_budget,
     get_cause_row,
     match_rules,
     severity,
@@ -47,15 +46,15 @@ from trainium_contract.faults.signs import (
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.wire.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
-from trainium_operator.plan.diagnose import failure_policy, losses
+from trainium_operator.plan.diagnose import failure_policy, silence
 from trainium_operator.plan.faults import failure_budgets
-from trainium_operator.plan.faults.ends import (
+from trainium_operator.plan.faults.exits import (
     cause_of_leaving,
     classify_pod_failure,
-    died_by_itself,
+    failed_by_itself,
     meaning_of_failure,
 )
-from trainium_operator.plan.faults.node_signals import Demand, bad_status, kernel_problem, problems_of
+from trainium_operator.plan.faults.node_signals import PodRequirements, bad_status, find_node_problems, kernel_problem
 from trainium_operator.plan.features.dra.claims import health_problem, taint_problem
 from trainium_operator.plan.model.observed import (
     DeviceTaint,
@@ -67,11 +66,6 @@ from trainium_operator.plan.model.observed import (
     Taint,
 )
 from trainium_operator.plan.model.reasons import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from trainium_contract.faults.classify import Verdict
 
 TABLE = Path(__file__).with_name("every_sign.txt")
 AT = 1000.0
@@ -120,91 +114,40 @@ OUTPUT = {
 """Lines of output of each row, as the libraries print them."""
 
 
-# --- where the rows are found, and nothing else
-
-
-def statuses() -> Iterator[tuple[int, str]]:
-    """Number and name of each status of the runtime, the most specific first."""
-    return ((sign.number, sign.key) for sign in RUNTIME_STATUSES)
-
-
-def kernel_lines() -> Iterator[tuple[str, bool]]:
-    """Name of each kind of kernel line, and whether it is a fault by itself."""
-    return ((sign.key, sign.decisive) for sign in KERNEL_LINES)
-
-
-def pod_reasons() -> Iterator[str]:
-    return (sign.key for sign in POD_REASONS)
-
-
-def conditions() -> Iterator[tuple[str, str]]:
-    return ((sign.key, sign.value) for sign in CONDITIONS)
-
-
-def taints() -> Iterator[str]:
-    return (sign.key for sign in TAINTS)
-
-
-def labels() -> Iterator[tuple[str, str]]:
-    return ((sign.key, sign.value) for sign in LABELS)
-
-
-def disruptions() -> Iterator[str]:
-    return (sign.key for sign in DISRUPTIONS)
-
-
-def device_taints() -> Iterator[str]:
-    return (sign.key for sign in DEVICE_TAINTS)
-
-
-def claim_health() -> Iterator[str]:
-    return (sign.key for sign in CLAIM_HEALTH)
-
-
-def causes() -> Iterator[Cause]:
-    return (row.cause for row in CAUSES)
-
-
-def values_of(cause: Cause) -> tuple[str, str]:
-    return default_responses(cause).first.value, default_responses(cause).repeated.value
-
-
-# --- what is made of them
-
-
 def reported(verdict: Verdict) -> str:
-    """The whole of a verdict but its sentence."""
+    """Format a verdict without its sentence."""
     again = f", then {verdict.repeated}" if verdict.repeated is not verdict.response else ""
     return f"{verdict.cause} {verdict.blame} {verdict.response}{again}{' indirect' if verdict.indirect else ''}"
 
 
 def agent_meaning(process: RankProcess, line: str = "") -> str:
     """Return the agent's reading at first, again without a step in between, on a node that had it, before any step."""
-    signs = Signs(None, lambda: None)
+    signs = ExitDiagnoser(None, lambda: None)
     if line:
-        signs.kernel.take(line, process.ended_at)
+        signs.kernel.add(line, process.ended_at)
     verdict = signs.diagnose(process).verdict
     seen = signs.diagnose(process).seen_before
     code = process.exit_code or 0
     if verdict.cause in NO_FAULT_CAUSES:
         return reported(verdict)
-    first = judge(code, 0, 7, GenerationState(), 3, verdict=verdict)
-    again = judge(code, 1, 7, first.state, 3, verdict=verdict)
-    elsewhere = judge(code, 0, 7, GenerationState(), 3, verdict=verdict, seen_before=True)
-    early = judge(code, 0, -1, GenerationState(), 3, verdict=verdict)
-    early_again = judge(code, 1, -1, early.state, 3, verdict=verdict)
+    first = decide_restart(code, 0, 7, GenerationState(), 3, verdict=verdict)
+    again = decide_restart(code, 1, 7, first.state, 3, verdict=verdict)
+    elsewhere = decide_restart(code, 0, 7, GenerationState(), 3, verdict=verdict, seen_before=True)
+    early = decide_restart(code, 0, -1, GenerationState(), 3, verdict=verdict)
+    early_again = decide_restart(code, 1, -1, early.state, 3, verdict=verdict)
     outcomes = (first, again, elsewhere, early, early_again)
     decisions = ">".join(
-        f"{each.decision}{f'+{each.backoff_seconds:g}' * bool(each.backoff_seconds)}" for each in outcomes
+        f"{each.action}{f'+{each.backoff_seconds:g}' * bool(each.backoff_seconds)}" for each in outcomes
     )
-    return f"{reported(verdict)} | {decisions} {''.join(map(str, map(int, weight(verdict))))}{' seen' if seen else ''}"
+    priority = "".join(map(str, map(int, exit_priority(verdict))))
+    return f"{reported(verdict)} | {decisions} {priority}{' seen' if seen else ''}"
 
 
 def ended(code: int, output: str = "") -> RankProcess:
-    process = RankProcess(0, 3, 0, 12345, Tail("[rank 3] "))
+    process = RankProcess(0, 3, 0, 12345, OutputTail("[rank 3] "))
     process.output.feed(output.encode())
     process.output.close()
-    process.ended(code)
+    process.record_exit(code)
     return process
 
 
@@ -223,7 +166,7 @@ def operator_meaning(code: int, status: int | None = None, line: str = "", outpu
         message="m",
     )  # fmt: skip
     verdict = meaning_of_failure(beat(failure, line), failure, ())
-    waited = " waited" if losses._waited_in_collective(failure) else ""
+    waited = " waited" if silence._waited_in_collective(failure) else ""
     return f"{reported(verdict)}{waited} | {verdict.sentence}"
 
 
@@ -233,25 +176,25 @@ def pod_meaning(reason: str, code: int | None, *, disrupted: bool = False) -> st
         disrupted=disrupted,
     )  # fmt: skip
     verdict = classify_pod_failure(pod, ())
-    return f"{reported(verdict)}{' by itself' if died_by_itself(pod) else ''}, {verdict.sentence}"
+    return f"{reported(verdict)}{' by itself' if failed_by_itself(pod) else ''}, {verdict.sentence}"
 
 
-def problem_text(node: NodeView, demand: Demand | None = None) -> str:
+def problem_text(node: NodeView, demand: PodRequirements | None = None) -> str:
     return (
-        "; ".join(f"{each.severity.name} {each.cause} {each} {each.since}" for each in problems_of(node, demand)) or "-"
+        "; ".join(f"{each.severity.name} {each.cause} {each} {each.since}" for each in find_node_problems(node, demand))
+        or "-"
     )
 
 
 def cause_rows() -> Iterator[str]:
     recovery = RecoverySpec()
-    for cause in causes():
-        row = get_cause_row(cause)
-        first, again = values_of(cause)
+    for cause in (row.cause for row in CAUSES):
+        row, responses = get_cause_row(cause), default_responses(cause)
         lost = FailureRecord(at=AT, cause=cause, pod="p", node="")
         marks = [
             f"{severity(cause)} {cause}",
-            f"{row.blame} {first}, then {again}",
-            f"budget {getattr(budget_of(cause), 'value', 'none')}",
+            f"{row.blame} {responses.first.value}, then {responses.repeated.value}",
+            f"budget {getattr(get_budget(cause), 'value', 'none')}",
             "suspects its node" * suspects_node(cause),
             "recorded" * failure_budgets.is_recorded(cause, recovery),
             "takes a worker" * failure_budgets._took_a_worker(lost),
@@ -274,7 +217,7 @@ def code_rows() -> Iterator[str]:
 
 
 def status_rows() -> Iterator[str]:
-    for status, name in statuses():
+    for status, name in ((sign.number, sign.key) for sign in RUNTIME_STATUSES):
         output = f"nrt_execute: status={status}"
         by_name = agent_meaning(ended(1, f"Failure: {name} in nrt_load()"))
         assert agent_meaning(ended(1, output)) == by_name
@@ -295,7 +238,7 @@ def output_rows() -> Iterator[str]:
 
 
 def kernel_rows() -> Iterator[str]:
-    for name, decisive in kernel_lines():
+    for name, decisive in ((sign.key, sign.decisive) for sign in KERNEL_LINES):
         line = LINES.get(name, name)
         received = [code for code in CODES if classify_exit(code, kernel=(line,)) != classify_exit_code(code)]
         code = 137 if 1 not in received else 1
@@ -313,7 +256,7 @@ def codes(received: list[int]) -> str:
 
 
 def pod_rows() -> Iterator[str]:
-    for reason in ("", "Error", "SomethingNew", *pod_reasons()):
+    for reason in ("", "Error", "SomethingNew", *(sign.key for sign in POD_REASONS)):
         given = f"{reason[:-1]}cpu" if reason.endswith("*") else reason
         found: dict[str, list[str]] = {}
         for code in (None, *CODES):
@@ -325,39 +268,46 @@ def pod_rows() -> Iterator[str]:
 
 def condition_rows() -> Iterator[str]:
     others = (("MoonPhaseReady", ""), ("SomethingHealthy", ""), ("SomethingAvailable", ""), ("MoonPhase", ""))
-    for kind, reason in (*conditions(), *others):
+    for kind, reason in (*((sign.key, sign.value) for sign in CONDITIONS), *others):
         given = "Why" if reason == "*" else reason
         seen = [
             problem_text(NodeView(name="n", conditions=(NodeCondition(kind, status, given, "text", AT),)))
             for status in NodeReadiness
         ]
-        yield f"{kind} {reason} | {cause_of_condition(kind, given)} | bad when {bad_status(kind)} | {' | '.join(seen)}"
+        cause = find_condition_cause(kind, given)
+        yield f"{kind} {reason} | {cause} | bad when {bad_status(kind)} | {' | '.join(seen)}"
     for ready in NodeReadiness:
         yield f"Ready is {ready} | {problem_text(NodeView(name='n', ready=ready, unready_since=AT))}"
 
 
 def taint_rows() -> Iterator[str]:
-    for key in (*taints(), "maintenance", "aws.amazon.com/neuron"):
+    for key in (*(sign.key for sign in TAINTS), "maintenance", "aws.amazon.com/neuron"):
         given = f"{key[:-1]}spot-itn" if key.endswith("*") else key
         seen = [
             problem_text(NodeView(name="n", taints=(Taint(given, value, effect),)), demand)
             for effect in ("NoSchedule", "NoExecute")
             for value in ("", "UnschedulablePendingReboot", "UnschedulablePendingReplacement")
-            for demand in (None, Demand({}), Demand({}, ({"operator": "Exists"},)))
+            for demand in (None, PodRequirements({}), PodRequirements({}, ({"operator": "Exists"},)))
         ]
-        yield f"{key} | {cause_of_taint(given)} | {' | '.join(dict.fromkeys(seen))}"
+        yield f"{key} | {find_taint_cause(given)} | {' | '.join(dict.fromkeys(seen))}"
 
 
 def label_rows() -> Iterator[str]:
     health, check = "sagemaker.amazonaws.com/node-health-status", "sagemaker.amazonaws.com/deep-health-check-status"
     known = ((health, "Schedulable"), (health, "Unschedulable"), (check, "Failed"), (check, "InProgress"))
     others = (*known, (health, "nonsense"), ("a", "b"))
-    for key, value in (*labels(), *others):
-        yield f"{key}={value} | {cause_of_label(key, value)} | {problem_text(NodeView(name='n', labels={key: value}))}"
+    for key, value in (*((sign.key, sign.value) for sign in LABELS), *others):
+        problem = problem_text(NodeView(name="n", labels={key: value}))
+        yield f"{key}={value} | {find_label_cause(key, value)} | {problem}"
 
 
 def disruption_rows() -> Iterator[str]:
-    for reason in (*disruptions(), "EvictionByEvictionAPI", "DeletionByTaintManager", "SomethingNew"):
+    for reason in (
+        *(sign.key for sign in DISRUPTIONS),
+        "EvictionByEvictionAPI",
+        "DeletionByTaintManager",
+        "SomethingNew",
+    ):
         pod = PodView(
             name="p", uid="u", ordinal=0, phase=PodPhase.FAILED, exit_code=75, disrupted=True, disruption=reason
         )
@@ -365,14 +315,14 @@ def disruption_rows() -> Iterator[str]:
 
 
 def device_rows() -> Iterator[str]:
-    for effect in (*device_taints(), "None", "SomethingNew"):
+    for effect in (*(sign.key for sign in DEVICE_TAINTS), "None", "SomethingNew"):
         problem = taint_problem(DeviceTaint("pool/d3", "neuron.aws.com/any", effect, "value", AT))
         seen = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
-        yield f"taint {effect} | {cause_of_device_taint(effect)} | {seen}"
-    for health in (*claim_health(), "Healthy", "Unknown"):
+        yield f"taint {effect} | {find_device_taint_cause(effect)} | {seen}"
+    for health in (*(sign.key for sign in CLAIM_HEALTH), "Healthy", "Unknown"):
         problem = health_problem((health, "neuron.aws.com/pool/d3: why"))
         seen = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
-        yield f"health {health} | {cause_of_claim_health(health)} | {seen}"
+        yield f"health {health} | {find_claim_health_cause(health)} | {seen}"
 
 
 def rule_rows() -> Iterator[str]:
@@ -384,7 +334,7 @@ def rule_rows() -> Iterator[str]:
 
 
 def table() -> str:
-    """All of it."""
+    """Return the table of all signs."""
     parts = {
         "causes": cause_rows(),
         "exit codes": code_rows(),
@@ -402,11 +352,11 @@ def table() -> str:
     return "\n".join(line for title, rows in parts.items() for line in (f"# {title}", *rows)) + "\n"
 
 
-def test_every_sign_means_what_the_table_has() -> None:
+def test_responses_to_every_sign_equal_the_recorded_table() -> None:
     written, found = TABLE.read_text(encoding="utf-8").splitlines(), table().splitlines()
     assert [line for line in found if line not in written] == [], "signs that mean something else, or are new"
-    assert [line for line in written if line not in found] == [], "signs that are gone"
-    assert found == written, "the order says which of several counts"
+    assert [line for line in written if line not in found] == [], "signs that no longer occur"
+    assert found == written, "the order decides which of several counts"
 
 
 def test_a_code_outside_the_contract_is_a_crash() -> None:

@@ -1,15 +1,13 @@
-"""The examples: each is a job that the contract takes and that can start at its sizes, with the settings of its table.
+"""The example manifests: each is valid, can start at its sizes, and has the settings of its published table.
 
 The bases of fine-tuning are on a volume of the cluster: a folder with a published model's configuration stands for one.
 """
-
-from __future__ import annotations
 
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -17,8 +15,10 @@ import yaml
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.models.families import PRESETS
 from trainium_contract.models.parameters import count_parameters
+from trainium_contract.models.shape import ModelShape
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.artifacts import ArtifactKind
+from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
 from trainium_contract.trainer.data import HubConfig
 from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_contract.trainer.model import ModelPreset
@@ -27,15 +27,10 @@ from trainium_contract.trainer.parallelism import BackendChoice, Precision, Reco
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer import neuron_environment
 from trainium_trainer.backends.nxd.limits import check_limits
-from trainium_trainer.configuration.config import Launch, resolve_settings, with_steps
+from trainium_trainer.configuration.config import Launch, Settings, resolve_settings, with_steps
 from trainium_trainer.exits import UserError
-from trainium_trainer.loop.memory_check import needs_of, refuse_too_small
+from trainium_trainer.loop.memory_check import estimate_run_memory, refuse_too_small
 from trainium_trainer.loop.schedule import learning_rate
-
-if TYPE_CHECKING:
-    from trainium_contract.models.shape import ModelShape
-    from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
-    from trainium_trainer.configuration.config import Settings
 
 FOLDER = Path(__file__).parents[3] / "manifests/examples"
 DOCUMENTS: dict[str, dict[str, Any]] = {
@@ -106,7 +101,7 @@ def base_folder(shape: ModelShape, folder: Path) -> Path:
 
 
 def here(config: TrainingConfig, folder: Path) -> TrainingConfig:
-    """The configuration with what is on a volume of the cluster replaced by what is here."""
+    """Return the configuration with local stand-ins for files on volumes of the cluster."""
     # The corpus and its tokenizer are on the volume; the vocabulary of the published model is known.
     data = config.data.model_copy(update={"tokenizer": type(config.data.tokenizer)()})
     model = config.model
@@ -155,18 +150,17 @@ def test_the_trainer_takes_an_example_at_each_of_its_sizes(example: str, tmp_pat
         assert config.batch.global_size == round(spec.batch_shape().filled(nodes) * rows)
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_elastic_example_has_another_size_to_go_on_with(example: str) -> None:
+@pytest.mark.parametrize("example", [name for name in EXAMPLES if spec_of(name).workers.min_replicas is not None])
+def test_an_elastic_example_has_a_smaller_legal_size(example: str) -> None:
     spec = spec_of(example)
-    if spec.workers.min_replicas is not None:
-        assert min(legal_sizes(spec)) < spec.workers.replicas
+    assert min(legal_sizes(spec)) < spec.workers.replicas
 
 
 def test_the_hlat_example_has_the_settings_of_the_papers_table() -> None:
     spec = spec_of("hlat-7b.yaml")
     config, optimizer, nodes = spec.training_config(), trainer_of(spec).optimizer, spec.workers.replicas
     shape, parallelism = spec.batch_shape(), spec.parallelism
-    model = PRESETS[config.model.preset or ModelPreset.DEMO]
+    model = PRESETS[config.model.preset]
     tokens_of_a_step = config.batch.global_size * config.data.sequence_length
     milestone = config.checkpoint.milestones
     ours = {
@@ -214,7 +208,7 @@ def test_the_hlat_example_rounds_at_random_and_saves_by_steps_alone() -> None:
     assert config.checkpoint.durable.every_seconds == 86_400
 
 
-def test_what_the_hlat_example_does_otherwise_is_in_its_comments() -> None:
+def test_deviations_of_the_hlat_example_are_commented() -> None:
     spec = spec_of("hlat-7b.yaml")
     untouched = {"model", "data", "batch", "steps", "optimizer", "schedule", "precision", "recompute"}
     assert trainer_of(spec).model_fields_set - untouched == {"data_parallel", "non_finite_tolerance"}
@@ -225,11 +219,13 @@ def test_what_the_hlat_example_does_otherwise_is_in_its_comments() -> None:
         assert "#" in line, f"{field} has no reason beside it"
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example",
+    [name for name in EXAMPLES if (spec_of(name).workers.accelerator.instance_type or "").startswith("trn1")],
+)
 def test_an_example_for_trn1_can_be_run_by_the_backend_of_trn1(example: str) -> None:
     spec = spec_of(example)
-    if (spec.workers.accelerator.instance_type or "").startswith("trn1"):
-        check_limits(spec.training_config(), spec.batch_shape().data_parallel(spec.workers.replicas))
+    check_limits(spec.training_config(), spec.batch_shape().data_parallel(spec.workers.replicas))
 
 
 def test_the_70b_example_divides_its_weights_over_half_a_node_and_keeps_hlats_number_of_cores() -> None:
@@ -247,13 +243,13 @@ def test_the_true_shape_of_an_example_fits_its_cores_at_each_of_its_sizes(exampl
         divides = settings.config.parallelism.context > 1  # which backend Nxd refuses
         for backend in set(BackendChoice) - ({BackendChoice.NXD} if divides else set()):
             each = replace(settings, config=settings.config.model_copy(update={"backend": backend}))
-            found = needs_of(each, accelerator.cores(), accelerator.instance_type or "")
+            found = estimate_run_memory(each, accelerator.cores(), accelerator.instance_type or "")
             assert found is not None
             assert refuse_too_small(found, instance, "the instance") == []
 
 
 def test_the_70b_example_would_not_fit_the_cores_of_trn1(tmp_path: Path) -> None:
-    found = needs_of(settled("hlat-70b.yaml", tmp_path), 32, "trn1.32xlarge")
+    found = estimate_run_memory(settled("hlat-70b.yaml", tmp_path), 32, "trn1.32xlarge")
     assert found is not None
     assert found.state == pytest.approx(13.7e9 + 0.2e9, rel=0.005)
     with pytest.raises(UserError, match=r"has 16.0 GiB, but a process needs 13.0 GiB of weights"):
@@ -261,13 +257,13 @@ def test_the_70b_example_would_not_fit_the_cores_of_trn1(tmp_path: Path) -> None
 
 
 def mounted(document: dict[str, Any], example: str) -> dict[str, str]:
-    """Mount paths of a pod and the claims behind them."""
+    """Return the claims of a pod by mount path."""
     pod = document["spec"]["template"]["spec"] if example == "fetch-model.yaml" else document
     claims = {each["name"]: each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"]}
     return {each["mountPath"]: claims[each["name"]] for each in pod["containers"][0]["volumeMounts"]}
 
 
-def test_what_is_fetched_lies_where_the_examples_read_it_and_the_token_comes_from_a_secret() -> None:
+def test_the_fetched_model_is_at_the_path_of_the_examples_with_a_token_from_a_secret() -> None:
     fetch = DOCUMENTS["fetch-model.yaml"]
     (container,) = fetch["spec"]["template"]["spec"]["containers"]
     assert container["command"][:2] == ["trainium-trainer", "fetch-model"]
@@ -283,7 +279,7 @@ def test_what_is_fetched_lies_where_the_examples_read_it_and_the_token_comes_fro
 
 
 @pytest.mark.parametrize("example", TUNING)
-def test_an_example_of_fine_tuning_leaves_its_model_behind_and_measures_it(example: str) -> None:
+def test_a_fine_tuning_example_writes_artifacts_and_evaluates(example: str) -> None:
     spec = spec_of(example)
     kinds = trainer_of(spec).artifacts.kinds
     assert kinds is not None
@@ -359,11 +355,11 @@ def test_lora_beside_full_has_the_settings_and_the_numbers_of_hyperpod(tmp_path:
     assert [getattr(trainer_of(lora), name) for name in same] == [getattr(trainer_of(full), name) for name in same]
     adapters = trainer_of(lora).tuning.lora
     assert (adapters.rank, adapters.targets) == (16, ("q_proj", "v_proj"))
-    assert settled("llama3-8b-lora-hyperpod.yaml", tmp_path).choice.trained == 6_815_744
+    assert settled("llama3-8b-lora-hyperpod.yaml", tmp_path).trainable.trained == 6_815_744
     found = settled("llama3-8b-full-hyperpod.yaml", tmp_path)
-    assert found.choice.trained == 8_030_261_248
+    assert found.trainable.trained == 8_030_261_248
     vocabulary = found.shape.vocab_size * found.shape.hidden_size
-    assert found.choice.trained - vocabulary * 7 // 8 == 7_570_591_744, "the number of the table"
+    assert found.trainable.trained - vocabulary * 7 // 8 == 7_570_591_744, "the number of the table"
 
 
 def test_llama2_13b_has_the_two_forms_of_data_of_jumpstart(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""The rows of the one table of faults agree with each other."""
-
-from __future__ import annotations
+"""Consistency of the rows of the fault table."""
 
 from dataclasses import replace
 
@@ -9,16 +7,16 @@ import pytest
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Blame, Budget, Cause
 from trainium_contract.faults.classify import (
-    budget_of,
     classify_sign,
     default_responses,
+    get_budget,
     get_cause_row,
     severity,
     suspects_node,
 )
 from trainium_contract.faults.node_polarity import POLARITIES
 from trainium_contract.faults.responses import RESPONSES, Response
-from trainium_contract.faults.signs import CONDITIONS, EXIT_CODES, SIGNS, Sign
+from trainium_contract.faults.signs import CONDITIONS, EXIT_CODES, SIGNS
 
 
 def test_every_cause_has_one_row() -> None:
@@ -29,26 +27,26 @@ def test_every_cause_has_one_row() -> None:
 
 
 @pytest.mark.parametrize("cause", Cause)
-def test_users_errors_suspect_no_node_and_infrastructure_never_uses_the_process_budget(cause: Cause) -> None:
+def test_blame_budget_and_suspicion_of_a_cause_agree(cause: Cause) -> None:
     row = get_cause_row(cause)
     if row.blame is Blame.USER:
         assert not suspects_node(cause)
         assert cause in USER_CAUSES
     if row.blame in (Blame.NODE, Blame.PEER, Blame.STORAGE):
-        assert budget_of(cause) is not Budget.PROCESS
+        assert get_budget(cause) is not Budget.PROCESS
     if cause in NO_FAULT_CAUSES:
-        assert budget_of(cause) is None
+        assert get_budget(cause) is None
         assert not suspects_node(cause)
     if default_responses(cause).repeated is Response.REPLACE_NODE:
         assert suspects_node(cause)
 
 
-@pytest.mark.parametrize("sign", SIGNS, ids=str)
-def test_what_a_sign_stands_for_follows_from_its_cause(sign: Sign) -> None:
-    row, verdict = get_cause_row(sign.cause), classify_sign(sign)
-    assert (verdict.blame, verdict.sentence) == (row.blame, sign.sentence or row.sentence)
-    if Response.REPLACE_NODE in (verdict.response, verdict.repeated):
-        assert row.suspects_node
+def test_blame_and_sentence_of_a_sign_follow_from_its_cause() -> None:
+    for sign in SIGNS:
+        row, verdict = get_cause_row(sign.cause), classify_sign(sign)
+        assert (verdict.blame, verdict.sentence) == (row.blame, sign.sentence or row.sentence), sign
+        if Response.REPLACE_NODE in (verdict.response, verdict.repeated):
+            assert row.suspects_node, sign
 
 
 def test_responses_of_a_sign_are_more_specific_than_those_of_its_cause() -> None:
@@ -60,7 +58,7 @@ def test_responses_of_a_sign_are_more_specific_than_those_of_its_cause() -> None
     assert same == [], "leave it out, it follows from the cause"
 
 
-def test_each_sign_is_there_once() -> None:
+def test_signs_are_unique() -> None:
     keys = [(sign.kind, sign.key, sign.value) for sign in SIGNS]
     assert len(keys) == len(set(keys))
     numbers = [(sign.kind, sign.number) for sign in SIGNS if sign.number >= 0]
@@ -78,6 +76,6 @@ def test_a_lost_peer_is_the_least_specific_cause_and_a_users_error_the_most() ->
     assert severity(Cause.DEVICE) < severity(Cause.CRASH) < severity(Cause.NODE_LOST) < severity(Cause.POD_LOST)
 
 
-def test_every_sign_but_that_of_an_end_that_was_asked_for_leads_to_a_fault() -> None:
+def test_only_exit_codes_of_requested_ends_are_no_fault() -> None:
     asked = {sign.number for sign in SIGNS if sign.cause in NO_FAULT_CAUSES}
     assert asked == {ExitCode.FINISHED, ExitCode.YIELDING}

@@ -1,28 +1,24 @@
 """Generated files are those that the code gives now, and the chart's values and their schema list the same names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 import yaml
 
 from scripts import generate
 from trainium_contract.definition.crd import custom_resource_definition
 
-if TYPE_CHECKING:
-    import pytest
-
 ROOT = Path(__file__).parents[3]
 
 
 def test_the_written_definition_is_the_one_of_the_models() -> None:
-    assert generate.stale(ROOT, helm=None) == [], "run `make generate`"
+    assert generate.find_stale(ROOT, helm=None) == [], "run `make generate`"
 
 
 def test_the_plain_install_has_the_same_definition() -> None:
-    documents = list(yaml.safe_load_all((ROOT / generate.INSTALL).read_text(encoding="utf-8")))
+    documents = yaml.load_all((ROOT / generate.INSTALL).read_text(encoding="utf-8"), yaml.CSafeLoader)
     (definition,) = [one for one in documents if one and one["kind"] == "CustomResourceDefinition"]
     assert definition["spec"] == custom_resource_definition()["spec"], "run `make generate`"
 
@@ -39,7 +35,7 @@ def test_check_names_the_stale_file_and_fails(
 
 
 def listed(values: Any, schema: dict[str, Any], path: str = "") -> list[str]:
-    """Names that stand in only one of values.yaml and values.schema.json; free-form objects are not looked into."""
+    """Return names that only one of values.yaml and values.schema.json has; skip free-form objects."""
     if not isinstance(values, dict) or "properties" not in schema:
         return []
     assert schema.get("additionalProperties") is False, f"{path or 'the root'} must refuse unknown names"

@@ -1,6 +1,4 @@
-"""Messages that are kept for long: their values stay the same, and the names of their fields are kept once for all."""
-
-from __future__ import annotations
+"""Long-lived messages share the sets of their field names."""
 
 from trainium_contract.wire.messages import HeartbeatRequest
 
@@ -13,26 +11,26 @@ def heartbeat(step: int, **more: object) -> HeartbeatRequest:
     return HeartbeatRequest.model_validate(reported | more)
 
 
-def test_messages_with_the_same_fields_share_the_record_of_them_also_in_their_parts() -> None:
-    first, second = heartbeat(1).lean(), heartbeat(2).lean()
+def test_lean_messages_share_their_field_sets() -> None:
+    first, second = heartbeat(1).share_fields_set(), heartbeat(2).share_fields_set()
     assert first.__pydantic_fields_set__ is second.__pydantic_fields_set__
     assert first.progress is not None
     assert second.progress is not None
     assert first.progress.__pydantic_fields_set__ is second.progress.__pydantic_fields_set__
-    assert heartbeat(3, attempt=1).lean().model_fields_set == first.model_fields_set | {"attempt"}
+    assert heartbeat(3, attempt=1).share_fields_set().model_fields_set == first.model_fields_set | {"attempt"}
 
 
-def test_parts_in_a_list_are_made_lean_too() -> None:
+def test_messages_in_a_list_are_lean_too() -> None:
     at = {"sequence": 0, "generation": 1, "attempt": 0, "rank": 0, "exitCode": 1, "step": 1, "message": "", "at": 1.0}
-    one, other = (heartbeat(1, failures=[at | {"sequence": each}]).lean() for each in (1, 2))
+    one, other = (heartbeat(1, failures=[at | {"sequence": each}]).share_fields_set() for each in (1, 2))
     assert one.failures[0].__pydantic_fields_set__ is other.failures[0].__pydantic_fields_set__
 
 
 def test_a_lean_message_keeps_its_values_and_its_copies_do_not_change_it() -> None:
-    lean = heartbeat(1).lean()
+    lean = heartbeat(1).share_fields_set()
     assert lean == heartbeat(1)
     assert lean.to_wire() == heartbeat(1).to_wire()
     assert lean.model_dump(exclude_unset=True) == heartbeat(1).model_dump(exclude_unset=True)
     changed = (lean.replaced(attempt=3), lean.model_copy(update={"attempt": 3}))
     assert [each.model_fields_set - lean.model_fields_set for each in changed] == [{"attempt"}, {"attempt"}]
-    assert "attempt" not in heartbeat(2).lean().model_fields_set
+    assert "attempt" not in heartbeat(2).share_fields_set().model_fields_set

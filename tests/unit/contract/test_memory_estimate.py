@@ -1,7 +1,5 @@
 """The model of memory: its table is that of docs/parallelism.md, and the tiers take what they allocate."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,9 +12,9 @@ from trainium_contract.requirements.memory_estimate import (
     Layouts,
     MemorySetting,
     Trained,
+    count_rank_parameters,
     estimate_memory,
-    parameters_of_rank,
-    stretch_tokens,
+    logits_chunk_tokens,
 )
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision, Recompute
 from trainium_trainer.checkpoint.memory import memory_tier
@@ -52,26 +50,26 @@ MODES = (DataParallelMode.REPLICATED, DataParallelMode.SHARDED_OPTIMIZER, DataPa
 def test_the_bytes_of_a_parameter_are_those_of_the_documented_table(
     precision: Precision, bytes_each: tuple[float, ...], accumulating: float
 ) -> None:
-    number = parameters_of_rank(MODEL, SETTING)
+    number = count_rank_parameters(MODEL, SETTING)
     for mode, expected in zip(MODES, bytes_each, strict=True):
-        found = estimate_memory(MODEL, replace(SETTING, mode=mode, precision=precision))
-        assert found.state / number == pytest.approx(expected, rel=1e-6), mode
+        estimate = estimate_memory(MODEL, replace(SETTING, mode=mode, precision=precision))
+        assert estimate.state / number == pytest.approx(expected, rel=1e-6), mode
     divided = replace(SETTING, mode=DataParallelMode.SHARDED_OPTIMIZER, precision=precision)
     for setting in (replace(divided, micro_batches=4), replace(divided, layouts=Layouts.NXD)):
         assert estimate_memory(MODEL, setting).state / number == pytest.approx(accumulating, rel=1e-6)
 
 
 def test_one_rank_holds_the_whole_model_and_repeated_heads_are_counted() -> None:
-    assert parameters_of_rank(MODEL, SETTING) == count_parameters(MODEL)
-    wide = parameters_of_rank(MODEL, replace(SETTING, tensor=32))
+    assert count_rank_parameters(MODEL, SETTING) == count_parameters(MODEL)
+    wide = count_rank_parameters(MODEL, replace(SETTING, tensor=32))
     without = replace(MODEL, num_key_value_heads=32)
     assert 32 * wide > count_parameters(MODEL)
-    assert wide == parameters_of_rank(without, replace(SETTING, tensor=32)), "four copies of 8 heads are 32 heads"
+    assert wide == count_rank_parameters(without, replace(SETTING, tensor=32)), "four copies of 8 heads are 32 heads"
 
 
 def test_snapshots_take_three_files_of_each_shard_of_a_node_and_two_of_a_buddys() -> None:
     assert (OWN_FILES, KEPT_FILES) == (memory_tier._OWN_FILES, memory_tier._KEPT_FILES)
-    state = 12 * parameters_of_rank(MODEL, SETTING)
+    state = 12 * count_rank_parameters(MODEL, SETTING)
     assert estimate_memory(MODEL, SETTING).shared_memory == 3 * state, "replicas of a node share one shard"
     assert estimate_memory(MODEL, replace(SETTING, snapshots=False)).shared_memory == 0
     sharded = replace(SETTING, mode=DataParallelMode.FULLY_SHARDED)
@@ -98,14 +96,14 @@ def test_recomputing_and_dividing_the_sequence_take_less_and_longer_samples_more
 def test_frozen_weights_have_no_gradient_and_no_moments_and_are_in_no_snapshot(
     precision: Precision, used: int, each: int
 ) -> None:
-    number, tuned = parameters_of_rank(MODEL, SETTING), Trained(weights=1000, adapters=5000)
+    number, tuned = count_rank_parameters(MODEL, SETTING), Trained(weights=1000, adapters=5000)
     setting = replace(SETTING, precision=precision, trained=tuned)
-    found, kept = estimate_memory(MODEL, setting), 2 if precision.keeps_half else 4
-    assert found.state == (number - 1000) * used + 6000 * each
-    assert found.shared_memory == 3 * 3 * kept * 6000
-    assert found.parameters == number + 5000
+    estimate, kept = estimate_memory(MODEL, setting), 2 if precision.keeps_half else 4
+    assert estimate.state == (number - 1000) * used + 6000 * each
+    assert estimate.shared_memory == 3 * 3 * kept * 6000
+    assert estimate.parameters == number + 5000
     divided = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED))
-    assert divided.state == pytest.approx(found.state / N, rel=1e-3)
+    assert divided.state == pytest.approx(estimate.state / N, rel=1e-3)
     gathered = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.SHARDED_OPTIMIZER))
     assert gathered.state == pytest.approx(number * used * (1 + 1 / N), rel=1e-3)
     nxd = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED, layouts=Layouts.NXD))
@@ -113,7 +111,7 @@ def test_frozen_weights_have_no_gradient_and_no_moments_and_are_in_no_snapshot(
 
 
 def test_training_all_weights_by_name_needs_what_training_all_needs() -> None:
-    number = parameters_of_rank(MODEL, SETTING)
+    number = count_rank_parameters(MODEL, SETTING)
     assert estimate_memory(MODEL, replace(SETTING, trained=Trained(number, 0))) == estimate_memory(MODEL, SETTING)
 
 
@@ -124,7 +122,7 @@ def test_a_divided_sequence_divides_activations_and_never_holds_the_logits_of_al
     activations = estimate_memory(model, whole).activations
     assert estimate_memory(model, divided).activations < 0.4 * activations
     assert estimate_memory(model, divided).state == estimate_memory(model, whole).state
-    logits = 10 * (131_072 - stretch_tokens(model.vocab_size // 8)) * model.vocab_size // 8
+    logits = 10 * (131_072 - logits_chunk_tokens(model.vocab_size // 8)) * model.vocab_size // 8
     assert estimate_memory(model, replace(whole, whole_logits=True)).activations - activations == logits
 
 

@@ -3,8 +3,6 @@
 The fields of a model that are changed (`replaced`), and those that are read of a status as JSON (`StatusReader`).
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -20,39 +18,33 @@ _WELL = """
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import Phase
 
-status = TrainingJobStatus().replaced(phase=Phase.RUNNING, waiting_since=None)
+written = TrainingJobStatus().replaced(phase=Phase.RUNNING, waiting_since=None)
 ledger = GoodputStatus().replaced(starting=True)
-reveal_type(status)
+reveal_type(written)
 """
 _READING = """
 from trainium_contract.status.public import PublicStatus
 from trainium_contract.views.status_reader import public_status
 
-status = public_status({})
-reveal_type(status.part("goodput").parts("sizes"))
-reveal_type(status.part("failedSpec"))
-print(status.text("phase"), status.part("goodput").number("ratio"), PublicStatus().desired)
+view = public_status({})
+reveal_type(view.part("goodput").parts("sizes"))
+reveal_type(view.part("failedSpec"))
+print(view.text("phase"), view.part("goodput").number("ratio"), PublicStatus().desired)
 """
 _REFUSED = (
-    'status.text("waitingSince")',
-    'status.text("phasse")',
-    'status.part("gang")',
-    'status.part("goodput").number("countedStep")',
-    'status.part("goodput").parts("sizes")[0].whole("step")',
+    'view.text("waitingSince")',
+    'view.text("phasse")',
+    'view.part("gang")',
+    'view.part("goodput").number("countedStep")',
+    'view.part("goodput").parts("sizes")[0].integer("step")',
     "PublicStatus().next_pod_ordinal",
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all tests: what mypy knows of Python and of the contract is kept there."""
-    return tmp_path_factory.mktemp("checked")
-
-
-def checked(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Return the messages of mypy about a file with this text."""
-    program = folder / "program.py"
-    program.write_text(text, encoding="utf-8")
+def checked(folder: Path, **programs: str) -> tuple[dict[str, list[str]], str]:
+    """Return the lines of errors in each program, and all output, of one run of mypy, whose start takes longest."""
+    for name, text in programs.items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
     settings = folder / "pyproject.toml"
     settings.write_text(
         f'[tool.mypy]\nstrict = true\nmypy_path = "{ROOT / "contract"}"\n'
@@ -60,37 +52,32 @@ def checked(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
         encoding="utf-8",
     )
     command = [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir", str(folder / "cache")]
-    return subprocess.run([*command, str(program)], capture_output=True, text=True, check=False, cwd=folder)
+    files = [f"{name}.py" for name in programs]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 1, done.stdout + done.stderr
+    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
+    return {name: [line for line in errors if line.startswith(f"{name}.py:")] for name in programs}, done.stdout
 
 
 @pytest.mark.timeout(300)
-def test_a_misspelt_field_and_a_value_of_another_type_are_errors(folder: Path) -> None:
-    well = checked(_WELL, folder)
-    assert well.returncode == 0, well.stdout + well.stderr
-    assert 'note: Revealed type is "trainium_contract.job.TrainingJobStatus"' in well.stdout
-    ill = checked(_WELL.replace("waiting_since=None", "waitingsince=None").replace("=True", '="yes"'), folder)
-    assert ill.returncode == 1
-    assert 'Unexpected keyword argument "waitingsince"' in ill.stdout
-    assert 'Argument "starting" to "replaced" of "ContractModel" has incompatible type "str"; expected "bool"' in (
-        ill.stdout
-    )
-    assert "Found 2 errors" in ill.stdout
+def test_mypy_rejects_misspelt_and_internal_fields_and_wrong_types(tmp_path: Path) -> None:
+    wrong = _WELL.replace("waiting_since=None", "waitingsince=None").replace("=True", '="yes"')
+    ill = wrong + _READING + "\n".join(_REFUSED) + "\n"
+    errors, output = checked(tmp_path, well=_WELL + _READING, ill=ill)
+    assert errors["well"] == []
+    revealed = "\n".join(line for line in output.splitlines() if line.startswith("well.py:"))
+    assert 'note: Revealed type is "trainium_contract.job.TrainingJobStatus"' in revealed
+    assert "StatusReader[trainium_contract.status.ledger.SizeAccount]]" in revealed
+    assert "StatusReader[trainium_contract.status.failed_spec.FailedSpecStatus]" in revealed
+    unexpected, incompatible, *refused = errors["ill"]
+    assert 'Unexpected keyword argument "waitingsince"' in unexpected
+    wanted = 'Argument "starting" to "replaced" of "ContractModel" has incompatible type "str"; expected "bool"'
+    assert wanted in incompatible
+    first = (_WELL + _READING).count("\n") + 1
+    assert [int(line.split(":")[1]) for line in refused] == list(range(first, first + len(_REFUSED))), output
 
 
-@pytest.mark.timeout(300)
-def test_mypy_refuses_a_view_that_reads_the_memory_or_misspells_a_field(folder: Path) -> None:
-    well = checked(_READING, folder)
-    assert well.returncode == 0, well.stdout + well.stderr
-    assert "StatusReader[trainium_contract.status.ledger.SizeAccount]]" in well.stdout
-    assert "StatusReader[trainium_contract.status.failed_spec.FailedSpecStatus]" in well.stdout
-    ill = checked(_READING + "\n".join(_REFUSED) + "\n", folder)
-    assert ill.returncode == 1
-    lines = [int(line.split(":")[1]) for line in ill.stdout.splitlines() if ": error: " in line]
-    first = _READING.count("\n") + 1
-    assert lines == list(range(first, first + len(_REFUSED))), ill.stdout
-
-
-def test_a_copy_is_the_one_that_pydantic_would_make_and_leaves_the_model_as_it_was() -> None:
+def test_replaced_equals_model_copy() -> None:
     before = GoodputStatus(starting=True, lost_seconds={"Crash": 2.0})
     ours, theirs = before.replaced(wall_seconds=5.0), before.model_copy(update={"wall_seconds": 5.0})
 
@@ -104,7 +91,7 @@ def test_a_copy_is_the_one_that_pydantic_would_make_and_leaves_the_model_as_it_w
         ours.starting = False  # type: ignore[misc]
 
 
-def test_the_operator_and_the_contract_change_models_in_no_other_way() -> None:
+def test_operator_and_contract_never_call_model_copy() -> None:
     untyped = [
         str(path.relative_to(ROOT))
         for folder in ("contract", "operator")

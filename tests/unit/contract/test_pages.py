@@ -1,6 +1,4 @@
-"""Pages of jobs on both sides: the list, the style and script that a browser accepts, and a live curve."""
-
-from __future__ import annotations
+"""Pages of operator and client: the list of jobs, the content security policy, and the live curve."""
 
 import re
 
@@ -8,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testing.page.html_page import Page
-from trainium_contract.pages.html import FILE_POLICY, STYLE, digest_of
+from trainium_contract.pages.html import FILE_POLICY, STYLE, csp_digest
 from trainium_contract.pages.jobs_page import MOST_JOBS, JobRow, live_jobs_html, which_namespace_html
 from trainium_contract.pages.live import HEADERS, LIVE_SCRIPT
 from trainium_contract.pages.node_map import node_map_html
@@ -20,7 +18,7 @@ from trainium_contract.views.workers import PodRow
 HOSTILE = '"><script>alert(1)</script>'
 
 
-def test_jobs_that_have_not_ended_come_first_and_what_is_left_out_is_counted() -> None:
+def test_running_jobs_come_first_and_omitted_jobs_are_counted() -> None:
     rows = [JobRow("a", f"job-{at:04}", phase="Completed") for at in range(MOST_JOBS)]
     rows += [JobRow("z", "alive", phase="Running", step=5, total_steps=10)]
     page = Page(live_jobs_html(rows, 0.0, where="all namespaces", root="/ui"))
@@ -31,7 +29,7 @@ def test_jobs_that_have_not_ended_come_first_and_what_is_left_out_is_counted() -
     assert page.open == []
 
 
-def test_texts_of_others_are_escaped_in_the_list_and_in_the_form() -> None:
+def test_list_and_form_escape_user_text() -> None:
     row = JobRow(HOSTILE, HOSTILE, phase=HOSTILE, note=HOSTILE)
     listed = Page(live_jobs_html([row], 0.0, where=HOSTILE, root="/ui"))
     assert listed.tags.count("script") == 1
@@ -41,19 +39,19 @@ def test_texts_of_others_are_escaped_in_the_list_and_in_the_form() -> None:
     assert form.open == []
 
 
-def test_a_browser_lets_in_our_style_and_script_alone() -> None:
+def test_the_content_security_policy_allows_only_the_own_style_and_script() -> None:
     policy = HEADERS["Content-Security-Policy"]
     assert policy.startswith("default-src 'none';")
-    assert digest_of(STYLE) in policy
-    assert digest_of(LIVE_SCRIPT) in policy
-    assert f"default-src 'none'; style-src {digest_of(STYLE)}" == FILE_POLICY
+    assert csp_digest(STYLE) in policy
+    assert csp_digest(LIVE_SCRIPT) in policy
+    assert f"default-src 'none'; style-src {csp_digest(STYLE)}" == FILE_POLICY
     text = live_jobs_html([], 0.0, where="x", root="/ui")
     assert re.findall(r"<script>(.*?)</script>", text, re.DOTALL) == [LIVE_SCRIPT]
     assert " style=" not in text
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.floats(0, 10) | st.none()), max_size=300), st.integers(2, 40))
-def test_a_watched_curve_is_bounded_ascends_and_ends_with_what_was_seen_last(
+def test_a_live_curve_is_bounded_ordered_and_ends_with_the_last_step(
     seen: list[tuple[int, float | None]], most: int
 ) -> None:
     curve = LiveCurve(most)
@@ -66,7 +64,7 @@ def test_a_watched_curve_is_bounded_ascends_and_ends_with_what_was_seen_last(
     assert steps[-1:] == known[-1:]
 
 
-def an_interruption(cause: str, node: str) -> InterruptionView:
+def interruption_view(cause: str, node: str) -> InterruptionView:
     return InterruptionView(
         time="", at=None, detected_at=None, cause=cause, rung="Spare", pod="p", node=node, message="", generation=1,
         attempt=0, detected_seconds=None, recovered_seconds=1.0, step_before=None, resume_step=None, steps_lost=None,
@@ -74,10 +72,10 @@ def an_interruption(cause: str, node: str) -> InterruptionView:
     )  # fmt: skip
 
 
-def test_the_map_shows_each_node_once_with_its_workers_and_what_befell_it() -> None:
+def test_the_node_map_shows_workers_and_interruptions_of_each_node() -> None:
     pods = [PodRow("j-w-0", "Running", "node-10"), PodRow("j-w-1", "Running", "node-2"), PodRow("j-w-2", "Pending", "")]
     pods.append(PodRow("j-w-3", "Error", "node-30"))
-    befell = [an_interruption(*each) for each in (("Crash", "node-2"), ("Crash", "node-2"), ("NodeLost", "node-1"))]
+    befell = [interruption_view(*each) for each in (("Crash", "node-2"), ("Crash", "node-2"), ("NodeLost", "node-1"))]
     page = node_map_html(pods, befell, {"j-w-0": "0 to 3"}, 10)
 
     titles = re.findall(r'class="c(\d+)"><title>(.*?)</title>', page)
@@ -92,7 +90,7 @@ def test_the_map_shows_each_node_once_with_its_workers_and_what_befell_it() -> N
     assert node_map_html([], [], {}, 10) == ""
 
 
-def test_names_of_nodes_are_text_on_the_map() -> None:
-    page = Page(node_map_html([PodRow(HOSTILE, HOSTILE, HOSTILE)], [an_interruption(HOSTILE, HOSTILE)], {}, 9))
+def test_the_node_map_escapes_names() -> None:
+    page = Page(node_map_html([PodRow(HOSTILE, HOSTILE, HOSTILE)], [interruption_view(HOSTILE, HOSTILE)], {}, 9))
     assert "script" not in page.tags
     assert page.open == []

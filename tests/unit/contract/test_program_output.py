@@ -1,6 +1,4 @@
-"""Which lines of a program's output are shown to people who ask why it ended."""
-
-from __future__ import annotations
+"""Lines of output that explain the exit of a program."""
 
 import pytest
 
@@ -24,7 +22,7 @@ ADVICE = "Correct the configuration, the data or the image and run the job again
         "*** End stack trace ***",
     ],
 )
-def test_a_frame_of_cpp_shows_no_reason(line: str) -> None:
+def test_native_frames_do_not_explain_an_exit(line: str) -> None:
     assert is_native_frame(line)
     assert not explains_exit(line)
 
@@ -59,7 +57,7 @@ def test_what_went_well_shows_no_reason_but_is_no_frame(line: str) -> None:
     assert not is_native_frame(line)
 
 
-def test_of_a_sentence_first_and_last_words_stay_and_what_is_left_out_is_marked_once() -> None:
+def test_noise_within_a_message_is_replaced_by_one_ellipsis() -> None:
     reported = (
         f"Rank 3 ended: ValueError: no such column | {TORCH} | {TORCH} | File train.py | step 7/9: loss 2.1. {ADVICE}"
     )

@@ -1,7 +1,5 @@
 """`spec.program`: what a program states, and the sentences for values that cannot be right."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from trainium_contract.spec.program import ProgramCheckpoints, ProgramSpec
 SMALLEST = {"image": "team/torchtitan:5", "command": ["python", "-m", "torchtitan.train"]}
 
 
-def test_a_program_survives_its_way_through_the_environment() -> None:
+def test_a_program_spec_round_trips_through_json() -> None:
     given = {
         **SMALLEST,
         "args": ["--job.config_file", "/cfg/llama3_8b.toml"],
@@ -46,7 +44,7 @@ def test_the_path_of_a_complete_checkpoint_names_its_step(committed: str, path: 
 @pytest.mark.parametrize(
     "path", ["step-12/Xmetadata", "step-/.metadata", "a/step-12/.metadata", "step-12/.metadata.tmp"]
 )
-def test_another_path_is_no_checkpoint(path: str) -> None:
+def test_a_path_that_does_not_match_is_no_checkpoint(path: str) -> None:
     checkpoints = ProgramCheckpoints(path="/c", committed="step-{step}/.metadata")
     assert checkpoints.committed_pattern().fullmatch(path) is None
 
@@ -66,7 +64,7 @@ def test_another_path_is_no_checkpoint(path: str) -> None:
         ({"workingDirectory": "src"}, "write an absolute path"),
     ],
 )
-def test_a_value_that_cannot_be_right_is_refused_with_a_sentence(change: dict[str, Any], sentence: str) -> None:
+def test_an_invalid_value_is_refused_with_a_sentence(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError) as refused:
         ProgramSpec.model_validate(SMALLEST | change)
     assert sentence in str(refused.value)

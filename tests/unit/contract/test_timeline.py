@@ -1,6 +1,4 @@
-"""Timeline of workers: what is known of each worker's past, what is not, and how it is drawn."""
-
-from __future__ import annotations
+"""Timelines of workers: their states, unknown periods, and the drawing."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.testing.api.recorded_jobs import NOW, recorded
+from tests.testing.api.recorded_jobs import NOW, recorded_object
 from tests.testing.page.html_page import Page
 from trainium_contract.pages.job_page import JobReport, live_job_html, report_html
 from trainium_contract.pages.svg import time_marks, timeline
-from trainium_contract.views.interruptions import InterruptionView, interruptions
+from trainium_contract.views.interruptions import InterruptionView, read_interruptions
 from trainium_contract.views.job import build_job_view
 from trainium_contract.views.status_reader import public_status
-from trainium_contract.views.timeline import FEW_ROWS, MOST_ROWS, Timeline, WorkerState, timeline_of
-from trainium_contract.views.workers import MemberRow, Members, PodRow, pod_rows, workers_view
+from trainium_contract.views.timeline import FEW_ROWS, MOST_ROWS, Timeline, WorkerState, build_timeline
+from trainium_contract.views.workers import MemberRow, Members, PodRow, count_workers, parse_pod_table
 
 BEGIN, END = 1_000.0, 11_000.0
-ENTRY = interruptions(public_status(recorded("job")))[0]
+ENTRY = read_interruptions(public_status(recorded_object("job")))[0]
 
 
 def entry(
@@ -39,7 +37,7 @@ def pod(name: str, state: str = "Running", created: float | None = BEGIN) -> Pod
 
 def shown(entries: Any, pods: Any, who: Members | None, **changes: Any) -> Timeline:
     ranks = {} if who is None else {row.pod: str(row.rank) for row in who.rows}
-    return timeline_of(entries, pods, who, ranks, begin=BEGIN, end=END, **changes)
+    return build_timeline(entries, pods, who, ranks, begin=BEGIN, end=END, **changes)
 
 
 def times(found: Timeline, name: str) -> list[tuple[WorkerState, float, float]]:
@@ -47,19 +45,19 @@ def times(found: Timeline, name: str) -> list[tuple[WorkerState, float, float]]:
     return [(each.state, each.since, each.until) for each in row.segments]
 
 
-def test_who_trains_undisturbed_trained_since_the_first_step() -> None:
+def test_an_uninterrupted_worker_trains_since_the_first_step() -> None:
     found = shown([], [pod("w-0")], members("w-0"), first_step=1_500.0)
-    assert times(found, "w-0") == [(WorkerState.HERE, BEGIN, 1_500.0), (WorkerState.TRAINED, 1_500.0, END)]
+    assert times(found, "w-0") == [(WorkerState.UNKNOWN, BEGIN, 1_500.0), (WorkerState.TRAINED, 1_500.0, END)]
 
 
-def test_a_lost_worker_was_a_member_until_then_and_the_spare_that_took_over_is_known_since() -> None:
+def test_a_lost_worker_is_a_member_until_its_replacement_by_a_spare() -> None:
     found = shown([entry(5_000.0, "w-1")], [pod("w-0"), pod("w-2")], members("w-0", "w-2", generation=2))
-    assert times(found, "w-1") == [(WorkerState.MEMBER, BEGIN, 5_000.0), (WorkerState.LOST, 5_000.0, 5_060.0)]
-    assert times(found, "w-2") == [(WorkerState.HERE, BEGIN, 5_060.0), (WorkerState.TRAINED, 5_060.0, END)]
+    assert times(found, "w-1") == [(WorkerState.MEMBER, BEGIN, 5_000.0), (WorkerState.FAILED, 5_000.0, 5_060.0)]
+    assert times(found, "w-2") == [(WorkerState.UNKNOWN, BEGIN, 5_060.0), (WorkerState.TRAINED, 5_060.0, END)]
     assert found.rows[0].name == "w-1", "whom the history names comes first"
 
 
-def test_a_lost_worker_whose_rank_was_written_down_trained_with_it() -> None:
+def test_a_lost_worker_with_a_recorded_rank_trained_until_its_loss() -> None:
     who = replace(members("w-0", "w-2", generation=2), processes_per_node=4)
     found = shown([replace(entry(5_000.0, "w-1"), rank=4)], [pod("w-0"), pod("w-2")], who)
     assert times(found, "w-1")[0] == (WorkerState.TRAINED, BEGIN, 5_000.0)
@@ -67,38 +65,38 @@ def test_a_lost_worker_whose_rank_was_written_down_trained_with_it() -> None:
     assert row.segments[0].text == "w-1: ranks 4-7 of generation 1"
 
 
-def test_a_restart_in_place_is_a_short_stop_of_one_that_trains() -> None:
+def test_a_restart_in_place_is_a_gap_in_training() -> None:
     found = shown([entry(5_000.0, "w-0", "InPlace")], [pod("w-0")], members("w-0"))
-    assert [each[0] for each in times(found, "w-0")] == [WorkerState.TRAINED, WorkerState.LOST, WorkerState.TRAINED]
+    assert [each[0] for each in times(found, "w-0")] == [WorkerState.TRAINED, WorkerState.FAILED, WorkerState.TRAINED]
 
 
-def test_a_pod_that_is_no_member_is_a_spare_and_one_that_waits_waits() -> None:
+def test_pods_outside_the_membership_are_spares_or_pending() -> None:
     found = shown([], [pod("w-0"), pod("w-1"), pod("w-2", "Pending", 9_000.0)], members("w-0"))
     assert times(found, "w-1") == [(WorkerState.SPARE, BEGIN, END)]
-    assert times(found, "w-2") == [(WorkerState.WAITED, 9_000.0, END)]
+    assert times(found, "w-2") == [(WorkerState.PENDING, 9_000.0, END)]
 
 
-def test_a_pod_that_is_not_well_comes_first() -> None:
+def test_a_failing_pod_comes_first() -> None:
     found = shown([entry(5_000.0, "w-1")], [pod("w-0"), pod("w-3", "CrashLoopBackOff")], members("w-0", generation=2))
     assert [row.name for row in found.rows] == ["w-3", "w-1", "w-0"]
-    assert times(found, "w-3")[-1][0] is WorkerState.LOST
+    assert times(found, "w-3")[-1][0] is WorkerState.FAILED
 
 
-def test_members_of_a_job_that_has_ended_trained_until_then_and_those_of_a_suspended_one_are_deleted() -> None:
-    assert times(shown([], [], members("w-0"), over=True), "w-0") == [(WorkerState.TRAINED, BEGIN, END)]
+def test_members_of_an_ended_job_trained_until_its_end() -> None:
+    assert times(shown([], [], members("w-0"), job_ended=True), "w-0") == [(WorkerState.TRAINED, BEGIN, END)]
     assert shown([], [], members("w-0")).rows == ()
 
 
-def test_a_member_that_is_not_well_trained_before() -> None:
+def test_a_failing_member_trained_before() -> None:
     found = shown([], [pod("w-0", "Error")], members("w-0"))
-    assert [each[0] for each in times(found, "w-0")] == [WorkerState.TRAINED, WorkerState.LOST]
+    assert [each[0] for each in times(found, "w-0")] == [WorkerState.TRAINED, WorkerState.FAILED]
 
 
-def test_without_a_membership_nobody_is_called_a_spare() -> None:
-    assert times(shown([], [pod("w-0")], None), "w-0") == [(WorkerState.HERE, BEGIN, END)]
+def test_without_a_membership_no_pod_is_a_spare() -> None:
+    assert times(shown([], [pod("w-0")], None), "w-0") == [(WorkerState.UNKNOWN, BEGIN, END)]
 
 
-def test_of_a_thousand_workers_those_with_something_to_report_are_shown() -> None:
+def test_only_interrupted_workers_of_a_large_job_are_shown() -> None:
     names = [f"w-{at}" for at in range(1_000)]
     pods = [pod(name) for name in names]
     found = shown([entry(2_000.0 + at, f"w-{at}", "InPlace") for at in range(30)], pods, members(*names))
@@ -121,11 +119,11 @@ def test_of_a_thousand_workers_those_with_something_to_report_are_shown() -> Non
     st.none() | st.integers(0, 5),
     st.booleans(),
 )  # fmt: skip
-def test_times_of_a_worker_ascend_lie_within_the_picture_and_never_overlap(
+def test_segments_of_a_worker_are_ordered_bounded_and_disjoint(
     reported: list[Any], pods: list[Any], generation: int | None, over: bool
 ) -> None:
     who = None if generation is None else members("a", "d", generation=generation)
-    found = shown([entry(*each) for each in reported], [pod(*each) for each in pods], who, over=over)
+    found = shown([entry(*each) for each in reported], [pod(*each) for each in pods], who, job_ended=over)
     for row in found.rows:
         at = BEGIN
         for each in row.segments:
@@ -133,17 +131,17 @@ def test_times_of_a_worker_ascend_lie_within_the_picture_and_never_overlap(
             at = each.until
 
 
-def test_a_table_of_kubectl_shows_since_when_a_pod_exists() -> None:
-    found = {row.name: row.created for row in pod_rows(recorded("pods"), NOW)}
+def test_creation_times_are_read_from_tables() -> None:
+    found = {row.name: row.created for row in parse_pod_table(recorded_object("pods"), NOW)}
     assert found == {"llama-w-0": NOW - 214, "llama-w-2": NOW - 214, "llama-w-3": NOW - 97}
-    assert {row.created for row in pod_rows(recorded("pods"))} == {None}
+    assert {row.created for row in parse_pod_table(recorded_object("pods"))} == {None}
 
 
 def test_a_page_shows_each_workers_states_and_what_is_not_recorded() -> None:
-    job, pods = recorded("job"), pod_rows(recorded("pods"), NOW)
+    job, pods = recorded_object("job"), parse_pod_table(recorded_object("pods"), NOW)
     who = Members(2, 1, (MemberRow(0, "llama-w-0", "node-2"), MemberRow(1, "llama-w-2", "node-1")))
-    view = build_job_view(job, now=NOW, workers=workers_view(pods, who))
-    report = JobReport(view, interruptions(public_status(job)), who, None, (), (), pods)
+    view = build_job_view(job, now=NOW, workers=count_workers(pods, who))
+    report = JobReport(view, read_interruptions(public_status(job)), who, None, (), (), pods)
     page = Page(report_html(report, NOW))
     assert page.open == []
     for words in ("Who was what when", "llama-w-1: member of generation 1", "llama-w-2 on node-1: ranks 1",
@@ -163,20 +161,20 @@ def test_a_page_shows_each_workers_states_and_what_is_not_recorded() -> None:
         (0.0, 4_000 * 86_400.0, ["Jan 1"]),
     ],
 )
-def test_an_axis_has_round_times_and_names_a_day_where_it_begins(begin: float, length: float, words: list[str]) -> None:
+def test_an_axis_has_round_times_and_names_each_new_day(begin: float, length: float, words: list[str]) -> None:
     marks = time_marks(begin, begin + length)
     assert [reported for _, reported in marks][: len(words)] == words
     assert 2 <= len(marks) <= 9
 
 
-@given(st.floats(0, 2e9), st.floats(0.5, 1e9))
-def test_marks_of_time_lie_within_and_ascend(begin: float, length: float) -> None:
+@given(st.floats(0, 2e9, allow_subnormal=False), st.floats(0.5, 1e9))
+def test_time_marks_are_ordered_and_in_range(begin: float, length: float) -> None:
     places = [at for at, _ in time_marks(begin, begin + length)]
     assert places == sorted(set(places))
     assert all(begin <= at <= begin + length for at in places)
     assert len(places) <= 9
 
 
-def test_a_picture_of_no_time_or_of_nobody_is_none() -> None:
+def test_an_empty_timeline_is_no_picture() -> None:
     assert timeline(5.0, 5.0, [("row", [(5.0, 5.0, 1, "x")])], "x") == ""
     assert timeline(0.0, 5.0, [], "x") == ""

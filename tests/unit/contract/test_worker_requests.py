@@ -1,7 +1,5 @@
 """Requests of a worker pod, and refusals of what an instance type cannot hold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ from hypothesis import strategies as st
 
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.models.families import PRESETS
-from trainium_contract.requirements.worker_requests import WorkerRequests, explain_misfit, worker_requests
+from trainium_contract.requirements.worker_requests import WorkerRequests, compute_worker_requests, explain_misfit
 from trainium_contract.sizes import SizeRule
 from trainium_contract.trainer.model import ModelConfig, ModelPreset
 
@@ -24,7 +22,7 @@ def spec(accelerator: dict[str, Any] | None = None, *, replicas: int = 4, tensor
 
 
 def asked(job: TrainingJobSpec) -> WorkerRequests:
-    return worker_requests(job.training_config(), job.workers.accelerator, job.batch_shape())
+    return compute_worker_requests(job.training_config(), job.workers.accelerator, job.batch_shape())
 
 
 def refusal(job: TrainingJobSpec, nodes: int = 4) -> str:
@@ -34,15 +32,15 @@ def refusal(job: TrainingJobSpec, nodes: int = 4) -> str:
 HLAT = {"model": {"preset": "Llama2-7B"}, "precision": "BFloat16"}
 
 
-def test_a_worker_of_a_known_instance_type_asks_for_its_processes_snapshots_and_saves() -> None:
-    found = asked(spec(tensor=32, **HLAT))
-    assert 100 * GIB < found.memory <= 0.85 * 512 * GIB
-    assert found.milli_cpu == 33_000
-    assert found.shared_memory == 256 * GIB
+def test_a_worker_of_a_known_instance_type_requests_memory_cpu_and_shared_memory() -> None:
+    requests = asked(spec(tensor=32, **HLAT))
+    assert 100 * GIB < requests.memory <= 0.85 * 512 * GIB
+    assert requests.milli_cpu == 33_000
+    assert requests.shared_memory == 256 * GIB
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 128])
-def test_what_is_asked_for_does_not_change_with_the_number_of_workers(replicas: int) -> None:
+def test_requests_do_not_depend_on_the_number_of_workers(replicas: int) -> None:
     """A pod stays when the job grows or shrinks; another request would make it outdated."""
     assert asked(spec(tensor=32, replicas=replicas, **HLAT)) == asked(spec(tensor=32, replicas=2, **HLAT))
 
@@ -53,7 +51,7 @@ def test_what_is_asked_for_does_not_change_with_the_number_of_workers(replicas: 
     kind=st.sampled_from(["trn1.2xlarge", "trn1.32xlarge", "trn1n.32xlarge", "trn2.48xlarge"]),
     mode=st.sampled_from(["Replicated", "ShardedOptimizer", "FullySharded"]),
 )
-def test_requests_always_leave_space_on_the_node(preset: ModelPreset, tensor: int, kind: str, mode: str) -> None:
+def test_requests_leave_capacity_on_the_node(preset: ModelPreset, tensor: int, kind: str, mode: str) -> None:
     job = spec({"instanceType": kind}, tensor=tensor, model={"preset": preset}, dataParallel=mode)
     instance, found = job.workers.accelerator.instance(), asked(job)
     assert instance is not None
@@ -62,15 +60,15 @@ def test_requests_always_leave_space_on_the_node(preset: ModelPreset, tensor: in
     assert found.milli_cpu == 1000 * (instance.cores + 1) <= 850 * instance.vcpus
 
 
-def test_a_worker_with_some_of_the_devices_asks_for_its_share() -> None:
+def test_a_worker_with_some_devices_requests_its_share() -> None:
     part = {"instanceType": "trn1.32xlarge", "resources": {"aws.amazon.com/neuron": "4"}, "coresPerNode": 8}
-    found = asked(spec(part, tensor=8, **HLAT))
-    assert found.memory <= 0.85 * 128 * GIB
-    assert found.shared_memory == 64 * GIB
+    requests = asked(spec(part, tensor=8, **HLAT))
+    assert requests.memory <= 0.85 * 128 * GIB
+    assert requests.shared_memory == 64 * GIB
 
 
 @pytest.mark.parametrize(("kind", "processes"), [("trn1.2xlarge", 8), ("trn1.32xlarge", 128)])
-def test_more_processes_than_the_node_has_processors_still_get_a_node(kind: str, processes: int) -> None:
+def test_cpu_requests_never_exceed_the_node(kind: str, processes: int) -> None:
     job = spec({"instanceType": kind, "coresPerNode": processes})
     instance = job.workers.accelerator.instance()
     assert instance is not None
@@ -87,7 +85,7 @@ def test_a_physical_core_has_half_the_memory_of_the_two_that_are_joined() -> Non
     assert refusal(spec(kind(1, 128), tensor=16, **HLAT)) == ""
 
 
-def test_without_snapshots_less_is_asked_for() -> None:
+def test_without_snapshots_less_memory_is_requested() -> None:
     whole = spec(tensor=8, model={"preset": "Llama3.2-1B"}, dataParallel="FullySharded")
     fewer = whole.model_copy(
         update={
@@ -97,20 +95,20 @@ def test_without_snapshots_less_is_asked_for() -> None:
     assert asked(fewer).memory < asked(whole).memory
 
 
-def test_a_worker_on_a_node_of_no_known_type_asks_for_little_and_its_shared_memory_is_bounded() -> None:
-    found = asked(spec({"device": "cpu", "coresPerNode": 4}))
-    assert (found.memory, found.milli_cpu) == (GIB, 400)
-    assert found.shared_memory is not None
-    assert GIB < found.shared_memory < 2 * GIB, "a tiny model's snapshots, and what loaders share"
+def test_a_worker_of_an_unknown_instance_type_requests_little() -> None:
+    requests = asked(spec({"device": "cpu", "coresPerNode": 4}))
+    assert (requests.memory, requests.milli_cpu) == (GIB, 400)
+    assert requests.shared_memory is not None
+    assert GIB < requests.shared_memory < 2 * GIB, "a tiny model's snapshots, and what loaders share"
 
 
-def test_where_only_a_file_knows_the_model_nothing_is_guessed_of_it() -> None:
-    found = asked(spec({"device": "cpu"}, model={"path": "/models/mine"}))
-    assert found.shared_memory is None
+def test_a_model_in_a_file_gets_no_estimate() -> None:
+    requests = asked(spec({"device": "cpu"}, model={"path": "/models/mine"}))
+    assert requests.shared_memory is None
     assert asked(spec(model={"path": "/models/mine"})).memory == 32 * GIB, "the processes themselves"
 
 
-def test_a_larger_model_asks_for_more() -> None:
+def test_a_larger_model_requests_more_memory() -> None:
     sizes = [
         asked(spec(tensor=32, model={"preset": each})).memory for each in ("Llama3.2-1B", "Llama2-7B", "Llama2-13B")
     ]
@@ -118,7 +116,7 @@ def test_a_larger_model_asks_for_more() -> None:
     assert len({*sizes}) == 3
 
 
-def test_weights_that_fit_no_core_are_refused_with_what_to_do() -> None:
+def test_weights_that_do_not_fit_a_core_are_refused_with_advice() -> None:
     reported = refusal(spec(tensor=1, **HLAT))
     assert reported.startswith("A core of trn1.32xlarge has 16.0 GiB, but on 4 nodes a process needs ")
     assert "raise parallelism.tensor" in reported
@@ -133,13 +131,13 @@ def test_weights_that_fit_no_core_are_refused_with_what_to_do() -> None:
         spec(model={"path": "/models/mine"}),
         spec(tuning={"method": "LoRA"}, **HLAT),
     ],
-    ids=["CPU", "type that nobody knows", "model in a file", "adapter"],
+    ids=["CPU", "unknown type", "model in a file", "adapter"],
 )
-def test_what_cannot_be_known_is_not_refused(job: TrainingJobSpec) -> None:
+def test_unknown_memory_is_never_a_refusal(job: TrainingJobSpec) -> None:
     assert refusal(job) == ""
 
 
-def test_a_size_that_is_not_legal_is_not_refused_for_its_memory() -> None:
+def test_an_illegal_size_is_not_refused_for_its_memory() -> None:
     assert refusal(spec(tensor=32, **HLAT), nodes=0) == ""
 
 
@@ -153,7 +151,7 @@ def test_a_size_that_is_not_legal_is_not_refused_for_its_memory() -> None:
     batch=st.sampled_from([96, 256, 1000]),
     even=st.booleans(),
 )
-def test_the_least_size_is_the_smallest_that_is_asked_for_and_fits(
+def test_the_least_size_is_the_smallest_requested_one_that_fits(
     preset: str, tensor: int, kind: str, mode: str, smallest: int, largest: int, batch: int, even: bool
 ) -> None:
     trainer = {"model": {"preset": preset}, "dataParallel": mode, "batch": {"globalSize": batch}, "backend": "Native"}
@@ -169,15 +167,15 @@ def test_the_least_size_is_the_smallest_that_is_asked_for_and_fits(
     assert fitting == [] or fitting == list(job.batch_shape().legal_sizes(fitting[0], largest)), "more nodes hold less"
 
 
-def test_a_type_of_which_only_the_devices_are_known_asks_for_little_and_refuses_what_fits_no_core() -> None:
-    found = asked(spec({"instanceType": "trn2.3xlarge"}, model={"preset": "Llama3.2-1B"}))
-    assert (found.memory, found.milli_cpu) == (GIB, 400)
+def test_an_instance_type_with_known_devices_alone_refuses_models_that_do_not_fit() -> None:
+    requests = asked(spec({"instanceType": "trn2.3xlarge"}, model={"preset": "Llama3.2-1B"}))
+    assert (requests.memory, requests.milli_cpu) == (GIB, 400)
     job = spec({"instanceType": "trn2.3xlarge"}, tensor=1, **HLAT)
     assert refusal(job).startswith("A core of trn2.3xlarge has 24.0 GiB, but on 4 nodes a process needs ")
     assert (job.batch_shape().cores_per_node, job.workers.accelerator.claimed_devices()) == (4, 0)
 
 
-def test_numbers_of_the_spec_go_before_those_of_the_preset() -> None:
+def test_sizes_in_the_spec_override_the_preset() -> None:
     found = ModelConfig.model_validate({"preset": "Llama2-7B", "hiddenSize": 2048, "numLayers": 2}).known_shape()
     assert found is not None
     assert (found.hidden_size, found.num_layers, found.head_dim, found.intermediate_size) == (2048, 2, 64, 11_008)

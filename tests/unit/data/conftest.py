@@ -1,16 +1,11 @@
 """The processes of all pools are forked; a test of the clean start asks for it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
 from tests.testing.trainer.forked_workers import CLEAN_START, forked_workers
 from trainium_trainer.data.workers import pool
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,5 +16,5 @@ def _forked() -> Iterator[None]:
 
 @pytest.fixture
 def clean_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes start as a user's do."""
+    """Start processes as a user does."""
     monkeypatch.setattr(pool, "start_process", CLEAN_START)

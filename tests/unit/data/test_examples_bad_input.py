@@ -1,29 +1,27 @@
 """Unusable data is refused in one sentence with the value, its place and the remedy."""
 
-from __future__ import annotations
-
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.testing.trainer.example_files import config, opened, records, write_records, write_tokenizer
+from tests.testing.trainer.example_files import make_config, make_records, open_encoded, write_records, write_tokenizer
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.exits import UserError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GOOD = {"instruction": "do", "context": "", "response": "done", "category": "open_qa"}
 CLASS = {"format": "Classification"}
 
 
 def refusal(tmp_path: Path, rows: Any, **settings: Any) -> str:
-    """Return what records, or a source of them, are refused with."""
+    """Return what records, or a source of them, are refused with; a tokenizer that it writes has no chat template."""
+    if not (tmp_path / "tokenizer").exists():
+        write_tokenizer(tmp_path / "tokenizer", chat=None)
     source = write_records(tmp_path / "d.jsonl", rows) if isinstance(rows, list) else rows
     with pytest.raises(UserError) as refused:
-        opened(config(tmp_path, source, **settings))
+        open_encoded(make_config(tmp_path, source, **settings))
     assert refused.value.code is ExitCode.USER_ERROR
     return str(refused.value)
 
@@ -44,11 +42,12 @@ def chat(*contents: tuple[str, str]) -> dict[str, Any]:
 def test_a_record_that_cannot_be_used_is_named_by_its_line(
     tmp_path: Path, row: Any, settings: dict[str, Any], sentence: str
 ) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps(GOOD) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(UserError, match=f"d.jsonl {sentence}.*more such records than data.maxBadLines 0 lets pass"):
-        opened(config(tmp_path, path, max_bad_lines=0, **settings))
-    data = opened(config(tmp_path, path, max_bad_lines=1, **settings))
+        open_encoded(make_config(tmp_path, path, max_bad_lines=0, **settings))
+    data = open_encoded(make_config(tmp_path, path, max_bad_lines=1, **settings))
     assert (data.report.examples, data.report.skipped) == (1, 1)
 
 
@@ -67,11 +66,11 @@ def test_a_template_with_an_unknown_field_names_the_nearest_one(tmp_path: Path) 
         ("{}", "{} is no plain field"),
     ],
 )
-def test_a_template_that_is_none_is_refused(tmp_path: Path, prompt: str, sentence: str) -> None:
+def test_an_invalid_template_is_refused(tmp_path: Path, prompt: str, sentence: str) -> None:
     assert sentence in refusal(tmp_path, [GOOD], examples={"template": {"prompt": prompt}})
 
 
-def test_a_template_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_template_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "template.json").write_text('{"prompt": "{instruction}"}')
     message = refusal(tmp_path, [GOOD])
     assert "template.json: is no template: write an object with the texts `prompt` and" in message
@@ -108,13 +107,12 @@ def test_a_function_that_fails_is_named_with_file_and_line(tmp_path: Path, code:
 
 
 @pytest.mark.parametrize("place", ["/nowhere/mine.py:f", "no.such.module:f"])
-def test_a_function_that_is_not_there_is_refused(tmp_path: Path, place: str) -> None:
+def test_a_missing_function_is_refused(tmp_path: Path, place: str) -> None:
     message = refusal(tmp_path, [GOOD], format="Function", examples={"function": place})
     assert re.search(rf"data.examples.function {place}: there is no (such file|module)", message)
 
 
 def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer", chat=None)
     message = refusal(tmp_path, [chat(("user", "a"), ("assistant", "b"))], format="Chat")
     assert re.search(r"needs a chat template, but beside .*tokenizer.json is none: give data.exam", message)
 
@@ -147,13 +145,12 @@ def test_a_chat_template_that_does_not_work_or_wants_out_of_its_sandbox_is_refus
     tmp_path: Path, template: str, sentence: str
 ) -> None:
     (tmp_path / "chat.jinja").write_text(template)
-    write_tokenizer(tmp_path / "tokenizer")
     given = {"chat": {"template": str(tmp_path / "chat.jinja")}}
     assert sentence in refusal(tmp_path, [chat(("user", "a"), ("assistant", "b"))], format="Chat", examples=given)
 
 
 def test_examples_that_are_all_too_long_are_refused(tmp_path: Path) -> None:
-    message = refusal(tmp_path, records(5), sequence_length=8)
+    message = refusal(tmp_path, make_records(5), sequence_length=8)
     assert "all of its 5 examples are longer than data.sequenceLength 8 (the shortest " in message
 
 
@@ -166,7 +163,7 @@ def test_examples_that_are_all_too_long_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_filter_that_leaves_nothing_is_refused(tmp_path: Path, where: dict[str, str], sentence: str) -> None:
-    assert sentence in refusal(tmp_path, records(6), examples={"where": where})
+    assert sentence in refusal(tmp_path, make_records(6), examples={"where": where})
 
 
 def test_a_tokenizer_whose_files_do_not_belong_together_is_refused(tmp_path: Path) -> None:
@@ -183,23 +180,20 @@ def test_a_tokenizer_whose_files_do_not_belong_together_is_refused(tmp_path: Pat
     ],
 )
 def test_files_without_records_are_refused(tmp_path: Path, name: str, content: str, sentence: str) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / name).write_text(content)
     assert re.search(sentence, refusal(tmp_path, tmp_path / name))
 
 
-def test_what_is_no_record_or_cannot_wait_is_refused(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
+def test_sources_and_settings_that_examples_do_not_support_are_refused(tmp_path: Path) -> None:
     assert "data.source python-docs: is running text" in refusal(tmp_path, "python-docs")
-    online = refusal(tmp_path, records(9), tokenization="Online")
+    online = refusal(tmp_path, make_records(9), tokenization="Online")
     assert "data.tokenization is Online, but data.format Instruction is always encoded" in online
-    none = refusal(tmp_path, records(9), validation={"fraction": 0.0001})
+    none = refusal(tmp_path, make_records(9), validation={"fraction": 0.0001})
     assert "d.jsonl has no example to hold back: raise data.validation.fraction" in none
-    everything = refusal(tmp_path, records(9), validation={"fraction": 0.9999})
+    everything = refusal(tmp_path, make_records(9), validation={"fraction": 0.9999})
     assert "all of its examples are held back: lower data.validation.fraction" in everything
 
 
 def test_nothing_is_left_in_the_cache_of_what_was_refused(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
     assert "the answer is empty" in refusal(tmp_path, [GOOD | {"response": ""}])
     assert not list((tmp_path / "cache").glob("examples-*"))

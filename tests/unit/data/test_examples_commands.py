@@ -1,26 +1,23 @@
 """The commands that show and prepare examples."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from tests.testing.trainer.example_files import records, write_records, write_tokenizer
+from tests.testing.trainer.example_files import make_records, write_records, write_tokenizer
+from tests.testing.trainer.fork_server import run_python
 from trainium_trainer.cli import run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def write_run(tmp_path: Path, **data: Any) -> Path:
     write_tokenizer(tmp_path / "tokenizer")
     fields = {
-        "source": str(write_records(tmp_path / "d.jsonl", records(120))),
+        "source": str(write_records(tmp_path / "d.jsonl", make_records(120))),
         "format": "Instruction",
         "sequenceLength": 96,
         "cacheDirectory": str(tmp_path / "cache"),
@@ -76,7 +73,6 @@ def test_show_data_shows_packed_examples_one_by_one_and_what_fills_up_an_epoch(
     assert run([*given, "--samples", "1"]) == 0
     shown = capsys.readouterr().out
     several = re.search(r"sample 0: (\d+) examples, (\d+) of 500 positions used", shown)
-    assert several is not None
     assert int(several[1]) > 5
     assert shown.count("which does not see the one before") == int(several[1]) - 1
     assert shown.count("<|begin|>") == int(several[1])
@@ -99,23 +95,23 @@ def test_show_data_shows_running_text_too(
     shown = capsys.readouterr().out
     assert shown.count("16 of 16 positions used" if tokenization == "Ahead" else "of 16 positions used") == 2
     assert "⟦" in shown
-    assert ("tokenised ahead" if tokenization == "Ahead" else "tokenised while training") in shown
+    assert ("tokenized ahead" if tokenization == "Ahead" else "tokenized while training") in shown
 
 
 def test_prepare_data_makes_all_of_it_before_the_run(tmp_path: Path) -> None:
     file = write_run(tmp_path, examples={"packing": True})
-    command = [sys.executable, "-m", "trainium_trainer", "prepare-data", "--config", str(file)]
-    made = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = ["-m", "trainium_trainer", "prepare-data", "--config", str(file)]
+    made = run_python(*command)
     assert re.fullmatch(
         rf"{tmp_path}/cache: 120 examples of 120 records, \d+ sequences with 9\d\.\d% of their positions used, "
         r"[\d,]+ tokens/s\n",
         made.stdout,
     )
     assert "120 examples, " in made.stderr, "the bar's end"
-    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    again = run_python(*command)
     assert again.stdout.endswith("positions used, all of it was there\n")
     code = "import sys; from trainium_trainer.cli import run; run(sys.argv[1:]); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code, *command[3:]], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code, *command[2:]], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +131,7 @@ def test_prepare_data_wants_one_of_its_two_forms(
 def test_prepare_data_reports_an_absence_of_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_run(tmp_path, format="Text", textField="response", sequenceLength=16, tokenization="Online")
     assert run(["prepare-data", "--config", str(file), "--set", "data.tokenizer={vocabSize: 300}"]) == 64
-    assert "tokenised while training, so nothing is prepared: set it to Ahead" in capsys.readouterr().err
+    assert "tokenized while training, so nothing is prepared: set it to Ahead" in capsys.readouterr().err
 
 
 def test_show_data_shows_both_answers_of_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

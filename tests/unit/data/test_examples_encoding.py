@@ -1,8 +1,7 @@
 """Tokens of examples, beside what transformers makes of the same texts and messages."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -12,23 +11,18 @@ from tests.testing.trainer.example_files import (
     CHAT,
     CHATML,
     EOS,
-    config,
-    opened,
-    texts,
-    write_records,
+    decode,
+    encode,
     write_tokenizer,
 )
 from trainium_trainer.data.tokens.tokenizer import count_entries, load_tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GENERATION = CHAT.replace("message['content'] | trim + '<|eot|>' }}", "'' }}").replace(
     "{% endfor %}{% if",
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim + '<|eot|>' }}"
     "{% endgeneration %}{% else %}{{ message['content'] | trim + '<|eot|>' }}{% endif %}{% endfor %}{% if",
 )
-TALK = [
+MESSAGES = [
     {"role": "system", "content": "be kind"},
     {"role": "user", "content": " what is a token? "},
     {"role": "assistant", "content": "a shard of text"},
@@ -38,44 +32,37 @@ TALK = [
 
 
 def ids_of(data: Any) -> tuple[list[int], list[bool]]:
-    ids, trained = data.sources[0].stored.example(0)
-    return ids.tolist(), trained.tolist()
+    ids, loss_mask = data.sources[0].stored.example(0)
+    return ids.tolist(), loss_mask.tolist()
 
 
 def test_a_pair_has_the_tokens_that_transformers_gives_its_text(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer")
     theirs = PreTrainedTokenizerFast.from_pretrained(file.parent)
     row = {"instruction": "say rank", "context": "", "response": "rank of a mesh"}
-    ids, trained = ids_of(opened(config(tmp_path, write_records(tmp_path / "d.jsonl", [row]))))
+    ids, loss_mask = ids_of(encode(tmp_path, [row]))
     prompt = "### Instruction\nsay rank\n\n### Answer\n"
     assert ids == [*theirs(prompt + "rank of a mesh")["input_ids"], theirs.eos_token_id]
     begin = theirs(prompt)["input_ids"]
     assert ids[: len(begin)] == begin
-    assert trained == [False] * len(begin) + [True] * (len(ids) - len(begin))
+    assert loss_mask == [False] * len(begin) + [True] * (len(ids) - len(begin))
 
 
 @pytest.mark.parametrize("bos", [True, False])
-def test_a_beginning_and_an_end_that_a_template_writes_are_not_doubled(tmp_path: Path, bos: bool) -> None:
+def test_bos_and_eos_that_a_template_writes_are_not_doubled(tmp_path: Path, bos: bool) -> None:
     write_tokenizer(tmp_path / "tokenizer", bos=bos)
-    source = write_records(tmp_path / "d.jsonl", [{"q": "why", "a": "so"}])
     template = {"prompt": BOS + "{q} ", "completion": "{a}" + EOS}
-    assert texts(opened(config(tmp_path, source, examples={"template": template}))) == [
+    assert decode(encode(tmp_path, [{"q": "why", "a": "so"}], examples={"template": template})) == [
         (f"{BOS}why so{EOS}", f"so{EOS}")
-    ]
-    plain = {"prompt": "{q} ", "completion": "{a}"}
-    begin = BOS if bos else ""
-    assert texts(opened(config(tmp_path, source, examples={"template": plain}))) == [
-        (f"{begin}why so{EOS}", f"so{EOS}")
     ]
 
 
 def test_text_in_the_form_of_a_special_token_in_a_record_is_text(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer")
     row = {"q": f"is {EOS} the end", "a": f"no, {BOS} is not"}
-    source = write_records(tmp_path / "d.jsonl", [row])
     template = {"prompt": "<|head|>{q}\n", "completion": "{a}"}
-    data = opened(config(tmp_path, source, examples={"template": template}))
-    assert texts(data) == [(f"{BOS}<|head|>is {EOS} the end\nno, {BOS} is not{EOS}", f"no, {BOS} is not{EOS}")]
+    data = encode(tmp_path, [row], examples={"template": template})
+    assert decode(data) == [(f"{BOS}<|head|>is {EOS} the end\nno, {BOS} is not{EOS}", f"no, {BOS} is not{EOS}")]
     ids, _ = ids_of(data)
     tokenizer = load_tokenizer(file)
     assert ids.count(tokenizer.token_to_id(EOS)) == ids.count(tokenizer.token_to_id(BOS)) == 1
@@ -83,14 +70,13 @@ def test_text_in_the_form_of_a_special_token_in_a_record_is_text(tmp_path: Path)
 
 
 def test_the_prompt_has_the_same_tokens_whatever_the_answer_begins_with(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
     rows = [{"q": "rank", "a": answer} for answer in ("\n\nnext", " blank", "plain", "s and more", "-")]
     template = {"prompt": "{q}\n", "completion": "{a}"}
-    data = opened(config(tmp_path, write_records(tmp_path / "d.jsonl", rows), examples={"template": template}))
+    data = encode(tmp_path, rows, examples={"template": template})
     stored = data.sources[0].stored
     prompts = {tuple(stored.example(number)[0][: stored.answers[number]]) for number in range(len(rows))}
     assert len(prompts) == 1
-    assert [answer for _, answer in texts(data)] == [f"{row['a']}{EOS}" for row in rows]
+    assert [answer for _, answer in decode(data)] == [f"{row['a']}{EOS}" for row in rows]
 
 
 def test_a_conversation_has_the_tokens_of_transformers_and_learns_those_of_the_assistant(
@@ -98,41 +84,36 @@ def test_a_conversation_has_the_tokens_of_transformers_and_learns_those_of_the_a
 ) -> None:
     file = write_tokenizer(tmp_path / "tokenizer")
     theirs = PreTrainedTokenizerFast.from_pretrained(file.parent)
-    source = write_records(tmp_path / "d.jsonl", [{"messages": TALK}])
-    data = opened(config(tmp_path, source, format="Chat", sequence_length=96))
-    ids, trained = ids_of(data)
-    assert ids == theirs.apply_chat_template(TALK)["input_ids"]
+    data = encode(tmp_path, [{"messages": MESSAGES}], format="Chat", sequence_length=96)
+    ids, loss_mask = ids_of(data)
+    assert ids == theirs.apply_chat_template(MESSAGES)["input_ids"]
     assert ids.count(theirs.bos_token_id) == 1
-    assert texts(data)[0][1] == "a shard of text<|eot|>ranks in a net<|eot|>"
-    assert trained[-1], "the end of the turn is learned"
+    assert decode(data)[0][1] == "a shard of text<|eot|>ranks in a net<|eot|>"
+    assert loss_mask[-1], "the end of the turn is learned"
 
 
 def test_generation_markers_select_the_learned_tokens_as_in_transformers(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer", chat=GENERATION)
     theirs = PreTrainedTokenizerFast.from_pretrained(file.parent)
-    expected = theirs.apply_chat_template(TALK, return_assistant_tokens_mask=True)
-    source = write_records(tmp_path / "d.jsonl", [{"messages": TALK}])
-    ids, trained = ids_of(opened(config(tmp_path, source, format="Chat", sequence_length=96)))
+    expected = theirs.apply_chat_template(MESSAGES, return_assistant_tokens_mask=True)
+    ids, loss_mask = ids_of(encode(tmp_path, [{"messages": MESSAGES}], format="Chat", sequence_length=96))
     assert ids == expected["input_ids"]
-    assert trained == [bool(one) for one in expected["assistant_masks"]]
-    assert any(trained)
+    assert loss_mask == [bool(one) for one in expected["assistant_masks"]]
+    assert any(loss_mask)
 
 
 def test_the_line_break_after_a_turn_is_not_learned(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer", chat=CHATML)
-    source = write_records(tmp_path / "d.jsonl", [{"messages": TALK[1:]}])
-    ((text, learned),) = texts(opened(config(tmp_path, source, format="Chat", sequence_length=96)))
+    data = encode(tmp_path, [{"messages": MESSAGES[1:]}], format="Chat", sequence_length=96)
+    ((text, learned),) = decode(data)
     assert text.endswith("<|im_start|>assistant\nranks in a net<|im_end|>\n")
     assert learned == "a shard of text<|im_end|>ranks in a net<|im_end|>"
 
 
 def test_a_special_token_in_a_message_is_text_and_the_answer_is_still_found(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
-    talk = [{"role": "user", "content": "say <|eot|> é"}, {"role": "assistant", "content": "é <|eot|> is said"}]
-    data = opened(
-        config(tmp_path, write_records(tmp_path / "d.jsonl", [{"messages": talk}]), format="Chat", sequence_length=96)
-    )
-    assert texts(data)[0][1] == "é <|eot|> is said<|eot|>"
+    messages = [{"role": "user", "content": "say <|eot|> é"}, {"role": "assistant", "content": "é <|eot|> is said"}]
+    data = encode(tmp_path, [{"messages": messages}], format="Chat", sequence_length=96)
+    assert decode(data)[0][1] == "é <|eot|> is said<|eot|>"
     ids, _ = ids_of(data)
     assert ids.count(load_tokenizer(data.tokenizer).token_to_id("<|eot|>")) == 2
 
@@ -140,22 +121,15 @@ def test_a_special_token_in_a_message_is_text_and_the_answer_is_still_found(tmp_
 def test_a_chat_template_may_be_in_a_separate_file(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer", chat=None)
     file.with_name("chat_template.jinja").write_text(CHATML)
-    source = write_records(tmp_path / "d.jsonl", [{"talk": TALK[1:3]}])
-    given = {"chat": {"messagesField": "talk"}}
-    data = opened(config(tmp_path, source, format="Chat", examples=given, sequence_length=96))
-    assert texts(data)[0][1] == "a shard of text<|im_end|>"
     (tmp_path / "mine.jinja").write_text(CHAT)
-    given = {"chat": {"messagesField": "talk", "template": str(tmp_path / "mine.jinja")}}
-    assert (
-        texts(opened(config(tmp_path, source, format="Chat", examples=given, sequence_length=96)))[0][1]
-        == "a shard of text<|eot|>"
-    )
+    for template, end in ({}, "<|im_end|>"), ({"template": str(tmp_path / "mine.jinja")}, "<|eot|>"):
+        given = {"chat": {"messagesField": "turns"} | template}
+        data = encode(tmp_path, [{"turns": MESSAGES[1:3]}], format="Chat", examples=given, sequence_length=96)
+        assert decode(data)[0][1] == f"a shard of text{end}"
 
 
 def test_loss_on_all_learns_the_prompt_too(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
-    source = write_records(tmp_path / "d.jsonl", [{"instruction": "a", "response": "b"}])
-    ((text, learned),) = texts(opened(config(tmp_path, source, examples={"loss": "All"})))
+    ((text, learned),) = decode(encode(tmp_path, [{"instruction": "a", "response": "b"}], examples={"loss": "All"}))
     assert learned == text
 
 
@@ -167,9 +141,7 @@ def test_special_tokens_that_were_added_count_as_vocabulary(tmp_path: Path) -> N
     tokenizer.add_special_tokens(["<|new|>", "<|newer|>"])
     tokenizer.save(str(file))
     assert count_entries(file) == before + 2
-    data = opened(config(tmp_path, write_records(tmp_path / "d.jsonl", [{"instruction": "a", "response": "b"}])))
+    data = encode(tmp_path, [{"instruction": "a", "response": "b"}])
     assert data.training.rules.vocabulary == before + 2
     assert data.training.rules.padding == tokenizer.token_to_id("<|pad|>")
-    assert (
-        max(data.sources[0].stored.example(number)[0].max() for number in range(len(data.sources[0].stored))) < before
-    )
+    assert data.sources[0].stored.example(0)[0].max() < before

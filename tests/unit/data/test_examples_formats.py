@@ -1,10 +1,10 @@
 """From records to prompts and answers: what each format makes of them."""
 
-from __future__ import annotations
-
 import csv
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -12,41 +12,35 @@ from pyarrow import parquet
 
 from tests.testing.trainer.example_files import (
     BOS,
-    ENDED,
+    END_OF_TEXT,
     EOS,
-    config,
-    opened,
-    records,
-    texts,
+    decode,
+    encode,
+    make_config,
+    make_records,
+    open_encoded,
     write_records,
     write_tokenizer,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 def test_the_built_in_template_leaves_an_empty_context_out(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
     rows = [
         {"instruction": "add", "context": "1 and 2", "response": "3"},
         {"instruction": "greet", "context": " ", "response": "hello"},
         {"instruction": "part", "response": "bye"},
     ]
-    found = texts(opened(config(tmp_path, write_records(tmp_path / "d.jsonl", rows))))
-    assert found == [
+    assert decode(encode(tmp_path, rows)) == [
         (f"{BOS}### Instruction\nadd\n\n### Context\n1 and 2\n\n### Answer\n3{EOS}", f"3{EOS}"),
         (f"{BOS}### Instruction\ngreet\n\n### Answer\nhello{EOS}", f"hello{EOS}"),
         (f"{BOS}### Instruction\npart\n\n### Answer\nbye{EOS}", f"bye{EOS}"),
     ]
 
 
-def test_a_custom_template_has_places_for_fields_and_braces(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
-    source = write_records(tmp_path / "d.jsonl", [{"q": "{how}?", "a": 7, "tags": ["x", "é"], "none": None}])
+def test_a_custom_template_fills_in_fields_and_escaped_braces(tmp_path: Path) -> None:
+    row = {"q": "{how}?", "a": 7, "tags": ["x", "é"], "none": None}
     template = {"prompt": "{{json}} {q} {tags}{none}\n", "completion": "is {a}"}
-    (found,) = texts(opened(config(tmp_path, source, examples={"template": template})))
+    (found,) = decode(encode(tmp_path, [row], examples={"template": template}))
     assert found == (f'{BOS}{{json}} {{how}}? ["x", "é"]\nis 7{EOS}', f"is 7{EOS}")
 
 
@@ -56,34 +50,29 @@ def test_template_json_beside_the_data_is_the_template_unless_the_configuration_
     folder.mkdir()
     (folder / "template.json").write_text(json.dumps({"prompt": "Q: {question}\nA:", "completion": " {answer}"}))
     write_records(folder / "train.jsonl", [{"question": "why", "answer": "so"}])
-    expected = (f"{BOS}Q: why\nA: so{EOS}", f" so{EOS}")
-    assert texts(opened(config(tmp_path, folder))) == [expected]
-    assert texts(opened(config(tmp_path, folder / "*.jsonl"))) == [expected]
-    assert texts(opened(config(tmp_path, folder / "train.jsonl"))) == [expected]
+    for source in (folder, folder / "*.jsonl", folder / "train.jsonl"):
+        assert decode(open_encoded(make_config(tmp_path, source))) == [(f"{BOS}Q: why\nA: so{EOS}", f" so{EOS}")]
     given = {"template": {"completion": "!{answer}"}}
-    assert texts(opened(config(tmp_path, folder, examples=given))) == [(f"{BOS}Q: why\nA:!so{EOS}", f"!so{EOS}")]
+    assert decode(open_encoded(make_config(tmp_path, folder, examples=given))) == [
+        (f"{BOS}Q: why\nA:!so{EOS}", f"!so{EOS}")
+    ]
 
 
-def test_a_class_is_answered_by_its_word(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
+def test_a_class_is_answered_by_its_label(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"question": "who?", "sentence": "she.", "label": 0},
         {"question": "who?", "sentence": "it.", "label": "not_entailment"},
         {"question": "who?", "sentence": "he.", "label": "1"},
     ]
-    source = write_records(tmp_path / "d.jsonl", rows)
-    found = texts(opened(config(tmp_path, source, format="Classification")))
+    found = decode(encode(tmp_path, rows, format="Classification"))
     assert found[0] == (f"{BOS}question: who?\nsentence: she.\nlabel: entailment{EOS}", f" entailment{EOS}")
     assert [answer for _, answer in found[1:]] == [f" not_entailment{EOS}"] * 2
-    mine = {"textFields": ["sentence"], "labels": ["no", "yes"], "prompt": "Is it? {sentence}\n"}
-    found = texts(
-        opened(config(tmp_path, source, format="Classification", examples={"classification": mine}, max_bad_lines=1))
-    )
+    mine = {"classification": {"textFields": ["sentence"], "labels": ["no", "yes"], "prompt": "Is it? {sentence}\n"}}
+    found = decode(encode(tmp_path, rows, format="Classification", examples=mine, max_bad_lines=1))
     assert found == [(f"{BOS}Is it? she.\nno{EOS}", f"no{EOS}"), (f"{BOS}Is it? he.\nyes{EOS}", f"yes{EOS}")]
 
 
-def test_a_function_makes_of_a_record_what_it_likes(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
+def test_a_function_turns_a_record_into_an_example_messages_or_nothing(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("MARK = '!'\n")
     code = tmp_path / "mine.py"
     code.write_text(
@@ -95,9 +84,9 @@ def test_a_function_makes_of_a_record_what_it_likes(tmp_path: Path) -> None:
         "        return {'messages': [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]}\n"
         "    return {'prompt': 'p' + MARK, 'completion': 'c'}\n"
     )
-    source = write_records(tmp_path / "d.jsonl", [{"id": number} for number in range(3)])
-    data = opened(config(tmp_path, source, format="Function", examples={"function": f"{code}:examples"}))
-    assert texts(data) == [
+    rows = [{"id": number} for number in range(3)]
+    data = encode(tmp_path, rows, format="Function", examples={"function": f"{code}:examples"})
+    assert decode(data) == [
         (f"{BOS}<|head|>user<|tail|>\n\na<|eot|><|head|>assistant<|tail|>\n\nb<|eot|>", "b<|eot|>"),
         (f"{BOS}p!c{EOS}", f"c{EOS}"),
     ]
@@ -127,27 +116,26 @@ FORMATS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_same_records_make_the_same_samples_from_every_kind_of_file(tmp_path: Path, name: str) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
-    rows = records(40)
-    lines = opened(config(tmp_path, write_records(tmp_path / "d.jsonl", rows), validation={"fraction": 0.3}))
+    rows = make_records(40)
+    lines = encode(tmp_path, rows, validation={"fraction": 0.3})
     FORMATS[name](tmp_path / name, rows)
-    other = opened(config(tmp_path, tmp_path / name, validation={"fraction": 0.3}))
-    assert texts(other) == texts(lines)
-    assert (other.sources[0].held == lines.sources[0].held).all(), "the hash is that of the record"
+    other = open_encoded(make_config(tmp_path, tmp_path / name, validation={"fraction": 0.3}))
+    assert decode(other) == decode(lines)
+    assert (other.sources[0].held_back == lines.sources[0].held_back).all(), "the hash is that of the record"
     assert other.identity == lines.identity
 
 
 def test_only_records_that_fit_the_filter_are_left(tmp_path: Path) -> None:
-    source = write_records(tmp_path / "d.jsonl", records(30))
-    data = opened(
-        config(tmp_path, source, examples={"where": {"category": "information_extraction"}}, sequence_length=128)
+    source = write_records(tmp_path / "d.jsonl", make_records(30))
+    data = open_encoded(
+        make_config(tmp_path, source, examples={"where": {"category": "information_extraction"}}, sequence_length=128)
     )
     assert (data.report.counts.records, data.report.counts.filtered, data.report.examples) == (30, 15, 15)
-    assert all("number" in text and int(text.split("number ")[1].split()[0]) % 2 for text, _ in texts(data))
+    assert all("number" in text and int(text.split("number ")[1].split()[0]) % 2 for text, _ in decode(data))
 
 
 def test_without_a_tokenizer_one_is_trained_on_the_examples(tmp_path: Path) -> None:
-    source = write_records(tmp_path / "d.jsonl", records(30))
-    data = opened(config(tmp_path, source))
-    assert texts(data)[1][0].endswith(ENDED)
-    assert data.tokenizer == opened(config(tmp_path, source, seed=1)).tokenizer
+    source = write_records(tmp_path / "d.jsonl", make_records(30))
+    data = open_encoded(make_config(tmp_path, source))
+    assert decode(data)[1][0].endswith(END_OF_TEXT)
+    assert data.tokenizer == open_encoded(make_config(tmp_path, source, seed=1)).tokenizer

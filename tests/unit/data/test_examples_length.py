@@ -1,10 +1,9 @@
 """Too long examples and packing."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,51 +11,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from tests.testing.trainer.example_files import BOS, EOS, config, opened, records, texts, write_records, write_tokenizer
+from tests.testing.trainer.example_files import BOS, EOS, decode, encode, make_records
 from trainium_contract.trainer.examples import TooLong
-from trainium_trainer.data.batches.loader import build_micro_batch
-from trainium_trainer.data.examples.encode import Encoded, fit_length
+from trainium_trainer.data.batches.micro_batches import build_micro_batch
+from trainium_trainer.data.examples.encoding import EncodedExample, fit_length
 from trainium_trainer.data.examples.part import pack_examples
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @st.composite
-def encoded(draw: st.DrawFn) -> Encoded:
-    frame, prompt, answer = draw(st.integers(0, 1)), draw(st.integers(0, 30)), draw(st.integers(1, 30))
-    length = frame + prompt + answer
-    return Encoded(np.arange(length), np.arange(length) >= frame + prompt, frame + prompt, frame)
+def examples(draw: st.DrawFn) -> EncodedExample:
+    prefix, prompt, answer = draw(st.integers(0, 1)), draw(st.integers(0, 30)), draw(st.integers(1, 30))
+    length = prefix + prompt + answer
+    return EncodedExample(np.arange(length), np.arange(length) >= prefix + prompt, prefix + prompt, prefix)
 
 
-@given(encoded(), st.integers(2, 40), st.sampled_from(TooLong))
-@settings(max_examples=trials(300))
+@given(examples(), st.integers(2, 40), st.sampled_from(TooLong))
+@settings(max_examples=trials(100))
 def test_a_shortened_example_fits_and_keeps_the_part_that_the_rule_names(
-    example: Encoded, most: int, rule: TooLong
+    example: EncodedExample, max_tokens: int, rule: TooLong
 ) -> None:
-    kept = fit_length(example, most, rule)
-    if len(example.ids) <= most:
+    kept = fit_length(example, max_tokens, rule)
+    if len(example.ids) <= max_tokens:
         assert kept is example
         return
     answer = example.ids[example.answer :].tolist()
     if kept is None:
-        space = most - example.frame - len(answer)
+        space = max_tokens - example.prefix - len(answer)
         reasons = {
             TooLong.DROP: True,
             TooLong.CUT_LEFT: space < 1,
-            TooLong.CUT_RIGHT: not example.trained[1:most].any(),
+            TooLong.CUT_RIGHT: not example.loss_mask[1:max_tokens].any(),
         }
         assert reasons[rule]
         return
-    assert len(kept.ids) == len(kept.trained) == most
-    assert kept.trained[1:].any()
-    assert (kept.trained == example.trained[kept.ids]).all(), "each token is learned as before"
+    assert len(kept.ids) == len(kept.loss_mask) == max_tokens
+    assert kept.loss_mask[1:].any()
+    assert (kept.loss_mask == example.loss_mask[kept.ids]).all(), "each token is learned as before"
     if rule is TooLong.CUT_LEFT:
         assert kept.ids[kept.answer :].tolist() == answer
-        assert kept.ids[: example.frame].tolist() == example.ids[: example.frame].tolist()
-        assert kept.answer > example.frame
+        assert kept.ids[: example.prefix].tolist() == example.ids[: example.prefix].tolist()
+        assert kept.answer > example.prefix
     else:
-        assert kept.ids.tolist() == example.ids[:most].tolist()
+        assert kept.ids.tolist() == example.ids[:max_tokens].tolist()
 
 
 @given(st.lists(st.integers(1, 50), max_size=200))
@@ -81,22 +77,20 @@ def test_lengths_like_those_of_dolly_use_95_of_100_positions(capacity: int) -> N
 
 @pytest.mark.parametrize(("rule", "cut", "dropped"), [("Drop", 0, 2), ("CutLeft", 1, 1), ("CutRight", 1, 1)])
 def test_too_long_examples_are_always_counted(tmp_path: Path, rule: str, cut: int, dropped: int) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
     # One byte is one token here: digits were not in the text that the tokenizer was trained on.
     rows = [
         {"q": "X", "a": "Y"},
         {"q": "X" * (10 if rule == "CutRight" else 40), "a": "Y" * (40 if rule == "CutRight" else 10)},
         {"q": "X" * (40 if rule == "CutRight" else 10), "a": "Y" * (10 if rule == "CutRight" else 40)},
     ]
-    source = write_records(tmp_path / "d.jsonl", rows)
     template = {"prompt": "{q}", "completion": "{a}"}
-    data = opened(config(tmp_path, source, sequence_length=24, examples={"template": template, "tooLong": rule}))
+    data = encode(tmp_path, rows, sequence_length=24, examples={"template": template, "tooLong": rule})
     assert (data.report.counts.cut, data.report.counts.dropped, data.report.examples) == (cut, dropped, 3 - dropped)
     assert sorted(data.report.lengths.tolist()) == [4, 52, 52], "as they were before"
     if rule == "CutLeft":
-        assert texts(data)[1] == (BOS + "X" * 13 + "Y" * 10 + EOS, "Y" * 10 + EOS)
+        assert decode(data)[1] == (BOS + "X" * 13 + "Y" * 10 + EOS, "Y" * 10 + EOS)
     if rule == "CutRight":
-        assert texts(data)[1] == (BOS + "X" * 10 + "Y" * 14, "Y" * 14)
+        assert decode(data)[1] == (BOS + "X" * 10 + "Y" * 14, "Y" * 14)
 
 
 def rows_of(data: Any, count: int) -> Any:
@@ -104,42 +98,38 @@ def rows_of(data: Any, count: int) -> Any:
 
 
 def test_one_example_a_sequence_is_filled_up_with_the_padding_token_and_no_labels(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
-    data = opened(config(tmp_path, write_records(tmp_path / "d.jsonl", records(6)), sequence_length=96))
+    data = encode(tmp_path, make_records(6), sequence_length=96)
     batch = rows_of(data, 6)
     assert batch.positions is None
     stored = data.sources[0].stored
     for row, number in enumerate(data.training.numbers(0, 6)):
-        ids, trained = stored.example(number)
+        ids, loss_mask = stored.example(number)
         count = len(ids) - 1
         assert batch.inputs[row, :count].tolist() == ids[:-1].tolist()
         assert batch.inputs[row, count:].tolist() == [data.training.rules.padding] * (96 - count)
-        assert batch.labels[row, :count].tolist() == np.where(trained[1:], ids[1:].astype(np.int64), -100).tolist()
+        assert batch.labels[row, :count].tolist() == np.where(loss_mask[1:], ids[1:].astype(np.int64), -100).tolist()
         assert (batch.labels[row, count:] == -100).all()
     assert batch.valid_tokens == int((batch.labels != -100).sum())
 
 
 def test_packed_examples_begin_at_position_0_and_learn_what_they_learn_alone(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
-    source = write_records(tmp_path / "d.jsonl", records(40))
-    data = opened(config(tmp_path, source, sequence_length=160, examples={"packing": True}))
+    data = encode(tmp_path, make_records(40), sequence_length=160, examples={"packing": True})
     stored = data.sources[0].stored
     count = data.training.num_samples
     assert count < 25
     batch = rows_of(data, count)
     seen, tokens = [], 0
     for row, number in enumerate(data.training.numbers(0, count)):
-        assert batch.positions is not None
         starts = np.flatnonzero(batch.positions[row].numpy() == 0).tolist()
         members = data.training.parts[0].members(number)
         seen += members
         for start, member in zip(starts, members, strict=False):
-            ids, trained = stored.example(member)
+            ids, loss_mask = stored.example(member)
             end = start + len(ids) - 1
             tokens += end - start
             assert batch.inputs[row, start:end].tolist() == ids[:-1].tolist()
             assert batch.positions[row, start:end].tolist() == list(range(end - start))
-            expected = np.where(trained[1:], ids[1:].astype(np.int64), -100)
+            expected = np.where(loss_mask[1:], ids[1:].astype(np.int64), -100)
             assert batch.labels[row, start:end].tolist() == expected.tolist()
         assert (batch.labels[row, end:] == -100).all()
         assert batch.positions[row, end:].tolist() == list(range(160 - end))
@@ -148,10 +138,8 @@ def test_packed_examples_begin_at_position_0_and_learn_what_they_learn_alone(tmp
 
 
 def test_examples_joined_without_a_mask_keep_their_end_tokens_and_learn_the_same(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
-    source = write_records(tmp_path / "d.jsonl", records(40))
     joined = {"packing": True, "maskExamples": False, "loss": "All"}
-    data = opened(config(tmp_path, source, sequence_length=160, examples=joined))
+    data = encode(tmp_path, make_records(40), sequence_length=160, examples=joined)
     stored = data.sources[0].stored
     count = data.training.num_samples
     batch = rows_of(data, count)
@@ -163,7 +151,7 @@ def test_examples_joined_without_a_mask_keep_their_end_tokens_and_learn_the_same
         examples = [stored.example(member) for member in members]
         tokens = [int(token) for ids, _ in examples for token in ids]
         # Nobody has to guess how the next example begins.
-        learned = [place > 0 and bool(one) for _, trained in examples for place, one in enumerate(trained)]
+        learned = [place > 0 and bool(one) for _, loss_mask in examples for place, one in enumerate(loss_mask)]
         assert len(tokens) <= 161
         assert batch.inputs[row, : len(tokens) - 1].tolist() == tokens[:-1]
         expected = [token if one else -100 for token, one in zip(tokens[1:], learned[1:], strict=True)]
@@ -173,16 +161,12 @@ def test_examples_joined_without_a_mask_keep_their_end_tokens_and_learn_the_same
 
 
 def test_packing_and_samples_are_a_function_of_data_and_seed(tmp_path: Path) -> None:
-    rows = records(60)
-    write_tokenizer(tmp_path / "tokenizer")
-    one = write_records(tmp_path / "d.jsonl", rows)
-    random.Random(1).shuffle(rows)
-    other = write_records(tmp_path / "e.jsonl", rows)
+    rows = make_records(60)
 
-    def drawn(source: Path, **more: Any) -> list[list[int]]:
-        data = opened(config(tmp_path, source, examples={"packing": True}, **more))
-        return rows_of(data, 12).inputs.tolist()
+    def drawn(rows: list[dict[str, Any]], **more: Any) -> list[list[int]]:
+        return rows_of(encode(tmp_path, rows, examples={"packing": True}, **more), 12).inputs.tolist()
 
-    assert drawn(one) == drawn(one)
-    assert drawn(one) != drawn(one, seed=1)
-    assert drawn(one) != drawn(other)
+    first = drawn(rows)
+    assert drawn(rows) == first
+    assert drawn(rows, seed=1) != first
+    assert drawn(random.Random(1).sample(rows, 60)) != first

@@ -1,44 +1,52 @@
 """The cache of encoded examples, what is held back of them, and epochs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.testing.trainer.example_files import CHAT, config, opened, records, texts, write_records, write_tokenizer
+from tests.testing.suite.timeouts import until
+from tests.testing.trainer.example_files import (
+    CHAT,
+    decode,
+    encode,
+    make_config,
+    make_records,
+    open_encoded,
+    write_records,
+    write_tokenizer,
+)
+from trainium_contract.trainer.data import DataConfig
 from trainium_trainer.data.batches.order import EpochOrder
+from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.examples import store
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
 from trainium_trainer.data.examples.store import StoredExamples
-from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.exits import UserError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from trainium_contract.trainer.data import DataConfig
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> DataConfig:
     write_tokenizer(tmp_path / "tokenizer")
-    source = write_records(tmp_path / "d.jsonl", records(120))
-    return config(tmp_path, source, sequence_length=96, validation={"fraction": 0.2})
+    source = write_records(tmp_path / "d.jsonl", make_records(120))
+    return make_config(tmp_path, source, sequence_length=96, validation={"fraction": 0.2})
+
+
+def changed(settings: DataConfig, **fields: Any) -> DataConfig:
+    return settings.model_validate({**settings.model_dump(), **fields})
 
 
 def test_examples_are_encoded_once_and_read_from_the_cache_afterwards(tmp_path: Path, settings: DataConfig) -> None:
-    first = opened(settings)
+    first = open_encoded(settings)
     (folder,) = (tmp_path / "cache").glob("examples-*[0-9a-f]")
     stamps = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
-    again = opened(settings)
+    again = open_encoded(settings)
     assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == stamps
     assert again.identity == first.identity
     assert set(stamps) == {"manifest.json", "index.arrow", "tokens-00000.arrow"}
@@ -56,33 +64,33 @@ def test_examples_are_encoded_once_and_read_from_the_cache_afterwards(tmp_path: 
         {"validation": {"fraction": 0.2, "split": "Tail"}},
     ],
 )
-def test_the_identity_follows_all_that_the_samples_depend_on(settings: DataConfig, change: dict[str, Any]) -> None:
-    other = settings.model_validate({**settings.model_dump(), **change})
-    assert opened(other).identity != opened(settings).identity
+def test_the_data_identity_changes_with_each_setting_that_changes_samples(
+    settings: DataConfig, change: dict[str, Any]
+) -> None:
+    other = changed(settings, **change)
+    assert open_encoded(other).identity != open_encoded(settings).identity
 
 
 def test_the_bytes_of_a_function_decide_what_is_read_from_the_cache(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    source = write_records(tmp_path / "d.jsonl", records(5))
-    write_tokenizer(tmp_path / "tokenizer")
-    given = config(tmp_path, source, format="Function", examples={"function": f"{file}:f"})
     answers = []
     for word in ("yes", "no"):
         file.write_text(f"def f(record):\n    return {{'prompt': 'a', 'completion': '{word}'}}\n")
-        answers.append(texts(opened(given))[0][1].removesuffix("<|end|>"))
+        data = encode(tmp_path, make_records(5), format="Function", examples={"function": f"{file}:f"})
+        answers.append(decode(data)[0][1].removesuffix("<|end|>"))
     assert answers == ["yes", "no"]
 
 
 def test_the_folder_is_the_same_for_any_number_of_processes(
     tmp_path: Path, settings: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = opened(settings)
+    one = open_encoded(settings)
     monkeypatch.setattr(store, "BLOCK_BYTES", 1500)
     for name, workers in (("two", 2), ("three", 3)):
         given = {"cache_directory": str(tmp_path / name), "workers": workers}
-        other = opened(settings.model_validate({**settings.model_dump(), **given}))
+        other = open_encoded(changed(settings, **given))
         assert other.identity == one.identity
-        assert (other.sources[0].stored.before == one.sources[0].stored.before).all()
+        assert (other.sources[0].stored.original_lengths == one.sources[0].stored.original_lengths).all()
 
 
 _SLOW = """
@@ -93,24 +101,21 @@ def f(record):
 """
 
 
-def test_a_killed_build_is_taken_up_and_ends_as_if_it_had_not_been_killed(tmp_path: Path) -> None:
+def test_a_killed_build_continues_to_the_result_of_an_uninterrupted_one(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    source = write_records(tmp_path / "d.jsonl", records(150))
+    source = write_records(tmp_path / "d.jsonl", make_records(150))
     (tmp_path / "slow.py").write_text(_SLOW)
-    given = config(tmp_path, source, format="Function", examples={"function": f"{tmp_path}/slow.py:f"}, workers=2)
+    given = make_config(tmp_path, source, format="Function", examples={"function": f"{tmp_path}/slow.py:f"}, workers=2)
     code = (
         "import sys; from trainium_contract.trainer.data import DataConfig\n"
         "from trainium_trainer.data.examples import store\n"
         "store.BLOCK_BYTES = 1000; store._SHARD_TOKENS = 1\n"
-        "from trainium_trainer.data.opening import open_data\n"
+        "from trainium_trainer.data.dataset import open_data\n"
         "open_data(DataConfig.model_validate_json(sys.argv[1]), 8)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, given.model_dump_json(by_alias=True)])
-    deadline = time.monotonic() + 50
-    while not (notes := list((tmp_path / "cache").glob("examples-*.partial/tokens-*.json"))):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
+    partial = (tmp_path / "cache").glob
+    notes = until(lambda: [*partial("examples-*.partial/tokens-*.json")], "some examples are encoded", pause=0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     left = json.loads(notes[0].read_text())
@@ -119,7 +124,7 @@ def test_a_killed_build_is_taken_up_and_ends_as_if_it_had_not_been_killed(tmp_pa
     with (notes[0].parent / f"tokens-{left['blocks']:05d}.tmp").open("ab") as stream:
         stream.write(b"half an example")  # what was on its way when the process died
     subprocess.run([sys.executable, "-c", code, given.model_dump_json(by_alias=True)], check=True)
-    whole = config(
+    whole = make_config(
         tmp_path,
         source,
         format="Function",
@@ -132,81 +137,79 @@ def test_a_killed_build_is_taken_up_and_ends_as_if_it_had_not_been_killed(tmp_pa
 
 
 def test_a_damaged_folder_is_refused_before_anything_is_read_of_it(tmp_path: Path, settings: DataConfig) -> None:
-    opened(settings)
+    open_encoded(settings)
     (folder,) = (tmp_path / "cache").glob("examples-*[0-9a-f]")
     os.truncate(folder / "tokens-00000.arrow", 10)
     with pytest.raises(UserError, match=r"tokens-00000.arrow: has 10 bytes, not \d+: copy it again.* remove"):
         StoredExamples(folder)
 
 
-def test_what_is_held_back_is_never_trained_on_and_stays_so_when_records_are_added(
+def test_held_out_examples_are_never_trained_on_also_after_records_are_added(
     tmp_path: Path, settings: DataConfig
 ) -> None:
-    data = opened(settings)
-    assert data.validation is not None
+    data = open_encoded(settings)
     (source,) = data.sources
-    assert data.report.held_back == source.held.sum() == data.validation.num_samples
+    assert data.report.held_back == source.held_back.sum() == data.validation.num_samples
     assert 10 < data.report.held_back < 40
     trained = {tuple(sample.examples[0][0].tolist()) for sample in data.training.at(0, data.training.num_samples)}
-    held = {tuple(one.examples[0][0].tolist()) for one in data.validation.share(0, 1) if one is not None}
-    assert not trained & held
-    assert len(trained) + len(held) == 120
-    write_records(tmp_path / "d.jsonl", [*records(40, seed=7), *records(120)])
-    more = opened(settings)
-    assert more.sources[0].held[40:].tolist() == source.held.tolist()
+    held_back = {tuple(one.examples[0][0].tolist()) for one in data.validation.share(0, 1) if one is not None}
+    assert not trained & held_back
+    assert len(trained) + len(held_back) == 120
+    write_records(tmp_path / "d.jsonl", [*make_records(40, seed=7), *make_records(120)])
+    more = open_encoded(settings)
+    assert more.sources[0].held_back[40:].tolist() == source.held_back.tolist()
 
 
 def test_the_end_of_each_source_or_a_separate_source_may_be_held_back(tmp_path: Path, settings: DataConfig) -> None:
-    tail = opened(settings.model_validate({**settings.model_dump(), "validation": {"fraction": 0.1, "split": "Tail"}}))
-    assert tail.sources[0].held.tolist() == [False] * 108 + [True] * 12
+    tail = open_encoded(changed(settings, validation={"fraction": 0.1, "split": "Tail"}))
+    assert tail.sources[0].held_back.tolist() == [False] * 108 + [True] * 12
     folder = tmp_path / "other"
     folder.mkdir()
     (folder / "template.json").write_text(json.dumps({"prompt": "no {instruction}", "completion": "{response}"}))
-    own = write_records(folder / "v.jsonl", records(9, seed=5))
-    given = settings.model_validate({**settings.model_dump(), "validation": {"source": str(own)}})
-    data = opened(given)
-    assert data.validation is not None
+    own = write_records(folder / "v.jsonl", make_records(9, seed=5))
+    given = changed(settings, validation={"source": str(own)})
+    data = open_encoded(given)
     assert data.validation.num_samples == 9
     assert data.report.held_back == 0
     asked = read_held_out(given)
-    assert [one.answer_text for one in asked.examples] == [row["response"] for row in records(9, seed=5)]
-    assert asked.examples[0].prompt_text.startswith("### Instruction"), "prompts are those of the training"
+    assert [one.answer for one in asked.examples] == [row["response"] for row in make_records(9, seed=5)]
+    assert asked.examples[0].prompt.startswith("### Instruction"), "prompts are those of the training"
 
 
 @pytest.mark.parametrize("validation", [{"fraction": 0.2}, {"fraction": 0.15, "split": "Tail"}])
 def test_held_out_examples_are_those_that_are_held_back_with_their_tokens(
     settings: DataConfig, validation: dict[str, Any]
 ) -> None:
-    given = settings.model_validate({**settings.model_dump(), "validation": validation})
-    data = opened(given)
+    given = changed(settings, validation=validation)
+    data = open_encoded(given)
     (source,) = data.sources
     asked = read_held_out(given)
-    numbers = source.held.nonzero()[0].tolist()
+    numbers = source.held_back.nonzero()[0].tolist()
     assert len(asked.examples) == len(numbers)
     for one, number in zip(asked.examples, numbers, strict=True):
         ids, trained = source.stored.example(number)
         assert list(one.prompt_ids) == ids[~trained].tolist()
-        assert one.prompt_text.startswith("### Instruction\nsay ")
-        assert one.answer_text == texts(data)[number][1].removesuffix("<|end|>")
+        assert one.prompt.startswith("### Instruction\nsay ")
+        assert one.answer == decode(data)[number][1].removesuffix("<|end|>")
         assert one.label is None
     assert read_held_out(given, 3).examples == asked.examples[:3]
     assert asked.labels == ()
     assert asked.end == load_tokenizer(data.tokenizer).token_to_id("<|end|>")
 
 
-def test_held_out_classes_have_their_words(tmp_path: Path) -> None:
+def test_held_out_classes_have_the_label_as_their_answer(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     rows = [{"question": f"q{number}", "sentence": "s", "label": number % 2} for number in range(40)]
     source = write_records(tmp_path / "d.jsonl", rows)
-    asked = read_held_out(config(tmp_path, source, format="Classification", validation={"fraction": 0.3}))
+    asked = read_held_out(make_config(tmp_path, source, format="Classification", validation={"fraction": 0.3}))
     assert asked.labels == ("entailment", "not_entailment")
-    assert {one.label for one in asked.examples} == set(asked.labels)
-    assert all(one.answer_text == f" {one.label}" for one in asked.examples)
+    assert {one.label for one in asked.examples} == {0, 1}
+    assert all(one.answer == f" {asked.labels[one.label]}" for one in asked.examples if one.label is not None)
 
 
 def test_held_out_answers_of_a_chat_are_the_messages_and_end_with_the_token_of_the_turn(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer")
-    talks = [
+    conversations = [
         {
             "messages": [
                 {"role": "user", "content": f"say {number}"},
@@ -215,10 +218,10 @@ def test_held_out_answers_of_a_chat_are_the_messages_and_end_with_the_token_of_t
         }
         for number in range(10)
     ]
-    source = write_records(tmp_path / "d.jsonl", talks)
-    asked = read_held_out(config(tmp_path, source, format="Chat", validation={"fraction": 0.3, "split": "Tail"}))
-    assert [one.answer_text for one in asked.examples] == ["7 <|eot|>!", "8 <|eot|>!", "9 <|eot|>!"]
-    assert asked.examples[0].prompt_text.endswith("say 7<|eot|><|head|>assistant<|tail|>\n\n")
+    source = write_records(tmp_path / "d.jsonl", conversations)
+    asked = read_held_out(make_config(tmp_path, source, format="Chat", validation={"fraction": 0.3, "split": "Tail"}))
+    assert [one.answer for one in asked.examples] == ["7 <|eot|>!", "8 <|eot|>!", "9 <|eot|>!"]
+    assert asked.examples[0].prompt.endswith("say 7<|eot|><|head|>assistant<|tail|>\n\n")
     turn = load_tokenizer(file).token_to_id("<|eot|>")
     assert asked.end == turn
     assert all(one.answer_ids.count(turn) == 1 for one in asked.examples)
@@ -233,33 +236,32 @@ def test_a_custom_prompt_is_built_as_in_training(tmp_path: Path, settings: DataC
     built_in = "### Instruction\nsay rank\n\n### Answer\n"
     assert build_prompt(settings, "say rank") == build_prompt(settings, {"instruction": "say rank"}) == built_in
     row = read_held_out(settings, 1).examples[0]
-    instruction = row.prompt_text.split("\n")[1]
-    context = row.prompt_text.split("### Context\n")[1].split("\n")[0] if "### Context" in row.prompt_text else ""
+    instruction = row.prompt.split("\n")[1]
+    context = row.prompt.split("### Context\n")[1].split("\n")[0] if "### Context" in row.prompt else ""
     assert build_prompts(settings, [{"instruction": instruction, "context": context}])[0][1] == row.prompt_ids
     with pytest.raises(UserError, match="the prompt: has no field 'instruction'"):
         build_prompt(settings, {"context": "a"})
-    talk = config(tmp_path, tmp_path / "d.jsonl", format="Chat")
+    talk = make_config(tmp_path, tmp_path / "d.jsonl", format="Chat")
     assert build_prompt(talk, "hello") == ("<|begin|><|head|>user<|tail|>\n\nhello<|eot|><|head|>assistant<|tail|>\n\n")
     assert build_prompts(talk, ["hello"])[0][1].count(0) == 1, CHAT
-    two = config(tmp_path, tmp_path / "d.jsonl", format="Classification")
+    two = make_config(tmp_path, tmp_path / "d.jsonl", format="Classification")
     with pytest.raises(UserError, match="needs the fields question, sentence: give a JSON object with them"):
         build_prompt(two, "hello")
     with pytest.raises(UserError, match=r"data.format is Text, which has no prompts and answers"):
-        build_prompt(config(tmp_path, tmp_path / "d.jsonl", format="Text"), "hello")
+        build_prompt(make_config(tmp_path, tmp_path / "d.jsonl", format="Text"), "hello")
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_an_epoch_has_each_example_exactly_once_at_every_size(settings: DataConfig, packing: bool) -> None:
-    given = settings.model_validate({**settings.model_dump(), "examples": {"packing": packing}})
-    data = opened(given, epochs=2)
+    given = changed(settings, examples={"packing": packing})
+    data = open_encoded(given, epochs=2)
     length = data.training.epoch_samples
-    assert length is not None
     assert length % 8 == 0
     assert isinstance(data.training._epochs, EpochOrder)
     for epoch in range(2):
         numbers = data.training.numbers(epoch * length, length)
         members = [one for number in numbers for one in data.training.parts[0].members(number)]
-        assert sorted(members) == (~data.sources[0].held).nonzero()[0].tolist()
+        assert sorted(members) == (~data.sources[0].held_back).nonzero()[0].tolist()
 
 
 def test_several_sources_have_their_shares_and_their_own_templates(tmp_path: Path) -> None:
@@ -271,22 +273,21 @@ def test_several_sources_have_their_shares_and_their_own_templates(tmp_path: Pat
         (folder / "template.json").write_text(
             json.dumps({"prompt": f"{number}: {{instruction}} ", "completion": "{response}"})
         )
-        write_records(folder / "d.jsonl", records(20, seed=number))
+        write_records(folder / "d.jsonl", make_records(20, seed=number))
         sources.append({"source": str(folder), "weight": weight})
-    data = opened(config(tmp_path, "unused", sources=sources))
+    data = open_encoded(make_config(tmp_path, "unused", sources=sources))
     drawn = data.training.numbers(0, 400)
     assert sum(number < 20 for number in drawn) == pytest.approx(300, abs=2)
-    assert texts(data, 1)[0][0].startswith("<|begin|>1: say")
+    assert decode(data, 1)[0][0].startswith("<|begin|>1: say")
     assert data.report.counts.records == 40
 
 
 def test_open_data_gives_the_same_to_the_loop(settings: DataConfig) -> None:
     data = open_data(settings, 8, epochs=1)
-    assert data.report is not None
     assert data.report.line() == (
         f"120 examples of 120 records, {data.report.held_back} held back, "
         f"{120 - data.report.held_back} sequences with {data.report.used:.1%} of their positions used"
     )
     assert data.epoch_samples == -(-data.training.num_samples // 8) * 8
-    assert data.identity == opened(settings, epochs=5).identity
+    assert data.identity == open_encoded(settings, epochs=5).identity
     assert sum(count for _, _, count in data.report.histogram()) == 120

@@ -1,14 +1,11 @@
 """Records, templates and tokenizers as other programs write them, beside what `transformers` makes of the same."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
 import os
-import subprocess
-import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -16,17 +13,22 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer
 
-from tests.testing.trainer.example_files import CHAT, EOS, config, opened, texts, write_records, write_tokenizer
+from tests.testing.trainer.example_files import (
+    CHAT,
+    EOS,
+    decode,
+    encode,
+    make_config,
+    open_encoded,
+    write_records,
+    write_tokenizer,
+)
 from trainium_contract.trainer.data import TokenizerConfig
-from trainium_contract.wire import worker_env
 from trainium_trainer import cli
+from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
-from trainium_trainer.data.opening import open_data
 from trainium_trainer.data.prepared import cache as cache_module
-from trainium_trainer.exits import StorageError, UnreadableError, UserError, blaming_storage
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from trainium_trainer.exits import StorageError, UnreadableError, UserError, storage_errors_on_restart
 
 BLANK = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'user: ' + m['content'] + ' ' }}{% else %}"
@@ -39,28 +41,35 @@ MARKED = BLANK.replace(
 TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHAT.replace(
     "message['content'] | trim", "(message.tool_calls | tojson if message.tool_calls else message['content'] | trim)"
 )
-ONE = [{"role": "user", "content": "is a rank a mesh"}, {"role": "assistant", "content": "rank"}]
-TWO = [*ONE, {"role": "user", "content": "and a token"}, {"role": "assistant", "content": "token"}]
-CALL = [{"type": "function", "function": {"name": "rank", "arguments": {"mesh": "a"}}}]
-ASKED: list[dict[str, Any]] = [
+ONE_TURN = [{"role": "user", "content": "is a rank a mesh"}, {"role": "assistant", "content": "rank"}]
+TWO_TURNS = [*ONE_TURN, {"role": "user", "content": "and a token"}, {"role": "assistant", "content": "token"}]
+CALLS = [{"type": "function", "function": {"name": "rank", "arguments": {"mesh": "a"}}}]
+TOOL_CALL: list[dict[str, Any]] = [
     {"role": "user", "content": "which rank"},
-    {"role": "assistant", "content": None, "tool_calls": CALL},
+    {"role": "assistant", "content": None, "tool_calls": CALLS},
     {"role": "tool", "content": "3"},
     {"role": "assistant", "content": "the third"},
 ]
 TOOL = {"type": "function", "function": {"name": "rank", "parameters": {"type": "object"}}}
 
 
-def chat(tmp_path: Path, rows: list[dict[str, Any]], template: str = CHAT, form: str = "Chat", **more: Any) -> Any:
+def chat(
+    tmp_path: Path, rows: list[dict[str, Any]], template: str = CHAT, record_format: str = "Chat", **more: Any
+) -> Any:
     (tmp_path / "chat.jinja").write_text(template)
     examples = {"chat": {"template": str(tmp_path / "chat.jinja")}}
-    return config(
-        tmp_path, write_records(tmp_path / "d.jsonl", rows), format=form, examples=examples, sequence_length=256, **more
+    return make_config(
+        tmp_path,
+        write_records(tmp_path / "d.jsonl", rows),
+        format=record_format,
+        examples=examples,
+        sequence_length=256,
+        **more,
     )
 
 
 def write_prepending(folder: Path) -> None:
-    """A tokenizer that puts a blank before a text, as Llama 2's does."""
+    """Write a tokenizer that puts a blank before a text, as Llama 2's does."""
     write_tokenizer(folder)
     whole = json.loads((folder / "tokenizer.json").read_text())
     specials = [token["content"] for token in whole["added_tokens"]]
@@ -74,45 +83,45 @@ def write_prepending(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def first(data: Any) -> tuple[list[int], list[bool]]:
-    ids, trained = data.sources[0].stored.example(0)
-    return ids.tolist(), trained.tolist()
+def first_example(data: Any) -> tuple[list[int], list[bool]]:
+    ids, loss_mask = data.sources[0].stored.example(0)
+    return ids.tolist(), loss_mask.tolist()
 
 
 @pytest.mark.parametrize("write", [write_tokenizer, write_prepending])
 @pytest.mark.parametrize("template", [BLANK, MARKED, CHAT])
-@pytest.mark.parametrize("talk", [ONE, TWO])
+@pytest.mark.parametrize("messages", [ONE_TURN, TWO_TURNS])
 def test_a_conversation_has_the_prompt_of_transformers_and_learns_all_of_its_answers(
-    tmp_path: Path, write: Any, template: str, talk: list[dict[str, Any]]
+    tmp_path: Path, write: Any, template: str, messages: list[dict[str, Any]]
 ) -> None:
     write(tmp_path / "tokenizer")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     made: dict[str, Any] = {"chat_template": template, "tokenize": True, "return_dict": True}
-    asked = theirs.apply_chat_template(talk[:-1], add_generation_prompt=True, **made)["input_ids"]
-    whole = theirs.apply_chat_template(talk, return_assistant_tokens_mask=template is MARKED, **made)
+    asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, **made)["input_ids"]
+    whole = theirs.apply_chat_template(messages, return_assistant_tokens_mask=template is MARKED, **made)
 
-    given = chat(tmp_path, [{"messages": talk}], template)
-    ids, trained = first(opened(given))
+    given = chat(tmp_path, [{"messages": messages}], template)
+    ids, loss_mask = first_example(open_encoded(given))
 
     assert ids[: len(asked)] == asked
-    assert build_prompts(given, [{"messages": talk[:-1]}])[0][1] == tuple(asked)
-    assert trained[len(asked) :] == [True] * (len(ids) - len(asked)), "the last answer and its end"
+    assert build_prompts(given, [{"messages": messages[:-1]}])[0][1] == tuple(asked)
+    assert loss_mask[len(asked) :] == [True] * (len(ids) - len(asked)), "the last answer and its end"
     if ids == whole["input_ids"] and template is MARKED:
-        assert trained == [bool(one) for one in whole["assistant_masks"]]
-    (shown,) = texts(opened(given))
+        assert loss_mask == [bool(one) for one in whole["assistant_masks"]]
+    (shown,) = decode(open_encoded(given))
     assert (
         shown[1]
         .replace(" ", "")
-        .endswith(f"{talk[-1]['content']}{EOS}".replace(" ", "") if template is not CHAT else "")
+        .endswith(f"{messages[-1]['content']}{EOS}".replace(" ", "") if template is not CHAT else "")
     )
-    assert shown[1].count(talk[1]["content"]) == 1
+    assert shown[1].count(messages[1]["content"]) == 1
 
 
 def test_an_answer_after_a_border_gets_no_blank_that_its_record_does_not_have(tmp_path: Path) -> None:
     write_prepending(tmp_path / "tokenizer")
     template = {"prompt": "{q} ", "completion": "{a}"}
-    source = write_records(tmp_path / "d.jsonl", [{"q": "which", "a": "rank"}])
-    assert texts(opened(config(tmp_path, source, examples={"template": template})))[0][0].endswith(f"which rank{EOS}")
+    data = encode(tmp_path, [{"q": "which", "a": "rank"}], examples={"template": template})
+    assert decode(data)[0][0].endswith(f"which rank{EOS}")
 
 
 @pytest.mark.parametrize("key", ["added_tokens_decoder", "added_tokens.json", "additional_special_tokens"])
@@ -130,33 +139,37 @@ def test_tokens_that_only_the_settings_add_are_tokens_as_in_transformers(tmp_pat
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
     theirs = AutoTokenizer.from_pretrained(folder)
-    expected = theirs.apply_chat_template(ONE, chat_template=template, tokenize=True, return_dict=True)["input_ids"]
-    ids, _ = first(opened(chat(tmp_path, [{"messages": ONE}], template)))
+    expected = theirs.apply_chat_template(ONE_TURN, chat_template=template, tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
+    ids, _ = first_example(open_encoded(chat(tmp_path, [{"messages": ONE_TURN}], template)))
     assert ids == expected
     assert ids.count(theirs.convert_tokens_to_ids("<|im_start|>")) == 2
 
 
-def same_in_both(tmp_path: Path, rows: list[dict[str, Any]], given: Any) -> list[tuple[str, str]]:
-    """The examples of rows as lines of JSON, which are those of the rows in Parquet."""
+def texts_from_both_files(tmp_path: Path, rows: list[dict[str, Any]], given: Any) -> list[tuple[str, str]]:
+    """Return the examples of rows as lines of JSON; check that the rows in Parquet have the same."""
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
-    lines, table = opened(given), opened(given.model_copy(update={"source": str(tmp_path / "d.parquet")}))
-    assert texts(table) == texts(lines)
-    assert [source.held.tolist() for source in table.sources] == [source.held.tolist() for source in lines.sources]
-    return texts(lines)
+    lines, table = open_encoded(given), open_encoded(given.model_copy(update={"source": str(tmp_path / "d.parquet")}))
+    assert decode(table) == decode(lines)
+    assert [source.held_back.tolist() for source in table.sources] == [
+        source.held_back.tolist() for source in lines.sources
+    ]
+    return decode(lines)
 
 
 def test_chats_with_tools_are_the_same_from_parquet_which_fills_in_nulls(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     rows = [
-        {"messages": ASKED, "tools": json.dumps([TOOL])},
+        {"messages": TOOL_CALL, "tools": json.dumps([TOOL])},
         {"messages": [{"role": "user", "content": "a mesh"}, {"role": "assistant", "content": "no"}], "tools": None},
-        {"messages": ONE},
+        {"messages": ONE_TURN},
     ]
     given = chat(tmp_path, rows, TOOLS, validation={"fraction": 0.3, "split": "Tail"})
-    shown = same_in_both(tmp_path, rows, given)
+    shown = texts_from_both_files(tmp_path, rows, given)
     assert len(shown) == 3
     theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    rendered = theirs.apply_chat_template(ASKED, tools=[TOOL], chat_template=TOOLS, tokenize=False)
+    rendered = theirs.apply_chat_template(TOOL_CALL, tools=[TOOL], chat_template=TOOLS, tokenize=False)
     assert shown[0][0] == rendered
     assert shown[0][1].count("rank") == 1, "the call is learned too"
 
@@ -171,8 +184,8 @@ def test_instructions_are_the_same_from_parquet_with_fields_that_rows_leave_out(
     ]
     template = {"prompt": "{q} {hint}\n", "completion": "{a}"}
     source = write_records(tmp_path / "d.jsonl", rows)
-    given = config(tmp_path, source, examples={"template": template}, max_bad_lines=2)
-    assert len(same_in_both(tmp_path, rows, given)) == 2
+    given = make_config(tmp_path, source, examples={"template": template}, max_bad_lines=2)
+    assert len(texts_from_both_files(tmp_path, rows, given)) == 2
 
 
 def test_tool_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
@@ -186,15 +199,17 @@ def test_tool_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
     table = pa.table({"messages": pa.array([row], pa.list_(message))})
     parquet.write_table(table, tmp_path / "m.parquet")
     given = chat(tmp_path, [{"messages": row}], TOOLS)
-    assert texts(opened(given.model_copy(update={"source": str(tmp_path / "m.parquet")}))) == texts(opened(given))
+    assert decode(open_encoded(given.model_copy(update={"source": str(tmp_path / "m.parquet")}))) == decode(
+        open_encoded(given)
+    )
 
 
-@pytest.mark.parametrize("form", ["Chat", "Text"])
-def test_a_run_that_would_skip_more_than_a_hundredth_stops_unless_it_may(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("record_format", ["Chat", "Text"])
+def test_a_run_that_would_skip_more_than_a_hundredth_stops_unless_it_may(tmp_path: Path, record_format: str) -> None:
     write_tokenizer(tmp_path / "tokenizer", specials=("<|begin|>", "<|endoftext|>", "<|pad|>"))
     bad = {"messages": [], "text": None}
-    rows: list[dict[str, Any]] = [{"messages": ONE, "text": "a rank of a mesh"}] * 60 + [bad]
-    given = chat(tmp_path, rows, form=form)
+    rows: list[dict[str, Any]] = [{"messages": ONE_TURN, "text": "a rank of a mesh"}] * 60 + [bad]
+    given = chat(tmp_path, rows, record_format=record_format)
     sentence = r"1 of its 61 records cannot be used, more than 1%, the first: .*d.jsonl line 61: .*set data.maxBadLines"
     with pytest.raises(UserError, match=sentence):
         open_data(given, 1)
@@ -209,31 +224,33 @@ def test_a_run_that_would_skip_more_than_a_hundredth_stops_unless_it_may(tmp_pat
 @pytest.mark.parametrize("template", [CHAT, MARKED])
 def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path, template: str) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    wrong = [{**TWO[0]}, {**TWO[1], "weight": 0}, *TWO[2:]]
-    (shown,) = texts(opened(chat(tmp_path, [{"messages": wrong}], template)))
+    wrong = [{**TWO_TURNS[0]}, {**TWO_TURNS[1], "weight": 0}, *TWO_TURNS[2:]]
+    (shown,) = decode(open_encoded(chat(tmp_path, [{"messages": wrong}], template)))
     assert shown[1].startswith("token")
     with pytest.raises(UserError, match="all of the assistant's messages have the weight 0"):
-        opened(chat(tmp_path, [{"messages": wrong[:2]}], template))
+        open_encoded(chat(tmp_path, [{"messages": wrong[:2]}], template))
 
 
 def test_content_in_parts_is_the_text_of_the_parts(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in TWO]
-    assert texts(opened(chat(tmp_path, [{"messages": parts}]))) == texts(opened(chat(tmp_path, [{"messages": TWO}])))
-    parts[0]["content"] = [TWO[0]["content"][:7], {"type": "input_text", "text": TWO[0]["content"][7:]}]
-    assert texts(opened(chat(tmp_path, [{"messages": parts}]))) == texts(opened(chat(tmp_path, [{"messages": TWO}])))
+    whole = decode(open_encoded(chat(tmp_path, [{"messages": TWO_TURNS}])))
+    parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in TWO_TURNS]
+    assert decode(open_encoded(chat(tmp_path, [{"messages": parts}]))) == whole
+    parts[0]["content"] = [TWO_TURNS[0]["content"][:7], {"type": "input_text", "text": TWO_TURNS[0]["content"][7:]}]
+    assert decode(open_encoded(chat(tmp_path, [{"messages": parts}]))) == whole
     parts[0]["content"] = [{"type": "image", "url": "x"}]
     with pytest.raises(UserError, match=r"line 1: the content has a part of type 'image', which a model of text"):
-        opened(chat(tmp_path, [{"messages": parts}]))
+        open_encoded(chat(tmp_path, [{"messages": parts}]))
 
 
-def test_what_a_record_holds_and_no_example_uses_is_named_with_a_count(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unused_fields_of_records_are_reported_with_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    rows = [{"messages": [{**one, "mood": "glad"} for one in ONE], "id": 1, "tools": [TOOL]}, {"messages": ONE}]
+    rows = [
+        {"messages": [{**one, "mood": "glad"} for one in ONE_TURN], "id": 1, "tools": [TOOL]},
+        {"messages": ONE_TURN},
+    ]
     given = chat(tmp_path, rows)
-    assert opened(given).report.counts.unused == {"id": 1, "tools": 1, "messages[].mood": 1}
+    assert open_encoded(given).report.counts.unused == {"id": 1, "tools": 1, "messages[].mood": 1}
     (tmp_path / "run.yaml").write_text(json.dumps({"data": given.to_wire()}))
     shown = ["show-data", "--config", str(tmp_path / "run.yaml"), "--set", "batch.globalSize=1", "--samples", "1"]
     assert cli.run([*shown, "--ids", "--borders"]) == 0
@@ -251,21 +268,18 @@ def test_what_a_record_holds_and_no_example_uses_is_named_with_a_count(
         ("{{ messages[0].content + 1 }}", 'can only concatenate str (not "int") to str) in line 1 of'),
     ],
 )
-def test_whatever_a_template_raises_is_one_sentence(tmp_path: Path, template: str, reason: str) -> None:
+def test_errors_of_a_chat_template_are_reported_in_one_sentence(tmp_path: Path, template: str, reason: str) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     with pytest.raises(UserError) as refused:
-        opened(chat(tmp_path, [{"messages": ONE}], template))
+        open_encoded(chat(tmp_path, [{"messages": ONE_TURN}], template))
     assert f"d.jsonl line 1: the chat template refuses the messages ({reason}" in str(refused.value)
     assert "chat.jinja" in str(refused.value)
 
 
-def test_a_function_that_leaves_the_program_is_one_sentence(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
+def test_a_function_that_exits_the_process_is_reported_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import sys\ndef examples(record):\n    sys.exit(3)\n")
-    source = write_records(tmp_path / "d.jsonl", [{"q": 1}])
-    given = config(tmp_path, source, format="Function", examples={"function": f"{tmp_path}/mine.py:examples"})
     with pytest.raises(UserError, match=r"raised SystemExit: 3 \(.*mine.py line 3\) for .*d.jsonl line 1"):
-        opened(given)
+        encode(tmp_path, [{"q": 1}], format="Function", examples={"function": f"{tmp_path}/mine.py:examples"})
 
 
 def test_documents_end_with_the_folders_eos_token_where_the_vocabulary_has_no_usual_one(tmp_path: Path) -> None:
@@ -294,7 +308,7 @@ def test_documents_end_with_the_folders_eos_token_where_the_vocabulary_has_no_us
 def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a cache that no user can write to, beside a temporary folder of this test."""
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(cache_module, "_temporary", lambda: tmp_path / "temporary")
+    monkeypatch.setattr(cache_module, "_temporary_folder", lambda: tmp_path / "temporary")
     (tmp_path / "cache").mkdir(exist_ok=True)
     opening, making = type(tmp_path).open, type(tmp_path).mkdir
 
@@ -317,13 +331,13 @@ def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("form", ["Chat", "Text"])
+@pytest.mark.parametrize("record_format", ["Chat", "Text"])
 def test_a_cache_that_cannot_be_written_is_read_and_what_it_lacks_is_made_elsewhere(
-    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+    tmp_path: Path, record_format: str, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     write_tokenizer(tmp_path / "tokenizer", specials=("<|begin|>", "<|endoftext|>", "<|pad|>"))
-    rows = [{"messages": ONE, "text": "a rank of a mesh " * 30}] * 9
-    given = chat(tmp_path, rows, form=form, validation={"fraction": 0.5, "split": "Tail"})
+    rows = [{"messages": ONE_TURN, "text": "a rank of a mesh " * 30}] * 9
+    given = chat(tmp_path, rows, record_format=record_format, validation={"fraction": 0.5, "split": "Tail"})
     before = open_data(given, 1).identity
     request.getfixturevalue("unwritable")
     assert open_data(given, 1).identity == before
@@ -340,28 +354,17 @@ def test_missing_data_are_a_storage_error_only_where_this_run_has_read_them(
     tmp_path: Path, *, restarted: bool, kind: type[Exception]
 ) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    with pytest.raises(kind, match=r"data.source .*gone: there is no such file"), blaming_storage(restarted=restarted):
-        open_data(config(tmp_path, tmp_path / "gone"), 1)
-    with pytest.raises(UserError, match="holds no example"), blaming_storage(restarted=restarted):
+    with (
+        pytest.raises(kind, match=r"data.source .*gone: there is no such file"),
+        storage_errors_on_restart(restarted=restarted),
+    ):
+        open_data(make_config(tmp_path, tmp_path / "gone"), 1)
+    with pytest.raises(UserError, match="holds no example"), storage_errors_on_restart(restarted=restarted):
         open_data(chat(tmp_path, [{"messages": []}]), 1)
-
-
-@pytest.mark.parametrize(("attempt", "code"), [("0", 64), ("1", 81)])
-def test_a_restarted_rank_whose_data_are_missing_exits_as_for_a_storage_error(
-    tmp_path: Path, attempt: str, code: int
-) -> None:
-    run = {"data": {"source": f"{tmp_path}/gone.txt", "cacheDirectory": f"{tmp_path}/cache"}, "steps": 1}
-    (tmp_path / "run.yaml").write_text(json.dumps(run | {"schedule": {"warmupSteps": 0}}))
-    command = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(tmp_path / "run.yaml")]
-    done = subprocess.run(
-        command, env=os.environ | {worker_env.ENV_ATTEMPT: attempt}, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == code, done.stderr
-    assert "gone.txt: there is no such file or folder" in done.stderr.splitlines()[-1]
 
 
 def test_held_out_prompts_are_those_of_the_border(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    given = chat(tmp_path, [{"messages": TWO}] * 4, BLANK, validation={"fraction": 0.5, "split": "Tail"})
-    asked = build_prompts(given, [{"messages": TWO[:-1]}])[0][1]
+    given = chat(tmp_path, [{"messages": TWO_TURNS}] * 4, BLANK, validation={"fraction": 0.5, "split": "Tail"})
+    asked = build_prompts(given, [{"messages": TWO_TURNS[:-1]}])[0][1]
     assert {one.prompt_ids for one in read_held_out(given).examples} == {asked}

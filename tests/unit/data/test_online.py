@@ -1,33 +1,29 @@
-"""Text that is tokenised while training: the same samples for any processes, ranks and interruptions."""
-
-from __future__ import annotations
+"""Text that is tokenized while training: the same samples for any processes, ranks and interruptions."""
 
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 
-from tests.testing.trainer.data_files import END, config, json_lines, write_text
-from trainium_trainer.data import opening
-from trainium_trainer.data.batches.loader import Share
+from tests.testing.trainer.data_files import END, data_config, json_lines, write_text
+from trainium_trainer.data import dataset
+from trainium_trainer.data.batches.micro_batches import Share
 from trainium_trainer.data.batches.order import shuffled
 from trainium_trainer.data.batches.samples import Samples
+from trainium_trainer.data.dataset import Dataset, open_data
+from trainium_trainer.data.loader import open_loader
 from trainium_trainer.data.online import streams
 from trainium_trainer.data.online.lanes import LanePlan, Lanes, TextBlocks
-from trainium_trainer.data.online.streams import Streams
-from trainium_trainer.data.opening import Data, open_data
-from trainium_trainer.data.streaming import BlockCounts, open_loader
+from trainium_trainer.data.online.streams import BlockCounts, Streams
 from trainium_trainer.data.tokens.encoding import DocumentEncoder
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.data.workers.pool import WorkerError
 from trainium_trainer.exits import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LANES = 4
 DOCUMENTS = [f"document {number}: " + f"word{number % 7} " * (number % 23 + 1) for number in range(600)]
@@ -42,30 +38,29 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     write_text(folder / "d.txt")
-    return open_data(config(folder, folder / "d.txt"), LANES).tokenizer
+    return open_data(data_config(folder, folder / "d.txt"), LANES).tokenizer
 
 
-def open_online(tmp_path: Path, tokenizer: Path, texts: Sequence[str] = DOCUMENTS, **more: Any) -> Data:
+def open_online(tmp_path: Path, tokenizer: Path, texts: Sequence[str] = DOCUMENTS, **more: Any) -> Dataset:
     (tmp_path / "d.jsonl").write_bytes(json_lines(list(texts)))
     fields = {"tokenizer": {"path": str(tokenizer)}, "tokenization": "Online"} | more
-    return open_data(config(tmp_path, tmp_path / "d.jsonl", **fields), LANES)
+    return open_data(data_config(tmp_path, tmp_path / "d.jsonl", **fields), LANES)
 
 
-def plan_of(data: Data) -> LanePlan:
+def plan_of(data: Dataset) -> LanePlan:
     assert isinstance(data.training, Streams)
     return data.training.plan
 
 
 def blocks_of(plan: LanePlan, source: int = 0) -> TextBlocks:
     given = plan.sources[source]
-    assert given.table is not None
-    table = np.load(given.table)[: given.blocks]
+    table = np.load(given.blocks_file)[: given.blocks]
     return TextBlocks(given.spec.source, table, DocumentEncoder(Path(plan.tokenizer)), plan.held_back)
 
 
-def rows(data: Data, share: Share, steps: Sequence[int], notes: Path | None = None) -> list[list[int]]:
-    """The tokens of each sample that one rank is given."""
-    loader = open_loader(data, share, ahead=2, notes=notes)
+def rows(data: Dataset, share: Share, steps: Sequence[int], counts_folder: Path | None = None) -> list[list[int]]:
+    """Return the tokens of each sample of one rank."""
+    loader = open_loader(data, share, ahead=2, counts_folder=counts_folder)
     try:
         batches = [loader.batch_at(step * LANES) for step in steps]
     finally:
@@ -102,38 +97,36 @@ def test_an_epoch_of_all_lanes_has_every_document_once_and_nothing_is_dropped(tm
 
 def test_the_samples_are_the_same_for_any_ranks_processes_and_interruptions(tmp_path: Path, tokenizer: Path) -> None:
     data = open_online(tmp_path, tokenizer)
-    whole = rows(data, share(), range(12), notes=tmp_path / "notes")
+    whole = rows(data, share(), range(12), counts_folder=tmp_path / "notes")
     three = open_online(tmp_path, tokenizer, workers=3)
     assert three.identity == data.identity
     assert rows(three, share(), range(12)) == whole
     halves = [rows(data, share(rank, 2), range(12)) for rank in range(2)]
     assert [halves[number % 4 // 2][number // 4 * 2 + number % 2] for number in range(48)] == whole
     assert rows(data, share(), [7, 8, 3, 4]) == whole[28:36] + whole[12:20], "anywhere, without what others noted"
-    assert rows(data, share(1, 4), [9], notes=tmp_path / "notes") == [whole[37]]
-    assert isinstance(data.training, Streams)
+    assert rows(data, share(1, 4), [9], counts_folder=tmp_path / "notes") == [whole[37]]
     assert data.training.numbers(8, 4) == [8, 9, 10, 11]
 
 
-def test_a_lane_goes_on_where_a_run_that_noted_its_counts_left_it(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_lane_continues_from_recorded_counts_without_reading_earlier_blocks(tmp_path: Path, tokenizer: Path) -> None:
     data = open_online(tmp_path, tokenizer)
     plan = plan_of(data)
-    rows(data, share(), range(80), notes=tmp_path / "notes")
-    assert isinstance(data.training, Streams)
+    rows(data, share(), range(80), counts_folder=tmp_path / "notes")
     ((numbers, counts),) = BlockCounts(tmp_path / "notes", data.training.identity, None).known(1)
     assert len(set(numbers.tolist())) >= 4
     fresh, knowing = blocks_of(plan), blocks_of(plan)
-    knowing.learn(numbers, counts)
+    knowing.add_counts(numbers, counts)
     far = [Lanes(plan, [1], [blocks]).rows(70) for blocks in (fresh, knowing)]
     assert far[0].rows[0].tolist() == far[1].rows[0].tolist()
     assert len(far[1].counts) == 1
     assert len(far[0].counts) > 1, "without notes it has to count"
 
 
-def test_notes_that_are_torn_or_changed_are_not_believed(tmp_path: Path) -> None:
-    notes = BlockCounts(tmp_path, "identity", 0)
-    notes.add([(0, 1, 100), (1, 2, 200)])
-    notes.add([(0, 3, 300)])
-    notes.close()
+def test_torn_or_changed_notes_are_ignored(tmp_path: Path) -> None:
+    counts_folder = BlockCounts(tmp_path, "identity", 0)
+    counts_folder.add([(0, 1, 100), (1, 2, 200)])
+    counts_folder.add([(0, 3, 300)])
+    counts_folder.close()
     (file,) = tmp_path.iterdir()
     content = bytearray(file.read_bytes())
     content[8] ^= 1
@@ -145,14 +138,14 @@ def test_notes_that_are_torn_or_changed_are_not_believed(tmp_path: Path) -> None
     assert BlockCounts(None, "identity", 0).known(1)[0][0].tolist() == []
 
 
-def test_counts_that_come_while_the_run_ends_reach_no_file_of_somebody_else(
+def test_counts_recorded_while_the_run_ends_reach_no_file_that_reuses_the_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notes = BlockCounts(tmp_path, "identity", 0)
+    counts_folder = BlockCounts(tmp_path, "identity", 0)
     write, other = os.write, tmp_path / "other"
 
     def end() -> None:
-        notes.close()
+        counts_folder.close()
         others.append(other.open("wb"))  # gets the number that has just come free
 
     def late(descriptor: int, data: bytes) -> int:
@@ -163,17 +156,17 @@ def test_counts_that_come_while_the_run_ends_reach_no_file_of_somebody_else(
     others: list[BinaryIO] = []
     ending = threading.Thread(target=end)
     monkeypatch.setattr(os, "write", late)
-    notes.add([(0, 4, 400)])
+    counts_folder.add([(0, 4, 400)])
     monkeypatch.undo()
     ending.join(10)
     others[0].close()
     assert other.read_bytes() == b""
-    notes.add([(0, 5, 500)])
+    counts_folder.add([(0, 5, 500)])
     assert BlockCounts(tmp_path, "identity", None).known(1)[0][1].tolist() == [400]
 
 
-def documents(data: Data, steps: int) -> set[str]:
-    """The whole documents that the first samples hold."""
+def documents(data: Dataset, steps: int) -> set[str]:
+    """Return the whole documents in the first samples."""
     lanes = [[] for _ in range(LANES)]  # type: list[list[int]]
     for number, row in enumerate(rows(data, share(), range(steps))):
         lanes[number % LANES] += row
@@ -182,10 +175,9 @@ def documents(data: Data, steps: int) -> set[str]:
 
 
 @pytest.mark.parametrize("split", ["DocumentHash", "Tail"])
-def test_what_is_held_back_is_never_trained_on(tmp_path: Path, tokenizer: Path, split: str) -> None:
+def test_held_out_documents_are_never_trained_on(tmp_path: Path, tokenizer: Path, split: str) -> None:
     held = {"fraction": 0.2, "split": split, "samples": 1000}
     data = open_online(tmp_path, tokenizer, validation=held)
-    assert data.validation is not None
     reader = load_tokenizer(tokenizer)
     samples = [sample for sample in data.validation.share(0, 1) if sample is not None]
     tokens = [token for sample in samples for token in sample.tokens[:-1].tolist()] + samples[-1].tokens[-1:].tolist()
@@ -200,7 +192,6 @@ def test_what_is_held_back_is_never_trained_on(tmp_path: Path, tokenizer: Path, 
     again = open_online(tmp_path, tokenizer, validation=held | {"fraction": 0.1})
     assert again.identity != data.identity
     few = open_online(tmp_path, tokenizer, validation=held | {"samples": 3})
-    assert few.validation is not None
     assert few.validation.num_samples == 3
     assert few.identity == data.identity
 
@@ -208,11 +199,11 @@ def test_what_is_held_back_is_never_trained_on(tmp_path: Path, tokenizer: Path, 
 def test_sources_are_mixed_in_each_lane_and_prepared_ones_may_be_among_them(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "p.jsonl").write_bytes(json_lines([text.upper() for text in DOCUMENTS]))
     (tmp_path / "t.jsonl").write_bytes(json_lines(DOCUMENTS))
-    ahead = open_data(config(tmp_path, tmp_path / "p.jsonl", tokenizer={"path": str(tokenizer)}), LANES)
+    ahead = open_data(data_config(tmp_path, tmp_path / "p.jsonl", tokenizer={"path": str(tokenizer)}), LANES)
     assert isinstance(ahead.training, Samples)
     (made,) = (tmp_path / "cache").glob("tokens-*[0-9a-f]")
     sources = [{"source": str(tmp_path / "t.jsonl"), "weight": 3}, {"source": str(made), "weight": 1}]
-    data = open_data(config(tmp_path, "unused", sources=sources, tokenizer={}, tokenization="Online"), LANES)
+    data = open_data(data_config(tmp_path, "unused", sources=sources, tokenizer={}, tokenization="Online"), LANES)
     reader = load_tokenizer(tokenizer)
     found = rows(data, share(), range(60))
     upper = [any(word in reader.decode(row) for word in ("DOC", "WOR", "ORD")) for row in found]
@@ -225,9 +216,9 @@ def test_sources_are_mixed_in_each_lane_and_prepared_ones_may_be_among_them(tmp_
 def test_bad_lines_are_counted_while_training(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(json_lines(DOCUMENTS[:300]) + b"{oops\n" * 3 + json_lines(DOCUMENTS[300:]))
     fields = {"tokenizer": {"path": str(tokenizer)}, "tokenization": "Online"}
-    lenient = open_data(config(tmp_path, tmp_path / "d.jsonl", **fields), LANES)
+    lenient = open_data(data_config(tmp_path, tmp_path / "d.jsonl", **fields), LANES)
     assert len(rows(lenient, share(), range(400))) == 1600
-    strict = open_data(config(tmp_path, tmp_path / "d.jsonl", max_bad_lines=2, **fields), LANES)
+    strict = open_data(data_config(tmp_path, tmp_path / "d.jsonl", max_bad_lines=2, **fields), LANES)
     with pytest.raises(UserError, match=r"d.jsonl line 303: not JSON .*more such lines than data.maxBadLines 2"):
         rows(strict, share(), range(400))
 
@@ -240,12 +231,12 @@ def test_records_of_which_more_than_one_in_a_hundred_is_bad_are_refused_while_tr
     good = json_lines(DOCUMENTS)
     (tmp_path / "d.jsonl").write_bytes(b"{oops\n" * 20 + good)
     fields = {"tokenizer": {"path": str(tokenizer)}, "tokenization": "Online"}
-    data = open_data(config(tmp_path, tmp_path / "d.jsonl", **fields), LANES)
+    data = open_data(data_config(tmp_path, tmp_path / "d.jsonl", **fields), LANES)
     with pytest.raises(
         UserError, match=r"d.jsonl: 20 of its .* cannot be used, more than 1%, the first: .*d.jsonl line"
     ):
         [rows(data, share(rank, ranks), range(400)) for rank in range(ranks)]
-    allowed = open_data(config(tmp_path, tmp_path / "d.jsonl", max_bad_lines=10**6, **fields), LANES)
+    allowed = open_data(data_config(tmp_path, tmp_path / "d.jsonl", max_bad_lines=10**6, **fields), LANES)
     assert len(rows(allowed, share(), range(400))) == 1600
 
 
@@ -253,7 +244,7 @@ def test_a_process_that_is_killed_is_an_error_of_the_step_that_needs_it(tmp_path
     loader = open_loader(open_online(tmp_path, tokenizer), share(), ahead=1)
     try:
         loader.batch_at(0)
-        loader._maker._workers.send(0, os.kill, 0, signal.SIGKILL)  # type: ignore[attr-defined]
+        loader._builder._workers.send(0, os.kill, 0, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(WorkerError, match="was killed by SIGKILL"):
             [loader.batch_at(step * LANES) for step in range(1, 10)]
     finally:
@@ -264,11 +255,13 @@ def test_small_data_are_tokenised_ahead_unless_asked_otherwise(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(open_online(tmp_path, tokenizer, tokenization="Auto").training, Samples)
-    monkeypatch.setattr(opening, "_WORTH_STREAMS", 1000)
+    monkeypatch.setattr(dataset, "_WORTH_STREAMS", 1000)
     assert isinstance(open_online(tmp_path, tokenizer, tokenization="Auto").training, Streams)
     assert isinstance(open_online(tmp_path, tokenizer, tokenization="Ahead").training, Samples)
-    with pytest.raises(UserError, match="python-docs: cannot be tokenised while training"):
-        open_data(config(tmp_path, "python-docs", tokenization="Online", tokenizer={"path": str(tokenizer)}), LANES)
+    with pytest.raises(UserError, match="python-docs: cannot be tokenized while training"):
+        open_data(
+            data_config(tmp_path, "python-docs", tokenization="Online", tokenizer={"path": str(tokenizer)}), LANES
+        )
 
 
 def test_too_little_text_to_tokenise_while_training_is_refused(tmp_path: Path, tokenizer: Path) -> None:

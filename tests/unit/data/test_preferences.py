@@ -1,22 +1,17 @@
 """Pairs of answers: trl's columns, one prompt for both, records that cannot be used, and lengths."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.testing.trainer.example_files import EOS, config, opened, texts, write_records, write_tokenizer
-from trainium_trainer.data.batches.loader import build_micro_batch, trim_padding
+from tests.testing.trainer.example_files import EOS, decode, encode, make_config, write_tokenizer
+from trainium_trainer.data.batches.micro_batches import build_micro_batch, trim_padding
+from trainium_trainer.data.examples.dataset import ExampleDataset
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
 from trainium_trainer.exits import UserError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from trainium_trainer.data.examples.opening import OpenExamples
 
 ASK = {"role": "user", "content": "name a shard"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("a tensor", "the node"))
@@ -24,11 +19,8 @@ TEXT = {"prompt": "name a shard:", "chosen": " a tensor", "rejected": " the node
 CHAT = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
 
 
-def pairs(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> OpenExamples:
-    if not (tmp_path / "tokenizer").exists():
-        write_tokenizer(tmp_path / "tokenizer")
-    source = write_records(tmp_path / "d.jsonl", rows)
-    return opened(config(tmp_path, source, format="Preference", max_bad_lines=0, **settings))
+def pairs(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> ExampleDataset:
+    return encode(tmp_path, rows, format="Preference", max_bad_lines=0, **settings)
 
 
 def turn(role: str, text: str) -> str:
@@ -46,7 +38,7 @@ def turn(role: str, text: str) -> str:
     ids=["prompt", "what both begin with", "more columns"],
 )
 def test_texts_are_a_prompt_and_two_answers_with_an_end(tmp_path: Path, row: dict[str, Any]) -> None:
-    assert texts(pairs(tmp_path, [row])) == [
+    assert decode(pairs(tmp_path, [row])) == [
         (f"<|begin|>name a shard: a tensor{EOS}", f" a tensor{EOS}"),
         (f"<|begin|>name a shard: the node{EOS}", f" the node{EOS}"),
     ]
@@ -64,7 +56,7 @@ def test_texts_are_a_prompt_and_two_answers_with_an_end(tmp_path: Path, row: dic
 )
 def test_messages_are_put_together_by_the_chat_template(tmp_path: Path, row: dict[str, Any]) -> None:
     before = f"<|begin|>{turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"
-    assert texts(pairs(tmp_path, [row])) == [
+    assert decode(pairs(tmp_path, [row])) == [
         (f"{before}a tensor<|eot|>", "a tensor<|eot|>"),
         (f"{before}the node<|eot|>", "the node<|eot|>"),
     ]
@@ -72,7 +64,7 @@ def test_messages_are_put_together_by_the_chat_template(tmp_path: Path, row: dic
 
 def test_of_a_conversation_only_the_last_answers_are_compared(tmp_path: Path) -> None:
     earlier = [{"role": "user", "content": "step?"}, {"role": "assistant", "content": "step"}, ASK]
-    found = texts(pairs(tmp_path, [{"chosen": [*earlier, GOOD], "rejected": [*earlier, BAD]}]))
+    found = decode(pairs(tmp_path, [{"chosen": [*earlier, GOOD], "rejected": [*earlier, BAD]}]))
     assert [learned for _, learned in found] == ["a tensor<|eot|>", "the node<|eot|>"]
 
 
@@ -94,7 +86,7 @@ def test_of_a_conversation_only_the_last_answers_are_compared(tmp_path: Path) ->
         (TEXT | {"prompt": [ASK]}, "the prompt is no text but the answers are"),
     ],
 )
-def test_a_record_that_is_no_pair_is_named_by_its_line(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
+def test_an_invalid_pair_is_named_by_its_line(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=f"d.jsonl line 2: .*{sentence}"):
         pairs(tmp_path, [TEXT, row])
 
@@ -121,7 +113,7 @@ def test_other_columns_can_be_named(tmp_path: Path) -> None:
     row = {"question": "name a shard:", "best": " a tensor", "worst": " the node"}
     named = {"promptField": "question", "chosenField": "best", "rejectedField": "worst"}
     data = pairs(tmp_path, [row | {"score": 1}], examples={"preference": named})
-    assert [learned for _, learned in texts(data)] == [f" a tensor{EOS}", f" the node{EOS}"]
+    assert [learned for _, learned in decode(data)] == [f" a tensor{EOS}", f" the node{EOS}"]
     assert data.report.counts.unused == {"score": 1}
 
 
@@ -151,7 +143,7 @@ def test_a_pair_whose_difference_is_cut_away_is_dropped(tmp_path: Path) -> None:
     assert (data.report.examples, data.report.counts.dropped) == (1, 1)
 
 
-def ids_of(data: OpenExamples) -> list[np.ndarray[Any, Any]]:
+def ids_of(data: ExampleDataset) -> list[np.ndarray[Any, Any]]:
     stored = data.sources[0].stored
     return [stored.example(number)[0] for number in range(len(stored))]
 
@@ -159,17 +151,17 @@ def ids_of(data: OpenExamples) -> list[np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("split", ["DocumentHash", "Tail"])
 def test_a_pair_is_held_back_as_a_whole_and_its_preferred_answer_is_expected(tmp_path: Path, split: str) -> None:
     rows = [TEXT | {"prompt": f"name shard {number}:"} for number in range(30)]
-    held = {"fraction": 0.25, "split": split, "samples": 30}
-    data = pairs(tmp_path, rows, validation=held)
+    held_back = {"fraction": 0.25, "split": split, "samples": 30}
+    data = pairs(tmp_path, rows, validation=held_back)
     (source,) = data.sources
-    assert (source.held.reshape(-1, 2)[:, 0] == source.held.reshape(-1, 2)[:, 1]).all()
-    number = int(source.held.sum()) // 2
+    assert (source.held_back.reshape(-1, 2)[:, 0] == source.held_back.reshape(-1, 2)[:, 1]).all()
+    number = int(source.held_back.sum()) // 2
     assert data.report.held_back == number
     assert data.validation.num_samples == number
     assert data.training.num_samples == 30 - number
-    asked = read_held_out(config(tmp_path, tmp_path / "d.jsonl", format="Preference", validation=held))
+    asked = read_held_out(make_config(tmp_path, tmp_path / "d.jsonl", format="Preference", validation=held_back))
     assert len(asked.examples) == number
-    assert {example.answer_text for example in asked.examples} == {" a tensor"}
+    assert {example.answer for example in asked.examples} == {" a tensor"}
 
 
 def test_both_answers_lie_in_adjacent_rows_of_one_micro_batch(tmp_path: Path) -> None:
@@ -177,9 +169,8 @@ def test_both_answers_lie_in_adjacent_rows_of_one_micro_batch(tmp_path: Path) ->
     rules = data.training.rules
     batch = build_micro_batch([data.training.sample(0, 1), None, data.training.sample(0, 0)], rules, first=5)
     assert batch.inputs.shape == (6, 40)
-    assert batch.pairs is not None
     assert (batch.divisor, batch.pairs.count) == (2, 2)
-    assert batch.places.tolist() == list(range(10, 16)), "each row drops numbers of its own"
+    assert batch.sample_positions.tolist() == list(range(10, 16)), "each row drops numbers of its own"
     assert not (batch.labels[2:4] != -100).any(), "a padding pair counts for nothing"
     first = ids_of(data)[2]
     assert batch.inputs[0, : len(first) - 1].tolist() == first[:-1].tolist()
@@ -199,13 +190,12 @@ def test_a_micro_batch_is_as_long_as_its_longest_row_in_whole_blocks_of_columns(
 
 
 @pytest.mark.parametrize("loss", ["Answer", "All"])
-def test_where_the_prompt_is_learned_too_the_answers_are_still_known(tmp_path: Path, loss: str) -> None:
+def test_answers_are_known_also_when_the_prompt_is_learned(tmp_path: Path, loss: str) -> None:
     data = pairs(tmp_path, [TEXT], examples={"loss": loss}, sequence_length=40)
     batch = build_micro_batch([data.training.sample(0, 0)], data.training.rules)
-    assert batch.pairs is not None
     places = np.arange(40)
     of_answer = (batch.labels[0] != -100).numpy() & (places >= int(batch.pairs.answers[0]))
-    (_, learned), _ = texts(pairs(tmp_path, [TEXT]))
+    (_, learned), _ = decode(pairs(tmp_path, [TEXT]))
     assert learned == f" a tensor{EOS}"
     answer = int(data.sources[0].stored.answers[0])
     assert batch.labels[0][of_answer].tolist() == ids_of(data)[0][answer:].tolist()
@@ -227,6 +217,6 @@ def test_where_the_prompt_is_learned_too_the_answers_are_still_known(tmp_path: P
 )
 def test_a_prompt_that_is_to_be_answered_is_that_of_the_training(tmp_path: Path, given: Any, text: str) -> None:
     pairs(tmp_path, [TEXT])
-    settings = config(tmp_path, tmp_path / "d.jsonl", format="Preference")
+    settings = make_config(tmp_path, tmp_path / "d.jsonl", format="Preference")
     ((found, _),) = build_prompts(settings, [given])
     assert found == text

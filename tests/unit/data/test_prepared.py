@@ -1,43 +1,50 @@
 """Prepared data and the cache: made once, rebuilt when it must be, continued after a kill, never partial."""
 
-from __future__ import annotations
-
+import dataclasses
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.testing.trainer.data_files import END, TEXTS, config, decoded, json_lines, opened, prepared_in, write_text
+from tests.testing.trainer.data_files import (
+    END,
+    TEXTS,
+    data_config,
+    decode_all,
+    json_lines,
+    open_text,
+    read_prepared,
+    write_text,
+)
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
-from trainium_trainer.data.prepared.build import BuildInputs, BuildProgress, PreparedRecipe, build
+from trainium_trainer.data.prepared.build import BuildInputs, BuildProgress, build
 from trainium_trainer.data.prepared.cache import find_vocabulary_size
-from trainium_trainer.data.prepared.prepared import Prepared, Selection, watching
+from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, divide_file_checks
+from trainium_trainer.data.prepared.text_sources import PreparedRecipe
 from trainium_trainer.data.sources.files import DataFile
 from trainium_trainer.data.sources.resolve import SourceSpec
-from trainium_trainer.data.tokens.encoding import held_back
+from trainium_trainer.data.tokens.encoding import held_back_mask
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.data.workers.pool import WorkerError, Workers
 from trainium_trainer.exits import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     write_text(folder / "d.txt")
-    return opened(config(folder, folder / "d.txt")).tokenizer
+    return open_text(data_config(folder, folder / "d.txt")).tokenizer
 
 
 def many(path: Path, count: int = 400) -> list[str]:
@@ -50,61 +57,69 @@ def recipe(path: Path, tokenizer: Path) -> BuildInputs:
     return PreparedRecipe((SourceSpec(str(path), "text"),), tokenizer, 0).inputs()
 
 
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: Path) -> Path:
+    """Prepare 400 documents of `d.jsonl`."""
+    many(tmp_path / "d.jsonl")
+    build(tmp_path / "made", recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+    return tmp_path / "made"
+
+
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
 
 def test_changed_text_is_tokenised_again_and_unchanged_text_is_not(tmp_path: Path) -> None:
     path = tmp_path / "d.txt"
     write_text(path)
-    first = opened(config(tmp_path, path)).identity
-    stamp = (prepared_in(tmp_path / "cache").folder / "manifest.json").stat().st_mtime_ns
-    assert opened(config(tmp_path, path)).identity == first
-    assert (prepared_in(tmp_path / "cache").folder / "manifest.json").stat().st_mtime_ns == stamp
+    first = open_text(data_config(tmp_path, path)).identity
+    stamp = (read_prepared(tmp_path / "cache").folder / "manifest.json").stat().st_mtime_ns
+    assert open_text(data_config(tmp_path, path)).identity == first
+    assert (read_prepared(tmp_path / "cache").folder / "manifest.json").stat().st_mtime_ns == stamp
     path.write_text("\n".join(reversed(TEXTS)))
-    assert opened(config(tmp_path, path)).identity != first
+    assert open_text(data_config(tmp_path, path)).identity != first
 
 
 def test_a_tokenizer_file_may_be_given_and_must_be_valid(tmp_path: Path, tokenizer: Path) -> None:
     write_text(tmp_path / "d.txt")
 
     def given(path: Path) -> Any:
-        return config(tmp_path, tmp_path / "d.txt", tokenizer={"path": str(path)})
+        return data_config(tmp_path, tmp_path / "d.txt", tokenizer={"path": str(path)})
 
     assert find_vocabulary_size(given(tokenizer)) == load_tokenizer(tokenizer).get_vocab_size()
-    assert find_vocabulary_size(config(tmp_path, "x", tokenizer={"vocab_size": 512})) == 512
+    assert find_vocabulary_size(data_config(tmp_path, "x", tokenizer={"vocab_size": 512})) == 512
     with pytest.raises(UserError, match="there is no tokenizer"):
         find_vocabulary_size(given(tmp_path / "gone"))
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(UserError, match="not a tokenizer"):
         find_vocabulary_size(given(tmp_path / "broken.json"))
-    own = opened(given(tokenizer))
-    assert own.identity == opened(config(tmp_path, tmp_path / "d.txt")).identity
+    own = open_text(given(tokenizer))
+    assert own.identity == open_text(data_config(tmp_path, tmp_path / "d.txt")).identity
     document = json.loads(tokenizer.read_text())
     document["added_tokens"][0]["content"] = "<nothing>"
     document["model"]["vocab"]["<nothing>"] = document["model"]["vocab"].pop(END)
     (tmp_path / "endless.json").write_text(json.dumps(document))
     with pytest.raises(UserError, match="no end-of-document token"):
-        opened(given(tmp_path / "endless.json"))
+        open_text(given(tmp_path / "endless.json"))
 
 
 def test_a_cache_folder_that_can_never_be_written_is_the_users_to_change(tmp_path: Path) -> None:
     write_text(tmp_path / "d.txt")
     (tmp_path / "cache").write_text("a file where a folder should be")
     with pytest.raises(UserError, match=r"cannot be used \(.*\): set data.cacheDirectory to a folder"):
-        opened(config(tmp_path, tmp_path / "d.txt"))
+        open_text(data_config(tmp_path, tmp_path / "d.txt"))
 
 
 @pytest.mark.usefixtures("clean_start")  # it forks this process, whose fork server is not its child's
-def test_a_standby_prepares_the_data_and_keeps_quiet_about_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_a_standby_prepares_the_data_without_reporting_their_errors(tmp_path: Path) -> None:
     from trainium_agent.linux.kernel import thread_names
     from trainium_trainer.warm import _prepare_data
 
     write_text(tmp_path / "d.txt")
     threads = thread_names()  # some libraries end theirs around a fork
-    _prepare_data(TrainingConfig(data=config(tmp_path, tmp_path / "d.txt")))
+    _prepare_data(TrainingConfig(data=data_config(tmp_path, tmp_path / "d.txt")))
     assert len(thread_names()) <= len(threads), "a process with threads must not be forked"
-    assert prepared_in(tmp_path / "cache").tokens
-    _prepare_data(TrainingConfig(data=config(tmp_path, tmp_path / "none.txt")))
+    assert read_prepared(tmp_path / "cache").tokens
+    _prepare_data(TrainingConfig(data=data_config(tmp_path, tmp_path / "none.txt")))
 
 
 def test_data_are_written_and_read_without_pandas(tmp_path: Path) -> None:
@@ -113,13 +128,13 @@ def test_data_are_written_and_read_without_pandas(tmp_path: Path) -> None:
     program = """
 import sys
 from trainium_contract.trainer.data import DataConfig
-from trainium_trainer.data.opening import open_data
+from trainium_trainer.data.dataset import open_data
 data = open_data(DataConfig.model_validate_json(sys.argv[1]), 8)
-assert data.training.parts[0].run.read(0, 300).size == 300
+assert data.training.parts[0].sequence.read(0, 300).size == 300
 print("pyarrow" in sys.modules, "pandas" in sys.modules)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, config(tmp_path, tmp_path / "d.txt").model_dump_json()],
+        [sys.executable, "-c", program, data_config(tmp_path, tmp_path / "d.txt").model_dump_json()],
         capture_output=True,
         text=True,
         check=True,
@@ -132,12 +147,12 @@ def test_two_processes_that_start_at_once_build_the_cache_once(tmp_path: Path) -
     path.write_text("\n".join(TEXTS * 200))
     script = (
         "import sys\nfrom trainium_contract.trainer.data import DataConfig\n"
-        "from trainium_trainer.data.prepared import build; from trainium_trainer.data import opening\n"
-        "make = build._make\n"
-        "build._make = lambda *arguments: (print('built'), make(*arguments))[1]\n"
-        "print(opening.open_data(DataConfig.model_validate_json(sys.argv[1]), 8).identity)\n"
+        "from trainium_trainer.data.prepared import build; from trainium_trainer.data import dataset\n"
+        "original = build.PartialFolder.build\n"
+        "build.PartialFolder.build = lambda *arguments: (print('built'), original(*arguments))[1]\n"
+        "print(dataset.open_data(DataConfig.model_validate_json(sys.argv[1]), 8).identity)\n"
     )
-    document = config(tmp_path, path).model_dump_json(by_alias=True)
+    document = data_config(tmp_path, path).model_dump_json(by_alias=True)
     processes = [
         subprocess.Popen([sys.executable, "-c", script, document], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
@@ -153,15 +168,14 @@ def test_prepared_data_are_the_same_for_any_number_of_processes_and_shards(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = many(tmp_path / "d.jsonl")
-    monkeypatch.setattr("trainium_trainer.data.prepared.build.BLOCK_BYTES", 3000)
+    monkeypatch.setattr("trainium_trainer.data.prepared.text_sources.BLOCK_BYTES", 3000)
     monkeypatch.setattr("trainium_trainer.data.prepared.build._BATCH_TOKENS", 700)
     manifests = []
     for workers, shard_tokens in ((1, 10**9), (3, 2000)):
         folder = tmp_path / f"made-{workers}"
-        manifests.append(
-            build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=workers, shard_tokens=shard_tokens)
-        )
-    one, three = (Prepared(tmp_path / f"made-{workers}") for workers in (1, 3))
+        inputs = dataclasses.replace(recipe(tmp_path / "d.jsonl", tokenizer), shard_tokens=shard_tokens)
+        manifests.append(build(folder, inputs, "k", workers=workers))
+    one, three = (PreparedData(tmp_path / f"made-{workers}") for workers in (1, 3))
     assert one.tokens == three.tokens
     assert len(manifests[1].shards) > 3
     assert len(three.batch_tokens) > len(manifests[1].shards)
@@ -178,13 +192,15 @@ def test_prepared_data_are_the_same_for_any_number_of_processes_and_shards(
 def test_a_build_that_is_killed_is_continued_and_gives_the_same(tmp_path: Path, tokenizer: Path) -> None:
     many(tmp_path / "d.jsonl")
     script = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom trainium_trainer.data.prepared import build\n"
+        "import dataclasses, os, signal, sys\nfrom pathlib import Path\n"
+        "from trainium_trainer.data.prepared import build, text_sources\n"
         "from trainium_trainer.data.sources.resolve import SourceSpec\n"
-        "build.BLOCK_BYTES = 3000\ncount = 0\n"
+        "text_sources.BLOCK_BYTES = 3000\ncount = 0\n"
         "def stop(progress):\n    global count\n    count += 1\n"
         "    if count == int(sys.argv[4]): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "recipe = build.PreparedRecipe((SourceSpec(sys.argv[1], 'text'),), Path(sys.argv[2]), 0).inputs()\n"
-        "build.build(Path(sys.argv[3]), recipe, 'k', workers=2, progress=stop, shard_tokens=800)\n"
+        "recipe = text_sources.PreparedRecipe((SourceSpec(sys.argv[1], 'text'),), Path(sys.argv[2]), 0).inputs()\n"
+        "recipe = dataclasses.replace(recipe, shard_tokens=800)\n"
+        "build.build(Path(sys.argv[3]), recipe, 'k', workers=2, progress=stop)\n"
     )
 
     def run(folder: str, kill_at: int) -> int:
@@ -205,7 +221,7 @@ def test_a_build_that_is_killed_is_continued_and_gives_the_same(tmp_path: Path, 
     }
 
 
-def test_what_was_left_of_other_data_is_not_continued(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_partial_build_of_other_data_is_not_continued(tmp_path: Path, tokenizer: Path) -> None:
     many(tmp_path / "d.jsonl")
     partial = tmp_path / "made.partial"
     partial.mkdir()
@@ -215,14 +231,11 @@ def test_what_was_left_of_other_data_is_not_continued(tmp_path: Path, tokenizer:
     assert manifest.documents == 400
 
 
-def test_a_folder_that_is_not_whole_or_not_ours_is_refused(tmp_path: Path, tokenizer: Path) -> None:
-    many(tmp_path / "d.jsonl")
-    folder = tmp_path / "made"
-    build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+def test_incomplete_or_foreign_prepared_data_are_refused(tmp_path: Path, tokenizer: Path, folder: Path) -> None:
 
     def refused(pattern: str) -> None:
         with pytest.raises(UserError, match=pattern):
-            opened(config(tmp_path, folder, tokenizer={}))
+            open_text(data_config(tmp_path, folder, tokenizer={}))
 
     shard = folder / "tokens-00000.arrow"
     whole = shard.read_bytes()
@@ -232,7 +245,7 @@ def test_a_folder_that_is_not_whole_or_not_ours_is_refused(tmp_path: Path, token
     refused(r"tokens-00000.arrow: is missing")
     shard.write_bytes(b"x" * len(whole))
     with pytest.raises(UserError, match="not an Arrow file"):
-        opened(config(tmp_path, folder, tokenizer={})).training.at(0, 1)
+        open_text(data_config(tmp_path, folder, tokenizer={})).training.at(0, 1)
     shard.write_bytes(whole)
     index = (folder / "index.arrow").read_bytes()
     (folder / "index.arrow").write_bytes(index[:-20])
@@ -249,11 +262,8 @@ def test_a_folder_that_is_not_whole_or_not_ours_is_refused(tmp_path: Path, token
 
 
 def test_the_processes_of_a_node_inspect_every_file_once_together(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    many(tmp_path / "d.jsonl")
-    folder = tmp_path / "made"
-    build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
     manifest = json.loads((folder / "manifest.json").read_text())
     (only,) = manifest["shards"]
     for number in range(1, 7):
@@ -261,45 +271,41 @@ def test_the_processes_of_a_node_inspect_every_file_once_together(
     copies = [only | {"file": f"copy-{number}.arrow", "tokens": 0} for number in range(1, 7)]
     (folder / "manifest.json").write_text(json.dumps(manifest | {"shards": [only, *copies]}))
     inspected: list[str] = []
-    check = Prepared._check
-    monkeypatch.setattr(Prepared, "_check", lambda self, shard: (inspected.append(shard.file), check(self, shard))[1])
+    check = PreparedData._check
+    monkeypatch.setattr(
+        PreparedData, "_check", lambda self, shard: (inspected.append(shard.file), check(self, shard))[1]
+    )
     for number in range(4):
         before = len(inspected)
-        with watching(number, 4):
-            Prepared(folder)
+        with divide_file_checks(number, 4):
+            PreparedData(folder)
         assert len(inspected) - before <= 2
     assert sorted(inspected) == sorted([only["file"], *(copy["file"] for copy in copies)])
     (folder / "copy-5.arrow").unlink()
     for number in (0, 2, 3):
-        with watching(number, 4):
-            Prepared(folder)
-    with watching(1, 4), pytest.raises(UserError, match=r"copy-5.arrow: is missing"):
-        Prepared(folder)
+        with divide_file_checks(number, 4):
+            PreparedData(folder)
+    with divide_file_checks(1, 4), pytest.raises(UserError, match=r"copy-5.arrow: is missing"):
+        PreparedData(folder)
 
 
-def test_a_file_that_no_process_inspected_is_inspected_when_it_is_opened(tmp_path: Path, tokenizer: Path) -> None:
-    many(tmp_path / "d.jsonl")
-    folder = tmp_path / "made"
-    build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
-    with watching(1, 2):
-        prepared = Prepared(folder)
+def test_a_file_that_no_process_inspected_is_inspected_when_it_is_opened(folder: Path) -> None:
+    with divide_file_checks(1, 2):
+        prepared = PreparedData(folder)
     os.truncate(folder / "tokens-00000.arrow", 100)
     with pytest.raises(UserError, match=r"tokens-00000.arrow: has 100 bytes, not"):
         prepared.read(0, 1)
 
 
-def test_a_broken_token_is_found_before_it_is_used(tmp_path: Path, tokenizer: Path) -> None:
-    many(tmp_path / "d.jsonl")
-    folder = tmp_path / "made"
-    build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
-    prepared = Prepared(folder)
+def test_a_broken_token_is_found_before_it_is_used(tmp_path: Path, folder: Path) -> None:
+    prepared = PreparedData(folder)
     with pa.memory_map(str(folder / "tokens-00000.arrow"), "r+") as stream:
         content = stream.read()
         place = content.index(prepared.read(100, 140).tobytes())
         stream.seek(place)
         stream.write(np.array([40_000], np.uint16).tobytes())
     with pytest.raises(UserError, match="holds token id 40000, but the vocabulary has 300 entries"):
-        opened(config(tmp_path, folder, tokenizer={})).training.at(0, 2000)
+        open_text(data_config(tmp_path, folder, tokenizer={})).training.at(0, 2000)
 
 
 def at_once(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> list[object]:
@@ -330,17 +336,15 @@ def at_once(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> li
 
 
 def test_two_ranks_that_count_what_is_held_back_at_once_both_remember_it(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    many(tmp_path / "d.jsonl")
-    build(tmp_path / "made", recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
-    prepared = Prepared(tmp_path / "made")
+    prepared = PreparedData(folder)
     # Ranks are forks of one process that do the same, so their objects lie at the same places.
-    monkeypatch.setattr("trainium_trainer.data.prepared.prepared.id", lambda _: 1, raising=False)
+    monkeypatch.setattr("trainium_trainer.data.prepared.reader.id", lambda _: 1, raising=False)
     cache = tmp_path / "shared"
     cache.mkdir()
-    found = at_once(monkeypatch, lambda: Selection(prepared, 0.2, validation=True, memo=cache).tokens)
-    assert found[0] == found[1] == Selection(prepared, 0.2, validation=True, memo=cache).tokens
+    found = at_once(monkeypatch, lambda: DocumentSelection(prepared, 0.2, validation=True, cache_folder=cache).tokens)
+    assert found[0] == found[1] == DocumentSelection(prepared, 0.2, validation=True, cache_folder=cache).tokens
     assert [file.suffix for file in cache.iterdir()] == [".npy"], "no draft is left"
 
 
@@ -356,25 +360,27 @@ def test_two_processes_of_one_number_in_two_pods_may_inspect_a_file_at_once(
     assert len(list(cache.iterdir())) == 1
 
 
-def test_documents_are_held_back_by_their_hash_whatever_else_is_in_the_data(tmp_path: Path, tokenizer: Path) -> None:
+def test_documents_are_held_back_by_their_hash_whatever_else_is_in_the_data(
+    tmp_path: Path, tokenizer: Path, folder: Path
+) -> None:
     texts = many(tmp_path / "d.jsonl")
-    folder = tmp_path / "made"
-    build(folder, recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
-    prepared = Prepared(folder)
+    prepared = PreparedData(folder)
     reader = load_tokenizer(tokenizer)
 
     def documents(run: Any) -> list[str]:
         return reader.decode(list(run.read(0, run.tokens)), skip_special_tokens=False).split(END)[:-1]
 
-    kept, held = (documents(Selection(prepared, 0.2, validation=side, memo=tmp_path)) for side in (False, True))
+    kept, held = (
+        documents(DocumentSelection(prepared, 0.2, validation=side, cache_folder=tmp_path)) for side in (False, True)
+    )
     assert 40 < len(held) < 120
     assert sorted(kept + held) == sorted(texts)
     assert kept == [text for text in texts if text in set(kept)], "in the order of the data"
     (tmp_path / "e.jsonl").write_bytes(json_lines(["more", *reversed(texts)]))
     build(tmp_path / "more", recipe(tmp_path / "e.jsonl", tokenizer), "k", workers=1)
-    again = Selection(Prepared(tmp_path / "more"), 0.2, validation=True, memo=tmp_path)
+    again = DocumentSelection(PreparedData(tmp_path / "more"), 0.2, validation=True, cache_folder=tmp_path)
     assert set(documents(again)) - {"more"} == set(held)
-    remembered = Selection(prepared, 0.2, validation=True, memo=tmp_path)
+    remembered = DocumentSelection(prepared, 0.2, validation=True, cache_folder=tmp_path)
     assert documents(remembered) == held
     for start, stop in ((0, 3), (50, 500), (remembered.tokens - 9, remembered.tokens)):
         assert (remembered.read(start, stop) == remembered.read(0, remembered.tokens)[start:stop]).all()
@@ -385,11 +391,11 @@ def test_pieces_of_one_document_are_held_back_together(tmp_path: Path, tokenizer
         (tmp_path / f"{name}.txt").write_text(f"{name} says\n" * 180_000)
     made = tmp_path / "made"
     build(made, recipe(tmp_path / "*.txt", tokenizer), "k", workers=1)
-    prepared = Prepared(made)
+    prepared = PreparedData(made)
     hashes = [prepared.batch(number)[2] for number in range(len(prepared.batch_tokens))]
     assert sum(len(part) for part in hashes) == 6
     assert len(np.unique(np.concatenate(hashes))) == 3
-    share = held_back(np.array([0, 2**63 - 1, 2**63, 2**64 - 1], np.uint64), 0.5)
+    share = held_back_mask(np.array([0, 2**63 - 1, 2**63, 2**64 - 1], np.uint64), 0.5)
     assert share.tolist() == [True, True, False, False]
 
 
@@ -407,7 +413,7 @@ def test_an_error_in_a_worker_comes_with_its_traceback() -> None:
     with Workers(1) as workers:
         with pytest.raises(WorkerError, match=r"(?s)Traceback.*ZeroDivisionError"):
             workers.call(divmod, 1, 0)
-        assert workers.call(divmod, 7, 2) == (3, 1), "and the worker goes on"
+        assert workers.call(divmod, 7, 2) == (3, 1), "and the worker continues"
 
 
 @pytest.mark.usefixtures("clean_start")
@@ -433,9 +439,9 @@ def test_the_command_makes_data_that_are_recognised_with_their_tokenizer(
     assert f"{out}: 400 documents, " in output
     assert "tokens/s, 1 lines skipped, the first: " in output
     assert "d.jsonl line 401: not JSON" in output
-    settings = config(tmp_path, out, tokenizer={})
-    data = opened(settings)
-    assert decoded(data) == "".join(text + END for text in texts)
+    settings = data_config(tmp_path, out, tokenizer={})
+    data = open_text(settings)
+    assert decode_all(data) == "".join(text + END for text in texts)
     assert find_vocabulary_size(settings) == 300
     assert cli.run([*command, "--output", str(out)]) == 0, "again: it is there"
     assert cli.run([*command, "--output", str(tmp_path)]) == ExitCode.USER_ERROR
@@ -446,16 +452,16 @@ def test_the_command_makes_data_that_are_recognised_with_their_tokenizer(
     assert "workers is 0" in capsys.readouterr().err
 
 
-def test_a_tokenizer_that_differs_from_the_prepared_datas_is_refused(tmp_path: Path, tokenizer: Path) -> None:
-    many(tmp_path / "d.jsonl")
-    build(tmp_path / "made", recipe(tmp_path / "d.jsonl", tokenizer), "k", workers=1)
+def test_a_tokenizer_that_differs_from_the_prepared_datas_is_refused(
+    tmp_path: Path, tokenizer: Path, folder: Path
+) -> None:
     document = json.loads(tokenizer.read_text())
     document["added_tokens"][0]["special"] = False
     (tmp_path / "other.json").write_text(json.dumps(document))
     (tmp_path / "same.json").write_text(json.dumps(json.loads(tokenizer.read_text()), indent=3))
     with pytest.raises(UserError, match=r"was prepared with another tokenizer than .*other.json"):
-        opened(config(tmp_path, tmp_path / "made", tokenizer={"path": str(tmp_path / "other.json")}))
-    opened(config(tmp_path, tmp_path / "made", tokenizer={"path": str(tmp_path / "same.json")}))
+        open_text(data_config(tmp_path, folder, tokenizer={"path": str(tmp_path / "other.json")}))
+    open_text(data_config(tmp_path, folder, tokenizer={"path": str(tmp_path / "same.json")}))
 
 
 def test_the_progress_of_a_build_reaches_its_end(tmp_path: Path, tokenizer: Path) -> None:
@@ -474,15 +480,15 @@ def test_several_sources_are_mixed_by_their_weights_and_share_a_tokenizer(tmp_pa
         {"source": str(tmp_path / "made"), "weight": 3},
         {"source": str(tmp_path / "b.jsonl"), "textField": "body"},
     ]
-    settings = config(tmp_path, "unused", sources=sources, tokenizer={})
+    settings = data_config(tmp_path, "unused", sources=sources, tokenizer={})
     assert find_vocabulary_size(settings) == 300
-    data = opened(settings)
+    data = open_text(settings)
     assert data.tokenizer == tmp_path / "made" / "tokenizer.json"
     from_made = data.training.sizes[0]
     numbers = data.training.numbers(0, 1000)
     assert sum(number < from_made for number in numbers) == pytest.approx(750, abs=2)
     second = data.training.at(0, 8)[-1]
-    assert {opened(settings).identity} == {data.identity}
-    other = config(tmp_path, "unused", sources=[sources[0] | {"weight": 2}, sources[1]], tokenizer={})
-    assert opened(other).identity != data.identity
+    assert {open_text(settings).identity} == {data.identity}
+    other = data_config(tmp_path, "unused", sources=[sources[0] | {"weight": 2}, sources[1]], tokenizer={})
+    assert open_text(other).identity != data.identity
     assert len(second.tokens) == 17

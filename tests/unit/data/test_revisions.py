@@ -1,9 +1,8 @@
 """The record of the commits that a run reads from a hub that answers on loopback."""
 
-from __future__ import annotations
-
 import errno
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +14,6 @@ from trainium_trainer.data.sources.hub import store_files
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 NO_WAITING = Retry((0.0,))
 
@@ -57,8 +52,6 @@ def test_every_source_gets_its_commit_and_a_data_set_a_single_one(hub: HubServer
     hub.add("datasets/owner/pinned-one", {"a.jsonl": b"{}"})
     (tmp_path / RECORD_NAME).write_text('{"commits": {"owner/pinned-one@main": "%s"}}' % ("a" * 40))
     again = RunRevisions(PosixStorage(tmp_path)).pin(config)
-    assert again.sources is not None
-    assert again.sources[0].hub is not None
     assert again.sources[0].hub.revision == "a" * 40, "what is recorded and nothing else"
 
 
@@ -90,7 +83,7 @@ class FailingStorage(PosixStorage):
         return super().read(name)
 
 
-def test_a_store_that_is_full_stops_nothing_and_one_that_cannot_be_read_does(
+def test_a_full_store_does_not_stop_the_run_but_an_unreadable_one_does(
     hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub.add("datasets/owner/pinned-full", {"a.jsonl": b"{}"})

@@ -1,33 +1,28 @@
 """Samples by global position: shuffles, mixtures, masks, ranks, and epochs that are counted."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.testing.suite.trials import trials
-from tests.testing.trainer.data_files import Counting, config, json_lines
-from trainium_trainer.data.batches.loader import Loader, SampleMaker, Share, validation_batches
+from tests.testing.trainer.data_files import TokenRange, data_config, json_lines
+from trainium_trainer.data.batches.micro_batches import Share, validation_batches
 from trainium_trainer.data.batches.order import WINDOW, Mixture, Permutation
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart, ValidationSet
-from trainium_trainer.data.opening import open_data
+from trainium_trainer.data.dataset import open_data
+from trainium_trainer.data.loader import Loader, SampleBatchBuilder
 from trainium_trainer.exits import UserError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
 
 RULES = SampleRules(sequence_length=8, vocabulary=2**16)
 
 
 def loader_of(data: Samples, *, ahead: int = 1, **share: int) -> Loader:
-    return Loader(SampleMaker(data, Share(**share)), global_size=share["global_size"], ahead=ahead)
+    return Loader(SampleBatchBuilder(data, Share(**share)), global_size=share["global_size"], ahead=ahead)
 
 
 def samples(
@@ -37,9 +32,8 @@ def samples(
     rules: SampleRules = RULES,
     batch: int | None = None,
 ) -> Samples:
-    parts = [TextPart(f"s{number}", Counting(count * 8 + 1, 10_000 * number)) for number, count in enumerate(counts)]
-    mixture = Mixture(weights or (1.0,) * len(counts), seed)
-    return Samples(parts, mixture, seed=seed, rules=rules, epoch_batch=batch)
+    parts = [TextPart(f"s{number}", TokenRange(count * 8 + 1, 10_000 * number)) for number, count in enumerate(counts)]
+    return Samples(parts, weights or (1.0,) * len(counts), seed=seed, rules=rules, epoch_batch=batch)
 
 
 @given(st.integers(1, 3000), st.integers(0, 5), st.integers(0, 5))
@@ -60,7 +54,7 @@ def test_epochs_and_seeds_differ() -> None:
 )
 @settings(max_examples=trials(30))
 def test_every_sample_is_seen_once_per_epoch_whatever_the_sizes(count: int, plan: list[tuple[int, int]]) -> None:
-    """`plan` is a list of (data-parallel size, steps at that size): the run stops and goes on at the next size."""
+    """`plan` is a list of (data-parallel size, steps at that size): the run stops and continues at the next size."""
     data = samples(count)
     seen = []
     position = 0
@@ -80,7 +74,7 @@ def test_every_sample_is_seen_once_per_epoch_whatever_the_sizes(count: int, plan
         assert sorted(seen[start : start + count]) == list(range(count))
 
 
-def test_a_loader_may_be_asked_for_any_position() -> None:
+def test_a_loader_returns_the_batch_of_any_position() -> None:
     data = samples(100)
     loader = loader_of(data, global_size=4, micro_size=4, dp_rank=0, dp_size=1, ahead=2)
     for position in (0, 4, 8, 400, 404, 8, 8, 12):
@@ -89,7 +83,7 @@ def test_a_loader_may_be_asked_for_any_position() -> None:
 
 
 def test_labels_are_the_next_tokens_and_the_rest_of_the_last_sample_is_kept() -> None:
-    data = Samples([TextPart("s", Counting(21))], Mixture([1], 0), seed=0, rules=RULES)
+    data = Samples([TextPart("s", TokenRange(21))], [1], seed=0, rules=RULES)
     assert data.num_samples == 3
     loader = loader_of(data, global_size=3, micro_size=3, dp_rank=0, dp_size=1)
     (batch,) = loader.batch_at(0).micro_batches
@@ -126,7 +120,7 @@ def test_a_mixture_keeps_its_shares_in_every_window_and_counts_each_source(
     assert mixture[number] == Mixture(weights, seed)[number]
 
 
-def test_a_mixture_is_even_in_any_stretch() -> None:
+def test_a_mixture_is_even_in_any_window() -> None:
     mixture = Mixture([0.7, 0.2, 0.1], 1)
     sources = [mixture[place][0] for place in range(WINDOW)]
     for start in range(0, WINDOW - 100, 100):
@@ -166,11 +160,10 @@ def test_masked_documents_have_separate_positions_and_no_target_is_the_start_of_
             return tokens[start:stop]
 
     rules = SampleRules(sequence_length=8, vocabulary=16, end_of_document=0)
-    data = Samples([TextPart("s", Fixed())], Mixture([1], 0), seed=0, rules=rules)
+    data = Samples([TextPart("s", Fixed())], [1], seed=0, rules=rules)
     loader = loader_of(data, global_size=1, micro_size=1, dp_rank=0, dp_size=1)
     (batch,) = loader.batch_at(0).micro_batches
     loader.close()
-    assert batch.positions is not None
     assert batch.inputs.tolist() == [[5, 6, 0, 7, 0, 0, 8, 9]]
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
     assert batch.labels.tolist() == [[6, 0, -100, 0, -100, -100, 9, 4]]
@@ -185,7 +178,6 @@ def test_masked_documents_have_separate_positions_and_no_target_is_the_start_of_
 def test_each_epoch_has_each_sample_exactly_once_and_ends_with_a_full_batch(counts: list[int], batch: int) -> None:
     data = samples(*counts, batch=batch)
     length, total = data.epoch_samples, sum(counts)
-    assert length is not None
     assert length % batch == 0
     assert total <= length < total + batch
     orders = []
@@ -196,7 +188,7 @@ def test_each_epoch_has_each_sample_exactly_once_and_ends_with_a_full_batch(coun
         assert seen == data.numbers(epoch * length, length)
         assert all(row is None for row in rows[total:])
         orders.append(seen)
-    assert total < 8 or orders[0] != orders[1], "each epoch has an order of its own"
+    assert total < 8 or orders[0] != orders[1], "each epoch has a different order"
 
 
 def test_an_epoch_of_one_source_has_the_order_that_it_has_without_epochs() -> None:
@@ -204,7 +196,7 @@ def test_an_epoch_of_one_source_has_the_order_that_it_has_without_epochs() -> No
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_what_fills_up_an_epoch_has_no_labels_and_no_name_but_every_row_has_its_place(dp_size: int) -> None:
+def test_padding_of_an_epoch_has_no_labels_and_no_sample_number_but_a_position(dp_size: int) -> None:
     data = samples(13, batch=8)
     names, tokens, places = [], 0, []
     for rank in range(dp_size):
@@ -214,7 +206,7 @@ def test_what_fills_up_an_epoch_has_no_labels_and_no_name_but_every_row_has_its_
         assert len(batch.micro_batches) == 8 // dp_size // 2
         names += batch.samples
         tokens += sum(micro.valid_tokens for micro in batch.micro_batches)
-        places += [place for micro in batch.micro_batches for place in micro.places.tolist()]
+        places += [place for micro in batch.micro_batches for place in micro.sample_positions.tolist()]
     assert names == data.numbers(8, 8)
     assert len(names) == 5
     assert tokens == 5 * 8
@@ -223,7 +215,7 @@ def test_what_fills_up_an_epoch_has_no_labels_and_no_name_but_every_row_has_its_
 
 def test_text_has_epochs_when_they_are_asked_for_and_they_are_part_of_its_identity(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(json_lines())
-    settings = config(tmp_path, tmp_path / "d.jsonl")
+    settings = data_config(tmp_path, tmp_path / "d.jsonl")
     endless, counted = open_data(settings, 8), open_data(settings, 8, epochs=2)
     assert endless.epoch_samples is None
     assert counted.epoch_samples == -(-counted.training.num_samples // 8) * 8
@@ -233,7 +225,7 @@ def test_text_has_epochs_when_they_are_asked_for_and_they_are_part_of_its_identi
 
 def test_epochs_of_text_that_is_tokenised_online_are_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(json_lines())
-    settings = config(tmp_path, tmp_path / "d.jsonl", tokenization="Online")
+    settings = data_config(tmp_path, tmp_path / "d.jsonl", tokenization="Online")
     with pytest.raises(UserError, match=r"data.tokenization is Online, .* set it to Ahead"):
         open_data(settings, 8, epochs=1)
 
@@ -243,4 +235,4 @@ def test_weights_beside_epochs_are_refused_in_one_sentence(tmp_path: Path) -> No
     (tmp_path / "b.jsonl").write_bytes(json_lines())
     sources = [{"source": str(tmp_path / "a.jsonl"), "weight": 2}, {"source": str(tmp_path / "b.jsonl")}]
     with pytest.raises(UserError, match=r"data.sources: has the weights 2, 1, but with epochs"):
-        open_data(config(tmp_path, "unused", sources=sources), 8, epochs=1)
+        open_data(data_config(tmp_path, "unused", sources=sources), 8, epochs=1)

@@ -1,7 +1,5 @@
 """Which rank computes which samples in which pass, at even and at uneven sizes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -11,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from tests.testing.trainer.data_files import Counting
+from tests.testing.trainer.data_files import TokenRange
 from trainium_contract.sizes import BatchShape, SizeRule, order_by_likelihood, passes, step_batch
-from trainium_trainer.backends.mesh import place_of
-from trainium_trainer.data.batches.loader import Loader, RankBatch, SampleMaker, Share
-from trainium_trainer.data.batches.order import Mixture
+from trainium_trainer.backends.mesh import rank_coordinates
+from trainium_trainer.data.batches.micro_batches import RankBatch, Share
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart
+from trainium_trainer.data.loader import Loader, SampleBatchBuilder
 from trainium_trainer.models.loss import IGNORED_LABEL
 
 LENGTH = 4
@@ -32,11 +30,11 @@ def shares(global_size: int, micro_size: int, dp_size: int) -> list[Share]:
 
 
 def samples(count: int) -> Samples:
-    return Samples([TextPart("s", Counting(count * LENGTH + 1))], Mixture([1.0], 3), seed=3, rules=RULES)
+    return Samples([TextPart("s", TokenRange(count * LENGTH + 1))], [1.0], seed=3, rules=RULES)
 
 
 def step_at(data: Samples, share: Share, position: int) -> RankBatch:
-    loader = Loader(SampleMaker(data, share), global_size=share.global_size)
+    loader = Loader(SampleBatchBuilder(data, share), global_size=share.global_size)
     try:
         return loader.batch_at(position)
     finally:
@@ -72,7 +70,7 @@ def test_all_ranks_make_as_many_passes_and_no_fewer_would_hold_the_batch(
     count=st.integers(1, 60),
 )
 @settings(max_examples=trials(60))
-def test_every_micro_batch_has_one_shape_and_what_holds_no_sample_counts_for_nothing(
+def test_micro_batches_have_one_shape_and_padding_rows_add_no_tokens(
     global_size: int, micro_size: int, dp_size: int, step: int, count: int
 ) -> None:
     data, position = samples(count), step * global_size
@@ -89,7 +87,7 @@ def test_every_micro_batch_has_one_shape_and_what_holds_no_sample_counts_for_not
     places = [
         int(place)
         for micro in micros
-        for place, row in zip(micro.places, micro.labels, strict=True)
+        for place, row in zip(micro.sample_positions, micro.labels, strict=True)
         if (row != IGNORED_LABEL).any()
     ]
     assert places == list(range(position, position + global_size)), "dropout follows from them"
@@ -112,7 +110,7 @@ def test_all_tensor_and_pipeline_ranks_of_a_data_parallel_rank_have_its_samples_
     held: dict[tuple[int, int], list[int]] = {}
     by_data: dict[int, set[Share]] = {}
     for rank in range(dp_size * tp_size * pp_size):
-        pp_rank, dp_rank, tp_rank = place_of(rank, dp_size=dp_size, tp_size=tp_size)
+        pp_rank, dp_rank, tp_rank = rank_coordinates(rank, dp_size=dp_size, tp_size=tp_size)
         share = Share(global_size=global_size, micro_size=micro_size, dp_rank=dp_rank, dp_size=dp_size)
         held.setdefault((pp_rank, tp_rank), []).extend(share.at(position))
         by_data.setdefault(dp_rank, set()).add(share)
@@ -129,12 +127,12 @@ def test_all_tensor_and_pipeline_ranks_of_a_data_parallel_rank_have_its_samples_
     assert shape.data_parallel(1) == dp_size, "the operator counts them as the trainer does"
     assert shape.passes(1) == passes(shape.global_batch_size, micro_size, dp_size)
     idle = sum(share.size == 0 for share in shares(shape.global_batch_size, micro_size, dp_size))
-    assert shape.idle_ranks(1) == idle, "who never has work is told"
+    assert shape.idle_ranks(1) == idle, "ranks that never have work are reported"
 
 
 def test_a_pass_without_a_sample_is_made_once_and_used_at_every_step() -> None:
     share = Share(global_size=4, micro_size=1, dp_rank=0, dp_size=3)
-    loader = Loader(SampleMaker(samples(40), share), global_size=4)
+    loader = Loader(SampleBatchBuilder(samples(40), share), global_size=4)
     first, second = loader.batch_at(0), loader.batch_at(4)
     loader.close()
     assert [micro.valid_tokens for micro in first.micro_batches] == [LENGTH, 0]
@@ -186,7 +184,7 @@ def test_the_useful_sizes_are_those_that_are_best_for_some_number_of_nodes(
 
 
 @given(BATCHES, st.integers(1, 8), DEGREES, st.floats(0, 0.5))
-def test_a_steps_batch_is_the_nearest_that_comes_out_even_within_the_tolerance_else_the_global_one(
+def test_a_step_has_the_nearest_divisible_batch_within_the_tolerance_else_the_global_batch(
     global_size: int, micro_size: int, dp_size: int, tolerance: float
 ) -> None:
     rows = micro_size * dp_size
@@ -203,7 +201,7 @@ def test_a_steps_batch_is_the_nearest_that_comes_out_even_within_the_tolerance_e
 
 
 @given(SHAPES)
-def test_a_size_at_which_the_global_batch_comes_out_even_has_it_whatever_the_tolerance(given: BatchShape) -> None:
+def test_a_size_that_divides_the_global_batch_uses_it_at_any_tolerance(given: BatchShape) -> None:
     for nodes in replace(given, rule=SizeRule.EVEN).legal_sizes(1, 60):
         assert given.batch(nodes) == given.global_batch_size
         assert given.filled(nodes) == 1.0

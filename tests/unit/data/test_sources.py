@@ -1,10 +1,8 @@
 """Sources and formats: what is read, in what order, and the messages for bad data."""
 
-from __future__ import annotations
-
 import gzip
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -14,29 +12,24 @@ from tests.testing.trainer.data_files import (
     END,
     FORMATS,
     TEXTS,
-    config,
-    decoded,
+    data_config,
+    decode_all,
     json_lines,
-    opened,
-    write_arrow_file,
+    open_text,
     write_parquet,
     write_text,
 )
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.data.batches.samples import Samples
-from trainium_trainer.data.sources.documents import Skipped, TextPiece
+from trainium_trainer.data.sources.documents import SkippedRecord, TextPiece
 from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.exits import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 def pieces(source: str, target: int) -> list[TextPiece]:
     opened = open_source(source, "text")
     items = [item for block in opened.blocks(target) for item in opened.read(block)]
-    assert not [item for item in items if isinstance(item, Skipped)]
+    assert not [item for item in items if isinstance(item, SkippedRecord)]
     return [item for item in items if isinstance(item, TextPiece)]
 
 
@@ -62,11 +55,11 @@ def test_a_text_file_is_one_document_however_it_is_divided(tmp_path: Path, endin
 
 def test_the_tokens_are_the_documents_with_their_ends(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(json_lines(["", *TEXTS, "that says <|endoftext|> itself"]))
-    data = opened(config(tmp_path, tmp_path / "d.jsonl"))
+    data = open_text(data_config(tmp_path, tmp_path / "d.jsonl"))
     expected = [*TEXTS, "that says <|endoftext|> itself"]
-    assert decoded(data) == "".join(text + END for text in expected)
-    run = data.training.parts[0].run
-    assert (run.read(0, run.tokens) == 0).sum() == len(expected), "what stands in the text is no end of a document"
+    assert decode_all(data) == "".join(text + END for text in expected)
+    run = data.training.parts[0].sequence
+    assert (run.read(0, run.tokens) == 0).sum() == len(expected), "the marker within a text does not end a document"
 
 
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
@@ -78,13 +71,13 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     for note in ("readme.md", "state.json", ".hidden.txt", "_SUCCESS.txt"):
         (folder / note).write_text("not data")
     texts = [word * 30 + END for word in ("first ", "second ", "third ")]
-    assert decoded(opened(config(tmp_path, folder))) == "".join(texts)
-    assert decoded(opened(config(tmp_path, folder / "[ab].txt"))) == texts[0] + texts[1]
-    assert decoded(opened(config(tmp_path, folder / "**" / "c*.txt"))) == texts[2]
+    assert decode_all(open_text(data_config(tmp_path, folder))) == "".join(texts)
+    assert decode_all(open_text(data_config(tmp_path, folder / "[ab].txt"))) == texts[0] + texts[1]
+    assert decode_all(open_text(data_config(tmp_path, folder / "**" / "c*.txt"))) == texts[2]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "sentence"),
+    ("name", "content", "message"),
     [
         ("none.txt", None, "there is no such file or folder"),
         ("no*.txt", None, "file matches: correct the pattern"),
@@ -109,46 +102,38 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
         ("d.arrow", b"not arrow at all", "not an Arrow file"),
     ],
 )
-def test_unusable_data_is_refused_in_a_sentence(
-    tmp_path: Path, name: str, content: bytes | None, sentence: str
-) -> None:
+def test_unusable_data_is_refused_in_a_sentence(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError) as refusal:
-        opened(config(tmp_path, path))
-    assert sentence in str(refusal.value)
+        open_text(data_config(tmp_path, path))
+    assert message in str(refusal.value)
     assert name in str(refusal.value)
     assert refusal.value.code is ExitCode.USER_ERROR
 
 
-@pytest.mark.parametrize("write", [write_parquet, write_arrow_file])
-def test_a_table_that_was_cut_off_is_refused(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    path = tmp_path / ("d.parquet" if write is write_parquet else "d.arrow")
-    write(path)
+@pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])
+def test_a_truncated_table_and_an_unknown_column_are_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    FORMATS[name](path)
+    with pytest.raises(UserError, match=r"no column 'body' \(columns: .*text\): set data.textField"):
+        open_text(data_config(tmp_path, path, text_field="body"))
     os.truncate(path, path.stat().st_size * 2 // 3)
     with pytest.raises(UserError, match=r"not an? (Parquet|Arrow) file, or not all of one .*: copy it again"):
-        opened(config(tmp_path, path))
-
-
-@pytest.mark.parametrize("write", [write_parquet, write_arrow_file])
-def test_an_unknown_column_is_refused_with_the_known_ones(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    path = tmp_path / ("d.parquet" if write is write_parquet else "d.arrow")
-    write(path)
-    with pytest.raises(UserError, match=r"no column 'body' \(columns: .*text\): set data.textField"):
-        opened(config(tmp_path, path, text_field="body"))
+        open_text(data_config(tmp_path, path))
 
 
 def test_a_column_that_is_no_text_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "d.parquet")
     with pytest.raises(UserError, match="the column 'id' holds int64, neither text nor lists of token ids"):
-        opened(config(tmp_path, tmp_path / "d.parquet", text_field="id"))
+        open_text(data_config(tmp_path, tmp_path / "d.parquet", text_field="id"))
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(UserError, match="the folder holds no"):
-        opened(config(tmp_path, tmp_path / "nothing"))
+        open_text(data_config(tmp_path, tmp_path / "nothing"))
 
 
 def test_bad_lines_are_skipped_and_counted_up_to_the_limit(tmp_path: Path) -> None:
@@ -157,13 +142,13 @@ def test_bad_lines_are_skipped_and_counted_up_to_the_limit(tmp_path: Path) -> No
     lines[20:20] = [b'{"text": "caf\xe9"}\n', b"\n"]
     path = tmp_path / "d.jsonl"
     path.write_bytes(b"".join(lines))
-    data = opened(config(tmp_path, path, max_bad_lines=2))
-    assert decoded(data) == "".join(text + END for text in TEXTS)
+    data = open_text(data_config(tmp_path, path, max_bad_lines=2))
+    assert decode_all(data) == "".join(text + END for text in TEXTS)
     with pytest.raises(UserError, match=r"d.jsonl line 4: not JSON .* \(more such lines than data.maxBadLines 1 "):
-        opened(config(tmp_path, path, max_bad_lines=1))
+        open_text(data_config(tmp_path, path, max_bad_lines=1))
     path.write_bytes(b"".join(lines[1:]))
     with pytest.raises(UserError, match=r"d.jsonl line 20: not UTF-8 text at byte 13 of it \(more such lines"):
-        opened(config(tmp_path, path, max_bad_lines=1))
+        open_text(data_config(tmp_path, path, max_bad_lines=1))
 
 
 def test_a_bad_line_has_its_number_however_the_file_is_divided(tmp_path: Path) -> None:
@@ -172,8 +157,8 @@ def test_a_bad_line_has_its_number_however_the_file_is_divided(tmp_path: Path) -
     (tmp_path / "d.jsonl").write_bytes(b"".join(lines))
     opened = open_source(str(tmp_path / "d.jsonl"), "text")
     items = [item for block in opened.blocks(100) for item in opened.read(block)]
-    (skipped,) = [item for item in items if isinstance(item, Skipped)]
-    assert skipped.sentence().startswith(f"{tmp_path}/d.jsonl line 34: not JSON")
+    (skipped,) = [item for item in items if isinstance(item, SkippedRecord)]
+    assert skipped.message().startswith(f"{tmp_path}/d.jsonl line 34: not JSON")
 
 
 def test_rows_that_are_not_utf_8_are_skipped_one_by_one(tmp_path: Path) -> None:
@@ -182,36 +167,35 @@ def test_rows_that_are_not_utf_8_are_skipped_one_by_one(tmp_path: Path) -> None:
     opened = open_source(str(tmp_path / "d.parquet"), "text")
     items = [item for block in opened.blocks(10**6) for item in opened.read(block)]
     assert [item.text[:4] for item in items if isinstance(item, TextPiece)] == ["fine", "good"]
-    (skipped,) = [item for item in items if isinstance(item, Skipped)]
-    assert skipped.sentence().endswith("d.parquet row 2: not UTF-8 text at byte 3 of it")
+    (skipped,) = [item for item in items if isinstance(item, SkippedRecord)]
+    assert skipped.message().endswith("d.parquet row 2: not UTF-8 text at byte 3 of it")
 
 
 def test_one_document_is_trained_on_and_its_end_may_be_held_back_but_not_its_only_hash(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text("a document much longer than a sequence, and the only one " * 40)
-    data = opened(config(tmp_path, path, validation={"fraction": 0.25, "split": "Tail"}))
+    data = open_text(data_config(tmp_path, path, validation={"fraction": 0.25, "split": "Tail"}))
     assert isinstance(data.training, Samples)
-    assert data.validation is not None
     held = sum(len(sample.tokens) - 1 for sample in data.validation.share(0, 1) if sample is not None)
-    kept = data.training.parts[0].run.tokens
+    kept = data.training.parts[0].sequence.tokens
     assert held + 1 == pytest.approx((kept + held + 1) / 4, abs=1)
     with pytest.raises(UserError, match=r"no document to hold back: .* set data.validation.split to Tail"):
-        opened(config(tmp_path, path, validation={"fraction": 0.0001}))
+        open_text(data_config(tmp_path, path, validation={"fraction": 0.0001}))
     with pytest.raises(UserError, match="holds 0 tokens to train on, fewer than one sequence of 16"):
-        opened(config(tmp_path, path, validation={"fraction": 0.9999}))
+        open_text(data_config(tmp_path, path, validation={"fraction": 0.9999}))
 
 
 def test_token_ids_may_be_given_and_must_be_in_the_vocabulary(tmp_path: Path) -> None:
     write_text(tmp_path / "d.txt")
-    tokenizer = opened(config(tmp_path, tmp_path / "d.txt")).tokenizer
+    tokenizer = open_text(data_config(tmp_path, tmp_path / "d.txt")).tokenizer
     given = {"tokenizer": {"path": str(tokenizer)}, "text_field": "ids"}
     parquet.write_table(pa.table({"ids": [[7] * 30, [], [8, 9, 0]]}), tmp_path / "d.parquet")
-    data = opened(config(tmp_path, tmp_path / "d.parquet", **given))
-    run = data.training.parts[0].run
+    data = open_text(data_config(tmp_path, tmp_path / "d.parquet", **given))
+    run = data.training.parts[0].sequence
     assert run.read(0, run.tokens).tolist() == [7] * 30 + [0, 8, 9, 0]
     parquet.write_table(pa.table({"ids": [[7] * 30, [300]]}), tmp_path / "e.parquet")
     with pytest.raises(UserError, match=r"e.parquet: holds token id 300, but the tokenizer has 300 entries"):
-        opened(config(tmp_path, tmp_path / "e.parquet", **given))
+        open_text(data_config(tmp_path, tmp_path / "e.parquet", **given))
 
 
 def test_the_python_documentation_is_real_text_in_a_fixed_order() -> None:

@@ -1,16 +1,16 @@
 """Data in S3, through the real client and a server that speaks its protocol on loopback."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.testing.trainer.data_files import END, FORMATS, TEXTS, config, decoded, json_lines, opened
-from tests.testing.trainer.s3_gateway import Fault, S3Gateway, serving
+from tests.testing.trainer.data_files import END, FORMATS, TEXTS, data_config, decode_all, json_lines, open_text
+from tests.testing.trainer.s3_gateway import Fault, S3Gateway, run_gateway
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_trainer import exits
@@ -22,16 +22,12 @@ from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.data.tokens.tokenizer import tokenizer_file
 from trainium_trainer.exits import StorageError, UserError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
     monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.01)
     (tmp_path / "s3").mkdir()
-    with serving(tmp_path / "s3", monkeypatch) as running:
+    with run_gateway(tmp_path / "s3", monkeypatch) as running:
         files.s3.cache_clear()
         yield running
         files.s3.cache_clear()
@@ -48,7 +44,7 @@ def test_every_format_is_read_from_s3(server: S3Gateway, tmp_path: Path, name: s
     put(server, tmp_path, name)
     opened = open_source(f"s3://bucket/data/{name}", "text")
     blocks = opened.blocks(300)
-    assert opened.named(blocks[0]) == f"s3://bucket/data/{name}"
+    assert opened.file_name_of(blocks[0]) == f"s3://bucket/data/{name}"
     pieces = [piece for block in blocks for piece in opened.read(block)]
     assert [piece.text for piece in pieces if isinstance(piece, TextPiece)] == TEXTS
 
@@ -79,9 +75,9 @@ def test_examples_and_the_template_beside_them_are_read_from_s3(server: S3Gatewa
     server.put("bucket", "tuning/d.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     server.put("bucket", "tuning/template.json", b'{"prompt": "Q: {question}\\nA:", "completion": " {answer}"}')
     held = {"fraction": 0.2, "split": "Tail"}
-    given = config(tmp_path, source, format="Instruction", sequence_length=64, validation=held)
-    assert opened(given).report.examples == 30
-    assert [(one.prompt_text, one.answer_text) for one in read_held_out(given).examples] == [
+    given = data_config(tmp_path, source, format="Instruction", sequence_length=64, validation=held)
+    assert open_text(given).report.examples == 30
+    assert [(one.prompt, one.answer) for one in read_held_out(given).examples] == [
         (f"Q: what is {number}\nA:", f" it is {number}") for number in range(24, 30)
     ]
 
@@ -92,7 +88,7 @@ def test_a_tokenizer_is_read_from_s3_with_the_files_beside_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     FORMATS["d.jsonl"](tmp_path / "d.jsonl")
-    made = opened(config(tmp_path, tmp_path / "d.jsonl")).tokenizer
+    made = open_text(data_config(tmp_path, tmp_path / "d.jsonl")).tokenizer
     for name, data in (
         ("tokenizer.json", made.read_bytes()),
         ("tokenizer_config.json", b'{"eos_token": "<|endoftext|>"}'),
@@ -108,22 +104,22 @@ def test_a_tokenizer_is_read_from_s3_with_the_files_beside_it(
 def test_a_changed_object_is_tokenised_again(server: S3Gateway, tmp_path: Path) -> None:
     FORMATS["d.jsonl"](tmp_path / "d.jsonl")
     server.put("bucket", "data/d.jsonl", (tmp_path / "d.jsonl").read_bytes(), modified=1e9)
-    first = opened(config(tmp_path, "s3://bucket/data")).identity
+    first = open_text(data_config(tmp_path, "s3://bucket/data")).identity
     reads = len(server.requests)
-    assert opened(config(tmp_path, "s3://bucket/data")).identity == first
+    assert open_text(data_config(tmp_path, "s3://bucket/data")).identity == first
     assert not [request for request in server.requests[reads:] if request.method == "GET" and request.key]
     server.put("bucket", "data/d.jsonl", json_lines([*TEXTS, "one more"]))
-    assert opened(config(tmp_path, "s3://bucket/data")).identity != first
+    assert open_text(data_config(tmp_path, "s3://bucket/data")).identity != first
 
 
-def test_a_store_that_fails_for_a_while_is_asked_again(server: S3Gateway, tmp_path: Path) -> None:
+def test_a_request_to_a_failing_store_is_retried(server: S3Gateway, tmp_path: Path) -> None:
     put(server, tmp_path, "d.jsonl")
     server.fail(Fault(status=503, code="SlowDown", times=7))
     server.fail(Fault(cut=100, method="GET", fits=lambda request: request.key != "", times=2))
-    assert decoded(opened(config(tmp_path, "s3://bucket/data"))) == "".join(text + END for text in TEXTS)
+    assert decode_all(open_text(data_config(tmp_path, "s3://bucket/data"))) == "".join(text + END for text in TEXTS)
 
 
-def test_a_store_that_goes_on_failing_ends_with_the_storage_code(
+def test_a_store_that_keeps_failing_ends_the_run_with_the_storage_exit_code(
     server: S3Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(server, tmp_path, "d.jsonl")
@@ -132,36 +128,38 @@ def test_a_store_that_goes_on_failing_ends_with_the_storage_code(
     with pytest.raises(
         StorageError, match=r"s3://bucket/data: cannot be read after 2 tries .*: look at the storage"
     ) as error:
-        opened(config(tmp_path, "s3://bucket/data"))
+        open_text(data_config(tmp_path, "s3://bucket/data"))
     assert exits.find_exit_code(error.value) == ExitCode.STORAGE_UNAVAILABLE
 
 
-def test_what_the_user_must_correct_is_refused_at_once(
+def test_errors_of_the_user_are_reported_without_retries(
     server: S3Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(server, tmp_path, "d.jsonl")
     with pytest.raises(UserError, match=r"s3://nowhere/data: .*correct"):
-        opened(config(tmp_path, "s3://nowhere/data"))
+        open_text(data_config(tmp_path, "s3://nowhere/data"))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")
     files.s3.cache_clear()
     with pytest.raises(UserError, match=r"cannot be read .*: correct or replace it"):
-        opened(config(tmp_path, "s3://bucket/data"))
+        open_text(data_config(tmp_path, "s3://bucket/data"))
 
 
 def test_prepared_data_in_s3_are_copied_into_the_cache_once(server: S3Gateway, tmp_path: Path) -> None:
     FORMATS["d.jsonl"](tmp_path / "d.jsonl")
-    here = opened(config(tmp_path, tmp_path / "d.jsonl"))
+    here = open_text(data_config(tmp_path, tmp_path / "d.jsonl"))
     (made,) = (tmp_path / "cache").glob("tokens-*[0-9a-f]")
     for file in made.iterdir():
         server.put("bucket", f"made/{file.name}", file.read_bytes())
-    settings: Any = config(tmp_path, "s3://bucket/made/", cache_directory=str(tmp_path / "elsewhere"), tokenizer={})
+    settings: Any = data_config(
+        tmp_path, "s3://bucket/made/", cache_directory=str(tmp_path / "elsewhere"), tokenizer={}
+    )
     assert find_vocabulary_size(settings) == 300
     server.fail(Fault(status=500, method="GET", fits=lambda request: request.key.endswith(".arrow"), times=2))
-    there = opened(settings)
+    there = open_text(settings)
     assert there.identity == here.identity
-    assert decoded(there) == decoded(here)
+    assert decode_all(there) == decode_all(here)
     before = [request.key for request in server.requests].count("made/tokens-00000.arrow")
-    opened(settings)
+    open_text(settings)
     assert [request.key for request in server.requests].count("made/tokens-00000.arrow") == before
 
 
@@ -169,9 +167,9 @@ def test_reading_local_data_does_not_touch_s3(tmp_path: Path) -> None:
     FORMATS["d.jsonl"](tmp_path / "d.jsonl")
     script = (
         "import sys\nfrom trainium_contract.trainer.data import DataConfig\n"
-        "from trainium_trainer.data.opening import open_data\n"
+        "from trainium_trainer.data.dataset import open_data\n"
         "open_data(DataConfig.model_validate_json(sys.argv[1]), 8)\n"
         "sys.exit('pyarrow._s3fs' in sys.modules or 'torch' in sys.modules)\n"
     )
-    document = config(tmp_path, tmp_path / "d.jsonl").model_dump_json(by_alias=True)
+    document = data_config(tmp_path, tmp_path / "d.jsonl").model_dump_json(by_alias=True)
     assert subprocess.run([sys.executable, "-c", script, document], check=False).returncode == 0

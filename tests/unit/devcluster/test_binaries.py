@@ -1,6 +1,4 @@
-"""The cache of programs: found, downloaded, checked, or built; against a release host on loopback."""
-
-from __future__ import annotations
+"""The cache of programs: downloads with checksums, builds from source, and the Go toolchain."""
 
 import hashlib
 import http.server
@@ -12,9 +10,9 @@ import stat
 import tarfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -35,9 +33,6 @@ from trainium_devcluster.binaries.toolchain import Go, find_go
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.progress import ProgressLines
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 QUICK = Limits(open=1.0, read=0.5, total=5.0)
 CONTENT = b"#!/bin/sh\necho program\n"
 
@@ -47,7 +42,7 @@ def sha256(content: bytes) -> str:
 
 
 class ReleaseHost(http.server.ThreadingHTTPServer):
-    """Answers each path with bytes, an HTTP error, silence, or half of the announced length."""
+    """A host that answers each path with bytes, an HTTP error, silence, or half of the content."""
 
     daemon_threads = True
     # The answers that hang are released before the server closes; waiting for their threads would only cost time.
@@ -57,7 +52,7 @@ class ReleaseHost(http.server.ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.hanging: set[str] = set()
         self.stalling: set[str] = set()
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.release = threading.Event()
         super().__init__(("127.0.0.1", 0), _Handler)
 
@@ -70,7 +65,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: ReleaseHost
 
     def do_GET(self) -> None:
-        self.server.asked.append(self.path)
+        self.server.requests.append(self.path)
         if self.path in self.server.hanging:
             self.server.release.wait(10)
             return
@@ -104,19 +99,19 @@ def host() -> Iterator[ReleaseHost]:
     thread.join()
 
 
-def plain(host: ReleaseHost, checksum: str | None = None) -> Release:
-    return Release(Program.KUBECTL, "1", f"{host.url}/kubectl", None, checksum or sha256(CONTENT))
+def kubectl_release(host: ReleaseHost) -> Release:
+    return Release(Program.KUBECTL, "1", f"{host.url}/kubectl", None, sha256(CONTENT))
 
 
-def test_a_good_download_is_executable_and_complete(host: ReleaseHost, tmp_path: Path) -> None:
+def test_a_download_is_complete_and_executable(host: ReleaseHost, tmp_path: Path) -> None:
     host.files["/kubectl"] = CONTENT
-    download_program(plain(host), tmp_path / "kubectl", QUICK)
+    download_program(kubectl_release(host), tmp_path / "kubectl", QUICK)
     assert (tmp_path / "kubectl").read_bytes() == CONTENT
     assert stat.S_IMODE((tmp_path / "kubectl").stat().st_mode) == 0o755
     assert [entry.name for entry in tmp_path.iterdir()] == ["kubectl"]
 
 
-def test_a_program_is_taken_out_of_an_archive(host: ReleaseHost, tmp_path: Path) -> None:
+def test_a_program_is_extracted_from_an_archive(host: ReleaseHost, tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
         entry = tarfile.TarInfo("etcd-v3/etcd")
@@ -143,28 +138,28 @@ def test_the_checksum_is_fetched_from_the_release_host_when_none_is_pinned(host:
 def test_a_wrong_checksum_leaves_nothing_behind(host: ReleaseHost, tmp_path: Path) -> None:
     host.files["/kubectl"] = CONTENT + b"tampered"
     with pytest.raises(DownloadError, match=r"checksum of .*/kubectl is"):
-        download_program(plain(host), tmp_path / "kubectl", QUICK)
+        download_program(kubectl_release(host), tmp_path / "kubectl", QUICK)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_file_is_reported_with_its_status(host: ReleaseHost, tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match="answered 404"):
-        download_program(plain(host), tmp_path / "kubectl", QUICK)
+        download_program(kubectl_release(host), tmp_path / "kubectl", QUICK)
 
 
-def test_a_host_that_never_answers_is_given_up(host: ReleaseHost, tmp_path: Path) -> None:
+def test_a_silent_host_times_out(host: ReleaseHost, tmp_path: Path) -> None:
     host.hanging.add("/kubectl")
     started = time.monotonic()
     with pytest.raises(UnreachableError, match=r"did not answer|cannot be reached"):
-        download_program(plain(host), tmp_path / "kubectl", QUICK)
+        download_program(kubectl_release(host), tmp_path / "kubectl", QUICK)
     assert time.monotonic() - started < 5
 
 
-def test_a_download_that_stalls_half_way_is_given_up(host: ReleaseHost, tmp_path: Path) -> None:
+def test_a_stalled_download_times_out(host: ReleaseHost, tmp_path: Path) -> None:
     host.files["/kubectl"] = CONTENT
     host.stalling.add("/kubectl")
     with pytest.raises(DownloadError, match="broke off"):
-        download_program(plain(host), tmp_path / "kubectl", QUICK)
+        download_program(kubectl_release(host), tmp_path / "kubectl", QUICK)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,7 +180,7 @@ def releases_at(host: ReleaseHost) -> cache.ReleaseOf:
 
 
 def fake_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Program]]]:
-    """Replace the compiler by one that writes what it is asked for."""
+    """Replace the build by one that writes the requested programs."""
     built: list[tuple[str, frozenset[Program]]] = []
 
     def build(sources: list[Source], wanted: frozenset[Program], target: Path, *_: object) -> None:
@@ -200,7 +195,7 @@ def fake_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Pro
     return built
 
 
-def test_all_programs_are_downloaded_once_and_then_taken_from_the_cache(host: ReleaseHost, tmp_path: Path) -> None:
+def test_programs_are_downloaded_once_and_then_cached(host: ReleaseHost, tmp_path: Path) -> None:
     host.files.update({f"/{program}": CONTENT for program in Program})
     lines: list[str] = []
     found = ensure_binaries(
@@ -208,25 +203,25 @@ def test_all_programs_are_downloaded_once_and_then_taken_from_the_cache(host: Re
     )
     assert all(os.access(found.path(program), os.X_OK) for program in CLUSTER_PROGRAMS)
     assert lines[0].startswith("[1/6] downloading etcd")
-    asked = len(host.asked)
+    requests = len(host.requests)
     again = ensure_binaries(root=tmp_path, write=lines.append, releases=releases_at(host), limits=QUICK)
     assert again == found
-    assert len(host.asked) == asked
+    assert len(host.requests) == requests
 
 
-def test_without_network_everything_is_built_after_one_line_about_it(
+def test_programs_are_built_when_the_host_is_silent(
     host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = fake_build(monkeypatch)
     host.hanging.update(f"/{program}" for program in Program)
     lines: list[str] = []
     ensure_binaries(root=tmp_path, origin=Origin.AUTO, write=lines.append, releases=releases_at(host), limits=QUICK)
-    assert len(host.asked) == 1
+    assert len(host.requests) == 1
     assert sum("built from source instead" in line for line in lines) == 1
     assert {program for _, programs in built for program in programs} == CLUSTER_PROGRAMS
 
 
-def test_only_what_could_not_be_downloaded_is_built(
+def test_only_programs_that_could_not_be_downloaded_are_built(
     host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = fake_build(monkeypatch)
@@ -248,11 +243,11 @@ def test_a_program_without_published_checksum_is_built_in_its_own_folder(
         programs=FLEET_PROGRAMS, root=tmp_path, write=lambda _: None, releases=releases_at(host), limits=QUICK
     )
     assert built == [("kwok", FLEET_PROGRAMS)]
-    assert host.asked == []
+    assert host.requests == []
     assert [entry.name for entry in found.folder.iterdir()] == ["kwok"]
 
 
-def test_files_of_a_module_are_kept_beside_its_program(tmp_path: Path) -> None:
+def test_files_of_a_module_replace_those_of_the_last_build(tmp_path: Path) -> None:
     module = tmp_path / "module"
     (module / "config" / "crd").mkdir(parents=True)
     (module / "config" / "crd" / "a.yaml").write_text("kind: A\n")
@@ -265,12 +260,12 @@ def test_files_of_a_module_are_kept_beside_its_program(tmp_path: Path) -> None:
     go.write_text(f"#!/bin/sh\necho {module}\n")
     go.chmod(0o755)
     source = replace(SOURCES[0], files=("example.org/m", "config"))
-    build._keep_files(Go(go), source, tmp_path / "bin")
+    build._copy_files(Go(go), source, tmp_path / "bin")
     kept = sorted(path.name for path in (tmp_path / "bin" / "config").rglob("*.yaml"))
     assert kept == ["a.yaml"]
 
 
-def test_helm_alone_is_prepared_without_the_control_plane_and_kept_for_it(
+def test_helm_is_prepared_alone_and_not_built_again(
     host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = fake_build(monkeypatch)
@@ -286,7 +281,7 @@ def test_helm_alone_is_prepared_without_the_control_plane_and_kept_for_it(
     )
 
 
-def test_two_processes_do_not_prepare_the_cache_at_once(
+def test_concurrent_callers_download_each_program_once(
     host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.files.update({f"/{program}": CONTENT for program in Program})
@@ -302,16 +297,16 @@ def test_two_processes_do_not_prepare_the_cache_at_once(
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(host.asked) == sorted(f"/{program}" for program in CLUSTER_PROGRAMS)
+    assert sorted(host.requests) == sorted(f"/{program}" for program in CLUSTER_PROGRAMS)
 
 
-def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "bin").write_text("a file in the way")
     with pytest.raises(ClusterError, match="set TRAINIUM_CACHE to another"):
         ensure_binaries(root=tmp_path, write=lambda _: None)
 
 
-def test_an_unknown_origin_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unknown_origin_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(cache.SOURCE_VARIABLE, "magic")
     with pytest.raises(ClusterError, match="it may be auto, download, build"):
         ensure_binaries(root=tmp_path)
@@ -365,7 +360,7 @@ def test_a_new_enough_go_on_path_is_used(tmp_path: Path, monkeypatch: pytest.Mon
     assert find_go(tmp_path / "tools", ProgressLines(1, lambda _: None)) == Go(tmp_path / "path" / "go")
 
 
-def test_an_old_go_gives_way_to_an_installed_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_go_is_replaced_by_an_installed_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_go(tmp_path / "path", "1.19.8")
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
     installed: list[Path] = []
@@ -385,7 +380,7 @@ def test_an_old_go_gives_way_to_an_installed_toolchain(tmp_path: Path, monkeypat
     assert len(installed) == 1
 
 
-def test_progress_reports_the_age_of_a_long_step() -> None:
+def test_progress_shows_the_duration_of_a_long_step() -> None:
     lines: list[str] = []
     progress = ProgressLines(2, lines.append, tick_seconds=0.01)
     with progress.step("building helm"):

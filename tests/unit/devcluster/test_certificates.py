@@ -1,12 +1,10 @@
-"""The cluster's authority: what it signs verifies with TLS, and what another signs does not."""
-
-from __future__ import annotations
+"""Certificates of the cluster: TLS accepts those of its authority and refuses others."""
 
 import socket
 import ssl
 import stat
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,12 +13,9 @@ from trainium_devcluster.controlplane.certificates import Authority, signing_pai
 from trainium_devcluster.controlplane.components import Ports, prepare
 from trainium_devcluster.state import ClusterPaths
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 def handshake(folder: Path, *, trusted: str, server: str, client: str | None, name: str) -> str:
-    """Connect over a socket pair; returns the client's common name as the server saw it, or the errors of both."""
+    """Connect over a socket pair; return the common name that the server reads, or the errors of both."""
     theirs, ours = socket.socketpair()
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / f"{trusted}.crt"))
     serving.verify_mode = ssl.CERT_REQUIRED
@@ -81,7 +76,7 @@ def test_an_authority_read_back_signs_for_the_same_trust(folder: Path) -> None:
     assert handshake(folder, trusted="ca", server="server", client="bob", name="localhost") == "bob"
 
 
-def test_keys_are_for_their_owner_only(folder: Path) -> None:
+def test_keys_are_readable_only_by_their_owner(folder: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.glob("*.key")} == {0o600}
 
 

@@ -1,27 +1,23 @@
-"""Requests over a Unix socket: answered, refused with a sentence, or given up."""
-
-from __future__ import annotations
+"""Requests over the control socket: replies, errors and timeouts."""
 
 import asyncio
 import contextlib
 import json
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trainium_devcluster.control import answers, request, serve
+from trainium_devcluster.control_socket import accepts_requests, request, serve
 from trainium_devcluster.errors import ClusterError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture
 def listener(tmp_path: Path) -> Iterator[tuple[socket.socket, Path]]:
-    """A socket that is bound but does not listen yet."""
+    """Return a socket that is bound but does not listen yet."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(str(path))
@@ -42,15 +38,15 @@ def serve_once(server: socket.socket, answer: bytes, asked: list[object]) -> thr
     return thread
 
 
-def test_a_socket_file_without_a_listener_is_nobody(listener: tuple[socket.socket, Path]) -> None:
+def test_a_socket_file_without_a_listener_does_not_answer(listener: tuple[socket.socket, Path]) -> None:
     server, path = listener
     assert path.exists()
-    assert not answers(path)
+    assert not accepts_requests(path)
     server.listen()
-    assert answers(path)
+    assert accepts_requests(path)
 
 
-def test_a_request_gets_its_answer(listener: tuple[socket.socket, Path]) -> None:
+def test_a_request_returns_its_reply(listener: tuple[socket.socket, Path]) -> None:
     asked: list[object] = []
     thread = serve_once(listener[0], b'{"ok": true, "pid": 7}\n', asked)
     assert request(listener[1], {"op": "status"}) == {"ok": True, "pid": 7}
@@ -68,20 +64,20 @@ def test_a_request_gets_its_answer(listener: tuple[socket.socket, Path]) -> None
         (b"[]\n", "refused without a reason"),
     ],
 )
-def test_a_refusal_is_a_sentence(listener: tuple[socket.socket, Path], answer: bytes, sentence: str) -> None:
+def test_a_refused_request_raises_its_error(listener: tuple[socket.socket, Path], answer: bytes, sentence: str) -> None:
     thread = serve_once(listener[0], answer, [])
     with pytest.raises(ClusterError, match=sentence):
         request(listener[1], {"op": "status"})
     thread.join()
 
 
-def test_silence_is_given_up(listener: tuple[socket.socket, Path]) -> None:
+def test_an_unanswered_request_times_out(listener: tuple[socket.socket, Path]) -> None:
     listener[0].listen()
     with pytest.raises(ClusterError, match=r"no answer from .* within 0 s"):
         request(listener[1], {"op": "status"}, timeout=0.1)
 
 
-def test_a_missing_socket_is_a_sentence(tmp_path: Path) -> None:
+def test_a_missing_socket_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"nobody answers at .*is it running"):
         request(tmp_path / "none", {"op": "status"})
 
@@ -96,7 +92,9 @@ def test_a_missing_socket_is_a_sentence(tmp_path: Path) -> None:
         (b"not json", {"ok": False, "error": "The request is malformed: JSONDecodeError("}),
     ],
 )
-async def test_a_bad_request_is_answered_with_a_sentence(tmp_path: Path, line: bytes, answer: dict[str, Any]) -> None:
+async def test_a_malformed_request_has_an_error_in_its_reply(
+    tmp_path: Path, line: bytes, answer: dict[str, Any]
+) -> None:
     async def handle(message: dict[str, Any]) -> dict[str, Any]:
         if message["op"] == "bad":
             raise ClusterError("That does not exist.")
@@ -116,7 +114,7 @@ async def test_a_bad_request_is_answered_with_a_sentence(tmp_path: Path, line: b
     server.close()
 
 
-async def test_a_caller_that_leaves_or_sends_too_much_disturbs_no_other(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_or_sends_too_much_affects_no_other(tmp_path: Path) -> None:
     async def handle(_: dict[str, Any]) -> dict[str, Any]:
         return {}
 
@@ -126,7 +124,7 @@ async def test_a_caller_that_leaves_or_sends_too_much_disturbs_no_other(tmp_path
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(sent)
         writer.write_eof()
-        with contextlib.suppress(ConnectionResetError):  # of a connection closed with bytes that nobody read
+        with contextlib.suppress(ConnectionResetError):  # of a connection closed with unread bytes
             assert await reader.read() == b""
         writer.close()
     assert await asyncio.to_thread(request, path, {"op": "x"}) == {"ok": True}

@@ -1,42 +1,31 @@
-"""Families of processes: found, frozen and killed whole, and never confused with strangers."""
-
-from __future__ import annotations
+"""Process trees that are found, frozen and killed by a mark, and ports of killed nodes that time out."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_devcluster.processes.process_families import (
+from tests.testing.suite.timeouts import until
+from trainium_devcluster.nodepool.unresponsive_ports import UnresponsivePorts, listening_addresses
+from trainium_devcluster.processes.process_tree import (
     ProcessId,
-    freeze_family,
+    find_marked,
+    freeze_tree,
     identify,
-    kill_family,
-    marked,
+    kill_tree,
     resident_bytes,
     spawn,
-    thaw_family,
-    trees,
+    thaw_tree,
+    tree_of,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 VARIABLE = "TRAINIUM_TEST_MARK"
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def state(pid: int) -> str:
@@ -50,52 +39,52 @@ def state(pid: int) -> str:
 def mark() -> Iterator[str]:
     value = f"/test/{os.getpid()}-{time.monotonic_ns()}"
     yield value
-    kill_family(None, VARIABLE, value)
+    kill_tree(None, VARIABLE, value)
 
 
 @pytest.fixture
-def family(tmp_path: Path, mark: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a child, and a grandchild that left for its own session, as a daemon does."""
+def process_tree(tmp_path: Path, mark: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Return a process with a child, and a grandchild in a separate session, like a daemon."""
     command = ["sh", "-c", "sleep 300 & setsid sh -c 'sleep 300; :' & wait"]
     process = spawn(command, log=tmp_path / "log", environment={**os.environ, VARIABLE: mark}, folder=tmp_path)
-    assert until(lambda: len(trees([process.pid])) == 4)
+    until(lambda: len(tree_of([process.pid])) == 4, "all processes have started", pause=0.01)
     yield process
-    kill_family(process.pid, VARIABLE, mark)
+    kill_tree(process.pid, VARIABLE, mark)
     process.wait()
 
 
-def test_a_family_includes_those_who_left_the_session(family: subprocess.Popen[bytes], mark: str) -> None:
-    assert set(marked(VARIABLE, mark)) == set(trees([family.pid]))
+def test_a_family_includes_processes_of_other_sessions(process_tree: subprocess.Popen[bytes], mark: str) -> None:
+    assert set(find_marked(VARIABLE, mark)) == set(tree_of([process_tree.pid]))
 
 
-def test_a_killed_family_has_ended_whole(family: subprocess.Popen[bytes], mark: str) -> None:
-    members = trees([family.pid])
-    kill_family(family.pid, VARIABLE, mark)
+def test_a_killed_family_has_no_process_left(process_tree: subprocess.Popen[bytes], mark: str) -> None:
+    members = tree_of([process_tree.pid])
+    kill_tree(process_tree.pid, VARIABLE, mark)
     assert all(state(pid) in {"Z", "gone"} for pid in members)
 
 
-def test_orphans_are_found_by_their_mark(family: subprocess.Popen[bytes], mark: str) -> None:
-    _, *below = trees([family.pid])
-    family.kill()
-    family.wait()
-    kill_family(None, VARIABLE, mark)
+def test_orphans_are_found_by_their_mark(process_tree: subprocess.Popen[bytes], mark: str) -> None:
+    _, *below = tree_of([process_tree.pid])
+    process_tree.kill()
+    process_tree.wait()
+    kill_tree(None, VARIABLE, mark)
     assert all(state(pid) in {"Z", "gone"} for pid in below)
 
 
-def test_a_mark_is_matched_whole_unless_asked_for_its_beginning(family: subprocess.Popen[bytes], mark: str) -> None:
-    assert marked(VARIABLE, mark[:-1]) == []
-    assert family.pid in marked(VARIABLE, mark[:-1], prefix=True)
+def test_a_mark_is_matched_exactly_or_by_prefix(process_tree: subprocess.Popen[bytes], mark: str) -> None:
+    assert find_marked(VARIABLE, mark[:-1]) == []
+    assert process_tree.pid in find_marked(VARIABLE, mark[:-1], prefix=True)
 
 
-def test_a_frozen_family_stalls_and_goes_on(family: subprocess.Popen[bytes], mark: str) -> None:
-    members = trees([family.pid])
-    freeze_family(family.pid, VARIABLE, mark)
-    assert until(lambda: all(state(pid) == "T" for pid in members))
-    thaw_family(family.pid, VARIABLE, mark)
-    assert until(lambda: all(state(pid) == "S" for pid in members))
+def test_a_family_is_frozen_and_thawed(process_tree: subprocess.Popen[bytes], mark: str) -> None:
+    members = tree_of([process_tree.pid])
+    freeze_tree(process_tree.pid, VARIABLE, mark)
+    until(lambda: all(state(pid) == "T" for pid in members), "all are frozen", pause=0.01)
+    thaw_tree(process_tree.pid, VARIABLE, mark)
+    until(lambda: all(state(pid) == "S" for pid in members), "all are thawed", pause=0.01)
 
 
-def test_a_pid_file_of_an_earlier_process_with_the_same_number_is_not_believed(tmp_path: Path) -> None:
+def test_a_pid_file_of_an_earlier_process_is_not_alive(tmp_path: Path) -> None:
     mine = identify(os.getpid())
     assert mine is not None
     assert mine.is_alive()
@@ -121,7 +110,7 @@ def test_memory_is_that_of_the_process() -> None:
 def test_a_child_dies_with_its_supervisor(tmp_path: Path) -> None:
     script = (
         "import os, pathlib, sys, time\n"
-        "from trainium_devcluster.processes.process_families import spawn\n"
+        "from trainium_devcluster.processes.process_tree import spawn\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "child = spawn(['sleep', '300'], log=folder / 'log', environment=os.environ, folder=folder)\n"
         "print(child.pid, flush=True)\n"
@@ -132,4 +121,51 @@ def test_a_child_dies_with_its_supervisor(tmp_path: Path) -> None:
         child = int(supervisor.stdout.readline())
         assert state(child) in {"S", "R", "D"}
         supervisor.kill()
-    assert until(lambda: state(child) in {"Z", "gone"})
+    until(lambda: state(child) in {"Z", "gone"}, "the child has ended", pause=0.01)
+
+
+SERVER = """
+import socket, sys, time
+one = socket.socket(); one.bind(("127.77.66.55", 0)); one.listen(5)
+print(one.getsockname()[1], flush=True); time.sleep(60)
+"""
+
+
+def test_silenced_ports_of_a_killed_process_time_out() -> None:
+    marker = f"cluster-{os.getpid()}/node-{time.monotonic_ns()}"
+    environment = os.environ | {"TRAINIUM_TEST_MARKER": marker}
+    with subprocess.Popen([sys.executable, "-c", SERVER], env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = ("127.77.66.55", int(server.stdout.readline()))
+        found = listening_addresses("TRAINIUM_TEST_MARKER", marker)
+        server.kill()
+    assert found == [address]
+
+    unresponsive_ports = UnresponsivePorts(found)
+    try:
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                socket.create_connection(address, timeout=0.3)
+    finally:
+        unresponsive_ports.release()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=0.3)
+
+
+def test_a_port_in_use_is_not_silenced() -> None:
+    with socket.create_server(("127.77.66.56", 0)) as server:
+        unresponsive_ports = UnresponsivePorts([server.getsockname()])
+        assert unresponsive_ports.missing == [server.getsockname()]
+        socket.create_connection(server.getsockname(), timeout=1).close()
+        unresponsive_ports.release()
+
+
+def test_a_port_that_is_released_later_is_silenced() -> None:
+    with socket.create_server(("127.77.66.57", 0)) as server:
+        address = server.getsockname()
+        unresponsive_ports = UnresponsivePorts([address])
+    unresponsive_ports.retry()
+    assert unresponsive_ports.missing == []
+    with pytest.raises(TimeoutError):
+        socket.create_connection(address, timeout=0.3)
+    unresponsive_ports.release()

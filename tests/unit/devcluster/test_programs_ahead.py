@@ -1,31 +1,26 @@
-"""Programs are built beside other work: real processes, with a Go, a pip and an interpreter that only record and wait.
+"""Concurrent builds of programs: real processes, with a fake Go, pip and interpreter that record calls and wait.
 
-What waits, waits for a file that another process writes, so that a test passes only when both were under way at once.
+A fake waits for a file that another process writes, so that a test passes only when both ran at the same time.
 """
-
-from __future__ import annotations
 
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from tests.testing.suite.timeouts import until
 from trainium_devcluster.binaries.cache import Origin, ensure_binaries
 from trainium_devcluster.errors import ClusterError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 ROOT = Path(__file__).parents[3]
 GO = """#!/bin/sh
-# Arguments as the real one's. $BOOK: where it writes what it does, one file for each event.
+# The arguments of the real program. It records its events in $BOOK, one file for each.
 await() { for _ in $(seq 600); do [ -e "$BOOK/$1" ] && return; sleep 0.05; done; echo "no $1" >&2; exit 9; }
 case "$PWD" in */helm) module=helm ;; *) module=control-plane ;; esac
 event=$1-$module
@@ -67,7 +62,7 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder in which the programs on PATH record what they do."""
     folder = tmp_path / "book"
     folder.mkdir()
-    written(tmp_path / "path" / "go", GO)
+    write_executable(tmp_path / "path" / "go", GO)
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
     monkeypatch.setenv("BOOK", str(folder))
     monkeypatch.setenv("REAL_PYTHON", sys.executable)
@@ -76,21 +71,14 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def written(path: Path, text: str) -> None:
+def write_executable(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
 
 
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 def has_ended(pid: int) -> bool:
-    """No such process, or one that only nobody has waited for."""
+    """Return whether a process does not exist or is a zombie."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -98,7 +86,7 @@ def has_ended(pid: int) -> bool:
 
 
 def prepare(book: Path) -> subprocess.Popen[str]:
-    """Start it as `scripts/setup.sh` does: without any package."""
+    """Start the build as `scripts/setup.sh` does, without site packages."""
     command = [sys.executable, "-S", "-m", "trainium_devcluster.binaries"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "devcluster")}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -122,9 +110,7 @@ def test_the_sources_of_the_next_program_are_fetched_while_one_is_compiled(book:
     assert environment == "0  off"
 
 
-def test_a_build_that_fails_is_reported_as_go_does_and_what_was_fetched_meanwhile_is_ended(
-    book: Path, tmp_path: Path
-) -> None:
+def test_a_failed_build_has_the_lines_of_go_and_ends_the_concurrent_fetch(book: Path, tmp_path: Path) -> None:
     (book / "stay-list-helm").touch()
     (book / "build-control-plane-waits-for").write_text("child")
     (book / "fail-build-control-plane").touch()
@@ -135,34 +121,32 @@ def test_a_build_that_fails_is_reported_as_go_does_and_what_was_fetched_meanwhil
         "control-plane.go:7: undefined: x"
     )
     assert not list((tmp_path / "cache").rglob("*.build"))
-    until(lambda: has_ended(int((book / "child").read_text())), "a process is left")
+    until(lambda: has_ended(int((book / "child").read_text())), "every process has ended")
 
 
-def test_sources_that_cannot_be_had_are_a_sentence(book: Path, tmp_path: Path) -> None:
+def test_sources_that_cannot_be_fetched_are_an_error(book: Path, tmp_path: Path) -> None:
     (book / "fail-list-control-plane").touch()
     with pytest.raises(ClusterError, match=r"The sources of etcd, .* could not be fetched; its last lines:\ncontrol"):
         ensure_binaries(root=tmp_path / "cache", origin=Origin.BUILD, write=lambda _: None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_go_and_all_that_it_started_and_is_answered_with_a_sentence(
-    book: Path, number: signal.Signals
-) -> None:
+def test_a_signal_ends_go_and_its_children_with_an_error(book: Path, number: signal.Signals) -> None:
     (book / "stay-build-control-plane").touch()
     with prepare(book) as process:
-        until((book / "child").exists, "the build never began")
-        until((book / "child").read_text, "the build never began")
+        until((book / "child").exists, "the build starts")
+        until((book / "child").read_text, "the build starts")
         process.send_signal(number)
         _, output = process.communicate(timeout=30)
     assert process.returncode == 1
     assert output.splitlines()[-1].startswith("error: The programs of the development cluster are not all there: their")
-    until(lambda: has_ended(int((book / "child").read_text())), "a process is left")
+    until(lambda: has_ended(int((book / "child").read_text())), "every process has ended")
 
 
 def test_a_second_checkout_waits_for_the_first_and_builds_nothing(book: Path) -> None:
     (book / "build-control-plane-waits-for").write_text("go-on")
     with prepare(book) as first:
-        until((book / "build-control-plane").exists, "the build never began")
+        until((book / "build-control-plane").exists, "the build starts")
         with prepare(book) as second:
             assert second.stderr is not None
             assert "waiting for another process that prepares the programs" in second.stderr.readline()
@@ -175,7 +159,7 @@ def test_a_second_checkout_waits_for_the_first_and_builds_nothing(book: Path) ->
     assert Path(shown.strip(), "kube-apiserver").exists()
 
 
-def test_what_a_killed_process_left_in_the_cache_goes_with_the_next_build(book: Path, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_build_are_removed_by_the_next(book: Path, tmp_path: Path) -> None:
     folder = ensure_binaries(root=tmp_path / "cache", origin=Origin.BUILD, write=lambda _: None).folder
     (folder / "helm").unlink()
     left = folder / ".helm.12.build"
@@ -187,14 +171,14 @@ def test_what_a_killed_process_left_in_the_cache_goes_with_the_next_build(book: 
 
 @pytest.fixture
 def checkout(tmp_path: Path, book: Path) -> Path:
-    """A copy of what `scripts/setup.sh` reads, with a virtual environment that is there already."""
+    """Return a copy of the files that `scripts/setup.sh` reads, with an existing virtual environment."""
     folder = tmp_path / "checkout"
     (folder / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts/setup.sh", folder / "scripts")
     for name in ("pyproject.toml", "constraints.txt"):
         (folder / name).touch()
     shutil.copytree(ROOT / "devcluster", folder / "devcluster", ignore=shutil.ignore_patterns("__pycache__"))
-    written(folder / ".venv/bin/python", PYTHON)
+    write_executable(folder / ".venv/bin/python", PYTHON)
     return folder
 
 
@@ -222,7 +206,7 @@ def test_a_new_machine_builds_programs_while_it_installs_packages(book: Path, ch
     assert not (book / "list-kwok").exists()
 
 
-def test_without_a_need_for_programs_none_are_built(book: Path, checkout: Path) -> None:
+def test_setup_alone_builds_no_programs(book: Path, checkout: Path) -> None:
     (book / "pip-waits-for").write_text("pip")
     with set_up(checkout) as process:
         output, _ = process.communicate(timeout=60)
@@ -230,7 +214,7 @@ def test_without_a_need_for_programs_none_are_built(book: Path, checkout: Path) 
     assert not (book / "list-control-plane").exists()
 
 
-def test_packages_are_installed_although_programs_fail(book: Path, checkout: Path) -> None:
+def test_a_failed_build_does_not_stop_the_installation_of_packages(book: Path, checkout: Path) -> None:
     (book / "pip-waits-for").write_text("list-control-plane")
     (book / "fail-list-control-plane").touch()
     with set_up(checkout, "ahead") as process:
@@ -241,7 +225,7 @@ def test_packages_are_installed_although_programs_fail(book: Path, checkout: Pat
     assert (checkout / ".venv/.complete").exists()
 
 
-def test_packages_that_fail_end_the_programs_too(book: Path, checkout: Path) -> None:
+def test_a_failed_installation_ends_the_build(book: Path, checkout: Path) -> None:
     (book / "pip-waits-for").write_text("child")
     (book / "fail-pip").touch()
     (book / "stay-build-control-plane").touch()
@@ -249,24 +233,24 @@ def test_packages_that_fail_end_the_programs_too(book: Path, checkout: Path) -> 
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
     assert not (checkout / ".venv/.complete").exists()
-    until(lambda: has_ended(int((book / "child").read_text())), "a process is left")
+    until(lambda: has_ended(int((book / "child").read_text())), "every process has ended")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_packages_and_programs(book: Path, checkout: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_installation_and_build(book: Path, checkout: Path, number: signal.Signals) -> None:
     (book / "pip-waits-for").write_text("never")
     (book / "stay-build-control-plane").touch()
     with set_up(checkout, "ahead") as process:
-        until((book / "child").exists, "the build never began")
-        until((book / "pip").exists, "pip never began")
-        until((book / "child").read_text, "the build never began")
+        until((book / "child").exists, "the build starts")
+        until((book / "pip").exists, "pip starts")
+        until((book / "child").read_text, "the build starts")
         started = psutil.Process(process.pid).children(recursive=True)
         assert len(started) >= 3
         os.killpg(process.pid, number)
         process.communicate(timeout=30)
     assert process.returncode != 0
-    until(lambda: has_ended(int((book / "child").read_text())), "a process is left")
-    until(lambda: not any(each.is_running() for each in started), f"still there: {started}")
+    until(lambda: has_ended(int((book / "child").read_text())), "every process has ended")
+    until(lambda: not any(each.is_running() for each in started), f"{started} have ended")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +264,7 @@ def test_ctrl_c_ends_packages_and_programs(book: Path, checkout: Path, number: s
         ("test-fast", ""),
     ],
 )
-def test_a_target_names_which_programs_a_new_machine_prepares_meanwhile(target: str, asked: str) -> None:
+def test_each_make_target_prepares_its_programs(target: str, asked: str) -> None:
     done = subprocess.run(["make", "-n", target], cwd=ROOT, text=True, capture_output=True, check=True, timeout=30)
     (line,) = [each for each in done.stdout.splitlines() if each.startswith("scripts/setup.sh")]
     assert line.split()[2:] == asked.split()

@@ -1,8 +1,7 @@
-"""Specifications of clusters and nodes, and where their files are."""
-
-from __future__ import annotations
+"""Specifications of clusters and nodes, their files, ports and command lines."""
 
 import fcntl
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,27 @@ from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.node.options import NodeOptions
 from trainium_devcluster.nodepool.pool import node_environment
 from trainium_devcluster.options import parse_labels
+from trainium_devcluster.ports import reserve_port
 from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, NodeSpec, clusters_folder, short_socket
 
 PORTS = Ports(etcd=1, etcd_peer=2, apiserver=3, controller_manager=4, scheduler=5)
 
 
-def test_a_spec_survives_its_file() -> None:
+def test_a_spec_is_read_as_written() -> None:
     node = NodeSpec("node-1", neuron=2, labels={"zone": "a"}, taints=("k=v:NoSchedule",))
     spec = ClusterSpec("dev", (node,), node_monitor_grace_seconds=4.0, apiserver_args=("--v=2",))
     assert ClusterSpec.from_json(spec.to_json()) == spec
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "-dash", "dash-", "a" * 41, "dot.dot", "../up"])
-def test_a_bad_name_is_a_sentence(name: str) -> None:
+def test_an_invalid_name_is_an_error(name: str) -> None:
     with pytest.raises(ClusterError, match="cannot be the name of a cluster; use up to 40"):
         ClusterSpec(name)
     with pytest.raises(ClusterError, match="cannot be the name of a cluster"):
         ClusterPaths.of(name)
 
 
-def test_bad_nodes_are_a_sentence() -> None:
+def test_invalid_nodes_are_an_error() -> None:
     with pytest.raises(ClusterError, match="negative number of devices"):
         NodeSpec("node-1", neuron=-1)
     with pytest.raises(ClusterError, match="names a node twice"):
@@ -41,7 +41,7 @@ def test_bad_nodes_are_a_sentence() -> None:
         parse_labels(["zone"])
 
 
-def test_clusters_lie_in_the_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_clusters_are_in_the_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert ClusterPaths.of("dev").root == tmp_path / "trainium-devcluster" / "dev"
     monkeypatch.delenv("XDG_STATE_HOME")
@@ -57,7 +57,7 @@ def test_a_cluster_runs_while_its_lock_is_held(tmp_path: Path) -> None:
     assert not paths.is_running()
 
 
-def test_a_socket_path_is_never_too_long_and_always_the_same(tmp_path: Path) -> None:
+def test_a_long_socket_path_is_shortened_deterministically(tmp_path: Path) -> None:
     short = Path("/tmp/a.sock")
     assert short_socket(short) == short
     long = tmp_path / ("x" * 120) / "a.sock"
@@ -66,7 +66,7 @@ def test_a_socket_path_is_never_too_long_and_always_the_same(tmp_path: Path) -> 
     assert short_socket(long) != short_socket(long.with_name("b.sock"))
 
 
-def test_ports_are_distinct_and_survive_their_file() -> None:
+def test_ports_are_distinct_and_read_as_written() -> None:
     ports = choose_ports()
     assert len({ports.etcd, ports.etcd_peer, ports.apiserver, ports.controller_manager, ports.scheduler}) == 5
     assert Ports.from_json(ports.to_json()) == ports
@@ -86,7 +86,7 @@ def test_every_component_listens_on_loopback_and_verifies_tls(tmp_path: Path) ->
         assert not any("insecure" in flag for flag in flags[component])
 
 
-def test_the_callers_flags_come_last_so_that_they_win(tmp_path: Path) -> None:
+def test_flags_of_the_spec_override_ours(tmp_path: Path) -> None:
     spec = ClusterSpec("dev", apiserver_args=("--v=4",), controller_manager_args=("--v=5",), scheduler_args=("--v=6",))
     paths = ClusterPaths(tmp_path)
     assert arguments(Component.APISERVER, spec, paths, PORTS)[-1] == "--v=4"
@@ -94,7 +94,7 @@ def test_the_callers_flags_come_last_so_that_they_win(tmp_path: Path) -> None:
     assert arguments(Component.SCHEDULER, spec, paths, PORTS)[-1] == "--v=6"
 
 
-def test_the_grace_of_a_silent_node_is_kubernetes_own_unless_chosen(tmp_path: Path) -> None:
+def test_the_node_monitor_grace_period_defaults_to_that_of_kubernetes(tmp_path: Path) -> None:
     paths = ClusterPaths(tmp_path)
     default = arguments(Component.CONTROLLER_MANAGER, ClusterSpec("dev"), paths, PORTS)
     assert not any("node-monitor" in flag for flag in default)
@@ -103,7 +103,7 @@ def test_the_grace_of_a_silent_node_is_kubernetes_own_unless_chosen(tmp_path: Pa
     assert "--node-monitor-period=0.8s" in quick
 
 
-def test_nodes_show_that_they_live_several_times_within_the_grace() -> None:
+def test_nodes_send_several_heartbeats_within_the_grace_period() -> None:
     assert ClusterSpec("dev").heartbeat_seconds == 10
     assert ClusterSpec("dev", node_monitor_grace_seconds=4).heartbeat_seconds == 1
     assert ClusterSpec("dev", node_monitor_grace_seconds=300).heartbeat_seconds == 10
@@ -115,13 +115,13 @@ def options_of(root: Path, **fields: Any) -> NodeOptions:
     return NodeOptions(str(root), spec, ("127.0.0.1", 3), "/venv/bin", 1.0)
 
 
-def test_a_node_reads_all_options_that_its_supervisor_wrote(tmp_path: Path) -> None:
+def test_node_options_are_read_as_written(tmp_path: Path) -> None:
     options = options_of(tmp_path, neuron=4, cpu="2", memory="4Gi", labels={"zone": "a"}, taints=("k=v:NoExecute",))
     assert NodeOptions.read(options.write()) == options
     assert options.paths.node_socket("node-1").parent == options.state_dir
 
 
-def test_a_node_registers_with_what_it_has(tmp_path: Path) -> None:
+def test_a_node_registers_its_capacity_and_taints(tmp_path: Path) -> None:
     options = options_of(tmp_path, neuron=16, efa=0, taints=("k=v:NoSchedule", "x:NoExecute"))
     assert options.capacity["aws.amazon.com/neuroncore"] == "32"
     assert "vpc.amazonaws.com/efa" not in options.capacity
@@ -138,14 +138,25 @@ def test_a_node_registers_with_what_it_has(tmp_path: Path) -> None:
         ({"taints": ("a=b:Sometimes",)}, "with an effect of NoSchedule"),
     ],
 )
-def test_a_wrong_option_of_a_node_is_refused_with_a_sentence(
-    tmp_path: Path, wrong: dict[str, Any], sentence: str
-) -> None:
+def test_an_invalid_option_of_a_node_is_an_error(tmp_path: Path, wrong: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ClusterError, match=sentence):
         options_of(tmp_path, **wrong)
 
 
-def test_a_node_carries_the_mark_by_which_its_processes_are_found(tmp_path: Path) -> None:
+def test_the_environment_of_a_node_has_its_mark(tmp_path: Path) -> None:
     environment = node_environment({"PATH": "/bin"}, ClusterPaths(tmp_path), "node-1", Path("/cache"))
     assert environment[MARKER] == f"{tmp_path}/node-1"
     assert environment["PATH"] == "/cache:/bin"
+
+
+def test_a_reserved_port_is_exclusive_and_can_be_listened_on() -> None:
+    port = reserve_port()
+    assert port != reserve_port()
+    for taken in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):  # a process node gives each pod its own address
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((taken, port))
+    for listening in ("127.0.0.1", "0.0.0.0"):
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((listening, port))
+            server.listen()

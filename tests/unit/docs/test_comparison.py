@@ -1,6 +1,4 @@
-"""The measured figures of docs/comparison.md are those of docs/benchmarks.md, which a program writes."""
-
-from __future__ import annotations
+"""Figures of docs/comparison.md equal those of docs/benchmarks.md, which a program writes."""
 
 from pathlib import Path
 
@@ -11,15 +9,15 @@ PAGE = (DOCS / "comparison.md").read_text(encoding="utf-8")
 
 
 def rows(part: str, heading: str = "A fleet") -> dict[str, list[str]]:
-    """The table of a part of the benchmarks: figure -> its cells."""
+    """Return the table of a part of docs/benchmarks.md: the cells by figure."""
     text = (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     text = text.partition(f"### {part}\n")[2].partition("\n#")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {found[0]: found[1:] for found in cells}
 
 
-def together(size: int, figure: str) -> str:
-    """A median of the run in which all are measured, rounded as the page has it: three digits, or two for a ratio."""
+def common_run_median(size: int, figure: str) -> str:
+    """Return a median of the run that measures all systems, rounded as the page has it."""
     value, unit = rows(f"{size:,} nodes", "Beside JobSet, in one run")[figure][0].split()
     return {"s": f"{float(value):.2f} s" if size == 128 else f"{float(value):.1f} s", "x": value}[unit]
 
@@ -33,13 +31,13 @@ def together(size: int, figure: str) -> str:
     ],
 )
 def test_a_row_of_the_common_run_has_the_measured_medians(figure: str, row: str) -> None:
-    cells = [together(size, f"{who}: {figure}") for size in (128, 1000) for who in ("ours", "JobSet", "floor")]
+    cells = [common_run_median(size, f"{who}: {figure}") for size in (128, 1000) for who in ("ours", "JobSet", "floor")]
     assert f"| {row} | {' | '.join(cells)} |" in PAGE
 
 
-def test_the_ratios_to_the_goal_are_the_measured_ones() -> None:
+def test_ratios_to_jobset_are_the_measured_values() -> None:
     shown = [
-        [together(size, f"ours over JobSet: {figure}") for figure in ("created", "Running", "all restarted")]
+        [common_run_median(size, f"ours over JobSet: {figure}") for figure in ("created", "Running", "all restarted")]
         for size in (128, 1000)
     ]
     (small, large) = (
@@ -57,12 +55,12 @@ def test_the_ratios_to_the_goal_are_the_measured_ones() -> None:
         ("node silent: until all workers and spares are back", "| a node is silent | {:.1f} s |"),
     ],
 )
-def test_a_figure_is_the_measured_one(figure: str, written: str) -> None:
-    wanted = written.format(float(rows("128 nodes")[figure][0].split()[0]))
-    assert wanted in PAGE, f"docs/comparison.md lacks `{wanted}`, which docs/benchmarks.md has as {figure}"
+def test_a_figure_has_the_measured_value(figure: str, written: str) -> None:
+    expected = written.format(float(rows("128 nodes")[figure][0].split()[0]))
+    assert expected in PAGE, f"docs/comparison.md lacks `{expected}`, which docs/benchmarks.md has as {figure}"
 
 
-def test_figures_of_others_are_those_that_were_measured() -> None:
+def test_figures_of_other_operators_are_the_measured_values() -> None:
     cells = rows("128 nodes")
     assert cells["created over the floor"][3:] == ["3.0 x", "", "18.5 x"]
     assert cells["one pod fails: pods recreated"][3:] == ["128", "1", "1"]

@@ -1,9 +1,8 @@
-"""Every page has a place on the site, and every link leads somewhere, in the repository and on the site."""
-
-from __future__ import annotations
+"""Pages of the documentation: navigation, links, decision records, and the files that they name."""
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ LISTED = "docs/decisions/"
 
 
 class _Loader(yaml.SafeLoader):
-    """mkdocs.yml names Python functions, which are none of this test's business."""
+    """A loader that ignores the Python functions named in mkdocs.yml."""
 
 
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
@@ -44,25 +43,25 @@ def read(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def test_every_page_is_in_the_navigation_of_the_site_once() -> None:
-    wanted = {source.place(ROOT, page) for page in PAGES if not page.startswith(LISTED)} | {"decisions/index.md"}
-    assert sorted(NAVIGATION) == sorted(wanted), "mkdocs.yml: `nav` and docs/ differ"
+def test_every_page_is_in_the_navigation_once() -> None:
+    expected = {source.site_path(ROOT, page) for page in PAGES if not page.startswith(LISTED)} | {"decisions/index.md"}
+    assert sorted(NAVIGATION) == sorted(expected), "mkdocs.yml: `nav` and docs/ differ"
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_leads_to_a_file_and_to_a_heading_that_are_there(page: str) -> None:
+def test_every_link_leads_to_an_existing_file_and_heading(page: str) -> None:
     for target in source.links(read(page)):
-        if source.is_elsewhere(target):
+        if source.is_external_link(target):
             continue
-        found, anchor = source.resolved(ROOT, page, target)
+        found, anchor = source.resolve_link(ROOT, page, target)
         if anchor:
             assert found.endswith(".md"), f"{target}: only pages have anchors"
-            anchors = source.headings(read(found))
+            anchors = source.heading_anchors(read(found))
             assert anchors.count(anchor) == 1, f"{target}: {anchors.count(anchor)} headings of {found} have that anchor"
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_list_after_a_line_of_text_has_an_empty_line_before_it(page: str) -> None:
+def test_a_list_has_an_empty_line_before_it(page: str) -> None:
     before = ""
     for line, prose in source.lines_with_prose(read(page)):
         if prose and re.match(r"([-*]|1\.) ", line):
@@ -72,21 +71,21 @@ def test_a_list_after_a_line_of_text_has_an_empty_line_before_it(page: str) -> N
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_page_has_marks_of_a_merge(page: str) -> None:
+def test_no_page_has_conflict_markers(page: str) -> None:
     assert not re.search(r"^(<{7}|>{7}|={7})( |$)", read(page), re.MULTILINE)
 
 
-def test_tests_that_pages_name_exist() -> None:
+def test_named_tests_exist() -> None:
     files = list((ROOT / "tests").rglob("test_*.py"))
-    there = {file.name for file in files}
-    there |= {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))}
+    names = {file.name for file in files}
+    names |= {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))}
     named = {name for page in PAGES for name in re.findall(r"`(?:[\w/]*/)?(test_\w+(?:\.py)?)`", read(page))}
-    assert sorted(named - there) == []
+    assert sorted(named - names) == []
 
 
-def test_links_are_turned_to_where_things_are_on_the_site() -> None:
+def test_links_are_rewritten_for_the_site() -> None:
     text = "[a](../CONTRIBUTING.md#style) [b](../manifests/examples) `[c](x)` [d](decisions/)\n```\n[e](y)\n```\n"
-    moved, outside = source.on_the_site(ROOT, "docs/job.md", text)
+    moved, outside = source.rewrite_links(ROOT, "docs/job.md", text)
     assert moved == (
         "[a](contributing.md#style) [b](files/manifests/examples/index.md) `[c](x)` [d](decisions/index.md)\n"
         "```\n[e](y)\n```\n"
@@ -94,17 +93,92 @@ def test_links_are_turned_to_where_things_are_on_the_site() -> None:
     assert outside == {"manifests/examples"}
 
 
-def test_a_link_to_nothing_is_a_sentence() -> None:
+def test_a_broken_link_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"docs/job\.md links to nowhere\.md, and there is no docs/nowhere\.md"):
-        source.on_the_site(ROOT, "docs/job.md", "[a](nowhere.md)")
+        source.rewrite_links(ROOT, "docs/job.md", "[a](nowhere.md)")
 
 
-def test_anchors_are_githubs() -> None:
-    assert source.headings("# A `b` *c*: d, e_f\n```\n# no\n```\n## [x](y) & z\n") == ["a-b-c-d-e_f", "x--z"]
+def test_anchors_are_those_of_github() -> None:
+    assert source.heading_anchors("# A `b` *c*: d, e_f\n```\n# no\n```\n## [x](y) & z\n") == ["a-b-c-d-e_f", "x--z"]
 
 
-def test_all_pages_gather(tmp_path: Path) -> None:
-    source.gather(ROOT, tmp_path / "site")
+def test_all_pages_are_gathered(tmp_path: Path) -> None:
+    source.write_site(ROOT, tmp_path / "site")
     assert (tmp_path / "site/index.md").read_text().startswith("# trainium-operator")
     assert "[0012: " in (tmp_path / "site/decisions/index.md").read_text()
     assert "```yaml" in (tmp_path / "site/files/manifests/install.yaml.md").read_text()
+
+
+RECORDS = sorted((Path(__file__).parents[3] / "docs/decisions").glob("*.md"))
+
+
+PARTS = ["Context", "Options", "Decision", "Consequences", "Evidence"]
+
+
+def test_decisions_have_distinct_numbers() -> None:
+    assert len({path.name[:4] for path in RECORDS}) == len(RECORDS)
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_a_decision_has_its_title_status_and_parts_in_order(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    title, _, status, *_ = text.splitlines()
+    assert title.startswith(f"# {path.name[:4]}: ")
+    assert re.match(r"Status: (accepted|proposed)\b", status)
+    assert re.findall(r"^\*\*(\w+)\.\*\*", text, re.MULTILINE) == PARTS
+
+
+ROOT = Path(__file__).parents[3]
+
+
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+
+
+BASES = [
+    "", "agent/trainium_agent/", "client/trainium_client/", "contract/trainium_contract/",
+    "operator/trainium_operator/",
+    "operator/trainium_operator/cluster/", "operator/trainium_operator/plan/", "tests/testing/",
+    "trainer_image/trainium_trainer/", "worker/", "worker/trainium_worker/",
+    "trainer_image/trainium_trainer/backends/", "trainer_image/trainium_trainer/backends/nxd/",
+    "trainer_image/trainium_trainer/checkpoint/", "trainer_image/trainium_trainer/data/",
+]  # fmt: skip
+
+
+FILES = set(
+    subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()
+)  # fmt: skip
+
+
+FOLDERS = {str(parent) for path in FILES for parent in Path(path).parents}
+
+
+NAMES = {Path(path).name for path in FILES}
+
+
+def named_paths() -> list[str]:
+    """Return the names of files and folders in the tables of the architecture page."""
+    cells = " ".join(line for line in ARCHITECTURE.splitlines() if line.startswith("|"))
+    return sorted(set(re.findall(r"`([\w./-]+(?:\.py|\.txt|/[\w/]*))`", cells)))
+
+
+@pytest.mark.parametrize("name", named_paths())
+def test_a_file_or_package_of_the_architecture_page_exists(name: str) -> None:
+    path = name.rstrip("/")
+    found = any(f"{base}{path}" in FILES | FOLDERS for base in BASES)
+    assert found or ("/" not in path and path in NAMES), f"docs/architecture.md names {name}, which does not exist"
+
+
+def test_every_package_is_on_the_architecture_page() -> None:
+    tables = ARCHITECTURE.partition("\n## Packages of the contract\n")[2]
+    for base in (
+        "agent/trainium_agent",
+        "trainer_image/trainium_trainer",
+        "operator/trainium_operator/plan",
+        "contract/trainium_contract",
+        "worker/trainium_worker",
+    ):
+        folders = {path.name for path in (ROOT / base).iterdir() if (path / "__init__.py").exists()}
+        assert [name for name in sorted(folders) if f"`{name}/`" not in tables] == [], f"{base}: not in the tables"

@@ -1,6 +1,4 @@
-"""Outputs on pages are what the programs print, and the page of `kubectl trn` lists all of its commands."""
-
-from __future__ import annotations
+"""Outputs on pages equal those of the programs, and the page of `kubectl trn` lists all of its commands."""
 
 import json
 import re
@@ -14,10 +12,10 @@ from unittest import mock
 import pytest
 import typer
 
-from tests.testing.api.recorded_jobs import JOBS, RECORDED, ApiServer, recorded_answers
-from tests.testing.outputs.blocks import commands, renewed, unmarked
+from tests.testing.api.recorded_jobs import JOBS, RECORDED, ApiServer, recorded_responses
+from tests.testing.outputs.blocks import commands, update_blocks, without_blocks
 from tests.testing.outputs.commands import PAGES, SLOW, output, recording_of
-from tests.testing.outputs.recording import Recording, recorded_now, replayed
+from tests.testing.outputs.recording import Recording, record, replay
 from tests.testing.outputs.tables import age, table
 from tests.testing.suite.loopback_http import LoopbackServer
 from tests.testing.suite.timeouts import scaled
@@ -40,40 +38,37 @@ def read(page: str) -> str:
         for page, command in SHOWN
     ],
 )
-def test_an_output_on_a_page_is_what_the_program_prints(page: str, command: str) -> None:
+def test_an_output_on_a_page_equals_that_of_the_program(page: str, command: str) -> None:
     others = {each for each in commands(read(page)) if each != command}
-    assert renewed(read(page), output, leave=others) == read(page), "run: make generate"
+    assert update_blocks(read(page), output, leave=others) == read(page), "run: make generate"
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_output_of_ours_is_typed_by_hand(page: str) -> None:
-    """A prompt with more lines below it is between marks; a command alone shows nothing."""
+def test_no_output_is_written_by_hand(page: str) -> None:
     ours = r"^(?: {4})?\$ (?:kubectl (?:trn|get tr)|trainium-)(?:.*\\\n)*.*\n(?: {4})?(?!\$ |```)\S.*"
-    left = re.findall(ours, unmarked(read(page)), re.MULTILINE)
-    assert not left, "put it between marks: CONTRIBUTING.md"
+    unmarked_outputs = re.findall(ours, without_blocks(read(page)), re.MULTILINE)
+    assert not unmarked_outputs, "put it between marks: CONTRIBUTING.md"
 
 
-def test_the_page_of_kubectl_trn_lists_every_command_and_none_that_does_not_exist() -> None:
+def test_the_page_of_kubectl_trn_lists_exactly_its_commands() -> None:
     page = read("docs/kubectl-trn.md")
     group: Any = typer.main.get_command(app)
-    there = {name for name, command in group.commands.items() if not command.hidden}
-    reported = set(re.findall(r"`([a-z-]+)(?: [^`]*)?`", page)) & there
+    existing = {name for name, command in group.commands.items() if not command.hidden}
+    reported = set(re.findall(r"`([a-z-]+)(?: [^`]*)?`", page)) & existing
     reported |= set(re.findall(r"kubectl trn ([a-z][a-z-]+)", page))
-    assert reported == there
+    assert reported == existing
 
 
-def test_every_command_of_kubectl_trn_has_its_output_on_the_page_and_a_test_on_a_cluster() -> None:
+def test_every_command_of_kubectl_trn_has_an_output_and_a_cluster_test() -> None:
     group: Any = typer.main.get_command(app)
-    there = {name for name, command in group.commands.items() if not command.hidden}
+    existing = {name for name, command in group.commands.items() if not command.hidden}
     shown = {each.split()[2] for each in commands(read("docs/kubectl-trn.md")) if each.startswith("kubectl trn ")}
-    assert shown == there
+    assert shown == existing
     tests = read("tests/cluster/training/test_client.py")
-    assert set(re.findall(r'\b(?:trn|beside)\((?:job|None), "([a-z-]+)"', tests)) == there
+    assert set(re.findall(r'\b(?:trn|in_background)\((?:job|None), "([a-z-]+)"', tests)) == existing
 
 
-def test_a_connection_that_is_reset_writes_nothing_between_what_a_command_prints(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reset_connection_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A client that leaves an answer unread resets its connection; a thread of the server learns of it later."""
     handled = threading.Event()
     shut = LoopbackServer.shutdown_request
@@ -91,44 +86,44 @@ def test_a_connection_that_is_reset_writes_nothing_between_what_a_command_prints
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_command_that_writes_is_replayed_as_long_as_it_writes_the_same() -> None:
+def test_a_recorded_write_is_replayed_for_the_same_request() -> None:
     words = ["scale", "llama", "1"]
     recording = recording_of(words)
     (path,) = recording.sent
     assert path.startswith("PATCH /apis/trainium.dev/")
-    assert "train on 1 node;" in replayed(recording, words)
+    assert "train on 1 node;" in replay(recording, words)
     with pytest.raises(LookupError, match="record it again"):
-        replayed(recording, ["scale", "llama", "2"])
+        replay(recording, ["scale", "llama", "2"])
     with pytest.raises(LookupError, match="record it again"):
-        replayed(recording, ["suspend", "llama"])
-    with pytest.raises(LookupError, match="is asked for"):
-        replayed(recording, ["status", "llama"])
+        replay(recording, ["suspend", "llama"])
+    with pytest.raises(LookupError, match="was not requested"):
+        replay(recording, ["status", "llama"])
 
 
-def test_what_a_command_writes_is_recorded_with_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = recorded_answers() | {f"{JOBS}/llama/scale": {"kind": "Scale", "spec": {"replicas": 1}}}
+def test_a_write_is_recorded_with_its_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = recorded_responses() | {f"{JOBS}/llama/scale": {"kind": "Scale", "spec": {"replicas": 1}}}
     with ApiServer(answers, tmp_path).running() as server:
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
-        found, text = recorded_now(["scale", "llama", "1"], "team")
+        found, text = record(["scale", "llama", "1"], "team")
     key = f"PATCH {JOBS}/llama/scale"
     assert found.sent == {key: [{"spec": {"replicas": 1}}]}
     assert found.answers[key] == [answers[f"{JOBS}/llama/scale"]]
     found.write(tmp_path / "kept.json")
-    assert replayed(Recording.read(tmp_path / "kept.json"), ["scale", "llama", "1"]) == text
+    assert replay(Recording.read(tmp_path / "kept.json"), ["scale", "llama", "1"]) == text
 
 
-def test_options_that_the_page_of_kubectl_trn_names_are_taken() -> None:
+def test_options_on_the_page_of_kubectl_trn_exist() -> None:
     group: Any = typer.main.get_command(app)
-    taken = {flag for command in group.commands.values() for each in command.params for flag in each.opts}
-    taken |= {flag for command in group.commands.values() for each in command.params for flag in each.secondary_opts}
+    options = {flag for command in group.commands.values() for each in command.params for flag in each.opts}
+    options |= {flag for command in group.commands.values() for each in command.params for flag in each.secondary_opts}
     own = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", read("docs/kubectl-trn.md")))
     simulation: Any = typer.main.get_command(simulate)
-    taken |= {flag for each in simulation.params for flag in each.opts}
+    options |= {flag for each in simulation.params for flag in each.opts}
     of_others = {"--help", "--install-completion", "--manifest-url", "--learn"}
-    assert own - taken <= of_others
+    assert own - options <= of_others
 
 
-def test_the_lines_of_a_log_on_the_page_are_of_the_schema_and_of_all_three_programs() -> None:
+def test_log_lines_on_the_page_have_the_schema_and_all_three_sources() -> None:
     opening = r"^<!-- output only: lines of a log -->\n\n```json\n"
     (block,) = re.findall(rf"{opening}(.*?)\n```", read("docs/watch.md"), re.MULTILINE | re.DOTALL)
     lines = [read_log_line(text) for text in block.splitlines()]
@@ -138,14 +133,14 @@ def test_the_lines_of_a_log_on_the_page_are_of_the_schema_and_of_all_three_progr
     assert [line.to_wire() for line in lines if line is not None] == [json.loads(text) for text in block.splitlines()]
 
 
-def test_every_field_of_a_line_is_on_the_page() -> None:
+def test_every_field_of_a_log_line_is_on_the_page() -> None:
     section = read("docs/watch.md").partition("\n## Logs\n")[2].partition("\n## ")[0]
     cells = " ".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
     line = read_log_line((RECORDED / "log-lines.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert set(re.findall(r"`(\w+)`", cells)) == set(type(line).model_fields)
 
 
-def test_no_recording_reports_whose_machine_it_was() -> None:
+def test_recordings_contain_no_machine_or_user() -> None:
     recordings = [path for path in RECORDED.rglob("*") if path.is_file()]
     assert recordings
     for path in recordings:
@@ -153,19 +148,21 @@ def test_no_recording_reports_whose_machine_it_was() -> None:
         assert not re.search(r"(?<![\w.])/(?:home|root|Users)/|\"machineID\"", text), path
 
 
-def test_an_output_that_is_typed_by_hand_is_found() -> None:
+def test_unmarked_text_excludes_marked_outputs() -> None:
     marked = "<!-- output: kubectl trn why a -->\n\n    $ kubectl trn why a\n    b\n\n<!-- output: end -->"
-    assert unmarked(f"before\n{marked}\nafter") == "before\n\nafter"
+    assert without_blocks(f"before\n{marked}\nafter") == "before\n\nafter"
 
 
-def test_a_block_is_renewed_in_the_way_it_is_written_and_nothing_around_it() -> None:
+def test_a_block_is_renewed_in_its_form_without_changes_around_it() -> None:
     page = "a\n<!-- output: x -->\n    old\n\n    old\n<!-- output: end -->\nb\n"
-    fresh = renewed(page, lambda command: f"{command}\n\n  2")
+    fresh = update_blocks(page, lambda command: f"{command}\n\n  2")
     assert fresh == "a\n<!-- output: x -->\n\n    $ x\n    x\n\n      2\n\n<!-- output: end -->\nb\n"
-    assert renewed(fresh, lambda command: f"{command}\n\n  2") == fresh
-    assert renewed(fresh, lambda _: "other", leave={"x"}) == fresh
+    assert update_blocks(fresh, lambda command: f"{command}\n\n  2") == fresh
+    assert update_blocks(fresh, lambda _: "other", leave={"x"}) == fresh
     fenced = "<!-- output only: y -->\n```json\n```\n<!-- output: end -->"
-    assert renewed(fenced, lambda _: "{}") == "<!-- output only: y -->\n\n```json\n{}\n```\n\n<!-- output: end -->"
+    assert (
+        update_blocks(fenced, lambda _: "{}") == "<!-- output only: y -->\n\n```json\n{}\n```\n\n<!-- output: end -->"
+    )
     assert commands(fresh + fenced) == ["x", "y"]
     with pytest.raises(KeyError):
         output("kubectl trn status nobody-recorded")
@@ -178,11 +175,11 @@ def test_a_block_is_renewed_in_the_way_it_is_written_and_nothing_around_it() -> 
         (14_460, "4h1m"), (29_000, "8h"), (180_000, "2d2h"), (700_000, "8d"),
     ],
 )  # fmt: skip
-def test_an_age_is_reported_as_kubectl_reports_it(seconds: float, reported: str) -> None:
+def test_an_age_has_the_format_of_kubectl(seconds: float, reported: str) -> None:
     assert age(seconds) == reported
 
 
-def test_a_table_has_the_columns_of_the_definition_and_leaves_out_what_is_not_there() -> None:
+def test_a_table_has_the_columns_of_the_definition_and_empty_cells() -> None:
     job = {"metadata": {"name": "a"}, "spec": {}, "status": {"phase": "Pending", "artifacts": [{"path": "/out"}]}}
     heading, row = table([job], 0.0, wide=True).splitlines()
     assert heading.split()[:4] == ["NAME", "PHASE", "STAGE", "READY"]

@@ -1,7 +1,5 @@
 """Names, docstrings, comments, messages and pages use standard words: `private_words.toml` lists the others."""
 
-from __future__ import annotations
-
 import ast
 import fnmatch
 import io
@@ -10,14 +8,12 @@ import subprocess
 import sys
 import tokenize
 import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[3]
 LIST = tomllib.loads((Path(__file__).parent / "private_words.toml").read_text(encoding="utf-8"))
@@ -29,7 +25,7 @@ _MESSAGE_KEYWORDS = {"help", "message", "reason", "description", "title", "detai
 
 
 class Text(NamedTuple):
-    """A piece of text that people read, and its place."""
+    """A text and its place."""
 
     line: int
     kind: str
@@ -81,13 +77,19 @@ def name_parts(name: str) -> str:
     return " ".join(part.lower() for part in _PART.findall(name))
 
 
+@cache
+def may_be_private(name: str) -> bool:
+    """Return whether a name has a private word in some file; most names are those of many files."""
+    return word_pattern("everywhere", "names").search(name_parts(name)) is not None
+
+
 def without_code(text: str) -> str:
-    """A text of prose without inline code, link targets and URLs."""
+    """Return prose without inline code, link targets and URLs."""
     return re.sub(r"``.+?``|`[^`]*`|(?<=\]\()[^)]*|https?://\S+", "", text, flags=re.DOTALL)
 
 
-def defined_names(tree: ast.Module) -> Iterator[Text]:
-    for node in ast.walk(tree):
+def defined_names(nodes: Iterable[ast.AST]) -> Iterator[Text]:
+    for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield Text(node.lineno, "name", node.name)
@@ -101,17 +103,18 @@ def defined_names(tree: ast.Module) -> Iterator[Text]:
                 pass
 
 
-def docstrings(tree: ast.Module) -> Iterator[Text]:
-    """Docstrings of modules, classes and functions, and strings below a constant or field."""
-    for node in ast.walk(tree):
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
-                text = child.value.value
-                if isinstance(text, str):
-                    yield Text(child.lineno, "docstring", text)
+def docstrings(nodes: Iterable[ast.AST]) -> Iterator[Text]:
+    """Yield docstrings of modules, classes and functions, and strings below a constant or field."""
+    for node in nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield Text(node.lineno, "docstring", node.value.value)
 
 
 def comments(source: str) -> Iterator[Text]:
+    """Comments of a file; none where nothing behind a `#` is a private word, since tokens take most of the time."""
+    behind = (re.sub(r"\s+", " ", line.partition("#")[2]).lower() for line in source.splitlines() if "#" in line)
+    if not any(map(word_pattern("everywhere").search, behind)):
+        return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield Text(token.start[0], "comment", token.string)
@@ -123,9 +126,9 @@ def literal(node: ast.AST) -> str:
     )
 
 
-def messages(tree: ast.Module) -> Iterator[Text]:
-    """Texts of log calls, of errors that are raised, and of help."""
-    for node in ast.walk(tree):
+def messages(nodes: Iterable[ast.AST]) -> Iterator[Text]:
+    """Yield texts of log calls, raised errors and help."""
+    for node in nodes:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             yield Text(node.lineno, "error", " ".join(literal(argument) for argument in node.exc.args))
         if isinstance(node, ast.Call):
@@ -138,12 +141,13 @@ def messages(tree: ast.Module) -> Iterator[Text]:
 
 def in_code(path: str, source: str) -> list[str]:
     """Return the private words in a Python file, with places and words to use."""
-    tree = ast.parse(source)
-    names = [Text(1, "file name", Path(path).stem), *defined_names(tree)]
-    prose = [*docstrings(tree), *comments(source), *messages(tree)]
+    nodes = [*ast.walk(ast.parse(source))]
+    names = [Text(1, "file name", Path(path).stem), *defined_names(nodes)]
+    prose = [*docstrings(nodes), *comments(source), *messages(nodes)]
     found = {
         (each.line, each.kind, word)
         for each in names
+        if may_be_private(each.text)
         for word in private_words(path, name_parts(each.text), "everywhere", "names")
     }
     found |= {
@@ -153,25 +157,27 @@ def in_code(path: str, source: str) -> list[str]:
     }
     return [
         f"{path}:{line}: {kind} has `{word}`; use {replacement(word)}" for line, kind, word in sorted(found)
-    ] + first_lines(path, tree)
+    ] + first_lines(path, nodes)
 
 
-def first_lines(path: str, tree: ast.Module) -> list[str]:
-    """Docstrings that do not begin with a verb or a noun."""
+def first_lines(path: str, nodes: Iterable[ast.AST]) -> list[str]:
+    """Return the docstrings that do not begin with a verb or a noun."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node) or ""
-            is_property = any("property" in ast.unparse(each) for each in getattr(node, "decorator_list", ()))
             first = (text.split() or [""])[0].rstrip(",:")
-            if first in NO_FIRST_WORDS and not (is_property and first == "Whether"):
+            if first not in NO_FIRST_WORDS:
+                continue
+            is_property = any("property" in ast.unparse(each) for each in getattr(node, "decorator_list", ()))
+            if not (is_property and first == "Whether"):
                 line = getattr(node, "lineno", 1)
                 found.append(f"{path}:{line}: docstring begins with `{first}`; begin with a verb and its object")
     return found
 
 
 def prose_lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of a page outside of fenced or indented code and of comments."""
+    """Yield the lines of a page outside of code and comments."""
     fence = ""
     for number, line in enumerate(text.splitlines(), 1):
         mark = re.match(r" *(```+|~~~+)", line)
@@ -197,7 +203,7 @@ def in_page(path: str, text: str) -> list[str]:
 
 
 def long_cells(path: str, text: str) -> list[str]:
-    """Table cells that hold a paragraph."""
+    """Return the table cells with more than MOST_CELL_WORDS words."""
     return [
         f"{path}:{number}: a cell of {len(cell.split())} words: {cell.strip()[:60]}"
         for number, line in prose_lines(text)
@@ -207,19 +213,22 @@ def long_cells(path: str, text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", tracked("*.py"))
-def test_code_uses_the_standard_words(path: str) -> None:
-    assert in_code(path, (ROOT / path).read_text(encoding="utf-8")) == []
+def findings(find: Callable[[str, str], list[str]], paths: Iterable[str]) -> list[str]:
+    """Return what `find(path, content)` finds in these files."""
+    return [finding for path in paths for finding in find(path, (ROOT / path).read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("path", tracked("*.md"))
-def test_a_page_uses_the_standard_words(path: str) -> None:
-    assert in_page(path, (ROOT / path).read_text(encoding="utf-8")) == []
+@pytest.mark.parametrize("folder", sorted({path.partition("/")[0] for path in tracked("*.py")}))
+def test_code_uses_standard_words(folder: str) -> None:
+    assert findings(in_code, tracked(f"{folder}/*.py")) == []
 
 
-@pytest.mark.parametrize("path", [path for path in tracked("*.md") if path not in LIST["reference_pages"]])
-def test_a_table_of_a_page_has_short_cells(path: str) -> None:
-    assert long_cells(path, (ROOT / path).read_text(encoding="utf-8")) == []
+def test_pages_use_standard_words() -> None:
+    assert findings(in_page, tracked("*.md")) == []
+
+
+def test_table_cells_are_short() -> None:
+    assert findings(long_cells, (path for path in tracked("*.md") if path not in LIST["reference_pages"])) == []
 
 
 @pytest.mark.parametrize("exception", LIST["exceptions"], ids=lambda each: each["phrase"])
@@ -277,8 +286,6 @@ def test_a_cell_with_a_paragraph_is_found() -> None:
 
 
 if __name__ == "__main__":
-    for each in tracked(*sys.argv[1:]):
-        if each.endswith((".py", ".md")):
-            content = (ROOT / each).read_text(encoding="utf-8")
-            findings = in_code(each, content) if each.endswith(".py") else in_page(each, content)
-            sys.stdout.writelines(f"{finding}\n" for finding in findings)
+    listed = tracked(*sys.argv[1:])
+    code, pages = ([path for path in listed if path.endswith(ending)] for ending in (".py", ".md"))
+    sys.stdout.writelines(f"{finding}\n" for finding in findings(in_code, code) + findings(in_page, pages))

@@ -1,20 +1,15 @@
 """Tiny Hugging Face folders, made here: a byte-level tokenizer and a Llama with random weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tokenizers import Tokenizer
+from tokenizers import Tokenizer
 
 END = "<|endoftext|>"
 _WORDS = "gradient loss step batch token shard rank node mesh state tensor warm yes no maybe"
@@ -65,7 +60,7 @@ def _few_threads() -> None:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    from trainium_trainer.data.tokens.tokenizer import train_tokenizer
+    from trainium_trainer.data.prepared.text_sources import train_tokenizer
 
     return train_tokenizer([iter([_WORDS] * 20)], 320)
 
@@ -111,7 +106,7 @@ def model_folder(write_model: Callable[..., Path], tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="session")
 def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tasks and a group as files, with their data."""
+    """Write two tasks and a group as files, with their data."""
     folder = tmp_path_factory.mktemp("tasks")
     draws = random.Random(3)
     choices = [

@@ -1,35 +1,30 @@
 """`generate` and `evaluate` on instruction and classification data, with a model that has learned its answers."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.cli import run
-from trainium_trainer.evaluate.questions import exam_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from trainium_contract.trainer.config import TrainingConfig
+from trainium_trainer.evaluate.questions import held_out_questions
 
 _WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state")
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft and transformers
 
 
-def _learned(base: Path, folder: Path, config: TrainingConfig, steps: int) -> Path:
-    """The base after some steps on the very examples that are held back: the best that tuning could do."""
+def _train_on_answers(base: Path, folder: Path, config: TrainingConfig, steps: int) -> Path:
+    """Train the base on the examples that are held back: the best result of any tuning."""
     from transformers import LlamaForCausalLM
 
     network = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
-    questions = exam_of(config.data, 100).questions
+    questions = held_out_questions(config.data, 100).questions
     optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
     for step in range(steps):
         each = questions[step % len(questions)]
@@ -69,7 +64,7 @@ class Case:
         self.file = folder / "run.yaml"
         self.file.write_text(yaml.safe_dump(document))
         self.config = load(self.file)
-        self.tuned = _learned(self.base, folder / "tuned", self.config, 240)
+        self.tuned = _train_on_answers(self.base, folder / "tuned", self.config, 240)
 
 
 @pytest.fixture(scope="module")
@@ -138,23 +133,23 @@ def test_the_likeliest_label_and_the_generated_one_are_counted(classification: C
 
 def test_the_likeliest_label_is_that_whose_tokens_are_likeliest_after_the_prompt(classification: Case) -> None:
     from trainium_contract.trainer.evaluate import GenerationConfig
-    from trainium_trainer.evaluate.answering.folder import open_candidate
-    from trainium_trainer.evaluate.answering.loading import ComputeDevice, load
-    from trainium_trainer.evaluate.exam import take
+    from trainium_trainer.evaluate.answering.folder import ComputeDevice, open_model_files
+    from trainium_trainer.evaluate.answering.loading import load
+    from trainium_trainer.evaluate.scoring import score_model
 
-    exam = exam_of(classification.config.data, 8)
-    model = load(open_candidate(classification.base), device=ComputeDevice.CPU)
-    outcomes = take(model, exam, exam.batches(3), GenerationConfig(max_new_tokens=1))
+    question_set = held_out_questions(classification.config.data, 8)
+    model = load(open_model_files(classification.base), device=ComputeDevice.CPU)
+    outcomes = score_model(model, question_set, question_set.batches(3), GenerationConfig(max_new_tokens=1))
     for outcome in outcomes:
-        question = exam.questions[outcome.number]
+        question = question_set.questions[outcome.number]
         sums = []
-        for label in exam.labels:
+        for label in question_set.labels:
             ids = list(question.prompt_ids) + model.folder.encode(f" {label}")
             with torch.no_grad():
                 logs = model.network(torch.tensor([ids])).logits[0].log_softmax(-1)
             sums.append(sum(float(logs[at - 1, ids[at]]) for at in range(len(question.prompt_ids), len(ids))))
-        assert outcome.chosen == (sums.index(max(sums)) == question.label)
-        assert question.answer == f" {exam.labels[question.label or 0]}"
+        assert outcome.label_is_likeliest == (sums.index(max(sums)) == question.label)
+        assert question.answer == f" {question_set.labels[question.label or 0]}"
 
 
 def _generated(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -194,7 +189,7 @@ def test_a_prompt_without_a_configuration_is_taken_as_it_is(
     assert found[1]["answer"] in text
 
 
-def test_an_adapter_is_asked_beside_its_base(
+def test_an_unmerged_adapter_changes_answers_and_figures(
     instruction: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from peft import LoraConfig, get_peft_model
@@ -245,7 +240,7 @@ def test_an_adapter_is_asked_beside_its_base(
         (["evaluate", "MODEL", "--config", "CONFIG", "--set", "data.format=Prose"], "data.format is 'Prose'"),
     ],
 )
-def test_bad_input_gets_one_sentence(
+def test_bad_input_is_refused_in_one_sentence(
     instruction: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], sentence: str
 ) -> None:
     files = {

@@ -3,8 +3,6 @@
 Tests of `transformers serve` and of tasks need packages of `make test-tasks` and are skipped without.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -13,9 +11,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +25,8 @@ from safetensors.torch import load_file, save_file
 from tests.testing.suite.loopback_http import LoopbackServer
 from tests.testing.suite.timeouts import scaled
 from trainium_trainer.cli import run
-from trainium_trainer.evaluate.answering.folder import Candidate, open_candidate
+from trainium_trainer.evaluate.answering.folder import ModelFiles, open_model_files
 from trainium_trainer.evaluate.answering.loading import LoadedModel, load
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 SERVES = all(importlib.util.find_spec(name) is not None for name in ("fastapi", "uvicorn", "openai"))
 HARNESS = importlib.util.find_spec("lm_eval") is not None
@@ -43,7 +39,7 @@ pytestmark = [
 
 @contextmanager
 def server(answer: Callable[[BaseHTTPRequestHandler, dict[str, Any]], None], listing: bytes = LISTING) -> Iterator[str]:
-    """A server that lists models, and answers completions by a function; the URL of its protocol."""
+    """Serve a list of models and completions by a function; yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -130,7 +126,7 @@ def _endless(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
         (_endless, "more than 16 MiB"),
     ],
 )
-def test_a_server_that_fails_gives_a_sentence_in_time(
+def test_a_failure_of_the_server_is_reported_in_time(
     answer: Callable[..., None], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with server(answer) as url:
@@ -182,12 +178,12 @@ def test_a_wrong_address_or_key_and_folders_beside_it_are_refused(
 
 @pytest.fixture(scope="module")
 def folder(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that answers in ASCII: a stream cuts other text into parts that are no characters."""
+    """Create a model that answers in ASCII: a stream cuts other text within characters."""
     made = write_model(tmp_path_factory.mktemp("served") / "model", seed=4, max_position_embeddings=256)
-    candidate, file = open_candidate(made), made / "model.safetensors"
+    model_files, file = open_model_files(made), made / "model.safetensors"
     weights = load_file(file)
-    for token in range(candidate.vocabulary):
-        if not candidate.decode([token]).isascii():
+    for token in range(model_files.vocabulary):
+        if not model_files.decode([token]).isascii():
             weights["lm_head.weight"][token] = 0
     save_file(weights, file, metadata={"format": "pt"})
     return made
@@ -257,8 +253,8 @@ class LikelihoodServer:
     """Answers completions by a model, with the likelihoods of the prompt (`echo`), as vLLM does."""
 
     def __init__(self, folder: Path) -> None:
-        self.candidate: Candidate = open_candidate(folder)
-        self.model: LoadedModel = load(self.candidate)
+        self.model_files: ModelFiles = open_model_files(folder)
+        self.model: LoadedModel = load(self.model_files)
 
     def __call__(self, handler: BaseHTTPRequestHandler, request: dict[str, Any]) -> None:
         choices = [self._choice(number, ids, request) for number, ids in enumerate(request["prompt"])]
@@ -270,7 +266,7 @@ class LikelihoodServer:
             out = self.model.network.generate(
                 torch.tensor([ids]), max_new_tokens=request["max_tokens"], do_sample=False, pad_token_id=0
             )
-            text = self.candidate.decode(out[0, len(ids) :].tolist())
+            text = self.model_files.decode(out[0, len(ids) :].tolist())
             places = [text.find(stop) for stop in request["stop"] if stop in text]
             return {"index": number, "text": text[: min(places, default=len(text))]}
         logs = self.model.network(torch.tensor([ids])).logits[0].log_softmax(-1)

@@ -1,24 +1,22 @@
 """Folders without model, tokenizer or matching adapter are refused in one sentence; adapters compute as in peft."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from trainium_contract.trainer.evaluate import GenerationConfig
-from trainium_trainer.evaluate.answering.folder import open_candidate
+from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, open_model_files
 from trainium_trainer.evaluate.answering.generation import generate
-from trainium_trainer.evaluate.answering.loading import ComputeDevice, ComputeType, load
+from trainium_trainer.evaluate.answering.loading import load
+from trainium_trainer.evaluate.check_folder import compute_logits
 from trainium_trainer.evaluate.memory import available_bytes, readers_that_fit
 from trainium_trainer.exits import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+from trainium_trainer.weights.base import BaseWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft and transformers
 
@@ -54,12 +52,12 @@ def test_an_adapter_beside_its_base_answers_as_the_merged_model(
     from peft import PeftModel
     from transformers import LlamaForCausalLM
 
-    plain = load(open_candidate(model_folder), device=ComputeDevice.CPU)
-    beside = load(open_candidate(model_folder, adapter), device=ComputeDevice.CPU)
+    plain = load(open_model_files(model_folder), device=ComputeDevice.CPU)
+    beside = load(open_model_files(model_folder, adapter), device=ComputeDevice.CPU)
     merged = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(model_folder), adapter).merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     shutil.copyfile(model_folder / "tokenizer.json", tmp_path / "merged" / "tokenizer.json")
-    reference = load(open_candidate(tmp_path / "merged"), device=ComputeDevice.CPU)
+    reference = load(open_model_files(tmp_path / "merged"), device=ComputeDevice.CPU)
     prompts = [plain.folder.encode("gradient loss"), plain.folder.encode("a")]
     config = GenerationConfig(max_new_tokens=12)
     assert generate(beside, prompts, config) == generate(reference, prompts, config)
@@ -69,10 +67,10 @@ def test_an_adapter_beside_its_base_answers_as_the_merged_model(
 def test_an_adapter_of_another_base_is_refused(write_model: Callable[..., Path], adapter: Path, tmp_path: Path) -> None:
     wide = write_model(tmp_path / "wide", hidden_size=64)
     with pytest.raises(UserError, match=r"width 32, but in .*wide it has 64: it is of another base"):
-        load(open_candidate(wide, adapter), device=ComputeDevice.CPU)
+        load(open_model_files(wide, adapter), device=ComputeDevice.CPU)
     short = write_model(tmp_path / "short", num_hidden_layers=1)
     with pytest.raises(UserError, match=r"model\.layers\.1\.self_attn\.[qv]_proj, which .*short does not have"):
-        load(open_candidate(short, adapter), device=ComputeDevice.CPU)
+        load(open_model_files(short, adapter), device=ComputeDevice.CPU)
 
 
 def test_an_adapter_whose_file_names_another_base_is_refused(
@@ -80,26 +78,24 @@ def test_an_adapter_whose_file_names_another_base_is_refused(
 ) -> None:
     from safetensors.torch import load_file, save_file
 
-    from trainium_trainer.weights import BaseWeights
-
     bases = [write_model(tmp_path / f"base-{seed}", seed=seed) for seed in (1, 2)]
     file = adapter / "adapter_model.safetensors"
     save_file(load_file(file), file, metadata={"base_digest": BaseWeights.open(str(bases[0])).digest})
-    load(open_candidate(bases[0], adapter), device=ComputeDevice.CPU)
+    load(open_model_files(bases[0], adapter), device=ComputeDevice.CPU)
     with pytest.raises(UserError, match=r"was made for another base than .*base-2"):
-        load(open_candidate(bases[1], adapter), device=ComputeDevice.CPU)
+        load(open_model_files(bases[1], adapter), device=ComputeDevice.CPU)
 
 
 def test_an_adapter_in_place_of_a_model_is_refused(adapter: Path) -> None:
     with pytest.raises(UserError, match="is an adapter, not a model: give its model with --base"):
-        open_candidate(adapter)
+        open_model_files(adapter)
 
 
 def test_an_adapter_of_another_kind_is_refused(model_folder: Path, adapter: Path) -> None:
     document = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(document | {"peft_type": "IA3"}))
     with pytest.raises(UserError, match="peft_type is 'IA3', but only LORA"):
-        open_candidate(model_folder, adapter)
+        open_model_files(model_folder, adapter)
 
 
 @pytest.mark.parametrize(
@@ -113,25 +109,25 @@ def test_an_adapter_of_another_kind_is_refused(model_folder: Path, adapter: Path
         ("model.safetensors", None, "there is no safetensors file: save the model again"),
     ],
 )
-def test_a_folder_that_is_not_whole_is_refused(copy: Path, name: str, content: str | None, sentence: str) -> None:
+def test_an_incomplete_folder_is_refused(copy: Path, name: str, content: str | None, sentence: str) -> None:
     if content is None:
         (copy / name).unlink()
     else:
         (copy / name).write_text(content)
     with pytest.raises(UserError, match=sentence) as caught:
-        open_candidate(copy)
+        open_model_files(copy)
     assert str(copy) in str(caught.value)
 
 
-def test_pickled_weights_are_refused_with_the_way_out(copy: Path) -> None:
+def test_pickled_weights_are_refused_with_the_remedy(copy: Path) -> None:
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pickled weights.*save_pretrained"):
-        open_candidate(copy)
+        open_model_files(copy)
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such folder"):
-        open_candidate(tmp_path / "nothing")
+        open_model_files(tmp_path / "nothing")
 
 
 def test_a_weight_that_is_missing_is_not_drawn_at_random(copy: Path) -> None:
@@ -141,18 +137,32 @@ def test_a_weight_that_is_missing_is_not_drawn_at_random(copy: Path) -> None:
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"1 weights are missing .*layers\.1\.mlp\.up_proj"):
-        load(open_candidate(copy), device=ComputeDevice.CPU)
+        load(open_model_files(copy), device=ComputeDevice.CPU)
 
 
 def test_a_truncated_file_is_refused_in_one_sentence(copy: Path) -> None:
     data = (copy / "model.safetensors").read_bytes()
     (copy / "model.safetensors").write_bytes(data[:-100])
     with pytest.raises(UserError, match="transformers cannot load the model"):
-        load(open_candidate(copy), device=ComputeDevice.CPU)
+        load(open_model_files(copy), device=ComputeDevice.CPU)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_training_model_computes_the_logits_of_transformers(
+    write_model: Callable[..., Path], tmp_path: Path, tied: bool
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    folder = write_model(tmp_path / "model", tie_word_embeddings=tied)
+    reference = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = reference(tokens).logits
+    torch.testing.assert_close(compute_logits(BaseWeights.open(str(folder)), tokens), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_computes_in_the_type_that_is_asked_for(model_folder: Path) -> None:
-    half = load(open_candidate(model_folder), device=ComputeDevice.CPU, precision=ComputeType.BFLOAT16)
+    half = load(open_model_files(model_folder), device=ComputeDevice.CPU, precision=ComputeType.BFLOAT16)
     assert half.network.dtype is torch.bfloat16
 
 
@@ -167,9 +177,9 @@ def test_the_beginning_that_a_tokenizer_adds_is_there_once(copy: Path) -> None:
     )
     tokenizer.save(str(copy / "tokenizer.json"))
     (copy / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": end}}))
-    candidate = open_candidate(copy)
-    assert candidate.encode("step") == candidate.encode(f"{end}step")
-    assert candidate.encode("step")[0] == tokenizer.token_to_id(end)
+    model_files = open_model_files(copy)
+    assert model_files.encode("step") == model_files.encode(f"{end}step")
+    assert model_files.encode("step")[0] == tokenizer.token_to_id(end)
 
 
 def test_as_many_processes_read_as_the_memory_holds(tmp_path: Path) -> None:

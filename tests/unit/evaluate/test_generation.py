@@ -1,30 +1,24 @@
-"""Answers: against plain greedy search, alone and in batches, drawn, cut at stop texts and limits."""
-
-from __future__ import annotations
+"""Answers against plain greedy search, drawn ones, stop texts and limits; likelihoods against transformers' loss."""
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from trainium_contract.trainer.evaluate import GenerationConfig
-from trainium_trainer.evaluate.answering.folder import open_candidate
-from trainium_trainer.evaluate.answering.generation import Ending, draw_seeds, generate
-from trainium_trainer.evaluate.answering.loading import ComputeDevice, LoadedModel, load
+from trainium_trainer.evaluate.answering.folder import ComputeDevice, open_model_files
+from trainium_trainer.evaluate.answering.generation import FinishReason, compute_likelihoods, draw_seeds, generate
+from trainium_trainer.evaluate.answering.loading import LoadedModel, load
 from trainium_trainer.exits import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 TEXTS = ("gradient loss", "a step", "warm tensor state of the mesh", "no", "shard rank node batch token")
 
 
 @pytest.fixture(scope="module")
 def model(model_folder: Path) -> LoadedModel:
-    return load(open_candidate(model_folder), device=ComputeDevice.CPU)
+    return load(open_model_files(model_folder), device=ComputeDevice.CPU)
 
 
 def prompts_of(model: LoadedModel) -> list[list[int]]:
@@ -39,7 +33,7 @@ def test_without_temperature_each_answer_is_the_likeliest_token_after_token(mode
         with torch.no_grad():
             for _ in range(9):
                 ids.append(int(model.network(torch.tensor([ids])).logits[0, -1].argmax()))
-                if ids[-1] in model.folder.endings:
+                if ids[-1] in model.folder.end_tokens:
                     ids.pop()
                     break
         assert answer.text == model.folder.decode(ids[len(prompt) :])
@@ -56,7 +50,7 @@ def test_a_drawn_answer_is_the_same_in_any_batch_and_another_with_another_seed(m
     assert generate(model, prompts, config.model_copy(update={"seed": 4})) != alone
 
 
-def test_equal_prompts_are_drawn_apart(model: LoadedModel) -> None:
+def test_equal_prompts_are_sampled_independently(model: LoadedModel) -> None:
     prompt = model.folder.encode("gradient")
     first, second = generate(model, [prompt, prompt], GenerationConfig(max_new_tokens=12, temperature=1.0))
     assert first.text != second.text
@@ -86,7 +80,7 @@ def test_an_answer_ends_before_its_stop_text(model: LoadedModel) -> None:
     stop = text[6:9]
     (short, *others) = generate(model, prompts, GenerationConfig(max_new_tokens=20, stop=(stop,)))
     assert short.text == text[: text.index(stop)]
-    assert short.ending is Ending.STOP
+    assert short.finish_reason is FinishReason.STOP
     assert short.tokens < whole[0].tokens
     for answer, longer in zip(others, whole[1:], strict=True):
         assert answer.text == longer.text.split(stop)[0]
@@ -96,20 +90,20 @@ def test_an_answer_ends_at_the_model_s_last_position(model: LoadedModel) -> None
     short, long = model.folder.encode("a"), model.folder.encode("a") * 60
     first, second = generate(model, [short, long], GenerationConfig(max_new_tokens=10))
     assert len(long) == 60
-    assert (second.tokens, second.ending) == (4, Ending.LENGTH)
-    assert (first.tokens, first.ending) == (10, Ending.LENGTH)
+    assert (second.tokens, second.finish_reason) == (4, FinishReason.LENGTH)
+    assert (first.tokens, first.finish_reason) == (10, FinishReason.LENGTH)
 
 
 def test_an_answer_ends_at_the_end_of_text(write_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
-    plain = load(open_candidate(folder), device=ComputeDevice.CPU)
+    plain = load(open_model_files(folder), device=ComputeDevice.CPU)
     prompt = plain.folder.encode("gradient loss")
     with torch.no_grad():
         first = int(plain.network(torch.tensor([prompt])).logits[0, -1].argmax())
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [first], "do_sample": True}))
-    model = load(open_candidate(folder), device=ComputeDevice.CPU)
+    model = load(open_model_files(folder), device=ComputeDevice.CPU)
     (answer,) = generate(model, [prompt], GenerationConfig())
-    assert (answer.text, answer.tokens, answer.ending) == ("", 0, Ending.END_OF_TEXT)
+    assert (answer.text, answer.tokens, answer.finish_reason) == ("", 0, FinishReason.END_OF_TEXT)
 
 
 @pytest.mark.parametrize(
@@ -127,3 +121,23 @@ def test_a_prompt_that_the_model_cannot_take_is_refused(
     with pytest.raises(UserError) as caught:
         generate(model, [[5], prompt], GenerationConfig())
     assert all(word in str(caught.value) for word in words)
+
+
+PAIRS = [([5, 6, 7], [8, 9]), ([4], [12, 3, 5, 7, 9, 11]), ([9] * 12, [2]), ([], [6, 7, 8]), ([3, 4], []), ([], [7])]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 6])
+def test_the_likelihood_of_an_answer_is_the_loss_of_transformers(model: LoadedModel, batch_size: int) -> None:
+    found = compute_likelihoods(model, PAIRS, batch_size=batch_size)
+    for (prompt, answer), each in zip(PAIRS, found, strict=True):
+        ids = torch.tensor([prompt + answer])
+        first = max(1, len(prompt))
+        assert each.tokens == max(0, ids.shape[1] - first)
+        if not each.tokens:
+            assert each.log_likelihood == 0
+            continue
+        labels = ids.clone()
+        labels[0, :first] = -100
+        with torch.no_grad():
+            loss = model.network(ids, labels=labels).loss
+        assert each.log_likelihood == pytest.approx(-float(loss) * each.tokens, rel=1e-5)

@@ -1,16 +1,14 @@
 """Figures of answers, by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 
 from trainium_trainer.evaluate import metrics
-from trainium_trainer.evaluate.answering.generation import batches, draw_seeds, share
+from trainium_trainer.evaluate.answering.generation import batch_by_length, draw_seeds, select_batches
 
 
-def test_white_space_around_an_answer_does_not_matter_and_all_else_does() -> None:
+def test_only_surrounding_white_space_of_an_answer_is_ignored() -> None:
     assert metrics.exact_match(" Paris\n", "Paris")
     assert not metrics.exact_match("paris", "Paris")
     assert not metrics.exact_match("Paris, France", "Paris")
@@ -57,13 +55,13 @@ def test_means_leave_out_what_is_not_known() -> None:
 
 
 def test_batches_hold_each_number_once_with_the_longest_first() -> None:
-    found = batches([3, 9, 4, 9, 1], 2)
+    found = batch_by_length([3, 9, 4, 9, 1], 2)
     assert found == [[1, 3], [2, 0], [4]]
 
 
 def test_readers_share_whole_batches() -> None:
-    whole = batches(list(range(23)), 4)
-    parts = [share(whole, place, 3) for place in range(3)]
+    whole = batch_by_length(list(range(23)), 4)
+    parts = [select_batches(whole, place, 3) for place in range(3)]
     assert sorted(batch for part in parts for batch in part) == sorted(whole)
 
 

@@ -1,31 +1,27 @@
 """The last stage of a job, alone and shared by ranks: figures, files, reports and a second start."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.testing.trainer.fork_server import fork_context
-from tests.testing.trainer.s3_gateway import serving
-from trainium_agent.ranks.results import read_results
+from tests.testing.trainer.s3_gateway import run_gateway
+from trainium_agent.workload.base import read_results
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_devcluster.ports import reserved_port
-from trainium_trainer.evaluate.stage import evaluate_artifacts, run_evaluation
+from trainium_devcluster.ports import reserve_port
+from trainium_trainer.evaluate.answering.folder import ModelLocations
+from trainium_trainer.evaluate.report import EvaluationResult
+from trainium_trainer.evaluate.stage import RunEvaluation, evaluate_artifacts
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_trainer.peers import Peers
 from trainium_worker import read_progress
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from trainium_trainer.evaluate.report import EvaluationResult
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +48,19 @@ def config(tmp_path: Path, models: dict[str, str]) -> TrainingConfig:
     )
 
 
+def changed(config: TrainingConfig, section: str, **fields: Any) -> TrainingConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=fields)})
+
+
 def stage(config: TrainingConfig, models: dict[str, str], folder: Path, peers: Peers | None = None, **more: Any) -> Any:
-    with_progress = ProgressWriter(folder.with_name("progress"))
-    return run_evaluation(
-        config,
-        model_folder=models["tuned"],
-        base_folder=models["base"],
+    return RunEvaluation(
+        config=config,
+        models=ModelLocations(model=models["tuned"], base=models["base"]),
         peers=peers or Peers(rank=0, size=1),
-        progress=with_progress,
+        progress=ProgressWriter(folder.with_name("progress")),
         output=str(folder),
         **more,
-    )
+    ).run()
 
 
 def test_the_perplexity_of_running_text_is_that_of_the_training_model(
@@ -70,19 +68,17 @@ def test_the_perplexity_of_running_text_is_that_of_the_training_model(
 ) -> None:
     import torch
 
-    from trainium_trainer.data.opening import open_data
-    from trainium_trainer.evaluate.check_folder import logits_of
-    from trainium_trainer.weights import BaseWeights
+    from trainium_trainer.data.dataset import open_data
+    from trainium_trainer.evaluate.check_folder import compute_logits
+    from trainium_trainer.weights.base import BaseWeights
 
     result = stage(config, models, tmp_path / "out")
     data = open_data(config.data, 1)
-    assert data.validation is not None
     total, count = 0.0, 0
     for sample in data.validation.share(0, 1)[:11]:
-        assert sample is not None
         (row,) = sample.rows(data.validation.rules)
         inputs, targets = (torch.tensor(part.astype("int64")) for part in (row.inputs, row.targets))
-        logits = logits_of(BaseWeights.open(models["tuned"]), inputs[None])
+        logits = compute_logits(BaseWeights.open(models["tuned"]), inputs[None])
         total += float(torch.nn.functional.cross_entropy(logits[0], targets, reduction="sum"))
         count += len(targets)
     (figure,) = result.figures
@@ -101,11 +97,10 @@ def test_the_result_is_written_and_reported(config: TrainingConfig, models: dict
     assert table[2] == f"| perplexity of the answers | {result.figures[0].before:.4f} | {result.figures[0].after:.4f} |"
     assert read_results(tmp_path / "progress").evaluation == result.figures
     record = read_progress(tmp_path / "progress")
-    assert record is not None
     assert (record.stage, record.stage_progress) == (RunStage.EVALUATE, 1.0)
 
 
-def test_what_is_done_is_read_and_done_again_only_for_other_settings(
+def test_an_evaluation_is_repeated_only_for_other_settings(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path
 ) -> None:
     first = stage(config, models, tmp_path / "out")
@@ -115,7 +110,7 @@ def test_what_is_done_is_read_and_done_again_only_for_other_settings(
     file.write_text(json.dumps(document))
     assert stage(config, models, tmp_path / "out").figures[0].after == 7.0
     assert read_results(tmp_path / "progress").evaluation[0].after == 7.0
-    other = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"samples": 3})})
+    other = changed(config, "evaluate", samples=3)
     again = stage(other, models, tmp_path / "out")
     assert again.figures[0].after != 7.0
     assert again.identity != first.identity
@@ -126,7 +121,7 @@ def test_what_is_done_is_read_and_done_again_only_for_other_settings(
 def test_only_the_result_is_measured_when_before_is_off(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path
 ) -> None:
-    alone = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"before": False})})
+    alone = changed(config, "evaluate", before=False)
     result = stage(alone, models, tmp_path / "out")
     assert result.base is None
     assert result.figures[0].before is None
@@ -167,7 +162,7 @@ def test_on_a_device_without_transformers_the_training_model_computes_the_figure
 def test_without_held_back_data_the_error_names_the_missing_field(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path
 ) -> None:
-    bare = config.model_copy(update={"data": config.data.model_copy(update={"validation": None})})
+    bare = changed(config, "data", validation=None)
     with pytest.raises(UserError, match=r"data\.validation is not given"):
         stage(bare, models, tmp_path / "out")
     assert not (tmp_path / "out" / "evaluation.json").exists()
@@ -178,20 +173,18 @@ CARD = "# Model\n<!-- evaluation -->\n<!-- end of evaluation -->\nThe end.\n"
 
 def evaluate_model(config: TrainingConfig, base: str, model: str) -> EvaluationResult:
     """Evaluate the model that a run left at `model`."""
-    result = evaluate_artifacts(
-        config.model_copy(update={"model": config.model.model_copy(update={"weights": base})}),
+    return evaluate_artifacts(
+        changed(config, "model", weights=base),
         [ArtifactReport(kind="Model", path=model, step=7)],
         peers=Peers(rank=0, size=1),
         progress=ProgressWriter(None),
     )
-    assert result is not None
-    return result
 
 
 def test_a_result_in_a_bucket_is_evaluated_and_its_card_completed_there(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tmp_path, monkeypatch) as server:
+    with run_gateway(tmp_path, monkeypatch) as server:
         for file in Path(models["tuned"]).iterdir():
             server.put("bucket", f"run/model/{file.name}", file.read_bytes())
         server.put("bucket", "run/model/README.md", CARD.encode())
@@ -221,7 +214,7 @@ def test_the_table_is_in_the_cards_of_the_artifacts(
     assert card.read_text().endswith("The end.\n")
 
 
-def test_a_run_that_leaves_nothing_is_not_measured(config: TrainingConfig) -> None:
+def test_a_run_without_artifacts_is_not_measured(config: TrainingConfig) -> None:
     alone = Peers(rank=0, size=1)
     assert evaluate_artifacts(config, [], peers=alone, progress=ProgressWriter(None)) is None
 
@@ -238,21 +231,20 @@ def _rank(rank: int, size: int, port: int, config: TrainingConfig, models: dict[
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)  # three processes import torch
 def test_ranks_share_the_questions_and_find_what_one_finds(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path
 ) -> None:
     size = 2
     alone = stage(config, models, tmp_path / "alone" / "out")
-    port = reserved_port()
+    port = reserve_port()
     server = fork_context()
     ranks = [
         server.Process(target=_rank, args=(rank, size, port, config, models, tmp_path), daemon=True)
         for rank in range(size)
     ]
-    for each in range(size):
-        (tmp_path / str(each)).mkdir()
-        ranks[each].start()
+    for rank in range(size):
+        (tmp_path / str(rank)).mkdir()
+        ranks[rank].start()
     for each in ranks:
         each.join()
         assert each.exitcode == 0

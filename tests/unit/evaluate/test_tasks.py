@@ -3,33 +3,29 @@
 Tests of tasks need lm-eval and are skipped without: `make test-tasks`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.testing.suite.timeouts import scaled
-from trainium_agent.ranks.results import read_results
+from trainium_agent.workload.base import read_results
 from trainium_contract.status.results import EvaluationFigure, RunResults
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.cli import run
+from trainium_trainer.evaluate.answering.folder import ModelLocations
 from trainium_trainer.evaluate.report import EvaluationResult
-from trainium_trainer.evaluate.stage import refuse_unmeasurable, run_evaluation
+from trainium_trainer.evaluate.stage import RunEvaluation, refuse_unmeasurable
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_trainer.peers import Peers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 HARNESS = importlib.util.find_spec("lm_eval") is not None
 needs_harness = pytest.mark.skipif(not HARNESS, reason="lm-eval is not installed")
@@ -45,8 +41,8 @@ def models(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     return tuple(write_model(folder / f"m{seed}", seed=seed, max_position_embeddings=256) for seed in (1, 2))  # type: ignore[return-value]
 
 
-def by_hand(model: Path, tasks_folder: Path, output: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The results and samples of lm-eval's own command."""
+def run_lm_eval(model: Path, tasks_folder: Path, output: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run lm-eval's own command and return its results and samples."""
     command = [
         *(sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--batch_size", "4"),
         *("--model_args", f"pretrained={model},dtype=float32", "--tasks", "tiny_choice,tiny_copy"),
@@ -84,7 +80,7 @@ def test_figures_and_samples_are_those_of_the_harness_run_by_hand(
     assert shown.out.splitlines() == rows
     assert rows[0] == f"| task | measure | shots | questions | {models[0]} | {models[1]} |"
     for number, model in enumerate(models):
-        results, expected = by_hand(model, tasks_folder, tmp_path / f"by-hand-{number}")
+        results, expected = run_lm_eval(model, tasks_folder, tmp_path / f"by-hand-{number}")
         figures = {(each["task"], each["metric"]): each for each in report["models"][number]["figures"]}
         assert set(figures) == {("tiny_choice", "acc"), ("tiny_choice", "acc_norm"), ("tiny_copy", "exact_match")}
         for (task, metric), figure in figures.items():
@@ -166,7 +162,7 @@ def test_artifacts_that_the_report_has_are_not_measured_again_unless_the_tasks_c
         (["--tasks", "tiny_copy", "--include-path", "/nowhere"], "/nowhere: there is no such folder"),
     ],
 )
-def test_what_is_not_known_or_not_here_is_refused_in_a_sentence(
+def test_unknown_or_unreachable_tasks_are_refused_in_a_sentence(
     models: tuple[Path, Path],
     tasks_folder: Path,
     tmp_path: Path,
@@ -215,7 +211,7 @@ def test_without_the_harness_a_sentence_names_what_to_install(
         (["MODEL", "--tasks", "tiny_copy", "--config", "run.yaml"], "give one of them"),
     ],
 )
-def test_arguments_that_do_not_go_together_are_refused(
+def test_conflicting_arguments_are_refused(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["evaluate", *arguments]) == 64
@@ -237,17 +233,15 @@ def test_the_last_stage_of_a_run_measures_tasks_once(
     )
 
     def stage() -> EvaluationResult:
-        return run_evaluation(
-            config,
-            model_folder=str(models[1]),
-            base_folder=str(models[0]),
+        return RunEvaluation(
+            config=config,
+            models=ModelLocations(model=str(models[1]), base=str(models[0])),
             peers=Peers(rank=0, size=1),
             progress=ProgressWriter(tmp_path / "progress"),
             output=str(tmp_path / "out"),
-        )
+        ).run()
 
     result = stage()
-    assert result.tasks is not None
     first, second = result.tasks.models
     expected = [("tiny_choice acc", first.figures[0].value, second.figures[0].value)]
     assert [(each.name, each.before, each.after) for each in result.figures][:1] == expected
@@ -279,7 +273,7 @@ def test_the_command_measures_the_tasks_of_a_configuration_once(
         {"name": f"{each['task']} {each['metric']}", "after": each["value"], "standardError": each["standardError"]}
         for each in measured
     ]
-    monkeypatch.setattr("trainium_trainer.evaluate.tasks._evaluated", None)
+    monkeypatch.setattr("trainium_trainer.evaluate.tasks._run_harness", None)
     assert run(argv) == 0
     assert json.loads(output.read_text()) == result
 

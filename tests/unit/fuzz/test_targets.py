@@ -3,11 +3,10 @@
 `make fuzz` runs `hostile_test` with more inputs, guided by coverage.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,24 +14,21 @@ from hypothesis import strategies as st
 
 from tests.testing.fuzz.invariants import LONGEST_LINE, InvariantError, require
 from tests.testing.fuzz.runner import TARGETS, run_case
-from tests.testing.suite.any_json import changed, donations_of
+from tests.testing.suite.any_json import collect_values, mutated
 from tests.testing.suite.trials import trials
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CASES = {"coordinator": 500, "cluster": 250, "spec": 200}
 MOST_CHANGES = 5
 
 
 def hostile_test(name: str) -> Callable[[], None]:
-    """A property test that changes the seeds of a target at random."""
+    """Return a property test that mutates the seeds of a target."""
     target = TARGETS[name]()
     seeds = target.seeds()
-    donations = donations_of(seeds, target.values())
+    values_by_key = collect_values(seeds, target.values())
 
     @settings(max_examples=trials(CASES[name]), suppress_health_check=list(HealthCheck))
-    @given(st.sampled_from(seeds).flatmap(lambda seed: changed(seed, MOST_CHANGES, donations)))
+    @given(st.sampled_from(seeds).flatmap(lambda seed: mutated(seed, MOST_CHANGES, values_by_key)))
     def test(case: Any) -> None:
         run_case(target, case)
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -10,12 +8,12 @@ import pytest
 from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.coordinator import server
 from trainium_operator.http import listener
-from trainium_operator.logs import MOST_LINES, OF_OTHERS, Bounded, configure_logs
+from trainium_operator.logs import LIMITED_LOGGERS, MOST_LINES, LineLimitFilter, configure_logs
 from trainium_operator.runtime import plan_settings
 from trainium_operator.settings import Settings, parse_settings, process_identity
 
 
-def test_defaults_need_nothing() -> None:
+def test_defaults_need_no_arguments() -> None:
     assert parse_settings([], {}) == Settings()
     assert parse_settings(["run"], {}) == Settings()
 
@@ -28,7 +26,7 @@ def test_a_flag_wins_over_its_variable_and_the_variable_over_the_default() -> No
     assert parse_settings([], environment).workers == 7
 
 
-def test_the_environment_of_the_pod_gives_its_namespace_and_address() -> None:
+def test_namespace_and_bind_address_come_from_the_pod_environment() -> None:
     settings = parse_settings([], {"POD_NAMESPACE": "system", "POD_IP": "10.1.2.3"})
     assert (settings.namespace, settings.bind_address) == ("system", "10.1.2.3")
 
@@ -79,7 +77,7 @@ def test_unusable_values_are_refused_with_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
-def test_who_may_reach_workers_is_read_from_flags_and_from_the_operators_namespace() -> None:
+def test_worker_ingress_comes_from_flags_and_the_operator_namespace() -> None:
     assert parse_settings(["--operator-labels=a=b"], {}).worker_ingress("system") is None
     on = ["--job-network-policy=true", "--operator-labels=x.io/a=b,c=d", '--job-ingress=[{"ports": [{"port": 1}]}]']
     ingress = parse_settings(on, {}).worker_ingress("system")
@@ -88,7 +86,7 @@ def test_who_may_reach_workers_is_read_from_flags_and_from_the_operators_namespa
     assert ingress.rules == ({"ports": [{"port": 1}]},)
 
 
-def test_served_namespaces_are_named_once_each_and_none_means_all() -> None:
+def test_watched_namespaces_are_unique_and_empty_means_all() -> None:
     assert parse_settings(["--watch-namespaces", "ml, research,ml", "--watch-namespace", "late"], {}).namespaces == (
         "ml",
         "research",
@@ -112,7 +110,7 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"TRAINIUM_OPERATOR_{each.name.upper()}" in " ".join(text.split())
 
 
-def test_a_container_restarted_in_its_pod_is_the_same_holder_and_others_are_not() -> None:
+def test_the_lease_identity_is_stable_within_a_pod() -> None:
     pod = {"POD_NAME": "operator-0", "POD_UID": "u"}
     assert process_identity(pod) == process_identity(pod)
     assert process_identity({}) != process_identity({})
@@ -148,16 +146,14 @@ def test_a_log_line_of_kopf_names_its_job(lines: io.StringIO) -> None:
     assert "job" not in second
 
 
-def test_an_error_is_one_line_too(lines: io.StringIO) -> None:
+def test_an_error_with_traceback_is_one_line(lines: io.StringIO) -> None:
     logging.getLogger("x").error("failed", exc_info=RuntimeError("boom"))
     (line,) = lines.getvalue().splitlines()
     assert "RuntimeError: boom" in json.loads(line)["error"]
 
 
 @pytest.mark.parametrize("given", ["[]", "{", '{"kind": "Pod"}', '{"spec": []}', '{"spec": {"containers": {}}}', "3"])
-def test_a_worker_template_that_is_none_is_refused_with_a_sentence(
-    given: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_worker_template_is_refused_with_a_sentence(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_settings(["--worker-template", given], {})
     assert "--worker-template must be a JSON object with metadata and spec of a pod" in capsys.readouterr().err
@@ -168,31 +164,31 @@ def test_a_worker_template_reaches_the_plan() -> None:
     assert plan_settings(settings, "ops").worker_template == {"spec": {"priority": 3}}
 
 
-def test_the_form_of_the_workers_logs_reaches_the_plan_and_is_text_unless_asked_for() -> None:
+def test_the_log_format_of_workers_defaults_to_text() -> None:
     assert plan_settings(parse_settings([], {}), "ops").worker_log_format is LogFormat.TEXT
     asked = parse_settings(["--worker-log-format=json"], {})
     assert plan_settings(asked, "ops").worker_log_format is LogFormat.JSON
 
 
-def test_lines_that_others_can_have_written_are_bounded_by_the_minute_and_counted() -> None:
+def test_log_lines_caused_by_clients_are_rate_limited_and_counted() -> None:
     now = 0.0
-    bounded = Bounded(lambda: now)
+    bounded = LineLimitFilter(lambda: now)
 
-    def written(name: str = OF_OTHERS[0], level: int = logging.INFO) -> str:
+    def written(name: str = LIMITED_LOGGERS[0], level: int = logging.INFO) -> str:
         record = logging.LogRecord(name, level, "", 0, "%s: the connection broke", ("/v1",), None)
         return record.getMessage() if bounded.filter(record) else ""
 
     assert sum(bool(written()) for _ in range(1000)) == MOST_LINES
-    assert written(OF_OTHERS[1]), "each has its own share"
-    assert written(level=logging.ERROR), "errors are always told"
+    assert written(LIMITED_LOGGERS[1]), "each has its own share"
+    assert written(level=logging.ERROR), "errors are always logged"
     assert all(written("trainium_operator.cluster.lease") for _ in range(1000))
     now = 60.0
     assert written() == "/v1: the connection broke (940 lines before it were left out)"
     assert written() == "/v1: the connection broke"
 
 
-def test_the_bounded_lines_are_those_of_the_coordinator_and_of_the_entrance(lines: io.StringIO) -> None:
-    assert {server.logger.name, listener._log.name} == set(OF_OTHERS)
+def test_rate_limited_loggers_are_coordinator_and_listener(lines: io.StringIO) -> None:
+    assert {server.logger.name, listener._log.name} == set(LIMITED_LOGGERS)
     for _ in range(200):
         server.logger.warning("refused")
     assert len(lines.getvalue().splitlines()) == MOST_LINES

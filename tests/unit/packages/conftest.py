@@ -1,31 +1,28 @@
-"""The wheels of all rooms, built once as a release builds them."""
+"""The wheels of all distributions, built once as a release builds them."""
 
-from __future__ import annotations
-
+import itertools
 import subprocess
 import sys
 import tomllib
 import zipfile
 from dataclasses import dataclass
+from email.message import Message
 from email.parser import BytesParser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from email.message import Message
 
 ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """One distribution: its room, and what was packed."""
+    """One distribution: its folder and its packed files."""
 
     distribution: Path
     project: dict[str, Any]
-    """`[project]` of the room's pyproject.toml."""
+    """`[project]` of its pyproject.toml."""
     files: dict[str, bytes]
 
     @property
@@ -42,14 +39,26 @@ class Wheel:
         return BytesParser().parsebytes(self.files[f"{self.information}/METADATA"])
 
 
+_BUILD = """
+import os, sys
+from hatchling.build import build_wheel
+for folder, out in zip(sys.argv[1::2], sys.argv[2::2]):
+    os.chdir(folder)
+    build_wheel(out)
+"""
+
+
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wheel]:
-    """Name of the distribution -> its wheel."""
+    """Return the wheels by name of the distribution."""
     found = {}
-    for distribution in sorted(file.parent for file in ROOT.glob("*/pyproject.toml")):
-        out = tmp_path_factory.mktemp(distribution.name)
-        command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
-        subprocess.run(command, cwd=distribution, check=True, capture_output=True, timeout=60)
+    distributions = sorted(file.parent for file in ROOT.glob("*/pyproject.toml"))
+    outs = [tmp_path_factory.mktemp(distribution.name) for distribution in distributions]
+    pairs = zip(map(str, distributions), map(str, outs), strict=True)
+    subprocess.run(
+        [sys.executable, "-c", _BUILD, *itertools.chain(*pairs)], check=True, capture_output=True, timeout=60
+    )
+    for distribution, out in zip(distributions, outs, strict=True):
         (path,) = out.glob("*.whl")
         with zipfile.ZipFile(path) as packed:
             files = {name: packed.read(name) for name in packed.namelist()}

@@ -1,6 +1,4 @@
-"""The folder that is added to the image of a program runs there, where there is nothing else."""
-
-from __future__ import annotations
+"""The agent's folder, which runs in an image that has nothing else."""
 
 import importlib.util
 import os
@@ -32,7 +30,7 @@ def installed(name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with the folder `trainium` and nothing else."""
+    """Return a root folder with `trainium` and nothing else."""
     site, root = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("image")
     for name in PACKAGES:
         shutil.copytree(installed(name).parent, site / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -48,7 +46,7 @@ def command(root: str, *arguments: str) -> list[str]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="chroot needs root")
-def test_the_agent_starts_in_an_image_without_a_shell_a_python_or_a_c_library(image: Path) -> None:
+def test_the_agent_starts_in_an_image_without_shell_python_or_libc(image: Path) -> None:
     done = subprocess.run(
         ["chroot", str(image), *command("/trainium", "-m", "trainium_agent")],
         env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False,
@@ -57,7 +55,7 @@ def test_the_agent_starts_in_an_image_without_a_shell_a_python_or_a_c_library(im
     assert "needs the environment variables TRAINIUM_COORDINATOR" in done.stderr
 
 
-def test_the_folder_may_be_moved_and_imports_all_that_the_agent_of_a_program_needs(image: Path, tmp_path: Path) -> None:
+def test_a_moved_folder_imports_only_its_own_modules(image: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
     shutil.copytree(image / "trainium", moved)
     code = (
@@ -76,11 +74,11 @@ def test_the_folder_may_be_moved_and_imports_all_that_the_agent_of_a_program_nee
     assert [file for file in sources if not Path(importlib.util.cache_from_source(file)).exists()] == []
 
 
-def test_the_library_of_programs_is_apart_from_the_packages_of_the_agent(image: Path) -> None:
+def test_the_worker_library_has_its_own_folder(image: Path) -> None:
     assert [path.name for path in (image / "trainium/site").iterdir()] == ["trainium_worker"]
 
 
-def test_a_folder_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     script = ROOT / "scripts/agent_folder.py"
     done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -1,7 +1,6 @@
-"""The Dockerfile, read as text: its targets, arguments, sources and programs are real. Images are not built here."""
+"""The Dockerfile as text, and the requirements of its images from constraints.txt. Images are not built here."""
 
-from __future__ import annotations
-
+import importlib.util
 import json
 import re
 import subprocess
@@ -16,7 +15,7 @@ TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 IGNORED = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
 TARGETS = ("operator", "trainer", "trainer-cpu")
 DISTRIBUTIONS = {"operator": {"contract", "operator"}, "trainer": {"agent", "contract", "trainer_image", "worker"}}
-"""Part of image_requirements.py -> the rooms that its images hold."""
+"""Part of image_requirements.py -> the distributions in its images."""
 
 
 KUBECONFIG = json.dumps(
@@ -42,14 +41,14 @@ print(*sys.modules)
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Every instruction with its arguments, comments left out and continued lines joined."""
+    """Return each instruction with its arguments, without comments and with continued lines joined."""
     lines = [line for line in TEXT.splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [(line.split()[0], line.partition(" ")[2]) for line in joined.splitlines() if line.strip()]
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
-    """Name of each stage -> its instructions, the first its FROM."""
+    """Return the instructions of each stage by its name; the first is its FROM."""
     found: dict[str, list[tuple[str, str]]] = {}
     for word, rest in instructions():
         if word == "FROM":
@@ -60,13 +59,13 @@ def stages() -> dict[str, list[tuple[str, str]]]:
 
 
 def sources() -> list[str]:
-    """Return what is copied out of the repository."""
+    """Return the paths that are copied from the repository."""
     copies = [rest.split() for word, rest in instructions() if word == "COPY" and not rest.startswith("--from")]
     return [source for copy in copies for source in copy[:-1]]
 
 
 def distributions_of(target: str) -> set[str]:
-    """The rooms whose wheels an image installs: made in the stage that fills the one that is mounted."""
+    """Return the distributions whose wheels an image installs, built in the stage that fills the mounted one."""
     (run,) = (rest for word, rest in stages()[target] if word == "RUN")
     mounted = re.search(r"--mount=from=([\w-]+)", run)
     assert mounted is not None
@@ -75,15 +74,15 @@ def distributions_of(target: str) -> set[str]:
     (made,) = (rest for word, rest in stages()[maker] if "pip wheel" in rest)
     known = {rest.split()[0].partition("/")[0] for word, rest in stages()[mounted[1]] if rest.endswith("/")}
     distributions = set(re.findall(r"\./(\w+)", made))
-    assert distributions <= known, "their pyproject.toml says what else is needed"
+    assert distributions <= known, "their pyproject.toml lists the other requirements"
     return distributions
 
 
-def test_there_is_a_target_for_each_image() -> None:
+def test_each_image_has_a_target() -> None:
     assert {*TARGETS, "agent"} <= set(stages())
 
 
-def test_the_agents_image_holds_its_folder_alone_and_starts_it_as_the_operator_does() -> None:
+def test_the_agent_image_has_only_its_folder_and_the_operators_command() -> None:
     assert stages()["agent"][:2] == [("FROM", "scratch AS agent"), ("COPY", "--from=agent-folder /trainium /trainium")]
     entry = dict(stages()["agent"][2:])["ENTRYPOINT"]
     assert json.loads(entry) == [
@@ -95,7 +94,7 @@ def test_the_agents_image_holds_its_folder_alone_and_starts_it_as_the_operator_d
     assert run.count("pip install") == run.count("--require-hashes") + run.count("wheels/*.whl") == 2
 
 
-def test_a_base_is_an_argument_with_a_pinned_default() -> None:
+def test_base_images_are_arguments_with_pinned_defaults() -> None:
     defaults = dict(rest.split("=", 1) for word, rest in instructions() if word == "ARG")
     assert set(defaults) == {"PYTHON_IMAGE", "NEURON_IMAGE"}
     for image in defaults.values():
@@ -105,19 +104,19 @@ def test_a_base_is_an_argument_with_a_pinned_default() -> None:
         assert base == "scratch" or base in stages() or base.strip("${}") in defaults
 
 
-def test_only_the_trainer_needs_the_vendor_s_image() -> None:
+def test_only_the_trainer_is_based_on_the_neuron_image() -> None:
     assert [name for name, steps in stages().items() if "NEURON_IMAGE" in steps[0][1]] == ["trainer"]
 
 
 @pytest.mark.parametrize("source", sources())
-def test_what_is_copied_is_in_the_repository_and_not_ignored(source: str) -> None:
+def test_a_copied_source_exists_and_is_not_ignored(source: str) -> None:
     assert (ROOT / source).exists()
     assert "*" in IGNORED
     assert any(source == rule[1:] or source.startswith(f"{rule[1:]}/") for rule in IGNORED if rule.startswith("!"))
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_starts_a_program_of_ours_as_an_ordinary_user(target: str) -> None:
+def test_an_image_starts_our_program_as_an_unprivileged_user(target: str) -> None:
     steps = stages()[target]
     own = [
         tomllib.loads((ROOT / distribution / "pyproject.toml").read_text(encoding="utf-8"))
@@ -131,7 +130,7 @@ def test_an_image_starts_a_program_of_ours_as_an_ordinary_user(target: str) -> N
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_packages_are_installed_by_hash_for_a_part_that_is_known(target: str) -> None:
+def test_dependencies_are_installed_by_hash(target: str) -> None:
     (run,) = (rest for word, rest in stages()[target] if word == "RUN")
     part = re.search(r"image_requirements\.py (\w+)", run)
     assert part is not None
@@ -150,14 +149,115 @@ def test_the_operator_imports_no_client_library_of_kubernetes(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_holds_the_contract_and_its_own_package_only(target: str) -> None:
+def test_an_image_contains_only_its_packages(target: str) -> None:
     assert distributions_of(target) == DISTRIBUTIONS[target.removesuffix("-cpu")]
 
 
 @pytest.mark.parametrize(
     "file", ["docs/install.md", "docs/job.md", "Dockerfile", "tests/testing/cluster/kind_images.py"]
 )
-def test_what_is_written_about_building_names_real_targets_and_arguments(file: str) -> None:
+def test_pages_name_existing_targets_and_arguments(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
     assert set(re.findall(r"--target[ =]([\w-]+)", text)) <= set(stages())
     assert set(re.findall(r"--build-arg (\w+)", text)) <= {"PYTHON_IMAGE", "NEURON_IMAGE"}
+
+
+ROOT = Path(__file__).parents[3]
+
+
+_SPEC = importlib.util.spec_from_file_location("image_requirements", ROOT / "scripts/image_requirements.py")
+
+
+assert _SPEC is not None
+
+
+assert _SPEC.loader is not None
+
+
+script = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(script)
+
+
+TWICE = """\
+Some_Thing==1.0 ; python_full_version < '3.12' \\
+    --hash=sha256:aa \\
+    --hash=sha256:ab
+some-thing==2.0 ; python_full_version >= '3.12' \\
+    --hash=sha256:ba
+other==3
+"""
+
+
+def test_a_package_pinned_twice_by_markers_keeps_both_pins_and_hashes() -> None:
+    found = script.parse_constraints(TWICE)
+    assert list(found) == ["some-thing", "other"]
+    assert found["some-thing"] == TWICE.rpartition("\nother")[0]
+    assert script.strip_hashes(found["some-thing"]) == [
+        "Some_Thing==1.0 ; python_full_version < '3.12'",
+        "some-thing==2.0 ; python_full_version >= '3.12'",
+    ]
+    assert script.strip_hashes(found["other"]) == ["other==3"]
+
+
+def test_all_pins_of_constraints_txt_are_selected() -> None:
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pins = re.findall(r"^[A-Za-z0-9][^\\\n]*==[^\\\n]*", text, re.MULTILINE)
+    blocks = script.parse_constraints(text)
+    kept = [line for block in blocks.values() for line in script.strip_hashes(block)]
+    assert sorted(kept) == sorted(pin.strip() for pin in pins)
+    assert len(kept) > len(blocks)
+    assert "".join(blocks.values()).count("--hash=") == text.count("--hash=")
+
+
+def test_an_installed_torch_keeps_its_version_and_its_pinned_dependencies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = {
+        "torch": (
+            "2.9.0",
+            ["sympy>=1.13.3", 'triton==3.5.0; platform_system == "Linux"', "cuda_toolkit[nvrtc]==13.0.3"],
+        ),
+        "triton": ("3.5.0", []),
+        "sympy": ("1.14.0", []),
+    }
+    for name, (found, wants) in needs.items():
+        folder = tmp_path / f"{name}-{found}.dist-info"
+        folder.mkdir()
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {found}\n"
+        (folder / "METADATA").write_text(head + "".join(f"Requires-Dist: {want}\n" for want in wants))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert script.installed_torch() == {
+        "torch": "2.9.0",
+        "triton": "3.5.0",
+    }  # this torch was installed without its CUDA
+    (tmp_path / "torch-2.9.0.dist-info" / "METADATA").unlink()
+    (tmp_path / "torch-2.9.0.dist-info").rmdir()
+    assert script.installed_torch() == {}
+
+
+def test_an_image_needs_the_dependencies_of_its_package_and_the_contract(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert any(need.startswith("pytest>") for need in script.requirements_of("dev"))
+    assert any(need.startswith("obstore>") for need in script.requirements_of("trainer"))
+    assert script.requirements_of("build") == ["hatchling>=1.27"]
+    for part in (*script.PARTS, "dev"):
+        assert any(need.startswith("pydantic>") for need in script.requirements_of(part))
+        assert not [need for need in script.requirements_of(part) if need.startswith("trainium")]
+    for image, foreign in (("operator", "torch"), ("operator", "peft"), ("trainer", "kopf"), ("client", "aiohttp")):
+        assert not [need for need in script.requirements_of(image) if need.startswith(foreign)]
+    assert not [need for need in script.requirements_of("trainer") if need.startswith(("tensorboard", "matplotlib"))]
+
+
+def test_extras_of_our_packages_are_resolved_and_a_missing_package_is_an_error() -> None:
+    distributions = {
+        "trainium-one": {"project": {"dependencies": ["a>=1", "trainium-two[x,y]==1"]}},
+        "trainium-two": {
+            "project": {"dependencies": ["b"], "optional-dependencies": {"x": ["c"], "y": ["d<2"], "z": ["e"]}}
+        },
+    }
+    assert script.third_party_requirements("trainium-one==1", distributions) == {"a>=1", "b", "c", "d<2"}
+    del distributions["trainium-two"]
+    with pytest.raises(SystemExit, match=r"is of trainium-two, which trainium-two\[x,y\]==1 requires; add it"):
+        script.third_party_requirements("trainium-one==1", distributions)

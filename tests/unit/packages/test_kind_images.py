@@ -1,6 +1,4 @@
-"""Images of a kind cluster of the tests, with programs that only write down how they were called."""
-
-from __future__ import annotations
+"""Build and load of images for a kind cluster, with fakes of docker and kind that record their calls."""
 
 import re
 from pathlib import Path
@@ -32,8 +30,8 @@ esac
 """
 
 
-class Machine:
-    """A machine with docker and kind."""
+class FakePrograms:
+    """Fakes of docker and kind on PATH."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], **variables: str) -> None:
         self._calls = folder / "calls"
@@ -47,13 +45,13 @@ class Machine:
         load_images(self.access, "control-plane-tests")
 
     def calls(self, *of: str) -> list[list[str]]:
-        """Arguments of the calls that begin with these words."""
+        """Return the further arguments of calls that start with these words."""
         words = [line.split() for line in self._calls.read_text().splitlines()]
         return [each[len(of) :] for each in words if each[: len(of)] == list(of)]
 
 
-def test_both_images_are_built_and_loaded_on_the_nodes_that_take_pods_alone(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, {})
+def test_both_images_are_built_and_loaded_onto_worker_nodes(tmp_path: Path) -> None:
+    machine = FakePrograms(tmp_path, {})
     machine.load()
 
     built = machine.calls("docker", "build", "--target")
@@ -65,16 +63,16 @@ def test_both_images_are_built_and_loaded_on_the_nodes_that_take_pods_alone(tmp_
     assert values["trainerImage"] == "trainium-trainer:test"
 
 
-def test_a_base_of_the_settings_is_the_workers_alone(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, {"trainerBase": "torch-for-cpus"})
+def test_trainer_base_applies_only_to_the_trainer_image(tmp_path: Path) -> None:
+    machine = FakePrograms(tmp_path, {"trainerBase": "torch-for-cpus"})
     machine.load()
 
     given = {each[0]: "PYTHON_IMAGE=torch-for-cpus" in each for each in machine.calls("docker", "build", "--target")}
     assert given == {"operator": False, "trainer-cpu": True}
 
 
-def test_archives_of_the_settings_are_loaded_and_nothing_is_built(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, {"images": ["/one.tar", "/two.tar"], "chartValues": {"replicas": 1}})
+def test_archives_of_the_settings_replace_the_build(tmp_path: Path) -> None:
+    machine = FakePrograms(tmp_path, {"images": ["/one.tar", "/two.tar"], "chartValues": {"replicas": 1}})
     machine.load()
 
     loads = [[archive, *node] for archive in ("/one.tar", "/two.tar") for node in WORKERS]
@@ -83,8 +81,8 @@ def test_archives_of_the_settings_are_loaded_and_nothing_is_built(tmp_path: Path
     assert machine.access.settings["chartValues"] == {"replicas": 1}
 
 
-def test_a_node_frees_the_layers_that_came_with_an_image_once_they_are_unpacked(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, {"images": ["/one.tar"]})
+def test_a_node_removes_packed_layers_of_a_loaded_image(tmp_path: Path) -> None:
+    machine = FakePrograms(tmp_path, {"images": ["/one.tar"]})
     machine.load()
 
     returned = [call for call in machine.calls("docker", "exec") if "rm" in call]
@@ -93,8 +91,8 @@ def test_a_node_frees_the_layers_that_came_with_an_image_once_they_are_unpacked(
     ]
 
 
-def test_an_image_that_cannot_be_built_reports_which(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, {}, REFUSED="yes")
+def test_a_failed_build_names_its_image(tmp_path: Path) -> None:
+    machine = FakePrograms(tmp_path, {}, REFUSED="yes")
     with pytest.raises(CommandError, match="docker build --target operator"):
         machine.load()
     assert machine.calls("kind", "load") == []

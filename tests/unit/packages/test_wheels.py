@@ -1,122 +1,65 @@
-"""Content of each wheel: one package, its licence, its programs, and nothing of the others."""
-
-from __future__ import annotations
+"""Wheels: content, licence, programs, and dependencies that equal the imports."""
 
 import ast
 import configparser
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-if TYPE_CHECKING:
-    from conftest import Wheel
+from tests.unit.packages.conftest import Wheel
 
 ROOT = Path(__file__).parents[3]
 
-HELD = {
-    "trainium-agent": (
-        "trainium_agent",
-        {"checks", "coordinator", "exits", "generation", "hang", "lifecycle", "linux", "ranks", "workload"},
-        {"py.typed"},
-    ),
-    "trainium-client": ("trainium_client", {"commands", "render", "views"}, {"py.typed"}),
-    "trainium-contract": (
-        "trainium_contract",
-        {
-            "api_server", "definition", "faults", "models", "pages", "requirements", "spec", "status", "trainer",
-            "views", "wire",
-        },
-        {"py.typed"},
-    ),
-    "trainium-devcluster": (
-        "trainium_devcluster",
-        {"binaries", "controlplane", "fleet", "node", "nodepool", "processes", "demos", "tune"},
-        {"py.typed", "tune/job.yaml"},
-    ),
-    "trainium-operator": (
-        "trainium_operator",
-        {"cluster", "coordinator", "endpoints", "http", "monitoring", "plan"},
-        {"py.typed"},
-    ),
-    "trainium-simulator": ("trainium_simulator", {"virtual"}, {"py.typed"}),
-    "trainium-trainer": (
-        "trainium_trainer",
-        {
-            "artifacts", "backends", "checkpoint", "checks", "commands", "compile", "configuration", "data", "evaluate",
-            "loop", "models", "monitor", "storage", "trackers", "tuning", "weights",
-        },
-        {"py.typed"},
-    ),
-    "trainium-worker": ("trainium_worker", {"dcp", "hooks"}, {"py.typed"}),
-}  # fmt: skip
-"""Distribution -> its package, the folders in it, its files that are not Python."""
-
-PROGRAMS = {
-    "trainium-agent": {"trainium-agent": "trainium_agent.__main__:main"},
-    "trainium-client": {
-        "kubectl-trn": "trainium_client.commands.main:main",
-        "kubectl_complete-trn": "trainium_client.commands.complete:main",
-    },
-    "trainium-contract": {},
-    "trainium-devcluster": {"trainium-devcluster": "trainium_devcluster.cli:main"},
-    "trainium-operator": {"trainium-operator": "trainium_operator.main:main"},
-    "trainium-simulator": {},
-    "trainium-trainer": {
-        "trainium-trainer": "trainium_trainer.cli:main",
-    },
-    "trainium-worker": {},
-}
+NAMES = [
+    f"trainium-{name}"
+    for name in ["agent", "client", "contract", "devcluster", "operator", "simulator", "trainer", "worker"]
+]
 
 
 def test_there_is_a_wheel_for_each_package(wheels: dict[str, Wheel]) -> None:
-    assert set(wheels) == set(HELD) == set(PROGRAMS)
-    assert {wheel.distribution.name for wheel in wheels.values()} == {
-        "agent", "client", "contract", "devcluster", "operator", "simulator", "trainer_image", "worker",
-    }  # fmt: skip
+    assert sorted(wheels) == NAMES
 
 
-@pytest.mark.parametrize("name", HELD)
-def test_a_wheel_holds_the_folders_that_are_listed_here(wheels: dict[str, Wheel], name: str) -> None:
-    package, folders, others = HELD[name]
-    wheel = wheels[name]
-    top = {path.partition("/")[0] for path in wheel.files}
-    assert top == {package, wheel.information}
-    inside = {path.removeprefix(f"{package}/") for path in wheel.files if path.startswith(f"{package}/")}
-    assert {path.partition("/")[0] for path in inside if "/" in path} == folders
-    assert {path for path in inside if not path.endswith(".py")} == others
-
-
-@pytest.mark.parametrize("name", HELD)
-def test_no_module_of_a_package_is_left_out_or_changed(wheels: dict[str, Wheel], name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wheel_contains_exactly_its_package(wheels: dict[str, Wheel], name: str) -> None:
     wheel = wheels[name]
     source = wheel.distribution / wheel.package
-    here = {str(file.relative_to(wheel.distribution)): file.read_bytes() for file in source.rglob("*.py")}
-    assert {path: content for path, content in wheel.files.items() if path.endswith(".py")} == here
+    files = [file for file in source.rglob("*") if file.is_file() and file.suffix != ".pyc"]
+    here = {str(file.relative_to(wheel.distribution)): file.read_bytes() for file in files}
+    assert {path: content for path, content in wheel.files.items() if wheel.information not in path} == here
+    assert f"{wheel.package}/py.typed" in here
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_wheel_has_its_programs_and_each_is_a_function_in_it(wheels: dict[str, Wheel], name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_the_programs_of_a_wheel_are_functions_in_it(wheels: dict[str, Wheel], name: str) -> None:
     wheel = wheels[name]
     listed = configparser.ConfigParser(delimiters="=")
     listed.optionxform = str  # type: ignore[assignment,method-assign]  # names as they are
     listed.read_string(wheel.files.get(f"{wheel.information}/entry_points.txt", b"[console_scripts]").decode())
-    assert dict(listed["console_scripts"]) == PROGRAMS[name]
-    for place in PROGRAMS[name].values():
+    programs = wheel.project.get("scripts", {})
+    assert dict(listed["console_scripts"]) == programs
+    for place in programs.values():
         module, _, function = place.partition(":")
         tree = ast.parse(wheel.files[f"{module.replace('.', '/')}.py"])
         assert function in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("name", HELD)
-def test_a_wheel_has_the_licence_itself_not_a_link_to_it(wheels: dict[str, Wheel], name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wheel_contains_the_licence_file(wheels: dict[str, Wheel], name: str) -> None:
     wheel = wheels[name]
     assert wheel.files[f"{wheel.information}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     assert wheel.metadata["License-Expression"] == "Apache-2.0"
 
 
-def test_all_packages_have_the_version_of_the_chart_and_ask_for_each_other_at_that_one(
+def test_all_packages_have_and_require_the_version_of_the_chart(
     wheels: dict[str, Wheel],
 ) -> None:
     chart = yaml.safe_load((ROOT / "helm/trainium-operator/Chart.yaml").read_text(encoding="utf-8"))
@@ -125,3 +68,136 @@ def test_all_packages_have_the_version_of_the_chart_and_ask_for_each_other_at_th
         for need in wheel.metadata.get_all("Requires-Dist", []):
             if need.startswith("trainium-"):
                 assert need.partition(";")[0].strip().endswith(f"=={chart['appVersion']}"), need
+
+
+OF_THE_IMAGE = {"trainium-trainer": {"neuronx_distributed", "torch_neuronx", "torch_xla"}}
+"""Modules of the vendor's images, which no index has: `backends/choose.py` asks before `backends/nxd` is imported."""
+
+
+OF_THE_PROGRAM = {"trainium-worker": {"torch", "transformers", "lightning"}}
+"""Modules that a training program has, or else imports no module of ours that needs them."""
+
+
+OF_AN_EXTRA = {
+    "trainium-trainer": {"mlflow": "mlflow-skinny", "wandb": "wandb", "trackio": "trackio", "lm_eval": "lm-eval"}
+}
+"""Modules of extras that the environment of the tests lacks -> the distribution that is declared for each."""
+
+
+PROGRAMS_OF = {"trainium-devcluster": {"trainium-operator", "trainium-trainer"}}
+"""Not imported but started: pods of the demos run their programs."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Import:
+    """One import that is carried out when the program runs."""
+
+    file: str
+    module: str
+    """The outermost package."""
+    late: bool
+    """Within a function: the file itself can be imported without it."""
+
+
+def imports(wheel: Wheel) -> set[Import]:
+    """Return the imports of a wheel's files, with constant `import_module` calls, without those for types alone."""
+    found = set()
+    for path, content in wheel.files.items():
+        if path.endswith(".py"):
+            for module, late in _imports(ast.parse(content).body, late=False):
+                found.add(Import(path, module, late))
+    own = {wheel.package, *sys.stdlib_module_names}
+    return {each for each in found if each.module not in own}
+
+
+def _imports(body: list[ast.AST] | list[ast.stmt], *, late: bool) -> Iterator[tuple[str, bool]]:
+    for node in body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from _imports(node.orelse, late=late)
+            continue
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [node.module or ""]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [each.value for each in node.args[:1] if isinstance(each, ast.Constant)]
+        for name in names:
+            yield name.partition(".")[0], late
+        inside = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from _imports(list(ast.iter_child_nodes(node)), late=inside)
+
+
+_provided_by = cache(packages_distributions)
+"""Reads the lists of all that is installed: seconds."""
+
+
+def distributions(module: str) -> set[str]:
+    """Return the distributions that provide a module."""
+    if module.startswith("trainium_"):
+        return {module.replace("_", "-")}  # an editable installation has no list of its modules
+    return {canonicalize_name(each) for each in _provided_by().get(module, ())}
+
+
+def declared(wheel: Wheel, *, extras: bool) -> set[str]:
+    """Return the distributions that a wheel requires, without and with all its extras."""
+    needs = [Requirement(each) for each in wheel.metadata.get_all("Requires-Dist", [])]
+    return {canonicalize_name(each.name) for each in needs if extras or "extra" not in str(each.marker)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_imported_module_is_declared(wheels: dict[str, Wheel], name: str) -> None:
+    wheel = wheels[name]
+    always, ever = declared(wheel, extras=False), declared(wheel, extras=True)
+    undeclared = {
+        each
+        for each in imports(wheel)
+        if not distributions(each.module) & (ever if each.late else always)
+        and each.module not in {*OF_THE_IMAGE.get(name, ()), *OF_THE_PROGRAM.get(name, ())}
+        and not (each.late and OF_AN_EXTRA.get(name, {}).get(each.module) in ever)
+    }
+    assert not sorted(undeclared)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_declared_dependency_is_imported(wheels: dict[str, Wheel], name: str) -> None:
+    wheel = wheels[name]
+    extra = OF_AN_EXTRA.get(name, {})
+    used = {each for one in imports(wheel) for each in (*distributions(one.module), extra.get(one.module, ""))}
+    assert declared(wheel, extras=True) - used == PROGRAMS_OF.get(name, set())
+
+
+def test_only_the_nxd_backend_imports_modules_of_the_vendor(wheels: dict[str, Wheel]) -> None:
+    for name, modules in OF_THE_IMAGE.items():
+        places = {each.file for each in imports(wheels[name]) if each.module in modules and not each.late}
+        assert places
+        assert {place.rpartition("/")[0] for place in places} == {"trainium_trainer/backends/nxd"}
+
+
+def test_trainium_worker_itself_needs_only_the_standard_library(wheels: dict[str, Wheel]) -> None:
+    wheel, file = wheels["trainium-worker"], "trainium_worker/__init__.py"
+    assert file in wheel.files
+    assert not [each for each in imports(wheel) if each.file == file]
+
+
+def test_an_undeclared_import_is_found(wheels: dict[str, Wheel]) -> None:
+    wheel = wheels["trainium-operator"]
+    source = b"""
+import torch
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import numpy
+class Late:
+    def method(self):
+        import matplotlib.pyplot
+        importlib.import_module("yaml.nodes")
+try:
+    import trainium_agent
+except ImportError:
+    pass
+"""
+    wheel = type(wheel)(wheel.distribution, wheel.project, {"x.py": source})
+    assert {(each.module, each.late) for each in imports(wheel)} == {
+        ("torch", False), ("matplotlib", True), ("yaml", True), ("trainium_agent", False),
+    }  # fmt: skip

@@ -1,9 +1,8 @@
-"""The workflows call what there is: targets of the Makefile, stages of the Dockerfile, files, each other."""
-
-from __future__ import annotations
+"""Workflows and commit hooks: their targets, stages and files exist; rights, signatures and linters."""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -23,7 +22,7 @@ def jobs(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_every_target_of_make_and_every_stage_of_an_image_is_there() -> None:
+def test_make_targets_and_image_stages_of_workflows_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     stages = set(re.findall(r"^FROM \S+ AS (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
     made, built = set(), set()
@@ -38,7 +37,7 @@ def test_every_target_of_make_and_every_stage_of_an_image_is_there() -> None:
     assert built <= stages
 
 
-def test_no_workflow_may_write_more_than_it_has_to() -> None:
+def test_workflows_have_only_the_permissions_that_they_need() -> None:
     for path in WORKFLOWS:
         assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}, path.name
     rights = {
@@ -73,7 +72,7 @@ exec {program} "$command" --key {folder}/cosign.key --signing-config {folder}/se
 
 
 @pytest.mark.skipif(shutil.which("cosign") is None, reason="needs cosign on PATH")
-def test_what_the_release_signs_is_verified_as_its_users_do_and_not_once_it_is_changed(tmp_path: Path) -> None:
+def test_signed_files_verify_until_they_are_changed(tmp_path: Path) -> None:
     program, environment = shutil.which("cosign"), os.environ | {"COSIGN_PASSWORD": "", "HOME": str(tmp_path)}
 
     def cosign(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -103,7 +102,7 @@ def test_what_the_release_signs_is_verified_as_its_users_do_and_not_once_it_is_c
         assert cosign(*verify).returncode == 1
 
 
-def test_programs_that_a_workflow_builds_have_a_version() -> None:
+def test_programs_that_workflows_build_are_pinned() -> None:
     built = [one for path in WORKFLOWS for one in re.findall(r"go run (\S+)", path.read_text())]
     assert len(built) == 3
     assert all(re.fullmatch(r"\S+@v\d+\.\d+\.\d+", one) for one in built)
@@ -124,7 +123,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_is_checked_as_a_manifest_is_the_chart_that_is_there(checked: Path) -> None:
+def test_checked_manifests_are_renderings_of_the_chart(checked: Path) -> None:
     kinds = {
         file.stem: {one["kind"] for one in yaml.safe_load_all(file.read_text()) if one}
         for file in (checked / "out/rendered").iterdir()
@@ -133,7 +132,7 @@ def test_what_is_checked_as_a_manifest_is_the_chart_that_is_there(checked: Path)
     assert {"NetworkPolicy", "PodMonitor", "PrometheusRule", "Certificate", "ConfigMap"} <= kinds["everything"]
 
 
-def test_the_base_of_the_workers_image_on_kind_is_that_of_the_dockerfile_with_the_pinned_torch(tmp_path: Path) -> None:
+def test_the_trainer_base_on_kind_is_the_dockerfiles_with_the_pinned_torch(tmp_path: Path) -> None:
     docker = tmp_path / "docker"
     docker.write_text('#!/bin/sh\necho "$*" >call\ncat >built\n')
     docker.chmod(0o755)
@@ -166,15 +165,48 @@ def test_the_base_of_the_workers_image_on_kind_is_that_of_the_dockerfile_with_th
 
 
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="needs actionlint on PATH")
-def test_actionlint_finds_nothing() -> None:
+def test_workflows_pass_actionlint() -> None:
     done = subprocess.run(["actionlint", *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.skipif(shutil.which("kube-linter") is None, reason="needs kube-linter on PATH")
-def test_kube_linter_finds_nothing(checked: Path) -> None:
+def test_manifests_pass_kube_linter(checked: Path) -> None:
     (loop,) = re.findall(r"for file in [^;]+; do\n.*?kube-linter.*?done", steps("checks.yaml", "manifests"), re.DOTALL)
     script = re.sub(r"go run \S+", "kube-linter", loop)
     done = subprocess.run(["bash", "-e", "-c", script], cwd=checked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert done.stderr.count("No lint errors found!") + done.stdout.count("No lint errors found!") == 5
+
+
+ROOT = Path(__file__).parents[3]
+
+
+CONFIGURATION: dict[str, Any] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+
+
+HOOKS: list[dict[str, Any]] = [hook for repository in CONFIGURATION["repos"] for hook in repository["hooks"]]
+
+
+def commands_of_check() -> set[str]:
+    """Return what `make check` would run, by make itself."""
+    command = ["make", "--no-print-directory", "-n", "check", "VENV=.venv"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines())
+
+
+def hook_command(hook: dict[str, Any]) -> str:
+    words = shlex.split(hook["entry"])
+    return words[2] if words[:2] == ["sh", "-c"] else hook["entry"]
+
+
+def test_each_hook_runs_a_line_of_make_check() -> None:
+    assert HOOKS
+    assert {hook_command(hook) for hook in HOOKS} <= commands_of_check()
+
+
+def test_no_hook_adds_a_tool() -> None:
+    assert [repository["repo"] for repository in CONFIGURATION["repos"]] == ["local"]
+    for hook in HOOKS:
+        assert hook["language"] == "system", hook["id"]
+        assert hook["pass_filenames"] is False, f"{hook['id']}: the whole tree is checked, as by make check"

@@ -1,15 +1,14 @@
-"""Small observations for table tests: a job, its pods, nodes and agents, each with what the test sets and no more."""
-
-from __future__ import annotations
+"""Builders of observations: a job, its pods, nodes and agents, with defaults for what a test does not set."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.testing.operator import wire_messages
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
+from trainium_contract.status.conditions import Condition, ConditionType
 from trainium_contract.status.internal import WINDOW
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import MAX_SIZES
@@ -32,11 +31,8 @@ from trainium_operator.plan.model.observed import (
 )
 from trainium_operator.plan.plan import plan
 from trainium_operator.plan.pods import disruption_budget
-from trainium_operator.plan.view.facts import Facts, sort_facts
+from trainium_operator.plan.view.facts import Facts, build_facts
 from trainium_operator.plan.view.size import decide_size
-
-if TYPE_CHECKING:
-    from trainium_contract.status.conditions import Condition, ConditionType
 
 NOW = 1_800_000_000.0
 SETTINGS = PlanSettings(
@@ -49,14 +45,14 @@ CA = "-----BEGIN CERTIFICATE-----\n"
 
 
 def spec(**changes: Any) -> TrainingJobSpec:
-    """A CPU job of 4 workers and no spare whose batch comes out even at every size from 1 to 4, at 6, 8, ..."""
+    """Return a CPU job of 4 workers and no spare whose batch divides evenly at sizes 1 to 4, 6, 8, 12 and 24."""
     workers = {"replicas": 4, "accelerator": {"device": "cpu"}, **changes.pop("workers", {})}
     trainer = {"batch": {"globalSize": 24}, "steps": 100, **changes.pop("trainer", {})}
     return TrainingJobSpec.model_validate({"workers": workers, "trainer": trainer, **changes})
 
 
 def program_spec(**changes: Any) -> TrainingJobSpec:
-    """A CPU job of 4 workers and no spare that runs a program."""
+    """Return a CPU job of 4 workers and no spare that runs a program."""
     workers = {"replicas": 4, "accelerator": {"device": "cpu"}, **changes.pop("workers", {})}
     program = {"image": "team/own:5", "command": ["python", "train.py"], **changes.pop("program", {})}
     return TrainingJobSpec.model_validate({"workers": workers, "program": program, **changes})
@@ -77,7 +73,7 @@ def job(job_spec: TrainingJobSpec | None = None, status: TrainingJobStatus | Non
 
 
 def pod(ordinal: int, **changes: Any) -> PodView:
-    """A running pod `demo-w-<ordinal>` on `node-<ordinal>`."""
+    """Return a running pod `demo-w-<ordinal>` on `node-<ordinal>`."""
     view = PodView(
         name=f"demo-w-{ordinal}",
         uid=f"uid-{ordinal}",
@@ -102,7 +98,7 @@ def heartbeat(
 def agent(
     ordinal: int, phase: messages.WorkerPhase = messages.WorkerPhase.STANDBY, *, silent: float = 0.5, **changes: Any
 ) -> AgentView:
-    """An agent that was last seen `silent` seconds ago."""
+    """Return an agent that was last seen `silent` seconds ago."""
     view = {
         name: changes.pop(name)
         for name in ("progressed", "step_seconds", "joining_since", "refused")
@@ -118,7 +114,7 @@ def agent(
 
 
 def training(ordinal: int, step: int = 20, generation: int = 1, **changes: Any) -> AgentView:
-    """The agent of a member that trains."""
+    """Return the agent of a member that trains."""
     progress = messages.Progress(step=step, loss=2.0, memory_step=step, durable_step=10, updated=NOW - 0.5)
     return agent(ordinal, messages.WorkerPhase.TRAINING, generation=generation, **{"progress": progress, **changes})
 
@@ -157,11 +153,11 @@ def observed(
     agents: dict[int, AgentView] | None = None,
     **changes: Any,
 ) -> Observed:
-    """An observation long after the operator's start, with every node there and every child applied."""
+    """Return an observation long after the start of the operator, with all nodes ready and all children applied."""
     applied = [config_maps.config_map(view, CA)]
     size = view.status.membership.size
     if size:
-        applied.append(disruption_budget.budget(view, size if view.spec.workers.spares else size - 1))
+        applied.append(disruption_budget.budget_manifest(view, size if view.spec.workers.spares else size - 1))
     base = Observed(
         job=view,
         pods=pods,
@@ -189,7 +185,7 @@ def running(
     status: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Observed:
-    """A job that trains in generation 1 on pods 0 to count-1, with warm spares after them; `agents` replaces some."""
+    """Return a job that trains in generation 1 on pods 0 to count-1, with warm spares after them."""
     base = job_spec or spec(workers={"replicas": count, "spares": spares})
     fields: dict[str, Any] = {
         "desired": count,
@@ -206,7 +202,7 @@ def running(
 
 
 def without(seen: Observed, *ordinals: int) -> Observed:
-    """The same without these pods and the reports of their agents."""
+    """Return the observation without these pods and their agents."""
     missing = {f"uid-{ordinal}" for ordinal in ordinals}
     return replace(
         seen,
@@ -216,17 +212,17 @@ def without(seen: Observed, *ordinals: int) -> Observed:
 
 
 def with_pod(seen: Observed, changed: PodView) -> Observed:
-    """The same with one pod replaced."""
+    """Return the observation with one pod replaced."""
     return replace(seen, pods=tuple(changed if each.uid == changed.uid else each for each in seen.pods))
 
 
 def facts_of(seen: Observed) -> Facts:
-    """The observation as policies get it."""
-    return sort_facts(seen, SETTINGS, decide_size(seen.job.spec))
+    """Return the facts that policies get of an observation."""
+    return build_facts(seen, SETTINGS, decide_size(seen.job.spec))
 
 
 def interruption(rung: Rung, *, ago: float, took: float | None = 10.0, **changes: Any) -> Interruption:
-    """One that was over `ago` seconds ago, having taken `took` seconds; decided on as soon as it happened."""
+    """Return an interruption that ended `ago` seconds ago and took `took` seconds."""
     failed_at = NOW - ago - (took or 0.0)
     fields = {"cause": Cause.CRASH, "failed_at": failed_at, "decided_at": failed_at, "recovered_seconds": took}
     return Interruption(generation=1, time="2027-01-15T08:00:00Z", rung=rung, **{**fields, **changes})
@@ -237,20 +233,20 @@ def planned(seen: Observed) -> Plan:
 
 
 def with_status(seen: Observed, status: TrainingJobStatus | None = None, **fields: Any) -> Observed:
-    """The same with another status, or with some of its fields replaced."""
+    """Return the observation with another status, or with some fields of it replaced."""
     base = status or seen.job.status
     return replace(seen, job=replace(seen.job, status=base.model_copy(update=fields) if fields else base))
 
 
 def written(seen: Observed) -> Observed:
-    """The same after its plan's status was written."""
+    """Return the observation after the status of its plan was written."""
     return with_status(seen, planned(seen).status)
 
 
 def condition_of(status: PublicStatus, kind: ConditionType) -> Condition:
-    found = find_condition(status, kind)
-    assert found is not None
-    return found
+    condition = find_condition(status, kind)
+    assert condition is not None
+    return condition
 
 
 def check_ledger(goodput: GoodputStatus) -> None:
@@ -262,16 +258,16 @@ def check_ledger(goodput: GoodputStatus) -> None:
     assert all(each >= 0.0 for figures in seconds for each in figures.values())
     for ratio in (goodput.ratio, goodput.uptime_ratio, goodput.fleet_ratio):
         assert 0.0 <= ratio <= 1.0
-    assert goodput.ratio <= goodput.uptime_ratio + 1e-4, "whatever is productive is up"
+    assert goodput.ratio <= goodput.uptime_ratio + 1e-4, "productive time is uptime"
     assert len(goodput.sizes) <= MAX_SIZES
     assert len(goodput.window.samples) < WINDOW
 
 
 def published(result: Plan) -> messages.Membership | None:
-    """The membership that a plan publishes."""
-    found = [action for action in result.actions if isinstance(action, PublishMembership)]
-    assert len(found) <= 1
-    return found[0].membership if found else None
+    """Return the membership that a plan publishes."""
+    publications = [action for action in result.actions if isinstance(action, PublishMembership)]
+    assert len(publications) <= 1
+    return publications[0].membership if publications else None
 
 
 def created(result: Plan) -> list[str]:

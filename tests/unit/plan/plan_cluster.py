@@ -1,24 +1,21 @@
-"""A fake cluster in virtual time that carries out plans, and an operator that can die after any write.
+"""A fake cluster in virtual time that executes plans, with an operator that can crash after any write.
 
 A restarted operator knows no agents; a write whose precondition does not hold fails, as at the API server.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
-from plan_builders import CA, NOW, SETTINGS
-from plan_faults import FaultyWorld
-from plan_world import STEPS_PER_SECOND, Pod
-
-from trainium_contract.faults.classify import budget_of
+from tests.unit.plan.data_plane_faults import FaultyDataPlane
+from tests.unit.plan.fake_data_plane import STEPS_PER_SECOND, Pod
+from tests.unit.plan.plan_builders import CA, NOW, SETTINGS
+from trainium_contract.faults.classify import get_budget
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.interruptions import Rung
 from trainium_operator.cluster.cache.views import pod_view
 from trainium_operator.plan.model import actions, names, observed
 from trainium_operator.plan.plan import plan
-from trainium_operator.plan.view.size import decide_size
+from trainium_operator.plan.view.size import SizeDecision, decide_size
 
 _SETTINGS = replace(
     SETTINGS, worker_ingress=observed.WorkerIngress(operator_namespace="system", operator_labels={"a": "b"})
@@ -29,8 +26,8 @@ class ConflictError(Exception):
     """A precondition of a write did not hold."""
 
 
-class FakeCluster(FaultyWorld):
-    """One TrainingJob, its nodes, and an operator that can die after any write."""
+class FakeCluster(FaultyDataPlane):
+    """One TrainingJob, its nodes, and an operator that can crash after any write."""
 
     def __init__(self, spec: TrainingJobSpec, nodes: int, name: str = "demo") -> None:
         super().__init__(spec, nodes, name)
@@ -50,9 +47,11 @@ class FakeCluster(FaultyWorld):
         """By generation: rank by pod uid."""
         self.uids = 0
         self.plans = 0
+        self._decided = (self.spec, decide_size(self.spec))
+        """The newest spec of which the size was asked for, and its size: a check asks at each tick."""
 
-    def clone(self) -> FakeCluster:
-        """An independent copy of this very state."""
+    def clone(self) -> Self:
+        """Return an independent copy of the current state."""
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy.nodes = {name: replace(node) for name, node in self.nodes.items()}
@@ -62,10 +61,17 @@ class FakeCluster(FaultyWorld):
             dict(self.children),
             dict(self.stepped),
         )
-        copy.others, copy.wishes = set(self.others), self.wishes
+        copy.foreign_nodes, copy.foreign_pending_pods = set(self.foreign_nodes), self.foreign_pending_pods
         copy.device_taints = dict(self.device_taints)
         copy.names_used, copy.published_members = set(self.names_used), dict(self.published_members)
         return copy
+
+    @property
+    def decided_size(self) -> SizeDecision:
+        """The size that the spec asks for."""
+        if self._decided[0] is not self.spec:
+            self._decided = (self.spec, decide_size(self.spec))
+        return self._decided[1]
 
     # --- the operator -------------------------------------------------------------------------------------------
 
@@ -92,13 +98,13 @@ class FakeCluster(FaultyWorld):
             coordinator_since=self.operator_since,
             now=self.now,
             fleet=self.fleet,
-            wanted_elsewhere=self.gang_waits,
-            policies_known=True,
+            nodes_wanted_by_gangs=self.nodes_wanted_by_gangs,
+            policies_listed=True,
             devices=observed.DevicesView(taints={uid: (taint,) for uid, taint in self.device_taints.items()}),
         )
 
     def reconcile(self, crash_after: int | None = None) -> actions.Plan | None:
-        """Plan and act once; `crash_after` writes the operator dies."""
+        """Plan and execute once; crash the operator after `crash_after` writes."""
         if not self.operator_up:
             return None
         self.plans += 1
@@ -118,7 +124,7 @@ class FakeCluster(FaultyWorld):
         return len(result.actions) + (result.status != self.status)
 
     def settle(self) -> None:
-        """Reconcile, a few times at most; a plan for what that did must ask for nothing more."""
+        """Reconcile up to four times, and assert that a further plan has no actions."""
         for _ in range(4):
             before = self.status
             result = self.reconcile()
@@ -126,7 +132,7 @@ class FakeCluster(FaultyWorld):
                 break
         if result is not None and (result.actions or result.status != before):
             again = plan(self.observe(), _SETTINGS)
-            assert again.actions == (), "the plan does not come to rest"
+            assert again.actions == (), "the plan does not converge"
             assert again.events == (), "an event is reported twice"
             assert again.status == self.status
 
@@ -163,12 +169,12 @@ class FakeCluster(FaultyWorld):
             news = [entry for entry in status.history if entry not in self.status.history]
             crashed = any(entry.rung is Rung.IN_PLACE and entry.pod == record.pod for entry in news)
             if asked and not crashed and (answers or (pod is not None and pod.agent is None)):
-                problem = f"{record.pod} was asked to go, and counts as {record.cause}"
-                assert budget_of(record.cause) is None or self._node_bad(pod), problem
+                problem = f"{record.pod} was asked to stop, and counts as {record.cause}"
+                assert get_budget(record.cause) is None or self._has_bad_node(pod), problem
 
-    def _node_bad(self, pod: Pod | None) -> bool:
+    def _has_bad_node(self, pod: Pod | None) -> bool:
         node = self.nodes.get(pod.view.node) if pod is not None else None
-        return node is None or not node.up or node.muted
+        return node is None or not node.up or node.partitioned
 
     def _publish(self, write: actions.PublishMembership) -> None:
         recorded = self.membership.generation if self.membership else 0
@@ -179,7 +185,7 @@ class FakeCluster(FaultyWorld):
         assert before == members, "one generation number stands for two memberships"
         assert write.membership.generation >= recorded, "a generation went back"
         size, before_it = len(members), len(self.membership.members) if self.membership else 0
-        assert size >= min(before_it or size, decide_size(self.spec).floor), f"{size} nodes are fewer than it may have"
+        assert size >= min(before_it or size, self.decided_size.floor), f"{size} nodes are fewer than it may have"
         self.membership = self.published = write.membership
 
     def _create(self, manifest: dict[str, Any]) -> None:
@@ -191,67 +197,67 @@ class FakeCluster(FaultyWorld):
         self.pods[name] = Pod(replace(view, created=self.now), manifest, self.now)
 
     def _delete(self, name: str, uid: str, grace: int | None) -> None:
-        found = self.pods.get(name)
-        if found is None or found.view.uid != uid:
+        pod = self.pods.get(name)
+        if pod is None or pod.view.uid != uid:
             return
-        if (
-            grace == 0
-            or not found.view.node
-            or found.view.phase in (observed.PodPhase.FAILED, observed.PodPhase.SUCCEEDED)
-        ):
+        if grace == 0 or not pod.view.node or pod.view.phase in (observed.PodPhase.FAILED, observed.PodPhase.SUCCEEDED):
             del self.pods[name]
-        elif not found.view.deleting:
-            found.view = replace(found.view, deleting=True)
-            found.since = self.now
+        elif not pod.view.deleting:
+            pod.view = replace(pod.view, deleting=True)
+            pod.since = self.now
 
     def taint_device(self, name: str, effect: str, *, evicts: bool) -> bool:
-        """A device that the pod holds is tainted, and the pod evicted for it where the effect demands it."""
-        found = self.pods.get(name)
-        if found is None or not found.view.node:
+        """Taint a device of the pod, and evict the pod if the effect demands it."""
+        pod = self.pods.get(name)
+        if pod is None or not pod.view.node:
             return False
-        self.device_taints[found.view.uid] = observed.DeviceTaint(f"{found.view.node}/d3", "neuron.aws.com/x", effect)
+        self.device_taints[pod.view.uid] = observed.DeviceTaint(f"{pod.view.node}/d3", "neuron.aws.com/x", effect)
         if evicts and effect == "NoExecute":
-            found.view = replace(found.view, disrupted=True, disruption="DeletionByDeviceTaintManager")
-            self._delete(name, found.view.uid, None)
+            pod.view = replace(pod.view, disrupted=True, disruption="DeletionByDeviceTaintManager")
+            self._delete(name, pod.view.uid, None)
         self.dirty = True
         return True
 
     def run(self, seconds: float, tick: float = 1.0) -> None:
-        """Let time pass; the operator acts on every change and on its own deadlines."""
+        """Advance time; the operator reconciles on every change and at its requeue times."""
         end = self.now + seconds
         while self.now < end:
             self.now += tick
             self._schedule()
-            self._kubelets()
-            self._agents()
+            self._run_kubelets()
+            self._run_agents()
             self._train(int(STEPS_PER_SECOND * tick))
-            self._talk()
+            self._send_heartbeats()
             if self.progressed:
                 by = self.now + SETTINGS.status_interval_seconds
                 self.requeue_at = by if self.requeue_at is None else min(by, self.requeue_at)
                 self.progressed = False
             requeued = self.requeue_at is not None and self.now >= self.requeue_at
-            if self.operator_up and (self.dirty or requeued or self._visible() != self.seen):
+            visible = self._comparable_state()
+            if self.operator_up and (self.dirty or requeued or visible != self.seen):
                 self.dirty = False
                 self.settle()
-            self.seen = self._visible()
+                visible = self._comparable_state()
+            self.seen = visible
             self.check()
 
     def check(self) -> None:
-        """Assert what must hold at any time."""
+        """Assert the invariants of every state."""
         status, job = self.status, self.spec
         asked = (status.desired or job.workers.replicas) - status.idle_nodes.taken
-        limit = asked + status.idle_nodes.wanted + decide_size(job).reserve + job.workers.spares
+        limit = asked + status.idle_nodes.wanted + self.decided_size.reserve + job.workers.spares
         live = [each for each in self.pods.values() if self._alive(each)]
         members = {member.pod_uid for member in self.membership.members} if self.membership else set()
         extra = sum(each.view.uid in members or each.view.ip != "" for each in live)
         assert len(live) <= limit + extra, f"{len(live)} live pods"
         assert len(status.history) <= 10
         if self.membership is not None:
-            assert job.batch_shape().is_legal(len(self.membership.members)), "an illegal size"
+            shape = self.decided_size.shape
+            assert shape is not None
+            assert shape.is_legal(len(self.membership.members)), "an illegal size"
             assert [member.node_rank for member in self.membership.members] == list(range(len(self.membership.members)))
 
-    def _visible(self) -> Any:
+    def _comparable_state(self) -> Any:
         beats = {
             uid: (
                 view.heartbeat.phase,
@@ -283,7 +289,7 @@ class FakeCluster(FaultyWorld):
         return not found.view.deleting and not ended and (not found.view.node or (node is not None and node.up))
 
     def change(self, **workers: Any) -> None:
-        """`kubectl scale` or patch of spec.workers."""
+        """Patch spec.workers, as `kubectl scale` does."""
         changed = self.spec.workers.model_copy(update=workers)
         self.spec = self.spec.model_copy(update={"workers": changed})
         self.generation += 1

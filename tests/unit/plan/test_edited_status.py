@@ -1,24 +1,20 @@
-"""A status that somebody edited, or that an operator with a wrong clock wrote: nothing is lost, nothing gets stuck."""
-
-from __future__ import annotations
+"""A status that was edited, or written by an operator with a wrong clock, converges without a loss."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from explorer.models import trains
-from explorer.oracles import at_rest, describe
-from plan_builders import NOW, planned, published, running
 
+from tests.unit.plan.explorer.models import trains
+from tests.unit.plan.explorer.oracles import describe, has_converged
+from tests.unit.plan.plan_builders import NOW, planned, published, running
+from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, Interruption, RestartsStatus, Rung
 from trainium_contract.status.public import MembershipStatus, ProgressStatus
-
-if TYPE_CHECKING:
-    from plan_cluster import FakeCluster
 
 HOUR = 3600.0
 
@@ -63,16 +59,16 @@ def entry(**changes: Any) -> Interruption:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_the_job_comes_to_rest_again_and_survives_the_next_fault(changes: dict[str, Any]) -> None:
+def test_an_edited_status_converges_and_survives_the_next_fault(changes: dict[str, Any]) -> None:
     cluster = edited("j" * 50, **changes)
     pods, generation = set(cluster.pods), cluster.membership.generation
     cluster.run(60)
-    assert at_rest(cluster), describe(cluster)
-    assert set(cluster.pods) == pods, "what is there goes on"
+    assert has_converged(cluster), describe(cluster)
+    assert set(cluster.pods) == pods, "existing pods are kept"
     assert cluster.membership.generation >= generation
     cluster.kill_pod(cluster.members()[0].view.name)
     cluster.run(90)
-    assert at_rest(cluster), describe(cluster)
+    assert has_converged(cluster), describe(cluster)
     assert all(len(each) <= 63 for each in cluster.pods), "a pod's name is its host's"
 
 
@@ -86,7 +82,7 @@ def test_the_job_comes_to_rest_again_and_survives_the_next_fault(changes: dict[s
         RestartsStatus(total=3, by_cause={f"Word{number}": 1 for number in range(MAX_COUNTED_CAUSES)}),
     ],
 )
-def test_the_counts_of_interruptions_agree_again_and_each_fault_is_counted_once(restarts: RestartsStatus) -> None:
+def test_edited_restart_counts_are_made_consistent(restarts: RestartsStatus) -> None:
     cluster = edited(restarts=restarts)
     cluster.run(60)
     before = cluster.status.restarts
@@ -97,12 +93,12 @@ def test_the_counts_of_interruptions_agree_again_and_each_fault_is_counted_once(
     cluster.run(90)
     after = cluster.status.restarts
     assert after.total == sum(after.by_cause.values())
-    assert len(after.by_cause) <= MAX_COUNTED_CAUSES, "the API server would refuse the status for ever"
+    assert len(after.by_cause) <= MAX_COUNTED_CAUSES, "the API server would refuse each further status"
     known = {cause.value for cause in Cause}
     assert sum(after.by_cause.get(name, 0) - before.by_cause.get(name, 0) for name in known) == 1
 
 
-def test_a_back_off_written_by_a_fast_clock_does_not_hold_creations_up_for_an_hour() -> None:
+def test_a_backoff_written_by_a_fast_clock_is_bounded() -> None:
     records = tuple(FailureRecord(at=NOW + HOUR, cause=Cause.NODE_LOST, node=f"n{at}", pod=f"p{at}") for at in range(6))
     result = planned(running(2, spares=1, status={"failures": records}, pods=running(2).pods))
     assert result.requeue_after is not None
@@ -110,7 +106,7 @@ def test_a_back_off_written_by_a_fast_clock_does_not_hold_creations_up_for_an_ho
     assert all(record.at <= NOW for record in result.status.failures)
 
 
-def test_an_agent_that_claims_an_impossible_generation_does_not_use_the_numbers_up() -> None:
+def test_an_impossible_generation_of_an_agent_is_ignored() -> None:
     seen = running(4)
     views = dict(seen.agents)
     view = views["uid-2"]

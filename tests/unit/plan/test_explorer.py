@@ -3,27 +3,25 @@
 Deeper: `make explore ARGS="--depth 3"`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-from explorer.alphabet import FAULTS, MARKS, TIME, WISHES, Letter, alphabet
-from explorer.models import MODELS, trains
-from explorer.search import Explorer, Report
 
+from tests.unit.plan.explorer.models import MODELS, trains
+from tests.unit.plan.explorer.search import Explorer, Report
+from tests.unit.plan.explorer.transitions import FAULTS, MARKS, TIME, USER_CHANGES, Transition, all_transitions
 from trainium_contract.faults import classify
 from trainium_contract.faults.causes import Cause
 from trainium_operator.plan.history import in_place_restarts
-from trainium_operator.plan.membership import decide, generation
+from trainium_operator.plan.membership import decisions, generation
 from trainium_operator.plan.membership.generation import Decision
 from trainium_operator.plan.model.observed import FleetView
 from trainium_operator.plan.view.size import SizeDecision
 
 
-def explored(model: str, letters: tuple[Letter, ...], depth: int, *, first_only: bool = False) -> Report:
+def explored(model: str, transitions: tuple[Transition, ...], depth: int, *, first_only: bool = False) -> Report:
     starts = MODELS[model][:1] if first_only else MODELS[model]
-    return Explorer(letters).run([make() for make in starts], depth)
+    return Explorer(transitions).run([make() for make in starts], depth)
 
 
 @pytest.mark.timeout(300)
@@ -33,13 +31,13 @@ def explored(model: str, letters: tuple[Letter, ...], depth: int, *, first_only:
         pytest.param("spare", (1,), True, 1000, id="spare", marks=pytest.mark.long),
         pytest.param("rigid", (1,), True, 600, id="rigid", marks=pytest.mark.long),
         pytest.param("reserve", (), True, 400, id="reserve", marks=pytest.mark.long),
-        pytest.param("deadline", (), False, 80, id="deadline"),
+        pytest.param("deadline", (), False, 80, id="deadline", marks=pytest.mark.long),
     ],
 )
-def test_every_history_of_two_letters_keeps_the_oracles_and_ends_well(
+def test_every_history_of_two_transitions_satisfies_the_oracles(
     model: str, crash_points: tuple[int, ...], first_only: bool, states: int
 ) -> None:
-    report = explored(model, alphabet(crash_points), 2, first_only=first_only)
+    report = explored(model, all_transitions(crash_points), 2, first_only=first_only)
     assert report.violation is None, str(report.violation)
     assert report.depth == 2
     assert report.states > states
@@ -47,18 +45,20 @@ def test_every_history_of_two_letters_keeps_the_oracles_and_ends_well(
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_operator_may_die_after_each_write_that_any_letter_makes_it_do(model: str) -> None:
-    report = explored(model, alphabet(), 1)
+def test_a_crash_after_each_write_of_any_transition_satisfies_the_oracles(model: str) -> None:
+    report = explored(model, all_transitions(), 1)
     assert report.violation is None, str(report.violation)
 
 
-def test_while_nodes_may_not_be_acted_on_no_mark_on_any_node_costs_a_member() -> None:
+def test_a_frozen_fleet_loses_no_member_to_any_node_condition() -> None:
     """The circuit breaker: only what is dead for certain is replaced."""
     start = trains(spares=1, minReplicas=1)
     start.fleet = FleetView(frozen="2 of 4 nodes are bad")
     members = [pod.view.name for pod in start.members()]
     marks = tuple(
-        letter for letter in MARKS if "fault" in letter.name or "slow" in letter.name or "bans" in letter.name
+        transition
+        for transition in MARKS
+        if "fault" in transition.name or "slow" in transition.name or "bans" in transition.name
     )
     explorer = Explorer(
         (*marks, *TIME),
@@ -77,8 +77,8 @@ def _same(before: list[str], now: list[str]) -> None:
 # --- the explorer itself: a policy that is broken on purpose is found, and the history is a shortest one
 
 
-def broken(depth: int, letters: tuple[Letter, ...], model: str = "spare") -> Report:
-    report = explored(model, letters, depth, first_only=True)
+def broken(depth: int, transitions: tuple[Transition, ...], model: str = "spare") -> Report:
+    report = explored(model, transitions, depth, first_only=True)
     assert report.violation is not None, "the mutation was not found"
     return report
 
@@ -91,7 +91,7 @@ def test_a_generation_number_that_is_used_twice_is_found_at_once(monkeypatch: py
     assert str(violation).count("\n") <= 2
 
 
-def test_a_restart_that_is_counted_again_and_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_counted_repeatedly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = in_place_restarts.record_restarts
 
     def forgetful(facts: Any, status: Any, *, member_lost: bool) -> Any:
@@ -104,8 +104,8 @@ def test_a_restart_that_is_counted_again_and_again_is_found(monkeypatch: pytest.
     assert violation.history[0] == "a process of rank 1 crashes"
 
 
-def test_a_lost_pod_that_is_put_down_to_the_program_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(classify, "cause_of_pod", lambda **_pod: Cause.CRASH)
+def test_a_lost_pod_blamed_on_the_program_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classify, "classify_failed_pod", lambda **_pod: Cause.CRASH)
     violation = broken(1, FAULTS).violation
     assert violation is not None
     assert "process budget" in violation.sentence
@@ -115,17 +115,17 @@ def test_a_lost_pod_that_is_put_down_to_the_program_is_found(monkeypatch: pytest
 def test_a_rigid_job_that_shrinks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SizeDecision, "legal_at_most", lambda _self, nodes: nodes)
     start = trains(nodes=2)  # none is left for a replacement
-    lost = [letter for letter in FAULTS if letter.name == "the node of the last rank is lost"]
+    lost = [transition for transition in FAULTS if transition.name == "the node of the last rank is lost"]
     violation = Explorer((*lost, *TIME)).run([start], 3).violation
     assert violation is not None
     assert "fewer than it may have" in violation.sentence
     assert violation.history == ("the node of the last rank is lost", "40 s pass")
 
 
-def test_a_decision_that_nobody_finishes_is_found_by_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decide, "finish_decided_generation", lambda _facts, status: Decision(status=status))
-    lost = [letter for letter in FAULTS if letter.name == "the spare's node is lost"]
-    up = [letter.dying(1) for letter in WISHES if letter.name == "the user scales up"]
+def test_an_unfinished_decision_is_found_by_the_liveness_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "finish_decided_generation", lambda _facts, status: Decision(status=status))
+    lost = [transition for transition in FAULTS if transition.name == "the spare's node is lost"]
+    up = [transition.dying(1) for transition in USER_CHANGES if transition.name == "the user scales up"]
     violation = broken(2, (*lost, *up)).violation
     assert violation is not None
     assert "the job is not well" in violation.sentence

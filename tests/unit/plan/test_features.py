@@ -1,6 +1,4 @@
-"""Optional features: each can be deleted with its line of the registry; a job that does not use one never enters it."""
-
-from __future__ import annotations
+"""Optional features: each can be deleted with its line of the registry, and is not called for jobs without it."""
 
 import ast
 from dataclasses import fields, replace
@@ -8,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_builders import planned, running, spec
-from plan_cluster import FakeCluster
 
 import trainium_operator
+from tests.unit.plan.plan_builders import planned, running, spec
+from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.status.conditions import Phase
 from trainium_operator.plan.features import registry
 from trainium_operator.plan.model.feature import Feature
@@ -36,7 +34,7 @@ def test_nothing_outside_a_folder_imports_it_but_the_registry(folder: str) -> No
 
 
 @pytest.mark.parametrize("missing", registry.FEATURES, ids=lambda feature: feature.name)
-def test_a_job_that_uses_none_lives_without_any_of_them(missing: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_features_runs_without_any_of_them(missing: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
     rest = tuple(feature for feature in registry.FEATURES if feature is not missing)
     monkeypatch.setattr(registry, "FEATURES", rest)
     cluster = FakeCluster(spec(workers={"spares": 1, "minReplicas": 2}, trainer={"steps": 10**6}), 6)

@@ -1,13 +1,12 @@
-"""Jobs that run a program: pods, sizes, conditions, and what replaces steps where the program reports none."""
-
-from __future__ import annotations
+"""Jobs that run a program: pods, sizes, conditions, and recoveries with and without reported steps."""
 
 import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import (
+
+from tests.unit.plan.plan_builders import (
     CA,
     NOW,
     SETTINGS,
@@ -30,8 +29,7 @@ from plan_builders import (
     with_status,
     without,
 )
-from plan_cluster import FakeCluster
-
+from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
@@ -47,7 +45,7 @@ from trainium_operator.plan.view.facts import pin_running_image
 from trainium_operator.plan.view.size import decide_size
 
 
-def made(**changes: Any) -> Any:
+def build_pod(**changes: Any) -> Any:
     return worker_pods(job(program_spec(**changes)), SETTINGS, range(1), Avoided())[0]
 
 
@@ -59,8 +57,8 @@ def environment(manifest: Any) -> dict[str, str]:
 # --- pods -------------------------------------------------------------------------------------------------------------
 
 
-def test_an_init_container_copies_the_agent_and_the_program_s_container_starts_it_by_its_own_loader() -> None:
-    manifest = made()
+def test_an_init_container_copies_the_agent_into_the_program_s_container() -> None:
+    manifest = build_pod()
     (first,), (worker,) = manifest["spec"]["initContainers"], manifest["spec"]["containers"]
     assert (first["image"], worker["image"]) == (SETTINGS.agent_image, "team/own:5")
     assert first["command"][: len(env.AGENT_INTERPRETER)] == [*env.AGENT_INTERPRETER]
@@ -73,35 +71,35 @@ def test_an_init_container_copies_the_agent_and_the_program_s_container_starts_i
 
 
 def test_every_container_of_a_program_meets_the_restricted_security_standard() -> None:
-    spec = made()["spec"]
+    spec = build_pod()["spec"]
     assert spec["securityContext"]["runAsNonRoot"] is True
     for container in (*spec["initContainers"], *spec["containers"]):
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def test_the_agent_gets_the_program_as_it_was_written_and_no_configuration_of_the_trainer() -> None:
+def test_the_agent_gets_the_program_spec_verbatim() -> None:
     command = ["sh", "-c", "echo $HOME $(POD_IP) $$"]
-    found = environment(made(program={"command": command, "processesPerNode": 2, "batch": {"globalSize": 8}}))
+    variables = environment(build_pod(program={"command": command, "processesPerNode": 2, "batch": {"globalSize": 8}}))
     # As a kubelet reads it: two dollar signs are one.
-    program = ProgramSpec.model_validate_json(found[env.ENV_PROGRAM].replace("$$", "$"))
+    program = ProgramSpec.model_validate_json(variables[env.ENV_PROGRAM].replace("$$", "$"))
     assert program.command == tuple(command)
-    assert "$" not in found[env.ENV_PROGRAM].replace("$$", "")
-    assert found[env.ENV_PROCESSES_PER_NODE] == "2"
-    assert json.loads(found[env.ENV_PROGRAM])["batch"] == {"globalSize": 8, "microSize": 1}
+    assert "$" not in variables[env.ENV_PROGRAM].replace("$$", "")
+    assert variables[env.ENV_PROCESSES_PER_NODE] == "2"
+    assert json.loads(variables[env.ENV_PROGRAM])["batch"] == {"globalSize": 8, "microSize": 1}
     assert "trainer.yaml" not in config_map(job(program_spec()), CA)["data"]
 
 
-def test_a_program_decides_about_compiler_flags_and_gets_what_the_devices_need() -> None:
+def test_a_program_gets_device_variables_and_no_compiler_flags() -> None:
     neuron = {"accelerator": {"instanceType": "trn2.48xlarge"}}
-    found = environment(made(workers=neuron))
-    assert not {"NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL"} & found.keys()
-    assert (found["FI_PROVIDER"], found[env.ENV_PROCESSES_PER_NODE]) == ("efa", "64")
-    assert environment(made(workers=neuron, program={"processesPerNode": 1}))[env.ENV_PROCESSES_PER_NODE] == "1"
-    (worker,) = made(workers=neuron)["spec"]["containers"]
+    variables = environment(build_pod(workers=neuron))
+    assert not {"NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL"} & variables.keys()
+    assert (variables["FI_PROVIDER"], variables[env.ENV_PROCESSES_PER_NODE]) == ("efa", "64")
+    assert environment(build_pod(workers=neuron, program={"processesPerNode": 1}))[env.ENV_PROCESSES_PER_NODE] == "1"
+    (worker,) = build_pod(workers=neuron)["spec"]["containers"]
     assert worker["resources"]["limits"]["aws.amazon.com/neuron"] == "16"
 
 
-def test_another_program_is_another_template_and_new_pods_keep_the_agent_of_the_running_ones() -> None:
+def test_a_changed_program_changes_the_template_hash_and_keeps_the_agent_image() -> None:
     plain = job(program_spec())
     assert template_hash(plain, SETTINGS) == template_hash(job(program_spec()), SETTINGS)
     assert template_hash(job(program_spec(program={"args": ["-v"]})), SETTINGS) != template_hash(plain, SETTINGS)
@@ -117,7 +115,7 @@ def test_another_program_is_another_template_and_new_pods_keep_the_agent_of_the_
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def test_any_size_of_whole_model_parallel_groups_is_legal_and_the_batch_changes_with_it() -> None:
+def test_without_a_batch_every_size_of_whole_groups_is_legal() -> None:
     decision = decide_size(program_spec(workers={"replicas": 7, "minReplicas": 1}))
     assert (decision.desired, decision.floor, decision.reserve) == (7, 1, 0)
     assert [decision.legal_at_most(nodes) for nodes in (1, 4, 5, 6)] == [1, 4, 5, 6]
@@ -129,7 +127,7 @@ def test_any_size_of_whole_model_parallel_groups_is_legal_and_the_batch_changes_
     assert decision.speed(3) == pytest.approx(3 / 7)
 
 
-def test_with_a_stated_batch_only_sizes_that_divide_it_are_legal_and_the_rest_is_accumulated() -> None:
+def test_with_a_batch_only_sizes_that_divide_it_are_legal() -> None:
     spec = program_spec(workers={"replicas": 7, "minReplicas": 1}, program={"batch": {"globalSize": 24}})
     decision = decide_size(spec)
     assert (decision.desired, decision.reason) == (6, Reason.FLOORED)
@@ -137,7 +135,7 @@ def test_with_a_stated_batch_only_sizes_that_divide_it_are_legal_and_the_rest_is
     assert [decision.passes(nodes) for nodes in (1, 4, 6)] == [24, 6, 4]
 
 
-def test_a_process_that_has_all_cores_counts_as_all_of_them_for_sizes() -> None:
+def test_a_process_with_all_cores_counts_as_all_of_them() -> None:
     workers = {"replicas": 2, "accelerator": {"instanceType": "trn2.48xlarge"}}
     one = program_spec(workers=workers, program={"processesPerNode": 1}, parallelism={"tensor": 64})
     assert (decide_size(one).data_parallel(2), one.processes_per_node) == (2, 1)
@@ -157,24 +155,24 @@ def test_a_program_that_cannot_be_resized_waits_at_its_size() -> None:
 def test_a_generation_of_a_program_has_its_processes_and_its_accumulation() -> None:
     changes: dict[str, Any] = {"processesPerNode": 2, "batch": {"globalSize": 48, "microSize": 2}}
     ready = {at: agent(at) for at in range(4)}
-    found = published(planned(observed(job(program_spec(program=changes)), tuple(map(pod, range(4))), ready)))
-    assert found is not None
-    assert (found.processes_per_node, found.accumulation) == (2, 3)
-    found = published(planned(observed(job(program_spec()), tuple(map(pod, range(4))), ready)))
-    assert found is not None
-    assert (found.processes_per_node, found.accumulation) == (1, 0)
+    membership = published(planned(observed(job(program_spec(program=changes)), tuple(map(pod, range(4))), ready)))
+    assert membership is not None
+    assert (membership.processes_per_node, membership.accumulation) == (2, 3)
+    membership = published(planned(observed(job(program_spec()), tuple(map(pod, range(4))), ready)))
+    assert membership is not None
+    assert (membership.processes_per_node, membership.accumulation) == (1, 0)
 
 
 # --- status -----------------------------------------------------------------------------------------------------------
 
 
 def silent(at: int, *, started: float = NOW - 5, **changes: Any) -> Any:
-    """The agent of a member whose program reports no steps."""
+    """Return the agent of a member whose program reports no steps."""
     progress = Progress(step=0, started=started, hang_detection="Output", **changes)
     return training(at, progress=progress)
 
 
-def test_the_status_shows_how_hangs_are_detected_and_whether_steps_can_be_read() -> None:
+def test_the_status_shows_hang_detection_and_step_parsing() -> None:
     spec = program_spec()
     result = planned(running(4, job_spec=spec, agents={at: silent(at) for at in range(4)}))
     condition = condition_of(result.status, ConditionType.PROGRESS_REPORTED)
@@ -223,7 +221,7 @@ def test_a_program_is_complete_when_it_ended_with_code_0_on_all_workers() -> Non
     assert complete.message == "the program ended with code 0 on all workers"
 
 
-# --- lives in virtual time --------------------------------------------------------------------------------------------
+# --- recoveries in virtual time ---------------------------------------------------------------------------------------
 
 
 def started(*, steps: bool, nodes: int = 6, total: int = 100_000, **changes: Any) -> FakeCluster:
@@ -284,7 +282,7 @@ def test_a_program_shrinks_and_grows_where_it_can_restart_at_another_size() -> N
     assert (len(cluster.membership.members), cluster.membership.accumulation) == (4, 3)
 
 
-def test_members_whose_ranks_print_no_steps_train_with_the_one_that_does() -> None:
+def test_members_without_printed_steps_train_with_the_one_that_prints() -> None:
     quiet = {
         at: agent(at, WorkerPhase.LOADING, generation=1, progress=Progress(step=0, hang_detection="Steps"))
         for at in (0, 1, 2)
@@ -300,7 +298,7 @@ def test_members_whose_ranks_print_no_steps_train_with_the_one_that_does() -> No
     assert planned(running(4, job_spec=program_spec(), agents=late)).status.ready_replicas == 1, "of another attempt"
 
 
-def test_a_restart_is_over_when_the_rank_with_the_steps_makes_a_new_one_and_not_when_silent_ranks_run() -> None:
+def test_a_restart_ends_with_a_new_step_of_the_rank_that_prints_steps() -> None:
     silent_record = restart(1, resumed_at=NOW - 2.8)
     crashed = {"failures": (failure(137, rank=1),), "restarts": (silent_record,)}
 
@@ -391,7 +389,7 @@ def run_until_loaded(cluster: FakeCluster) -> None:
 
 
 def crash_on_two_nodes(cluster: FakeCluster, codes: tuple[int, int], seconds_between: float = 0) -> None:
-    """The first member gives up and is replaced, then the second does."""
+    """Let the first member give up and be replaced, then the second."""
     assert cluster.give_up(0, codes[0])
     run_until_loaded(cluster)
     cluster.run(seconds_between)
@@ -400,7 +398,7 @@ def crash_on_two_nodes(cluster: FakeCluster, codes: tuple[int, int], seconds_bet
 
 
 @pytest.mark.parametrize("checkpoints", [None, {"path": "/checkpoints/run", "committed": "snapshot-{step}.pt"}])
-def test_the_same_crash_on_two_nodes_without_a_new_step_ends_the_job_and_explains_torn_checkpoints(
+def test_the_same_crash_on_two_nodes_fails_the_job_and_explains_torn_checkpoints(
     checkpoints: Any,
 ) -> None:
     cluster = started(steps=True, nodes=8, program={"checkpoints": checkpoints} if checkpoints else {})
@@ -425,9 +423,7 @@ def test_the_same_crash_on_two_nodes_without_a_new_step_ends_the_job_and_explain
     [((1, 1), 5), ((1, 2), 0), ((137, 137), 0)],
     ids=["a new step in between", "another crash", "killed by a signal"],
 )
-def test_crashes_on_two_nodes_that_may_have_different_causes_are_recovered(
-    codes: tuple[int, int], seconds_between: float
-) -> None:
+def test_different_crashes_on_two_nodes_are_recovered(codes: tuple[int, int], seconds_between: float) -> None:
     cluster = started(steps=True, nodes=8)
     crash_on_two_nodes(cluster, codes, seconds_between)
     cluster.run(60)
@@ -435,7 +431,7 @@ def test_crashes_on_two_nodes_that_may_have_different_causes_are_recovered(
     assert [entry.cause for entry in cluster.status.history] == [Cause.CRASH, Cause.CRASH]
 
 
-def test_a_crash_that_comes_again_on_the_same_node_does_not_end_the_job_by_itself() -> None:
+def test_a_repeated_crash_on_one_node_does_not_fail_the_job() -> None:
     """Its node may be at fault, where no other one is free."""
     spec = program_spec()
     entry = interruption(

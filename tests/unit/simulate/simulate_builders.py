@@ -1,25 +1,21 @@
 """Small simulated jobs."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainium_contract.job import TrainingJobSpec
+from trainium_contract.status.interruptions import Interruption
 from trainium_simulator.stages import StageTimes
 from trainium_simulator.virtual.failures import FailureModel, FaultClass, Mix
+from trainium_simulator.virtual.result import SimulationResult
 from trainium_simulator.virtual.schedule import Fault
 from trainium_simulator.virtual.simulation import Simulation, SimulationSettings
-
-if TYPE_CHECKING:
-    from trainium_contract.status.interruptions import Interruption
-    from trainium_simulator.virtual.result import SimulationResult
 
 HOUR = 3600.0
 DAY = 24 * HOUR
 
 
 def spec(nodes: int = 4, spares: int = 1, **changes: Any) -> TrainingJobSpec:
-    """A CPU job whose every size down to 1 is legal with a batch of 24."""
+    """Return a CPU job whose sizes are legal down to 1 with a batch of 24."""
     workers = {"replicas": nodes, "spares": spares, "accelerator": {"device": "cpu"}, **changes.pop("workers", {})}
     trainer = {"batch": {"globalSize": 24}, "steps": 10_000_000, **changes.pop("trainer", {})}
     return TrainingJobSpec.model_validate({"workers": workers, "trainer": trainer, **changes})
@@ -39,9 +35,9 @@ def live(*faults: Fault, job: TrainingJobSpec | None = None, days: float = 1.0, 
 
 
 def only(outcome: SimulationResult) -> Interruption:
-    """The one recovery of a run."""
-    assert len(outcome.recoveries) == 1, outcome.recoveries
-    return outcome.recoveries[0]
+    """Return the only recovery of a run."""
+    assert len(outcome.interruptions) == 1, outcome.interruptions
+    return outcome.interruptions[0]
 
 
 __all__ = ["DAY", "HOUR", "FaultClass", "Mix", "fault", "live", "only", "spec", "world"]

@@ -1,10 +1,8 @@
 """Each class of fault, injected once against the operator's plan."""
 
-from __future__ import annotations
-
 import pytest
-from simulate_builders import DAY, HOUR, FaultClass, fault, live, only, spec, world
 
+from tests.unit.simulate.simulate_builders import DAY, HOUR, FaultClass, fault, live, only, spec, world
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Rung
 
@@ -12,10 +10,10 @@ from trainium_contract.status.interruptions import Rung
 def test_an_undisturbed_job_loses_its_start_alone() -> None:
     outcome = live()
 
-    assert outcome.recoveries == ()
-    assert outcome.strict > 0.9999
-    assert outcome.work == pytest.approx(1.0, abs=0.0005)
-    assert outcome.sizes[4] == pytest.approx(DAY, rel=0.001)
+    assert outcome.interruptions == ()
+    assert outcome.strict_goodput > 0.9999
+    assert outcome.work_done == pytest.approx(1.0, abs=0.0005)
+    assert outcome.seconds_by_size[4] == pytest.approx(DAY, rel=0.001)
     assert set(outcome.lost_by_cause) <= {"Startup", "Overhead"}
 
 
@@ -29,7 +27,7 @@ def test_a_crash_is_answered_in_place_within_a_step_and_the_stages_of_a_start() 
     assert recovery.recovered_seconds == pytest.approx(2.0 + 3.0 + 4.1, abs=0.2)
 
 
-def test_a_hang_lasts_as_long_as_the_job_lets_it() -> None:
+def test_a_hang_is_detected_at_its_limit() -> None:
     limit = {"recovery": {"hang": {"stepFloorSeconds": 60}}}
     outcome = live(fault(HOUR, FaultClass.HANG), job=spec(**limit))
 
@@ -44,7 +42,7 @@ def test_a_lost_node_is_replaced_by_the_spare() -> None:
     recovery = only(outcome)
     assert (recovery.cause, recovery.rung) == (Cause.NODE_LOST, Rung.SPARE)
     assert recovery.stages.detect < 10
-    assert set(outcome.sizes) == {4}
+    assert set(outcome.seconds_by_size) == {4}
 
 
 def test_without_a_spare_a_rigid_job_waits_for_the_repair() -> None:
@@ -53,18 +51,18 @@ def test_without_a_spare_a_rigid_job_waits_for_the_repair() -> None:
     recovery = only(outcome)
     assert recovery.rung == Rung.REPLACE
     assert recovery.recovered_seconds == pytest.approx(2 * HOUR, rel=0.02)
-    assert outcome.work == pytest.approx(22 / 24, abs=0.002)
+    assert outcome.work_done == pytest.approx(22 / 24, abs=0.002)
 
 
 def test_without_a_spare_an_elastic_job_trains_on_fewer_nodes_and_grows_back() -> None:
     elastic = spec(spares=0, workers={"minReplicas": 1}, recovery={"rescaleAfterSeconds": 60})
     outcome = live(fault(HOUR, FaultClass.NODE_LOST, duration=2 * HOUR), job=elastic)
 
-    assert [each.rung for each in outcome.recoveries] == [Rung.SHRINK, Rung.GROW]
-    assert outcome.sizes[3] == pytest.approx(2 * HOUR, rel=0.1)
+    assert [each.rung for each in outcome.interruptions] == [Rung.SHRINK, Rung.GROW]
+    assert outcome.seconds_by_size[3] == pytest.approx(2 * HOUR, rel=0.1)
     # 24 samples in 8 passes of 3 where 4 nodes make 6: three quarters of the speed; strict goodput does not show it.
-    assert outcome.work == pytest.approx(1 - (60 + 0.25 * 2 * HOUR) / DAY, abs=0.003)
-    assert outcome.strict == pytest.approx(1 - 60 / DAY, abs=0.001)
+    assert outcome.work_done == pytest.approx(1 - (60 + 0.25 * 2 * HOUR) / DAY, abs=0.003)
+    assert outcome.strict_goodput == pytest.approx(1 - 60 / DAY, abs=0.001)
 
 
 def test_the_work_of_a_size_with_a_near_batch_is_counted_in_samples() -> None:
@@ -76,11 +74,11 @@ def test_the_work_of_a_size_with_a_near_batch_is_counted_in_samples() -> None:
     )
     outcome = live(fault(HOUR, FaultClass.NODE_LOST, duration=2 * HOUR), job=near)
     # 15 samples in 5 passes of 3 where 4 nodes make 16 in 4: three quarters; with 16 in 6 it would be two thirds.
-    assert outcome.sizes[3] == pytest.approx(2 * HOUR, rel=0.1)
-    assert outcome.work == pytest.approx(1 - (60 + 0.25 * 2 * HOUR) / DAY, abs=0.003)
+    assert outcome.seconds_by_size[3] == pytest.approx(2 * HOUR, rel=0.1)
+    assert outcome.work_done == pytest.approx(1 - (60 + 0.25 * 2 * HOUR) / DAY, abs=0.003)
 
 
-def test_a_broken_device_moves_the_rank_and_its_machine_is_kept_away_from() -> None:
+def test_a_device_fault_moves_the_rank_and_avoids_the_machine() -> None:
     simulated = world()
     outcome = simulated.run([fault(HOUR, FaultClass.DEVICE_ERROR, duration=20 * HOUR)])
 
@@ -105,12 +103,12 @@ def test_a_straggler_hands_its_rank_to_a_spare() -> None:
     assert outcome.lost_by_cause["Overhead"] < 300
 
 
-def test_a_straggler_that_nobody_can_replace_slows_all_of_them() -> None:
+def test_a_straggler_without_a_spare_slows_the_job() -> None:
     outcome = live(fault(HOUR, FaultClass.STRAGGLER, duration=10 * HOUR), job=spec(spares=0))
 
-    assert outcome.recoveries == ()
+    assert outcome.interruptions == ()
     # 10 hours at 1.3 times the step are 7.7 hours' work.
-    assert outcome.work == pytest.approx(1 - (10 - 10 / 1.3) / 24, abs=0.003)
+    assert outcome.work_done == pytest.approx(1 - (10 - 10 / 1.3) / 24, abs=0.003)
 
 
 def test_a_rack_that_is_lost_is_one_interruption() -> None:
@@ -123,8 +121,8 @@ def test_a_rack_that_is_lost_is_one_interruption() -> None:
 def test_a_resize_is_followed_and_taken_back() -> None:
     outcome = live(fault(HOUR, FaultClass.RESIZE, slot=3, duration=HOUR, same_machine=True))
 
-    assert [each.cause for each in outcome.recoveries] == [Cause.RESIZE, Cause.RESIZE]
-    assert outcome.sizes[3] == pytest.approx(HOUR, abs=5)
+    assert [each.cause for each in outcome.interruptions] == [Cause.RESIZE, Cause.RESIZE]
+    assert outcome.seconds_by_size[3] == pytest.approx(HOUR, abs=5)
 
 
 def test_only_the_newest_size_that_was_asked_for_is_taken_back() -> None:
@@ -133,8 +131,8 @@ def test_only_the_newest_size_that_was_asked_for_is_taken_back() -> None:
         fault(1.5 * HOUR, FaultClass.RESIZE, slot=2, duration=HOUR),
     )
 
-    assert outcome.sizes[3] == pytest.approx(HOUR / 2, abs=5)
-    assert outcome.sizes[2] == pytest.approx(HOUR, abs=10)
+    assert outcome.seconds_by_size[3] == pytest.approx(HOUR / 2, abs=5)
+    assert outcome.seconds_by_size[2] == pytest.approx(HOUR, abs=10)
 
 
 def test_a_node_that_is_lost_while_no_operator_leads_is_answered_by_the_next() -> None:
@@ -142,15 +140,15 @@ def test_a_node_that_is_lost_while_no_operator_leads_is_answered_by_the_next() -
         fault(HOUR, FaultClass.OPERATOR_LOST, slot=-1, duration=30.0), fault(HOUR + 5, FaultClass.NODE_LOST), days=0.1
     )
 
-    assert outcome.faults[FaultClass.OPERATOR_LOST] == 1
+    assert outcome.fault_counts[FaultClass.OPERATOR_LOST] == 1
     assert only(outcome).recovered_seconds is not None
     assert 25 < (only(outcome).recovered_seconds or 0.0) < 60
 
 
 def test_the_first_step_is_longer_where_a_node_is_new() -> None:
     faults = (fault(HOUR, FaultClass.PROCESS_CRASH), fault(2 * HOUR, FaultClass.DEVICE_ERROR))
-    before = live(*faults).recoveries
-    after = live(*faults, newcomer_step_seconds=7.0).recoveries
+    before = live(*faults).interruptions
+    after = live(*faults, newcomer_step_seconds=7.0).interruptions
 
     longer = [
         (new.recovered_seconds or 0.0) - (old.recovered_seconds or 0.0) for old, new in zip(before, after, strict=True)
@@ -158,14 +156,14 @@ def test_the_first_step_is_longer_where_a_node_is_new() -> None:
     assert longer == pytest.approx([0.0, 7.0], abs=0.2)
 
 
-def test_while_the_api_server_is_away_training_goes_on_and_crashes_are_mended() -> None:
+def test_crashes_recover_during_an_api_server_outage() -> None:
     outcome = live(
         fault(HOUR, FaultClass.API_OUTAGE, slot=-1, duration=1800.0),
         fault(HOUR + 600, FaultClass.PROCESS_CRASH),
     )
 
-    assert outcome.work > 0.9995
-    assert [each.cause for each in outcome.recoveries] == [Cause.CRASH]
+    assert outcome.work_done > 0.9995
+    assert [each.cause for each in outcome.interruptions] == [Cause.CRASH]
 
 
 def test_a_node_lost_while_the_api_server_is_away_waits_for_the_operator() -> None:
@@ -174,26 +172,26 @@ def test_a_node_lost_while_the_api_server_is_away_waits_for_the_operator() -> No
         fault(HOUR + 600, FaultClass.NODE_LOST),
     )
 
-    assert outcome.work == pytest.approx(1 - 1200 / DAY, abs=0.002)
+    assert outcome.work_done == pytest.approx(1 - 1200 / DAY, abs=0.002)
 
 
-def test_a_loss_that_is_not_finite_is_borne_by_a_job_that_tolerates_it() -> None:
+def test_a_tolerated_non_finite_loss_interrupts_nothing() -> None:
     tolerant = spec(trainer={"batch": {"globalSize": 24}, "nonFiniteTolerance": 3, "steps": 10_000_000})
 
-    assert live(fault(HOUR, FaultClass.CORRUPTION), job=tolerant).recoveries == ()
+    assert live(fault(HOUR, FaultClass.CORRUPTION), job=tolerant).interruptions == ()
 
 
-def test_a_loss_that_is_not_finite_else_ends_the_job_until_a_person_creates_it_again() -> None:
+def test_a_non_finite_loss_fails_the_job_until_it_is_recreated() -> None:
     outcome = live(fault(12 * HOUR, FaultClass.CORRUPTION))
 
     assert outcome.verdicts == 1
-    assert outcome.person_seconds == pytest.approx(HOUR, rel=0.01)
+    assert outcome.user_wait_seconds == pytest.approx(HOUR, rel=0.01)
     # The durable checkpoint of up to five minutes before is what is left.
-    assert outcome.work == pytest.approx(1 - (HOUR + 150) / DAY, abs=0.003)
+    assert outcome.work_done == pytest.approx(1 - (HOUR + 150) / DAY, abs=0.003)
     assert outcome.lost_by_cause["Person"] == pytest.approx(HOUR, rel=0.01)
 
 
-def test_a_lost_node_of_a_divided_state_without_copies_costs_the_steps_since_the_newest_commit() -> None:
+def test_a_lost_node_of_a_sharded_state_without_copies_resumes_from_the_last_commit() -> None:
     divided = {"trainer": {"batch": {"globalSize": 24}, "dataParallel": "FullySharded", "steps": 10_000_000}}
     alone = spec(**divided, checkpoint={"memory": {"buddies": 0}, "durable": {"everySeconds": 600}})
     copied = spec(**divided, checkpoint={"durable": {"everySeconds": 600}})
@@ -209,8 +207,8 @@ def test_a_second_crash_during_a_restart_only_repeats_the_restart() -> None:
         restart_seconds=5.0,
     )
 
-    assert all(each.recovered_seconds is not None for each in outcome.recoveries)
-    assert outcome.work > 0.9995
+    assert all(each.recovered_seconds is not None for each in outcome.interruptions)
+    assert outcome.work_done > 0.9995
 
 
 def test_a_size_that_was_not_compiled_costs_its_first_step_once() -> None:
@@ -218,7 +216,7 @@ def test_a_size_that_was_not_compiled_costs_its_first_step_once() -> None:
     losses = [fault(HOUR, FaultClass.NODE_LOST, duration=HOUR), fault(5 * HOUR, FaultClass.NODE_LOST, duration=HOUR)]
     outcome = live(*losses, job=elastic, compile_seconds=900.0)
 
-    shrinks = [each.recovered_seconds for each in outcome.recoveries if each.rung == Rung.SHRINK]
+    shrinks = [each.recovered_seconds for each in outcome.interruptions if each.rung == Rung.SHRINK]
     assert shrinks[0] == pytest.approx(900 + 70, rel=0.05)
     assert shrinks[1] < 100
 
@@ -236,5 +234,5 @@ def test_a_job_that_compiles_ahead_pays_for_the_sizes_that_its_spares_have_not_c
     )
     losses = [fault(HOUR, FaultClass.NODE_LOST, slot=0), fault(HOUR + 60, FaultClass.NODE_LOST, slot=1)]
     outcome = live(*losses, job=job, compile_seconds=1200.0)
-    (shrink,) = [each.recovered_seconds for each in outcome.recoveries if each.rung == Rung.SHRINK]
+    (shrink,) = [each.recovered_seconds for each in outcome.interruptions if each.rung == Rung.SHRINK]
     assert shrink == pytest.approx(seconds, rel=0.1)

@@ -1,6 +1,4 @@
-"""The command line: what it refuses, each with a sentence and code 64, and what it prints."""
-
-from __future__ import annotations
+"""The command line of the simulator: output, and refusals with a sentence and exit code 64."""
 
 import json
 from pathlib import Path
@@ -11,7 +9,7 @@ import yaml
 from trainium_contract.exit_codes import ExitCode
 from trainium_simulator.command import main, parse_counts, parse_rates
 from trainium_simulator.errors import InputError
-from trainium_simulator.job import make_spec, read_job
+from trainium_simulator.job import build_spec, read_job
 from trainium_simulator.stages import StageTimes, learn_stages, read_stages
 from trainium_simulator.virtual.failures import FailureModel
 from trainium_simulator.virtual.schedule import read_trace
@@ -80,9 +78,7 @@ def test_a_table_shows_what_a_spare_buys_and_which_stage_to_shorten(
     assert "reached." in output
 
 
-def test_costs_are_those_of_the_nodes_that_are_held_and_of_the_work_that_they_do(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_costs_cover_held_nodes_and_their_work(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = written(tmp_path, "trace.csv", "seconds,class,node,duration\n3600,NodeLost,1,7200\n")
     given = [str(job), "--spares", "1", "--trace", trace, "--days", "1", "--price-per-node-hour", "2.5"]
     assert main([*given, "-o", "json"]) == 0
@@ -134,7 +130,7 @@ def test_a_picture_is_drawn(job: Path, tmp_path: Path) -> None:
         (("--trace", "nowhere.csv"), "nowhere.csv cannot be read"),
     ],
 )
-def test_an_option_of_no_use_is_refused(
+def test_an_invalid_option_is_refused(
     job: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
     assert words in refused(capsys, str(job), *arguments)
@@ -191,7 +187,7 @@ def test_stages_and_models_are_read_from_files_and_mistakes_in_them_refused(
     assert "lemonShare" in refused(capsys, str(job), "--model", model)
 
 
-def test_stages_are_learnt_from_the_ledger_of_a_job(tmp_path: Path) -> None:
+def test_stages_are_learned_from_the_history_of_a_job(tmp_path: Path) -> None:
     entry = {
         "generation": 1,
         "time": "2026-01-01T00:00:00Z",
@@ -224,20 +220,20 @@ def _entry(cause: str, rung: str, restart: float, replay: float = 0.0, **more: o
     return {"cause": cause, "rung": rung, "stages": {"restart": restart, "load": 1.0, "replay": replay}, **more}
 
 
-def test_more_of_the_history_than_a_status_holds_is_learnt_from(tmp_path: Path) -> None:
+def test_learning_accepts_a_history_longer_than_a_status_holds(tmp_path: Path) -> None:
     learnt = _learnt(tmp_path, *(_entry("Crash", "InPlace", float(number)) for number in range(25)))
 
     assert learnt.restart_seconds == 12.0
 
 
-def test_the_limit_of_a_hang_is_not_learnt_as_the_time_in_which_an_exit_is_seen(tmp_path: Path) -> None:
+def test_hangs_do_not_count_as_exit_detection_times(tmp_path: Path) -> None:
     hang = _entry("Hang", "InPlace", 1.0, detectedSeconds=15.0)
     assert _learnt(tmp_path, hang).detect_exit_seconds == StageTimes().detect_exit_seconds
     crash = _entry("Crash", "InPlace", 1.0, detectedSeconds=0.2)
     assert _learnt(tmp_path, hang, crash).detect_exit_seconds == 0.2
 
 
-def test_publication_leaving_and_first_steps_are_learnt_from_what_differs(tmp_path: Path) -> None:
+def test_publication_leaving_and_first_steps_are_learned_from_differences(tmp_path: Path) -> None:
     learnt = _learnt(
         tmp_path,
         _entry("Crash", "InPlace", 1.0, 0.25),
@@ -247,7 +243,7 @@ def test_publication_leaving_and_first_steps_are_learnt_from_what_differs(tmp_pa
     )
 
     assert (learnt.first_step_seconds, learnt.newcomer_step_seconds) == (0.25, 0.5)
-    assert learnt.publish(4) == 0.5
+    assert learnt.publication_seconds(4) == 0.5
     # 1 s of restart, 0.5 s of publication and half a step of 2 s are no leaving.
     assert learnt.leave_seconds == 1.5
 
@@ -258,7 +254,7 @@ def test_a_history_that_is_no_list_is_refused(tmp_path: Path) -> None:
         learn_stages(path, StageTimes())
 
 
-def test_a_trace_names_sizes_and_what_happens_to_no_node(tmp_path: Path) -> None:
+def test_a_trace_has_resizes_and_faults_without_a_node(tmp_path: Path) -> None:
     model = FailureModel()
     good = Path(written(tmp_path, "good.csv", "seconds,class,node,duration\n1,OperatorLost,,5\n2,Resize,4,60\n"))
     assert [(each.slot, each.duration) for each in read_trace(good, slots=4, model=model)] == [(-1, 5.0), (4, 60.0)]
@@ -268,11 +264,11 @@ def test_a_trace_names_sizes_and_what_happens_to_no_node(tmp_path: Path) -> None
             read_trace(bad, slots=4, model=model)
 
 
-def test_a_job_without_a_status_teaches_nothing(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_learning_needs_a_status(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no status to learn from" in refused(capsys, str(job), "--learn-from", str(job))
 
 
-def test_counts_and_rates_are_read_as_people_write_them() -> None:
+def test_counts_and_rates_accept_ranges_and_lists() -> None:
     assert parse_counts("0..3") == (0, 1, 2, 3)
     assert parse_counts("2, 0,2") == (2, 0)
     assert parse_rates("4,22") == (4.0, 22.0)
@@ -280,14 +276,14 @@ def test_counts_and_rates_are_read_as_people_write_them() -> None:
         parse_rates("1e9")
 
 
-def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_exits_with_code_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "--spares" in capsys.readouterr().out
 
 
-def test_a_job_does_not_come_to_its_end_while_it_is_simulated(tmp_path: Path) -> None:
+def test_a_simulated_job_has_no_end(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("kind: TrainingJob\nspec: {trainer: {steps: 5, epochs: 2}}\n")
-    trainer = make_spec(path, read_job(path), nodes=None, spares=None, changes={}).trainer
+    trainer = build_spec(path, read_job(path), nodes=None, spares=None, changes={}).trainer
     assert trainer is not None
     assert (trainer.steps, trainer.epochs) == (2**31 - 1, 0.0), "near its end a job would not grow back"

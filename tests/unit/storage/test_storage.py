@@ -1,42 +1,37 @@
 """The stores: what both must do, on a real folder and on real S3 over loopback, and what S3 must bear."""
 
-from __future__ import annotations
-
 import errno
 import os
+import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.testing.trainer.s3_gateway import ACCESS_KEY, SECRET_KEY, Fault, S3Gateway, serving
+from tests.testing.trainer.s3_gateway import ACCESS_KEY, SECRET_KEY, Fault, S3Gateway, run_gateway
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.exits import UserError, find_exit_code
+from trainium_trainer.storage import open_storage, posix
 from trainium_trainer.storage.errors import DamagedFileError, StorageError
 from trainium_trainer.storage.object_store import Limits, ObjectStorage
-from trainium_trainer.storage.opening import open_storage
 from trainium_trainer.storage.posix import PosixStorage
-from trainium_trainer.storage.protocol import Retry, read_part, read_small
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from trainium_trainer.storage.protocol import Storage
+from trainium_trainer.storage.protocol import Retry, Storage, read_part, read_small
 
 QUICK = Limits(request_seconds=2.0, retries=3, first_pause_seconds=0.01, longest_pause_seconds=0.02, retry_seconds=5)
 
 
 @pytest.fixture
 def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
-    with serving(tmp_path, monkeypatch) as server:
+    with run_gateway(tmp_path, monkeypatch) as server:
         yield server
 
 
 @pytest.fixture(params=["posix", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    """A folder, and a bucket of a real server."""
+    """Return a folder, and a bucket of a real server."""
     if request.param == "posix":
         return PosixStorage(tmp_path / "root")
     request.getfixturevalue(request.param)
@@ -54,7 +49,7 @@ def read_all(storage: Storage, name: str, size: int, start: int = 0) -> bytes:
     return bytes(target)
 
 
-def test_what_was_written_is_read_back_whole_and_in_parts(storage: Storage) -> None:
+def test_written_files_are_read_whole_and_in_parts(storage: Storage) -> None:
     storage.prepare()
     data = os.urandom(100_000)
     storage.write_stream("step-1/a/shard", pieces(data), len(data))
@@ -67,7 +62,7 @@ def test_what_was_written_is_read_back_whole_and_in_parts(storage: Storage) -> N
         read_all(storage, "step-1/a/shard", 20, len(data) + 10)
 
 
-def test_what_is_missing_is_reported_as_missing(storage: Storage) -> None:
+def test_a_missing_file_is_reported_as_missing(storage: Storage) -> None:
     storage.prepare()
     assert storage.list("") == storage.list("step-1") == []
     assert read_small(storage, "GENERATION") is None
@@ -90,7 +85,7 @@ def test_a_small_file_is_replaced_by_write_and_never_by_create(storage: Storage)
     assert [entry.name for entry in storage.list("step-1")] == ["COMMITTED"]
 
 
-def test_of_many_who_create_one_file_one_succeeds(storage: Storage) -> None:
+def test_only_one_of_many_writers_creates_a_file(storage: Storage) -> None:
     storage.prepare()
     won: list[int] = []
 
@@ -185,7 +180,7 @@ def test_a_write_that_fails_half_way_leaves_no_object(s3: S3Gateway) -> None:
     assert s3.uploads("bucket") == []
 
 
-def test_a_large_file_goes_in_parts_and_bears_failures_of_some(s3: S3Gateway) -> None:
+def test_a_large_file_is_uploaded_in_parts_that_are_retried(s3: S3Gateway) -> None:
     storage = ObjectStorage("s3://bucket/run", replace(QUICK, request_seconds=20))
     data = os.urandom(40 << 20)
     s3.fail(Fault(status=503, code="SlowDown", times=2, method="POST"))
@@ -196,7 +191,7 @@ def test_a_large_file_goes_in_parts_and_bears_failures_of_some(s3: S3Gateway) ->
     assert max(request.length for request in s3.requests) == 16 << 20
 
 
-def test_a_read_bears_failures_and_answers_that_are_cut_off(s3: S3Gateway) -> None:
+def test_a_read_is_retried_after_failures_and_truncated_responses(s3: S3Gateway) -> None:
     storage = ObjectStorage("s3://bucket/run", QUICK)
     data = os.urandom(100_000)
     storage.write("shard", data)
@@ -205,7 +200,7 @@ def test_a_read_bears_failures_and_answers_that_are_cut_off(s3: S3Gateway) -> No
     assert read_all(storage, "shard", len(data)) == data
 
 
-def test_a_store_that_does_not_answer_is_given_up_in_time_and_tried_again(s3: S3Gateway) -> None:
+def test_a_request_without_an_answer_times_out_and_is_retried(s3: S3Gateway) -> None:
     storage = ObjectStorage("s3://bucket/run", replace(QUICK, request_seconds=0.2))
     stalled = s3.fail(Fault(stall=threading.Event(), times=99))
     with pytest.raises(StorageError, match="did not answer in time") as caught:
@@ -219,8 +214,8 @@ def test_a_store_that_does_not_answer_is_given_up_in_time_and_tried_again(s3: S3
     assert storage.read("GENERATION") == b"2"
 
 
-def test_a_commit_whose_answer_was_lost_is_recognised(s3: S3Gateway) -> None:
-    """The store has it, the client saw an error: the next try must not take it for somebody else's."""
+def test_a_file_whose_answer_was_lost_exists_at_the_next_try(s3: S3Gateway) -> None:
+    """The store has it, the client saw an error: the next try must not treat it as another writer's."""
     storage = ObjectStorage("s3://bucket/run", QUICK)
     s3.fail(Fault(status=500, after=True, method="PUT"))
     with pytest.raises(FileExistsError):
@@ -236,7 +231,7 @@ def test_a_commit_whose_answer_was_lost_is_recognised(s3: S3Gateway) -> None:
         ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "s3://bucket/run", "cannot be reached: check the store"),
     ],
 )
-def test_what_cannot_work_is_a_sentence_without_credentials(
+def test_errors_of_the_store_show_no_credentials(
     s3: S3Gateway, monkeypatch: pytest.MonkeyPatch, caplog: Any, change: dict[str, str], path: str, sentence: str
 ) -> None:
     for name, value in change.items():
@@ -259,3 +254,82 @@ def test_paths_name_their_store(tmp_path: Path, s3: S3Gateway) -> None:
     for path, sentence in (("gs://bucket/x", "no store 'gs'"), ("s3://Not_A_Bucket/x", "is not a bucket's name")):
         with pytest.raises(UserError, match=sentence):
             open_storage(path)
+
+
+# ---- file systems without hard links, and folders that others change -----------------------------------------------
+
+
+def refusing(number: int) -> Any:
+    def link(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return link
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_is_created_once_also_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    storage = PosixStorage(tmp_path)
+    monkeypatch.setattr(os, "link", refusing(number))
+    storage.create("OWNER-1", b"first")
+    with pytest.raises(FileExistsError):
+        storage.create("OWNER-1", b"second")
+    assert storage.read("OWNER-1") == b"first"
+    assert [path.name for path in tmp_path.iterdir()] == ["OWNER-1"], "no draft is left"
+
+
+def test_a_full_disk_is_not_taken_for_a_file_system_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", refusing(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left"):
+        PosixStorage(tmp_path).create("OWNER-1", b"first")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    posix._sync_file_range.cache_clear()
+    yield
+    posix._sync_file_range.cache_clear()
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_large_files_are_written_where_the_kernel_cannot_be_asked_to_begin(tmp_path: Path) -> None:
+    data = os.urandom(1 << 20) * 40
+    storage = PosixStorage(tmp_path)
+    storage.write_stream("large", iter([memoryview(data)[: 36 << 20], memoryview(data)[36 << 20 :]]), len(data))
+    assert storage.read("large") == data
+
+
+def test_a_folder_that_was_removed_because_it_was_empty_is_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Path.mkdir
+    removals = iter([True, True])
+
+    def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
+        made(path, *args, **kwargs)
+        if path.name == "shared" and next(removals, False):
+            path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    PosixStorage(tmp_path).write_stream("shared/file", iter([memoryview(b"data")]), 4)
+    assert (tmp_path / "shared" / "file").read_bytes() == b"data"
+
+
+def test_a_folder_that_is_removed_forever_is_an_error_and_no_endless_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    with pytest.raises(FileNotFoundError):
+        PosixStorage(tmp_path).write_stream("shared/file", iter([memoryview(b"data")]), 4)
+
+
+def test_a_file_that_vanishes_while_a_folder_is_listed_is_not_in_the_list(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    storage.write("here", b"data")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")  # stat fails as for a file that was just removed
+    assert [entry.name for entry in storage.list("")] == ["here"]

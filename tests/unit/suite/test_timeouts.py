@@ -1,6 +1,4 @@
-"""Timeouts of tests on a quiet and on a slow machine; every limit of the suite follows."""
-
-from __future__ import annotations
+"""Timeouts of tests, scaled by the speed and load of the machine."""
 
 import os
 import re
@@ -40,18 +38,18 @@ QUICK = 0.001
         (9.0, 400.0, 500, MOST),
     ],
 )
-def test_a_slow_or_a_crowded_machine_is_slow_up_to_a_bound(
+def test_slowness_follows_speed_and_load_up_to_a_maximum(
     loop_seconds: float, load: float, running: int, factor: float
 ) -> None:
     assert slowness_of(loop_seconds, load, running, processors=2) == factor
 
 
-def test_this_machine_has_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_has_a_slowness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert 1.0 <= slowness() <= MOST
 
 
-def test_a_factor_can_be_given_and_a_bad_one_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slowness_can_be_set_and_an_invalid_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "2.5")
     assert scaled(10) == 25
     for bad in ("fast", "0", "-1", "inf", "nan"):
@@ -60,7 +58,7 @@ def test_a_factor_can_be_given_and_a_bad_one_is_a_sentence(monkeypatch: pytest.M
             slowness()
 
 
-def test_a_wait_goes_on_for_as_long_as_the_machine_is_slow_and_no_longer() -> None:
+def test_a_deadline_follows_the_current_slowness() -> None:
     now, slow = [100.0], [1.0]
     deadline = Deadline(10, clock=lambda: now[0], slow=lambda: slow[0])
     now[0] = 109.0
@@ -75,7 +73,7 @@ def test_a_wait_goes_on_for_as_long_as_the_machine_is_slow_and_no_longer() -> No
         deadline.check(lambda: "what it says then")
 
 
-async def test_waits_return_what_they_waited_for_and_fail_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_until_returns_the_first_true_value_or_fails_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "1")
     answers = iter([None, "", "there"])
     assert until(lambda: next(answers), "never seen", pause=0) == "there"
@@ -96,7 +94,7 @@ def test_that_takes_a_second(): time.sleep(1)
 
 
 @pytest.mark.parametrize(("factor", "code"), [("1", 1), ("100", 0)])
-def test_the_time_limit_of_a_test_is_that_of_the_machine(tmp_path: Path, factor: str, code: int) -> None:
+def test_the_timeout_of_a_test_is_scaled(tmp_path: Path, factor: str, code: int) -> None:
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
@@ -112,7 +110,7 @@ LIMIT = re.compile(
     r"""timeout=\d|--timeout=\d|monotonic\(\) \+ \d|asyncio\.timeout\(\d|\.wait\(\d\d?\)|wait_for\(.*, \d+\)"""
 )
 ALLOWED = {
-    # No wait of a test: what a page in a pod asks, how long a server of a test stays, what is tested itself.
+    # No waits of tests: polls of a page in a pod, the life of a test's server, the tested waits themselves.
     "tests/cluster/node/test_node_network.py": 1,
     "tests/wire/cluster/execute/test_optional_writes.py": 1,
     "tests/wire/cluster/test_operator_lease.py": 1,
@@ -122,7 +120,7 @@ ALLOWED = {
 }
 
 
-def test_no_limit_of_a_wait_is_written_where_tests_wait_for_processes() -> None:
+def test_waits_for_processes_use_scaled_limits() -> None:
     folders = ("tests/cluster", "tests/wire", "tests/fleet", "tests/testing", "benchmarks/faults")
     found: dict[str, list[str]] = {}
     for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):

@@ -1,58 +1,84 @@
 """Text, configurations and forked ranks for the trainer's tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import pytest
 import yaml
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
+from tests.testing.suite.timeouts import until
 
 TIMEOUT = 120.0
 """Seconds for what real processes do, the first of which also import torch."""
 _WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
 
 
+class RankServer:
+    """The process of `rank_server.py`, which forks ranks."""
+
+    def __init__(self, scratch: Path) -> None:
+        """Start it; `scratch` is the folder of temporary files of its ranks."""
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": str(scratch)},
+        )
+        self._requests = 0
+
+    def request(self, **message: Any) -> dict[str, Any]:
+        self._requests += 1
+        self._process.stdin.write(json.dumps({"number": self._requests, **message}) + "\n")
+        self._process.stdin.flush()
+        while True:
+            answer = json.loads(self._process.stdout.readline())
+            if answer["number"] == self._requests:  # others answer requests of tests that timed out
+                return answer
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
 @dataclass
 class Job:
     """Ranks of one started command line."""
 
-    forge: Forge
+    server: RankServer
     pids: list[int]
     folder: Path
     logs: Path
 
     def wait(self, seconds: float = TIMEOUT) -> list[int | None]:
-        return self.forge.ask(wait=self.pids, seconds=seconds)["codes"]
+        return self.server.request(wait=self.pids, seconds=seconds)["codes"]
 
-    def finish(self, seconds: float = TIMEOUT) -> Job:
+    def finish(self, seconds: float = TIMEOUT) -> Self:
         """Wait until all ranks have trained to the end."""
         assert self.wait(seconds) == [0] * len(self.pids), "\n".join(self.log(rank) for rank in range(len(self.pids)))
         return self
 
-    def leave(self, rank: int = 0, *, step: int = 1) -> Job:
-        """Ask one rank to leave after a step, and wait until all have left."""
+    def request_exit(self, rank: int = 0, *, step: int = 1) -> Self:
+        """Send SIGTERM to one rank after a step, and wait until all ranks have exited."""
         self.wait_for_step(step)
         os.kill(self.pids[rank], signal.SIGTERM)
+        return self.wait_for_exit()
+
+    def wait_for_exit(self) -> Self:
+        """Wait until all ranks have exited with 75 before the last step."""
         assert self.wait() == [75] * len(self.pids), self.log()
         return self
 
-    def wait_for(self, rank: int, seconds: float = TIMEOUT) -> int | None:
-        """The exit code of one rank; the others may go on."""
-        (code,) = self.forge.ask(wait=[self.pids.pop(rank)], seconds=seconds)["codes"]
+    def wait_for_rank(self, rank: int, seconds: float = TIMEOUT) -> int | None:
+        """Return the exit code of one rank; the others may continue."""
+        (code,) = self.server.request(wait=[self.pids.pop(rank)], seconds=seconds)["codes"]
         return code
 
     def log(self, rank: int = 0) -> str:
@@ -67,7 +93,7 @@ class Job:
         return [line["loss"] for line in self.metrics()]
 
     def samples(self) -> dict[int, list[int]]:
-        """Step -> the samples that all ranks recorded for it."""
+        """Return the samples that all ranks recorded, by step."""
         found: dict[int, list[int]] = {}
         for path in self.folder.glob("samples-*.jsonl"):
             for line in path.read_text().splitlines():
@@ -75,18 +101,20 @@ class Job:
                 found.setdefault(record["step"], []).extend(record["samples"])
         return {step: sorted(samples) for step, samples in found.items()}
 
-    def weights(self) -> dict[str, Tensor]:
-        """The weights in the newest checkpoint."""
-        from trainium_trainer.checkpoint.format.contents import Contents
-        from trainium_trainer.checkpoint.root.selection import choose
-        from trainium_trainer.storage.opening import open_storage
+    def weights(self) -> dict[str, Any]:
+        """Return the weights in the newest checkpoint, which are tensors."""
+        from trainium_trainer.checkpoint.format.reader import CheckpointReader
+        from trainium_trainer.checkpoint.root.selection import choose_checkpoint
+        from trainium_trainer.storage import open_storage
         from trainium_trainer.storage.protocol import Retry
 
         storage = open_storage(str(self.folder))
-        contents = Contents(storage, choose(storage, str(self.folder), None, milestones=False), Retry())
-        return {name: contents.read(name) for name in contents.tensors if name.startswith("model.")}
+        reader = CheckpointReader(
+            storage, choose_checkpoint(storage, str(self.folder), None, milestones=False), Retry()
+        )
+        return {name: reader.read(name) for name in reader.tensors if name.startswith("model.")}
 
-    def assert_same_curve(self, other: Job) -> None:
+    def assert_same_curve(self, other: Self) -> None:
         """Compare with the curve of a run of another layout: equal but for the order of sums."""
         metrics, expected = self.metrics(), other.metrics()
         assert [line["tokens"] for line in metrics] == [line["tokens"] for line in expected]
@@ -94,47 +122,15 @@ class Job:
             wanted = {line["step"]: line[key] for line in expected if key in line}
             assert {line["step"]: line[key] for line in metrics if key in line} == pytest.approx(wanted, rel=rel), key
 
-    def wait_for_step(self, step: int, seconds: float = TIMEOUT) -> None:
-        deadline = time.monotonic() + seconds
-        while not self.metrics() or self.metrics()[-1]["step"] < step:
-            assert time.monotonic() < deadline, self.log()
-            time.sleep(0.02)
-
-
-class Forge:
-    """The forking process of `forge.py`."""
-
-    def __init__(self, scratch: Path) -> None:
-        """`scratch` is what ranks take for the folder of temporary files."""
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("forge.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": str(scratch)},
-        )
-        self._asked = 0
-
-    def ask(self, **order: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._asked += 1
-        self._process.stdin.write(json.dumps({"number": self._asked, **order}) + "\n")
-        self._process.stdin.flush()
-        while True:
-            answer = json.loads(self._process.stdout.readline())
-            if answer["number"] == self._asked:  # others are for tests that were cut off before they had theirs
-                return answer
-
-    def close(self) -> None:
-        self._process.communicate()
+    def wait_for_step(self, step: int) -> None:
+        until(lambda: any(line["step"] >= step for line in self.metrics()[-1:]), self.log, TIMEOUT, pause=0.02)
 
 
 @pytest.fixture(scope="session")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    process = Forge(tmp_path_factory.mktemp("scratch"))
-    yield process
-    process.close()
+def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    server = RankServer(tmp_path_factory.mktemp("scratch"))
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -148,7 +144,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def documents(text_file: Path) -> Path:
-    """The lines of the text, each a separate document."""
+    """Return a file with the lines of the text, each a separate document."""
     path = text_file.with_name("documents.jsonl")
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in text_file.read_text().splitlines()))
     return path
@@ -174,64 +170,80 @@ def base_config(text_file: Path) -> dict[str, Any]:
 
 
 class Launcher:
-    """Starts ranks whose files are below a folder."""
+    """Start ranks whose files are below a folder."""
 
-    def __init__(self, forge: Forge, config: dict[str, Any], folder: Path) -> None:
-        self._forge = forge
+    def __init__(self, rank_server: RankServer, config: dict[str, Any], folder: Path) -> None:
+        self._server = rank_server
         self._folder = folder
         self._file = folder / "trainer.yaml"
         self._file.write_text(yaml.safe_dump(config))
 
     def __call__(
-        self, ranks: int, name: str, overrides: Sequence[str] | None = None, *, memory: bool = False, **env: str
+        self,
+        ranks: int,
+        name: str,
+        overrides: Sequence[str] = (),
+        *,
+        last_rank: Sequence[str] = (),
+        memory: bool = False,
+        exit_step: int | None = None,
+        **env: str,
     ) -> Job:
-        """`launch(2, "dp2", ["steps=3"], memory=True)`; the same name again resumes."""
+        """`launch(2, "dp2", ["steps=3"], memory=True)`; the same name again resumes.
+
+        `last_rank`: overrides that the last rank alone has. `exit_step`: rank 0 gets SIGTERM during this step, so all
+        ranks exit after the next one on any machine.
+        """
         folder = self._folder / name
         logs = self._folder / f"{name}-logs"
         logs.mkdir(exist_ok=True)
         argv = ["train", "--config", str(self._file), "--set", f"checkpoint.path={folder}"]
-        for override in overrides or ():
-            argv += ["--set", override]
+        argv += [part for override in overrides for part in ("--set", override)]
+        last = [part for override in last_rank for part in ("--set", override)]
+        if exit_step is not None:
+            env["TEST_EXIT_STEP"] = str(exit_step)
         if memory:
             env = {"TRAINIUM_MEMORY_DIR": str(self._folder / f"{name}-memory")} | env
-        pids = self._forge.ask(ranks=ranks, argv=argv, environment=env, logs=str(logs))["pids"]
-        return Job(self._forge, pids, folder, logs)
+        pids = self._server.request(ranks=ranks, argv=argv, last=last, environment=env, logs=str(logs))["pids"]
+        return Job(self._server, pids, folder, logs)
 
 
 @pytest.fixture
-def launch(forge: Forge, base_config: dict[str, Any], tmp_path: Path) -> Launcher:
+def launch(rank_server: RankServer, base_config: dict[str, Any], tmp_path: Path) -> Launcher:
     """Start ranks for one test."""
-    return Launcher(forge, base_config, tmp_path)
+    return Launcher(rank_server, base_config, tmp_path)
 
 
-class Undisturbed:
-    """Runs that nobody disturbs, to hold others to; each is made once for all tests, which leave its files alone."""
+class ReferenceRuns:
+    """Uninterrupted runs that others are compared with; each runs once for all tests, which do not change its files."""
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
         self._known: dict[tuple[int, tuple[str, ...]], Job] = {}
 
     def __call__(self, ranks: int, overrides: Sequence[str] = ()) -> Job:
-        """The run of so many ranks with these settings, after its end."""
-        asked = (ranks, tuple(overrides))
-        if asked not in self._known:
-            self._known[asked] = self._launch(ranks, f"run-{len(self._known)}", overrides).finish()
-        return self._known[asked]
+        """Return the finished run of so many ranks with these settings."""
+        key = (ranks, tuple(overrides))
+        if key not in self._known:
+            self._known[key] = self._launch(ranks, f"run-{len(self._known)}", overrides).finish()
+        return self._known[key]
 
 
 @pytest.fixture(scope="session")
-def undisturbed(forge: Forge, base_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The run that others are compared with."""
-    return Undisturbed(Launcher(forge, base_config, tmp_path_factory.mktemp("undisturbed")))
+def reference_run(
+    rank_server: RankServer, base_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> ReferenceRuns:
+    """Return an uninterrupted run that others are compared with: `reference_run(1, ["steps=4"])`."""
+    return ReferenceRuns(Launcher(rank_server, base_config, tmp_path_factory.mktemp("reference")))
 
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
-    """A Hugging Face folder of the model that `base_config` describes, with a tokenizer of its text."""
+    """Save a Hugging Face folder of the model that `base_config` describes, with a tokenizer of its text."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from trainium_trainer.data.tokens.tokenizer import train_tokenizer
+    from trainium_trainer.data.prepared.text_sources import train_tokenizer
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -253,7 +265,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
 
 @pytest.fixture
 def world_of_one() -> Iterator[Any]:
-    """A process group of this process alone."""
+    """Create a process group of this process alone."""
     from torch import distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,7 +1,5 @@
 """Torch's store does not ask DNS for names of peers: proved with a name server that counts and does not answer."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 """DoRA against peft: outputs and gradients of one layer, and the loss that a run begins with."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,23 +8,22 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from torch import nn
 
-from trainium_contract.models.shape import ModelShape
+from tests.testing.trainer.base_models import SHAPE
 from trainium_contract.trainer.tuning import LoraConfig, TuningConfig, TuningMethod
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.lora import AdaptedLinear, adapters_disabled
-from trainium_trainer.tuning.choice import choose
+from trainium_trainer.tuning.trainable import select_trainable
 
 WIDTH, OUTPUTS, RANK = 12, 20, 3
 
 
 def pair() -> tuple[AdaptedLinear, nn.Module]:
-    """The same layer here and in peft, with an adapter of random numbers."""
+    """Create the same layer here and in peft, with an adapter of random numbers."""
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(WIDTH, OUTPUTS, bias=False))
     config = PeftConfig(r=RANK, lora_alpha=6, target_modules=["0"], use_dora=True)
     theirs = get_peft_model(base, config).base_model.model[0]  # type: ignore[arg-type]
     ours = AdaptedLinear("0", WIDTH, OUTPUTS, LoraConfig(rank=RANK, alpha=6, dora=True))
-    assert ours.lora_magnitude_vector is not None
     with torch.no_grad():
         for part in (theirs.lora_A, theirs.lora_B):
             part.default.weight.normal_(0, 0.3)
@@ -43,13 +42,11 @@ def test_outputs_and_gradients_are_those_of_peft() -> None:
     for layer in (ours, theirs):
         (layer(x) - wanted).square().sum().backward()
     torch.testing.assert_close(ours(x), theirs(x))
-    assert ours.lora_magnitude_vector is not None
     for mine, other in (
         (ours.lora_A.weight, theirs.lora_A.default.weight),
         (ours.lora_B.weight, theirs.lora_B.default.weight),
         (ours.lora_magnitude_vector.weight, theirs.lora_magnitude_vector.default.weight),
     ):
-        assert mine.grad is not None
         assert mine.grad.any()
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
 
@@ -62,19 +59,7 @@ def test_without_its_adapter_the_layer_is_the_base() -> None:
     assert not torch.allclose(ours(x), theirs.base_layer(x))
 
 
-SHAPE = ModelShape(
-    vocab_size=72,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rope_theta=10_000.0,
-    max_positions=128,
-    norm_eps=1e-5,
-    tie_embeddings=False,
-)
+WIDE = replace(SHAPE, hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=8)
 
 
 def chosen(**lora: object) -> TuningConfig:
@@ -83,7 +68,7 @@ def chosen(**lora: object) -> TuningConfig:
 
 
 def test_patterns_set_the_ranks_of_single_targets() -> None:
-    sizes = choose(SHAPE, chosen(dora=True, rank_pattern={"model.layers.1.*.q_proj": 2})).sizes
+    sizes = select_trainable(WIDE, chosen(dora=True, rank_pattern={"model.layers.1.*.q_proj": 2})).sizes
     ranks = {name.removesuffix(".lora_A.weight"): size[0] for name, size in sizes.items() if "lora_A" in name}
     assert ranks == {
         "model.layers.0.self_attn.q_proj": 4,
@@ -103,8 +88,6 @@ def test_patterns_set_the_ranks_of_single_targets() -> None:
         ({"rank_pattern": {"q_proj": 33}}, "tuning.lora.rank is 33, but model.layers.[01].self_attn.q_proj is 32 x 32"),
     ],
 )
-def test_patterns_that_mean_nothing_or_contradict_each_other_are_refused(
-    lora: dict[str, object], sentence: str
-) -> None:
+def test_unmatched_and_contradictory_patterns_are_refused(lora: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        choose(SHAPE, chosen(**lora))
+        select_trainable(WIDE, chosen(**lora))

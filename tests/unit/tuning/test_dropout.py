@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_trainer.models.dropout import dropped, module_key, sample_keys
+from trainium_trainer.models.dropout import dropout, module_key, sample_keys
 
 KEY = module_key("model.layers.0.self_attn.q_proj")
 
@@ -14,11 +12,11 @@ def mask(
     places: list[int], *, module: int = KEY, share: float = 0.3, seed: int = 0, features: int = 64
 ) -> torch.Tensor:
     x = torch.ones(len(places), 48, features)
-    return dropped(x, sample_keys(torch.tensor(places), seed), module=module, share=share)
+    return dropout(x, sample_keys(torch.tensor(places), seed), module=module, share=share)
 
 
 def mixed(bits: int) -> int:
-    """The finaliser in Python's own numbers."""
+    """Compute the finalizer in Python's numbers."""
     bits &= 0xFFFFFFFF
     bits = (bits ^ bits >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
@@ -34,7 +32,7 @@ def test_the_tensor_arithmetic_is_that_of_whole_numbers(place: int, position: in
     assert bool(mask([place])[0, position, feature]) == kept
 
 
-def test_a_sample_has_its_mask_in_any_company() -> None:
+def test_the_mask_of_a_sample_does_not_depend_on_its_batch() -> None:
     together = mask([5, 6, 7])
     assert torch.equal(together[1:2], mask([6]))
     assert torch.equal(together, mask([5, 6, 7]))
@@ -55,18 +53,18 @@ def test_neighbouring_samples_positions_and_features_are_independent() -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
-def test_the_share_is_what_was_asked_for(share: float) -> None:
+def test_the_dropped_share_is_the_configured_one(share: float) -> None:
     assert float(mask(list(range(64)), share=share).mean()) == pytest.approx(1 - share, abs=0.005)
 
 
 def test_a_rank_with_a_part_of_the_features_drops_what_the_whole_drops() -> None:
     x, samples = torch.ones(2, 48, 64), sample_keys(torch.tensor([1, 2]), 0)
-    whole = dropped(x, samples, module=KEY, share=0.3)
-    part = dropped(x[..., 16:], samples, module=KEY, share=0.3, first=16)
+    whole = dropout(x, samples, module=KEY, share=0.3)
+    part = dropout(x[..., 16:], samples, module=KEY, share=0.3, first=16)
     assert torch.equal(part, whole[..., 16:])
 
 
 def test_the_order_of_sequence_and_batch_does_not_matter() -> None:
     x, samples = torch.ones(2, 48, 64), sample_keys(torch.tensor([1, 2]), 0)
-    turned = dropped(x.transpose(0, 1), samples, module=KEY, share=0.3, sequence=0)
-    assert torch.equal(turned.transpose(0, 1), dropped(x, samples, module=KEY, share=0.3))
+    turned = dropout(x.transpose(0, 1), samples, module=KEY, share=0.3, sequence=0)
+    assert torch.equal(turned.transpose(0, 1), dropout(x, samples, module=KEY, share=0.3))

@@ -1,10 +1,10 @@
 """Adapters that peft saved are read as they are; what would mean something else here is refused in one sentence."""
 
-from __future__ import annotations
-
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +13,10 @@ from safetensors.torch import load_file, save_file
 from tests.testing.trainer.base_models import save_base
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.exits import UserError
-from trainium_trainer.tuning.choice import choose
-from trainium_trainer.weights import BaseWeights, shape_of
+from trainium_trainer.tuning.trainable import select_trainable
 from trainium_trainer.weights.adapter import AdapterWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+from trainium_trainer.weights.base import BaseWeights
+from trainium_trainer.weights.folder import open_shape
 
 # Of one library about another.
 pytestmark = [
@@ -31,7 +28,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def save(folder: Path, *, base: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """An adapter of random numbers, saved by peft beside its base."""
+    """Save an adapter of random numbers with peft, beside its base."""
     from peft import LoraConfig, get_peft_model
 
     given = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | fields
@@ -67,15 +64,15 @@ def refusal(folder: Path, name: str = "adapter") -> str:
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["down_proj"], ["lm_head", "k_proj"]], ids=str)
 @pytest.mark.parametrize("stabilized", [False, True])
 @pytest.mark.filterwarnings("ignore:.*embedding.*")
-def test_what_peft_saves_is_read_under_the_names_of_our_parameters(
+def test_adapters_of_peft_are_read_under_the_names_of_our_parameters(
     tmp_path: Path, targets: list[str], *, stabilized: bool
 ) -> None:
     model = save(tmp_path, target_modules=targets, use_rslora=stabilized, base={"tie_word_embeddings": False})
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
-    assert (adapter.rank, adapter.alpha, adapter.rank_stabilized) == (4, 12, stabilized)
-    shape = shape_of(str(tmp_path / "base"))
+    assert (adapter.lora.rank, adapter.lora.alpha, adapter.lora.rank_stabilized) == (4, 12, stabilized)
+    shape = open_shape(str(tmp_path / "base"))
     settings = tuning(targets=targets, rankStabilized=stabilized)
-    chosen = choose(shape, settings)
+    chosen = select_trainable(shape, settings)
     if "lm_head" not in targets:  # of a target in the head peft saves the frozen weight too
         assert set(adapter.names) == set(chosen.sizes)
         adapter.check(settings, shape)
@@ -103,8 +100,8 @@ def test_ranks_alphas_and_lengths_of_single_targets_are_read_as_peft_saves_them(
     patterns = {"*down_proj": 2, "model.layers.1.self_attn.q_proj": 8}
     given = {"targets": ["q_proj", "v_proj", "down_proj"], "dora": True, "alphaPattern": {"v_proj": 5.0}}
     settings = tuning(**given, rankPattern=patterns)
-    shape = shape_of(str(tmp_path / "base"))
-    sizes = choose(shape, settings).sizes
+    shape = open_shape(str(tmp_path / "base"))
+    sizes = select_trainable(shape, settings).sizes
     assert set(adapter.names) == set(sizes)
     for name, size in sizes.items():
         assert tuple(adapter.size(name)) == size
@@ -139,8 +136,8 @@ def test_lengths_that_the_configuration_does_not_name_are_refused(tmp_path: Path
 def test_biases_of_an_adapter_are_read_where_the_base_has_biases_too(tmp_path: Path) -> None:
     model = save(tmp_path / "biased", lora_bias=True, base={"attention_bias": True})
     adapter = AdapterWeights.open(str(tmp_path / "biased" / "adapter"))
-    settings, shape = tuning(bias=True), shape_of(str(tmp_path / "biased" / "base"))
-    assert set(adapter.names) == set(choose(shape, settings).sizes)
+    settings, shape = tuning(bias=True), open_shape(str(tmp_path / "biased" / "base"))
+    assert set(adapter.names) == set(select_trainable(shape, settings).sizes)
     name = "model.layers.1.self_attn.v_proj.lora_B.bias"
     saved = model.get_parameter("base_model.model." + name.replace(".bias", ".default.bias"))
     assert torch.equal(adapter.read(name), saved)
@@ -148,20 +145,20 @@ def test_biases_of_an_adapter_are_read_where_the_base_has_biases_too(tmp_path: P
     with pytest.raises(UserError, match="was made with bias true"):
         adapter.check(tuning(), shape)
     save(tmp_path / "bare", lora_bias=True)
-    bare = shape_of(str(tmp_path / "bare" / "base"))
+    bare = open_shape(str(tmp_path / "bare" / "base"))
     with pytest.raises(UserError, match="has no bias that it could be merged into: " + PLAIN):
         AdapterWeights.open(str(tmp_path / "bare" / "adapter")).check_base(bare)
     with pytest.raises(UserError, match=r"q_proj has no bias that one could be merged into"):
-        choose(bare, settings)
+        select_trainable(bare, settings)
 
 
 def test_modules_that_peft_saves_whole_are_read_under_their_own_names(tmp_path: Path) -> None:
     save(tmp_path, modules_to_save=["lm_head", "embed_tokens"], base={"tie_word_embeddings": False})
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
-    assert set(adapter.whole) == {"lm_head.weight", "model.embed_tokens.weight"}
+    assert set(adapter.replaced_parameters) == {"lm_head.weight", "model.embed_tokens.weight"}
     base = load_file(tmp_path / "base" / "model.safetensors")
     assert torch.equal(adapter.read("lm_head.weight"), base["lm_head.weight"])
-    shape = shape_of(str(tmp_path / "base"))
+    shape = open_shape(str(tmp_path / "base"))
     with pytest.raises(
         UserError, match=r"would not be used: add model\.embed_tokens, lm_head to tuning\.trainable|add"
     ):
@@ -169,7 +166,7 @@ def test_modules_that_peft_saves_whole_are_read_under_their_own_names(tmp_path: 
     adapter.check(tuning(trainable=["lm_head", "embed_tokens"]), shape)
 
 
-def test_the_digest_is_of_the_numbers(tmp_path: Path) -> None:
+def test_the_digest_follows_the_values(tmp_path: Path) -> None:
     save(tmp_path)
     first = AdapterWeights.open(str(tmp_path / "adapter")).digest
     assert first == AdapterWeights.open(str(tmp_path / "adapter")).digest
@@ -219,7 +216,7 @@ def test_every_default_of_peft_and_every_field_that_changes_no_number_is_accepte
     edit(folder, eva_config={"rho": 2.0}, loftq_config={"x": 1}, qalora_group_size=8, peft_version="9", later=None)
     for initial in (True, False, None, "gaussian", "eva", "orthogonal", "mica"):
         edit(folder, init_lora_weights=initial)
-        AdapterWeights.open(str(folder)).check_base(shape_of(str(tmp_path / "base")))
+        AdapterWeights.open(str(folder)).check_base(open_shape(str(tmp_path / "base")))
 
 
 def test_other_kinds_that_peft_saves_are_refused(tmp_path: Path) -> None:
@@ -252,7 +249,7 @@ def test_other_kinds_that_peft_saves_are_refused(tmp_path: Path) -> None:
 )
 def test_a_file_that_lacks_what_its_configuration_names_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
     save(tmp_path, base={"tie_word_embeddings": False}, **fields)
-    shape = shape_of(str(tmp_path / "base"))
+    shape = open_shape(str(tmp_path / "base"))
     AdapterWeights.open(str(tmp_path / "adapter")).check_base(shape)  # whole, as peft saved it
     tensors = load_file(tmp_path / "adapter" / TENSORS)
     for module in {name.replace("lora_A", "lora_B") for name in tensors}:
@@ -263,14 +260,14 @@ def test_a_file_that_lacks_what_its_configuration_names_is_refused(tmp_path: Pat
                 AdapterWeights.open(str(tmp_path / "adapter")).check_base(shape)
 
 
-def test_a_new_embedding_beside_a_tied_base_must_be_its_output_projection_too(tmp_path: Path) -> None:
+def test_a_new_embedding_for_a_tied_base_must_be_tied_too(tmp_path: Path) -> None:
     for tied in (False, True):
         save(
             tmp_path / str(tied), base={"tie_word_embeddings": True},
             modules_to_save=["embed_tokens"], ensure_weight_tying=tied,
         )  # fmt: skip
         adapter, shape = (
-            AdapterWeights.open(str(tmp_path / str(tied) / "adapter")), shape_of(str(tmp_path / str(tied) / "base")),
+            AdapterWeights.open(str(tmp_path / str(tied) / "adapter")), open_shape(str(tmp_path / str(tied) / "base")),
         )  # fmt: skip
         if tied:
             adapter.check_base(shape)
@@ -339,7 +336,7 @@ def test_an_adapter_that_the_configuration_does_not_describe_is_refused(
     save(tmp_path)
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
     with pytest.raises(UserError, match=re.escape(sentence)):
-        adapter.check(tuning(**settings), shape_of(str(tmp_path / "base")))
+        adapter.check(tuning(**settings), open_shape(str(tmp_path / "base")))
 
 
 def test_an_adapter_of_another_base_is_refused_by_size_and_by_digest(tmp_path: Path) -> None:
@@ -352,7 +349,7 @@ def test_an_adapter_of_another_base_is_refused_by_size_and_by_digest(tmp_path: P
         ("short", "has no place"),
     ):
         with pytest.raises(UserError, match=f"{sentence}.*use the base that it was made with"):
-            adapter.check_base(shape_of(str(tmp_path / name)))
+            adapter.check_base(open_shape(str(tmp_path / name)))
     base, other = BaseWeights.open(str(tmp_path / "base")), BaseWeights.open(str(tmp_path / "short"))
     tensors = load_file(tmp_path / "adapter" / TENSORS)
     save_file(tensors, tmp_path / "adapter" / TENSORS, metadata={"format": "pt", "base_digest": base.digest})

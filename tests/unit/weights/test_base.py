@@ -1,24 +1,20 @@
 """A base model is read box by box, whatever its files, its types and its store."""
 
-from __future__ import annotations
-
 import itertools
 import json
-import subprocess
-import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.testing.trainer.base_models import save_base
+from tests.testing.trainer.fork_server import run_python
 from trainium_contract.models.parameters import parameter_sizes
-from trainium_contract.models.shape import ModelShape
-from trainium_trainer.weights import BaseWeights, shape_of, tensors
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from trainium_trainer.weights import tensors
+from trainium_trainer.weights.base import BaseWeights
+from trainium_trainer.weights.folder import open_shape
 
 
 def whole(weights: BaseWeights, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -116,7 +112,7 @@ def test_a_box_outside_the_parameter_is_a_mistake_of_the_caller(
         BaseWeights.open(str(tmp_path)).fill(name, offsets, torch.empty(size))
 
 
-def test_old_files_with_rotary_buffers_a_copied_output_and_odd_alignment_are_read(tmp_path: Path) -> None:
+def test_old_files_with_rotary_buffers_a_copied_output_and_unaligned_tensors_are_read(tmp_path: Path) -> None:
     model = save_base(tmp_path, tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -148,8 +144,7 @@ def test_old_files_with_rotary_buffers_a_copied_output_and_odd_alignment_are_rea
 )
 def test_the_shape_is_the_folders_with_its_rotary_scaling(tmp_path: Path, scaling: dict[str, Any]) -> None:
     save_base(tmp_path, rope_parameters=scaling)
-    shape = shape_of(str(tmp_path))
-    assert isinstance(shape, ModelShape)
+    shape = open_shape(str(tmp_path))
     assert shape == BaseWeights.open(str(tmp_path)).shape
     assert shape.rope_theta == 500_000.0
     assert (shape.rope_stretch is not None) == (scaling["rope_type"] == "llama3")
@@ -171,10 +166,10 @@ def test_the_digest_is_of_the_weights_and_the_shape_and_not_of_the_files(tmp_pat
 
 
 def test_a_base_in_s3_is_read_in_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.testing.trainer.s3_gateway import serving
+    from tests.testing.trainer.s3_gateway import run_gateway
 
     model = save_base(tmp_path / "base", largest="20KB")
-    with serving(tmp_path, monkeypatch) as server:
+    with run_gateway(tmp_path, monkeypatch) as server:
         for path in (tmp_path / "base").iterdir():
             server.put("bucket", f"models/tiny/{path.name}", path.read_bytes())
         weights = BaseWeights.open("s3://bucket/models/tiny")
@@ -189,7 +184,7 @@ def test_a_base_in_s3_is_read_in_ranges(tmp_path: Path, monkeypatch: pytest.Monk
 _LOADER = """
 import json, resource, sys
 import torch
-from trainium_trainer.tuning.choice import parameter_sizes
+from trainium_trainer.tuning.trainable import parameter_sizes
 from trainium_trainer.weights.base import BaseWeights
 location, rank, size = sys.argv[1], int(sys.argv[2]), 8
 weights = BaseWeights.open(location)
@@ -219,10 +214,7 @@ print(json.dumps({"peak": high() - before, "shard": shard, "largest": largest}))
 """
 
 
-@pytest.mark.parametrize("rank", [0, 7])
-def test_a_rank_of_tensor_8_and_fully_sharded_needs_its_shard_and_no_more_than_one_tensor(
-    tmp_path: Path, rank: int
-) -> None:
+def test_a_rank_of_tensor_8_and_fully_sharded_needs_its_shard_and_no_more_than_one_tensor(tmp_path: Path) -> None:
     save_base(
         tmp_path,
         dtype=torch.bfloat16,
@@ -235,9 +227,9 @@ def test_a_rank_of_tensor_8_and_fully_sharded_needs_its_shard_and_no_more_than_o
         tie_word_embeddings=True,
     )
     assert (tmp_path / "model.safetensors").stat().st_size > 200_000_000
-    done = subprocess.run(
-        [sys.executable, "-c", _LOADER, str(tmp_path), str(rank)], check=True, capture_output=True, text=True
-    )
-    figures = json.loads(done.stdout)
-    assert figures["shard"] > 12_000_000
-    assert figures["peak"] <= figures["shard"] + figures["largest"]
+    for rank in ("0", "7"):
+        done = run_python("-c", _LOADER, str(tmp_path), rank)
+        assert done.returncode == 0, done.stderr
+        figures = json.loads(done.stdout)
+        assert figures["shard"] > 12_000_000
+        assert figures["peak"] <= figures["shard"] + figures["largest"]

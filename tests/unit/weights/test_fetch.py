@@ -1,22 +1,17 @@
 """A model is fetched from a hub that answers on loopback, through the hub's own library."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.testing.trainer.base_models import save_base
 from tests.testing.trainer.hub_server import COMMIT, HubServer
 from trainium_trainer import cli
-from trainium_trainer.weights import BaseWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from trainium_trainer.weights.base import BaseWeights
 
 TOKEN = "hf_token_that_must_never_be_shown"
 EXTRA = {
@@ -49,7 +44,7 @@ def fetch(output: Path, name: str = "owner/tiny", *more: str) -> int:
     return cli.run(["fetch-model", name, "--output", str(output), *more])
 
 
-def test_what_training_needs_is_fetched_and_nothing_else(
+def test_only_files_that_training_needs_are_fetched(
     tmp_path: Path, hub: HubServer, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.add("owner/tiny", files | EXTRA)
@@ -61,9 +56,9 @@ def test_what_training_needs_is_fetched_and_nothing_else(
     output = capsys.readouterr().out
     assert output.startswith(f"fetched owner/tiny to {tmp_path / 'out'}: {len(found)} files, ")
     assert COMMIT in output
-    before = len(hub.fetched())
+    before = len(hub.downloaded_files())
     assert fetch(tmp_path / "out") == 0
-    assert len(hub.fetched()) == before
+    assert len(hub.downloaded_files()) == before
 
 
 def test_a_download_that_broke_off_is_continued_where_it_ended(
@@ -74,14 +69,14 @@ def test_a_download_that_broke_off_is_continued_where_it_ended(
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # whole pieces are kept; a real file has many of 10 MB
     name = min(name for name in files if name.endswith(".safetensors"))
     hub.add("owner/tiny", files)
-    hub.cut(name, after=5_000)
+    hub.truncate_next_download(name, after=5_000)
     assert fetch(tmp_path / "out") == 0
     ranges = [each.range for each in hub.requests if each.method == "GET" and each.path.endswith(name)]
     assert ranges == [None, "bytes=5000-"]
     assert (tmp_path / "out" / name).read_bytes() == files[name]
 
 
-def test_a_fetch_that_failed_goes_on_with_the_files_that_are_missing(
+def test_a_repeated_fetch_downloads_only_the_missing_files(
     tmp_path: Path, hub: HubServer, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = max(name for name in files if name.endswith(".safetensors"))
@@ -96,7 +91,7 @@ def test_a_fetch_that_failed_goes_on_with_the_files_that_are_missing(
     hub.refused.clear()
     hub.requests.clear()
     assert fetch(tmp_path / "out") == 0
-    assert set(hub.fetched()) == files.keys() - before
+    assert set(hub.downloaded_files()) == files.keys() - before
     assert not left.exists()
 
 
@@ -136,7 +131,7 @@ def test_a_gated_model_needs_the_token_of_the_environment(
         ("a name/with/slashes", [], "is not the name of a model: write owner/name"),
     ],
 )
-def test_a_name_that_is_none_gets_one_sentence(
+def test_an_unknown_or_invalid_model_name_is_refused_in_one_sentence(
     tmp_path: Path,
     hub: HubServer,
     files: dict[str, bytes],
@@ -163,7 +158,7 @@ def test_a_name_that_is_none_gets_one_sentence(
     ],
     ids=["pickles", "no configuration", "other architecture"],
 )
-def test_what_cannot_be_trained_is_refused_before_its_weights_are_fetched(
+def test_models_that_cannot_be_trained_are_refused_before_their_weights_are_fetched(
     tmp_path: Path,
     hub: HubServer,
     files: dict[str, bytes],
@@ -177,10 +172,10 @@ def test_what_cannot_be_trained_is_refused_before_its_weights_are_fetched(
     assert f"fetch-model owner/tiny: {sentence}" in capsys.readouterr().err.replace(
         "config.json: describes", "describes"
     )
-    assert not any(name.endswith(".safetensors") for name in hub.fetched())
+    assert not any(name.endswith(".safetensors") for name in hub.downloaded_files())
 
 
-def test_a_hub_that_fails_or_is_not_there_gets_one_sentence(
+def test_a_failing_or_unreachable_hub_is_reported_in_one_sentence(
     tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.status = 500
@@ -201,7 +196,7 @@ def test_an_index_without_its_files_is_found_at_once(
     hub.add("owner/tiny", {name: data for name, data in files.items() if name != missing})
     assert fetch(tmp_path / "out") == 64
     assert f"index.json names {missing}, not in the repository" in capsys.readouterr().err.splitlines()[-1]
-    assert not any(name.endswith(".safetensors") for name in hub.fetched())
+    assert not any(name.endswith(".safetensors") for name in hub.downloaded_files())
 
 
 @pytest.mark.parametrize(
@@ -224,7 +219,7 @@ def test_the_index_decides_which_files_are_weights(
     hub.add("owner/tiny", renamed | {"model-of-something-else.safetensors": b"other"})
     assert fetch(tmp_path / "out") == 0
     assert BaseWeights.open(str(tmp_path / "out")).digest == BaseWeights.open(str(tmp_path / "made")).digest
-    assert set(hub.fetched()) == {name.rpartition("/")[2] for name in renamed}
+    assert set(hub.downloaded_files()) == {name.rpartition("/")[2] for name in renamed}
 
 
 def test_an_index_that_names_files_outside_of_its_folder_is_refused(

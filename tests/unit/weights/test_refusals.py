@@ -1,11 +1,11 @@
 """A base that cannot be read to its end is refused when it is opened, in one sentence with its remedy."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.testing.trainer.base_models import save_base
 from trainium_trainer.exits import StorageError, TrainerError, UserError
-from trainium_trainer.weights import BaseWeights, shape_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+from trainium_trainer.weights.base import BaseWeights
+from trainium_trainer.weights.folder import open_shape
 
 INDEX = "model.safetensors.index.json"
 
@@ -38,14 +35,14 @@ def refusal(location: str | Path) -> str:
 
 @pytest.fixture
 def parts(tmp_path: Path) -> Path:
-    """A base in several files."""
+    """Save a base in several files."""
     save_base(tmp_path / "base", largest="20KB")
     return tmp_path / "base"
 
 
 @pytest.fixture
 def single(tmp_path: Path) -> Path:
-    """A base in one file."""
+    """Save a base in one file."""
     save_base(tmp_path / "base")
     return tmp_path / "base"
 
@@ -61,7 +58,7 @@ def test_a_name_of_the_hub_is_refused_with_the_command_that_fetches_it(name: str
     assert f"`trainium-trainer fetch-model {name} --output DIR`" in refusal(name)
 
 
-def test_a_folder_that_is_not_there_and_a_file_are_no_base(tmp_path: Path) -> None:
+def test_a_missing_folder_and_a_file_are_refused_as_a_base(tmp_path: Path) -> None:
     assert "there is no such folder: correct the path" in refusal(tmp_path / "nothing")
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
@@ -80,11 +77,9 @@ def test_a_folder_without_a_configuration_is_refused(single: Path) -> None:
             {"architectures": ["PhiForCausalLM"], "model_type": "phi"},
             r"describes PhiForCausalLM \(model_type 'phi'\), but only",
         ),
-        ({"sliding_window": 8}, "sliding_window is 8, but LlamaForCausalLM has no such field"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"is quantised \(gptq\).*use the model as it"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "has the type 'longrope'"),
     ],
-    ids=["architecture", "bias", "quantised", "rope"],
+    ids=["architecture", "quantized"],
 )
 def test_a_model_of_another_kind_is_refused_by_its_configuration(
     single: Path, fields: dict[str, Any], sentence: str
@@ -92,7 +87,7 @@ def test_a_model_of_another_kind_is_refused_by_its_configuration(
     edit(single / "config.json", **fields)
     assert re.search(sentence, refusal(single))
     with pytest.raises(UserError, match=sentence):
-        shape_of(str(single))
+        open_shape(str(single))
 
 
 def test_a_configuration_that_is_not_json_is_refused(single: Path) -> None:
@@ -153,8 +148,8 @@ def test_a_truncated_file_is_refused_wherever_it_ends(single: Path, kept: int) -
     ("header", "sentence"),
     [
         (b"\xff" * 8, "does not begin as a safetensors file does"),
-        ((4).to_bytes(8, "little") + b"{{{{", "has a header that is not one"),
-        ((2).to_bytes(8, "little") + b"[]", "has a header that is not one"),
+        ((4).to_bytes(8, "little") + b"{{{{", "has an invalid header"),
+        ((2).to_bytes(8, "little") + b"[]", "has an invalid header"),
     ],
 )
 def test_a_file_that_is_no_safetensors_is_refused(single: Path, header: bytes, sentence: str) -> None:
@@ -198,19 +193,19 @@ def test_an_output_layer_that_the_configuration_ties_to_the_embedding_but_that_d
     assert "set tie_word_embeddings to false in config.json" in refusal(tmp_path)
 
 
-def test_a_file_that_is_cut_short_after_it_was_opened_ends_with_a_sentence(single: Path) -> None:
+def test_a_file_truncated_after_it_was_opened_is_reported(single: Path) -> None:
     weights = BaseWeights.open(str(single))
     os.truncate(single / "model.safetensors", 5000)
     with pytest.raises(UserError, match=r"model\.safetensors ends too early: copy or fetch the file again"):
         weights.fill("model.norm.weight", (0,), torch.empty(32))
 
 
-def test_a_prefix_without_objects_and_a_store_that_refuses_have_sentences(
+def test_an_empty_prefix_and_a_refused_request_are_reported_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.testing.trainer.s3_gateway import Fault, serving
+    from tests.testing.trainer.s3_gateway import Fault, run_gateway
 
-    with serving(tmp_path, monkeypatch) as server:
+    with run_gateway(tmp_path, monkeypatch) as server:
         assert "there is nothing below this prefix: correct it" in refusal("s3://bucket/models/none")
         server.fail(Fault(status=403, code="AccessDenied", times=100))
         with pytest.raises(

@@ -1,9 +1,7 @@
-"""Worlds of training processes on several simulated nodes: a folder in memory for each, one process a rank.
+"""Training processes on several simulated nodes: a folder in memory for each node, a process for each rank.
 
 The program trains with DDP or FSDP2 and saves each step to memory as `docs/program.md` shows.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -13,7 +11,8 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -27,9 +26,6 @@ from tests.testing.trainer.fork_server import fork_context
 from trainium_worker.dcp import MemoryReader, MemoryWriter
 from trainium_worker.snapshot import directory_of_run
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 GLOBAL_BATCH = 8
 
 
@@ -37,12 +33,12 @@ class Unsavable:
     def __reduce__(self) -> Any:
         raise TypeError("cannot be pickled")
 
-    def __deepcopy__(self, memo: Any) -> Unsavable:
+    def __deepcopy__(self, memo: Any) -> Self:
         return self
 
 
 class Program:
-    """A model, its optimizer and the step they have reached."""
+    """A model, its optimizer and its step."""
 
     def __init__(self, mode: str, width: int) -> None:
         torch.manual_seed(7)
@@ -117,7 +113,7 @@ def train(results: Path, *, mode: str, steps: int, width: int = 34, **options: A
 
 
 def _write_whole(path: Path, found: dict[str, Any]) -> None:
-    """Replace the file, so that a rank that is killed meanwhile leaves no half of it."""
+    """Replace the file atomically, so that a killed rank leaves no partial file."""
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(found))
     draft.replace(path)
@@ -129,7 +125,7 @@ def _child(environment: dict[str, str], store: str, errors: str, results: Path, 
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     torch.set_num_threads(1)
     limit = options.pop("file_limit", {}).get(int(environment["RANK"]))
-    if limit is not None:  # a file beyond it is refused like one in a full volume
+    if limit is not None:  # a larger file is refused as on a full volume
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     dist.init_process_group(
@@ -143,7 +139,7 @@ def _child(environment: dict[str, str], store: str, errors: str, results: Path, 
 
 @dataclass
 class World:
-    """The nodes of a job, and what their ranks reported in the newest attempt."""
+    """The nodes of a job, and the reports of their ranks in the newest attempt."""
 
     root: Path
     attempt: int = 0
@@ -163,7 +159,7 @@ class World:
         shutil.rmtree(self.memory(node))
 
     def run(self, *, nodes: list[int], per_node: int = 1, agent: bool = True, **options: Any) -> list[int | None]:
-        """Run one attempt to its end, and end all ranks once one has failed; their exit codes."""
+        """Run one attempt, end all ranks once one has failed, and return the exit codes."""
         self.attempt += 1
         results = self.root / f"results-{self.attempt}"
         results.mkdir()

@@ -1,21 +1,17 @@
 """Programs that save with DCP recover from memory: real processes of DDP and FSDP2 on gloo, killed and restarted."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
-from programs import World
 
 import trainium_worker
+from tests.unit.worker.programs import World
 from trainium_worker import read_notice, read_progress
 from trainium_worker.dcp import MemoryReader
 from trainium_worker.dcp.parts import Part, find_buddies, newest_complete, read_parts
 from trainium_worker.dcp.session import Slots
 from trainium_worker.snapshot import HEADER_BYTES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STEPS = 9
 
@@ -27,7 +23,7 @@ def world(tmp_path: Path) -> World:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, float]]:
-    """Losses of uninterrupted runs that save nothing, by mode and ranks."""
+    """Return the losses of uninterrupted runs without checkpoints, by mode and ranks."""
     found = {}
     for mode, ranks in (("ddp", 2), ("fsdp", 4)):
         world = World(tmp_path_factory.mktemp(f"{mode}-{ranks}"))
@@ -42,7 +38,7 @@ def after(losses: dict[str, float], step: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("mode", "nodes"), [("ddp", 2), ("fsdp", 4)])
-def test_a_killed_rank_costs_at_most_one_step(
+def test_a_killed_rank_loses_at_most_one_step(
     world: World, undisturbed: dict[Any, dict[str, float]], mode: str, nodes: int
 ) -> None:
     codes = world.run(nodes=list(range(nodes)), mode=mode, steps=STEPS, kill=[1, 6])
@@ -54,9 +50,7 @@ def test_a_killed_rank_costs_at_most_one_step(
     assert first["losses"] == after(undisturbed[mode, nodes], 5), "bit for bit"
 
 
-def test_a_lost_node_costs_at_most_one_step_with_the_copies_of_its_buddy(
-    world: World, undisturbed: dict[Any, dict[str, float]]
-) -> None:
+def test_a_lost_node_loses_at_most_one_step(world: World, undisturbed: dict[Any, dict[str, float]]) -> None:
     world.run(nodes=[0, 1], per_node=2, mode="fsdp", steps=STEPS, kill=[3, 6])
     assert all(len(world.snapshots(node)) == 8 for node in (0, 1)), "two of each rank's own, two of each copy"
     world.lose_node(0)
@@ -66,7 +60,7 @@ def test_a_lost_node_costs_at_most_one_step_with_the_copies_of_its_buddy(
     assert all(len(world.snapshots(node)) == 8 for node in (1, 2)), "what was resumed is removed"
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
 def test_a_program_resumes_from_memory_at_another_size(
     world: World, undisturbed: dict[Any, dict[str, float]], mode: str
 ) -> None:
@@ -83,7 +77,7 @@ def test_a_program_resumes_from_memory_at_another_size(
         assert min(map(int, losses)) == first + 1
 
 
-def test_a_newer_checkpoint_on_storage_is_taken(world: World, tmp_path: Path) -> None:
+def test_the_newest_of_memory_and_storage_is_loaded(world: World, tmp_path: Path) -> None:
     durable = str(tmp_path / "storage" / "step-{step}")
     options: dict[str, Any] = {"mode": "fsdp", "durable": durable, "durable_at": [2, 4]}
     assert world.run(nodes=[0, 1], steps=5, **options) == [0, 0], world.errors
@@ -96,7 +90,7 @@ def test_a_newer_checkpoint_on_storage_is_taken(world: World, tmp_path: Path) ->
     assert (world.reports[1]["resumed"], world.reports[1]["source"]) == (4, durable.format(step=4))
 
 
-def test_a_damaged_snapshot_is_replaced_by_its_copy_and_else_by_the_step_before(world: World) -> None:
+def test_a_damaged_snapshot_falls_back_to_its_copy_and_the_previous_step(world: World) -> None:
     world.run(nodes=[0, 1], mode="fsdp", steps=5)
     newest = {path: part for node in (0, 1) for path, part in read_parts(world.directory(node)).items()}
     of_first = [path for path, part in newest.items() if (part.step, part.rank) == (5, 0)]
@@ -109,7 +103,7 @@ def test_a_damaged_snapshot_is_replaced_by_its_copy_and_else_by_the_step_before(
         assert (world.reports[1]["resumed"], world.reports[1]["source"]) == (resumed, source)
 
 
-def test_full_memory_is_reported_and_training_goes_on(world: World, tmp_path: Path) -> None:
+def test_full_memory_is_reported_and_training_continues(world: World, tmp_path: Path) -> None:
     durable = str(tmp_path / "storage" / "step-{step}")
     options: dict[str, Any] = {"mode": "fsdp", "width": 60_000, "durable": durable}
     assert world.run(nodes=[0, 1], steps=2, durable_at=[2], agent=False, **options) == [0, 0], world.errors
@@ -123,7 +117,7 @@ def test_full_memory_is_reported_and_training_goes_on(world: World, tmp_path: Pa
     assert world.errors.count(sentence) == 1, "rank 0 logs it, once"
 
 
-def test_a_save_is_synchronous_where_the_program_wants_it(world: World) -> None:
+def test_a_synchronous_save_is_loaded(world: World) -> None:
     assert world.run(nodes=[0], mode="ddp", steps=3, synchronous=True) == [0], world.errors
     assert [part.step for part in read_parts(world.directory(0)).values()].count(3) == 1
     assert read_progress(world.memory(0) / "progress" / "g1-r0").memory_step == 3
@@ -131,7 +125,7 @@ def test_a_save_is_synchronous_where_the_program_wants_it(world: World) -> None:
     assert world.reports[0]["resumed"] == 3
 
 
-def test_a_failure_on_one_rank_fails_the_save_on_all_and_the_next_one_succeeds(world: World) -> None:
+def test_a_failed_save_of_one_rank_fails_on_all_ranks(world: World) -> None:
     assert world.run(nodes=[0, 1], mode="fsdp", steps=4, unsavable_at=[1, 2]) == [0, 0], world.errors
     assert [report["failures"].keys() for report in world.reports] == [{"2"}, {"2"}]
     assert "cannot be pickled" in world.reports[0]["failures"]["2"], "each rank learns the reason"
@@ -173,7 +167,7 @@ def parts(step: int, held: str, world: int = 2, session: str = "a") -> list[Part
         (parts(3, "01") + parts(5, "0", world=1), 5),
     ],
 )
-def test_the_newest_save_counts_of_which_every_part_is_held(held: list[Part], step: int | None) -> None:
+def test_the_newest_complete_save_is_chosen(held: list[Part], step: int | None) -> None:
     chosen = newest_complete(held)
     assert (chosen[0].step if chosen else None) == step
     assert [part.rank for part in chosen] == list(range(len(chosen)))
@@ -192,21 +186,19 @@ def test_each_part_has_its_copy_on_another_node(stores: str, targets: list[int |
 
 
 @pytest.mark.parametrize("template", ["/checkpoints/run", "/checkpoints/{step}/x", "/checkpoints/{step}-{step}"])
-def test_a_wrong_template_of_checkpoints_is_refused_with_an_example(template: str, tmp_path: Path) -> None:
+def test_an_invalid_checkpoint_template_is_an_error(template: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must name the folders of checkpoints with \{step\} in the last part"):
         MemoryReader(template, directory=tmp_path)
 
 
-def test_nothing_found_is_reported_at_the_load(tmp_path: Path) -> None:
+def test_a_load_without_checkpoint_is_an_error(tmp_path: Path) -> None:
     reader = MemoryReader(tmp_path / "step-{step}", directory=tmp_path)
     assert reader.step is None
     with pytest.raises(ValueError, match="load only if the reader's step is not None"):
         reader.read_metadata()
 
 
-def test_memory_that_cannot_be_written_is_reported_and_nothing_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = tmp_path / "g1-r0"
     monkeypatch.setenv("TRAINIUM_PROGRESS_FILE", str(record))
     monkeypatch.setattr(trainium_worker, "_program", None)

@@ -1,8 +1,7 @@
-"""The hooks for loops of others, on the real library where it is installed."""
+"""Hooks for training loops, with the real libraries where they are installed."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,6 @@ import trainium_worker
 from trainium_worker import read_progress, stop_at
 from trainium_worker.hooks.loop import training_steps
 from trainium_worker.hooks.torchtitan import report_to_agent
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -30,7 +26,7 @@ def progress(path: Path) -> trainium_worker.ProgressRecord:
     return found
 
 
-def test_a_bare_loop_reports_and_saves_when_it_is_asked_to_stop(record: Path) -> None:
+def test_training_steps_reports_and_saves_on_a_stop(record: Path) -> None:
     assert list(training_steps(3, 6, lambda step: f"/x/{step}")) == [4, 5, 6]
     assert (progress(record).resume_step, progress(record).step, progress(record).total_steps) == (3, 6, 6)
     made = []
@@ -95,7 +91,7 @@ def test_transformers_trainer_reports_saves_and_resumes(record: Path, tmp_path: 
 
 @pytest.mark.filterwarnings("default")  # Lightning uses what torch has deprecated
 def test_lightning_reports_and_saves(record: Path, tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
+    lightning: Any = pytest.importorskip("lightning.pytorch")
     from trainium_worker.hooks.lightning import ReportToAgent
 
     class Module(lightning.LightningModule):
@@ -160,7 +156,7 @@ class TorchtitanTrainer:
             self.checkpointer.save(step, last_step=step == self.steps)
 
 
-def test_torchtitans_trainer_reports_and_saves_a_checkpoint_like_any_other(record: Path) -> None:
+def test_torchtitans_trainer_reports_and_saves_a_checkpoint(record: Path) -> None:
     trainer = TorchtitanTrainer(10)
     report_to_agent(trainer)
     with pytest.raises(SystemExit) as ended:

@@ -1,6 +1,4 @@
-"""Programs report to their agent, and all ranks stop after the same step."""
-
-from __future__ import annotations
+"""Reports of a program to its agent, and the step after which all ranks stop."""
 
 import ast
 import json
@@ -38,84 +36,85 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def activity(path: Path) -> tuple[Activity, Waiting]:
-    found = read_with_pulse(path)
-    assert found is not None
-    assert found[1] is not None
-    return found[1].activity, found[1].waiting
+    record = read_with_pulse(path)
+    assert record is not None
+    assert record[1] is not None
+    return record[1].activity, record[1].waiting
 
 
 def test_steps_are_recorded_with_their_figures(record: Path) -> None:
     trainium_worker.step(8, loss=np.float32(2.5), tokens=np.int64(100), learning_rate=0.1, total_steps=20)
-    found = read_progress(record)
-    assert found is not None
-    assert (found.pid, found.generation, found.attempt) == (os.getpid(), 3, 2)
-    assert (found.phase, found.resume_step, found.step, found.total_steps) == (ProgressPhase.TRAINING, 7, 8, 20)
-    assert (found.loss, found.learning_rate, found.tokens) == (2.5, 0.1, 100)
-    assert math.isnan(found.tokens_per_second), "nobody knows when the first step began"
-    assert found.step_seconds == 0.0
+    progress = read_progress(record)
+    assert progress is not None
+    assert (progress.pid, progress.generation, progress.attempt) == (os.getpid(), 3, 2)
+    assert progress.phase is ProgressPhase.TRAINING
+    assert (progress.resume_step, progress.step, progress.total_steps) == (7, 8, 20)
+    assert (progress.loss, progress.learning_rate, progress.tokens) == (2.5, 0.1, 100)
+    assert math.isnan(progress.tokens_per_second), "the start of the first step is unknown"
+    assert progress.step_seconds == 0.0
     time.sleep(0.01)
     trainium_worker.step(9, tokens=300, samples=4)
-    found = read_progress(record)
-    assert found is not None
-    assert (found.step, found.tokens, found.loss) == (9, 400, 2.5)
-    assert found.step_seconds >= 0.01
-    assert found.tokens_per_second == pytest.approx(300 / found.step_seconds)
-    assert (found.samples, found.samples_per_second) == (4, pytest.approx(4 / found.step_seconds))
+    progress = read_progress(record)
+    assert progress is not None
+    assert (progress.step, progress.tokens, progress.loss) == (9, 400, 2.5)
+    assert progress.step_seconds >= 0.01
+    assert progress.tokens_per_second == pytest.approx(300 / progress.step_seconds)
+    assert (progress.samples, progress.samples_per_second) == (4, pytest.approx(4 / progress.step_seconds))
     assert activity(record) == (Activity.STEP, Waiting.MAYBE)
     trainium_worker.step(9, loss=1.25)
     again = read_progress(record)
     assert again is not None
-    assert (again.loss, again.updated) == (1.25, found.updated), "a second report of a step adds to it"
+    assert (again.loss, again.updated) == (1.25, progress.updated), "a second report of a step adds to it"
 
 
-def test_stages_have_the_limits_of_what_they_are(record: Path) -> None:
+def test_stages_have_their_activity(record: Path) -> None:
     expected = {"load": Activity.LOAD, "compile": Activity.COMPILE, "shuffle": Activity.INIT, "save": Activity.SAVE}
     for name, what in expected.items():
         trainium_worker.stage(name)
         assert activity(record)[0] is what
     trainium_worker.stage("evaluate", 0.25)
-    found = read_progress(record)
-    assert found is not None
-    assert (found.stage, found.stage_progress) == ("Evaluate", 0.25)
-    assert found.stage_since > 0
+    progress = read_progress(record)
+    assert progress is not None
+    assert (progress.stage, progress.stage_progress) == ("Evaluate", 0.25)
+    assert progress.stage_since > 0
     trainium_worker.step(1)
-    found = read_progress(record)
-    assert found is not None
-    assert (found.stage, found.stage_progress, found.stage_since) == ("Train", 0.0, 0.0)
-    assert found.step_seconds > 0, "it began with the newest stage"
+    progress = read_progress(record)
+    assert progress is not None
+    assert (progress.stage, progress.stage_progress, progress.stage_since) == ("Train", 0.0, 0.0)
+    assert progress.step_seconds > 0, "it began with the newest stage"
     trainium_worker.stage("shuffle")
     assert activity(record)[0] is Activity.STEP, "after the first step an unknown stage is work between steps"
     trainium_worker.stage("x" * 40)
-    found = read_progress(record)
-    assert found is not None
-    assert found.stage == "X" + "x" * 31
+    progress = read_progress(record)
+    assert progress is not None
+    assert progress.stage == "X" + "x" * 31
 
 
-def test_checkpoints_are_recorded_by_where_they_are(record: Path) -> None:
+def test_saved_steps_are_recorded_by_storage(record: Path) -> None:
     trainium_worker.saved(4, "/checkpoints/4")
     trainium_worker.saved(5, trainium_worker.MEMORY)
-    found = read_progress(record)
-    assert found is not None
-    assert (found.durable_step, found.memory_step) == (4, 5)
+    progress = read_progress(record)
+    assert progress is not None
+    assert (progress.durable_step, progress.memory_step) == (4, 5)
 
 
-def test_steps_that_run_backwards_are_explained_and_counted(record: Path) -> None:
+def test_decreasing_steps_are_reported(record: Path) -> None:
     trainium_worker.step(9)
     trainium_worker.step(4)
-    found = read_progress(record)
-    assert found is not None
-    assert found.step == 4
+    progress = read_progress(record)
+    assert progress is not None
+    assert progress.step == 4
     assert read_notice(record).startswith("rank 5 reported step 4 after step 9: report steps as a number that rises")
 
 
 @pytest.mark.parametrize("wrong", ["7", 7.5, None])
-def test_a_step_that_is_no_number_is_an_error_with_and_without_an_agent(record: Path, wrong: Any) -> None:
+def test_a_step_that_is_not_an_integer_is_an_error(record: Path, wrong: Any) -> None:
     with pytest.raises(TypeError):
         trainium_worker.step(wrong)
     assert not record.exists()
 
 
-def test_without_an_agent_each_call_does_nothing(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_without_an_agent_do_nothing(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRAINIUM_PROGRESS_FILE")
     trainium_worker.step(1, loss=2.0, tokens=3)
     trainium_worker.stage("load")
@@ -125,18 +124,16 @@ def test_without_an_agent_each_call_does_nothing(record: Path, monkeypatch: pyte
     assert not record.parent.exists()
 
 
-def test_a_record_that_cannot_be_written_is_reported_once_and_stops_nothing(
-    record: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_record_is_reported_once(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record.parent.write_text("a file where a folder belongs")
     trainium_worker.step(1)
     trainium_worker.step(2)
     assert not trainium_worker.should_stop()
-    found = capsys.readouterr().err
-    assert found == f"trainium_worker: nothing is reported to the agent: {record}: File exists\n"
+    errors = capsys.readouterr().err
+    assert errors == f"trainium_worker: nothing is reported to the agent: {record}: File exists\n"
 
 
-def test_rank_and_generation_are_those_of_the_moment(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_and_generation_are_read_at_each_access(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (trainium_worker.rank, trainium_worker.generation) == (5, 3)
     monkeypatch.setenv("RANK", "6")
     assert trainium_worker.rank == 6, "a warm process is forked before it has a rank"
@@ -144,19 +141,19 @@ def test_rank_and_generation_are_those_of_the_moment(record: Path, monkeypatch: 
         _ = trainium_worker.ranks  # type: ignore[attr-defined]
 
 
-def test_a_fork_has_a_record_of_itself(record: Path) -> None:
+def test_a_fork_writes_its_record(record: Path) -> None:
     trainium_worker.step(1)
     child = os.fork()
     if child == 0:
         trainium_worker.step(2)
         os._exit(1)
     os.waitpid(child, 0)
-    found = read_progress(record)
-    assert found is not None
-    assert (found.pid, found.step) == (child, 2)
+    progress = read_progress(record)
+    assert progress is not None
+    assert (progress.pid, progress.step) == (child, 2)
 
 
-def test_the_names_of_the_environment_are_those_of_the_contract() -> None:
+def test_environment_variables_equal_those_of_the_contract() -> None:
     ours = trainium_worker
     assert (ours.ENV_PROGRESS_FILE, ours.ENV_GENERATION, ours.ENV_ATTEMPT) == (
         worker_env.ENV_PROGRESS_FILE, worker_env.ENV_GENERATION, worker_env.ENV_ATTEMPT,
@@ -180,7 +177,7 @@ def test_the_module_is_one_file_of_python_3_9_without_dependencies() -> None:
 
 
 class Ranks:
-    """Ranks in step with each other, as collectives keep them: none is two steps ahead of another."""
+    """Ranks that collectives keep in step: none is two steps ahead of another."""
 
     def __init__(self, folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.paths = [folder / f"r{rank}" for rank in range(count)]
@@ -212,7 +209,7 @@ def test_all_ranks_stop_after_the_same_step(tmp_path: Path, monkeypatch: pytest.
     for path in ranks.paths:
         trainium_worker.request_stop(path)
         time.sleep(chance.random() * 0.01)
-    checks = [found.stop_checks for path in ranks.paths if (found := read_progress(path)) is not None]
+    checks = [progress.stop_checks for path in ranks.paths if (progress := read_progress(path)) is not None]
     for path in ranks.paths:
         time.sleep(chance.random() * 0.01)
         trainium_worker.stop_at(path, max(checks) + 1)
@@ -221,9 +218,7 @@ def test_all_ranks_stop_after_the_same_step(tmp_path: Path, monkeypatch: pytest.
     assert ranks.stopped == [max(checks) + 1] * 3
 
 
-def test_a_request_without_an_answer_does_not_hold_a_rank_for_ever(
-    record: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_request_without_a_reply_times_out(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainium_worker, "_STOP_TIMEOUT_SECONDS", 0.05)
     trainium_worker.step(1)
     trainium_worker.request_stop(record)
@@ -233,7 +228,7 @@ def test_a_request_without_an_answer_does_not_hold_a_rank_for_ever(
     assert trainium_worker.should_stop(), "who asks again gets the same answer"
 
 
-def test_a_request_to_an_earlier_attempt_is_over(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_request_to_an_earlier_attempt_is_ignored(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainium_worker.step(1)
     trainium_worker.stop_at(record, 1)
     monkeypatch.setattr(trainium_worker, "_program", None)

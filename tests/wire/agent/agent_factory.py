@@ -4,8 +4,6 @@ Lines of JSON on standard input: {"env": {...}, "log": path};
 on standard output: {"started": pid} and {"ended": pid, "code": n}.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

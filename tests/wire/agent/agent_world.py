@@ -1,6 +1,4 @@
-"""Pods of one job on loopback: agents forked by the factory, a coordinator in the test's own loop, fake ranks."""
-
-from __future__ import annotations
+"""Pods of one job on loopback: forked agents, a coordinator in the event loop of the test, and fake ranks."""
 
 import contextlib
 import itertools
@@ -10,17 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from coordinator_server import Authority, Jobs, Server
+from typing import TypeVar
 
 from tests.testing.suite.timeouts import async_until, scaled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.wire.agent.coordinator_server import Authority, Jobs, Server
+from trainium_contract.wire.messages import HeartbeatRequest, ProcessFailure
 
 HERE = Path(__file__).parent
+T = TypeVar("T")
 _addresses = itertools.count(1)
 _BLOCK = os.getpid() % 200 + 20
 
@@ -39,7 +36,7 @@ class Agent:
 
 
 class Factory:
-    """Starts agents; see agent_factory.py."""
+    """A client of the process that forks agents."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -86,8 +83,8 @@ class Factory:
         self.process.stdout.close()
 
 
-class World:
-    """One job's pods, its coordinator and what its ranks did."""
+class AgentJob:
+    """One job: its pods, coordinator and started ranks."""
 
     def __init__(self, folder: Path, factory: Factory) -> None:
         self.folder, self.factory = folder, factory
@@ -163,8 +160,8 @@ class World:
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
-    async def until(self, condition: Callable[[], object], what: str, seconds: float = 30) -> None:
-        def seen() -> object:
+    async def until(self, condition: Callable[[], T], what: str, seconds: float = 30) -> T:
+        def polled() -> T:
             self.factory.poll()
             return condition()
 
@@ -172,7 +169,7 @@ class World:
             parts = [f"--- {name}\n{agent.log[-3000:]}" for name, agent in self.agents.items()]
             return "\n".join([what, *parts])
 
-        await async_until(seen, logs, seconds, pause=0.01)
+        return await async_until(polled, logs, seconds, pause=0.01)
 
     async def registered(self, *names: str) -> None:
         await self.until(lambda: set(names) <= set(self.jobs.registered), f"{names} registered")
@@ -204,6 +201,21 @@ class World:
         await self.ready(*members, *spares)
         await self.jobs.publish([*members], processes=processes)
         await self.training(*members, step=step)
+
+    async def heartbeat(
+        self, name: str, condition: Callable[[HeartbeatRequest], object], what: str
+    ) -> HeartbeatRequest:
+        """Return the newest heartbeat of a pod once it fulfils the condition."""
+
+        def newest() -> HeartbeatRequest | None:
+            beat = self.jobs.last(name)
+            return beat if beat is not None and condition(beat) else None
+
+        return await self.until(newest, f"{name}: {what}", 60)
+
+    async def verdict(self, name: str) -> ProcessFailure:
+        """Return the verdict of a pod once it has one."""
+        return (await self.heartbeat(name, lambda beat: beat.verdict, "a verdict")).verdict
 
     async def phase(self, phase: str, *names: str) -> None:
         await self.until(

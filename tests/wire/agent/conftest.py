@@ -1,24 +1,16 @@
 """Real agent processes against a real TLS coordinator, all on loopback addresses of this test."""
 
-from __future__ import annotations
-
-import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from agent_world import Factory, World
-
-sys.path.insert(0, str(Path(__file__).parent))
+from tests.wire.agent.agent_world import AgentJob, Factory
 
 
 @pytest.fixture(scope="session")
 def factory() -> Iterator[Factory]:
-    from agent_world import Factory
+    from tests.wire.agent.agent_world import Factory
 
     made = Factory()
     yield made
@@ -26,10 +18,10 @@ def factory() -> Iterator[Factory]:
 
 
 @pytest.fixture
-async def world(tmp_path: Path, factory: Factory) -> AsyncIterator[World]:
-    from agent_world import World
+async def world(tmp_path: Path, factory: Factory) -> AsyncIterator[AgentJob]:
+    from tests.wire.agent.agent_world import AgentJob
 
-    made = World(tmp_path, factory)
+    made = AgentJob(tmp_path, factory)
     await made.server()
     yield made
     await made.close()

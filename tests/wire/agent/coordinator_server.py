@@ -1,6 +1,4 @@
-"""A coordinator for tests: real HTTPS, the contract's messages, and knobs for every way in which it can misbehave."""
-
-from __future__ import annotations
+"""A coordinator for tests over real HTTPS, which can refuse, move its leadership, and publish memberships."""
 
 import asyncio
 import json
@@ -12,11 +10,11 @@ import trustme
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire import messages as m
-from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, frame, head_of
+from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, encode_frame, parse_frame_header
 
 
 class Authority:
-    """A certificate authority made for one test."""
+    """A certificate authority of one test."""
 
     def __init__(self) -> None:
         self._authority = trustme.CA()
@@ -93,7 +91,7 @@ class Server:
 
     @leader.setter
     def leader(self, leads: bool) -> None:
-        """One that no longer leads ends its streams."""
+        """Set whether this replica leads; end its streams if it does not."""
         self._leads = leads
         if not leads:
             self.end_streams()
@@ -137,7 +135,7 @@ class Server:
         publishing = asyncio.create_task(self._send_memberships(writer, int(re.search(r"after=(\d+)", head)[1])))
         try:
             while True:
-                kind, length = head_of(await reader.readexactly(HEAD_BYTES))
+                kind, length = parse_frame_header(await reader.readexactly(HEAD_BYTES))
                 self._receive(writer, kind, await reader.readexactly(length))
         finally:
             publishing.cancel()
@@ -158,9 +156,9 @@ class Server:
         jobs = self.jobs
         current = jobs.membership.generation if jobs.membership else 0
         if kind == FrameKind.REGISTER:
-            body = m.RegisterRequest.model_validate_json(payload)
-            jobs.registered[body.pod_name] = body
-            jobs.registrations.append((body.pod_name, self.ip))
+            request = m.RegisterRequest.model_validate_json(payload)
+            jobs.registered[request.pod_name] = request
+            jobs.registrations.append((request.pod_name, self.ip))
             welcome = m.RegisterResponse(
                 heartbeat_seconds=jobs.heartbeat_seconds, membership=jobs.membership, time=time.time()
             )
@@ -185,5 +183,5 @@ class Server:
                 await self.jobs.changed.wait()
 
 
-def send(writer: asyncio.StreamWriter, kind: FrameKind, message: m.MessageModel) -> None:
-    writer.write(frame(kind, message.model_dump_json(by_alias=True, exclude_none=True).encode()))
+def send(writer: asyncio.StreamWriter, kind: FrameKind, message: m.WireMessage) -> None:
+    writer.write(encode_frame(kind, message.model_dump_json(by_alias=True, exclude_none=True).encode()))

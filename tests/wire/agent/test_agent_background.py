@@ -1,19 +1,13 @@
-"""Idle spares compile for other sizes: with the real compiler's command, and out of the way when ranks come."""
-
-from __future__ import annotations
+"""Idle spares compile graphs of other sizes with the real command, and stop when they are needed."""
 
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-from agent_world import is_alive
 
+from tests.wire.agent.agent_world import AgentJob, is_alive
 from trainium_agent.linux.kernel import descendants
-
-if TYPE_CHECKING:
-    from agent_world import World
 
 pytestmark = pytest.mark.timeout(180)  # processes that import torch again
 
@@ -24,7 +18,7 @@ CONFIG = {
 }
 
 
-def spare_of_a_training_pod(world: World, sizes: str) -> Path:
+def spare_of_a_training_pod(world: AgentJob, sizes: str) -> Path:
     shared = world.folder / "shared"
     config = CONFIG | {"neuron": {"sharedCacheDirectory": str(shared)}}
     (world.folder / "trainer.yaml").write_text(json.dumps(config))
@@ -33,8 +27,8 @@ def spare_of_a_training_pod(world: World, sizes: str) -> Path:
     return shared
 
 
-def compilers(world: World) -> list[int]:
-    """Pids of the compiling processes of the spare."""
+def compilers(world: AgentJob) -> list[int]:
+    """Return the pids of the compiling processes of the spare."""
     found = []
     for pid in descendants(world.agents["spare"].pid):
         with contextlib.suppress(OSError):
@@ -44,7 +38,7 @@ def compilers(world: World) -> list[int]:
 
 
 @pytest.mark.long
-async def test_a_spare_compiles_for_the_other_sizes_while_the_others_train(world: World) -> None:
+async def test_a_spare_compiles_the_other_sizes_during_training(world: AgentJob) -> None:
     shared = spare_of_a_training_pod(world, "2,3")
     await world.ready("a", "spare")
     assert not shared.exists(), "a pod that may be a member at once has no time for that"
@@ -52,16 +46,15 @@ async def test_a_spare_compiles_for_the_other_sizes_while_the_others_train(world
     await world.training("a")
     log = world.agents["spare"].log_path
     await world.until(lambda: "the graphs for 3 nodes are ready" in log.read_text(), "both sizes compiled", 120)
-    await world.until(lambda: len(world.jobs.last("spare").compiled) == 2, "both reported")
-    assert [each.nodes for each in world.jobs.last("spare").compiled] == [2, 3]
-    assert all(each.seconds > 0 for each in world.jobs.last("spare").compiled)
+    beat = await world.heartbeat("spare", lambda beat: len(beat.compiled) == 2, "both sizes")
+    assert [each.nodes for each in beat.compiled] == [2, 3]
+    assert all(each.seconds > 0 for each in beat.compiled)
     assert "[precompile] 2 nodes: data parallel 2, 1 place(s) in the model: compiled" in log.read_text()
     assert len(list((shared / "keys").iterdir())) == 2
-    beat = world.jobs.last("spare")
     assert (beat.phase, beat.ready) == ("Standby", True)
 
 
-async def test_a_spare_that_is_needed_stops_compiling_first(world: World) -> None:
+async def test_a_spare_stops_compiling_before_it_joins(world: AgentJob) -> None:
     spare_of_a_training_pod(world, "2,3,6")
     await world.ready("a", "spare")
     await world.jobs.publish(["a"])

@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Real agents and their coordinator: the leader among replicas, certificates, tokens, verdicts."""
 
 import asyncio
 import os
@@ -6,15 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from coordinator_server import Authority
-
-if TYPE_CHECKING:
-    from agent_world import World
+from tests.wire.agent.agent_world import AgentJob
+from tests.wire.agent.coordinator_server import Authority
 
 
-async def test_the_agent_finds_the_leader_among_several_addresses_and_follows_it(world: World) -> None:
+async def test_an_agent_follows_the_leader_among_replicas(world: AgentJob) -> None:
     second = await world.server()
     world.servers[0].leader = False
     await world.train("a")
@@ -27,7 +24,7 @@ async def test_the_agent_finds_the_leader_among_several_addresses_and_follows_it
     await world.training("a", generation=2)
 
 
-async def test_a_rotated_certificate_authority_is_read_again(world: World) -> None:
+async def test_a_rotated_certificate_authority_is_reloaded(world: AgentJob) -> None:
     world.start("a")
     await world.ready("a")
     await world.servers[0].stop()
@@ -42,7 +39,7 @@ async def test_a_rotated_certificate_authority_is_read_again(world: World) -> No
     await world.until(lambda: len(world.jobs.registrations) > seen, "registered again")
 
 
-async def test_a_refused_token_is_one_line_in_the_log_and_is_tried_again(world: World) -> None:
+async def test_a_refused_token_is_logged_once_and_reloaded(world: AgentJob) -> None:
     world.start("a")
     await world.ready("a")
     world.jobs.token = "token-2"
@@ -55,10 +52,9 @@ async def test_a_refused_token_is_one_line_in_the_log_and_is_tried_again(world: 
     await world.until(lambda: len(world.jobs.registrations) > seen, "accepted with the new token")
 
 
-async def test_a_missing_configuration_file_is_a_verdict_that_the_coordinator_receives(world: World) -> None:
+async def test_a_missing_configuration_file_is_a_verdict(world: AgentJob) -> None:
     world.start("a", TRAINIUM_CONFIG=str(world.folder / "nothing.yaml"))
-    await world.phase("Failed", "a")
-    verdict = world.jobs.last("a").verdict
+    verdict = await world.verdict("a")
     assert verdict.exit_code == 64
     assert "nothing.yaml cannot be read" in verdict.message
     await world.jobs.publish(["a"])
@@ -67,7 +63,7 @@ async def test_a_missing_configuration_file_is_a_verdict_that_the_coordinator_re
     assert not world.starts()
 
 
-async def test_the_installed_command_trains_and_names_what_its_environment_lacks(world: World, tmp_path: Path) -> None:
+async def test_the_installed_command_trains_and_names_missing_variables(world: AgentJob, tmp_path: Path) -> None:
     command = Path(sys.executable).parent / "trainium-agent"
     empty = await asyncio.create_subprocess_exec(command, env={"PATH": os.environ["PATH"]}, stderr=subprocess.PIPE)
     _, errors = await empty.communicate()
@@ -86,12 +82,10 @@ async def test_the_installed_command_trains_and_names_what_its_environment_lacks
     assert len(world.starts()) == 1
 
 
-async def test_the_agent_of_a_pod_that_ends_reports_what_its_ranks_saved_last(world: World) -> None:
-    world.jobs.heartbeat_seconds = 2.0  # none of the usual ones comes in the moment between save and end
+async def test_a_terminated_agent_reports_the_last_save(world: AgentJob) -> None:
+    world.jobs.heartbeat_seconds = 2.0  # no periodic one is sent between save and end
     await world.train("a", step=3)
     world.agents["a"].signal(signal.SIGTERM)
     await world.ended("a")
-    last = world.jobs.last("a")
-    assert last is not None
-    assert last.progress is not None
-    assert last.progress.durable_step == last.progress.step > 3
+    progress = world.jobs.last("a").progress
+    assert progress.durable_step == progress.step > 3

@@ -1,24 +1,18 @@
 """Real agents and real training processes write a pod's log, as text and as lines of the schema."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import yaml
 
+from tests.wire.agent.agent_world import Agent, AgentJob
 from trainium_contract.wire.log_line import LogLine, LogSource, read_log_line
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from agent_world import Agent, World
 
 JSON = {"TRAINIUM_LOG_FORMAT": "json"}
 
 
 def read(agent: Agent) -> list[LogLine]:
-    """Every line of the pod's log; each must be of the schema."""
+    """Parse every line of the pod's log by the schema."""
     found = []
     for text in agent.log.splitlines():
         line = read_log_line(text)
@@ -28,7 +22,7 @@ def read(agent: Agent) -> list[LogLine]:
     return found
 
 
-async def test_lines_of_an_agent_and_of_its_ranks_are_logged_in_the_schema_with_their_source(world: World) -> None:
+async def test_agent_and_ranks_log_in_the_schema_with_their_source(world: AgentJob) -> None:
     await world.train("a", "b", step=3, **JSON)
     world.command("exit-1", "1\nmy own word, with password=hunter22")
     await world.training("a", "b", attempt=1)
@@ -51,7 +45,7 @@ async def test_lines_of_an_agent_and_of_its_ranks_are_logged_in_the_schema_with_
     assert world.jobs.last("b").verdict.message == "rank 1 leaves with 64"
 
 
-async def test_the_trainer_logs_as_much_in_the_schema_as_in_text(world: World, tmp_path: Path) -> None:
+async def test_the_trainer_logs_its_steps_in_the_schema(world: AgentJob, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a step and a loss and a rank. " * 400)
     config = {
         "steps": 3,
@@ -82,14 +76,14 @@ async def test_the_trainer_logs_as_much_in_the_schema_as_in_text(world: World, t
     assert all(line.as_text().startswith(f"{line.time[11:19]} rank 0 {line.level.upper()} ") for line in own)
 
 
-async def test_a_form_that_does_not_exist_ends_the_agent_with_a_sentence(world: World) -> None:
+async def test_an_unknown_log_format_is_an_error(world: AgentJob) -> None:
     world.start("a", TRAINIUM_LOG_FORMAT="xml")
     await world.ended("a")
     assert world.agents["a"].code == 64
     assert world.agents["a"].log == "trainium-agent: TRAINIUM_LOG_FORMAT='xml' must be text or json.\n"
 
 
-async def test_an_error_in_the_environment_is_logged_in_the_schema_too(world: World) -> None:
+async def test_an_error_of_the_environment_is_logged_in_the_schema(world: AgentJob) -> None:
     world.start("a", TRAINIUM_NAMESPACE="", **JSON)
     await world.ended("a")
     (line,) = read(world.agents["a"])

@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Real agents follow generations: resizes, lost agents, late agents, deletion and termination."""
 
 import asyncio
 import contextlib
@@ -6,12 +6,12 @@ import os
 import signal
 from pathlib import Path
 
-from agent_world import World, is_alive
-
+from tests.wire.agent.agent_world import AgentJob, is_alive
+from trainium_agent.linux.kernel import descendants
 from trainium_contract.wire.messages import Transition
 
 
-async def test_a_first_generation_starts_every_rank_where_the_membership_places_it(world: World) -> None:
+async def test_a_generation_starts_each_rank_on_its_node(world: AgentJob) -> None:
     world.start("a", "b", "spare")
     await world.ready("a", "b", "spare")
     await world.jobs.publish(["b", "a"])
@@ -19,13 +19,12 @@ async def test_a_first_generation_starts_every_rank_where_the_membership_places_
     rows = sorted(world.starts(), key=lambda row: row["rank"])
     assert [(row["rank"], row["world"], row["pod"]) for row in rows] == [(0, 2, "b"), (1, 2, "a")]
     assert rows[0]["argv"] == ["train", "--config", str(world.folder / "trainer.yaml")]
-    await world.until(lambda: world.jobs.last("spare").generation == 1, "the spare has heard of the generation")
-    beat = world.jobs.last("spare")
+    beat = await world.heartbeat("spare", lambda beat: beat.generation == 1, "generation 1")
     assert (beat.phase, beat.ready) == ("Standby", True)
     assert "[rank 0]" not in world.agents["a"].log
 
 
-async def test_a_graceful_resize_loses_no_step(world: World) -> None:
+async def test_a_graceful_resize_loses_no_step(world: AgentJob) -> None:
     await world.train("a", "b", "c", step=5)
     await world.jobs.publish(["a", "b"], Transition.GRACEFUL)
     await world.training("a", "b", generation=2)
@@ -38,7 +37,7 @@ async def test_a_graceful_resize_loses_no_step(world: World) -> None:
     await world.training("a", "b", "c", generation=3)
 
 
-async def test_a_graceful_resize_does_not_wait_for_ranks_that_cannot_save(world: World) -> None:
+async def test_a_graceful_resize_does_not_wait_for_ranks_that_cannot_save(world: AgentJob) -> None:
     await world.train("a", "b")
     os.kill(world.starts(rank=0)[0]["pid"], signal.SIGSTOP)
     await world.jobs.publish(["b"], Transition.GRACEFUL)
@@ -46,7 +45,7 @@ async def test_a_graceful_resize_does_not_wait_for_ranks_that_cannot_save(world:
     assert not is_alive(world.starts(rank=0, generation=1)[0]["pid"])
 
 
-async def test_a_lost_agent_is_replaced_by_the_spare_at_once(world: World) -> None:
+async def test_a_lost_agent_is_replaced_by_the_spare(world: AgentJob) -> None:
     await world.train("a", "b", spares=("spare",))
     lost = world.starts(rank=1)[0]["pid"]
     world.agents["b"].signal(signal.SIGKILL)
@@ -56,23 +55,23 @@ async def test_a_lost_agent_is_replaced_by_the_spare_at_once(world: World) -> No
     assert world.starts(generation=2, rank=1)[0]["pod"] == "spare"
 
 
-async def test_a_generation_published_while_another_is_joined_wins(world: World) -> None:
+async def test_a_newer_generation_supersedes_one_that_is_joining(world: AgentJob) -> None:
     world.start("a", "b")
     await world.ready("a", "b")
     world.jobs.registered["ghost"] = world.jobs.registered["b"].model_copy(
         update={"pod_name": "ghost", "pod_uid": "uid-ghost", "pod_ip": world.fresh_ip()}
     )
     await world.jobs.publish(["a", "b", "ghost"])
-    await world.until(lambda: world.jobs.last("a").waiting_for == (2,), "a says whom it waits for")
-    await world.until(lambda: world.jobs.last("b").waiting_for == (2,), "b knows it too")
+    await world.heartbeat("a", lambda beat: beat.waiting_for == (2,), "it waits for node 2")
+    await world.heartbeat("b", lambda beat: beat.waiting_for == (2,), "it waits for node 2")
     await world.jobs.publish(["ghost", "b"])
-    await world.until(lambda: world.jobs.last("b").waiting_for == (0,), "b waits for node 0")
+    await world.heartbeat("b", lambda beat: beat.waiting_for == (0,), "it waits for node 0")
     await world.jobs.publish(["a", "b"])
     await world.training("a", "b", generation=3)
     assert not world.starts(generation=1)
 
 
-async def test_an_older_generation_is_never_joined(world: World) -> None:
+async def test_an_older_generation_is_never_joined(world: AgentJob) -> None:
     world.start("a")
     await world.ready("a")
     await world.jobs.publish(["a"])
@@ -83,14 +82,14 @@ async def test_an_older_generation_is_never_joined(world: World) -> None:
     await world.servers[0].stop()
     await world.servers[0].start()
     await world.until(lambda: len(world.jobs.registrations) == 2, "registered again, and received generation 1")
-    seen = len(world.jobs.heartbeats["a"])
+    seen, starts = len(world.jobs.heartbeats["a"]), world.starts()
     await world.until(lambda: len(world.jobs.heartbeats["a"]) > seen + 2, "more heartbeats")
-    assert {row["generation"] for row in world.starts()} <= {1, 2}
+    assert world.starts() == starts, "no rank was started again"
     assert world.jobs.last("a").generation == 2
     assert is_alive(world.starts(generation=2)[0]["pid"])
 
 
-async def test_a_late_zombie_is_refused_ends_its_ranks_and_cannot_rejoin(world: World) -> None:
+async def test_a_resumed_agent_of_an_old_generation_ends_its_ranks(world: AgentJob) -> None:
     await world.train("a", "b", spares=("spare",))
     zombie = world.starts(rank=1)[0]["pid"]
     for pid in (world.agents["b"].pid, zombie):
@@ -102,16 +101,16 @@ async def test_a_late_zombie_is_refused_ends_its_ranks_and_cannot_rejoin(world: 
     for pid in (zombie, world.agents["b"].pid):
         os.kill(pid, signal.SIGCONT)
     await world.until(lambda: not is_alive(zombie), "its rank is ended")
-    await world.until(lambda: len(world.jobs.heartbeats["b"]) > seen, "b is heard again")
+    await world.until(lambda: len(world.jobs.heartbeats["b"]) > seen, "b sends heartbeats again")
     late = world.jobs.heartbeats["b"][seen:]
-    assert {beat.generation for beat in late} == {2}, "what it says as generation 1 is refused with 409"
+    assert {beat.generation for beat in late} == {2}, "a heartbeat of generation 1 is refused with 409"
     await world.phase("Standby", "b")
     assert not [row for row in world.starts(pod="b") if row["generation"] != 1]
     assert is_alive(world.starts(rank=0, generation=2)[0]["pid"])
-    assert not world.starts(attempt=1), "nobody restarted because of it"
+    assert not world.starts(attempt=1), "no agent restarted because of it"
 
 
-async def test_members_leave_a_generation_whose_store_is_on_a_machine_that_hangs(world: World) -> None:
+async def test_members_leave_a_generation_whose_store_hangs(world: AgentJob) -> None:
     await world.train("a", "b", spares=("spare",))
     world.agents["a"].signal(signal.SIGSTOP)
     try:
@@ -123,7 +122,7 @@ async def test_members_leave_a_generation_whose_store_is_on_a_machine_that_hangs
         world.agents["a"].signal(signal.SIGCONT)
 
 
-async def test_a_finished_job_ends_every_agent_with_success(world: World) -> None:
+async def test_agents_of_a_finished_job_exit_with_0(world: AgentJob) -> None:
     world.command("last-step", "10")
     world.start("a", "b", "c")
     await world.ready("a", "b", "c")
@@ -134,7 +133,7 @@ async def test_a_finished_job_ends_every_agent_with_success(world: World) -> Non
     assert world.jobs.last("a").progress.step == 10
 
 
-async def test_a_pod_that_finished_twice_waits_until_the_second_time_is_known_too(world: World) -> None:
+async def test_an_agent_that_finished_twice_waits_for_the_second_acknowledgement(world: AgentJob) -> None:
     await world.train("a", "b", spares=("spare",))
     world.command("exit-0", "0")
     await world.phase("Finished", "a")
@@ -152,7 +151,7 @@ async def test_a_pod_that_finished_twice_waits_until_the_second_time_is_known_to
     assert (last.generation, last.phase) == (2, "Finished")
 
 
-async def test_sigterm_saves_and_leaves_nothing_running(world: World) -> None:
+async def test_sigterm_saves_and_ends_all_processes(world: AgentJob) -> None:
     await world.train("a", "b")
     below = descendants(world.agents["a"].pid)
     assert len(below) == 2
@@ -168,7 +167,7 @@ async def test_sigterm_saves_and_leaves_nothing_running(world: World) -> None:
     assert not [row for row in world.starts() if is_alive(row["pid"])]
 
 
-async def test_sigterm_to_a_spare_ends_it_at_once(world: World) -> None:
+async def test_sigterm_to_a_spare_ends_it_at_once(world: AgentJob) -> None:
     world.start("a")
     await world.ready("a")
     below = descendants(world.agents["a"].pid)
@@ -178,7 +177,7 @@ async def test_sigterm_to_a_spare_ends_it_at_once(world: World) -> None:
     assert not [pid for pid in below if is_alive(pid)]
 
 
-async def test_agents_of_a_job_that_was_deleted_end_their_ranks_and_leave_at_once(world: World) -> None:
+async def test_agents_of_a_deleted_job_exit_at_once(world: AgentJob) -> None:
     await world.train("a", spares=("spare",), TRAINIUM_GRACE_SECONDS="600")
     os.kill(world.starts()[0]["pid"], signal.SIGSTOP)  # it would not save within its grace
     world.jobs.deleted = True
@@ -188,7 +187,7 @@ async def test_agents_of_a_job_that_was_deleted_end_their_ranks_and_leave_at_onc
     assert "the job no longer exists" in world.agents["a"].log
 
 
-async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(world: World) -> None:
+async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(world: AgentJob) -> None:
     await world.train("a", TRAINIUM_GRACE_SECONDS="0.5")
     os.kill(world.starts()[0]["pid"], signal.SIGSTOP)
     world.agents["a"].signal(signal.SIGTERM)
@@ -196,13 +195,7 @@ async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(world
     assert not is_alive(world.starts()[0]["pid"])
 
 
-def descendants(pid: int) -> list[int]:
-    from trainium_agent.linux.kernel import descendants as below
-
-    return below(pid)
-
-
-async def test_generations_that_are_over_leave_no_connection_behind(world: World) -> None:
+async def test_ended_generations_leave_no_connection(world: AgentJob) -> None:
     agents = world.start("a", "b", WITHOUT_COLLECTOR="1")
     await world.ready("a", "b")
     counts = []

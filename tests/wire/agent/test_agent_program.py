@@ -1,6 +1,4 @@
-"""Programs of others under real agents: started, followed, restarted in place, ended, and refused with a sentence."""
-
-from __future__ import annotations
+"""Training programs under real agents: start, progress, restart in place, stop, and errors."""
 
 import asyncio
 import json
@@ -8,18 +6,14 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
-from agent_world import HERE, is_alive
 
+from tests.wire.agent.agent_world import HERE, AgentJob, is_alive
 from trainium_agent.linux import kernel
 from trainium_contract.wire import worker_env
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from agent_world import World
 
 DDP = str(HERE / "fakes" / "program_ddp.py")
 PATTERN = r"step: *(?P<step>\d+) loss: *(?P<loss>\S+)"
@@ -38,37 +32,26 @@ def shell(script: str, **more: Any) -> dict[str, str]:
     return program("/bin/sh", "-c", script, **more)
 
 
-async def begin(world: World, *names: str, processes: int = 1, **extra: str) -> None:
+async def begin(world: AgentJob, *names: str, processes: int = 1, **extra: str) -> None:
     """Start agents and give them generation 1."""
     world.start(*names, **extra)
     await world.registered(*names)
     await world.jobs.publish([*names], processes=processes)
 
 
-async def failed(world: World, name: str) -> Any:
-    """Return the verdict of a pod."""
-    await world.until(lambda: (beat := world.jobs.last(name)) is not None and beat.verdict, f"{name} failed", 60)
-    return world.jobs.last(name).verdict
-
-
-async def test_a_killed_rank_of_a_ddp_program_restarts_all_ranks_in_place_from_its_checkpoint(
-    world: World, tmp_path: Path
-) -> None:
+async def test_a_ddp_program_restarts_in_place_from_its_checkpoint(world: AgentJob, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     checkpoints = {"path": str(folder), "committed": "step-{step}.pt"}
     command = (sys.executable, DDP, "20", str(folder), "1:8")
-    extra = program(*command, progress={"pattern": PATTERN}, checkpoints=checkpoints, warm=["torch"])
+    extra = program(*command, progress={"pattern": PATTERN}, checkpoints=checkpoints, warm=["torch", "torch._dynamo"])
     await begin(world, "a", "b", **extra)
     agents = {name: agent.pid for name, agent in world.agents.items()}
 
-    await world.until(lambda: (beat := world.jobs.last("b")) is not None and beat.failures, "the failure", 60)
-    failure = world.jobs.last("b").failures[-1]
+    failure = (await world.heartbeat("b", lambda beat: beat.failures, "the failure")).failures[-1]
     assert (failure.exit_code, failure.rank, failure.attempt) == (137, 1, 0)
     assert not world.jobs.last("a").failures
-    await world.until(
-        lambda: world.jobs.last("a").restarts and world.jobs.last("a").restarts[-1].resumed_at, "resumed", 60
-    )
+    await world.heartbeat("a", lambda beat: beat.restarts and beat.restarts[-1].resumed_at, "it has resumed")
     assert {name: agent.pid for name, agent in world.agents.items()} == agents
     await world.phase("Finished", "a", "b")
     await world.ended("a", "b")
@@ -85,7 +68,7 @@ async def test_a_killed_rank_of_a_ddp_program_restarts_all_ranks_in_place_from_i
     assert [agent.code for agent in world.agents.values()] == [0, 0]
 
 
-async def test_a_shell_script_gets_the_environment_of_torchrun_and_completes(world: World) -> None:
+async def test_a_shell_script_has_the_environment_of_torchrun(world: AgentJob) -> None:
     script = 'echo "r=$RANK w=$WORLD_SIZE l=$LOCAL_RANK/$LOCAL_WORLD_SIZE g=$GROUP_RANK/$GROUP_WORLD_SIZE"; '
     script += 'echo "s=$TORCHELASTIC_USE_AGENT_STORE a=$MASTER_ADDR o=$OMP_NUM_THREADS"; sleep 0.5'
     await begin(world, "a", "b", processes=2, **shell(script, processesPerNode=2))
@@ -97,9 +80,9 @@ async def test_a_shell_script_gets_the_environment_of_torchrun_and_completes(wor
     assert world.jobs.last("a").progress.step == 0
 
 
-async def test_a_program_that_fails_again_and_again_is_given_up_with_its_last_line(world: World) -> None:
+async def test_repeated_failures_are_a_verdict_with_the_last_line(world: AgentJob) -> None:
     await begin(world, "a", **shell("echo the fault is in line 7; exit 3"))
-    verdict = await failed(world, "a")
+    verdict = await world.verdict("a")
     assert verdict.exit_code == 3
     assert "the fault is in line 7" in verdict.message
     assert world.jobs.last("a").attempt > 0
@@ -113,29 +96,27 @@ async def test_a_program_that_fails_again_and_again_is_given_up_with_its_last_li
         (("/etc/passwd",), "program.command /etc/passwd of image team/train:1 cannot be executed (Permission denied)"),
     ],
 )
-async def test_a_command_that_cannot_be_started_stops_the_job_with_a_sentence(
-    world: World, command: tuple[str, ...], sentence: str
+async def test_a_command_that_cannot_start_is_a_user_error(
+    world: AgentJob, command: tuple[str, ...], sentence: str
 ) -> None:
     await begin(world, "a", **program(*command))
-    verdict = await failed(world, "a")
+    verdict = await world.verdict("a")
     assert verdict.exit_code == 64
     assert sentence in verdict.message
     assert world.jobs.last("a").attempt == 0
 
 
-async def test_a_working_directory_that_is_missing_stops_the_job_with_a_sentence(world: World) -> None:
+async def test_a_missing_working_directory_is_a_user_error(world: AgentJob) -> None:
     await begin(world, "a", **shell("true", workingDirectory="/nowhere"))
-    verdict = await failed(world, "a")
+    verdict = await world.verdict("a")
     assert verdict.exit_code == 64
     assert "program.workingDirectory /nowhere cannot be entered (No such file or directory)" in verdict.message
 
 
 @pytest.mark.parametrize("start", ["setsid sleep 300", "sleep 300"])
-async def test_a_program_that_puts_itself_into_the_background_stops_the_job_with_a_sentence(
-    world: World, start: str
-) -> None:
+async def test_a_program_in_the_background_is_a_user_error(world: AgentJob, start: str) -> None:
     await begin(world, "a", **shell(f"{start} & echo $! > {world.folder}/pid; sleep 0.3"))
-    verdict = await failed(world, "a")
+    verdict = await world.verdict("a")
     assert verdict.exit_code == 64
     assert "ended with code 0 after" in verdict.message
     assert "stay in the foreground" in verdict.message
@@ -144,12 +125,11 @@ async def test_a_program_that_puts_itself_into_the_background_stops_the_job_with
     assert not is_alive(int((world.folder / "pid").read_text()))
 
 
-async def test_a_program_that_starts_its_own_ranks_ends_with_all_of_them(world: World) -> None:
+async def test_child_processes_end_with_their_program(world: AgentJob) -> None:
     script = "test $TORCHELASTIC_RESTART_COUNT = 1 && exit 0; for n in 1 2; do sh -c 'sleep 300' & "
     script += f"echo $! >> {world.folder}/pids-$GROUP_RANK; done; sleep 1; test $GROUP_RANK = 1 && exit 9; wait"
     await begin(world, "a", "b", **shell(script))
-    await world.until(lambda: (beat := world.jobs.last("b")) is not None and beat.failures, "the failure", 60)
-    assert world.jobs.last("b").failures[-1].exit_code == 9
+    assert (await world.heartbeat("b", lambda beat: beat.failures, "the failure")).failures[-1].exit_code == 9
     await world.phase("Finished", "a", "b")
     await world.ended("a", "b")
     pids = [int(text) for rank in (0, 1) for text in (world.folder / f"pids-{rank}").read_text().split()]
@@ -157,7 +137,7 @@ async def test_a_program_that_starts_its_own_ranks_ends_with_all_of_them(world: 
     assert [pid for pid in pids if is_alive(pid)] == []
 
 
-async def test_a_program_that_ignores_sigterm_is_killed_after_its_grace(world: World) -> None:
+async def test_a_program_that_ignores_sigterm_is_killed_after_its_grace(world: AgentJob) -> None:
     script = f'trap "" TERM; echo $$ > {world.folder}/pid; echo up; while true; do sleep 0.1; done'
     await begin(world, "a", **shell(script), TRAINIUM_GRACE_SECONDS="1")
     await world.until(lambda: "up" in world.agents["a"].log, "the program runs")
@@ -168,7 +148,7 @@ async def test_a_program_that_ignores_sigterm_is_killed_after_its_grace(world: W
     assert not is_alive(int((world.folder / "pid").read_text()))
 
 
-async def test_a_program_saves_within_its_grace_after_sigterm(world: World) -> None:
+async def test_a_program_saves_within_its_grace_after_sigterm(world: AgentJob) -> None:
     script = f'trap "echo saved > {world.folder}/saved; exit 0" TERM; echo up; while true; do sleep 0.1; done'
     await begin(world, "a", **shell(script))
     await world.until(lambda: "up" in world.agents["a"].log, "the program runs")
@@ -190,9 +170,7 @@ for step in range(1, 3000):
 
 
 @pytest.mark.parametrize("code", [75, 0])
-async def test_all_ranks_of_a_program_that_asks_stop_after_the_same_step_when_one_pod_ends(
-    world: World, code: int
-) -> None:
+async def test_ranks_that_check_for_a_stop_end_after_the_same_step(world: AgentJob, code: int) -> None:
     """Whatever success they report, the program is not complete: it was asked to stop before its last step."""
     await begin(world, "a", "b", **program(sys.executable, "-c", ASKS, str(code)))
     await world.training("a", "b", step=5)
@@ -208,7 +186,7 @@ async def test_all_ranks_of_a_program_that_asks_stop_after_the_same_step_when_on
     assert world.agents["a"].code == 75
 
 
-async def test_a_rank_that_a_signal_stops_hangs_by_its_steps_and_is_restarted(world: World) -> None:
+async def test_a_stopped_program_is_hung_by_its_steps(world: AgentJob) -> None:
     script = "n=0; while true; do n=$((n+1)); echo step $n; sleep 0.1; "
     script += "test $n = 20 -a $TORCHELASTIC_RESTART_COUNT = 0 && kill -STOP $$; done"
     limits = {"stepFloorSeconds": 1, "saveSeconds": 2, "initSeconds": 5}
@@ -218,23 +196,23 @@ async def test_a_rank_that_a_signal_stops_hangs_by_its_steps_and_is_restarted(wo
     await world.training("a", attempt=1, step=5)
     failure = world.jobs.last("a").failures[-1]
     assert failure.exit_code == 77
-    assert "stood still" in failure.message
+    assert "made no progress" in failure.message
     assert "stopped by a signal" in failure.message
 
 
-async def test_a_silent_program_without_steps_hangs_by_its_output_and_processor_time(world: World) -> None:
+async def test_an_idle_program_is_hung_by_its_output_and_processor_time(world: AgentJob) -> None:
     """The first attempt falls silent and idle; the second works without a word, which is no hang."""
     script = "echo begins; test $TORCHELASTIC_RESTART_COUNT = 0 && sleep 300; while true; do :; done"
     extra = {worker_env.ENV_HANG_LIMITS: json.dumps({"stepFloorSeconds": 1, "initSeconds": 3})}
     await begin(world, "a", **shell(script), **extra)
-    await world.until(lambda: (beat := world.jobs.last("a")) is not None and beat.attempt == 1, "the restart", 60)
-    assert world.jobs.last("a").failures[-1].exit_code == 77
+    beat = await world.heartbeat("a", lambda beat: beat.attempt == 1, "the restart")
+    assert beat.failures[-1].exit_code == 77
     await asyncio.sleep(5)
     beat = world.jobs.last("a")
     assert (beat.attempt, beat.phase, beat.progress.hang_detection) == (1, "Training", "Output")
 
 
-async def test_a_killed_process_that_starts_ranks_is_replaced(world: World) -> None:
+async def test_a_killed_standby_of_a_program_is_replaced(world: AgentJob) -> None:
     await begin(world, "a", **shell(f"echo $$ >> {world.folder}/pids; exec sleep 300"))
     pids = world.folder / "pids"
     await world.until(lambda: pids.exists() and pids.read_text(), "the program runs")
@@ -246,11 +224,10 @@ async def test_a_killed_process_that_starts_ranks_is_replaced(world: World) -> N
     os.kill(first, signal.SIGKILL)
     await world.until(lambda: len(pids.read_text().split()) == 2, "the program runs again")
     assert is_alive(int(pids.read_text().split()[1]))
-    await world.until(lambda: world.jobs.last("a").failures, "the report of the failure")
-    assert world.jobs.last("a").failures[-1].exit_code == 137
+    assert (await world.heartbeat("a", lambda beat: beat.failures, "the failure")).failures[-1].exit_code == 137
 
 
-async def test_a_warm_standby_forks_ranks_with_the_modules_that_it_has_imported(world: World, tmp_path: Path) -> None:
+async def test_a_warm_standby_forks_ranks_with_imported_modules(world: AgentJob, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys, time\n"

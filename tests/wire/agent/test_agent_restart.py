@@ -1,19 +1,21 @@
-from __future__ import annotations
+"""Restarts in place under real agents, exits that end a generation, and causes from output, kernel log and rules."""
 
+import json
 import os
 import signal
 from pathlib import Path
 
-from agent_world import World, is_alive
+from tests.wire.agent.agent_world import AgentJob, is_alive
+from trainium_contract.faults.causes import Cause
 
 
-def kill_rank(world: World, rank: int, **which: int) -> int:
+def kill_rank(world: AgentJob, rank: int, **which: int) -> int:
     pid = world.starts(rank=rank, **which)[-1]["pid"]
     os.kill(pid, signal.SIGKILL)
     return pid
 
 
-async def test_a_killed_rank_restarts_all_ranks_in_place_and_no_agent(world: World) -> None:
+async def test_a_killed_rank_restarts_all_ranks_in_place_and_no_agent(world: AgentJob) -> None:
     await world.train("a", "b", "c", "d", step=3)
     agents = {name: agent.pid for name, agent in world.agents.items()}
 
@@ -39,7 +41,7 @@ async def test_a_killed_rank_restarts_all_ranks_in_place_and_no_agent(world: Wor
         assert restart.failed_at <= restart.detected_at <= restart.resumed_at
 
 
-async def test_a_rank_restarts_in_place_while_the_coordinator_is_down(world: World) -> None:
+async def test_a_rank_restarts_in_place_while_the_coordinator_is_down(world: AgentJob) -> None:
     await world.train("a", "b", step=3)
     await world.servers[0].stop()
 
@@ -52,7 +54,7 @@ async def test_a_rank_restarts_in_place_while_the_coordinator_is_down(world: Wor
     assert [name for name, _ in world.jobs.registrations].count("a") >= 2
 
 
-async def test_several_ranks_of_one_pod_restart_together(world: World) -> None:
+async def test_several_ranks_of_one_pod_restart_together(world: AgentJob) -> None:
     await world.train("a", "b", processes=3, step=1)
     kill_rank(world, 4)
     await world.training("a", "b", attempt=1)
@@ -61,12 +63,13 @@ async def test_several_ranks_of_one_pod_restart_together(world: World) -> None:
     assert {row["pod"] for row in again if row["rank"] < 3} == {"a"}
 
 
-async def test_a_user_error_stops_the_generation_and_ends_its_pod_with_a_verdict(world: World) -> None:
+async def test_a_user_error_ends_its_pod_with_a_verdict(world: AgentJob) -> None:
     await world.train("a", "b", step=3)
     world.command("exit-1", "64")
     await world.phase("Failed", "a", "b")
-    assert world.jobs.last("b").verdict.exit_code == 64
-    assert "rank 1 leaves with 64" in world.jobs.last("b").verdict.message
+    verdict = await world.verdict("b")
+    assert verdict.exit_code == 64
+    assert "rank 1 leaves with 64" in verdict.message
     assert world.jobs.last("a").verdict is None
     assert not world.starts(attempt=1)
     assert not any(is_alive(row["pid"]) for row in world.starts())
@@ -78,30 +81,28 @@ async def test_a_user_error_stops_the_generation_and_ends_its_pod_with_a_verdict
     assert world.agents["a"].code is None
 
 
-async def test_a_program_that_cannot_be_imported_is_a_verdict(world: World) -> None:
+async def test_a_program_that_cannot_be_imported_is_a_verdict(world: AgentJob) -> None:
     world.start("a", TRAINIUM_RANK_ENTRY="fake_broken:main")
     await world.registered("a")
     await world.jobs.publish(["a"])
-    await world.phase("Failed", "a")
-    verdict = world.jobs.last("a").verdict
+    verdict = await world.verdict("a")
     assert verdict.exit_code == 1
     assert verdict.attempt == 1
     assert "a_module_that_nobody_has" in verdict.message
 
 
-async def test_a_device_fault_withdraws_its_pod_and_the_others_wait_for_the_replacement(world: World) -> None:
+async def test_peers_of_a_withdrawn_pod_wait_for_its_replacement(world: AgentJob) -> None:
     await world.train("a", "b", spares=("spare",), step=3)
     world.command("exit-1", "80")
-    await world.phase("Failed", "b")
-    assert world.jobs.last("b").verdict.exit_code == 80
-    await world.until(lambda: world.jobs.last("a").waiting_for == (1,), "a waits for node rank 1")
-    assert world.jobs.last("a").phase == "Joining"
+    assert (await world.verdict("b")).exit_code == 80
+    beat = await world.heartbeat("a", lambda beat: beat.waiting_for == (1,), "it waits for node 1")
+    assert beat.phase == "Joining"
     await world.jobs.publish(["a", "spare"])
     await world.training("a", "spare", generation=2)
     await world.phase("Standby", "b")
 
 
-async def test_ranks_that_yielded_though_nobody_called_go_on_in_place(world: World) -> None:
+async def test_ranks_that_yield_without_an_order_restart_in_place(world: AgentJob) -> None:
     await world.train("a", "b", step=3)
     os.kill(world.starts(rank=1)[0]["pid"], signal.SIGTERM)
     await world.phase("Yielded", "a", "b")
@@ -110,7 +111,7 @@ async def test_ranks_that_yielded_though_nobody_called_go_on_in_place(world: Wor
     assert world.jobs.last("a").restarts[-1].cause == "Yielded"
 
 
-async def test_the_loss_of_the_store_leaves_the_others_waiting_for_a_newer_generation(world: World) -> None:
+async def test_agents_without_their_store_wait_for_a_newer_generation(world: AgentJob) -> None:
     await world.train("a", "b", "c", spares=("spare",), step=3)
     world.agents["a"].signal(signal.SIGKILL)
     await world.ended("a")
@@ -124,7 +125,7 @@ async def test_the_loss_of_the_store_leaves_the_others_waiting_for_a_newer_gener
     await world.training("spare", "b", "c", generation=2)
 
 
-async def test_a_lost_standby_is_replaced_and_ranks_start_all_the_same(world: World) -> None:
+async def test_a_lost_standby_is_replaced_before_ranks_start(world: AgentJob) -> None:
     await world.train("a", step=3)
     standby = int(standby_of(world.agents["a"].pid))
     os.kill(standby, signal.SIGKILL)
@@ -141,7 +142,7 @@ def standby_of(agent: int) -> str:
     return ""
 
 
-async def test_an_export_is_killed_more_often_than_a_step_may_be_and_goes_on_each_time(world: World) -> None:
+async def test_an_export_resumes_after_more_kills_than_the_restart_limit(world: AgentJob) -> None:
     (world.control / "export").write_text("1000")
     (world.control / "last-step").write_text("10")  # before the start: every rank ends with the same step
     await world.train("a", "b", step=3, TRAINIUM_MAX_IN_PLACE_RESTARTS="1")
@@ -168,3 +169,86 @@ async def test_an_export_is_killed_more_often_than_a_step_may_be_and_goes_on_eac
     assert len(beat.restarts) == 4
     assert all(restart.resumed_at for restart in beat.restarts[:-1])
     assert beat.verdict is None
+
+
+SRAM = "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR instance-id=i-0 nd-id=3 nc-id=1 action=TERMINATE_INSTANCE"
+
+
+async def job(world: AgentJob, *names: str, **extra: str) -> None:
+    """Start agents that train as generation 1; each reads its own kernel log."""
+    for name in names:
+        kernel_log(world, name).touch()
+        world.start(name, TRAINIUM_KERNEL_LOG=str(kernel_log(world, name)), **extra)
+    await world.ready(*names)
+    await world.jobs.publish([*names])
+    await world.training(*names, step=3)
+
+
+def kernel_log(world: AgentJob, name: str) -> Path:
+    return world.folder / f"kmsg-{name}"
+
+
+def write_kernel_line(world: AgentJob, name: str, line: str) -> None:
+    with kernel_log(world, name).open("a") as file:
+        file.write(f"3,1,99,-;{line}\n")
+
+
+def exit_rank(world: AgentJob, rank: int, code: int, words: str) -> None:
+    world.command(f"exit-{rank}", f"{code}\n{words}")
+
+
+async def test_a_device_status_in_the_output_withdraws_the_pod(world: AgentJob) -> None:
+    await job(world, "a", "b")
+    exit_rank(world, 1, 1, "XlaRuntimeError: nrt_execute failed with status 1202")
+    verdict = await world.verdict("b")
+    assert (verdict.exit_code, verdict.runtime_status) == (1, 1202)
+    assert "1202" in verdict.message
+    assert world.jobs.last("a").verdict is None
+
+
+async def test_a_repairable_device_withdraws_at_its_second_failure(world: AgentJob) -> None:
+    await job(world, "a", "b")
+    exit_rank(world, 0, 1, "nrt_execute: status=1205")
+    await world.training("a", "b", attempt=1, step=8)
+    assert world.jobs.last("a").restarts[-1].cause is Cause.DEVICE_REPAIRABLE
+    assert world.jobs.last("a").failures[-1].runtime_status == 1205
+    exit_rank(world, 0, 1, "nrt_execute: status=1205")
+    await world.verdict("a")
+    assert world.jobs.last("b").verdict is None
+
+
+async def test_a_failed_collective_restarts_all_ranks_in_place(world: AgentJob) -> None:
+    await job(world, "a", "b", "c")
+    for rank in range(3):
+        exit_rank(world, rank, 1, "NRT_EXEC_HW_ERR_COLLECTIVES")
+    await world.training("a", "b", "c", attempt=1)
+    for name in ("a", "b", "c"):
+        beat = world.jobs.last(name)
+        assert beat.verdict is None
+        assert beat.restarts[-1].cause is Cause.PEER_LOST
+    assert not world.starts(attempt=2), "failures at the same moment count once"
+
+
+async def test_a_device_error_in_the_kernel_log_withdraws_its_node(world: AgentJob) -> None:
+    await job(world, "a", "b")
+    write_kernel_line(world, "b", "eth0: renamed from veth1")
+    write_kernel_line(world, "b", SRAM)
+    (event,) = (await world.heartbeat("b", lambda beat: beat.kernel, "a kernel event")).kernel
+    assert (event.sequence, event.line) == (0, SRAM)
+    assert not world.jobs.last("a").kernel
+    await world.training("a", "b", step=world.jobs.last("a").progress.step + 3)
+    exit_rank(world, 1, 76, "Connection closed by peer")
+    beat = await world.heartbeat("b", lambda beat: beat.verdict, "the verdict")
+    assert beat.restarts == ()
+    assert world.jobs.last("a").verdict is None
+
+
+async def test_a_rule_added_to_a_running_job_stops_it(world: AgentJob) -> None:
+    await job(world, "a", "b")
+    exit_rank(world, 0, 3, "no seat is free")
+    await world.training("a", "b", attempt=1, step=8)
+    rule = {"exitCodes": [3], "message": "no seat", "cause": "UserCode", "action": "Stop"}
+    (world.folder / "rules.json").write_text(json.dumps([rule]))
+    exit_rank(world, 0, 3, "no seat is free")
+    await world.verdict("a")
+    await world.phase("Failed", "b")

@@ -1,11 +1,11 @@
-from __future__ import annotations
+"""The client of the Kubernetes API: retries, errors by kind, paths and bodies."""
 
 import asyncio
 import json
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, Fault, refuse
+from tests.testing.api.fake_kubernetes import FakeCluster, Fault, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.client import ATTEMPTS, Api
@@ -16,11 +16,11 @@ BODY = {"metadata": {"name": "a"}}
 
 
 def failing(times: int, outcome: HttpResponse | Exception) -> Fault:
-    left = [times]
+    remaining = [times]
 
     def fault(_method: str, _path: str) -> HttpResponse | Exception | None:
-        left[0] -= 1
-        return outcome if left[0] >= 0 else None
+        remaining[0] -= 1
+        return outcome if remaining[0] >= 0 else None
 
     return fault
 
@@ -28,15 +28,15 @@ def failing(times: int, outcome: HttpResponse | Exception) -> Fault:
 @pytest.mark.parametrize(
     "outcome",
     [
-        refuse(429, "TooManyRequests"),
-        refuse(503, "ServiceUnavailable"),
-        refuse(500, "InternalError"),
-        refuse(504, "Timeout"),
+        http_error(429, "TooManyRequests"),
+        http_error(503, "ServiceUnavailable"),
+        http_error(500, "InternalError"),
+        http_error(504, "Timeout"),
         ConnectionFailedError("reset"),
     ],
 )
 @in_virtual_time
-async def test_every_verb_is_repeated_when_the_server_is_overloaded_or_away(outcome: HttpResponse | Exception) -> None:
+async def test_a_request_is_retried_on_overload_and_outage(outcome: HttpResponse | Exception) -> None:
     cluster = FakeCluster()
     cluster.faults.append(failing(3, outcome))
     await Api(cluster).create(CONFIG_MAPS, "default", BODY)
@@ -48,14 +48,14 @@ async def test_every_verb_is_repeated_when_the_server_is_overloaded_or_away(outc
 async def test_retry_after_is_honoured() -> None:
     cluster = FakeCluster()
     cluster.add(CONFIG_MAPS, BODY)
-    cluster.faults.append(failing(1, refuse(429, "TooManyRequests", retry_after="7")))
+    cluster.faults.append(failing(1, http_error(429, "TooManyRequests", retry_after="7")))
     started = asyncio.get_running_loop().time()
     await Api(cluster).get(CONFIG_MAPS, "default", "a")
     assert (asyncio.get_running_loop().time() - started) == pytest.approx(7, abs=0.01)
 
 
 @in_virtual_time
-async def test_it_gives_up_after_some_attempts_with_one_error() -> None:
+async def test_a_request_fails_after_its_attempts() -> None:
     cluster = FakeCluster()
     cluster.down = True
     with pytest.raises(errors.UnavailableError):
@@ -77,18 +77,18 @@ async def test_it_gives_up_after_some_attempts_with_one_error() -> None:
     ],
 )
 @in_virtual_time
-async def test_other_refusals_are_raised_at_once_by_kind_and_with_the_servers_sentence(
+async def test_other_refusals_are_raised_at_once_with_the_servers_message(
     status: int, reason: str, kind: type[errors.ApiError]
 ) -> None:
     cluster = FakeCluster()
-    cluster.faults.append(lambda *_: refuse(status, reason, "the server's sentence"))
+    cluster.faults.append(lambda *_: http_error(status, reason, "the server's sentence"))
     with pytest.raises(kind, match="the server's sentence"):
         await Api(cluster).get(CONFIG_MAPS, "default", "a")
     assert len(cluster.requests) == 1
 
 
 @in_virtual_time
-async def test_an_answer_that_is_not_json_is_still_an_error_with_its_status() -> None:
+async def test_a_response_that_is_not_json_is_an_error_with_its_status() -> None:
     cluster = FakeCluster()
     cluster.faults.append(lambda *_: HttpResponse(502, {}, b"<html>bad gateway</html>"))
     with pytest.raises(errors.UnavailableError, match=r"HTTP 502.*bad gateway"):

@@ -1,14 +1,13 @@
 """The fleet reconcile on an API server in virtual time: memory, release, conflicts, restarts, taints, followers."""
 
-from __future__ import annotations
-
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, Write, refuse
+from tests.testing.api.fake_kubernetes import FakeCluster, Write, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import training_job, until, wall_clock
 from trainium_operator.cluster.api.client import Api
@@ -20,13 +19,9 @@ from trainium_operator.plan.model.names import TAINT_QUARANTINED
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-
 MEMORY = "trainium-operator-quarantine"
-ODD = 0.0006
-"""Seconds that make the time of a failure no whole number of milliseconds, as real ones are."""
+FRACTION = 0.0006
+"""Seconds below a millisecond, as real times of failures have them."""
 
 
 class Replica:
@@ -76,7 +71,7 @@ class Replica:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def a_cluster(nodes: int = 10) -> FakeCluster:
+def make_cluster(nodes: int = 10) -> FakeCluster:
     cluster = FakeCluster(wall_clock)
     cluster.add(JOBS, training_job("llama"))
     witness = training_job("witness")
@@ -97,22 +92,24 @@ def a_cluster(nodes: int = 10) -> FakeCluster:
 
 
 @asynccontextmanager
-async def maintained(
+async def running_replica(
     cluster: FakeCluster | None = None, *, taints: bool = False, leading: bool = True
 ) -> AsyncIterator[tuple[FakeCluster, Replica]]:
-    cluster = cluster or a_cluster()
+    cluster = cluster or make_cluster()
     replica = Replica(cluster, taints=taints)
     await replica.start(leading=leading)
     yield cluster, replica
     await replica.stop()
 
 
-def fail(cluster: FakeCluster, node: str, cause: str = "Device") -> None:
+def fail(cluster: FakeCluster, node: str) -> None:
     """Report a failure from jobs of two namespaces, which confirms it."""
 
     def change(raw: dict[str, Any]) -> None:
         status = raw.setdefault("status", {})
-        status.setdefault("failures", []).append({"at": wall_clock() - ODD, "cause": cause, "pod": "p", "node": node})
+        status.setdefault("failures", []).append(
+            {"at": wall_clock() - FRACTION, "cause": "Device", "pod": "p", "node": node}
+        )
 
     for namespace, name in (("default", "llama"), ("elsewhere", "witness")):
         if (JOBS.plural, namespace, name) in cluster.objects:
@@ -140,8 +137,8 @@ def writes(cluster: FakeCluster) -> list[Write]:
 
 
 @in_virtual_time
-async def test_a_fault_is_recorded_and_reported_to_jobs_within_a_second() -> None:
-    async with maintained() as (cluster, replica):
+async def test_a_fault_quarantines_its_node_within_a_second() -> None:
+    async with running_replica() as (cluster, replica):
         await asyncio.sleep(1)
         fail(cluster, "node-3")
         await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
@@ -152,8 +149,8 @@ async def test_a_fault_is_recorded_and_reported_to_jobs_within_a_second() -> Non
 
 
 @in_virtual_time
-async def test_a_bad_node_is_reported_within_a_second_and_costs_no_write_unless_it_is_a_strike() -> None:
-    async with maintained() as (cluster, replica):
+async def test_a_bad_node_is_written_only_for_a_strike() -> None:
+    async with running_replica() as (cluster, replica):
         await asyncio.sleep(1)
         before = len(writes(cluster))
         cluster.change(NODES, "", "node-3", condition("NetworkingReady", "False"))
@@ -165,8 +162,8 @@ async def test_a_bad_node_is_reported_within_a_second_and_costs_no_write_unless_
 
 
 @in_virtual_time
-async def test_nothing_is_written_while_nothing_happens() -> None:
-    async with maintained() as (cluster, replica):
+async def test_an_idle_fleet_is_written_once() -> None:
+    async with running_replica() as (cluster, replica):
         await asyncio.sleep(600)
         assert [write.path.rpartition("/")[2] for write in writes(cluster)] == ["configmaps"], "created, once"
         assert replica.changes == 0
@@ -174,19 +171,19 @@ async def test_nothing_is_written_while_nothing_happens() -> None:
 
 @in_virtual_time
 async def test_followers_do_not_act() -> None:
-    async with maintained(leading=False) as (cluster, _replica):
+    async with running_replica(leading=False) as (cluster, _replica):
         fail(cluster, "node-3")
         await asyncio.sleep(60)
         assert writes(cluster) == []
 
 
 @in_virtual_time
-async def test_a_new_leader_knows_what_the_last_one_knew_before_its_first_plan() -> None:
-    async with maintained() as (cluster, first):
+async def test_a_new_leader_reads_the_quarantine_before_its_first_plan() -> None:
+    async with running_replica() as (cluster, first):
         fail(cluster, "node-3")
         await until(lambda: first.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
     cluster.remove(JOBS, "default", "llama")
-    async with maintained(cluster) as (_, second):
+    async with running_replica(cluster) as (_, second):
         assert second.fleet.view.quarantined == {"node-3"}
         await asyncio.sleep(60)
         assert len(memory(cluster).machines["aws:///i-3"].strikes) == 1
@@ -194,8 +191,8 @@ async def test_a_new_leader_knows_what_the_last_one_knew_before_its_first_plan()
 
 @pytest.mark.parametrize("write", range(1, 5))
 @in_virtual_time
-async def test_an_operator_that_is_killed_after_any_write_leaves_what_the_next_one_finishes(write: int) -> None:
-    cluster = a_cluster()
+async def test_the_next_leader_completes_the_writes_of_a_killed_one(write: int) -> None:
+    cluster = make_cluster()
     first = Replica(cluster, taints=True)
     done = 0
 
@@ -203,7 +200,7 @@ async def test_an_operator_that_is_killed_after_any_write_leaves_what_the_next_o
         nonlocal done
         done += 1
         if done == write:
-            cluster.faults.append(lambda _method, _path: refuse(503, "ServiceUnavailable"))
+            cluster.faults.append(lambda _method, _path: http_error(503, "ServiceUnavailable"))
             for task in first._tasks:
                 task.cancel()
 
@@ -216,7 +213,7 @@ async def test_an_operator_that_is_killed_after_any_write_leaves_what_the_next_o
     cluster.faults.clear()
     cluster.after_write = lambda _: None
     await first.stop()
-    async with maintained(cluster, taints=True) as (_, second):
+    async with running_replica(cluster, taints=True) as (_, second):
         await asyncio.sleep(POLL_SECONDS + 1)
         assert second.fleet.view.quarantined == {"node-3", "node-5"}
         assert {len(entry.strikes) for entry in memory(cluster).machines.values()} == {1}
@@ -225,20 +222,20 @@ async def test_an_operator_that_is_killed_after_any_write_leaves_what_the_next_o
 
 
 @in_virtual_time
-async def test_a_person_releases_a_node_by_deleting_its_entry() -> None:
-    async with maintained(taints=True) as (cluster, replica):
+async def test_a_node_is_released_by_deleting_its_entry() -> None:
+    async with running_replica(taints=True) as (cluster, replica):
         fail(cluster, "node-3")
         await until(lambda: TAINT_QUARANTINED in taints(cluster, "node-3"), 2, "the taint")
         cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].pop("aws.i-3"))
         await until(lambda: replica.fleet.view.quarantined == frozenset(), POLL_SECONDS + 1, "the release")
-        await until(lambda: taints(cluster, "node-3") == {"theirs": ""}, 1, "the taint taken off")
+        await until(lambda: taints(cluster, "node-3") == {"theirs": ""}, 1, "the taint is removed")
         await asyncio.sleep(100)
         assert memory(cluster).machines == {}, "the job's old record does not count again"
 
 
 @in_virtual_time
 async def test_a_deleted_memory_is_recreated_empty() -> None:
-    async with maintained() as (cluster, replica):
+    async with running_replica() as (cluster, replica):
         fail(cluster, "node-3")
         await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
         cluster.remove(CONFIG_MAPS, "system", MEMORY)
@@ -248,29 +245,29 @@ async def test_a_deleted_memory_is_recreated_empty() -> None:
 
 
 @in_virtual_time
-async def test_a_change_by_somebody_else_in_between_is_read_and_counts() -> None:
-    async with maintained() as (cluster, replica):
+async def test_a_concurrent_change_of_the_memory_is_merged() -> None:
+    async with running_replica() as (cluster, replica):
         await asyncio.sleep(1)
         text = "machine: aws:///i-7\nstate: Permanent\n"
         pending = [True]
 
-        def meddle(method: str, path: str) -> None:
+        def change_memory(method: str, path: str) -> None:
             if method == "PUT" and path.endswith(MEMORY) and pending:
                 pending.clear()
                 cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].update(mine=text))
 
-        cluster.faults.append(meddle)
+        cluster.faults.append(change_memory)
         fail(cluster, "node-3")
         await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-7"}, 2, "both")
         assert set(memory(cluster).machines) == {"aws:///i-3", "aws:///i-7"}
 
 
 @in_virtual_time
-async def test_while_the_api_server_is_away_jobs_go_by_what_was_known_and_by_what_is_seen() -> None:
-    async with maintained() as (cluster, replica):
+async def test_quarantine_continues_while_the_memory_cannot_be_written() -> None:
+    async with running_replica() as (cluster, replica):
         fail(cluster, "node-3")
         await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
-        cluster.faults.append(lambda _method, path: refuse(500, "Internal") if path.endswith(MEMORY) else None)
+        cluster.faults.append(lambda _method, path: http_error(500, "Internal") if path.endswith(MEMORY) else None)
         cluster.change(NODES, "", "node-4", condition("NeuronHealth", "True"))
         await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-4"}, 30, "the second too")
         cluster.faults.clear()
@@ -278,8 +275,8 @@ async def test_while_the_api_server_is_away_jobs_go_by_what_was_known_and_by_wha
 
 
 @in_virtual_time
-async def test_a_node_that_is_deleted_with_its_fault_and_comes_back_under_another_name_is_known() -> None:
-    async with maintained() as (cluster, replica):
+async def test_a_machine_is_recognised_under_another_node_name() -> None:
+    async with running_replica() as (cluster, replica):
         await asyncio.sleep(1)
         node = cluster.get(NODES, "", "node-3")
         cluster.remove(NODES, "", "node-3")
@@ -291,8 +288,8 @@ async def test_a_node_that_is_deleted_with_its_fault_and_comes_back_under_anothe
 
 
 @in_virtual_time
-async def test_too_many_bad_nodes_freeze_and_nothing_is_written_to_any() -> None:
-    async with maintained(taints=True) as (cluster, replica):
+async def test_too_many_bad_nodes_freeze_the_fleet() -> None:
+    async with running_replica(taints=True) as (cluster, replica):
         await asyncio.sleep(1)
         for at in range(4):
             cluster.change(NODES, "", f"node-{at}", condition("NeuronHealth", "True"))
@@ -306,8 +303,8 @@ async def test_too_many_bad_nodes_freeze_and_nothing_is_written_to_any() -> None
 
 
 @in_virtual_time
-async def test_a_plan_that_sees_many_bad_nodes_sees_the_freeze_too() -> None:
-    async with maintained() as (cluster, replica):
+async def test_a_plan_sees_bad_nodes_and_the_freeze_together() -> None:
+    async with running_replica() as (cluster, replica):
         await asyncio.sleep(1)
         frozen: list[str] = []
         assert replica.caches.nodes is not None
@@ -319,18 +316,18 @@ async def test_a_plan_that_sees_many_bad_nodes_sees_the_freeze_too() -> None:
 
 
 @in_virtual_time
-async def test_nodes_are_not_written_unless_that_is_switched_on() -> None:
-    async with maintained() as (cluster, _replica):
+async def test_nodes_are_tainted_only_when_enabled() -> None:
+    async with running_replica() as (cluster, _replica):
         fail(cluster, "node-3")
         await asyncio.sleep(60)
         assert not [write for write in cluster.writes if "/nodes/" in write.path]
 
 
 @in_virtual_time
-async def test_a_missing_right_to_nodes_stops_nothing_else() -> None:
-    async with maintained(taints=True) as (cluster, replica):
+async def test_quarantine_works_without_the_right_to_patch_nodes() -> None:
+    async with running_replica(taints=True) as (cluster, replica):
         cluster.faults.append(
-            lambda method, path: refuse(403, "Forbidden") if method == "PATCH" and "/nodes/" in path else None
+            lambda method, path: http_error(403, "Forbidden") if method == "PATCH" and "/nodes/" in path else None
         )
         fail(cluster, "node-3")
         await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
@@ -339,21 +336,21 @@ async def test_a_missing_right_to_nodes_stops_nothing_else() -> None:
 
 
 @in_virtual_time
-async def test_only_nodes_with_devices_or_workers_count_as_the_fleet() -> None:
-    cluster = a_cluster(0)
+async def test_only_nodes_with_devices_or_workers_are_the_fleet() -> None:
+    cluster = make_cluster(0)
     for at in range(4):
         cluster.add(NODES, {"metadata": {"name": f"node-{at}"}, "spec": {}, "status": {}})
     labels = {"trainium.dev/job-name": "llama", "trainium.dev/role": "worker"}
     pod = {"metadata": {"name": "llama-w-0", "labels": labels}, "spec": {"nodeName": "node-0"}}
     cluster.add(PODS, pod)
-    async with maintained(cluster) as (_, replica):
+    async with running_replica(cluster) as (_, replica):
         await asyncio.sleep(1)
         assert replica.fleet.view.frozen == "", "one bad node of one"
 
 
 @in_virtual_time
-async def test_what_is_seen_of_the_nodes_while_the_memory_is_written_is_not_forgotten_when_it_is() -> None:
-    async with maintained() as (cluster, replica):
+async def test_nodes_observed_during_a_write_are_kept() -> None:
+    async with running_replica() as (cluster, replica):
         await asyncio.sleep(1)
         api, seen = replica.fleet.api, list[str]()
 

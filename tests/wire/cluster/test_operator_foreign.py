@@ -1,42 +1,37 @@
-"""Objects that claim to belong to a job and do not: in other namespaces, of other kinds, with a copied uid."""
-
-from __future__ import annotations
+"""Objects with false owners, foreign objects with our names, and jobs of other controllers."""
 
 import asyncio
 import base64
 import tracemalloc
 import zlib
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.virtual_time import in_virtual_time, settle
+from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
+from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from tests.testing.virtual.replicas import Scenario
 from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS, Resource
 from trainium_operator.cluster.coordinator_ports import WorkerPods
-from trainium_operator.http.errors import RefusedError
+from trainium_operator.http.errors import ForbiddenError
 from trainium_operator.plan.model import names
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
-    from tests.testing.virtual.fake_workers import Workers
-
-
-def owner(cluster: FakeCluster, **changes: Any) -> dict[str, Any]:
+def owner_reference(cluster: FakeCluster, **changes: Any) -> dict[str, Any]:
     uid = cluster.get(JOBS, "default", "llama")["metadata"]["uid"]
     reference = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "name": "llama", "uid": uid, "controller": True}
     return {**reference, **changes}
 
 
-def worker(name: str, namespace: str, reference: dict[str, Any], label: str = "llama") -> dict[str, Any]:
-    """A pod that has ended with the trainer's code for a user's error."""
+def worker_pod(name: str, namespace: str, reference: dict[str, Any], label: str = "llama") -> dict[str, Any]:
+    """Return a pod that has ended with the trainer's exit code for a user's error."""
     ended = {"name": "worker", "state": {"terminated": {"exitCode": 64, "reason": "Error", "message": "mine"}}}
     labels = {**names.selector_labels(label)}
     return {
@@ -47,9 +42,9 @@ def worker(name: str, namespace: str, reference: dict[str, Any], label: str = "l
 
 
 @asynccontextmanager
-async def while_training() -> AsyncIterator[tuple[FakeCluster, OperatorProcess, Workers]]:
+async def training_scenario() -> AsyncIterator[tuple[FakeCluster, OperatorProcess, Workers]]:
     async with Scenario(training_job("llama"), nodes=3, total_steps=10_000) as scenario:
-        await scenario.trains(seconds=60)
+        await scenario.wait_for_steps(seconds=60)
         yield scenario.cluster, scenario.process, scenario.workers
 
 
@@ -66,12 +61,10 @@ async def while_training() -> AsyncIterator[tuple[FakeCluster, OperatorProcess, 
     ],
 )
 @in_virtual_time
-async def test_a_pod_that_only_claims_to_be_a_worker_changes_nothing(
-    namespace: str, changes: dict[str, Any], label: str
-) -> None:
-    async with while_training() as (cluster, process, workers):
+async def test_a_pod_with_a_false_owner_is_ignored(namespace: str, changes: dict[str, Any], label: str) -> None:
+    async with training_scenario() as (cluster, process, workers):
         step = workers.step
-        cluster.add(PODS, worker(f"{label}-w-7", namespace, owner(cluster, **changes), label))
+        cluster.add(PODS, worker_pod(f"{label}-w-7", namespace, owner_reference(cluster, **changes), label))
         await asyncio.sleep(20)
         status = cluster.get(JOBS, "default", "llama")["status"]
         assert (status["phase"], status["membership"]["generation"]) == ("Running", 1)
@@ -87,11 +80,11 @@ async def test_a_pod_that_only_claims_to_be_a_worker_changes_nothing(
 
 
 @in_virtual_time
-async def test_an_agent_in_another_namespace_sends_no_messages_to_a_job_whose_uid_it_copied() -> None:
-    async with while_training() as (cluster, process, _workers):
-        foreign = cluster.add(PODS, worker("llama-w-7", "elsewhere", owner(cluster)))
+async def test_an_agent_of_another_namespace_is_refused() -> None:
+    async with training_scenario() as (cluster, process, _workers):
+        foreign = cluster.add(PODS, worker_pod("llama-w-7", "elsewhere", owner_reference(cluster)))
         uid = foreign["metadata"]["uid"]
-        await settle()
+        await run_pending_tasks()
         extra = {
             "authentication.kubernetes.io/pod-name": ["llama-w-7"],
             "authentication.kubernetes.io/pod-uid": [uid],
@@ -105,15 +98,15 @@ async def test_an_agent_in_another_namespace_sends_no_messages_to_a_job_whose_ui
 
         authenticator = process.runtime.coordinator._authenticator
         authenticator._review = review
-        with pytest.raises(RefusedError, match="the TrainingJob of pod llama-w-7 no longer exists"):
+        with pytest.raises(ForbiddenError, match="the TrainingJob of pod llama-w-7 no longer exists"):
             await authenticator.identify("Bearer token")
 
 
 @in_virtual_time
-async def test_a_pod_that_is_taken_from_its_job_is_the_job_s_no_more() -> None:
-    async with while_training() as (cluster, process, _workers):
+async def test_a_pod_without_its_owner_leaves_the_job() -> None:
+    async with training_scenario() as (cluster, process, _workers):
         cluster.change(PODS, "default", "llama-w-1", lambda raw: raw["metadata"].update(ownerReferences=[]))
-        await settle()
+        await run_pending_tasks()
         assert ("default", "llama-w-1") not in process.runtime.caches.pods.store.snapshot()
 
 
@@ -122,7 +115,7 @@ TAKEN = [(CONFIG_MAPS, "llama-config", "PodsReady"), (DISRUPTION_BUDGETS, "llama
 
 @pytest.mark.parametrize(("resource", "name", "kind"), TAKEN, ids=["configuration", "budget"])
 @in_virtual_time
-async def test_a_user_s_object_of_our_name_is_left_alone_and_reported_until_it_is_deleted(
+async def test_a_foreign_object_with_our_name_is_unchanged_and_reported(
     resource: Resource, name: str, kind: str
 ) -> None:
     scenario = Scenario(nodes=3, total_steps=10_000)
@@ -150,13 +143,13 @@ async def test_a_user_s_object_of_our_name_is_left_alone_and_reported_until_it_i
 
 
 @in_virtual_time
-async def test_a_job_that_somebody_else_manages_is_not_touched_nor_are_its_pods_answered() -> None:
+async def test_a_job_of_another_controller_is_ignored() -> None:
     cluster = FakeCluster(wall_clock)
     raw = training_job("llama")
     raw["spec"]["managedBy"] = "acme.io/scheduler"
     raw["spec"]["ofAnotherVersion"] = {"that": ["this operator", 1, "cannot read"]}
     cluster.add(JOBS, raw)
-    cluster.add(PODS, worker("llama-w-0", "default", owner(cluster)))
+    cluster.add(PODS, worker_pod("llama-w-0", "default", owner_reference(cluster)))
     before = cluster.get(JOBS, "default", "llama")
     process = OperatorProcess(cluster)
     await process.start()
@@ -167,7 +160,7 @@ async def test_a_job_that_somebody_else_manages_is_not_touched_nor_are_its_pods_
     caches = process.runtime.caches
     uid = cluster.get(PODS, "default", "llama-w-0")["metadata"]["uid"]
     directory = WorkerPods(caches.pods.store, caches.jobs.store, is_current=lambda: True)
-    assert directory.job_of("default", "llama-w-0", uid) is None
+    assert directory.find_job("default", "llama-w-0", uid) is None
     assert not directory.is_orphaned("default", "llama-w-0", uid), "its job exists"
     no_jobs: Any = SimpleNamespace(get=lambda _key: None)
     for current in (True, False):  # before this process has read everything it does not know
@@ -178,8 +171,8 @@ async def test_a_job_that_somebody_else_manages_is_not_touched_nor_are_its_pods_
 
 
 @cache
-def bomb(mebibytes: int) -> str:
-    """Base64 of gzip that unpacks to so many MiB: what a ConfigMap can hold."""
+def gzip_bomb(mebibytes: int) -> str:
+    """Return gzip in Base64, as in a ConfigMap, that unpacks to so many MiB."""
     packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
     parts = [packer.compress(b" " * 2**20) for _ in range(mebibytes)]
     return base64.b64encode(b"".join([*parts, packer.flush()])).decode()
@@ -187,17 +180,17 @@ def bomb(mebibytes: int) -> str:
 
 @pytest.mark.parametrize("namespace", ["default", "elsewhere"])
 @in_virtual_time
-async def test_a_record_that_unpacks_to_gigabytes_costs_no_more_than_its_own_size(namespace: str) -> None:
+async def test_a_compression_bomb_in_a_record_is_not_unpacked(namespace: str) -> None:
     """In the job's own namespace it is written over the record itself, which is the worst that a user can do."""
 
-    async with while_training() as (cluster, process, workers):
-        packed, step = {MEMBERSHIP_KEY: bomb(128)}, workers.step
+    async with training_scenario() as (cluster, process, workers):
+        packed, step = {MEMBERSHIP_KEY: gzip_bomb(128)}, workers.step
         assert len(packed[MEMBERSHIP_KEY]) < 2**20
         metadata = {
             "name": "llama-membership",
             "namespace": namespace,
             "labels": names.object_labels("llama", "membership"),
-            "ownerReferences": [owner(cluster)],
+            "ownerReferences": [owner_reference(cluster)],
         }
         tracemalloc.start()
         if namespace == "default":

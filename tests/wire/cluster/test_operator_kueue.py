@@ -4,26 +4,21 @@ Each scenario is repeated once per write of the operator, killed right after it;
 an admission, or quota returned under a pod.
 """
 
-from __future__ import annotations
-
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import Write, refuse
+from tests.testing.api.fake_kubernetes import Write, http_error
 from tests.testing.api.fake_kueue import FLAVOR, FakeKueue
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.operator_process import training_job, until
-from tests.testing.virtual.replicas import World, check_each_death, world
+from tests.testing.virtual.replicas import OperatorDeployment, check_each_kill_point, run_deployment
 from trainium_operator.cluster.api.resources import JOBS, PODS, WORKLOADS
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from trainium_operator.cluster.api.transport import HttpResponse
+from trainium_operator.cluster.api.transport import HttpResponse
 
 BASE = "llama-quota-0"
 STEP = "llama-quota-1"
@@ -38,22 +33,22 @@ def queued_job(**workers: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def queue(
-    job: dict[str, Any], capacity: int = 6, served: str = "", **options: Any
-) -> AsyncIterator[tuple[World, FakeKueue]]:
-    async with world(job=job, nodes=6, replicas=0, start=False, kueue=True, watch_namespaces=served) as seen:
-        kueue = FakeKueue(seen.cluster, capacity)
-        seen.cluster.after_write = lambda write: _never_unadmitted(seen, kueue, write)
+    job: dict[str, Any], served: str = "", **options: Any
+) -> AsyncIterator[tuple[OperatorDeployment, FakeKueue]]:
+    async with run_deployment(job=job, nodes=6, replicas=0, start=False, kueue=True, watch_namespaces=served) as env:
+        kueue = FakeKueue(env.cluster, 6)
+        env.cluster.after_write = lambda write: _assert_admitted(env, kueue, write)
         admitting = asyncio.create_task(kueue.run())
         try:
-            await seen.start_operator("operator-0", **options)
-            yield seen, kueue
-            kueue.check()
+            await env.start_operator("operator-0", **options)
+            yield env, kueue
+            kueue.check_pod_sets()
         finally:
             admitting.cancel()
 
 
-def _never_unadmitted(seen: World, kueue: FakeKueue, write: Write) -> None:
-    """Every pod is made under an admission; quota goes back only when no pod is left of those it was for."""
+def _assert_admitted(env: OperatorDeployment, kueue: FakeKueue, write: Write) -> None:
+    """Assert that each pod is created under an admission, and that quota is returned only after its pods are gone."""
     if write.status >= 400:
         return
     if write.method == "POST" and write.path.endswith("/pods") and write.body["metadata"]["name"].startswith("llama"):
@@ -62,76 +57,74 @@ def _never_unadmitted(seen: World, kueue: FakeKueue, write: Write) -> None:
         assert {"key": "pool", "operator": "Exists"} in write.body["spec"]["tolerations"]
     returned = (write.body or {}).get("status", {}).get("admission", write) is None
     if returned and f"/{BASE}/" in write.path:
-        assert queued_pods(seen) == {}
-    if BASE in kueue.workloads():  # unless somebody has just deleted it
-        assert len(queued_pods(seen)) <= kueue.used(), "more pods than quota"
+        assert queued_pods(env) == {}
+    if BASE in kueue.workloads():  # unless it was just deleted
+        assert len(queued_pods(env)) <= kueue.used_quota(), "more pods than quota"
 
 
-def queued_pods(seen: World) -> dict[str, str]:
-    """Uid by name of the pods of the job with a queue."""
-    return {name: uid for name, uid in seen.pods().items() if name.startswith("llama")}
+def queued_pods(env: OperatorDeployment) -> dict[str, str]:
+    """Return the uid by name of the pods of the queued job."""
+    return {name: uid for name, uid in env.pods().items() if name.startswith("llama")}
 
 
-async def train_to_the_end(seen: World, kueue: FakeKueue) -> None:
-    await seen.runs()
-    seen.workers.total_steps = seen.workers.step + 5
+async def train_to_the_end(env: OperatorDeployment, kueue: FakeKueue) -> None:
+    await env.wait_until_running()
+    env.workers.total_steps = env.workers.step + 5
     await until(lambda: kueue.condition(BASE, "Finished"), 120, "its end is reported")
 
 
-async def be_evicted_and_come_back(seen: World, kueue: FakeKueue) -> None:
-    await seen.runs()
+async def evict_and_readmit(env: OperatorDeployment, kueue: FakeKueue) -> None:
+    await env.wait_until_running()
     kueue.capacity = 2
     kueue.evict(BASE)
     await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "the quota is returned")
-    assert seen.status()["membership"].get("size", 0) == 0
-    await until(lambda: seen.status()["phase"] == "Pending", 60, "it waits")
+    assert env.status()["membership"].get("size", 0) == 0
+    await until(lambda: env.status()["phase"] == "Pending", 60, "it waits")
     kueue.capacity = 6
-    await seen.trains()
-    await seen.runs()
+    await env.wait_for_steps()
+    await env.wait_until_running()
 
 
-async def lose_a_step_and_get_it_back(seen: World, kueue: FakeKueue) -> None:
-    await until(lambda: seen.status().get("replicas") == 3, 120, "three nodes")
-    await seen.runs()
-    await seen.trains()
-    before = set(seen.pods().values())
+async def lose_and_regain_a_worker(env: OperatorDeployment, kueue: FakeKueue) -> None:
+    await until(lambda: env.status().get("replicas") == 3, 120, "three nodes")
+    await env.wait_until_running()
+    await env.wait_for_steps()
+    before = set(env.pods().values())
     kueue.capacity = 3
     kueue.evict(STEP)
     await until(lambda: not kueue.condition(STEP, "QuotaReserved"), 240, "the step is returned")
-    assert seen.status()["replicas"] == 2
-    assert set(seen.pods().values()) < before, "it went on with those that it had"
+    assert env.status()["replicas"] == 2
+    assert set(env.pods().values()) < before, "it went on with those that it had"
     kueue.capacity = 6
-    await until(lambda: seen.status().get("replicas") == 3, 240, "three nodes again")
-    await seen.trains()
-    await seen.runs()
+    await until(lambda: env.status().get("replicas") == 3, 240, "three nodes again")
+    await env.wait_for_steps()
+    await env.wait_until_running()
 
 
-async def suspend_and_resume(seen: World, kueue: FakeKueue) -> None:
-    await seen.runs()
-    seen.change_spec(lambda spec: spec.update(suspend=True))
-    await until(
-        lambda: seen.status().get("phase") == "Suspended" and not kueue.workloads(), 120, "nothing is asked for"
-    )
-    seen.change_spec(lambda spec: spec.update(suspend=False))
-    await seen.trains()
-    await seen.runs()
+async def suspend_and_resume(env: OperatorDeployment, kueue: FakeKueue) -> None:
+    await env.wait_until_running()
+    env.change_spec(lambda spec: spec.update(suspend=True))
+    await until(lambda: env.status().get("phase") == "Suspended" and not kueue.workloads(), 120, "nothing is asked for")
+    env.change_spec(lambda spec: spec.update(suspend=False))
+    await env.wait_for_steps()
+    await env.wait_until_running()
 
 
-async def be_deleted_and_ask_again(seen: World, kueue: FakeKueue) -> None:
-    """Somebody deletes the Workload of a job that runs."""
-    await seen.runs()
-    seen.cluster.remove(WORKLOADS, "default", BASE)
+async def delete_workload(env: OperatorDeployment, kueue: FakeKueue) -> None:
+    """Delete the Workload of a running job."""
+    await env.wait_until_running()
+    env.cluster.remove(WORKLOADS, "default", BASE)
     await until(lambda: kueue.condition(BASE, "Admitted"), 120, "it has asked again")
-    await seen.trains()
-    await seen.runs()
+    await env.wait_for_steps()
+    await env.wait_until_running()
 
 
-SCENARIOS: dict[str, tuple[Callable[[World, FakeKueue], Awaitable[None]], dict[str, Any]]] = {
+SCENARIOS: dict[str, tuple[Callable[[OperatorDeployment, FakeKueue], Awaitable[None]], dict[str, Any]]] = {
     "end": (train_to_the_end, {}),
-    "eviction": (be_evicted_and_come_back, {}),
-    "step": (lose_a_step_and_get_it_back, {"replicas": 3, "minReplicas": 2}),
+    "eviction": (evict_and_readmit, {}),
+    "step": (lose_and_regain_a_worker, {"replicas": 3, "minReplicas": 2}),
     "suspension": (suspend_and_resume, {}),
-    "deletion": (be_deleted_and_ask_again, {}),
+    "deletion": (delete_workload, {}),
 }
 EACH_CHANGE = ("end", "step")
 """The scenarios whose every write is tested with each change; the others are tested nightly."""
@@ -142,21 +135,21 @@ def run_scenario(name: str, die_after_write: int | None = None) -> tuple[dict[st
     act, workers = SCENARIOS[name]
 
     async def scenario() -> tuple[dict[str, Any], int]:
-        async with queue(queued_job(**workers), die_after_write=die_after_write) as (seen, kueue):
-            first = seen.processes["operator-0"]
-            await act(seen, kueue)
+        async with queue(queued_job(**workers), die_after_write=die_after_write) as (env, kueue):
+            first = env.processes["operator-0"]
+            await act(env, kueue)
             await asyncio.sleep(SETTLE_SECONDS)
-            status = seen.status()
+            status = env.status()
             end = {
                 "phase": status["phase"],
                 "size": status["membership"].get("size"),
                 "restarts": status.get("restarts"),
-                "pods": len(seen.pods()) if status["phase"] == "Running" else None,
+                "pods": len(env.pods()) if status["phase"] == "Running" else None,
                 "workloads": {
                     each: [kind for kind in ("Admitted", "Finished") if kueue.condition(each, kind)]
                     for each in kueue.workloads()
                 },
-                "used": kueue.used(),
+                "used": kueue.used_quota(),
             }
             return end, len(first.connection.writes)
 
@@ -173,9 +166,7 @@ def run_scenario(name: str, die_after_write: int | None = None) -> tuple[dict[st
         ("deletion", 3, {BASE: ["Admitted"]}),
     ],
 )
-def test_a_job_in_a_queue_uses_what_it_was_given_and_no_more(
-    name: str, used: int, workloads: dict[str, list[str]]
-) -> None:
+def test_a_queued_job_uses_exactly_its_quota(name: str, used: int, workloads: dict[str, list[str]]) -> None:
     end, _ = run_scenario(name)
     assert (end["used"], end["workloads"]) == (used, workloads)
     assert (end["restarts"] or {}).get("total", 0) == 0, "a queue's decision is no failure"
@@ -186,21 +177,21 @@ def test_a_job_in_a_queue_uses_what_it_was_given_and_no_more(
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in EACH_CHANGE else pytest.mark.long) for name in SCENARIOS]
 )
-def test_a_queued_scenario_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
-    check_each_death(partial(run_scenario, name), apart)
+def test_a_queued_scenario_ends_the_same_after_each_death_of_the_operator(name: str, apart: int) -> None:
+    check_each_kill_point(partial(run_scenario, name), apart)
 
 
-def test_a_workload_of_somebody_else_is_left_alone_and_reported() -> None:
+def test_a_foreign_workload_is_unchanged_and_reported() -> None:
     async def scenario() -> tuple[dict[str, Any], dict[str, Any]]:
-        async with world(job=queued_job(), nodes=6, replicas=0, start=False, kueue=True) as seen:
+        async with run_deployment(job=queued_job(), nodes=6, replicas=0, start=False, kueue=True) as env:
             foreign = {"metadata": {"name": BASE}, "spec": {"podSets": [], "queueName": "theirs"}}
-            seen.cluster.add(WORKLOADS, foreign)
-            await seen.start_operator("operator-0")
+            env.cluster.add(WORKLOADS, foreign)
+            await env.start_operator("operator-0")
             await until(
-                lambda: "exists and does not belong" in str(seen.status().get("conditions")), 60, "the condition"
+                lambda: "exists and does not belong" in str(env.status().get("conditions")), 60, "the condition"
             )
-            assert seen.cluster.names(PODS) == []
-            return seen.status(), seen.cluster.get(WORKLOADS, "default", BASE)
+            assert env.cluster.names(PODS) == []
+            return env.status(), env.cluster.get(WORKLOADS, "default", BASE)
 
     status, workload = run_virtual(scenario())
     assert workload["spec"]["queueName"] == "theirs"
@@ -208,24 +199,24 @@ def test_a_workload_of_somebody_else_is_left_alone_and_reported() -> None:
 
 
 @in_virtual_time
-async def test_without_kueue_the_other_jobs_train() -> None:
-    async with world(job=queued_job(), nodes=6, replicas=0, start=False) as seen:
-        seen.cluster.add(JOBS, training_job("plain", replicas=2))
-        await seen.start_operator("operator-0")
-        await seen.runs(job="plain")
-        admitted = next(each for each in seen.status()["conditions"] if each["type"] == "Admitted")
+async def test_jobs_without_a_queue_train_where_kueue_is_missing() -> None:
+    async with run_deployment(job=queued_job(), nodes=6, replicas=0, start=False) as env:
+        env.cluster.add(JOBS, training_job("plain", replicas=2))
+        await env.start_operator("operator-0")
+        await env.wait_until_running(job="plain")
+        admitted = next(each for each in env.status()["conditions"] if each["type"] == "Admitted")
         assert admitted["reason"] == "GangApiMissing"
         assert "set the chart's kueue.enabled" in admitted["message"]
-        assert [name for name in seen.cluster.names(PODS) if name.startswith("llama")] == []
+        assert [name for name in env.cluster.names(PODS) if name.startswith("llama")] == []
 
 
 class Unreadable:
-    """Workloads can be neither listed nor watched while `answer` is set."""
+    """A fault: Workloads can be neither listed nor watched while `answer` is set."""
 
-    def __init__(self, seen: World) -> None:
+    def __init__(self, env: OperatorDeployment) -> None:
         self.answer: HttpResponse | None = None
-        self._cluster = seen.cluster
-        seen.cluster.faults.append(self._judge)
+        self._cluster = env.cluster
+        env.cluster.faults.append(self._judge)
 
     def set(self, answer: HttpResponse | None) -> None:
         self.answer = answer
@@ -236,45 +227,45 @@ class Unreadable:
 
 
 @in_virtual_time
-async def test_workloads_that_cannot_be_listed_hold_up_no_new_leader_and_an_eviction_counts_once_they_can() -> None:
-    async with queue(queued_job()) as (seen, kueue):
-        seen.cluster.add(JOBS, training_job("plain", replicas=2))
-        await seen.runs()
-        await seen.start_operator("operator-1")
+async def test_a_new_leader_plans_other_jobs_while_workloads_cannot_be_listed() -> None:
+    async with queue(queued_job()) as (env, kueue):
+        env.cluster.add(JOBS, training_job("plain", replicas=2))
+        await env.wait_until_running()
+        await env.start_operator("operator-1")
         await asyncio.sleep(SETTLE_SECONDS)
-        before = queued_pods(seen)
-        unreadable = Unreadable(seen)
-        unreadable.set(refuse(500, "InternalError", "conversion webhook failed"))
-        await seen.lose_operator("operator-0")
-        seen.change_spec(lambda spec: spec["workers"].update(replicas=1), "plain")
-        await until(lambda: seen.status("plain").get("replicas") == 1, 120, "others are planned")
+        before = queued_pods(env)
+        unreadable = Unreadable(env)
+        unreadable.set(http_error(500, "InternalError", "conversion webhook failed"))
+        await env.kill_operator("operator-0")
+        env.change_spec(lambda spec: spec["workers"].update(replicas=1), "plain")
+        await until(lambda: env.status("plain").get("replicas") == 1, 120, "others are planned")
         kueue.capacity = 2
         kueue.evict(BASE)
-        await seen.trains(job="llama")
-        assert queued_pods(seen) == before, "what is not known changes nothing"
+        await env.wait_for_steps(job="llama")
+        assert queued_pods(env) == before, "unknown Workloads change nothing"
         unreadable.set(None)
         await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "the quota is returned")
         kueue.capacity = 6
-        await seen.runs()
+        await env.wait_until_running()
 
 
 @in_virtual_time
-async def test_workloads_that_may_not_be_read_in_a_namespace_are_not_taken_for_none() -> None:
-    async with queue(queued_job(), served="default") as (seen, kueue):
-        await seen.runs()
-        before = seen.pods()
-        unreadable = Unreadable(seen)
-        unreadable.set(refuse(403, "Forbidden", "no right to list workloads"))
-        await seen.lose_operator("operator-0")
-        await seen.start_operator("operator-1")
-        await seen.trains(seconds=240)
+async def test_unreadable_workloads_of_a_namespace_count_as_unknown() -> None:
+    async with queue(queued_job(), served="default") as (env, kueue):
+        await env.wait_until_running()
+        before = env.pods()
+        unreadable = Unreadable(env)
+        unreadable.set(http_error(403, "Forbidden", "no right to list workloads"))
+        await env.kill_operator("operator-0")
+        await env.start_operator("operator-1")
+        await env.wait_for_steps(seconds=240)
         await asyncio.sleep(60)
-        assert seen.pods() == before, "an absent list is no empty list"
+        assert env.pods() == before, "an absent list is no empty list"
         unreadable.set(None)
         await asyncio.sleep(60)
-        assert seen.pods() == before
+        assert env.pods() == before
         kueue.capacity = 2
         kueue.evict(BASE)
         await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "what Kueue says counts again")
         kueue.capacity = 6
-        await seen.runs()
+        await env.wait_until_running()

@@ -1,13 +1,11 @@
-"""The NetworkPolicy of a job, from the operator to the API server: one write, and no obstacle to anything else."""
-
-from __future__ import annotations
+"""The NetworkPolicy of a job: written once, and without effect on training when it is refused."""
 
 import asyncio
 from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import Fault, refuse
+from tests.testing.api.fake_kubernetes import Fault, http_error
 from tests.testing.operator.rbac import RIGHTS, Scope
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual import replicas
@@ -36,22 +34,22 @@ class Scenario(replicas.Scenario):
         return self.cluster.names(NETWORK_POLICIES)
 
     async def recovers(self) -> None:
-        """One worker is deleted, and another one takes its place."""
+        """Delete one worker, and wait until another one replaces it."""
         lost = self.cluster.names(PODS)[0]
         self.cluster.remove(PODS, "default", lost)
         await until(lambda: len(self.cluster.names(PODS)) == 2, 20, "a new worker")
-        await self.trains()
+        await self.wait_for_steps()
 
 
 def refusing(answer: Any, *, of: str = "") -> Fault:
-    """A fault for every request about policies, or those of one method."""
+    """Return a fault for all requests about policies, or those of one method."""
     return lambda method, path: answer if NETWORK_POLICIES.plural in path and of in method else None
 
 
 @in_virtual_time
-async def test_it_is_written_once_behind_the_first_pods_and_deleted_with_the_job() -> None:
+async def test_a_policy_is_written_once_after_the_first_pods() -> None:
     async with Scenario() as scenario:
-        await scenario.trains()
+        await scenario.wait_for_steps()
         policy = scenario.cluster.get(NETWORK_POLICIES, "default", NAME)
         assert policy["apiVersion"] == "networking.k8s.io/v1"
         assert policy["spec"]["ingress"][1]["from"][0]["podSelector"] == {"matchLabels": {"app": "operator"}}
@@ -67,16 +65,16 @@ async def test_it_is_written_once_behind_the_first_pods_and_deleted_with_the_job
 
 
 @in_virtual_time
-async def test_without_the_setting_nothing_is_read_or_written() -> None:
+async def test_policies_are_neither_read_nor_written_when_disabled() -> None:
     async with Scenario(Settings()) as scenario:
-        await scenario.trains()
+        await scenario.wait_for_steps()
         assert not [path for _, path in scenario.cluster.requests if NETWORK_POLICIES.plural in path]
 
 
 @in_virtual_time
 async def test_a_deleted_policy_is_recreated_and_an_edited_one_is_reverted() -> None:
     async with Scenario() as scenario:
-        await scenario.trains()
+        await scenario.wait_for_steps()
         scenario.cluster.remove(NETWORK_POLICIES, "default", NAME)
         await until(lambda: scenario.policies() == [NAME], 30, "it is back")
 
@@ -90,7 +88,7 @@ async def test_a_deleted_policy_is_recreated_and_an_edited_one_is_reverted() -> 
 
 
 @in_virtual_time
-async def test_a_policy_of_our_name_that_is_somebody_else_s_is_left_alone_and_reported_while_the_job_trains() -> None:
+async def test_a_foreign_policy_is_unchanged_and_reported() -> None:
     async with Scenario() as scenario:
         mine = scenario.cluster.add(NETWORK_POLICIES, {"metadata": {"name": NAME}, "spec": {"podSelector": {}}})
         await until(lambda: scenario.applied().get("reason") == "NameTaken", 60, "the condition")
@@ -107,16 +105,16 @@ async def test_a_policy_of_our_name_that_is_somebody_else_s_is_left_alone_and_re
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (refusing(refuse(403, "Forbidden", "networkpolicies is forbidden: old role")), "old role"),
-        (refusing(refuse(403, "Forbidden", "denied by admission"), of="POST"), "denied by admission"),
-        (refusing(refuse(500, "InternalError", "failed calling webhook"), of="POST"), "failed calling webhook"),
+        (refusing(http_error(403, "Forbidden", "networkpolicies is forbidden: old role")), "old role"),
+        (refusing(http_error(403, "Forbidden", "denied by admission"), of="POST"), "denied by admission"),
+        (refusing(http_error(500, "InternalError", "failed calling webhook"), of="POST"), "failed calling webhook"),
     ],
 )
 @in_virtual_time
 async def test_a_refused_policy_is_reported_and_the_job_trains_and_recovers(fault: Fault, words: str) -> None:
     async with Scenario() as scenario:
         scenario.cluster.faults.append(fault)
-        await scenario.trains()
+        await scenario.wait_for_steps()
         await until(lambda: scenario.applied().get("status") == "False", 60, "the condition")
         assert (scenario.applied()["reason"], words in scenario.applied()["message"]) == ("WriteFailed", True)
         events = [raw for key, raw in scenario.cluster.objects.items() if key[0] == EVENTS.plural]
@@ -128,26 +126,26 @@ async def test_a_refused_policy_is_reported_and_the_job_trains_and_recovers(faul
 
 
 @in_virtual_time
-async def test_another_operator_that_takes_over_writes_nothing() -> None:
+async def test_a_new_leader_writes_no_policy_again() -> None:
     async with Scenario() as scenario:
-        await scenario.trains()
+        await scenario.wait_for_steps()
         await until(lambda: scenario.policies() == [NAME], 30, "the policy")
         before = (scenario.writes("POST"), scenario.writes("PATCH"))
         await scenario.process.kill()
         scenario.process = OperatorProcess(scenario.cluster, settings=SETTINGS, identity="operator-1")
         scenario.workers.operator = scenario.process
         await scenario.process.start()
-        await scenario.trains()
+        await scenario.wait_for_steps()
         await asyncio.sleep(60)
         assert (scenario.writes("POST"), scenario.writes("PATCH")) == before
 
 
 @in_virtual_time
-async def test_no_other_right_is_used_than_the_table_gives_for_it() -> None:
+async def test_only_the_listed_rights_to_policies_are_used() -> None:
     async with Scenario() as scenario:
-        await scenario.trains()
+        await scenario.wait_for_steps()
         scenario.cluster.remove(NETWORK_POLICIES, "default", NAME)
-        await scenario.trains()
+        await scenario.wait_for_steps()
     verbs = {"POST": "create", "PATCH": "patch", "WATCH": "watch", "GET": "get"}
     used = {verbs[method] for method, path in scenario.cluster.requests if NETWORK_POLICIES.plural in path}
     (right,) = [each for each in RIGHTS if each.scope is Scope.NETWORK_POLICIES]

@@ -1,30 +1,26 @@
-"""An older operator meets what a newer one, its definition and its agents have written, and goes on."""
-
-from __future__ import annotations
+"""An operator reads jobs, statuses and messages with fields of a newer version."""
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.virtual_time import in_virtual_time
-from tests.testing.virtual.fake_workers import Workers, lose_node
+from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until
 from tests.testing.virtual.replicas import Scenario
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import HeartbeatRequest, Membership
 from trainium_operator.cluster.api.errors import UndeclaredFieldError
-from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, PODS
 from trainium_operator.cluster.cache.lenient import readable_spec
 from trainium_operator.cluster.execute.undeclared_fields import FOR_SECONDS, UndeclaredFields, places_in
 from trainium_operator.coordinator.messages import read_message
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.testing.api.fake_kubernetes import FakeCluster
 
 NEWER: dict[str, dict[str, Any]] = {
     "workers": {"placementV9": {"zones": ["a"]}},
@@ -45,71 +41,58 @@ def newer(raw: dict[str, Any]) -> None:
 
 
 @asynccontextmanager
-async def while_training() -> AsyncIterator[tuple[FakeCluster, OperatorProcess, Workers]]:
+async def training_scenario() -> AsyncIterator[tuple[Scenario, FakeCluster]]:
     async with Scenario(training_job("llama", spares=1), nodes=5) as scenario:
-        await scenario.trains(seconds=60)
-        yield scenario.cluster, scenario.process, scenario.workers
-
-
-def notes(cluster: FakeCluster) -> list[str]:
-    return [raw["note"] for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
+        await scenario.wait_for_steps(seconds=60)
+        yield scenario, scenario.cluster
 
 
 @in_virtual_time
 async def test_a_running_job_with_fields_of_a_newer_version_is_recovered() -> None:
-    async with while_training() as (cluster, _process, workers):
+    async with training_scenario() as (scenario, cluster):
         pods = cluster.names(PODS)
         config = cluster.get(CONFIG_MAPS, "default", "llama-config")
         cluster.change(JOBS, "default", "llama", newer)
         await asyncio.sleep(10)
-        assert any("does not know" in note and "spec." not in note for note in notes(cluster))
+        assert any("does not know" in note and "spec." not in note for note in scenario.event_messages())
         assert cluster.names(PODS) == pods, "what runs is left as it is"
-        lose_node(workers, cluster.get(PODS, "default", "llama-w-1")["spec"]["nodeName"])
-        step = workers.step
-        await until(lambda: workers.step > step + 5, 120, "it trains again")
-        status = cluster.get(JOBS, "default", "llama")["status"]
-        assert status["membership"]["generation"] == 2
+        lose_node(scenario.workers, cluster.get(PODS, "default", "llama-w-1")["spec"]["nodeName"])
+        await scenario.wait_for_steps()
+        assert scenario.status()["membership"]["generation"] == 2
         assert cluster.get(CONFIG_MAPS, "default", "llama-config") == config, "nor is its configuration made poorer"
         assert cluster.get(JOBS, "default", "llama")["spec"]["trainer"]["optimizerV9"] == {"kind": "Muon"}
 
 
 @in_virtual_time
-async def test_an_operator_that_starts_among_newer_jobs_recovers_them_too() -> None:
-    async with while_training() as (cluster, process, workers):
-        await process.kill()
+async def test_an_operator_that_starts_recovers_jobs_with_newer_fields() -> None:
+    async with training_scenario() as (scenario, cluster):
+        await scenario.process.kill()
         cluster.change(JOBS, "default", "llama", newer)
         older = OperatorProcess(cluster, identity="operator-1")
-        workers.operator = older
+        scenario.workers.operator = older
         await older.start()
         await until(older.runtime.leading.is_set, 120, "it leads")
-        workers.kill_pod("llama-w-0")
-        step = workers.step
-        await until(lambda: workers.step > step + 5, 120, "it trains again")
+        scenario.workers.kill_pod("llama-w-0")
+        await scenario.wait_for_steps()
         await older.kill()
 
 
 @in_virtual_time
-async def test_a_job_is_recovered_while_the_definition_lacks_fields_that_this_operator_reports() -> None:
-    """The API server refuses the whole of a status with one field too many; found by an upgrade on a real one."""
+async def test_a_job_is_recovered_while_the_definition_lacks_status_fields() -> None:
+    """The API server refuses a whole status for one unknown field, as an upgrade on a real one showed."""
 
-    async with while_training() as (cluster, _process, workers):
+    async with training_scenario() as (scenario, cluster):
         cluster.undeclared = {"status.activity", "status.membership.batch", "status.goodput.sizes"}
-        workers.kill_pod("llama-w-0")
-        step = workers.step
-        await until(lambda: workers.step > step + 5, 120, "it trains again")
-        await until(lambda: "recoveredSeconds" in status_of(cluster)["history"][-1], 120, "the recovery is reported")
-        assert status_of(cluster)["membership"]["generation"] == 2
+        scenario.workers.kill_pod("llama-w-0")
+        await scenario.wait_for_steps()
+        await until(lambda: "recoveredSeconds" in scenario.status()["history"][-1], 120, "the recovery is reported")
+        assert scenario.status()["membership"]["generation"] == 2
         cluster.undeclared = set()
         cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].pop("activity"))
-        await until(lambda: "activity" in status_of(cluster), 120, "what was left out is written once it may be")
+        await until(lambda: "activity" in scenario.status(), 120, "what was left out is written once it may be")
 
 
-def status_of(cluster: FakeCluster) -> dict[str, Any]:
-    status: dict[str, Any] = cluster.get(JOBS, "default", "llama")["status"]
-    return status
-
-
-def test_a_refusal_names_the_fields_to_leave_out_and_no_other_is() -> None:
+def test_only_undeclared_fields_are_left_out_of_a_status() -> None:
     one = "failed to create typed patch object (a/b; trainium.dev/v1alpha1, Kind=TrainingJob): "
     many = (
         f"{one}errors:\n  .status.history[0].rungV9: field not declared in schema\n"
@@ -133,18 +116,18 @@ def test_a_refusal_names_the_fields_to_leave_out_and_no_other_is() -> None:
 
 
 @in_virtual_time
-async def test_a_job_that_has_not_started_waits_for_an_operator_that_knows_its_fields() -> None:
-    async with while_training() as (cluster, _process, _workers):
+async def test_a_new_job_with_unknown_fields_is_not_started() -> None:
+    async with training_scenario() as (scenario, cluster):
         job = training_job("next")
         job["spec"]["trainer"].update(NEWER["trainer"])
         cluster.add(JOBS, job)
         await asyncio.sleep(30)
         assert [name for name in cluster.names(PODS) if name.startswith("next")] == []
-        assert any("trainer.optimizerV9: not known to this version" in note for note in notes(cluster))
-        assert cluster.get(JOBS, "default", "llama")["status"]["phase"] == "Running"
+        assert any("trainer.optimizerV9: not known to this version" in note for note in scenario.event_messages())
+        assert scenario.status()["phase"] == "Running"
 
 
-def test_of_a_spec_only_what_a_newer_version_may_have_added_is_left_out() -> None:
+def test_only_unknown_fields_of_a_spec_are_left_out() -> None:
     spec = training_job()["spec"]
     found, unknown = readable_spec({**spec, "cleanPodPolicy": "Archive", "x": 1})
     assert found == readable_spec(spec)[0]
@@ -172,12 +155,10 @@ def restart(cause: str) -> dict[str, Any]:
 
 
 def read(**changes: Any) -> HeartbeatRequest:
-    import json
-
     return read_message(HeartbeatRequest, json.dumps({**HEARTBEAT, **changes}).encode())
 
 
-def test_a_newer_agents_fields_and_values_never_cost_its_sign_of_life() -> None:
+def test_unknown_fields_of_a_heartbeat_are_ignored() -> None:
     assert read(energyV9={"joules": 1}, progress={"step": 7, "tokensV9": 3}) == read()
     mixed = read(restarts=[restart("SolarFlare"), restart("Crash")], failures=[FAILURE])
     assert [each.cause for each in mixed.restarts] == [Cause.CRASH]
@@ -188,12 +169,12 @@ def test_a_newer_agents_fields_and_values_never_cost_its_sign_of_life() -> None:
 @pytest.mark.parametrize(
     "changes", [{"phase": "Dreaming"}, {"generation": -1}, {"generation": -1, "checks": [{"check": "x"}]}]
 )
-def test_what_a_message_cannot_do_without_is_refused(changes: dict[str, Any]) -> None:
+def test_an_invalid_required_field_of_a_message_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         read(**changes)
 
 
-def test_an_older_agent_follows_a_newer_operators_membership() -> None:
+def test_unknown_fields_of_a_membership_are_ignored() -> None:
     member = {
         "podUid": "u",
         "podName": "w",

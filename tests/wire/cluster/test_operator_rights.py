@@ -1,7 +1,5 @@
 """Every request of a job's life against the table of rights that the chart renders."""
 
-from __future__ import annotations
-
 import asyncio
 
 from tests.testing.api.fake_kubernetes import FakeCluster
@@ -16,7 +14,7 @@ VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"
 
 
 def used(cluster: FakeCluster) -> set[tuple[str, str, str]]:
-    """Group, resource and verb of every request."""
+    """Return group, resource and verb of each request."""
     found = set()
     for method, path in cluster.requests:
         parts = path.strip("/").split("/")
@@ -26,12 +24,12 @@ def used(cluster: FakeCluster) -> set[tuple[str, str, str]]:
         resource = rest[0] if len(rest) < 3 else f"{rest[0]}/{rest[2]}"
         found.add((group, resource, verb))
         if method == "PATCH" and "/" not in resource and resource == "configmaps":
-            found.add((group, resource, "create"))  # an apply creates what is missing
+            found.add((group, resource, "create"))  # an apply creates missing objects
     return found
 
 
 @in_virtual_time
-async def test_the_operator_uses_no_right_that_the_table_does_not_give() -> None:
+async def test_the_operator_uses_only_the_listed_rights() -> None:
     cluster = FakeCluster(wall_clock)
     cluster.add(SECRETS, {"metadata": {"name": "trainium-operator-coordinator-tls", "namespace": "system"}})
     cluster.add(DEPLOYMENTS, {"metadata": {"name": "trainium-operator", "namespace": "system"}})
@@ -51,14 +49,14 @@ async def test_the_operator_uses_no_right_that_the_table_does_not_give() -> None
     for task in (running, holding):
         task.cancel()
     await process.kill()
-    given = {(right.group, right.resource, verb) for right in RIGHTS for verb in right.verbs}
-    assert used(cluster) <= given
+    granted = {(right.group, right.resource, verb) for right in RIGHTS for verb in right.verbs}
+    assert used(cluster) <= granted
     assert ("", "secrets", "update") in used(cluster)
     assert ("apps", "deployments", "get") in used(cluster)
     assert ("trainium.dev", "trainingjobs/status", "patch") in used(cluster)
 
 
-def test_the_table_gives_nothing_broad() -> None:
+def test_the_listed_rights_are_narrow() -> None:
     known = GANGS | {(resource.group, resource.plural) for resource in (*ALL, *QUEUEING, *CLAIMING)}
     for right in RIGHTS:
         assert "*" not in (right.group, right.resource, *right.verbs)

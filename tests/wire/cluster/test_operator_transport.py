@@ -1,11 +1,11 @@
-"""Connections to an API server over real HTTP: credentials that are renewed, and streams as they come."""
-
-from __future__ import annotations
+"""Connections to an API server over real HTTP: credentials and their renewal, watch streams, kubeconfig errors."""
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,13 +15,10 @@ from tests.testing.api.recorded_jobs import kubeconfig
 from tests.testing.suite.timeouts import scaled
 from trainium_contract.api_server import kubeconfig as files
 from trainium_contract.api_server.aio import ConnectionFailedError
+from trainium_contract.api_server.errors import NoClusterError
 from trainium_contract.api_server.kubeconfig import find_access
 from trainium_operator.cluster.api.client import APPLY_PATCH
 from trainium_operator.cluster.api.transport import connect
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
 QUESTION: dict[str, Any] = {"query": {}, "body": None, "content_type": "application/json", "timeout": 5.0}
 PLUGIN = """#!/bin/sh
@@ -53,7 +50,7 @@ def written(folder: Path, server: str, **user: Any) -> str:
     return str(path)
 
 
-async def test_a_token_of_a_file_is_read_again_once_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_token_file_is_reloaded_after_its_age_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = tmp_path / "token"
     token.write_text("first")
     async with serving(echo) as server:
@@ -74,7 +71,7 @@ async def test_a_token_of_a_file_is_read_again_once_it_is_old(tmp_path: Path, mo
     ]  # fmt: skip
 
 
-async def test_in_a_pod_the_service_account_is_used_and_its_token_renewed(
+async def test_a_pod_uses_its_service_account_and_reloads_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_ACCOUNT", tmp_path)
@@ -95,7 +92,7 @@ async def test_in_a_pod_the_service_account_is_used_and_its_token_renewed(
 @pytest.mark.parametrize(
     ("expiry", "least", "most"), [("2100-01-01T00:00:00Z", 1e9, 1e10), ("2020-01-01T00:00:00Z", 60, 60)]
 )
-def test_a_login_program_is_asked_again_before_its_token_expires(
+def test_a_credential_plugin_is_called_again_before_expiry(
     tmp_path: Path, expiry: str, least: float, most: float
 ) -> None:
     program = tmp_path / "login"
@@ -107,7 +104,7 @@ def test_a_login_program_is_asked_again_before_its_token_expires(
     assert least <= access.keep_seconds <= most
 
 
-async def test_an_event_of_any_size_is_one_line_however_it_arrives(tmp_path: Path) -> None:
+async def test_a_watch_event_of_any_size_is_one_line(tmp_path: Path) -> None:
     large = json.dumps({"object": "x" * 1_500_000}).encode()
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -125,7 +122,7 @@ async def test_an_event_of_any_size_is_one_line_however_it_arrives(tmp_path: Pat
     assert (stream.status, lines) == (200, [b'{"a": 1}', b'{"b": 2}', large, b"tail"])
 
 
-async def test_a_silent_stream_and_a_server_that_is_away_are_failed_connections(tmp_path: Path) -> None:
+async def test_a_silent_stream_and_a_stopped_server_are_failed_connections(tmp_path: Path) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -144,7 +141,7 @@ async def test_a_silent_stream_and_a_server_that_is_away_are_failed_connections(
     await client.close()
 
 
-async def test_what_is_applied_is_sent_as_yaml(tmp_path: Path) -> None:
+async def test_an_apply_patch_is_sent_as_yaml(tmp_path: Path) -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"type": request.headers["Content-Type"], "body": await request.text()})
 
@@ -156,7 +153,7 @@ async def test_what_is_applied_is_sent_as_yaml(tmp_path: Path) -> None:
     assert found == {"type": APPLY_PATCH, "body": '{"word": "\N{GRINNING FACE}"}'}
 
 
-async def test_a_write_follows_no_redirect(tmp_path: Path) -> None:
+async def test_a_write_does_not_follow_redirects(tmp_path: Path) -> None:
     async def redirect(request: web.Request) -> web.Response:
         reached.append(request.path)
         raise web.HTTPTemporaryRedirect("/elsewhere")
@@ -167,3 +164,17 @@ async def test_a_write_follows_no_redirect(tmp_path: Path) -> None:
         answer = await client.request("POST", "/x", **QUESTION)
         await client.close()
     assert (answer.status, reached) == (307, ["/x"])
+
+
+async def test_a_missing_kubeconfig_names_the_option(tmp_path: Path) -> None:
+    with pytest.raises(NoClusterError, match="give --kubeconfig FILE, set KUBECONFIG"):
+        await connect(str(tmp_path / "none"))
+
+
+async def test_unverified_tls_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "kubeconfig"
+    content = kubeconfig("https://127.0.0.1:1", token="t")
+    content["clusters"][0]["cluster"]["insecure-skip-tls-verify"] = True
+    path.write_text(json.dumps(content))
+    with pytest.raises(NoClusterError, match="turns TLS verification off"):
+        await connect(str(path))

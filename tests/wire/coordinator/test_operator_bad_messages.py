@@ -1,36 +1,40 @@
-"""Agents that send invalid messages: each gets an error message; neither the coordinator nor a plan suffers from it."""
+"""Invalid messages and broken connections of agents: errors without effect on others."""
 
-from __future__ import annotations
-
+import asyncio
 import json
+import logging
 import math
-from typing import TYPE_CHECKING, Any
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from pydantic import ValidationError
 
 from tests.testing.fuzz import objects
-from tests.testing.operator import coordinator_world
-from tests.testing.operator.coordinator_world import LLAMA, World, membership, register
-from tests.testing.suite.any_json import ANYTHING, SLOW_ALLOWED, changed
+from tests.testing.operator import coordinator_fixture
+from tests.testing.operator.coordinator_fixture import LLAMA, CoordinatorFixture, membership, register
+from tests.testing.suite.any_json import ANYTHING, SLOW_ALLOWED, mutated
 from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES
 from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
 from trainium_contract.wire.stream import FrameKind
+from trainium_operator.coordinator.authentication import Caller
+from trainium_operator.coordinator.server import CoordinatorServer
+from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.coordinator.streams import LONGEST_FRAME
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from trainium_operator.plan.model.observed import AgentView
+from trainium_operator.plan.model.names import JobId
+from trainium_operator.plan.model.observed import AgentView
 
 LONGEST = "\U0001f525" * 1024
-"""The worst that a text can be on the wire: twelve bytes a character."""
+"""The longest text on the wire: twelve bytes a character."""
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
-    made = World()
+async def world() -> AsyncIterator[CoordinatorFixture]:
+    made = CoordinatorFixture()
     await made.start()
     await made.register()
     made.state.publish(LLAMA, membership(7, "w-0"))
@@ -39,12 +43,12 @@ async def world() -> AsyncIterator[World]:
     await made.stop()
 
 
-def agent(world: World) -> AgentView:
+def agent(world: CoordinatorFixture) -> AgentView:
     return world.state.agents(LLAMA)["uid-w-0"]
 
 
 def heartbeat(**changes: Any) -> dict[str, Any]:
-    return coordinator_world.heartbeat(**{"generation": 7, **changes})
+    return coordinator_fixture.heartbeat(**{"generation": 7, **changes})
 
 
 def failure(**changes: Any) -> dict[str, Any]:
@@ -79,7 +83,7 @@ def failure(**changes: Any) -> dict[str, Any]:
     ],
     ids=lambda body: (body if isinstance(body, bytes) else json.dumps(body).encode())[:60].decode(errors="replace"),
 )
-async def test_what_cannot_be_read_gets_a_sentence_and_changes_nothing(world: World, body: Any) -> None:
+async def test_an_invalid_heartbeat_is_refused_and_ignored(world: CoordinatorFixture, body: Any) -> None:
     before = agent(world)
     status, answer = await world.send(FrameKind.HEARTBEAT, body)
     assert status == 400
@@ -100,13 +104,13 @@ async def test_what_cannot_be_read_gets_a_sentence_and_changes_nothing(world: Wo
         {"nodeName": ""},
     ],
 )
-async def test_a_registration_that_would_spoil_the_membership_is_refused(world: World, changes: Any) -> None:
+async def test_an_invalid_registration_is_refused_and_ignored(world: CoordinatorFixture, changes: Any) -> None:
     status, answer = await world.send(FrameKind.REGISTER, register(**changes))
     assert (status, answer["error"][:24]) == (400, "the message is not valid")
     assert agent(world).registration.pod_ip == "127.0.0.2"
 
 
-async def test_the_largest_heartbeat_of_the_contract_fits_and_a_larger_body_does_not(world: World) -> None:
+async def test_the_largest_heartbeat_fits_into_a_frame(world: CoordinatorFixture) -> None:
     stuck = {"rank": 0, "phase": "Step", "step": 1, "seconds": 1.0, "stack": LONGEST}
     largest = heartbeat(
         failures=[failure(message=LONGEST)] * 8,
@@ -128,21 +132,21 @@ async def test_the_largest_heartbeat_of_the_contract_fits_and_a_larger_body_does
 
 
 @pytest.mark.parametrize("loss", ['"inf"', '"nan"', '"9e999"', f'"{"9" * 400}"', "1e999", "Infinity", "NaN"])
-async def test_a_loss_that_is_no_number_is_none_however_it_is_written(world: World, loss: str) -> None:
+async def test_an_infinite_loss_is_none_in_any_notation(world: CoordinatorFixture, loss: str) -> None:
     body = json.dumps(heartbeat(progress={"step": 3, "loss": 0, "tokensPerSecond": math.inf}))
     assert (await world.send(FrameKind.HEARTBEAT, body.replace('"loss": 0', f'"loss": {loss}').encode()))[0] == 200
     progress = agent(world).heartbeat.progress
     assert (progress.step, progress.loss, progress.tokens_per_second) == (3, None, None)
 
 
-async def test_a_generation_from_nowhere_is_refused_with_a_sentence(world: World) -> None:
+async def test_a_future_generation_is_refused(world: CoordinatorFixture) -> None:
     status, answer = await world.send(FrameKind.HEARTBEAT, heartbeat(generation=2**31 - 1))
     assert status == 400
     assert answer["error"] == "generation 2147483647 cannot be: generation 7 is current"
     assert agent(world).heartbeat is None
 
 
-async def test_a_heartbeat_that_was_overtaken_is_a_sign_of_life_and_nothing_more(world: World) -> None:
+async def test_a_late_heartbeat_updates_only_the_last_contact(world: CoordinatorFixture) -> None:
     await world.send(FrameKind.HEARTBEAT, heartbeat(attempt=2, progress={"step": 9}))
     last_seen = agent(world).last_seen
     world.notes.clear()
@@ -153,7 +157,7 @@ async def test_a_heartbeat_that_was_overtaken_is_a_sign_of_life_and_nothing_more
     assert world.notes == []
 
 
-async def test_a_flood_of_replayed_messages_takes_no_more_memory(world: World) -> None:
+async def test_repeated_messages_keep_one_agent(world: CoordinatorFixture) -> None:
     for step in range(300):
         assert (await world.send(FrameKind.HEARTBEAT, heartbeat(progress={"step": step})))[0] == 200
         assert (await world.send(FrameKind.REGISTER, register()))[0] == 200
@@ -161,12 +165,74 @@ async def test_a_flood_of_replayed_messages_takes_no_more_memory(world: World) -
 
 
 @SLOW_ALLOWED
-@given(changed(objects.REGISTER) | ANYTHING, changed(objects.HEARTBEAT, most=8) | ANYTHING)
-def test_any_message_is_taken_or_a_validation_error(register: Any, heartbeat: Any) -> None:
+@given(mutated(objects.REGISTER) | ANYTHING, mutated(objects.HEARTBEAT, most=8) | ANYTHING)
+def test_any_message_is_parsed_or_a_validation_error(register: Any, heartbeat: Any) -> None:
     for model, message in ((RegisterRequest, register), (HeartbeatRequest, heartbeat)):
         sent = json.dumps(message)
         try:
-            taken = model.model_validate_json(sent)
+            parsed = model.model_validate_json(sent)
         except ValidationError:
             continue
-        assert len(json.dumps(taken.to_wire(), allow_nan=False)) <= 4 * len(sent) + 4096
+        assert len(json.dumps(parsed.to_wire(), allow_nan=False)) <= 4 * len(sent) + 4096
+
+
+HEAD = b"GET /v1/stream?podUid=uid-w-0 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+
+
+STREAM = HEAD + b"Connection: Upgrade\r\nUpgrade: trainium-agent\r\n\r\n"
+
+
+BROKEN = {
+    "before the request": b"",
+    "in the head": HEAD[:40],
+    "in the body": HEAD + b'Content-Length: 400\r\n\r\n{"protocol": 2',
+    "in a chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n40\r\n{",
+    "with a chunk that has no length": HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n{}",
+    "with bytes of another protocol": b"\x16\x03\x01\x02\x00 hello\r\n\r\n",
+    "after the request for a stream": STREAM,
+    "in the head of a frame": STREAM + b"\x01\x00",
+    "in a frame": STREAM + b"\x01\x00\x00\x01\x00{",
+}
+
+
+class OpenAuthenticator:
+    """An authenticator that accepts every caller."""
+
+    async def identify(self, *_: str) -> Caller:
+        return Caller("team", "w-0", "uid-w-0")
+
+    def check(self, caller: Caller, **_: str | None) -> JobId:
+        return JobId("team", "llama", "job-uid")
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    server = CoordinatorServer(
+        CoordinatorState(time.time),
+        OpenAuthenticator(),  # type: ignore[arg-type]
+        is_serving=lambda: True,
+        notify=lambda *_: None,
+    )
+    yield await server.start("127.0.0.1", 0, None)
+    await server.stop()
+
+
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "closed"])
+@pytest.mark.parametrize("where", BROKEN)
+async def test_a_broken_connection_logs_no_error(
+    port: int, where: str, reset: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(BROKEN[where])
+            await writer.drain()
+            await asyncio.sleep(0.05)  # let it be read
+            if reset:
+                stream: socket.socket = writer.get_extra_info("socket")
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.close()
+            del reader
+        await asyncio.sleep(0.2)
+    loud = [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+    assert not loud, [record.getMessage() for record in loud]

@@ -1,30 +1,26 @@
-"""The coordinator over real connections, with an authenticator whose reviews are answered here."""
-
-from __future__ import annotations
+"""The coordinator over real connections: registration, heartbeats, leadership, errors."""
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.testing.operator.coordinator_world import LLAMA, World, heartbeat, membership, register
+from tests.testing.operator.coordinator_fixture import LLAMA, CoordinatorFixture, heartbeat, membership, register
 from trainium_contract.wire.stream import FrameKind
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
-    made = World()
+async def world() -> AsyncIterator[CoordinatorFixture]:
+    made = CoordinatorFixture()
     await made.start()
     yield made
     await made.stop()
 
 
-async def test_an_agent_registers_and_is_given_the_current_membership(world: World) -> None:
+async def test_a_registration_returns_the_current_membership(world: CoordinatorFixture) -> None:
     world.state.publish(LLAMA, membership(3))
     status, answer = await world.send(FrameKind.REGISTER, register())
     assert status == 200
@@ -33,12 +29,12 @@ async def test_an_agent_registers_and_is_given_the_current_membership(world: Wor
     assert abs(answer["time"] - time.time()) < 60
     assert world.notes == [("team", "llama", True)]
     await world.send(FrameKind.REGISTER, register())
-    assert len(world.notes) == 1  # the same again is no news
+    assert len(world.notes) == 1  # an equal registration notifies nobody
     agent = world.state.agents(LLAMA)["uid-w-0"]
     assert agent.registration.rendezvous_port == 29500
 
 
-async def test_a_heartbeat_is_kept_and_only_important_ones_notify_at_once(world: World) -> None:
+async def test_only_important_heartbeats_notify_at_once(world: CoordinatorFixture) -> None:
     world.state.publish(LLAMA, membership(1))
     await world.send(FrameKind.REGISTER, register())
     world.notes.clear()
@@ -63,7 +59,7 @@ async def test_a_heartbeat_is_kept_and_only_important_ones_notify_at_once(world:
     assert agent.progressed is not None
 
 
-async def test_a_spare_that_lives_in_no_generation_is_never_too_old(world: World) -> None:
+async def test_a_heartbeat_of_a_spare_is_never_too_old(world: CoordinatorFixture) -> None:
     world.state.publish(LLAMA, membership(7))
     await world.send(FrameKind.REGISTER, register("w-9"), "w-9")
     status, _ = await world.send(
@@ -74,20 +70,7 @@ async def test_a_spare_that_lives_in_no_generation_is_never_too_old(world: World
     assert status == 409  # a zombie that still trains
 
 
-async def test_an_unauthenticated_sender_gets_401_and_one_that_sends_as_another_403(world: World) -> None:
-    status, answer = await world.send(FrameKind.REGISTER, register(), token="forged")
-    assert status == 401
-    assert "token" in answer["error"]
-    status, answer = await world.send(FrameKind.REGISTER, register("w-0"), pod="w-1")
-    assert status == 403
-    assert "speaks for another pod" in answer["error"]
-    status, answer = await world.send(FrameKind.REGISTER, register(job="other"))
-    assert status == 403
-    assert "works for job llama, not for other" in answer["error"]
-    assert world.state.agent_count() == 0
-
-
-async def test_a_registration_waits_for_a_follower_that_is_about_to_lead(world: World) -> None:
+async def test_a_registration_waits_for_a_pending_leader(world: CoordinatorFixture) -> None:
     world.leading, world.serving_event = False, asyncio.Event()
     waiting = asyncio.create_task(world.send(FrameKind.REGISTER, register()))
     await asyncio.sleep(0.2)
@@ -98,20 +81,20 @@ async def test_a_registration_waits_for_a_follower_that_is_about_to_lead(world: 
     assert world.state.agent_count() == 1
 
 
-async def test_a_registration_does_not_wait_longer_than_its_agent_does(
-    world: World, monkeypatch: pytest.MonkeyPatch
+async def test_a_registration_waits_no_longer_than_its_limit(
+    world: CoordinatorFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainium_operator.coordinator.server.PENDING_LEAD_SECONDS", 0.1)
     world.leading, world.serving_event = False, asyncio.Event()
     assert await world.send(FrameKind.REGISTER, register()) == (503, {"error": "not leader"})
 
 
-async def test_an_api_server_that_is_away_is_503_for_who_is_not_known_yet(world: World) -> None:
+async def test_an_unknown_agent_gets_503_during_an_outage(world: CoordinatorFixture) -> None:
     world.api_up = False
     assert (await world.send(FrameKind.REGISTER, register()))[0] == 503
 
 
-async def test_unknown_paths_and_methods_get_a_sentence_too(world: World) -> None:
+async def test_unknown_paths_and_methods_have_an_error_message(world: CoordinatorFixture) -> None:
     async with aiohttp.ClientSession(f"http://127.0.0.1:{world.port}") as session:
         for method, path, status in (("POST", "/v2/stream", 404), ("POST", "/v1/stream", 405)):
             async with session.request(method, path) as response:
@@ -119,7 +102,7 @@ async def test_unknown_paths_and_methods_get_a_sentence_too(world: World) -> Non
                 assert "error" in await response.json()
 
 
-async def test_another_protocol_is_refused_with_a_sentence(world: World) -> None:
+async def test_another_protocol_version_is_refused(world: CoordinatorFixture) -> None:
     status, answer = await world.send(FrameKind.REGISTER, register(protocol=3))
     assert status == 400
     assert "protocol 3 is not supported" in answer["error"]

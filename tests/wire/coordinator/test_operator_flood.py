@@ -3,8 +3,6 @@
 A real coordinator over TLS, the operator's own connections to an API server over HTTP that is slow with TokenReviews.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -13,9 +11,11 @@ import ssl
 import time
 from asyncio import sslproto
 from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -23,7 +23,7 @@ from aiohttp import web
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.operator.coordinator_world import LLAMA, CountedReviews, heartbeat, register, tls_of_server
+from tests.testing.operator.coordinator_fixture import LLAMA, CountedReviews, heartbeat, register, tls_of_server
 from tests.testing.operator.stream_client import SWITCHING, StreamClient
 from tests.testing.suite.timeouts import async_until
 from trainium_contract.wire.stream import STREAM_PATH, FrameKind
@@ -36,15 +36,10 @@ from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.http import limiter, listener, server
-from trainium_operator.http.reviews import ANONYMOUS_AT_ONCE, AT_ONCE
+from trainium_operator.http.reviews import MAX_ANONYMOUS_RUNNING, MAX_RUNNING
 from trainium_operator.http.server import FREE_REFUSALS
 from trainium_operator.main import LEASE_CONNECTIONS
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
-
-    from trainium_operator.plan.model.names import JobId
+from trainium_operator.plan.model.names import JobId
 
 AGENTS = 12
 GENEROUS = 60.0
@@ -57,12 +52,12 @@ def token(pod: str, uid: str) -> str:
     return f"header.{payload}.{pod}"
 
 
-class ApiServer(FakeServer):
-    """Tokens that end in a worker's name are valid; all others it never answers."""
+class SlowApiServer(FakeServer):
+    """An API server that accepts tokens with a worker's name and never answers reviews of others."""
 
     def __init__(self) -> None:
         super().__init__(FakeCluster(time.time))
-        self.asked = 0
+        self.reviews = 0
         self.renewals = 0
         self.hangs = True
 
@@ -73,7 +68,7 @@ class ApiServer(FakeServer):
         return await super()._answer(request)
 
     async def _review(self, spec: dict[str, Any]) -> web.StreamResponse:
-        self.asked += 1
+        self.reviews += 1
         pod = spec["token"].rpartition(".")[2]
         if not pod.startswith("w-"):
             await asyncio.sleep(GENEROUS if self.hangs else 0)
@@ -86,10 +81,10 @@ class ApiServer(FakeServer):
         return web.json_response({"status": {"authenticated": True, "audiences": spec["audiences"], "user": user}})
 
 
-class World(CountedReviews):
+class CoordinatorFixture(CountedReviews):
     server: CoordinatorServer
     elector: LeaseElector
-    api: ApiServer
+    api: SlowApiServer
     url: str
     port: int
     trust: ssl.SSLContext
@@ -97,12 +92,12 @@ class World(CountedReviews):
     def is_orphaned(self, _namespace: str, _pod_name: str, _pod_uid: str) -> bool:
         return False
 
-    def job_of(self, _namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
+    def find_job(self, _namespace: str, pod_name: str, pod_uid: str) -> JobId | None:
         return LLAMA if pod_name.startswith("w-") and pod_uid == f"uid-{pod_name}" else None
 
     @asynccontextmanager
-    async def agents(self, address: str = "127.0.0.1") -> AsyncIterator[Agents]:
-        """Streams of all agents that come from this address."""
+    async def agents(self, address: str = "127.0.0.1") -> AsyncIterator["Agents"]:
+        """Yield all agents, which connect from this address."""
         agents = Agents(self, address)
         try:
             yield agents
@@ -111,12 +106,12 @@ class World(CountedReviews):
                 stream.close()
 
     async def ask(self, pod: str, address: str = "127.0.0.1") -> StreamClient:
-        """A request for a stream with this pod's token."""
+        """Open a connection and request a stream with this pod's token."""
         return await StreamClient.open(self.port, pod, trust=self.trust, token=token(pod, f"uid-{pod}"), source=address)
 
     @asynccontextmanager
     async def hostile(self) -> AsyncIterator[Callable[[str, str], Awaitable[int]]]:
-        """`get(path, token)` from another address, over as few connections as possible; the status."""
+        """Yield `get(path, token)`, which sends a request from another address and returns its status."""
         connector = aiohttp.TCPConnector(ssl=self.trust, limit=0, local_addr=("127.0.0.9", 0))
         async with aiohttp.ClientSession(self.url, connector=connector) as session:
 
@@ -130,19 +125,19 @@ class World(CountedReviews):
 
 
 class Agents:
-    """The workers' ends of their streams."""
+    """Streams of all workers."""
 
-    def __init__(self, world: World, address: str) -> None:
+    def __init__(self, world: CoordinatorFixture, address: str) -> None:
         self._world, self._address = world, address
         self.streams: list[StreamClient] = []
 
     async def register(self) -> set[int]:
-        """The statuses of all answers."""
+        """Register all and return their statuses."""
         self.streams = await asyncio.gather(*(self._world.ask(f"w-{each}", self._address) for each in range(AGENTS)))
         return await self._exchange(FrameKind.REGISTER, register)
 
     async def beat(self) -> set[int]:
-        """One heartbeat of each; the statuses of all answers."""
+        """Send one heartbeat of each and return their statuses."""
         return await self._exchange(FrameKind.HEARTBEAT, lambda pod: heartbeat(pod, generation=0, phase="Standby"))
 
     async def _exchange(self, kind: FrameKind, body_of: Callable[[str], Any]) -> set[int]:
@@ -151,10 +146,10 @@ class Agents:
 
 
 @asynccontextmanager
-async def leading(folder: Path) -> AsyncIterator[World]:
-    """A coordinator that leads, as `main` wires it."""
-    world = World()
-    world.api = ApiServer()
+async def leading(folder: Path) -> AsyncIterator[CoordinatorFixture]:
+    """Start a leading coordinator, connected as in `main`."""
+    world = CoordinatorFixture()
+    world.api = SlowApiServer()
     await world.api.start()
     transport = await connect(str(world.api.kubeconfig(folder)))
     lease_transport = transport.with_separate_pool(LEASE_CONNECTIONS)
@@ -162,7 +157,7 @@ async def leading(folder: Path) -> AsyncIterator[World]:
     await world.elector.acquire()
     holding = asyncio.create_task(world.elector.hold())
     authenticator = Authenticator(
-        world.counted(Reviewer(Api(transport), TOKEN_REVIEWS).review), world, wall_clock=time.time
+        world.count(Reviewer(Api(transport), TOKEN_REVIEWS).review), world, wall_clock=time.time
     )
     world.server = CoordinatorServer(
         CoordinatorState(time.time), authenticator, is_serving=lambda: True, notify=lambda *_: None
@@ -182,7 +177,7 @@ async def leading(folder: Path) -> AsyncIterator[World]:
         await world.api.stop()
 
 
-async def test_thousands_of_bad_tokens_neither_delay_agents_nor_cost_the_lease(tmp_path: Path) -> None:
+async def test_bad_tokens_delay_neither_agents_nor_the_lease(tmp_path: Path) -> None:
     async with leading(tmp_path) as world, world.agents() as agents, world.hostile() as get:
         assert await agents.register() == {200}
         number = count()
@@ -203,34 +198,36 @@ async def test_thousands_of_bad_tokens_neither_delay_agents_nor_cost_the_lease(t
             each.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
         assert answers == {200}
-        assert world.most_in_hand == ANONYMOUS_AT_ONCE
+        assert world.most_in_hand == MAX_ANONYMOUS_RUNNING
         assert world.elector.leading
         assert world.elector.may_act()
         async with world.agents("127.0.0.3") as late:
-            assert await late.register() == {200}, "new workers are asked about before strangers"
+            assert await late.register() == {200}, "tokens of new workers are reviewed before unknown ones"
 
 
-async def test_tokens_from_a_source_of_bad_tokens_are_reviewed_no_more_and_others_are(tmp_path: Path) -> None:
+async def test_a_source_of_bad_tokens_is_rate_limited(tmp_path: Path) -> None:
     async with leading(tmp_path) as world, world.agents() as agents, world.hostile() as get:
         world.api.hangs = False
         answers = [await get(STREAM_PATH, f"bad-{each}") for each in range(12)]
         assert answers == [401] * 10 + [429] * 2
-        assert world.api.asked == 10
+        assert world.api.reviews == 10
         assert await agents.register() == {200}
-        world.api.asked = 0
+        world.api.reviews = 0
         assert await agents.beat() == {200}
-        assert world.api.asked == 0, "what is known of agents outlives the flood"
+        assert world.api.reviews == 0, "reviews of agents stay cached during the flood"
 
 
 @pytest.mark.parametrize("path", [STREAM_PATH, "/anything"])
-async def test_a_repeatedly_refused_connection_waits_and_fills_no_log(
+async def test_a_repeatedly_refused_connection_is_delayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
-    """The same bad token over and over, or one of a pod that is no worker: both are remembered, so cost no review."""
+    """Refusals are cached: a repeated bad token, or one of a pod that is no worker, costs no review."""
     monkeypatch.setattr(server, "FLOOD_SECONDS", GENEROUS)
     async with leading(tmp_path) as world, world.agents() as agents, world.hostile() as get:
         assert await agents.register() == {200}
-        monkeypatch.setattr(World, "job_of", lambda _world, _namespace, pod, _uid: None if pod == "w-99" else LLAMA)
+        monkeypatch.setattr(
+            CoordinatorFixture, "find_job", lambda _world, _namespace, pod, _uid: None if pod == "w-99" else LLAMA
+        )
         bearer = token("w-99", "uid-w-99")
         for _ in range(FREE_REFUSALS):
             assert await get(path, bearer) in (403, 404)
@@ -242,7 +239,7 @@ async def test_a_repeatedly_refused_connection_waits_and_fills_no_log(
         assert sum("refused /v1" in record.message for record in caplog.records) <= FREE_REFUSALS
 
 
-async def test_silent_and_endless_connections_are_bounded_and_closed(
+async def test_silent_and_endless_connections_are_limited_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limiter, "MAX_ANONYMOUS", 100)
@@ -261,7 +258,7 @@ async def test_silent_and_endless_connections_are_bounded_and_closed(
             writers.append(writer)
         assert world.server.http.limiter.anonymous <= 100
         assert await agents.beat() == {200}
-        await async_until(lambda: world.server.http.limiter.anonymous == 0, "strangers are closed")
+        await async_until(lambda: world.server.http.limiter.anonymous == 0, "unauthenticated connections are closed")
         # The agents close the streams of their heartbeat themselves, and the server reads that a moment later.
         await async_until(lambda: world.server.http.connections == 0, "no connection is left")
         assert await agents.beat() == {200}
@@ -269,7 +266,7 @@ async def test_silent_and_endless_connections_are_bounded_and_closed(
             writer.transport.abort()
 
 
-async def test_a_body_is_read_only_once_its_sender_is_known_to_be_a_worker(tmp_path: Path) -> None:
+async def test_a_body_is_read_only_after_authentication(tmp_path: Path) -> None:
     async with leading(tmp_path) as world:
         world.api.hangs = False
         reader, writer = await asyncio.open_connection(
@@ -281,9 +278,7 @@ async def test_a_body_is_read_only_once_its_sender_is_known_to_be_a_worker(tmp_p
         writer.transport.abort()
 
 
-async def test_reviews_of_many_workers_are_bounded_and_all_are_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_concurrent_token_reviews_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", GENEROUS)
     monkeypatch.setattr(limiter, "ANONYMOUS_SECONDS", GENEROUS)
     async with leading(tmp_path) as world:
@@ -291,11 +286,11 @@ async def test_reviews_of_many_workers_are_bounded_and_all_are_answered(
         assert {stream.status for stream in streams} == {SWITCHING}
         for stream in streams:
             stream.close()
-        assert 1 < world.most_in_hand <= AT_ONCE
-        assert world.api.asked == 300
+        assert 1 < world.most_in_hand <= MAX_RUNNING
+        assert world.api.reviews == 300
 
 
-async def test_a_renewal_that_hangs_leaves_time_for_another(tmp_path: Path) -> None:
+async def test_a_hanging_renewal_is_retried(tmp_path: Path) -> None:
     async with leading(tmp_path) as world:
         cluster, hung = world.api.cluster, []
         request = cluster.request
@@ -312,13 +307,11 @@ async def test_a_renewal_that_hangs_leaves_time_for_another(tmp_path: Path) -> N
         assert cluster.get(LEASES, "system", "lease")["spec"]["holderIdentity"] == "me"
 
 
-async def test_connections_that_arrive_at_once_are_accepted_a_few_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_few_connections_are_accepted_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Open connections would otherwise wait for all of their handshakes."""
     crowd, turns, handshakes = 120, count(), Counter[int]()
     shake = sslproto.SSLProtocol._do_handshake  # type: ignore[attr-defined]
-    turn, strangers = 0, [0]
+    turn, anonymous = 0, [0]
 
     def counted(protocol: sslproto.SSLProtocol) -> None:
         if not protocol._sslobj._sslobj.server_side:  # type: ignore[attr-defined]
@@ -334,21 +327,21 @@ async def test_connections_that_arrive_at_once_are_accepted_a_few_at_a_time(
         def next_turn() -> None:
             nonlocal turn
             turn = next(turns)
-            strangers.append(world.server.http.limiter.anonymous)
+            anonymous.append(world.server.http.limiter.anonymous)
             if not ended:
                 loop.call_soon(next_turn)
 
         hello = _client_hello()
-        people = [socket.create_connection(("127.0.0.1", world.port)) for _ in range(crowd)]  # this blocks the loop
-        for each in people:
+        sockets = [socket.create_connection(("127.0.0.1", world.port)) for _ in range(crowd)]  # this blocks the loop
+        for each in sockets:
             each.sendall(hello)
         loop.call_soon(next_turn)
         await async_until(lambda: handshakes.total() >= crowd, "all of them are answered")
         ended = True
         await asyncio.sleep(0)
-        assert max(later - before for before, later in pairwise(strangers)) <= listener.ACCEPTED_AT_ONCE
+        assert max(later - before for before, later in pairwise(anonymous)) <= listener.ACCEPTED_AT_ONCE
         assert max(handshakes.values()) <= 2 * listener.ACCEPTED_AT_ONCE, "those that start, and those that end"
-        for each in people:
+        for each in sockets:
             each.close()
 
 

@@ -1,16 +1,16 @@
-"""Pages of jobs over TLS: who sees what of them, what they cost the API server, and what a hostile name can do."""
-
-from __future__ import annotations
+"""Pages of jobs over TLS: rights of readers, requests to the API server, and hostile content."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import aiohttp
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, refuse
-from tests.testing.api.recorded_jobs import NOW, recorded
-from tests.testing.operator.endpoints import ReadersWorld, readers_world
+from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.recorded_jobs import NOW, recorded_object
+from tests.testing.operator.endpoints import EndpointsFixture, run_endpoints
 from tests.testing.page.html_page import Page
 from tests.testing.virtual.operator_process import OperatorProcess
 from trainium_contract.pages.live import HEADERS
@@ -21,11 +21,6 @@ from trainium_operator.cluster.api.resources import CONFIG_MAPS, CORE_EVENTS, JO
 from trainium_operator.cluster.job_pages import JobPageData
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    import aiohttp
 
 ANN = {"username": "ann", "uid": "", "groups": ["system:authenticated"]}
 EVERYTHING = {
@@ -40,20 +35,20 @@ HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
 
 def may_in_team(rights: set[tuple[str, str]], user: str = "ann") -> Any:
     def may(spec: dict[str, Any]) -> bool:
-        asked = spec.get("resourceAttributes") or {}
-        right = (asked.get("resource"), asked.get("verb"))
-        return bool(spec["user"] == user and asked.get("namespace") == "team" and right in rights)
+        attributes = spec.get("resourceAttributes") or {}
+        right = (attributes.get("resource"), attributes.get("verb"))
+        return bool(spec["user"] == user and attributes.get("namespace") == "team" and right in rights)
 
     return may
 
 
-def team_of_one(cluster: FakeCluster) -> None:
-    """The recorded job with its pods, membership and events, and one of another namespace."""
-    job = recorded("job")
+def add_recorded_jobs(cluster: FakeCluster) -> None:
+    """Add the recorded job with its pods, membership and events, and a job of another namespace."""
+    job = recorded_object("job")
     uid = job["metadata"]["uid"]
     cluster.add(JOBS, job)
     cluster.add(JOBS, {**job, "metadata": {**job["metadata"], "namespace": "other", "name": "secret", "uid": "other"}})
-    cluster.add(CONFIG_MAPS, recorded("membership"))
+    cluster.add(CONFIG_MAPS, recorded_object("membership"))
     owner = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "name": "llama", "uid": uid}
     for name, node in (("llama-w-0", "node-2"), ("llama-w-2", "node-1"), ("llama-w-3", "node-4")):
         metadata = {
@@ -63,23 +58,23 @@ def team_of_one(cluster: FakeCluster) -> None:
             "ownerReferences": [{**owner, "controller": True}],
         }
         cluster.add(PODS, {"metadata": metadata, "spec": {"nodeName": node}, "status": {"phase": "Running"}})
-    for event in recorded("events")["items"]:
+    for event in recorded_object("events")["items"]:
         cluster.add(CORE_EVENTS, event)
 
 
 @asynccontextmanager
-async def pages_world(rights: set[tuple[str, str]] = EVERYTHING) -> AsyncIterator[ReadersWorld]:
+async def pages_world(rights: set[tuple[str, str]] = EVERYTHING) -> AsyncIterator[EndpointsFixture]:
     cluster = FakeCluster()
-    team_of_one(cluster)
+    add_recorded_jobs(cluster)
     caches = make_caches(Api(cluster), Settings())
     await asyncio.gather(*(each.refresh() for each in (caches.jobs, caches.pods, caches.config_maps)))
     made: list[JobPageData] = []
 
-    def jobs(world: ReadersWorld) -> JobPageData:
+    def jobs(world: EndpointsFixture) -> JobPageData:
         made.append(JobPageData(Api(cluster), caches, lambda: world.now))
         return made[0]
 
-    async with readers_world(cluster, jobs=jobs) as world:
+    async with run_endpoints(cluster, jobs=jobs) as world:
         world.now = NOW
         cluster.tokens["ann"] = ANN
         cluster.may = may_in_team(rights)
@@ -88,24 +83,26 @@ async def pages_world(rights: set[tuple[str, str]] = EVERYTHING) -> AsyncIterato
         yield world
 
 
-async def got(world: ReadersWorld, session: aiohttp.ClientSession, path: str, token: str = "ann") -> tuple[int, str]:
+async def get_page(
+    world: EndpointsFixture, session: aiohttp.ClientSession, path: str, token: str = "ann"
+) -> tuple[int, str]:
     return await world.get(session, token, path)
 
 
-async def test_who_may_get_the_job_and_what_belongs_to_it_sees_all_of_it() -> None:
+async def test_a_reader_with_all_rights_sees_the_complete_page() -> None:
     async with pages_world() as world, world.session() as session:
-        status, text = await got(world, session, "/ui/team/llama")
+        status, text = await get_page(world, session, "/ui/team/llama")
         page = Page(text)
         assert (status, page.open) == (200, [])
         for words in ("team/llama", "Running", "node-4", "Who trains (generation 2)", "Where the time went",
                       "Interruptions", "GenerationStarted", "members: 2 Running; others: 1 Running"):  # fmt: skip
             assert words in page.text, words
         assert "Not shown" not in page.text
-        asked = [write.body["spec"]["resourceAttributes"] for write in world.cluster.writes if "spec" in write.body
+        reviewed = [write.body["spec"]["resourceAttributes"] for write in world.cluster.writes if "spec" in write.body
                  and "resourceAttributes" in write.body["spec"]]  # fmt: skip
         assert {"group": "trainium.dev", "resource": "trainingjobs", "verb": "get", "namespace": "team",
-                "name": "llama"} in asked  # fmt: skip
-        assert {"resource": "configmaps", "verb": "get", "namespace": "team", "name": "llama-membership"} in asked
+                "name": "llama"} in reviewed  # fmt: skip
+        assert {"resource": "configmaps", "verb": "get", "namespace": "team", "name": "llama-membership"} in reviewed
 
 
 @pytest.mark.parametrize(
@@ -120,11 +117,11 @@ async def test_who_may_get_the_job_and_what_belongs_to_it_sees_all_of_it() -> No
         (("events", "list"), "GenerationStarted", "events: you may not list events in namespace team"),
     ],
 )
-async def test_a_part_that_its_reader_could_not_read_by_kubectl_is_left_out_and_named(
+async def test_a_part_without_its_right_is_left_out_and_named(
     missing: tuple[str, str], hidden: str, sentence: str
 ) -> None:
     async with pages_world(EVERYTHING - {missing}) as world, world.session() as session:
-        status, text = await got(world, session, "/ui/team/llama")
+        status, text = await get_page(world, session, "/ui/team/llama")
         shown = Page(text).text
         assert status == 200
         assert sentence in shown
@@ -133,49 +130,49 @@ async def test_a_part_that_its_reader_could_not_read_by_kubectl_is_left_out_and_
             assert not [path for _, path in world.cluster.requests if path.endswith("/events")]
 
 
-async def test_nobody_sees_a_job_that_they_could_not_get_or_learns_whether_it_is_there() -> None:
+async def test_a_reader_without_the_right_cannot_see_whether_a_job_exists() -> None:
     async with pages_world() as world, world.session() as session:
         sentence = "ann may not get trainingjobs.trainium.dev secret in namespace other\n"
-        assert await got(world, session, "/ui/other/secret") == (403, sentence)
-        status, text = await got(world, session, "/ui/other/nothing")
+        assert await get_page(world, session, "/ui/other/secret") == (403, sentence)
+        status, text = await get_page(world, session, "/ui/other/nothing")
         assert (status, "may not get" in text) == (403, True)
-        assert (await got(world, session, "/ui/team/llama", "tenant"))[0] == 403
-        assert (await got(world, session, "/ui/team/llama", "forged"))[0] == 401
-        assert (await got(world, session, "/ui/team/llama", ""))[0] == 401
-        assert (await got(world, session, "/ui/team/nothing")) == (
+        assert (await get_page(world, session, "/ui/team/llama", "tenant"))[0] == 403
+        assert (await get_page(world, session, "/ui/team/llama", "forged"))[0] == 401
+        assert (await get_page(world, session, "/ui/team/llama", ""))[0] == 401
+        assert (await get_page(world, session, "/ui/team/nothing")) == (
             404,
             "there is no TrainingJob nothing in namespace team\n",
         )
 
 
-async def test_the_list_is_of_what_the_reader_may_list_and_the_others_are_asked_for_a_namespace() -> None:
+async def test_the_list_has_the_jobs_that_its_reader_may_list() -> None:
     async with pages_world() as world, world.session() as session:
         for path in ("/ui/team", "/ui?namespace=team"):
-            status, text = await got(world, session, path)
+            status, text = await get_page(world, session, path)
             page = Page(text)
             assert status == 200
             assert ("href", "/ui/team/llama") in page.attributes
             assert "secret" not in page.text
-        status, text = await got(world, session, "/ui")
+        status, text = await get_page(world, session, "/ui")
         assert status == 403
         assert "ann may not list trainingjobs.trainium.dev in all namespaces" in Page(text).text
         assert ("action", "/ui") in Page(text).attributes
         world.cluster.may = lambda _spec: True
         world.now += 6
-        assert "secret" in Page((await got(world, session, "/ui"))[1]).text
+        assert "secret" in Page((await get_page(world, session, "/ui"))[1]).text
 
 
 @pytest.mark.parametrize(
     "path", ["/ui/..%2fmetrics", "/ui/team/%22%3E%3Cscript%3E", "/ui/TEAM", "/ui/a/b/c", "/ui/team/"]
 )
-async def test_an_invalid_name_is_no_page_and_is_not_echoed(path: str) -> None:
+async def test_an_invalid_name_is_404_and_not_echoed(path: str) -> None:
     async with pages_world() as world, world.session() as session:
-        status, text = await got(world, session, path)
+        status, text = await get_page(world, session, path)
         assert status == 404
         assert "script" not in text
 
 
-async def test_nothing_runs_or_loads_and_nothing_is_kept() -> None:
+async def test_a_page_has_security_headers_and_is_read_only() -> None:
     async with pages_world() as world, world.session() as session:
         async with session.get("/ui/team/llama", headers={"Authorization": "Bearer ann"}) as response:
             assert HEADERS.items() <= response.headers.items()
@@ -187,20 +184,22 @@ async def test_nothing_runs_or_loads_and_nothing_is_kept() -> None:
                 assert response.status == 405
 
 
-async def test_hostile_words_in_status_and_events_are_text() -> None:
+async def test_markup_in_status_and_events_is_escaped() -> None:
     async with pages_world() as world, world.session() as session:
-        about = {"kind": "TrainingJob", "name": "llama", "uid": recorded("job")["metadata"]["uid"]}
+        about = {"kind": "TrainingJob", "name": "llama", "uid": recorded_object("job")["metadata"]["uid"]}
         hostile = {"involvedObject": about, "reason": HOSTILE, "message": HOSTILE, "type": "Normal"}
         world.cluster.add(CORE_EVENTS, {"metadata": {"name": "hostile", "namespace": "team"}, **hostile})
-        page = Page((await got(world, session, "/ui/team/llama"))[1])
+        page = Page((await get_page(world, session, "/ui/team/llama"))[1])
         assert page.text.count("alert(1)") == 2
         assert page.tags.count("script") == 1, "our own, whose digest the policy names"
         assert "img" not in page.tags
 
 
-async def test_for_many_readers_events_are_requested_once_and_a_page_is_rendered_once() -> None:
+async def test_a_page_is_rendered_once_for_many_readers() -> None:
     async with pages_world() as world, world.session() as session:
-        answers = [await asyncio.gather(*(got(world, session, "/ui/team/llama") for _ in range(10))) for _ in range(3)]
+        answers = [
+            await asyncio.gather(*(get_page(world, session, "/ui/team/llama") for _ in range(10))) for _ in range(3)
+        ]
         assert len({text for part in answers for _, text in part}) == 1
         assert [path for method, path in world.cluster.requests if method == "GET"] == [
             "/api/v1/namespaces/team/events"
@@ -208,46 +207,46 @@ async def test_for_many_readers_events_are_requested_once_and_a_page_is_rendered
         assert sorted(world.reviews) == ["subjectaccessreviews"] * 4 + ["tokenreviews"]
         for _ in range(3):
             world.now += job_pages.EVENTS_SECONDS
-            await got(world, session, "/ui/team/llama")
+            await get_page(world, session, "/ui/team/llama")
         assert len([path for method, path in world.cluster.requests if method == "GET"]) == 4
 
 
-async def test_a_page_is_never_shared_with_who_may_see_less_of_it() -> None:
+async def test_a_page_is_not_shared_with_readers_of_fewer_rights() -> None:
     async with pages_world() as world, world.session() as session:
-        assert "node-4" in (await got(world, session, "/ui/team/llama"))[1]
+        assert "node-4" in (await get_page(world, session, "/ui/team/llama"))[1]
         world.cluster.tokens["bob"] = {**ANN, "username": "bob"}
         ann, bob = may_in_team(EVERYTHING), may_in_team({("trainingjobs", "get")}, "bob")
         world.cluster.may = lambda spec: ann(spec) or bob(spec)
-        shown = Page((await got(world, session, "/ui/team/llama", "bob"))[1]).text
+        shown = Page((await get_page(world, session, "/ui/team/llama", "bob"))[1]).text
         assert "node-4" not in shown.partition("Interruptions")[0]
         assert "GenerationStarted" not in shown
         assert shown.count("you may not") == 3
 
 
-async def test_parts_that_are_refused_again_and_again_never_keep_their_reader_out() -> None:
-    """An open page asks every few seconds; only what was asked for as a whole counts as a stranger's try."""
+async def test_refused_parts_do_not_rate_limit_their_reader() -> None:
+    """An open page polls every few seconds; only requests for whole pages count as unauthenticated tries."""
     async with pages_world({("trainingjobs", "get")}) as world, world.session() as session:
         for _ in range(30):
-            assert (await got(world, session, "/ui/team/llama"))[0] == 200
+            assert (await get_page(world, session, "/ui/team/llama"))[0] == 200
             world.now += 6
 
 
-async def test_while_the_api_server_is_away_a_known_reader_sees_the_job_and_why_there_are_no_events(
+async def test_a_known_reader_sees_the_job_without_events_during_an_outage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with pages_world() as world, world.session() as session:
-        assert (await got(world, session, "/ui/team/llama"))[0] == 200
+        assert (await get_page(world, session, "/ui/team/llama"))[0] == 200
         monkeypatch.setattr(job_pages, "EVENTS_TIMEOUT_SECONDS", 0.2)
-        world.cluster.faults.append(lambda _method, path: refuse(503, "Unavailable") if "/events" in path else None)
+        world.cluster.faults.append(lambda _method, path: http_error(503, "Unavailable") if "/events" in path else None)
         world.now += 20
-        shown = Page((await got(world, session, "/ui/team/llama"))[1]).text
+        shown = Page((await get_page(world, session, "/ui/team/llama"))[1]).text
         assert "events: no answer" in shown
         assert "Running" in shown
 
 
-async def test_the_curve_grows_with_the_samples_and_forgets_a_deleted_job() -> None:
+async def test_the_loss_curve_follows_the_job() -> None:
     cluster = FakeCluster()
-    team_of_one(cluster)
+    add_recorded_jobs(cluster)
     caches = make_caches(Api(cluster), Settings())
     watched = JobPageData(Api(cluster), caches, lambda: NOW)
     for step, loss in ((10, 5.0), (20, 4.0), (30, 3.0), (15, 4.5), (15, 4.5)):
@@ -267,11 +266,11 @@ async def test_the_curve_grows_with_the_samples_and_forgets_a_deleted_job() -> N
     assert len(watched._curves) == 1, "of the job that is still there"
 
 
-async def test_curves_are_of_a_bounded_number_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_pages, "MOST_CURVES", 3)
+async def test_curves_are_kept_of_a_limited_number_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_pages, "MAX_CURVES", 3)
     cluster = FakeCluster()
     for number in range(5):
-        job = recorded("job")
+        job = recorded_object("job")
         job["metadata"].update(name=f"job-{number}", uid=f"uid-{number}")
         cluster.add(JOBS, job)
     caches = make_caches(Api(cluster), Settings())
@@ -281,23 +280,23 @@ async def test_curves_are_of_a_bounded_number_of_jobs(monkeypatch: pytest.Monkey
     assert len(watched._curves) == 3
 
 
-async def test_a_job_that_somebody_else_controls_and_one_that_cannot_be_read_have_pages_too() -> None:
+async def test_unmanaged_and_unreadable_jobs_have_pages() -> None:
     async with pages_world() as world, world.session() as session:
-        job = recorded("job")
+        job = recorded_object("job")
         for name, change in (("theirs", {"managedBy": "kueue.x-k8s.io/multikueue"}), ("newer", {"workers": 7})):
             metadata = {"name": name, "namespace": "team", "uid": name}
             world.cluster.add(JOBS, {**job, "metadata": metadata, "spec": {**job["spec"], **change}})
         await world.server._pages._jobs._caches.jobs.refresh()  # type: ignore[union-attr,attr-defined]
-        assert "kueue.x-k8s.io/multikueue controls this job" in (await got(world, session, "/ui/team/theirs"))[1]
-        assert "the job cannot be read: workers" in (await got(world, session, "/ui/team/newer"))[1]
-        listed = Page((await got(world, session, "/ui/team"))[1]).text
+        assert "kueue.x-k8s.io/multikueue controls this job" in (await get_page(world, session, "/ui/team/theirs"))[1]
+        assert "the job cannot be read: workers" in (await get_page(world, session, "/ui/team/newer"))[1]
+        listed = Page((await get_page(world, session, "/ui/team"))[1]).text
         assert "kueue.x-k8s.io/multikueue controls it" in listed
 
 
-async def test_pages_are_served_only_where_asked_for_and_by_a_name_of_the_certificate() -> None:
-    asked = OperatorProcess(FakeCluster(), settings=Settings(ui=True, ui_service="pages")).runtime
-    assert asked.readers is not None
-    assert asked.shown is not None
-    assert {"pages.system.svc", "trainium-operator-coordinator.system.svc"} <= set(asked.keeper._names)
+async def test_pages_are_served_only_when_enabled() -> None:
+    runtime = OperatorProcess(FakeCluster(), settings=Settings(ui=True, ui_service="pages")).runtime
+    assert runtime.readers is not None
+    assert runtime.shown is not None
+    assert {"pages.system.svc", "trainium-operator-coordinator.system.svc"} <= set(runtime.keeper._names)
     plain = OperatorProcess(FakeCluster(), settings=Settings()).runtime
     assert (plain.readers, plain.shown) == (None, None)

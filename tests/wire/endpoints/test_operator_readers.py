@@ -1,20 +1,20 @@
-"""Metrics over TLS, authorised by the API server, and what strangers can cost at that port."""
-
-from __future__ import annotations
+"""Metrics over TLS: authorization by the API server, caching, and limits of unknown clients."""
 
 import asyncio
 import base64
 import json
 import time
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.operator.endpoints import PROMETHEUS, USER, readers_world
+from tests.testing.operator.endpoints import PROMETHEUS, USER, run_endpoints
 from tests.testing.suite.timeouts import async_until
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.transport import connect
@@ -25,17 +25,12 @@ from trainium_operator.http import limiter, listener
 from trainium_operator.main import LEASE_CONNECTIONS
 from trainium_operator.monitoring.metrics import Metrics
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
 GENEROUS = 60.0
 
 
-async def test_metrics_are_given_to_whom_the_api_server_lets_and_it_is_asked_about_the_whole_user() -> None:
+async def test_metrics_are_authorised_by_a_review_of_the_complete_user() -> None:
     cluster = FakeCluster()
-    async with readers_world(cluster) as world, world.session() as session:
+    async with run_endpoints(cluster) as world, world.session() as session:
         assert await world.get(session, "good") == (200, "made 1\n")
         token, right = (write.body for write in cluster.writes)
         assert (token["apiVersion"], token["kind"]) == ("authentication.k8s.io/v1", "TokenReview")
@@ -51,13 +46,13 @@ async def test_metrics_are_given_to_whom_the_api_server_lets_and_it_is_asked_abo
         assert world.answers == [("/metrics", 200)]
 
 
-async def test_everybody_else_gets_a_sentence() -> None:
-    async with readers_world(FakeCluster()) as world, world.session() as session:
+async def test_other_readers_are_refused_with_a_message() -> None:
+    async with run_endpoints(FakeCluster()) as world, world.session() as session:
         assert await world.get(session) == (401, "send a token of this cluster as `Authorization: Bearer <token>`\n")
         assert (await world.get(session, Authorization="Basic Z29vZDpnb29k"))[0] == 401
         status, sentence = await world.get(session, "forged")
         assert (status, "not valid" in sentence) == (401, True)
-    async with readers_world(FakeCluster()) as world, world.session() as session:
+    async with run_endpoints(FakeCluster()) as world, world.session() as session:
         status, sentence = await world.get(session, "tenant")
         assert status == 403
         assert sentence == "system:serviceaccount:team:default may not get the nonResourceURL /metrics\n"
@@ -66,24 +61,24 @@ async def test_everybody_else_gets_a_sentence() -> None:
             assert response.status == 405
 
 
-async def test_answers_are_remembered_and_a_right_that_was_taken_away_counts_within_a_minute() -> None:
-    async with readers_world(FakeCluster()) as world, world.session() as session:
+async def test_reviews_are_cached_for_a_minute() -> None:
+    async with run_endpoints(FakeCluster()) as world, world.session() as session:
         for _ in range(10):
             assert (await world.get(session, "good"))[0] == 200
         assert world.reviews == ["tokenreviews", "subjectaccessreviews"]
         world.cluster.may = lambda _spec: False
         world.now += 61
         assert (await world.get(session, "good"))[0] == 403
-        asked = len(world.reviews)
+        reviews_before = len(world.reviews)
         assert (await world.get(session, "good"))[0] == 403
-        assert len(world.reviews) == asked, "a refusal is remembered too"
+        assert len(world.reviews) == reviews_before, "a refusal is remembered too"
         world.cluster.may = lambda _spec: True
         world.now += 6
         assert (await world.get(session, "good"))[0] == 200, "though not for long"
 
 
-async def test_while_the_api_server_is_away_who_was_known_may_go_on_reading_and_nobody_else() -> None:
-    async with readers_world(FakeCluster()) as world, world.session() as session:
+async def test_known_readers_can_read_during_an_outage() -> None:
+    async with run_endpoints(FakeCluster()) as world, world.session() as session:
         assert (await world.get(session, "good"))[0] == 200
         world.cluster.down = True
         world.now += 300
@@ -94,7 +89,7 @@ async def test_while_the_api_server_is_away_who_was_known_may_go_on_reading_and_
 
 
 async def test_a_token_is_accepted_until_its_expiry() -> None:
-    async with readers_world(FakeCluster()) as world, world.session() as session:
+    async with run_endpoints(FakeCluster()) as world, world.session() as session:
         expiring = jwt(exp=world.now + 30)
         world.cluster.tokens[expiring] = USER
         assert (await world.get(session, expiring))[0] == 200
@@ -106,16 +101,16 @@ async def test_a_token_is_accepted_until_its_expiry() -> None:
         assert (await world.get(session, expiring))[0] == 503
 
 
-async def test_figures_are_made_once_a_second_however_many_ask() -> None:
-    async with readers_world(FakeCluster()) as world, world.session() as session:
+async def test_metrics_are_rendered_once_a_second() -> None:
+    async with run_endpoints(FakeCluster()) as world, world.session() as session:
         answers = {await world.get(session, "good") for _ in range(20)}
         assert answers == {(200, "made 1\n")}
         world.now += 1
         assert await world.get(session, "good") == (200, "made 2\n")
 
 
-async def test_a_header_that_is_too_large_is_refused_before_anybody_is_asked() -> None:
-    async with readers_world(FakeCluster()) as world, world.session() as session:
+async def test_an_oversized_header_is_refused_without_a_review() -> None:
+    async with run_endpoints(FakeCluster()) as world, world.session() as session:
         assert (await world.get(session, "x" * 8_100))[0] == 401
         assert (await world.get(session, "x" * 9_000))[0] == 400
         assert world.reviews == []
@@ -128,7 +123,7 @@ def jwt(**claims: Any) -> str:
 
 
 class SlowReviews(FakeServer):
-    """Over HTTP; tokens that are not valid it never answers."""
+    """An API server over HTTP that never answers reviews of bad tokens."""
 
     def __init__(self) -> None:
         super().__init__(FakeCluster(time.time))
@@ -141,7 +136,7 @@ class SlowReviews(FakeServer):
         return await super()._answer(request)
 
 
-async def test_a_flood_of_bad_tokens_costs_neither_the_lease_nor_a_scrape_nor_a_new_token(tmp_path: Path) -> None:
+async def test_bad_tokens_delay_neither_the_lease_nor_scrapes(tmp_path: Path) -> None:
     api = SlowReviews()
     await api.start()
     transport = await connect(str(api.kubeconfig(tmp_path)))
@@ -151,7 +146,7 @@ async def test_a_flood_of_bad_tokens_costs_neither_the_lease_nor_a_scrape_nor_a_
     holding = asyncio.create_task(elector.hold())
     number = count()
     async with (
-        readers_world(api.cluster, transport) as world,
+        run_endpoints(api.cluster, transport) as world,
         world.session() as prometheus,
         world.session("127.0.0.9") as hostile,
     ):
@@ -173,11 +168,13 @@ async def test_a_flood_of_bad_tokens_costs_neither_the_lease_nor_a_scrape_nor_a_
         api.cluster.tokens[rotated] = USER
         in_hand, world.most_in_hand = world.most_in_hand, 0
         async with world.session("127.0.0.3") as again:
-            assert (await world.get(again, rotated))[0] == 200, "who is known is asked about before strangers"
+            assert (await world.get(again, rotated))[0] == 200, (
+                "tokens of known readers are reviewed before unknown ones"
+            )
         for each in floods:
             each.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
-        assert in_hand == access.ANONYMOUS_AT_ONCE
+        assert in_hand == access.MAX_ANONYMOUS_RUNNING
         assert answers == {200}
         assert elector.may_act()
         assert not holding.done()
@@ -187,8 +184,8 @@ async def test_a_flood_of_bad_tokens_costs_neither_the_lease_nor_a_scrape_nor_a_
     await api.stop()
 
 
-async def test_a_source_of_bad_tokens_is_asked_about_no_more() -> None:
-    async with readers_world(FakeCluster()) as world, world.session("127.0.0.9") as hostile:
+async def test_a_source_of_bad_tokens_is_rate_limited() -> None:
+    async with run_endpoints(FakeCluster()) as world, world.session("127.0.0.9") as hostile:
         answers = []
         for number in range(12):
             async with world.session("127.0.0.9") as each:
@@ -197,20 +194,20 @@ async def test_a_source_of_bad_tokens_is_asked_about_no_more() -> None:
         assert world.reviews == ["tokenreviews"] * 10
         async with world.session() as other:
             assert (await world.get(other, "good"))[0] == 200
-        assert (await world.get(hostile, "good"))[0] == 200, "what is known needs no review"
+        assert (await world.get(hostile, "good"))[0] == 200, "cached reviews are not repeated"
         assert (await world.get(hostile, "tenant"))[0] == 429
 
 
-async def test_tokens_that_come_at_once_count_like_those_that_come_one_by_one() -> None:
-    async with readers_world(FakeCluster()) as world, world.session("127.0.0.9") as hostile:
+async def test_concurrent_bad_tokens_are_rate_limited() -> None:
+    async with run_endpoints(FakeCluster()) as world, world.session("127.0.0.9") as hostile:
         answers = await asyncio.gather(*(world.get(hostile, f"bad-{number}") for number in range(60)))
         assert {status for status, _ in answers} == {401, 429}
-        assert 10 <= len(world.reviews) < 10 + access.ANONYMOUS_AT_ONCE
+        assert 10 <= len(world.reviews) < 10 + access.MAX_ANONYMOUS_RUNNING
 
 
-async def test_a_valid_token_without_the_right_moves_nobody_ahead() -> None:
-    """Every pod has one: it is a stranger's like any other, also for the limits of its connection."""
-    async with readers_world(FakeCluster()) as world:
+async def test_a_valid_token_without_the_right_is_rate_limited() -> None:
+    """Each pod has such a token: it counts as unauthenticated, also for the limits of connections."""
+    async with run_endpoints(FakeCluster()) as world:
         for number in range(12):
             name = f"system:serviceaccount:team:number-{number}"
             world.cluster.tokens[f"tenant-{number}"] = {"username": name, "groups": []}
@@ -222,13 +219,13 @@ async def test_a_valid_token_without_the_right_moves_nobody_ahead() -> None:
         assert answers == [403] * 10 + [429] * 2
 
 
-async def test_silent_connections_are_bounded_and_closed_and_a_known_reader_stays(
+async def test_silent_connections_are_limited_and_a_known_reader_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(servers, "MAX_ANONYMOUS", 50)
     monkeypatch.setattr(limiter, "ANONYMOUS_SECONDS", 3.0)
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 3.0)
-    async with readers_world(FakeCluster()) as world, world.session() as prometheus:
+    async with run_endpoints(FakeCluster()) as world, world.session() as prometheus:
         assert (await world.get(prometheus, "good"))[0] == 200
         writers = []
         for _ in range(120):
@@ -237,13 +234,13 @@ async def test_silent_connections_are_bounded_and_closed_and_a_known_reader_stay
         connections = world.server.http.limiter
         assert connections.anonymous <= 50
         assert (await world.get(prometheus, "good"))[0] == 200
-        await async_until(lambda: connections.anonymous == 0, "strangers are closed")
+        await async_until(lambda: connections.anonymous == 0, "unauthenticated connections are closed")
         assert world.server.http.connections == 1
         for writer in writers:
             writer.transport.abort()
 
 
-async def test_connections_to_the_plain_port_are_bounded_too_and_probes_get_through(
+async def test_connections_to_the_probe_port_are_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limiter, "ANONYMOUS_SECONDS", 3.0)
@@ -262,11 +259,11 @@ async def test_connections_to_the_plain_port_are_bounded_too_and_probes_get_thro
         writer.transport.abort()
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/livez") as response:
         assert response.status == 200
-    await async_until(lambda: health._http.limiter.anonymous == 0, "strangers are closed")
+    await async_until(lambda: health._http.limiter.anonymous == 0, "unauthenticated connections are closed")
     await health.stop()
 
 
-def test_readers_are_counted_by_page_and_never_by_what_they_ask_for() -> None:
+def test_requests_are_counted_by_known_pages() -> None:
     metrics = Metrics()
     for path in ("/metrics", "/metrics/", "/anything/else", "", "*"):
         metrics.read(path, 401)

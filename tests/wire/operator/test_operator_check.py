@@ -1,53 +1,48 @@
-"""`trainium-operator check` against real servers: its verdict on an operator that works, and on each that does not."""
-
-from __future__ import annotations
+"""`trainium-operator check` against real servers of working and faulty operators."""
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import trustme
 
-from tests.testing.operator.coordinator_world import World
+from tests.testing.operator.coordinator_fixture import CoordinatorFixture
 from trainium_operator import main as operator_main
-from trainium_operator.check import CheckVerdict, Installed, Replica, poll, until_it_works, verdict
+from trainium_operator.check import CheckVerdict, Installation, Replica, judge_replicas, poll, poll_until_ready
 from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.endpoints.servers import ProbeServer
 from trainium_operator.http.tls import ServerTls
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 class OneReplica:
-    """The coordinator and the probes of one process, at localhost."""
+    """The coordinator and the probe server of one replica, at localhost."""
 
     def __init__(self, folder: Path) -> None:
-        self.world = World()
+        self.world = CoordinatorFixture()
         self.problem = ""
         self.health = ProbeServer(live=lambda: "", ready=lambda: self.problem)
         self.authority = folder / "ca.crt"
 
-    async def start(self) -> Installed:
+    async def start(self) -> Installation:
         made = renew_material(None, ("localhost",), time.time())
         self.authority.write_bytes(made.ca_bundle)
         tls = ServerTls()
         tls.load(made.server_cert, made.server_key)
         probes = await self.health.start("127.0.0.1", 0)
         port = await self.world.server.start("127.0.0.1", 0, tls.context)
-        return Installed("localhost", 1, port, probes, self.authority)
+        return Installation("localhost", 1, port, probes, self.authority)
 
     async def stop(self) -> None:
         await self.world.server.stop()
         await self.health.stop()
 
 
-async def verdict_of(installed: Installed) -> CheckVerdict:
+async def verdict_of(installed: Installation) -> CheckVerdict:
     return await asyncio.to_thread(poll, installed, resolve=lambda _name: ["127.0.0.1"])
 
 
-async def test_a_replica_that_is_ready_leads_and_shows_its_certificate_works_and_each_fault_is_named(
+async def test_a_working_replica_passes_and_each_fault_is_named(
     tmp_path: Path,
 ) -> None:
     one = OneReplica(tmp_path)
@@ -76,28 +71,28 @@ async def test_a_replica_that_is_ready_leads_and_shows_its_certificate_works_and
     assert "127.0.0.1 does not answer (Connection refused)" in (await verdict_of(installed)).sentence
 
 
-def test_fewer_replicas_than_asked_for_and_two_leaders_do_not_work() -> None:
-    one, other = Replica("10.0.0.1", leads=True), Replica("10.0.0.2")
-    assert verdict("s", 2, [one, other]).works
-    assert verdict("s", 1, [one, other]).works, "an old pod that is about to go"
-    assert "s has 1 of 2 replicas" in verdict("s", 2, [one]).sentence
-    assert "2 of 2 replicas lead" in verdict("s", 2, [one, Replica("10.0.0.2", leads=True)]).sentence
+def test_missing_replicas_and_two_leaders_fail_the_check() -> None:
+    one, other = Replica("10.0.0.1", is_leader=True), Replica("10.0.0.2")
+    assert judge_replicas("s", 2, [one, other]).works
+    assert judge_replicas("s", 1, [one, other]).works, "an old pod that is terminating"
+    assert "s has 1 of 2 replicas" in judge_replicas("s", 2, [one]).sentence
+    assert "2 of 2 replicas lead" in judge_replicas("s", 2, [one, Replica("10.0.0.2", is_leader=True)]).sentence
 
 
-def test_it_waits_until_it_works_or_the_time_is_over() -> None:
+def test_the_check_is_repeated_until_it_passes_or_times_out() -> None:
     bad, good = CheckVerdict(works=False, sentence="bad"), CheckVerdict(works=True, sentence="good")
     pauses: list[float] = []
     answers = iter([bad, bad, good])
-    assert until_it_works(lambda: next(answers), 30, pauses.append) == good
+    assert poll_until_ready(lambda: next(answers), 30, pauses.append) == good
     assert len(pauses) == 2
-    assert until_it_works(lambda: bad, 3, pauses.append) == bad
+    assert poll_until_ready(lambda: bad, 3, pauses.append) == bad
     assert len(pauses) == 5
 
 
-def test_the_command_prints_one_sentence_and_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--service=localhost", f"--authority={tmp_path / 'none'}", "--seconds=0"]
+def test_a_failed_check_prints_one_line_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--service=localhost", f"--authority={tmp_path / 'none'}", "--seconds=0"]
     with pytest.raises(SystemExit) as ended:
-        operator_main.main(["check", *given])
+        operator_main.main(["check", *arguments])
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("the operator does not work: ")

@@ -4,8 +4,6 @@ How long a hand-over takes is a matter of `test_operator_replicas.py` (virtual t
 real signals, servers, sockets and certificates show that it works at all, so the limits are wide.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -13,23 +11,22 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.operator.agent_settings import agent_settings
 from tests.testing.suite.timeouts import async_until, scaled
-from tests.testing.virtual.fake_workers import bind
+from tests.testing.virtual.fake_workers import bind_pod
 from tests.testing.virtual.operator_process import training_job
 from trainium_agent.coordinator.client import CoordinatorClient
-from trainium_agent.settings import AgentSettings, Endpoint
+from trainium_agent.settings import Endpoint
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
-from trainium_devcluster.ports import reserved_port
+from trainium_devcluster.ports import reserve_port
 from trainium_operator.cluster.api.resources import JOBS, LEASES, NODES, PODS, SECRETS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SERVICE = "localhost"
 """The coordinator's certificate bears the name of its Service, and agents must be able to resolve that."""
@@ -62,7 +59,7 @@ class Replica:
 
 
 class Agent:
-    """A pod's agent, as far as the coordinator is concerned: its real client, and a record of its messages."""
+    """A client of the coordinator as in an agent, with a record of its messages."""
 
     def __init__(self, pod: dict[str, Any], ports: list[int], folder: Path, bundle: str) -> None:
         self.memberships: list[Membership] = []
@@ -71,21 +68,15 @@ class Agent:
         name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
         (folder / f"{name}.token").write_text(f"token-of-{name}")
         (folder / "ca.crt").write_text(bundle)
-        settings = AgentSettings(
+        settings = agent_settings(
+            folder,
             coordinator=tuple(Endpoint(SERVICE, port) for port in ports),
             namespace="default",
-            job="llama",
             pod_name=name,
             pod_uid=uid,
             pod_ip=pod["status"]["podIP"],
             node_name=pod["spec"]["nodeName"],
-            processes_per_node=1,
-            max_in_place_restarts=3,
-            grace_seconds=5,
-            config_path=folder / "trainer.yaml",
-            memory_directory=folder,
             token_path=folder / f"{name}.token",
-            ca_path=folder / "ca.crt",
         )
         self.client = CoordinatorClient(
             settings,
@@ -115,14 +106,14 @@ class Agent:
         )
 
 
-class Site:
+class ReplicasWorld:
     """The API server, the replicas and the agents of one test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.cluster = FakeCluster(time.time)
         self.server = FakeServer(self.cluster)
-        self.replicas = [Replica(f"operator-{at}", reserved_port()) for at in range(3)]
+        self.replicas = [Replica(f"operator-{at}", reserve_port()) for at in range(3)]
         self.agents: list[Agent] = []
 
     async def start(self) -> None:
@@ -145,7 +136,7 @@ class Site:
         """Bind, start and authenticate the pods as scheduler, kubelets and token issuer do."""
         bundle = base64.b64decode(self.cluster.get(SECRETS, "system", f"{SERVICE}-tls")["data"]["ca.crt"]).decode()
         for at, name in enumerate(self.cluster.names(PODS)):
-            pod = self.cluster.change(PODS, "default", name, bind(f"node-{at}", at))
+            pod = self.cluster.change(PODS, "default", name, bind_pod(f"node-{at}", at))
             extra = {
                 "authentication.kubernetes.io/pod-name": [name],
                 "authentication.kubernetes.io/pod-uid": [pod["metadata"]["uid"]],
@@ -154,12 +145,12 @@ class Site:
             self.cluster.tokens[f"token-of-{name}"] = user
             self.agents.append(Agent(pod, [replica.port for replica in self.replicas], self.folder, bundle))
 
-    async def are_answered(self) -> None:
-        """Every agent is answered again and again."""
+    async def wait_for_replies(self) -> None:
+        """Wait for three more replies to each agent."""
         before = [agent.acknowledged for agent in self.agents]
         await async_until(
             lambda: all(a.acknowledged >= b + 3 for a, b in zip(self.agents, before, strict=True)),
-            lambda: "the agents are heard: " + (self.folder / "operator-1.log").read_text()[-2000:],
+            lambda: "the operator receives heartbeats: " + (self.folder / "operator-1.log").read_text()[-2000:],
         )
 
     def status(self) -> dict[str, Any]:
@@ -179,44 +170,44 @@ class Site:
 
 
 @pytest.mark.timeout(180)
-async def test_agents_follow_the_leadership_through_an_orderly_and_a_frozen_leader(tmp_path: Path) -> None:
-    site = Site(tmp_path)
-    await site.start()
+async def test_agents_follow_the_leadership_after_sigterm_and_after_sigstop(tmp_path: Path) -> None:
+    world = ReplicasWorld(tmp_path)
+    await world.start()
     try:
-        await site.operate(0)
-        await async_until(lambda: len(site.cluster.names(PODS)) == 2, "the leader makes the pods")
-        await site.operate(1)
-        site.start_workers()
-        await async_until(lambda: all(agent.memberships for agent in site.agents), "the first generation is published")
-        await async_until(lambda: site.status().get("phase") == "Running", "the job runs")
-        uids = {name: site.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in site.cluster.names(PODS)}
+        await world.operate(0)
+        await async_until(lambda: len(world.cluster.names(PODS)) == 2, "the leader makes the pods")
+        await world.operate(1)
+        world.start_workers()
+        await async_until(lambda: all(agent.memberships for agent in world.agents), "the first generation is published")
+        await async_until(lambda: world.status().get("phase") == "Running", "the job runs")
+        uids = {name: world.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in world.cluster.names(PODS)}
         await async_until(lambda: "standing by" in (tmp_path / "operator-1.log").read_text(), "a standby is there")
 
         # In order: SIGTERM.
-        site.replicas[0].process.send_signal(signal.SIGTERM)
-        await async_until(lambda: site.leader() == "operator-1", "the standby leads")
-        await site.are_answered()
-        assert await site.replicas[0].process.wait() == 0
+        world.replicas[0].process.send_signal(signal.SIGTERM)
+        await async_until(lambda: world.leader() == "operator-1", "the standby leads")
+        await world.wait_for_replies()
+        assert await world.replicas[0].process.wait() == 0
 
         # The process is stopped: another leads, and it finds out when it continues.
-        await site.operate(2)
+        await world.operate(2)
         await async_until(
             lambda: "standing by" in (tmp_path / "operator-2.log").read_text(), "another standby is there"
         )
-        site.replicas[1].process.send_signal(signal.SIGSTOP)
-        await async_until(lambda: site.leader() == "operator-2", "the next one leads")
-        await site.are_answered()
-        site.replicas[1].process.send_signal(signal.SIGCONT)
-        assert await asyncio.wait_for(site.replicas[1].process.wait(), scaled(30)) == 1
+        world.replicas[1].process.send_signal(signal.SIGSTOP)
+        await async_until(lambda: world.leader() == "operator-2", "the next one leads")
+        await world.wait_for_replies()
+        world.replicas[1].process.send_signal(signal.SIGCONT)
+        assert await asyncio.wait_for(world.replicas[1].process.wait(), scaled(30)) == 1
         assert "LeaseLostError" in (tmp_path / "operator-1.log").read_text()
-        await site.are_answered()
+        await world.wait_for_replies()
 
-        status = site.status()
+        status = world.status()
         assert status["phase"] == "Running"
         assert status["restarts"].get("total", 0) == 0
         assert status["membership"]["generation"] == 1
-        assert [agent.memberships[-1].generation for agent in site.agents] == [1, 1]
-        assert {name: site.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in uids} == uids
+        assert [agent.memberships[-1].generation for agent in world.agents] == [1, 1]
+        assert {name: world.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in uids} == uids
         assert json.dumps(status)
     finally:
-        await site.stop()
+        await world.stop()

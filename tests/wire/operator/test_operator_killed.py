@@ -6,28 +6,23 @@ response arrives, and started again. The end must be the same, no generation may
 a pod may be used twice.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from tests.testing.api.fake_kubernetes import Write
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import training_job, until
-from tests.testing.virtual.replicas import World, check_each_death, world
+from tests.testing.virtual.replicas import OperatorDeployment, check_each_kill_point, run_deployment
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS
-from trainium_operator.cluster.cache.membership_record import membership_of
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from tests.testing.api.fake_kubernetes import Write
+from trainium_operator.cluster.cache.membership_record import read_membership
 
 JOB = "llama"
 
@@ -48,7 +43,7 @@ class Record:
     generations: list[int] = field(default_factory=list)
     refused: list[Write] = field(default_factory=list)
 
-    def watch(self, seen: World) -> None:
+    def watch(self, env: OperatorDeployment) -> None:
         def observe(write: Write) -> None:
             if "/leases" in write.path:
                 return
@@ -58,14 +53,14 @@ class Record:
             if write.method == "POST" and write.path.endswith("/pods"):
                 self.created.append(write.body["metadata"]["name"])
             key = (CONFIG_MAPS.plural, "default", f"{JOB}-membership")
-            if key in seen.cluster.objects:
-                recorded = membership_of(seen.cluster.objects[key])
+            if key in env.cluster.objects:
+                recorded = read_membership(env.cluster.objects[key])
                 assert recorded is not None
                 self.memberships.setdefault(recorded.generation, set()).add(recorded)
             if write.path.endswith("/status"):
-                self.generations.append(seen.status().get("membership", {}).get("generation", 0))
+                self.generations.append(env.status().get("membership", {}).get("generation", 0))
 
-        seen.cluster.after_write = observe
+        env.cluster.after_write = observe
 
     def check(self) -> None:
         assert all(len(contents) == 1 for contents in self.memberships.values()), "one generation, two memberships"
@@ -73,71 +68,71 @@ class Record:
         assert self.generations == sorted(self.generations), "the generation went back"
 
 
-async def start(seen: World) -> None:
-    await seen.runs()
+async def start(env: OperatorDeployment) -> None:
+    await env.wait_until_running()
 
 
-async def kill_a_process(seen: World) -> None:
-    await seen.runs()
-    seen.workers.crash_process(JOB, 1)
-    await until(lambda: seen.status().get("restarts", {}).get("total") == 1, 60, "the restart is counted")
-    await seen.runs()
+async def kill_a_process(env: OperatorDeployment) -> None:
+    await env.wait_until_running()
+    env.workers.crash_process(JOB, 1)
+    await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "the restart is counted")
+    await env.wait_until_running()
 
 
-async def lose_a_node(seen: World) -> None:
-    await seen.runs()
-    lose_node(seen.workers, seen.membership()["members"][1]["nodeName"])
-    await until(lambda: seen.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
-    await seen.trains()
-    await seen.runs()
+async def lose_a_node(env: OperatorDeployment) -> None:
+    await env.wait_until_running()
+    lose_node(env.workers, env.membership()["members"][1]["nodeName"])
+    await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
+    await env.wait_for_steps()
+    await env.wait_until_running()
 
 
-async def kill_a_pod(seen: World) -> None:
-    await seen.runs()
-    seen.workers.kill_pod(seen.membership()["members"][0]["podName"])
-    await until(lambda: seen.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
-    await seen.trains()
-    await seen.runs()
+async def kill_a_pod(env: OperatorDeployment) -> None:
+    await env.wait_until_running()
+    env.workers.kill_pod(env.membership()["members"][0]["podName"])
+    await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
+    await env.wait_for_steps()
+    await env.wait_until_running()
 
 
-async def resize(seen: World) -> None:
-    await seen.runs()
+async def resize(env: OperatorDeployment) -> None:
+    await env.wait_until_running()
     for size in (3, 1):
-        seen.change_spec(lambda spec, size=size: spec["workers"].update(replicas=size))  # type: ignore[misc]
-        await until(lambda size=size: seen.status().get("replicas") == size, 120, f"{size} nodes")  # type: ignore[misc]
-        await seen.trains()
-        await seen.runs()
+        env.change_spec(lambda spec, size=size: spec["workers"].update(replicas=size))  # type: ignore[misc]
+        await until(lambda size=size: env.status().get("replicas") == size, 120, f"{size} nodes")  # type: ignore[misc]
+        await env.wait_for_steps()
+        await env.wait_until_running()
 
 
-async def suspend_and_resume(seen: World) -> None:
-    await seen.runs()
-    seen.change_spec(lambda spec: spec.update(suspend=True))
-    await until(lambda: seen.status().get("phase") == "Suspended", 120, "it is suspended")
-    seen.change_spec(lambda spec: spec.update(suspend=False))
-    await until(lambda: seen.status().get("phase") == "Running", 120, "it runs again")
-    await seen.trains()
-    await seen.runs()
+async def suspend_and_resume(env: OperatorDeployment) -> None:
+    await env.wait_until_running()
+    env.change_spec(lambda spec: spec.update(suspend=True))
+    await until(lambda: env.status().get("phase") == "Suspended", 120, "it is suspended")
+    env.change_spec(lambda spec: spec.update(suspend=False))
+    await until(lambda: env.status().get("phase") == "Running", 120, "it runs again")
+    await env.wait_for_steps()
+    await env.wait_until_running()
 
 
-async def fail(seen: World) -> None:
-    await seen.runs()
-    await seen.trains()
-    seen.workers.give_up(JOB, 1, 64)
-    await until(lambda: seen.status().get("phase") == "Failed", 120, "the verdict")
+async def fail(env: OperatorDeployment) -> None:
+    await env.wait_until_running()
+    await env.wait_for_steps()
+    env.workers.give_up(JOB, 1, 64)
+    await until(lambda: env.status().get("phase") == "Failed", 120, "the verdict")
 
 
-async def complete(seen: World) -> None:
-    await seen.runs()
-    seen.workers.total_steps = seen.workers.step + 5
-    await until(lambda: seen.status().get("phase") == "Completed", 120, "the end")
+async def complete(env: OperatorDeployment) -> None:
+    await env.wait_until_running()
+    env.workers.total_steps = env.workers.step + 5
+    await until(lambda: env.status().get("phase") == "Completed", 120, "the end")
 
 
-async def expire(seen: World) -> None:
-    await complete(seen)
-    await until(lambda: (JOBS.plural, "default", JOB) not in seen.cluster.objects, 120, "the job is deleted")
+async def expire(env: OperatorDeployment) -> None:
+    await complete(env)
+    await until(lambda: (JOBS.plural, "default", JOB) not in env.cluster.objects, 120, "the job is deleted")
 
 
-SCENARIOS: dict[str, tuple[Callable[[World], Awaitable[None]], dict[str, Any]]] = {
+SCENARIOS: dict[str, tuple[Callable[[OperatorDeployment], Awaitable[None]], dict[str, Any]]] = {
     "first start": (start, {}),
     "killed process": (kill_a_process, {}),
     "killed pod": (kill_a_pod, {}),
@@ -158,25 +153,25 @@ def run_scenario(name: str, die_after_write: int | None) -> tuple[dict[str, Any]
     record = Record()
 
     async def scenario() -> tuple[dict[str, Any], int]:
-        async with world(job=job, nodes=6, replicas=0, start=False) as seen:
-            record.watch(seen)
-            first = await seen.start_operator("operator-0", die_after_write=die_after_write)
-            await act(seen)
+        async with run_deployment(job=job, nodes=6, replicas=0, start=False) as env:
+            record.watch(env)
+            first = await env.start_operator("operator-0", die_after_write=die_after_write)
+            await act(env)
             await asyncio.sleep(SETTLE_SECONDS)
-            return ending(seen), len(first.connection.writes)
+            return ending(env), len(first.connection.writes)
 
     end, writes = run_virtual(scenario())
     record.check()
     return end, writes, record
 
 
-def ending(seen: World) -> dict[str, Any]:
+def ending(env: OperatorDeployment) -> dict[str, Any]:
     """Return what must be the same however often the operator died."""
-    if (JOBS.plural, "default", JOB) not in seen.cluster.objects:
-        left = [key for key in seen.cluster.objects if key[0] not in ("nodes", "leases", EVENTS.plural)]
-        return {"left": [key for key in left if key[1] == "default"]}
-    status = seen.status()
-    membership = seen.membership()
+    if (JOBS.plural, "default", JOB) not in env.cluster.objects:
+        remaining = [key for key in env.cluster.objects if key[0] not in ("nodes", "leases", EVENTS.plural)]
+        return {"left": [key for key in remaining if key[1] == "default"]}
+    status = env.status()
+    membership = env.membership()
     running = status["phase"] == "Running"
     # The last condition of checkpoints of an ended job depends on the moment of its end.
     conditions = {each["type"]: (each["status"], each["reason"]) for each in status["conditions"]}
@@ -192,7 +187,7 @@ def ending(seen: World) -> dict[str, Any]:
         "conditions": conditions
         if running
         else {kind: conditions[kind] for kind in conditions if kind != "DisruptionAllowed"},
-        "pods": len(seen.pods()) if running else None,
+        "pods": len(env.pods()) if running else None,
     }
 
 
@@ -208,14 +203,14 @@ def undisturbed(name: str) -> tuple[dict[str, Any], int]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario_ends_the_same_whichever_write_the_operator_dies_after(name: str, apart: int) -> None:
+def test_a_scenario_ends_the_same_after_each_death_of_the_operator(name: str, apart: int) -> None:
     def run(write: int | None) -> tuple[dict[str, Any], int]:
         return undisturbed(name) if write is None else run_scenario(name, write)[:2]
 
-    check_each_death(run, apart, first_write=1 if name == "first start" else START_WRITES)
+    check_each_kill_point(run, apart, first_write=1 if name == "first start" else START_WRITES)
 
 
 @pytest.mark.parametrize("name", ["first start", "lost node"])
-def test_an_undisturbed_scenario_has_no_needless_write(name: str) -> None:
+def test_an_undisturbed_scenario_has_few_writes(name: str) -> None:
     _, writes = undisturbed(name)
     assert writes < 45, "status is written when something happened, not all the time"

@@ -1,13 +1,11 @@
-"""The end of jobs and their disruption budgets, against the API server's semantics."""
-
-from __future__ import annotations
+"""Deletion of finished jobs, disruption budgets, and repair of statuses."""
 
 import asyncio
 from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import Write, refuse
+from tests.testing.api.fake_kubernetes import Write, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual import replicas
 from tests.testing.virtual.operator_process import training_job, until
@@ -38,7 +36,7 @@ def jobs(scenario: Scenario) -> list[str]:
 
 
 @in_virtual_time
-async def test_a_job_with_a_ttl_is_deleted_with_all_that_it_owns_and_only_as_it_was_seen() -> None:
+async def test_a_job_with_a_ttl_is_deleted_with_its_objects() -> None:
     async with Scenario({"ttlSecondsAfterFinished": 60}) as scenario:
         await scenario.ended()
         version = scenario.cluster.get(JOBS, "default", "llama")["metadata"]["resourceVersion"]
@@ -56,7 +54,7 @@ async def test_a_job_with_a_ttl_is_deleted_with_all_that_it_owns_and_only_as_it_
 
 
 @in_virtual_time
-async def test_a_job_that_changes_at_the_moment_of_its_deletion_is_planned_again() -> None:
+async def test_a_job_changed_during_its_deletion_is_kept() -> None:
     async with Scenario({"ttlSecondsAfterFinished": 60}) as scenario:
         await scenario.ended()
 
@@ -66,7 +64,7 @@ async def test_a_job_that_changes_at_the_moment_of_its_deletion_is_planned_again
                 scenario.cluster.change(
                     JOBS, "default", "llama", lambda raw: raw["spec"].update(ttlSecondsAfterFinished=6000)
                 )
-                return refuse(409, "Conflict", "the ResourceVersion in the precondition does not match")
+                return http_error(409, "Conflict", "the ResourceVersion in the precondition does not match")
             return None
 
         scenario.cluster.faults.append(keep)
@@ -75,7 +73,7 @@ async def test_a_job_that_changes_at_the_moment_of_its_deletion_is_planned_again
 
 
 @in_virtual_time
-async def test_the_disruption_budget_comes_with_the_first_step_and_is_not_written_again() -> None:
+async def test_the_disruption_budget_is_written_once_at_the_first_step() -> None:
     storage = {"checkpoint": {"storage": {"hostPath": {"path": "/fsx"}}}}
     async with Scenario(storage) as scenario:
         await scenario.trained()
@@ -94,14 +92,13 @@ async def test_an_unreadable_status_is_repaired_and_training_continues(wipe: str
     async with Scenario() as scenario:
         await scenario.trained()
         scenario.cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].update({wipe: "nonsense"}))
-        step = scenario.workers.step
-        await until(lambda: scenario.workers.step > step + 5, 60, "more steps")
+        await scenario.wait_for_steps(seconds=60)
         await scenario.ended()
         assert isinstance(scenario.status()["conditions"], list)
 
 
 @in_virtual_time
-async def test_a_program_that_cannot_read_its_checkpoint_ends_at_its_second_node() -> None:
+async def test_a_program_with_an_unreadable_checkpoint_fails_on_its_second_node() -> None:
     program = {"image": "team/own:5", "command": ["python", "train.py"]}
     checkpoints = {"path": "/checkpoints/run", "committed": "{step}.pt"}
     async with Scenario() as scenario:

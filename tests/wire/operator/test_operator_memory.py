@@ -1,7 +1,5 @@
 """The memory of the operator: one receive buffer for all connections, and only the libraries that it uses."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import random
@@ -11,7 +9,8 @@ import sys
 import time
 import weakref
 from asyncio import sslproto
-from typing import TYPE_CHECKING
+
+import pytest
 
 from tests.testing.suite.timeouts import async_until
 from trainium_operator import memory
@@ -19,13 +18,10 @@ from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.http.tls import ServerTls
 from trainium_operator.memory import TLS_BUFFER, use_little_memory_per_connection
 
-if TYPE_CHECKING:
-    import pytest
-
 CLIENTS = 20
 
 
-async def test_connections_share_one_buffer_and_mix_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tls_connections_share_one_receive_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sslproto, "SSLProtocol", sslproto.SSLProtocol)  # put back afterwards
     use_little_memory_per_connection()
     tls, buffers, attributes = ServerTls(), set(), 0
@@ -43,7 +39,7 @@ async def test_connections_share_one_buffer_and_mix_nothing_up(monkeypatch: pyte
             await writer.drain()
         writer.close()
 
-    async def talk(port: int, seed: int) -> bool:
+    async def exchange(port: int, seed: int) -> bool:
         sent = random.Random(seed).randbytes(10 * TLS_BUFFER + seed)
         reader, writer = await asyncio.open_connection("localhost", port, ssl=trust)
         writer.write(sent)
@@ -53,25 +49,25 @@ async def test_connections_share_one_buffer_and_mix_nothing_up(monkeypatch: pyte
 
     server = await asyncio.start_server(echo, "localhost", 0, ssl=tls.context)
     port = server.sockets[0].getsockname()[1]
-    assert all(await asyncio.gather(*(talk(port, seed) for seed in range(CLIENTS))))
+    assert all(await asyncio.gather(*(exchange(port, seed) for seed in range(CLIENTS))))
     assert len(buffers) == 1
     assert attributes <= 29, "with more names in its dictionary each connection has a table of its own for them"
     server.close()
     await server.wait_closed()
 
 
-async def test_garbage_is_collected_and_returned_periodically(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Knot:
+async def test_garbage_is_collected_periodically(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cycle:
         def __init__(self) -> None:
             self.tied = self
 
     collected = asyncio.Event()
-    weakref.finalize(Knot(), collected.set)
+    weakref.finalize(Cycle(), collected.set)
     monkeypatch.setattr(memory, "TRIM_SECONDS", 0.01)
     gc.disable()
     try:
         tidying = asyncio.create_task(memory.trim_periodically())
-        await async_until(collected.is_set, "a knot of objects that nobody else holds is collected")
+        await async_until(collected.is_set, "an unreferenced cycle of objects is collected")
         assert not tidying.done()
         tidying.cancel()
     finally:
@@ -87,7 +83,7 @@ def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
 
 use_one_heap()
-bytearray(8_000_000)  # freed at once: left to itself the C library takes as large ones from its heap from now on
+bytearray(8_000_000)  # freed at once: the C library would by default take the next large ones from its heap
 before, kept = resident(), []
 for _ in range(20):
     large = [bytearray(3_000_000) for _ in range(2)]
@@ -102,7 +98,7 @@ print(resident() - before)
 """
 
 
-def test_what_was_large_for_a_while_is_not_kept() -> None:
+def test_freed_large_blocks_are_returned_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     large, small = map(int, done.stdout.split())

@@ -1,40 +1,36 @@
-"""Minutes in which the operator, or the API server, does not reach what still trains: nothing is given up."""
-
-from __future__ import annotations
+"""Partitions between operator, API server and workers that still train: no worker is replaced."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.testing.suite.virtual_time import in_virtual_time
-from tests.testing.virtual.fake_workers import lose_node, readiness
+from tests.testing.virtual.fake_workers import lose_node, set_readiness
 from tests.testing.virtual.operator_process import training_job, until
 from tests.testing.virtual.replicas import Scenario
 from trainium_operator.cluster.api.resources import NODES, PODS
 from trainium_operator.cluster.execute import deletion_limit
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-MINUTES = 5 * 60.0
+OBSERVATION_SECONDS = 5 * 60.0
 
 
-class World(Scenario):
+class PartitionedCluster(Scenario):
     def __init__(self, nodes: int, *jobs: dict[str, Any]) -> None:
         super().__init__(*jobs, nodes=nodes, total_steps=100_000)
         self.names = [each["metadata"]["name"] for each in jobs]
 
-    def untouched(self) -> tuple[Any, ...]:
+    def pods_and_generations(self) -> tuple[Any, ...]:
         """Return the pods and generations, which must not change."""
         pods = {(name, self.cluster.get(PODS, "default", name)["metadata"]["uid"]) for name in self.cluster.names(PODS)}
         return pods, [self.status(name)["membership"]["generation"] for name in self.names]
 
 
 @asynccontextmanager
-async def training(nodes: int, *jobs: dict[str, Any]) -> AsyncIterator[World]:
-    async with World(nodes, *jobs) as world:
+async def train_jobs(nodes: int, *jobs: dict[str, Any]) -> AsyncIterator[PartitionedCluster]:
+    async with PartitionedCluster(nodes, *jobs) as world:
         await until(lambda: {world.status(name).get("phase") for name in world.names} == {"Running"}, 120, "all run")
         await asyncio.sleep(10)
         yield world
@@ -43,65 +39,63 @@ async def training(nodes: int, *jobs: dict[str, Any]) -> AsyncIterator[World]:
 @pytest.mark.parametrize("later", [0.0, 2.2, 3.7], ids=lambda later: f"{later} s after a beat")
 @pytest.mark.parametrize("kubelets_too", [False, True])
 @in_virtual_time
-async def test_cut_off_from_all_nodes_for_five_minutes_it_deletes_nothing_and_reports_it(
-    kubelets_too: bool, later: float
-) -> None:
-    async with training(8, training_job("llama", replicas=6, spares=1)) as world:
+async def test_an_operator_without_contact_to_all_nodes_deletes_nothing(kubelets_too: bool, later: float) -> None:
+    async with train_jobs(8, training_job("llama", replicas=6, spares=1)) as world:
         await asyncio.sleep(later)
-        before, step = world.untouched(), world.workers.step
+        before, step = world.pods_and_generations(), world.workers.step
         world.workers.cut_off = True
         if kubelets_too:
-            readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
-        await asyncio.sleep(MINUTES)
-        assert world.untouched() == before
+            set_readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
+        await asyncio.sleep(OBSERVATION_SECONDS)
+        assert world.pods_and_generations() == before
         assert world.workers.step >= step + 500
         assert world.condition("NodesHealthy")["reason"] == "ContactLost"
         assert "7 of 7 workers are silent at once" in world.condition("NodesHealthy")["message"]
-        assert sum("are silent at once" in note for note in world.notes()) == 1
+        assert sum("are silent at once" in note for note in world.event_messages()) == 1
         world.workers.cut_off = False
-        readiness(world.workers, "True", world.cluster.names(NODES, ""))
+        set_readiness(world.workers, "True", world.cluster.names(NODES, ""))
         await asyncio.sleep(60)
-        assert world.untouched() == before
+        assert world.pods_and_generations() == before
         assert world.condition("NodesHealthy")["reason"] == "NodesHealthy"
 
 
 @in_virtual_time
-async def test_one_of_three_zones_that_is_dark_to_us_and_trains_on_loses_nothing() -> None:
-    async with training(10, training_job("llama", replicas=6, spares=3)) as world:
-        before, step = world.untouched(), world.workers.step
+async def test_an_unreachable_zone_that_trains_loses_no_worker() -> None:
+    async with train_jobs(10, training_job("llama", replicas=6, spares=3)) as world:
+        before, step = world.pods_and_generations(), world.workers.step
         zone = {f"node-{number}" for number in range(0, 9, 3)}
         world.workers.muted_nodes = zone
-        readiness(world.workers, "Unknown", zone)
-        await asyncio.sleep(MINUTES)
-        assert world.untouched() == before
+        set_readiness(world.workers, "Unknown", zone)
+        await asyncio.sleep(OBSERVATION_SECONDS)
+        assert world.pods_and_generations() == before
         assert world.workers.step >= step + 500
         assert world.condition("NodesHealthy")["reason"] == "ContactLost"
 
 
 @in_virtual_time
-async def test_leases_of_all_kubelets_that_are_stale_while_training_goes_on_lose_nothing() -> None:
-    async with training(8, training_job("llama", replicas=6, spares=1)) as world:
-        before, step = world.untouched(), world.workers.step
-        readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
-        await asyncio.sleep(MINUTES)
-        assert world.untouched() == before
+async def test_stale_kubelet_leases_during_training_lose_no_worker() -> None:
+    async with train_jobs(8, training_job("llama", replicas=6, spares=1)) as world:
+        before, step = world.pods_and_generations(), world.workers.step
+        set_readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
+        await asyncio.sleep(OBSERVATION_SECONDS)
+        assert world.pods_and_generations() == before
         assert world.workers.step >= step + 500
 
 
 @pytest.mark.long
 @in_virtual_time
-async def test_many_jobs_of_one_worker_each_are_not_given_up_one_by_one() -> None:
-    async with training(12, *(training_job(f"job-{number}", replicas=1) for number in range(12))) as world:
-        before = world.untouched()
+async def test_unreachable_jobs_of_one_worker_lose_no_worker() -> None:
+    async with train_jobs(12, *(training_job(f"job-{number}", replicas=1) for number in range(12))) as world:
+        before = world.pods_and_generations()
         world.workers.cut_off = True
-        readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
-        await asyncio.sleep(MINUTES)
-        assert world.untouched() == before
+        set_readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
+        await asyncio.sleep(OBSERVATION_SECONDS)
+        assert world.pods_and_generations() == before
 
 
 @in_virtual_time
-async def test_a_failed_rack_is_replaced_because_the_other_workers_hang() -> None:
-    async with training(12, training_job("llama", replicas=6, spares=2)) as world:
+async def test_a_failed_rack_is_replaced_once_the_others_hang() -> None:
+    async with train_jobs(12, training_job("llama", replicas=6, spares=2)) as world:
         rack = [agent.node for agent in world.workers.members("llama")[:2]]
         for node in rack:
             lose_node(world.workers, node)
@@ -110,7 +104,7 @@ async def test_a_failed_rack_is_replaced_because_the_other_workers_hang() -> Non
         await until(lambda: world.workers.step > step, 12, "it trains on")
 
 
-def test_no_more_is_deleted_by_force_within_a_minute_than_the_last_bound_allows() -> None:
+def test_forced_deletions_are_limited_for_each_minute() -> None:
     now = 0.0
     bound = deletion_limit.ForceDeleteLimiter(lambda: now)
     for number in range(deletion_limit.LEAST):

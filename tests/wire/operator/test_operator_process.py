@@ -1,7 +1,5 @@
 """The real command as a process: kopf, the Kubernetes client, servers, signals; against a fake API server over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -11,24 +9,18 @@ import socket
 import ssl
 import sys
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import aiohttp
-import pytest
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.suite.timeouts import async_until, scaled
 from tests.testing.virtual.operator_process import training_job
-from trainium_contract.api_server.errors import NoClusterError
 from trainium_contract.wire.log_line import LogSource, read_log_line
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, LEASES, PODS, SECRETS
-from trainium_operator.cluster.api.transport import connect
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 SECRET = "trainium-operator-coordinator-tls"
 
@@ -91,16 +83,16 @@ async def operated(cluster: FakeCluster, folder: Path, *arguments: str) -> Async
         await server.stop()
 
 
-def made() -> FakeCluster:
+def fake_cluster() -> FakeCluster:
     cluster = FakeCluster(time.time)
     cluster.add(SECRETS, {"metadata": {"name": SECRET, "namespace": "system"}, "type": "Opaque"})
     return cluster
 
 
-async def test_with_a_list_of_namespaces_it_watches_the_jobs_of_each_by_itself_and_leaves_in_order(
+async def test_the_operator_watches_only_listed_namespaces(
     tmp_path: Path,
 ) -> None:
-    cluster = made()
+    cluster = fake_cluster()
     for namespace in ("red", "blue", "grey"):
         job = training_job("early")
         job["metadata"]["namespace"] = namespace
@@ -119,8 +111,8 @@ async def test_with_a_list_of_namespaces_it_watches_the_jobs_of_each_by_itself_a
         assert await operator.ended() == 0
 
 
-async def test_metrics_are_served_over_https_only_where_that_is_asked_for(tmp_path: Path) -> None:
-    cluster = made()
+async def test_secure_metrics_are_served_over_https_alone(tmp_path: Path) -> None:
+    cluster = fake_cluster()
     cluster.tokens["good"] = {"username": "prometheus", "groups": []}
     cluster.may = lambda spec: spec["nonResourceAttributes"]["path"] == "/metrics"
     with socket.socket() as probe:
@@ -149,8 +141,8 @@ async def test_metrics_are_served_over_https_only_where_that_is_asked_for(tmp_pa
         assert not [line for line in operator.lines if line.get("level") == "error"], operator.log()
 
 
-async def test_it_leads_serves_agents_sees_jobs_by_kopf_and_leaves_in_order(tmp_path: Path) -> None:
-    cluster = made()
+async def test_the_operator_leads_serves_agents_and_stops(tmp_path: Path) -> None:
+    cluster = fake_cluster()
     cluster.add(JOBS, training_job("early"))
     async with operated(cluster, tmp_path) as operator:
         port = int((await operator.logged("agents are served on port")).rpartition(" ")[2])
@@ -178,8 +170,8 @@ async def test_it_leads_serves_agents_sees_jobs_by_kopf_and_leaves_in_order(tmp_
         assert EVENTS.plural not in kinds  # kopf posts none
 
 
-async def test_a_stolen_lease_ends_the_process(tmp_path: Path) -> None:
-    cluster = made()
+async def test_a_replaced_lease_holder_ends_the_process(tmp_path: Path) -> None:
+    cluster = fake_cluster()
     async with operated(cluster, tmp_path) as operator:
         await operator.logged("leading as")
         cluster.change(LEASES, "system", "trainium-operator", lambda raw: raw["spec"].update(holderIdentity="thief"))
@@ -191,24 +183,3 @@ async def test_a_stolen_lease_ends_the_process(tmp_path: Path) -> None:
 async def test_a_missing_secret_is_reported_with_the_command_that_creates_it(tmp_path: Path) -> None:
     async with operated(FakeCluster(time.time), tmp_path) as operator:
         assert "kubectl create secret generic" in await operator.logged(f"Secret system/{SECRET} is missing")
-
-
-async def test_without_a_cluster_the_error_names_the_setting(tmp_path: Path) -> None:
-    with pytest.raises(NoClusterError, match="give --kubeconfig FILE, set KUBECONFIG"):
-        await connect(str(tmp_path / "none"))
-
-
-async def test_tls_that_is_not_verified_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "kubeconfig"
-    cluster = {"server": "https://127.0.0.1:1", "insecure-skip-tls-verify": True}
-    content = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "c",
-        "clusters": [{"name": "c", "cluster": cluster}],
-        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-        "users": [{"name": "u", "user": {"token": "t"}}],
-    }
-    path.write_text(json.dumps(content))
-    with pytest.raises(NoClusterError, match="turns TLS verification off"):
-        await connect(str(path))

@@ -1,17 +1,15 @@
 """Health, metrics, kopf's settings, and the notifications between the parts."""
 
-from __future__ import annotations
-
 import asyncio
 import getpass
 import itertools
-from typing import TYPE_CHECKING
 
 import aiohttp
 import kopf
+import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.virtual_time import in_virtual_time, settle
+from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from tests.testing.virtual.replicas import Scenario
@@ -22,11 +20,8 @@ from trainium_operator.plan.model.names import JobId
 from trainium_operator.runtime import WATCH_STALE_SECONDS, plan_settings
 from trainium_operator.settings import Settings
 
-if TYPE_CHECKING:
-    import pytest
 
-
-def test_kopf_writes_nothing_and_waits_for_ever_for_the_api_server() -> None:
+def test_kopf_posts_no_events_and_retries_without_end() -> None:
     settings = kopf.OperatorSettings()
     handlers.apply_settings(settings)
     assert not settings.posting.enabled
@@ -39,7 +34,7 @@ def test_kopf_writes_nothing_and_waits_for_ever_for_the_api_server() -> None:
     assert len(delays) == 50
 
 
-def test_kopf_has_one_event_handler_and_no_handler_that_needs_a_finalizer() -> None:
+def test_kopf_has_one_event_handler_and_no_finalizer() -> None:
     async def credentials() -> None:
         return None
 
@@ -50,7 +45,7 @@ def test_kopf_has_one_event_handler_and_no_handler_that_needs_a_finalizer() -> N
     assert not list(registry._indexing.get_all_handlers())
 
 
-async def test_kopf_starts_under_a_user_id_that_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kopf_starts_under_a_user_id_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """User 65532 of our image is in no password file."""
 
     def nameless() -> str:
@@ -85,7 +80,7 @@ async def test_probes_and_metrics_are_served() -> None:
 
 
 @in_virtual_time
-async def test_readiness_means_that_all_is_listed_and_leading_is_not_asked_for() -> None:
+async def test_a_replica_is_ready_once_all_kinds_are_listed() -> None:
     cluster = FakeCluster(wall_clock)
     process = OperatorProcess(cluster)
     runtime = process.runtime
@@ -101,7 +96,7 @@ async def test_readiness_means_that_all_is_listed_and_leading_is_not_asked_for()
 
 
 @in_virtual_time
-async def test_a_deaf_watch_is_not_alive_but_an_absent_api_server_is_no_reason_to_restart() -> None:
+async def test_a_stale_watch_fails_liveness_and_an_outage_does_not() -> None:
     cluster = FakeCluster(wall_clock)
     process = OperatorProcess(cluster)
     await process.start()
@@ -118,7 +113,7 @@ async def test_a_deaf_watch_is_not_alive_but_an_absent_api_server_is_no_reason_t
 
 
 @in_virtual_time
-async def test_every_change_that_a_plan_can_see_puts_the_job_and_no_other_change_does() -> None:
+async def test_only_changes_of_observed_fields_enqueue_a_job() -> None:
     cluster = FakeCluster(wall_clock)
     cluster.add(NODES, {"metadata": {"name": "n"}, "spec": {}, "status": {}})
     job = cluster.add(JOBS, training_job("j"))
@@ -138,10 +133,10 @@ async def test_every_change_that_a_plan_can_see_puts_the_job_and_no_other_change
     await runtime.caches.jobs.refresh()
     tasks = [asyncio.create_task(each.run()) for each in runtime.caches.reflectors()]
     await runtime.caches.synced()
-    await settle()
+    await run_pending_tasks()
 
     async def puts() -> bool:
-        await settle()
+        await run_pending_tasks()
         if len(runtime.queue) == 0:
             return False
         runtime.queue.done(await runtime.queue.get())
@@ -165,7 +160,7 @@ async def test_every_change_that_a_plan_can_see_puts_the_job_and_no_other_change
 
 
 @in_virtual_time
-async def test_an_invalid_job_is_reported_and_hides_no_other() -> None:
+async def test_an_invalid_job_is_reported_and_does_not_hide_others() -> None:
     cluster = FakeCluster(wall_clock)
     broken = training_job("broken")
     broken["spec"]["workers"]["replicas"] = -1
@@ -174,7 +169,7 @@ async def test_an_invalid_job_is_reported_and_hides_no_other() -> None:
     process = OperatorProcess(cluster)
     await process.start()
     await until(lambda: cluster.names(PODS) != [], 5, "the good job's pods")
-    await settle()
+    await run_pending_tasks()
     notes = [raw for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
     assert any(
         raw["reason"] == "Unreadable" and raw["regarding"]["name"] == "broken" and "workers.replicas" in raw["note"]
@@ -184,7 +179,7 @@ async def test_an_invalid_job_is_reported_and_hides_no_other() -> None:
 
 
 @in_virtual_time
-async def test_a_defect_in_a_plan_is_repeated_with_back_off_and_stops_no_worker() -> None:
+async def test_a_plan_that_raises_is_retried_with_backoff() -> None:
     cluster = FakeCluster(wall_clock)
     cluster.add(JOBS, training_job("bad"))
     cluster.add(JOBS, training_job("good"))
@@ -207,28 +202,7 @@ async def test_a_defect_in_a_plan_is_repeated_with_back_off_and_stops_no_worker(
 
 
 @in_virtual_time
-async def test_a_quota_that_is_used_up_shows_as_an_event_and_is_tried_again() -> None:
-    from tests.testing.api.fake_kubernetes import refuse
-
-    cluster = FakeCluster(wall_clock)
-    cluster.add(JOBS, training_job())
-    cluster.faults.append(
-        lambda method, path: (
-            refuse(403, "Forbidden", "exceeded quota: pods") if method == "POST" and path.endswith("/pods") else None
-        )
-    )
-    process = OperatorProcess(cluster)
-    await process.start()
-    await asyncio.sleep(20)
-    notes = [raw["note"] for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
-    assert any("exceeded quota: pods" in note for note in notes)
-    cluster.faults.clear()
-    await until(lambda: len(cluster.names(PODS)) == 2, 70, "pods once there is room")
-    await process.kill()
-
-
-@in_virtual_time
-async def test_two_jobs_train_side_by_side_and_a_deleted_one_leaves_nothing() -> None:
+async def test_a_job_deleted_during_recovery_leaves_nothing() -> None:
     async with Scenario(training_job("one"), training_job("two"), nodes=6) as scenario:
         cluster = scenario.cluster
 
@@ -247,7 +221,7 @@ async def test_two_jobs_train_side_by_side_and_a_deleted_one_leaves_nothing() ->
 
 
 @in_virtual_time
-async def test_jobs_that_are_deleted_in_the_midst_of_a_plan_leave_nothing_in_memory() -> None:
+async def test_jobs_deleted_during_a_plan_leave_no_memory() -> None:
     async with Scenario(nodes=8) as scenario:
         cluster, process = scenario.cluster, scenario.process
         process.connection.latency = 0.5
@@ -271,9 +245,9 @@ async def test_jobs_that_are_deleted_in_the_midst_of_a_plan_leave_nothing_in_mem
 
 
 @in_virtual_time
-async def test_a_job_that_only_progresses_is_planned_for_its_status_and_for_silence_alone() -> None:
+async def test_a_training_job_is_planned_twice_in_a_status_interval() -> None:
     async with Scenario(training_job()) as scenario:
-        await scenario.trains(seconds=60)
+        await scenario.wait_for_steps(seconds=60)
         await asyncio.sleep(60)
         before = _plans(scenario.process)
         await asyncio.sleep(100)
@@ -288,12 +262,12 @@ def _plans(process: OperatorProcess) -> float:
 
 
 @in_virtual_time
-async def test_metrics_show_phases_recoveries_and_requests_with_few_labels() -> None:
+async def test_metrics_have_phases_and_recoveries_without_job_labels() -> None:
     async with Scenario(training_job(spares=1), nodes=5, total_steps=60) as scenario:
-        await scenario.trains(seconds=60)
+        await scenario.wait_for_steps(seconds=60)
         lose_node(scenario.workers, scenario.cluster.get(PODS, "default", "llama-w-1")["spec"]["nodeName"])
         await until(lambda: scenario.status().get("phase") == "Completed", 300, "the end")
-        await settle()
+        await run_pending_tasks()
         text = scenario.process.runtime.metrics.exposition().decode()
     assert 'trainingjob_operator_jobs{phase="Completed"} 1.0' in text
     assert 'trainingjob_operator_jobs{phase="Running"} 0.0' in text
@@ -303,7 +277,7 @@ async def test_metrics_show_phases_recoveries_and_requests_with_few_labels() -> 
     assert "llama" not in text
 
 
-def test_plans_are_given_the_coordinators_address_by_its_service() -> None:
+def test_the_coordinator_address_defaults_to_its_service() -> None:
     assert plan_settings(Settings(), "system").coordinator == "trainium-operator-coordinator.system.svc:8443"
     outside = Settings(coordinator_address="127.0.0.1:9", image_pull_secrets="a,b")
     assert plan_settings(outside, "system").coordinator == "127.0.0.1:9"

@@ -1,20 +1,19 @@
-"""Objects that no usual parser reads, which anybody who may create one can have stored: they cost nobody else anything.
+"""Stored objects that usual JSON parsers reject do not affect other objects.
 
 The API server of Kubernetes 1.36 takes a claim of a device whose parameters are nested 1,100 levels deep, or hold half
 of a surrogate pair, and a job whose template is nested 9,000 levels deep, and gives them back as they are.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 from aiohttp import web
 
-from tests.testing.api.fake_http import discovery
+from tests.testing.api.fake_http import discovery_response
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_contract.api_server.kubeconfig import Access
 from trainium_operator import handlers
@@ -24,12 +23,7 @@ from trainium_operator.cluster.api.resources import CLAIMS
 from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
 from trainium_operator.cluster.cache.device_views import ClaimView, claim_view
 from trainium_operator.cluster.cache.reflector import Reflector
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from trainium_operator.cluster.cache.store import IndexedCache
-
+from trainium_operator.cluster.cache.store import IndexedCache
 
 DEEP = '{"a":' * 9_000 + "1" + "}" * 9_000
 HALF = '{"a":"\\ud800"}'
@@ -40,7 +34,7 @@ def claim(name: str, version: int, parameters: str) -> str:
     return f'{{"metadata":{metadata},"spec":{{"devices":{{"config":[{{"opaque":{{"parameters":{parameters}}}}}]}}}}}}'
 
 
-class Claims:
+class ClaimServer:
     """An API server with these claims; then `events` come, line by line, in each new watch."""
 
     def __init__(self, stored: list[str], events: list[str]) -> None:
@@ -63,7 +57,7 @@ class Claims:
 
 
 @contextlib.asynccontextmanager
-async def kept(server: Claims) -> AsyncIterator[IndexedCache[ClaimView]]:
+async def cached_claims(server: ClaimServer) -> AsyncIterator[IndexedCache[ClaimView]]:
     reflector = Reflector(Api(server, jitter=lambda: 0.5), CLAIMS, claim_view, jitter=lambda: 0.5)
     keeping = asyncio.create_task(reflector.run())
     await asyncio.sleep(30)
@@ -76,10 +70,12 @@ async def kept(server: Claims) -> AsyncIterator[IndexedCache[ClaimView]]:
 
 @pytest.mark.parametrize("parameters", [DEEP, HALF])
 @in_virtual_time
-async def test_a_claim_that_no_parser_reads_hides_no_other_in_a_list_or_a_watch(parameters: str) -> None:
+async def test_an_unparsable_claim_does_not_hide_others(parameters: str) -> None:
     added = f'{{"type":"ADDED","object":{claim("third", 8, parameters)}}}'
     after = f'{{"type":"ADDED","object":{claim("fourth", 9, "{}")}}}'
-    async with kept(Claims([claim("first", 1, parameters), claim("second", 2, "{}")], [added, after])) as store:
+    async with cached_claims(
+        ClaimServer([claim("first", 1, parameters), claim("second", 2, "{}")], [added, after])
+    ) as store:
         assert sorted(name for _, name in store.snapshot()) == ["first", "fourth", "second", "third"]
 
 
@@ -88,19 +84,17 @@ async def test_a_claim_that_no_parser_reads_hides_no_other_in_a_list_or_a_watch(
     ["<html>", "[]", "{}", '{"type":"ADDED"}', '{"type":7,"object":{}}', '{"type":"ADDED","object":{"metadata":{}}}'],
 )
 @in_virtual_time
-async def test_a_watch_of_invalid_lines_is_restarted_and_ends_nothing(
-    line: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = Claims([claim("first", 1, "{}")], [line])
-    async with kept(server) as store:
+async def test_a_watch_with_invalid_lines_is_restarted(line: str, caplog: pytest.LogCaptureFixture) -> None:
+    server = ClaimServer([claim("first", 1, "{}")], [line])
+    async with cached_claims(server) as store:
         assert len(store) == 1
     assert caplog.records
 
 
 @pytest.mark.parametrize("page", ["<html>", "[]", "{}", '{"metadata":{},"items":[{}]}', '{"metadata":[],"items":7}'])
 @in_virtual_time
-async def test_a_list_that_is_none_is_an_answer_that_did_not_come(page: str) -> None:
-    server = Claims([], [])
+async def test_a_malformed_list_is_an_outage(page: str) -> None:
+    server = ClaimServer([], [])
     server.page = page
     reflector: Reflector[ClaimView] = Reflector(Api(server), CLAIMS, claim_view)
     with pytest.raises(UnavailableError):
@@ -108,8 +102,8 @@ async def test_a_list_that_is_none_is_an_answer_that_did_not_come(page: str) -> 
 
 
 @in_virtual_time
-async def test_the_message_of_another_webhook_is_bounded() -> None:
-    class Refusing(Claims):
+async def test_a_refusal_message_is_truncated() -> None:
+    class Refusing(ClaimServer):
         async def request(self, _method: str, _path: str, **_how: Any) -> HttpResponse:
             return HttpResponse(403, {}, json.dumps({"reason": ["x"], "message": "no " * 1_000_000}).encode())
 
@@ -134,12 +128,12 @@ async def serving(answer: Callable[[web.Request], Any]) -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-async def test_a_job_as_deep_as_the_api_server_takes_it_does_not_end_kopf_and_hides_no_other() -> None:
+async def test_a_deeply_nested_job_does_not_stop_kopf() -> None:
     seen: dict[str, Any] = {}
     all_seen, stop = asyncio.Event(), asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        found = discovery(request.path)
+        found = discovery_response(request.path)
         if found is not None:
             return web.json_response(found)
         if request.query.get("watch") != "true":

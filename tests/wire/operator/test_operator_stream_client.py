@@ -1,32 +1,28 @@
 """The agent's own client at the real coordinator, over a stream."""
 
-from __future__ import annotations
-
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from tests.testing.operator.coordinator_world import LLAMA, World, membership
+import pytest
+
+from tests.testing.operator.agent_settings import agent_settings
+from tests.testing.operator.coordinator_fixture import LLAMA, CoordinatorFixture, membership
 from tests.testing.suite.timeouts import async_until
 from trainium_agent.coordinator import client as client_module
 from trainium_agent.coordinator.client import CoordinatorClient
-from trainium_agent.settings import AgentSettings, Endpoint
+from trainium_agent.settings import Endpoint
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
 from trainium_contract.wire.stream import FrameKind
 from trainium_operator.coordinator import state, streams
 from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.http.tls import ServerTls
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
-    import pytest
-
-
-class Site(World):
-    """A coordinator over TLS, what came to it, and one agent's client."""
+class AgentWorld(CoordinatorFixture):
+    """A coordinator over TLS with records of its frames, and the client of one agent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +54,8 @@ class Site(World):
 
 
 @asynccontextmanager
-async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    site, tls = Site(), ServerTls()
+async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[AgentWorld]:
+    world, tls = AgentWorld(), ServerTls()
     material = renew_material(None, ("localhost",), time.time())
     tls.load(material.server_cert, material.server_key)
     (folder / "ca.crt").write_bytes(material.ca_bundle)
@@ -67,147 +63,126 @@ async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Site
     taken, sent = streams.Stream._handle, streams.Stream._send
 
     def take(stream: streams.Stream, kind: int, payload: bytes) -> None:
-        site.frames.append(kind)
+        world.frames.append(kind)
         taken(stream, kind, payload)
 
     def send(stream: streams.Stream, kind: FrameKind, payload: bytes) -> int:
-        site.answers.append(kind)
+        world.answers.append(kind)
         return sent(stream, kind, payload)
 
     patch.setattr(streams.Stream, "_handle", take)
     patch.setattr(streams.Stream, "_send", send)
-    port = await site.server.start("127.0.0.1", 0, tls.context)
-    settings = AgentSettings(
-        coordinator=(Endpoint("localhost", port),),
-        namespace="team",
-        job="llama",
-        pod_name="w-0",
-        pod_uid="uid-w-0",
-        pod_ip="127.0.0.2",
-        node_name="n",
-        processes_per_node=1,
-        max_in_place_restarts=3,
-        grace_seconds=5,
-        config_path=folder / "trainer.yaml",
-        memory_directory=folder,
-        token_path=folder / "token",
-        ca_path=folder / "ca.crt",
-    )
-    site.client = CoordinatorClient(
+    port = await world.server.start("127.0.0.1", 0, tls.context)
+    settings = agent_settings(folder, coordinator=(Endpoint("localhost", port),))
+    world.client = CoordinatorClient(
         settings,
         29500,
         "1",
-        heartbeat=site.heartbeat,
-        on_membership=site.memberships.append,
-        on_acknowledged=site.acknowledged.append,
-        on_job_deleted=site.deleted.set,
-        on_coordinator_time=site.welcomed,
+        heartbeat=world.heartbeat,
+        on_membership=world.memberships.append,
+        on_acknowledged=world.acknowledged.append,
+        on_job_deleted=world.deleted.set,
+        on_coordinator_time=world.welcomed,
     )
-    running = asyncio.create_task(site.client.run())
+    running = asyncio.create_task(world.client.run())
     try:
-        yield site
-        assert not running.done() or site.deleted.is_set()
+        yield world
+        assert not running.done() or world.deleted.is_set()
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await site.server.stop()
+        await world.server.stop()
 
 
-async def test_an_idle_agent_sends_signs_of_life_and_sometimes_full_heartbeats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_idle_agent_sends_keepalives_and_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "FULL_HEARTBEATS_PER_SECOND", 1 / 4.0)  # one agent: each four seconds
-    async with serving(tmp_path, monkeypatch) as site:
-        site.state.publish(LLAMA, membership(1))
-        # How many of the one come before so many of the other is random.
-        await async_until(lambda: site.frames.count(FrameKind.HEARTBEAT) >= 4, "heartbeats in full")
-        await async_until(lambda: site.frames.count(FrameKind.KEEPALIVE) >= 4, "signs of life that say nothing else")
-        assert site.memberships[0].generation == 1
-        assert site.frames.count(FrameKind.REGISTER) == 1
-        view = site.state.agents(LLAMA)["uid-w-0"]
+    async with serving(tmp_path, monkeypatch) as world:
+        world.state.publish(LLAMA, membership(1))
+        # The order of the two kinds is random.
+        await async_until(lambda: world.frames.count(FrameKind.HEARTBEAT) >= 4, "heartbeats in full")
+        await async_until(lambda: world.frames.count(FrameKind.KEEPALIVE) >= 4, "signs of life that say nothing else")
+        assert world.memberships[0].generation == 1
+        assert world.frames.count(FrameKind.REGISTER) == 1
+        view = world.state.agents(LLAMA)["uid-w-0"]
         assert view.heartbeat is not None
         assert view.heartbeat.progress is not None
-        assert site.server.http.connections == 0, "one connection, and it is the stream's"
-        assert site.acknowledged
+        assert world.server.http.connections == 0, "one connection, and it is the stream's"
+        assert world.acknowledged
 
 
-async def test_a_change_is_sent_at_once_and_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_changed_phase_is_sent_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "FULL_HEARTBEATS_PER_SECOND", 1 / 1000.0)
-    async with serving(tmp_path, monkeypatch) as site:
-        site.state.publish(LLAMA, membership(1))
-        await async_until(lambda: FrameKind.KEEPALIVE in site.frames, "it is at rest")
-        site.phase = WorkerPhase.FINISHED
-        site.client.heartbeat_now()
+    async with serving(tmp_path, monkeypatch) as world:
+        world.state.publish(LLAMA, membership(1))
+        await async_until(lambda: FrameKind.KEEPALIVE in world.frames, "it is at rest")
+        world.phase = WorkerPhase.FINISHED
+        world.client.heartbeat_now()
         await async_until(
-            lambda: any(each.phase is WorkerPhase.FINISHED for each in site.acknowledged), "the end is heard"
+            lambda: any(each.phase is WorkerPhase.FINISHED for each in world.acknowledged), "the end is acknowledged"
         )
-        site.state.publish(LLAMA, membership(2))
-        await async_until(lambda: site.memberships[-1].generation == 2, "a membership comes by itself")
+        world.state.publish(LLAMA, membership(2))
+        await async_until(lambda: world.memberships[-1].generation == 2, "a membership comes by itself")
 
 
-async def test_an_agent_whose_stream_ends_comes_again_and_misses_nothing(
+async def test_an_agent_reconnects_and_receives_missed_memberships(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path, monkeypatch) as site:
-        site.state.publish(LLAMA, membership(1))
-        await async_until(lambda: len(site.acknowledged) >= 2, "it talks")
-        for stream in list(site.server.streams.opened):
+    async with serving(tmp_path, monkeypatch) as world:
+        world.state.publish(LLAMA, membership(1))
+        await async_until(lambda: len(world.acknowledged) >= 2, "it talks")
+        for stream in list(world.server.streams.opened):
             stream.abort()
-        site.state.publish(LLAMA, membership(2))
-        await async_until(lambda: site.memberships[-1].generation == 2, "what came meanwhile")
-        assert site.frames.count(FrameKind.REGISTER) == 2
-        site.state.forget_pod(LLAMA, "uid-w-0")
-        site.state.publish(LLAMA, membership(3, "w-1"))  # this coordinator knows it no more
-        await async_until(lambda: site.frames.count(FrameKind.REGISTER) == 3, "it registers again")
+        world.state.publish(LLAMA, membership(2))
+        await async_until(lambda: world.memberships[-1].generation == 2, "what came meanwhile")
+        assert world.frames.count(FrameKind.REGISTER) == 2
+        world.state.forget_pod(LLAMA, "uid-w-0")
+        world.state.publish(LLAMA, membership(3, "w-1"))  # this coordinator knows it no more
+        await async_until(lambda: world.frames.count(FrameKind.REGISTER) == 3, "it registers again")
 
 
-async def test_a_generation_is_followed_from_what_is_another_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_membership_change_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published = [
         membership(1, "w-0", "w-1", "w-2"),
         membership(2, "w-0", "w-3", "w-2"),
         membership(4, "w-0", "w-3"),
         membership(5, "w-0", "w-3", "w-2"),
     ]
-    async with serving(tmp_path, monkeypatch) as site:
+    async with serving(tmp_path, monkeypatch) as world:
         for each in published:
-            site.state.publish(LLAMA, each)
-            await async_until(lambda each=each: each in site.memberships, f"generation {each.generation}")  # type: ignore[misc]
-        assert site.memberships == published
-        assert site.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 3
-        assert site.frames.count(FrameKind.REGISTER) == 1
+            world.state.publish(LLAMA, each)
+            await async_until(lambda each=each: each in world.memberships, f"generation {each.generation}")  # type: ignore[misc]
+        assert world.memberships == published
+        assert world.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 3
+        assert world.frames.count(FrameKind.REGISTER) == 1
 
 
-async def test_a_change_that_does_not_fit_is_not_followed_and_the_whole_is_asked_for(
+async def test_a_change_of_another_base_is_replaced_by_the_whole_membership(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path, monkeypatch) as site:
-        site.state.publish(LLAMA, membership(1, "w-0", "w-1", "w-2"))
-        await async_until(lambda: bool(site.memberships), "it knows the first generation")
-        site.client._newest = membership(1, "w-0", "w-8", "w-9")
+    async with serving(tmp_path, monkeypatch) as world:
+        world.state.publish(LLAMA, membership(1, "w-0", "w-1", "w-2"))
+        await async_until(lambda: bool(world.memberships), "it knows the first generation")
+        world.client._newest = membership(1, "w-0", "w-8", "w-9")
         for generation in (2, 3):
-            site.state.publish(LLAMA, membership(generation, "w-0", "w-1", f"w-{generation + 1}"))
-            await async_until(lambda g=generation: site.memberships[-1].generation == g, "the whole")  # type: ignore[misc]
-        assert site.memberships[1:] == [membership(2, "w-0", "w-1", "w-3"), membership(3, "w-0", "w-1", "w-4")]
-        assert site.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 2, "one that does not fit, one that does"
+            world.state.publish(LLAMA, membership(generation, "w-0", "w-1", f"w-{generation + 1}"))
+            await async_until(lambda g=generation: world.memberships[-1].generation == g, "the whole")  # type: ignore[misc]
+        assert world.memberships[1:] == [membership(2, "w-0", "w-1", "w-3"), membership(3, "w-0", "w-1", "w-4")]
+        assert world.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 2, "one that does not fit, one that does"
 
 
 async def test_a_stream_is_reopened_periodically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_STREAM_SECONDS", (0.3, 0.5))
-    async with serving(tmp_path, monkeypatch) as site:
-        site.state.publish(LLAMA, membership(1))
-        await async_until(lambda: site.frames.count(FrameKind.REGISTER) >= 4, "streams follow each other")
-        assert site.welcomes >= 4
-        assert [each.generation for each in site.memberships] == [1]
+    async with serving(tmp_path, monkeypatch) as world:
+        world.state.publish(LLAMA, membership(1))
+        await async_until(lambda: world.frames.count(FrameKind.REGISTER) >= 4, "streams follow each other")
+        assert world.welcomes >= 4
+        assert [each.generation for each in world.memberships] == [1]
 
 
-async def test_an_agent_learns_within_a_second_that_its_job_was_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(tmp_path, monkeypatch) as site:
-        site.state.publish(LLAMA, membership(1))
-        await async_until(lambda: bool(site.acknowledged), "it talks")
-        site.orphaned.add("w-0")
-        site.state.forget_job(LLAMA)
-        await async_until(site.deleted.is_set, "it learns that its job was deleted")
+async def test_an_agent_is_notified_of_the_deletion_of_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path, monkeypatch) as world:
+        world.state.publish(LLAMA, membership(1))
+        await async_until(lambda: bool(world.acknowledged), "it talks")
+        world.orphaned.add("w-0")
+        world.state.forget_job(LLAMA)
+        await async_until(world.deleted.is_set, "it learns that its job was deleted")

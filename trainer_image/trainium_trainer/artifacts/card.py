@@ -1,6 +1,6 @@
-"""The model card (`README.md`) of an artifact: what it was made from, how, and how it went.
+"""The model card (`README.md`) of an artifact: its sources, training and results.
 
-Invariant: nothing here fails because something is not known; what is not known is left out.
+Invariant: unknown facts are left out and are no error.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_contract.trainer.tuning import TuningConfig, TuningMethod
 from trainium_trainer.artifacts.manifest import CARD_NAME
-from trainium_trainer.artifacts.store import kept
-from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.artifacts.store import unwritable_error
+from trainium_trainer.monitor.json_lines import read_step
+from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry, read_small
 
 if TYPE_CHECKING:
@@ -32,27 +33,27 @@ class Card:
     kind: ArtifactKind
     step: int
     tokens: int
-    """Valid tokens that were trained on."""
+    """The number of valid tokens trained on."""
     settings: Mapping[str, Any]
-    """Those that the checkpoint names as fixed."""
+    """The fixed settings in the checkpoint."""
     tuning: TuningConfig
     base: str | None
-    """Location of the base."""
+    """The location of the base."""
     precision: str
     history: tuple[dict[str, Any], ...] = ()
-    """Lines of metrics.jsonl."""
-    grown: int = 0
-    """Rows of the vocabulary that the base does not have."""
+    """The lines of metrics.jsonl."""
+    added_rows: int = 0
+    """The number of rows of the vocabulary that the base lacks."""
 
     def to_markdown(self) -> str:
-        """Return the text, with the header that model hubs read."""
+        """Return the text with the metadata header for model hubs."""
         lora = self.tuning.method is TuningMethod.LORA
         head: dict[str, Any] = {"library_name": "peft" if self.kind is ArtifactKind.ADAPTER else "transformers"}
         if self.base:
             head["base_model"] = self.base
         head |= {"pipeline_tag": "text-generation"}
         what = "LoRA adapter" if self.kind is ArtifactKind.ADAPTER else "Model"
-        made = f"tuned from `{self.base}`" if self.base else "trained"
+        origin = f"tuned from `{self.base}`" if self.base else "trained"
         merged = ", the adapter merged in float32" if lora and self.kind is ArtifactKind.MODEL else ""
         lines = [
             "---",
@@ -61,11 +62,11 @@ class Card:
             "",
             f"# {what} of step {self.step}",
             "",
-            f"{made[0].upper()}{made[1:]} by trainium-trainer{merged}.",
+            f"{origin[0].upper()}{origin[1:]} by trainium-trainer{merged}.",
             "",
             *_table(("setting", "value"), self._settings()),
-            *self._losses(),
-            *self._use(),
+            *self._loss_lines(),
+            *self._usage(),
             _BEGIN,
             _END,
             "",
@@ -99,13 +100,13 @@ class Card:
         }
         return rows + [(text, str(self.settings[name])) for name, text in names.items() if name in self.settings]
 
-    def _losses(self) -> list[str]:
-        """Return some steps from the first to the last, the goodput, and what was held back."""
+    def _loss_lines(self) -> list[str]:
+        """Return the losses of some steps from first to last, the goodput, and the validation loss."""
         measured = [line for line in self.history if line.get("loss") is not None and line["step"] <= self.step]
         if not measured:
             return []
-        places = sorted({round(at * (len(measured) - 1) / (_MOST_ROWS - 1)) for at in range(_MOST_ROWS)})
-        rows = [(f"{measured[place]['step']:,}", f"{measured[place]['loss']:.4f}") for place in places]
+        indices = sorted({round(at * (len(measured) - 1) / (_MOST_ROWS - 1)) for at in range(_MOST_ROWS)})
+        rows = [(f"{measured[index]['step']:,}", f"{measured[index]['loss']:.4f}") for index in indices]
         lines = ["## Losses", "", *_table(("step", "loss"), rows)]
         validation = [line for line in measured if line.get("validationLoss") is not None]
         if validation:
@@ -115,10 +116,12 @@ class Card:
             lines += [f"Goodput (time in steps of this history over all time): {100 * goodput:.1f} %.", ""]
         return lines
 
-    def _use(self) -> list[str]:
+    def _usage(self) -> list[str]:
         if self.kind is ArtifactKind.ADAPTER:
             base = self.base or "BASE"
-            resize = f"\nbase.resize_token_embeddings(base.config.vocab_size + {self.grown})" if self.grown else ""
+            resize = (
+                f"\nbase.resize_token_embeddings(base.config.vocab_size + {self.added_rows})" if self.added_rows else ""
+            )
             code = (
                 "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
                 f"base = AutoModelForCausalLM.from_pretrained({base!r}){resize}\n"
@@ -134,29 +137,21 @@ class Card:
 
 
 def read_lines(file: Path) -> tuple[dict[str, Any], ...]:
-    """Return the whole lines of a metrics.jsonl; none where there is no such file."""
+    """Read the complete lines of a metrics.jsonl; empty without the file."""
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        lines = file.read_bytes().splitlines()
+    except OSError:
         return ()
-    found = []
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            found.append(record)
-    return tuple(found)
+    return tuple(json.loads(line) for line in lines if read_step(line) is not None)
 
 
 def add_evaluation(location: str, markdown: str, retry: Retry | None = None) -> None:
-    """Put the result of an evaluation into the card of the artifact at `location`, in place of an earlier one.
+    """Write the result of an evaluation into the card of the artifact at `location`, replacing an earlier one.
 
-    Nothing happens where there is no card, or none of ours. Raises StorageError.
+    A missing or foreign card is left alone. Raises StorageError.
     """
     storage, retry = open_storage(location), retry or Retry()
-    data = kept(lambda: read_small(storage, CARD_NAME), location, retry)
+    data = retry.run(lambda: read_small(storage, CARD_NAME), location, unwritable_error)
     text = "" if data is None else data.decode(errors="replace")
     before, begin, rest = text.partition(_BEGIN)
     _, end, after = rest.partition(_END)
@@ -164,7 +159,7 @@ def add_evaluation(location: str, markdown: str, retry: Retry | None = None) -> 
         return
     new = f"{before}{_BEGIN}\n\n## Evaluation\n\n{markdown.strip()}\n\n{_END}{after}"
     if new != text:
-        kept(lambda: storage.write(CARD_NAME, new.encode()), location, retry)
+        retry.run(lambda: storage.write(CARD_NAME, new.encode()), location, unwritable_error)
 
 
 def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> list[str]:

@@ -1,6 +1,6 @@
 """Export a durable checkpoint as a Hugging Face folder or a peft adapter; merge an adapter into its base.
 
-The checkpoint itself names its model.
+The checkpoint describes its model.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_contract.trainer.tuning import TuningConfig
-from trainium_trainer.artifacts.companions import TOKENIZER_NAMES, check_tokenizer
-from trainium_trainer.artifacts.making import Making, of_adapter
+from trainium_trainer.artifacts.inputs import ArtifactInputs, inputs_of_adapter
+from trainium_trainer.artifacts.small_files import TOKENIZER_NAMES, check_tokenizer
 from trainium_trainer.artifacts.writer import write_artifact
-from trainium_trainer.checkpoint.root.selection import choose, explain_damage, shape_of
+from trainium_trainer.checkpoint.root.selection import choose_checkpoint, explain_damage, parse_shape
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, count_entries, tokenizer_file
 from trainium_trainer.exits import UserError
 from trainium_trainer.peers import Peers
-from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry
 from trainium_trainer.weights.adapter import AdapterWeights
 from trainium_trainer.weights.base import BaseWeights
@@ -31,7 +31,7 @@ from trainium_trainer.weights.base import BaseWeights
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trainium_trainer.checkpoint.root.survey import Committed
+    from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint
 
 
 def export(
@@ -43,39 +43,39 @@ def export(
     tokenizer: Path | None = None,
     base: str | None = None,
     kind: ArtifactKind = ArtifactKind.MODEL,
-    largest: int | None = None,
-    beat: Callable[[float], None] = lambda _: None,
+    max_file_bytes: int | None = None,
+    heartbeat: Callable[[float], None] = lambda _: None,
 ) -> int:
-    """Write the checkpoint of `step` (the newest for None) below `root` to `folder`; returns its step.
+    """Export the checkpoint of `step` (the newest for None) below `root` to `folder`; return its step.
 
-    Both may be s3://bucket/prefix. `base` is the model that the run began with, needed where it trained a part of it
-    only. A killed export is continued by the next with the same arguments. Raises UserError when there is no such
-    checkpoint, when it is damaged or not of a model of ours, when the base is missing or another one, or when the
-    folder is not empty; StorageError when a store fails.
+    Both may be s3://bucket/prefix. `base` is the initial model, needed if the run trained only a part of it. An
+    interrupted export is continued by the next one with the same arguments. Raises UserError if there is no such
+    checkpoint, if it is damaged or of an unknown model, if the base is missing or another one, or if the folder is not
+    empty; StorageError if a store fails.
     """
     file = tokenizer_file(TokenizerConfig(path=str(tokenizer))) if tokenizer is not None else None
     storage, retry = open_storage(root), Retry()
-    checkpoint = choose(storage, root, step, milestones=True)
-    shape, tuning = shape_of(checkpoint), _tuning_of(checkpoint)
+    checkpoint = choose_checkpoint(storage, root, step, milestones=True)
+    shape, tuning = parse_shape(checkpoint), _read_tuning(checkpoint)
     if file is not None:
         check_tokenizer(file, shape.vocab_size - shape.vocab_padding)
     with explain_damage(root):
         if kind is ArtifactKind.ADAPTER and "tuning" not in checkpoint.manifest.settings:
             raise UserError(f"{root}: the run trained no adapter: leave out --adapter to export the model")
-        making = Making.of_checkpoint(
+        inputs = ArtifactInputs.from_checkpoint(
             storage,
             checkpoint,
             retry,
             tuning=tuning,
-            base=_base_of(checkpoint, root, base),
+            base=_open_base(checkpoint, root, base),
             seed=int(checkpoint.manifest.settings.get("seed", 0)),
             tokenizer=file,
             records=None if is_address(root) else Path(root),
         )
-        if not making.names:
+        if not inputs.names:
             raise UserError(f"{checkpoint.folder} holds no weights: name the root of a training run")
-        blueprint = making.blueprint(kind, precision, largest)
-        write_artifact(blueprint, open_storage(str(folder)), Peers(0, 1), retry=retry, beat=beat)
+        blueprint = inputs.blueprint(kind, precision, max_file_bytes)
+        write_artifact(blueprint, open_storage(str(folder)), Peers(0, 1), retry=retry, heartbeat=heartbeat)
     return checkpoint.step
 
 
@@ -85,31 +85,33 @@ def merge(
     folder: Path | str,
     *,
     precision: ArtifactPrecision = ArtifactPrecision.BFLOAT16,
-    largest: int | None = None,
-    beat: Callable[[float], None] = lambda _: None,
+    max_file_bytes: int | None = None,
+    heartbeat: Callable[[float], None] = lambda _: None,
 ) -> None:
     """Write the model at `base` with the peft adapter at `adapter` merged into it; all may be s3://bucket/prefix.
 
-    Raises UserError when one of them cannot be used, when they do not belong together, or when the folder is not empty;
-    StorageError when a store fails.
+    Raises UserError if one of them is unusable, if they do not match, or if the folder is not empty; StorageError if a
+    store fails.
     """
     weights = BaseWeights.open(base, field="--base")
     tuned = AdapterWeights.open(adapter, field="--adapter")
     tuned.check_base(weights.shape, weights)
-    with _tokenizer_of(tuned) as tokenizer:
+    with _open_tokenizer(tuned) as tokenizer:
         if tokenizer is not None and count_entries(tokenizer) > weights.shape.vocab_size:
             raise UserError(
                 f"--adapter {adapter}: its tokenizer has {count_entries(tokenizer)} entries, but the model at --base "
                 f"has {weights.shape.vocab_size} rows, none for the new tokens: export the model of the run that made "
                 f"it, or take {TOKENIZER_FILE} out of the folder to keep the base's"
             )
-        blueprint = of_adapter(tuned, weights, tokenizer).blueprint(ArtifactKind.MODEL, precision, largest)
-        write_artifact(blueprint, open_storage(str(folder)), Peers(0, 1), retry=Retry(), beat=beat)
+        blueprint = inputs_of_adapter(tuned, weights, tokenizer).blueprint(
+            ArtifactKind.MODEL, precision, max_file_bytes
+        )
+        write_artifact(blueprint, open_storage(str(folder)), Peers(0, 1), retry=Retry(), heartbeat=heartbeat)
 
 
 @contextmanager
-def _tokenizer_of(adapter: AdapterWeights) -> Iterator[Path | None]:
-    """Copy the tokenizer beside an adapter, which may have tokens and a template that the base lacks."""
+def _open_tokenizer(adapter: AdapterWeights) -> Iterator[Path | None]:
+    """Copy the tokenizer of an adapter, which may have tokens and a template that the base lacks."""
     sizes = adapter.source.sizes()
     if TOKENIZER_FILE not in sizes:
         yield None
@@ -121,7 +123,7 @@ def _tokenizer_of(adapter: AdapterWeights) -> Iterator[Path | None]:
         yield Path(copy) / TOKENIZER_FILE
 
 
-def _tuning_of(checkpoint: Committed) -> TuningConfig:
+def _read_tuning(checkpoint: CommittedCheckpoint) -> TuningConfig:
     try:
         return TuningConfig.model_validate(checkpoint.manifest.settings.get("tuning", {}))
     except ValidationError as error:
@@ -130,11 +132,11 @@ def _tuning_of(checkpoint: Committed) -> TuningConfig:
         ) from error
 
 
-def _base_of(checkpoint: Committed, root: str, base: str | None) -> BaseWeights | None:
-    """Return the model that the run started from. UserError when it is needed and missing, or another one."""
+def _open_base(checkpoint: CommittedCheckpoint, root: str, base: str | None) -> BaseWeights | None:
+    """Open the initial model of the run. Raises UserError if it is needed and missing, or another one."""
     recorded = checkpoint.manifest.settings.get("weights")
     if base is None:
-        if recorded is not None and _tuning_of(checkpoint).freezes:
+        if recorded is not None and _read_tuning(checkpoint).freezes:
             raise UserError(
                 f"{root}: the checkpoints hold only what was trained: name the model that the run began with "
                 "(model.weights) by --base"

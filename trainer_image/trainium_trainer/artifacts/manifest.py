@@ -1,8 +1,8 @@
 """The manifest of an artifact, and the plan and receipts of an incomplete one.
 
-An artifact is a folder. Its data files come first, then what describes them, then `artifact.json` with size and SHA-256
-of each, and last the file without which no program takes the folder for a model (`config.json`) or an adapter
-(`adapter_config.json`). Until then `unfinished/` holds the plan and a receipt of each data file that is whole.
+An artifact is a folder. Its data files are written first, then the files that describe them, then `artifact.json` with
+size and SHA-256 of each, and last the file that identifies the folder as a model (`config.json`) or an adapter
+(`adapter_config.json`). Until then `unfinished/` holds the plan and a receipt of each complete data file.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ UNFINISHED = "unfinished"
 PLAN_NAME = f"{UNFINISHED}/plan.json"
 CARD_NAME = "README.md"
 LAST_NAMES = {ArtifactKind.MODEL: "config.json", ArtifactKind.ADAPTER: "adapter_config.json"}
-"""What makes a folder count, by kind."""
+"""The file that completes an artifact, by kind."""
 FORMAT_VERSION = 1
 
 
 class ArtifactFile(MessageModel):
-    """One file."""
+    """A file of an artifact."""
 
     name: str
     size: int = Field(ge=0)
-    """Bytes."""
+    """The size in bytes."""
     digest: str
-    """Lower-case hex SHA-256 of its contents."""
+    """The lower-case hex SHA-256 of the contents."""
 
 
 class ArtifactManifest(MessageModel):
-    """Contents of `artifact.json`. The model card is not among the files: results may be added to it."""
+    """The contents of `artifact.json`, without the model card, to which results may be added."""
 
     format_version: int = FORMAT_VERSION
     kind: ArtifactKind
     step: int = Field(ge=0)
-    """Optimizer step that it was made from."""
+    """The optimizer step of its checkpoint."""
     identity: str
-    """Digest of what it was made from and how."""
+    """The digest of its inputs and settings."""
     files: tuple[ArtifactFile, ...]
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The size of all files in bytes."""
         return sum(file.size for file in self.files)
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 over names and digests of the files."""
+        """The hex SHA-256 of names and digests of the files."""
         lines = sorted(f"{file.digest}  {file.name}\n" for file in self.files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 class WritePlan(MessageModel):
-    """Contents of `unfinished/plan.json`: what the first writer decided and all later ones keep to."""
+    """The contents of `unfinished/plan.json`: the decisions of the first writer, which all later ones follow."""
 
     format_version: int = FORMAT_VERSION
     identity: str
     writers: int = Field(ge=1)
-    """Ranks that the files were divided for."""
+    """The number of ranks for which the files were divided."""
 
 
 def receipt_name(file: str) -> str:
@@ -75,11 +75,11 @@ def receipt_name(file: str) -> str:
     return f"{UNFINISHED}/{file}.json"
 
 
-def file_of(name: str, data: bytes) -> ArtifactFile:
+def describe_file(name: str, data: bytes) -> ArtifactFile:
     """Return the entry of a small file."""
     return ArtifactFile(name=name, size=len(data), digest=hashlib.sha256(data).hexdigest())
 
 
-def identity_of(facts: Iterable[object]) -> str:
-    """Hex digest of facts that JSON can hold."""
+def hash_json(facts: Iterable[object]) -> str:
+    """Return the hex digest of JSON values."""
     return hashlib.sha256(json.dumps(list(facts), sort_keys=True).encode()).hexdigest()

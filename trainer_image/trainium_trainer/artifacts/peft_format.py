@@ -1,6 +1,6 @@
-"""An adapter as peft's library saves it: names, configuration, and what peft needs to know of our extras.
+"""An adapter in peft's format: names, configuration and metadata.
 
-Invariant: `PeftModel.from_pretrained(base, folder)` computes what the run computed.
+Invariant: `PeftModel.from_pretrained(base, folder)` gives the same outputs as the run's model.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.tuning.choice import LORA_A, is_adapter, module_of
-from trainium_trainer.weights.adapter import BASE_DIGEST, from_tensor, to_tensor
+from trainium_trainer.tuning.trainable import LORA_A, is_adapter, parent_module
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
 
     from trainium_contract.trainer.tuning import LoraConfig
 
@@ -32,16 +31,16 @@ _NOTHING: dict[str, Any] = {
     "task_type": "CAUSAL_LM",
     "trainable_token_indices": None,
 }
-"""Fields for features that are not used."""
+"""The fields of unused features."""
 
 
 def adapter_config(lora: LoraConfig, names: Collection[str], linears: Iterable[str], base: str | None) -> bytes:
     """Return the contents of `adapter_config.json`.
 
-    `names` are the adapter's parameters, `linears` all linear modules of the model, `base` is where the base is.
+    `names` are the adapter's parameters, `linears` all linear modules of the model, `base` is the location of the base.
     """
     modules = [name.removesuffix(f".{LORA_A}.weight") for name in names if name.endswith(f".{LORA_A}.weight")]
-    whole = list(dict.fromkeys(module_of(name) for name in names if not is_adapter(name)))
+    whole = list(dict.fromkeys(parent_module(name) for name in names if not is_adapter(name)))
     config = _NOTHING | {
         "base_model_name_or_path": base,
         "r": lora.rank,
@@ -59,23 +58,8 @@ def adapter_config(lora: LoraConfig, names: Collection[str], linears: Iterable[s
 
 
 def short_names(modules: Iterable[str], linears: Iterable[str]) -> list[str]:
-    """Return the last parts of the modules' names where those mean no other module; else the whole names."""
+    """Return the last components of the modules' names if they are unambiguous, else the whole names."""
     chosen = set(modules)
     leaves = {name.rpartition(".")[2] for name in chosen}
     meant = {name for name in linears if name.rpartition(".")[2] in leaves}
     return sorted(leaves if meant == chosen else chosen)
-
-
-def tensor_names(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the sizes by the names that peft gives the tensors."""
-    return {to_tensor(name): size for name, size in sorted(sizes.items())}
-
-
-def parameter_name(tensor: str) -> str:
-    """Our name of one of peft's tensors."""
-    return from_tensor(tensor)
-
-
-def file_metadata(base_digest: str) -> dict[str, str]:
-    """Return the metadata of the tensor file, by which the adapter's base is recognized."""
-    return {BASE_DIGEST: base_digest} if base_digest else {}

@@ -1,8 +1,8 @@
-"""Writes one artifact into one folder of a store, by all ranks side by side, and goes on where a killed writer was.
+"""Write an artifact into a folder of a store, by all ranks in parallel, and continue the work of killed writers.
 
-Invariants: the file that makes the folder count is written last, by one rank, after every other file is on stable
-storage; a data file with a receipt is not written again; what a failure leaves is complete files and their receipts;
-a writer that was replaced and wakes up late changes no byte of what is complete; every rank gets the same outcome.
+Invariants: the file that completes the artifact is written last, by one rank, after every other file is on stable
+storage; a data file with a receipt is not written again; a failure leaves only complete files and their receipts; a
+replaced writer that resumes late does not change complete files; every rank gets the same outcome.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import functools
 import json
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from pydantic import ValidationError
 
-from trainium_trainer.artifacts.layout import PlannedFile, index_of, plan_files
+from trainium_trainer.artifacts.data_files import PlannedFile, build_index, plan_files, write_file
 from trainium_trainer.artifacts.manifest import (
     CARD_NAME,
     LAST_NAMES,
@@ -25,11 +25,10 @@ from trainium_trainer.artifacts.manifest import (
     ArtifactFile,
     ArtifactManifest,
     WritePlan,
-    file_of,
+    describe_file,
     receipt_name,
 )
-from trainium_trainer.artifacts.store import kept
-from trainium_trainer.artifacts.streams import write_file
+from trainium_trainer.artifacts.store import unwritable_error
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.protocol import Retry, Storage, read_small
 
@@ -52,21 +51,21 @@ class Blueprint:
     kind: ArtifactKind
     step: int
     identity: str
-    """Digest of all that the contents follow from."""
+    """The digest of everything that determines the contents."""
     stem: str
-    """Name of the data files, without number and ending."""
+    """The name of the data files, without number and suffix."""
     dtype: str
-    """Type, as safetensors names it."""
+    """The type by safetensors' name."""
     sizes: Mapping[str, tuple[int, ...]]
-    """Tensors as the files name them, in their order."""
+    """The tensors by their names in the files, in order."""
     rows: Callable[[str, int, int, torch.dtype], Tensor]
-    """Some rows of a tensor: by its name, the first and how many, in a type."""
-    companions: Callable[[], dict[str, bytes]]
-    """The small files, among them the one that is written last; asked for on one rank."""
+    """Returns rows of a tensor, by name, first row and count, in a type."""
+    small_files: Callable[[], dict[str, bytes]]
+    """Returns the small files, including the one that is written last; called on one rank."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Metadata of the data files themselves."""
-    largest: int | None = None
-    """Bytes of tensors in a file; omitted: it follows from the number of ranks."""
+    """The metadata of the data files."""
+    max_file_bytes: int | None = None
+    """The maximum bytes of tensors in a file; by default it follows from the number of ranks."""
 
 
 def write_artifact(
@@ -75,87 +74,103 @@ def write_artifact(
     peers: Peers,
     *,
     retry: Retry,
-    beat: Callable[[float], None] = lambda _: None,
+    heartbeat: Callable[[float], None] = lambda _: None,
 ) -> ArtifactManifest:
-    """Write what is missing below the root of `storage`; `beat` is called often with the share done. Collective.
+    """Write the missing files below the root of `storage`. Collective.
 
-    Raises UserError when the folder holds something else, StorageError when the store fails, and what reading raises.
+    `heartbeat` is called often with the completed fraction. Raises UserError if the folder holds other files,
+    StorageError if the store fails, and errors of reading.
     """
-    writer = _Writer(blueprint, storage, retry, beat)
-    started = together(peers, (lambda: writer.begin(peers.size)) if peers.rank == 0 else None)[0]
-    assert started is not None
+    writer = _Writer(blueprint, storage, retry, heartbeat)
+    started = compute_on_first_rank(peers, lambda: writer.prepare(peers.size))
     if started.done is not None:
-        beat(1.0)
+        heartbeat(1.0)
         return started.done
     files = writer.files(started.writers)
     missing = [file for file in files if file.name not in started.receipts]
-    written = together(peers, lambda: writer.write(missing[peers.rank :: peers.size]))
-    receipts = started.receipts | {entry.name: entry for entries in written for entry in entries or ()}
+    written = gather_results(peers, lambda: writer.write(missing[peers.rank :: peers.size]))
+    receipts = started.receipts | {entry.name: entry for entries in written for entry in entries}
     entries = [receipts[file.name] for file in files]
-    manifest = together(peers, (lambda: writer.commit(files, entries)) if peers.rank == 0 else None)[0]
-    assert manifest is not None
-    beat(1.0)
+    manifest = compute_on_first_rank(peers, lambda: writer.commit(files, entries))
+    heartbeat(1.0)
     return manifest
 
 
-def together(peers: Peers, work: Callable[[], T] | None) -> list[T | None]:
+def compute_on_first_rank(peers: Peers, work: Callable[[], T]) -> T:
+    """Return rank 0's result of `work` on every rank; its error is raised on all of them. Collective."""
+    return cast("T", gather_results(peers, lambda: work() if peers.rank == 0 else None)[0])
+
+
+def gather_results(peers: Peers, work: Callable[[], T]) -> list[T]:
     """Return the results of `work` of all ranks; the first error of any rank is raised on all of them. Collective."""
     value: T | None = None
     failure: Exception | None = None
     try:
-        value = None if work is None else work()
+        value = work()
     except Exception as error:  # noqa: BLE001 - raised below, on every rank
         failure = error
     outcomes = peers.gather((value, failure))
     for _, first in outcomes:
         if first is not None:
             raise first
-    return [value for value, _ in outcomes]
+    return [cast("T", result) for result, _ in outcomes]
 
 
 def read_manifest(storage: Storage, kind: ArtifactKind, retry: Retry) -> ArtifactManifest | None:
-    """Return the manifest of a complete artifact; None when there is none. StorageError when the store fails."""
-    if kept(lambda: read_small(storage, LAST_NAMES[kind]), storage.location, retry) is None:
+    """Read the manifest of a complete artifact; None if there is none. Raises StorageError."""
+    if _read(storage, LAST_NAMES[kind], retry) is None:
         return None
-    data = kept(lambda: read_small(storage, MANIFEST_NAME), storage.location, retry)
+    data = _read(storage, MANIFEST_NAME, retry)
     with suppress(ValidationError):
         return None if data is None else ArtifactManifest.model_validate_json(data)
     return None
 
 
 def read_plan(storage: Storage, retry: Retry) -> WritePlan | None:
-    """Return the plan of an incomplete artifact; None when there is none. StorageError when the store fails."""
-    data = kept(lambda: read_small(storage, PLAN_NAME), storage.location, retry)
+    """Read the plan of an incomplete artifact; None if there is none. Raises StorageError."""
+    data = _read(storage, PLAN_NAME, retry)
     with suppress(ValidationError):
         return None if data is None else WritePlan.model_validate_json(data)
     return None
 
 
+def _read(storage: Storage, name: str, retry: Retry) -> bytes | None:
+    return retry.run(lambda: read_small(storage, name), storage.location, unwritable_error)
+
+
+def list_names(storage: Storage, folder: str, retry: Retry) -> list[str]:
+    """Return the names in a folder of an artifact. Raises StorageError."""
+    entries = retry.run(lambda: storage.list(folder), storage.location, unwritable_error)
+    return [entry.name for entry in entries]
+
+
 def is_free(storage: Storage, retry: Retry) -> bool:
-    """Return whether a folder holds nothing, or only what a writer left that was killed while it wrote its plan."""
-    names = [entry.name for entry in kept(lambda: storage.list(""), storage.location, retry)]
-    return not names or (names == [UNFINISHED] and not kept(lambda: storage.list(UNFINISHED), storage.location, retry))
+    """Return whether a folder is empty or holds only files of a writer that was killed while it wrote its plan."""
+    names = list_names(storage, "", retry)
+    return not names or (names == [UNFINISHED] and not list_names(storage, UNFINISHED, retry))
 
 
 @dataclass(frozen=True, slots=True)
-class _Started:
-    """Return what the folder holds before this writer writes."""
+class _FolderState:
+    """The contents of the folder before this writer starts."""
 
     writers: int
     receipts: dict[str, ArtifactFile] = field(default_factory=dict)
-    """Data files that are whole."""
+    """The receipts of complete data files."""
     done: ArtifactManifest | None = None
-    """All is."""
+    """Whether the artifact is complete."""
 
 
 class _Writer:
-    """One rank's part."""
+    """Writes one rank's files."""
 
-    def __init__(self, blueprint: Blueprint, storage: Storage, retry: Retry, beat: Callable[[float], None]) -> None:
+    def __init__(
+        self, blueprint: Blueprint, storage: Storage, retry: Retry, heartbeat: Callable[[float], None]
+    ) -> None:
         self._blueprint = blueprint
         self._storage = storage
         self._retry = retry
-        self._beat = beat
+        self._heartbeat = heartbeat
 
     def files(self, writers: int) -> tuple[PlannedFile, ...]:
         """Return the data files."""
@@ -165,81 +180,85 @@ class _Writer:
             blueprint.dtype,
             blueprint.stem,
             writers=writers,
-            largest=blueprint.largest,
+            max_file_bytes=blueprint.max_file_bytes,
             metadata=blueprint.metadata,
         )
 
-    def begin(self, writers: int) -> _Started:
-        """On one rank: look at what is there, or make a plan for `writers` ranks."""
+    def prepare(self, writers: int) -> _FolderState:
+        """Read the state of the folder, or write a plan for `writers` ranks; called on one rank."""
         blueprint, storage = self._blueprint, self._storage
-        self._kept(storage.prepare)
+        self._with_retries(storage.prepare)
         done, plan = read_manifest(storage, blueprint.kind, self._retry), read_plan(storage, self._retry)
-        found = {entry.name: entry for entry in self._kept(lambda: storage.list(""))}
+        stored = {entry.name: entry for entry in self._with_retries(lambda: storage.list(""))}
         if done is not None and done.identity == blueprint.identity:
-            self._tidy()
-            return _Started(writers, done=done)
+            self._remove_leftovers()
+            return _FolderState(writers, done=done)
         ours = plan is not None and plan.identity == blueprint.identity
         if done is not None or not (ours or is_free(storage, self._retry)):
             raise UserError(f"{storage.location} is not empty: name a folder that does not exist yet")
-        with suppress(OSError):  # parts of files that a killed writer left may be what fills the store
+        with suppress(OSError):  # partial files of a killed writer may fill the store
             storage.remove_drafts()
         if plan is None:
             text = WritePlan(identity=blueprint.identity, writers=writers).model_dump_json(by_alias=True).encode()
-            self._kept(lambda: storage.write(PLAN_NAME, text))
-            return _Started(writers)
-        whole = [file for file in self.files(plan.writers) if file.name in found and found[file.name].size == file.size]
+            self._with_retries(lambda: storage.write(PLAN_NAME, text))
+            return _FolderState(writers)
+        whole = [
+            file for file in self.files(plan.writers) if file.name in stored and stored[file.name].size == file.size
+        ]
         receipts = [receipt for file in whole if (receipt := self._receipt(file.name)) is not None]
-        return _Started(plan.writers, {receipt.name: receipt for receipt in receipts})
+        return _FolderState(plan.writers, {receipt.name: receipt for receipt in receipts})
 
     def _receipt(self, file: str) -> ArtifactFile | None:
-        data = self._kept(lambda: read_small(self._storage, receipt_name(file)))
+        data = _read(self._storage, receipt_name(file), self._retry)
         with suppress(ValidationError):
             return None if data is None else ArtifactFile.model_validate_json(data)
         return None
 
     def write(self, files: Sequence[PlannedFile]) -> list[ArtifactFile]:
-        """Write data files and a receipt of each."""
+        """Write data files and their receipts."""
         total, done = sum(file.size for file in files), 0
 
-        def beat(count: int) -> None:
+        def heartbeat(count: int) -> None:
             nonlocal done
             done += count
-            self._beat(min(done / total, 1.0))
+            self._heartbeat(min(done / total, 1.0))
 
         written = []
         for file in files:
-            entry = self._kept(functools.partial(write_file, self._storage, file, self._blueprint.rows, beat))
-            self._put(receipt_name(file.name), entry.model_dump_json(by_alias=True).encode())
+            entry = self._with_retries(
+                functools.partial(write_file, self._storage, file, self._blueprint.rows, heartbeat)
+            )
+            self._write_small(receipt_name(file.name), entry.model_dump_json(by_alias=True).encode())
             written.append(entry)
         return written
 
     def commit(self, files: tuple[PlannedFile, ...], entries: Sequence[ArtifactFile]) -> ArtifactManifest:
-        """On one rank, when all data files are whole: write the others, the one that counts last."""
+        """Write the other files, the completing one last; called on one rank after all data files."""
         blueprint = self._blueprint
-        small = blueprint.companions()
+        small = blueprint.small_files()
         if len(files) > 1:
-            text = json.dumps(index_of(files), indent=2, sort_keys=True) + "\n"
+            text = json.dumps(build_index(files), indent=2, sort_keys=True) + "\n"
             small[f"{blueprint.stem}.safetensors.index.json"] = text.encode()
         last = LAST_NAMES[blueprint.kind]
-        counted = [file_of(name, data) for name, data in sorted(small.items()) if name != CARD_NAME]
+        counted = [describe_file(name, data) for name, data in sorted(small.items()) if name != CARD_NAME]
         manifest = ArtifactManifest(
             kind=blueprint.kind, step=blueprint.step, identity=blueprint.identity, files=(*entries, *counted)
         )
         for name, data in small.items():
             if name != last:
-                self._put(name, data)
-        self._put(MANIFEST_NAME, (manifest.model_dump_json(by_alias=True, indent=2) + "\n").encode())
-        self._put(last, small[last])
-        self._tidy()
+                self._write_small(name, data)
+        self._write_small(MANIFEST_NAME, (manifest.model_dump_json(by_alias=True, indent=2) + "\n").encode())
+        self._write_small(last, small[last])
+        self._remove_leftovers()
         return manifest
 
-    def _put(self, name: str, data: bytes) -> None:
-        self._kept(lambda: self._storage.write(name, data))
+    def _write_small(self, name: str, data: bytes) -> None:
+        self._with_retries(lambda: self._storage.write(name, data))
 
-    def _tidy(self) -> None:
-        with suppress(OSError):  # an untidy folder is complete all the same
+    def _remove_leftovers(self) -> None:
+        with suppress(OSError):  # an artifact with leftovers is still complete
             self._storage.remove_files(UNFINISHED, lambda name: name.endswith(".json"))
             self._storage.remove_drafts()
 
-    def _kept(self, action: Callable[[], T]) -> T:
-        return kept(action, self._storage.location, self._retry)
+    def _with_retries(self, action: Callable[[], T]) -> T:
+        return self._retry.run(action, self._storage.location, unwritable_error)

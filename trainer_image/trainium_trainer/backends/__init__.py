@@ -1,1 +1,1 @@
-"""Devices behind one protocol; the only modules that may know a device library."""
+"""Devices behind one protocol; only these modules may depend on a device library."""

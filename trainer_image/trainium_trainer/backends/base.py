@@ -1,7 +1,7 @@
-"""The interface of a device to the training loop and the checkpoint manager: a mesh, a state, and five verbs.
+"""The interface of a device to the training loop and the checkpoint manager: a mesh, a state and the operations.
 
 Guarantees:
-- Nothing here names a device library.
+- This module does not depend on a device library.
 - All ranks of the job call every method marked *collective* in the same order.
 - Tensors of a state keep their identity for the life of the process, so that a snapshot may hold references.
 """
@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from trainium_trainer.checkpoint.interfaces import MeshPlace
+from trainium_trainer.checkpoint.interfaces import MeshCoordinates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_trainer.checkpoint.interfaces import TrainingState
-    from trainium_trainer.data.batches.loader import MicroBatch
-    from trainium_trainer.monitor.figures import Rewards
+    from trainium_trainer.data.batches.micro_batches import MicroBatch
+    from trainium_trainer.monitor.step_metrics import Rewards
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh(MeshPlace):
+class Mesh(MeshCoordinates):
     """Coordinates, device and process groups of this rank."""
 
     device: torch.device
@@ -41,78 +41,80 @@ class Mesh(MeshPlace):
     """None exactly when `cp_size` is 1."""
     cp_rank: int = 0
     cp_size: int = 1
-    """Ranks that hold parts of the same sequences; neighbours among the data-parallel ones."""
+    """The ranks that hold parts of the same sequences; they are adjacent among the data-parallel ranks."""
     tp: ProcessGroup | None
     """None exactly when `tp_size` is 1."""
 
     @property
     def data_rank(self) -> int:
-        """Number of this rank's share of the samples."""
+        """The index of this rank's share of the samples."""
         return self.dp_rank // self.cp_size
 
     @property
     def data_size(self) -> int:
-        """Number of shares of the samples."""
+        """The number of shares of the samples."""
         return self.dp_size // self.cp_size
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank speaks for the loss of its tokens: one rank of the stage that computes it."""
+        """Whether this rank contributes the loss of its tokens to sums: one rank of the stage that computes it."""
         return self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether this rank speaks for the tokens and the pairs of its share of the samples."""
+        """Whether this rank contributes the tokens and pairs of its share of the samples to sums."""
         return self.counts_loss and self.cp_rank == 0
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank speaks for the samples of its share."""
+        """Whether this rank contributes the samples of its share to sums."""
         return self.tp_rank == 0 and self.pp_rank == 0 and self.cp_rank == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Loss on held-back samples."""
+    """The loss on held-back samples."""
 
     loss: float
-    """Mean over valid tokens, or over pairs; nan when there is none."""
+    """The mean over valid tokens, or over pairs; nan if there are none."""
     rewards: Rewards | None = None
-    """Figures of pairs; None for other data."""
+    """The rewards of pairs; None for other data."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """The numbers that all ranks agree on after the micro-batches of a step; the host has them without the device."""
+    """Sums over all ranks after the micro-batches of a step, available on the host without the device."""
 
     tokens: int
     """Valid tokens of the global batch."""
     divisor: int
-    """Number by which the global batch's summed loss is divided: its valid tokens, or its pairs."""
+    """The divisor of the global batch's summed loss: its valid tokens, or its pairs."""
     stop: bool
-    """Whether any rank was asked to leave."""
+    """Whether any rank was asked to stop."""
     memory_ends: bool
-    """Whether any rank's node memory goes with it."""
+    """Whether a rank that stops loses its node's memory."""
     votes: int
-    """Sum of what the ranks' checkpoint managers voted."""
+    """The sum of the votes of the ranks' checkpoint managers."""
     rewards: Rewards | None = None
-    """Figures of pairs; None for other data."""
+    """The rewards of pairs; None for other data."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The outcome of one optimizer step; the same on all ranks, except for `culprits`."""
+    """The outcome of one optimizer step; the same on all ranks, except for `nonfinite_parameters`."""
 
     loss: float
-    """Mean loss of a valid token, or of a pair, of the global batch before the update; nan when there was none."""
+    """The mean loss per valid token, or per pair, of the global batch before the update; nan if there were none."""
     gradient_norm: float
-    """Norm of the mean loss's gradient over all ranks, before clipping."""
-    culprits: tuple[str, ...] = ()
-    """Where the loss was finite and the norm was not: the parameters with such a gradient that this rank has, from
-    input to output; empty where a backend does not look."""
-    origins: tuple[int, ...] = ()
-    """Where loss or norm were not finite: the ranks whose own loss or gradients were not before they were summed with
-    those of other ranks, ascending; empty where that cannot be known."""
+    """The norm of the gradient of the mean loss over all ranks, before clipping."""
+    nonfinite_parameters: tuple[str, ...] = ()
+    """If the loss was finite and the norm was not: this rank's parameters with a nonfinite gradient, from input to
+    output; empty if a backend does not check.
+    """
+    nonfinite_ranks: tuple[int, ...] = ()
+    """If loss or norm were not finite: the ranks whose loss or gradients were not finite before the reduction,
+    ascending; empty if unknown.
+    """
 
     @property
     def applied(self) -> bool:
@@ -121,16 +123,16 @@ class StepOutcome:
 
 
 class Backend(Protocol):
-    """One device family behind the loop."""
+    """The operations of one device family."""
 
     @property
     def mesh(self) -> Mesh:
-        """Where this rank is."""
+        """The coordinates and process groups of this rank."""
         ...
 
     @property
     def state(self) -> TrainingState:
-        """The training state, allocated but not initialised until `initialize` or a checkpoint fills it."""
+        """The training state, allocated but not initialized until `initialize` or a checkpoint fills it."""
         ...
 
     def build(self) -> None:
@@ -138,17 +140,17 @@ class Backend(Protocol):
         ...
 
     def load_frozen(self, base: BaseWeights) -> None:
-        """Fill what is not trained, which is in no checkpoint. Raises UserError, StorageError."""
+        """Load the frozen weights, which are in no checkpoint. Raises UserError, StorageError."""
         ...
 
     def initialize(self, seed: int, base: BaseWeights | None = None, adapter: AdapterWeights | None = None) -> None:
-        """Fill what is trained: from `base` and `adapter` what they have, the rest from a seed.
+        """Initialize the trained weights from `base` and `adapter`, and those in neither from a seed.
 
-        The same values at every tensor- and data-parallel size. Raises UserError, StorageError.
+        The values are the same at every tensor- and data-parallel size. Raises UserError, StorageError.
         """
         ...
 
-    def agree(self, value: int) -> bool:
+    def is_equal_on_all_ranks(self, value: int) -> bool:
         """Return whether all ranks passed the same 62-bit number. Collective."""
         ...
 
@@ -161,36 +163,36 @@ class Backend(Protocol):
         ...
 
     def step(self, *, divisor: int, learning_rate: float, clip_norm: float) -> StepOutcome:
-        """Reduce the gradients, divide by `divisor` (see `StepTotals`), clip, one AdamW step; forget the gradients.
+        """Reduce the gradients, divide by `divisor` (see `StepTotals`), clip, update, and zero the gradients.
 
-        The state stays as it is when loss or norm is not finite. One call, so that a device which runs whole graphs is
-        asked for its numbers once, after the update was sent to it. Collective.
+        The state does not change if loss or norm is not finite. It is one call, so that a device which runs whole
+        graphs is synchronized once, after the update was launched. Collective.
         """
         ...
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
-        """Measure the loss on all ranks' batches, without gradients.
+        """Compute the loss on all ranks' batches, without gradients.
 
-        Every rank passes the same number of micro-batches. Only between two steps. Collective.
+        Every rank passes the same number of micro-batches. Call it only between two steps. Collective.
         """
         ...
 
     def reference_log_probs(self, batches: Iterable[MicroBatch]) -> torch.Tensor:
         """Return the log-probabilities of the answers of pairs, of all rows one after another, float32 on the CPU.
 
-        By the weights that the state has, without adapters. NaN on ranks that do not compute them. Every rank passes
-        the same number of micro-batches of one size. Only between two steps. Collective.
+        They are computed with the weights of the state, without adapters; NaN on ranks that do not compute them. Every
+        rank passes the same number of micro-batches of one size. Call it only between two steps. Collective.
         """
         ...
 
     def parameter_norm(self) -> float:
-        """Norm of all parameters of the model. Only between two steps. Collective."""
+        """Return the norm of all parameters of the model. Call it only between two steps. Collective."""
         ...
 
     def barrier(self) -> None:
-        """Return when all ranks have come here. Collective."""
+        """Wait for all ranks. Collective."""
         ...
 
     def close(self) -> None:
-        """Leave the process group in peace; only after the last collective of every rank."""
+        """Destroy the process group; call it only after the last collective of every rank."""
         ...

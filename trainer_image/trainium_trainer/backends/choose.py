@@ -1,7 +1,7 @@
-"""The backend of a run, from the configuration and from what is installed; all that names more than one.
+"""Choose the backend of a run from the configuration and the installed packages.
 
 Guarantees:
-- No backend's library is imported before it is chosen, and only the chosen one is.
+- Only the library of the chosen backend is imported.
 - The needs and limits of a backend are in its folder.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
-from trainium_trainer.backends.nxd import limits, presence
+from trainium_trainer.backends.nxd import limits, requirements
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from trainium_worker import Pulse
 
 
-def choose(choice: BackendChoice, device: DeviceChoice = DeviceChoice.AUTO) -> BackendChoice:
-    """Native or Nxd; Auto takes Nxd where its packages are, TorchNeuron is not, and no other device is asked for.
+def choose_backend(choice: BackendChoice, device: DeviceChoice = DeviceChoice.AUTO) -> BackendChoice:
+    """Return the kind of backend. Raises UserError.
 
-    Raises UserError.
+    Auto selects Nxd if its packages are installed, TorchNeuron is not, and no other device is configured.
     """
-    missing = presence.missing_packages()
+    missing = requirements.missing_packages()
     if choice is BackendChoice.NXD and missing:
-        raise UserError(presence.cannot_be_imported(" and ".join(missing)))
+        raise UserError(requirements.cannot_be_imported(" and ".join(missing)))
     if choice is BackendChoice.AUTO:
         elsewhere = device in (DeviceChoice.CPU, DeviceChoice.CUDA)
         return BackendChoice.NATIVE if missing or elsewhere or _has_torch_neuron() else BackendChoice.NXD
     return choice
 
 
-def refuse_what_it_cannot(settings: Settings) -> None:
-    """Raise UserError for what a backend that is asked for cannot do, from the configuration alone.
+def refuse_unsupported(settings: Settings) -> None:
+    """Raise UserError for a configuration that the configured backend does not support.
 
-    Nothing is imported or touched for it, so `trainium-trainer check` refuses what a run would refuse.
+    It imports no library and uses no device, so `trainium-trainer check` refuses the same configurations as a run.
     """
     if settings.config.backend is BackendChoice.NXD:
         limits.check_model(settings.shape)
@@ -45,16 +45,16 @@ def refuse_what_it_cannot(settings: Settings) -> None:
 
 
 def find_backend(settings: Settings, *, devices: Path = Path("/dev")) -> BackendChoice:
-    """Return the backend of this run, once it is sure that its packages and its device are there. Raises UserError.
+    """Return the backend of this run after checking its packages and its device. Raises UserError.
 
     `devices` is the folder of device files.
     """
-    choice = choose(settings.config.backend, settings.config.device)
+    choice = choose_backend(settings.config.backend, settings.config.device)
     if choice is BackendChoice.NXD:
-        presence.check_node(settings, devices)
+        requirements.check_node(settings, devices)
     else:
-        from trainium_trainer.backends.compiled import check_compiler  # noqa: PLC0415 - imports torch
         from trainium_trainer.backends.device import pick_device  # noqa: PLC0415
+        from trainium_trainer.backends.torch_compile import check_compiler  # noqa: PLC0415 - imports torch
 
         device = pick_device(settings.launch.local_rank, settings.config.device)
         check_compiler(settings.config.torch_compile, device.type)
@@ -65,13 +65,13 @@ def find_backend(settings: Settings, *, devices: Path = Path("/dev")) -> Backend
     return choice
 
 
-def make_backend(choice: BackendChoice, settings: Settings, pulse: Pulse | None = None) -> Backend:
-    """Return the backend that `find_backend` has found, with its process group joined. Collective.
+def create_backend(choice: BackendChoice, settings: Settings, pulse: Pulse | None = None) -> Backend:
+    """Create the backend that `find_backend` returned and join its process group. Collective.
 
-    Raises UserError where a package of it cannot be imported.
+    Raises UserError if one of its packages cannot be imported.
     """
     if choice is BackendChoice.NXD:
-        presence.require_packages()
+        requirements.require_packages()
         from trainium_trainer.backends.nxd.backend import NxdBackend  # noqa: PLC0415 - only where its packages are
 
         return NxdBackend(settings, pulse)

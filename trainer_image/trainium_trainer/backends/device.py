@@ -1,9 +1,9 @@
-"""Which device this rank computes on, and how the ranks meet: CPU (gloo), CUDA (nccl) or Neuron (TorchNeuron).
+"""Select this rank's device and join the process group: CPU (gloo), CUDA (nccl) or Neuron (TorchNeuron).
 
 Guarantees:
-- Nothing is initialised on a device before the choice is known to be possible.
-- Small agreements always have gloo beside the device's own library.
-- A Neuron device that cannot be used is an error, never a slow run on the CPU.
+- No device is initialized before the choice is known to be possible.
+- Small agreements always use gloo, in addition to the device's library.
+- An unusable Neuron device is an error, never a slow run on the CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore
 
 from trainium_agent.linux.network_interface import use_interface
 from trainium_contract.trainer.parallelism import DeviceChoice
@@ -23,15 +23,15 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import DEVICE_FILES
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
     from trainium_trainer.configuration.config import Launch
 
 _TIMEOUT = timedelta(minutes=30)
-"""Also bounds how long ranks wait for one that is still tokenising; hangs are found by the operator, long before."""
+"""Also bounds how long ranks wait for one that is still tokenizing; the operator detects hangs much earlier."""
 _GROUP_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "neuron": "cpu:gloo,neuron:neuron"}
 ENV_LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
-"""Torch's own switch; without it every gloo group connects each rank to each other when it is made (docs/scale.md)."""
+"""Torch's switch; without it every gloo group connects all pairs of ranks when it is created (docs/scale.md)."""
 WHERE_NEURON = "https://awsdocs-neuron.readthedocs-hosted.com (setup for PyTorch)"
 
 
@@ -40,12 +40,11 @@ def pick_device(
 ) -> torch.device:
     """Return the device of this node's process number `local_rank`.
 
-    Neuron, CUDA, else the CPU, or the one that is asked for.
-
-    Raises UserError when the choice is not there, or when the node has Neuron devices that nothing here can drive.
-    `devices` is the folder of device files.
+    By default Neuron, CUDA, else the CPU; otherwise the configured one. Raises UserError if the device is not
+    available, or if the node has Neuron devices that the installed packages do not support. `devices` is the folder of
+    device files.
     """
-    neuron: Any = getattr(torch, "neuron", None)  # registered by TorchNeuron when torch is imported
+    neuron: Any = getattr(torch, "neuron", None)  # TorchNeuron registers it when torch is imported
     if choice is DeviceChoice.CPU:
         return torch.device("cpu")
     if choice in (DeviceChoice.AUTO, DeviceChoice.NEURON) and neuron is not None and neuron.is_available():
@@ -89,32 +88,32 @@ def _refuse_more_ranks_than(count: int, local_rank: int, what: str) -> None:
 
 
 def group_backend(device: torch.device) -> str:
-    """Return the libraries with which ranks on such a device meet, as torch names them."""
+    """Return the communication backends of a device, in torch's notation."""
     return _GROUP_BACKENDS[device.type]
 
 
-def use_device(device: torch.device) -> None:
-    """Make it the current device of this process, with deterministic kernels."""
+def set_current_device(device: torch.device) -> None:
+    """Set the current device of this process, with deterministic kernels."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     if device.type == "cuda":  # https://docs.pytorch.org/docs/stable/notes/randomness.html
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(mode=True)  # with `warn_only`, attention stays as it is
+        torch.use_deterministic_algorithms(mode=True)  # with `warn_only`, attention keeps its kernel
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def join_process_group(device: torch.device, launch: Launch) -> None:
-    """Meet the other ranks over gloo and the device's own library."""
+    """Join the process group over gloo and the device's library."""
     if launch.alone:
         _join_alone(device, launch)
     else:
-        meet(group_backend(device), launch)
+        init_default_group(group_backend(device), launch)
 
 
-def meet(backend: str, launch: Launch) -> None:
-    """Make the default process group, from torchrun's variables; without any, a world of one."""
+def init_default_group(backend: str, launch: Launch) -> None:
+    """Create the default process group from torchrun's variables; without them, of one rank."""
     use_interface(os.environ.get("MASTER_ADDR", "localhost"))
-    # Read when the first group is made: two ranks connect when they first communicate.
+    # Torch reads it when the first group is created: two ranks then connect when they first communicate.
     os.environ.setdefault(ENV_LAZY_CONNECTIONS, "1")
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)
@@ -123,28 +122,28 @@ def meet(backend: str, launch: Launch) -> None:
 
 
 def open_store(launch: Launch) -> Store | None:
-    """Return a store that all ranks reach before they meet; None where there is one rank.
+    """Open a store for all ranks before the process group exists; None for a single rank.
 
-    Rank 0 has to keep it until they have met: where no agent serves it, its process does, and for both uses.
+    Rank 0 must keep it until the group exists: if no agent serves the store, rank 0 serves it for both uses.
     """
     if launch.alone or launch.world_size == 1 or "MASTER_ADDR" not in os.environ:
         return None
-    store: Store = next(dist.rendezvous("env://", timeout=_TIMEOUT))[0]  # type: ignore[attr-defined]
+    store: Store = next(dist.rendezvous("env://", timeout=_TIMEOUT))[0]
     return store
 
 
 def _join_alone(device: torch.device, launch: Launch) -> None:
-    """Be one rank of a world whose others do not exist: torch's process group that moves nothing."""
-    # Importing it registers the backend `fake`; it is what torchtitan's dry runs use, under the same private name.
+    """Join a process group whose other ranks do not exist: torch's fake group, which transfers nothing."""
+    # The import registers the backend `fake`; torchtitan's dry runs use the same private name.
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
-    # Before its first micro-batch a pipeline votes, by plain messages, whether shapes are known: the others agree.
-    dist.recv = _yes
+    # Before its first micro-batch a pipeline exchanges messages on whether shapes are known: the fake peers agree.
+    dist.recv = _agree
     backend = "fake" if device.type in {"cpu", "cuda"} else f"cpu:fake,{device.type}:fake"
     dist.init_process_group(backend, store=FakeStore(), rank=launch.rank, world_size=launch.world_size)
 
 
-def _yes(tensor: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Return what a peer that agrees would send."""
+def _agree(tensor: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Return the message of a peer that agrees."""
     tensor.fill_(1)
     return 0

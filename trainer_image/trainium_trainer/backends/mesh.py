@@ -1,10 +1,10 @@
-"""The process groups of a rank: pipeline x data x context x tensor, tensor fastest, so that its groups lie in a node.
+"""The process groups of a rank: pipeline x data x context x tensor, tensor fastest, so that its groups are in a node.
 
-The data-parallel group of parameters is data x context: ranks with parts of the same sequences sum their gradients as
-those with other sequences do.
+The data-parallel group of parameters is data x context: ranks with parts of the same sequences also sum their
+gradients.
 
 Guarantees:
-- DeviceMesh, which is slow to import, is made only for configurations that need it.
+- DeviceMesh, which is slow to import, is created only for configurations that need it.
 - A dimension of size 1 has no group.
 - A dimension that is the whole world uses the world's group.
 """
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 
 def refuse_another_mesh(settings: Settings, group: ProcessGroup | None = None) -> None:
-    """Raise UserError on every rank when one has other degrees than rank 0; before any smaller group. Collective.
+    """Raise UserError on every rank if one has other degrees than rank 0. Collective.
 
-    Groups that are not the same everywhere would wait for each other without end. `group`: all ranks, on the host.
+    It runs before smaller groups exist, because groups that differ between ranks would deadlock. `group`: all ranks, on
+    the host.
     """
     config, launch = settings.config, settings.launch
     if launch.alone or launch.world_size == 1:
@@ -40,14 +41,13 @@ def refuse_another_mesh(settings: Settings, group: ProcessGroup | None = None) -
     mine = torch.tensor([degrees.tensor, degrees.pipeline, degrees.context, mode])
     first = mine.clone()
     dist.broadcast(first, 0, group=group)
-    apart = torch.tensor([-1, 0, 0, 0, 0]) if torch.equal(first, mine) else torch.tensor([launch.rank, *mine.tolist()])
-    # All ranks report the greatest rank that differs; its numbers come from itself.
-    greatest = apart[:1].clone()
+    # All ranks report the greatest rank that differs, with the degrees that this rank sends.
+    greatest = torch.tensor([-1 if torch.equal(first, mine) else launch.rank])
     dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
     rank = int(greatest)
     if rank < 0:
         return
-    theirs = apart[1:].clone() if launch.rank == rank else torch.zeros(4, dtype=torch.int64)
+    theirs = mine.clone()
     dist.broadcast(theirs, rank, group=group)
     raise UserError(
         f"rank {rank} has {_format_degrees(theirs.tolist())}, but rank 0 has {_format_degrees(first.tolist())}: start "
@@ -63,17 +63,14 @@ def _format_degrees(numbers: list[int]) -> str:
     )
 
 
-def place_of(rank: int, *, dp_size: int, tp_size: int) -> tuple[int, int, int]:
-    """Pipeline, data x context and tensor rank of a rank of the world."""
-    place, tp_rank = divmod(rank, tp_size)
-    return (*divmod(place, dp_size), tp_rank)
+def rank_coordinates(rank: int, *, dp_size: int, tp_size: int) -> tuple[int, int, int]:
+    """Return the pipeline, data x context and tensor rank of a rank of the world."""
+    replica, tp_rank = divmod(rank, tp_size)
+    return (*divmod(replica, dp_size), tp_rank)
 
 
-def make_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceMesh | None]:
-    """Return this rank's place, and the DeviceMesh (dimensions pp, dp, tp) where the configuration needs one.
-
-    Collective.
-    """
+def create_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceMesh | None]:
+    """Create this rank's mesh, and the DeviceMesh (pp, dp, tp) if the configuration needs one. Collective."""
     refuse_another_mesh(settings)
     config, launch = settings.config, settings.launch
     context = config.parallelism.context
@@ -92,10 +89,10 @@ def make_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceMes
         if sizes[name] == launch.world_size:
             return world
         assert device_mesh is not None
-        found: ProcessGroup = device_mesh.get_group(name)
-        return found
+        subgroup: ProcessGroup = device_mesh.get_group(name)
+        return subgroup
 
-    pp_rank, dp_rank, tp_rank = place_of(launch.rank, dp_size=sizes["dp"], tp_size=sizes["tp"])
+    pp_rank, dp_rank, tp_rank = rank_coordinates(launch.rank, dp_size=sizes["dp"], tp_size=sizes["tp"])
     mesh = Mesh(
         rank=launch.rank,
         world_size=launch.world_size,
@@ -119,7 +116,7 @@ def make_mesh(settings: Settings, device: torch.device) -> tuple[Mesh, DeviceMes
 
 
 def _context_group(world_size: int, context: int, tensor: int) -> ProcessGroup:
-    """Return this rank's context-parallel group, in which no gather waits for sums of gradients. Collective."""
+    """Create this rank's context-parallel group, in which gathers do not wait for sums of gradients. Collective."""
     ranks = torch.arange(world_size).view(-1, context, tensor).transpose(1, 2).reshape(-1, context).tolist()
-    found: tuple[ProcessGroup, Any] = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
-    return found[0]
+    subgroups: tuple[ProcessGroup, Any] = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
+    return subgroups[0]

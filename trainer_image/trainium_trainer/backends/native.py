@@ -1,9 +1,9 @@
 """The native backend: one code path for CPU, CUDA and Neuron devices, with the process group, mesh and state of a rank.
 
 Guarantees:
-- Small agreements travel over gloo on the CPU, so they cost the device nothing.
-- DeviceMesh, DTensor and FSDP are imported only by a configuration that uses them.
-- What runs here is deterministic for a given size.
+- Small agreements use gloo on the CPU, so they cost the device nothing.
+- DeviceMesh, DTensor and FSDP are imported only if the configuration uses them.
+- Training is deterministic for a given size.
 """
 
 from __future__ import annotations
@@ -21,86 +21,86 @@ from trainium_contract.models.shape import RopeScalingKind
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision, TorchCompile
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.backends.base import Evaluation, StepOutcome, StepTotals
-from trainium_trainer.backends.compiled import compile_layers
-from trainium_trainer.backends.device import join_process_group, pick_device, use_device
-from trainium_trainer.backends.mesh import make_mesh
-from trainium_trainer.backends.nonfinite import NonfiniteOrigins
+from trainium_trainer.backends.device import join_process_group, pick_device, set_current_device
+from trainium_trainer.backends.mesh import create_mesh
+from trainium_trainer.backends.nonfinite_origins import NonfiniteOrigins
 from trainium_trainer.backends.optimizers import Rounding, find_update
 from trainium_trainer.backends.recompute import apply_recompute
-from trainium_trainer.backends.replicated import ReplicatedStore
-from trainium_trainer.backends.store import box, cut, is_dtensor, local_of
-from trainium_trainer.data.batches.loader import trim_padding
+from trainium_trainer.backends.replicated_store import ReplicatedStore
+from trainium_trainer.backends.state_store import box, cut
+from trainium_trainer.backends.torch_compile import compile_layers
+from trainium_trainer.checkpoint.format.live_state import is_dtensor, to_local
+from trainium_trainer.data.batches.micro_batches import trim_padding
 from trainium_trainer.models.dropout import sample_keys
-from trainium_trainer.models.initial import initial_box
+from trainium_trainer.models.initialization import initial_slice
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.lora import adapters_disabled
-from trainium_trainer.models.loss import StretchedLoss, token_losses
-from trainium_trainer.models.loss import loss_sum as sum_of_losses
+from trainium_trainer.models.loss import ChunkedLoss, loss_sum, token_losses
 from trainium_trainer.models.preference_loss import answer_log_probs, preference_loss
 from trainium_trainer.models.stages import canonical_parameters
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
-from trainium_trainer.monitor.figures import Rewards
+from trainium_trainer.monitor.step_metrics import Rewards
 from trainium_trainer.tuning.apply import apply_tuning, initial_adapter
-from trainium_trainer.tuning.choice import MAGNITUDE, is_adapter, is_reference_in_model, target_of
+from trainium_trainer.tuning.trainable import MAGNITUDE, adapted_module, is_adapter, is_reference_in_model
 from trainium_worker import Pulse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from trainium_trainer.backends.pipeline import Pipeline
-    from trainium_trainer.backends.store import StateStore
+    from trainium_trainer.backends.state_store import StateStore
     from trainium_trainer.configuration.config import Settings
-    from trainium_trainer.data.batches.loader import MicroBatch
+    from trainium_trainer.data.batches.micro_batches import MicroBatch
     from trainium_trainer.models.stages import LlamaStage
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights
 
 _COLUMNS = 64
-"""Multiple to which the longest row of a micro-batch is padded: few lengths, so that memory is used again."""
+"""The multiple to which the longest row of a micro-batch is padded: few lengths, so that memory is reused."""
 
 
 class NativeBackend:
     """One rank of a job on CPU, CUDA or Neuron."""
 
     def __init__(self, settings: Settings, pulse: Pulse | None = None) -> None:
-        """Join the process group and find this rank's place. Collective."""
+        """Join the process group and create the mesh. Collective."""
         self._pulse = pulse or Pulse()
         self._config = settings.config
         self._alone = settings.launch.alone
         self._shape = settings.shape
-        self._choice = settings.choice
+        self._trainable = settings.trainable
         self._passes = settings.passes
         self._device = pick_device(settings.launch.local_rank, self._config.device)
-        use_device(self._device)
+        set_current_device(self._device)
         with self._pulse.peers:
             join_process_group(self._device, settings.launch)
-        self.mesh, self._device_mesh = make_mesh(settings, self._device)
+        self.mesh, self._device_mesh = create_mesh(settings, self._device)
         self._pipeline: Pipeline | None = None
         self._waiting: list[MicroBatch] = []
         self._losses: list[Tensor] = []
         self._nonfinite = NonfiniteOrigins(self.mesh, self._config.parallelism.stages_per_rank, self._pulse)
         self._tokens = 0
         self._divisor = 0
-        self._places: Tensor | None = None
-        """Places of this rank's tokens in a sequence, where other ranks hold the others."""
+        self._token_positions: Tensor | None = None
+        """The positions of this rank's tokens, if the sequence is divided over ranks."""
         self._rewards: list[Tensor] = []
         self._log_probs: list[Tensor] | None = None
-        """Log-probabilities of a pipeline's micro-batches, while they are requested in place of a loss."""
+        """The log-probabilities of a pipeline's micro-batches, while they are computed instead of a loss."""
         self._loss_sum = math.nan
 
     def build(self) -> None:
-        """Create the model or this rank's stages of it without values, divide them, allocate the state. Collective."""
+        """Create the model or this rank's stages without values, divide them, and allocate the state. Collective."""
         mesh, parallelism = self._device_mesh, self._config.parallelism
         with torch.device("meta"):
-            self._stages = [] if self.mesh.pp is None else self._make_stages()
+            self._stages = [] if self.mesh.pp is None else self._build_stages()
             self._models: list[Llama] = [*self._stages] or [Llama(self._shape)]
         for model in self._models:
             if self._config.precision.keeps_half:
                 model.to(torch.bfloat16)
-            self._tune(model)
+            self._apply_tuning(model)
         if self.mesh.tp_size > 1:
             from trainium_trainer.models.parallel_plan import apply_tensor_parallel  # noqa: PLC0415 - imports DTensor
 
@@ -116,7 +116,7 @@ class NativeBackend:
             division = SequenceDivision(
                 self.mesh.cp, self.mesh.cp_rank, self.mesh.cp_size, self._config.data.sequence_length
             )
-            self._places = division.places()
+            self._token_positions = division.token_positions()
             for model in self._models:
                 apply_context_parallel(model, division)
         for model in self._models:
@@ -126,7 +126,7 @@ class NativeBackend:
         moments = self._config.optimizer.kind.moments
         self._store: StateStore
         if self.mesh.dp_mode.is_sharded:
-            from trainium_trainer.backends.sharded import ShardedStore, apply_sharding  # noqa: PLC0415 - FSDP
+            from trainium_trainer.backends.sharded_store import ShardedStore, apply_sharding  # noqa: PLC0415 - FSDP
 
             assert mesh is not None
             for model in self._models:
@@ -146,16 +146,16 @@ class NativeBackend:
             )
         self.state = NativeState(self._store)
         if self.mesh.pp is not None:
-            self._pipeline = self._make_pipeline()
+            self._pipeline = self._build_pipeline()
 
-    def _tune(self, model: Llama) -> None:
-        """Put adapters into a model or a stage and freeze what is not trained, in the type of computation."""
+    def _apply_tuning(self, model: Llama) -> None:
+        """Add adapters to a model or a stage and freeze the other weights, in the type of computation."""
         tuning = self._config.tuning
         narrow = self._config.precision is not Precision.FLOAT32
-        apply_tuning(model, self._choice, tuning.lora, frozen=torch.bfloat16 if narrow else None)
+        apply_tuning(model, self._trainable, tuning.lora, frozen=torch.bfloat16 if narrow else None)
 
-    def _make_stages(self) -> list[LlamaStage]:
-        """Return this rank's stages: every pp_size-th of the whole."""
+    def _build_stages(self) -> list[LlamaStage]:
+        """Create this rank's stages: every pp_size-th stage."""
         from trainium_trainer.models.stages import LlamaStage  # noqa: PLC0415 - only a pipeline has them
 
         total = self._config.parallelism.stages_per_rank * self.mesh.pp_size
@@ -165,7 +165,7 @@ class NativeBackend:
                 stage=number,
                 num_stages=total,
                 length=self._config.data.sequence_length,
-                between=self._between(),
+                hidden_dtype=self._hidden_dtype(),
             )
             for number in range(self.mesh.pp_rank, total, self.mesh.pp_size)
         }
@@ -173,37 +173,37 @@ class NativeBackend:
             self._nonfinite.watch(number, stage)
         return list(stages.values())
 
-    def _between(self) -> torch.dtype:
-        """Type of the residual stream: autocast leaves it in float32."""
-        narrow = self._config.precision is not Precision.FLOAT32 and not self._autocasts
+    def _hidden_dtype(self) -> torch.dtype:
+        """Return the type of the residual stream: autocast leaves it in float32."""
+        narrow = self._config.precision is not Precision.FLOAT32 and not self._uses_autocast
         return torch.bfloat16 if narrow else torch.float32
 
     @property
-    def _autocasts(self) -> bool:
-        """Whether operations choose their type: where master weights are in float32."""
+    def _uses_autocast(self) -> bool:
+        """Return whether autocast chooses the type of operations: if master weights are in float32."""
         return self._config.precision is Precision.BFLOAT16
 
-    def _make_pipeline(self) -> Pipeline:
-        from trainium_trainer.backends.pipeline import Pipeline, Traffic  # noqa: PLC0415 - imports DTensor and more
+    def _build_pipeline(self) -> Pipeline:
+        from trainium_trainer.backends.pipeline import Pipeline, StageShapes  # noqa: PLC0415 - imports DTensor and more
 
         config, length = self._config, self._config.data.sequence_length // self.mesh.cp_size
-        traffic = Traffic(
+        shapes = StageShapes(
             samples=config.batch.micro_size * config.data.rows_per_sample,
             length=length,
             part=length // self.mesh.tp_size if config.parallelism.sequence else length,
             hidden=self._shape.hidden_size,
             vocabulary=self._shape.vocab_size // self.mesh.tp_size,
-            between=self._between(),
+            hidden_dtype=self._hidden_dtype(),
             logits=torch.float32 if config.precision is Precision.FLOAT32 else torch.bfloat16,
         )
         return Pipeline(
             self._stages,
             self.mesh,
-            traffic,
+            shapes,
             schedule=config.parallelism.pipeline_schedule,
             micro_batches=self._passes,
             loss=self._loss_of_target,
-            keys=self._keys,
+            keys=self._dropout_keys,
         )
 
     @torch.no_grad()
@@ -214,46 +214,44 @@ class NativeBackend:
 
     @torch.no_grad()
     def initialize(self, seed: int, base: BaseWeights | None = None, adapter: AdapterWeights | None = None) -> None:
-        """See `Backend.initialize`; of a value from the seed the CPU draws this rank's part."""
+        """See `Backend.initialize`; the CPU draws this rank's part of the initial values."""
         for name, size, local, cuts in self._store.parameters():
             if adapter is not None and name in adapter.names:
                 adapter.fill(name, box(size, cuts)[0], local)
             elif name.endswith(f".{MAGNITUDE}.weight"):
                 assert base is not None
                 (first,), (count,) = box(size, cuts)
-                local.copy_(base.row_lengths(f"{target_of(name)}.weight", first, count))
+                local.copy_(base.row_norms(f"{adapted_module(name)}.weight", first, count))
             elif is_adapter(name):
                 local.copy_(cut(initial_adapter(name, size, seed), cuts))
             elif base is not None:
                 base.fill(name, box(size, cuts)[0], local)
             else:
-                local.copy_(initial_box(name, *box(size, cuts), seed=seed, shape=self._shape))
+                local.copy_(initial_slice(name, *box(size, cuts), seed=seed, shape=self._shape))
 
-    def agree(self, value: int) -> bool:
-        """Compare by the greatest value and the greatest negative value."""
+    def is_equal_on_all_ranks(self, value: int) -> bool:
+        """Return whether all ranks passed the same number, by the maxima of it and of its negative. Collective."""
         pair = torch.tensor([value, -value], dtype=torch.int64)
         with self._pulse.peers:
             dist.all_reduce(pair, dist.ReduceOp.MAX)
         return int(pair[0]) == -int(pair[1])
 
-    @contextlib.contextmanager
-    def _compute(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self._autocasts:
-                stack.enter_context(torch.autocast(self._device.type, torch.bfloat16))
-            yield
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._uses_autocast:
+            return torch.autocast(self._device.type, torch.bfloat16)
+        return contextlib.nullcontext()
 
-    def _part(self, batch: MicroBatch) -> MicroBatch:
-        """Return what this rank computes of a micro-batch, which still counts the tokens of all."""
-        if self._places is None:
+    def _local_part(self, batch: MicroBatch) -> MicroBatch:
+        """Return this rank's part of a micro-batch, which still counts all tokens."""
+        if self._token_positions is None:
             return trim_padding(batch, math.lcm(_COLUMNS, self.mesh.tp_size)) if self._takes_any_length else batch
-        positions = None if batch.positions is None else batch.positions[:, self._places]
-        inputs, labels = batch.inputs[:, self._places], batch.labels[:, self._places]
+        positions = None if batch.positions is None else batch.positions[:, self._token_positions]
+        inputs, labels = batch.inputs[:, self._token_positions], batch.labels[:, self._token_positions]
         return replace(batch, inputs=inputs, labels=labels, positions=positions)
 
     @property
     def _takes_any_length(self) -> bool:
-        """Whether nothing is compiled or agreed for a length, and no rotary embedding follows from it."""
+        """Return whether no compiled program, shape agreement or rotary embedding depends on the length."""
         stretch = self._shape.rope_stretch
         return (
             self._device.type in ("cpu", "cuda")
@@ -263,8 +261,8 @@ class NativeBackend:
         )
 
     def accumulate(self, batch: MicroBatch, *, last: bool) -> None:
-        """Forward and backward of the summed loss."""
-        batch = self._part(batch)
+        """Run forward and backward of the summed loss."""
+        batch = self._local_part(batch)
         self._tokens += batch.valid_tokens
         self._divisor += batch.divisor
         if self._pipeline is not None:
@@ -274,50 +272,50 @@ class NativeBackend:
             return
         references = self._references(batch)
         self._store.begin_backward(1 if last else 0)
-        with self._working(), self._compute():
-            loss = self._forward(batch, samples=self._keys(batch), references=references)
+        with self._pulse_context(), self._autocast():
+            loss = self._forward(batch, samples=self._dropout_keys(batch), references=references)
             loss.backward()  # type: ignore[no-untyped-call]
         self._store.accumulate()
-        self._losses.append(local_of(loss))
+        self._losses.append(to_local(loss))
 
     def _forward(self, batch: MicroBatch, *, samples: Tensor | None = None, references: Tensor | None = None) -> Tensor:
-        """Return the summed loss of a micro-batch, through the whole model; of pairs also note the rewards."""
+        """Return the summed loss of a micro-batch by the whole model; also record the rewards of pairs."""
         if batch.pairs is None or references is None:
             labels, width = batch.labels.to(self._device), self._shape.vocab_size // self.mesh.tp_size
-            loss = StretchedLoss(labels, width, self.mesh.tp, self._known_vocabulary)
+            loss = ChunkedLoss(labels, width, self.mesh.tp, self._unpadded_vocabulary)
             return self._run_model(batch, samples, loss)
         logits = self._run_model(batch, samples)
         labels, answers = batch.labels.to(self._device), batch.pairs.answers.to(self._device)
         return self._sum_of_pair_losses(logits, labels, answers, references)
 
     def _sum_of_pair_losses(self, logits: Tensor, labels: Tensor, answers: Tensor, references: Tensor) -> Tensor:
-        """Return the summed loss of pairs of answers, and note their rewards."""
+        """Return the summed loss of pairs of answers, and record their rewards."""
         assert self._config.tuning.objective is not None
-        losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._known_vocabulary)
-        found = preference_loss(self._config.tuning.objective, losses, labels, answers=answers, references=references)
-        self._rewards.append(found.rewards)
-        return found.loss
+        losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
+        result = preference_loss(self._config.tuning.objective, losses, labels, answers=answers, references=references)
+        self._rewards.append(result.rewards)
+        return result.loss
 
     def _loss_of_target(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the summed loss of a pipeline's micro-batch, or note the log-probabilities that are asked for."""
+        """Return the summed loss of a pipeline's micro-batch, or record the requested log-probabilities."""
         if self._config.tuning.objective is None:
-            return self._sum_of_losses(logits, target)
+            return loss_sum(logits, target, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
         from trainium_trainer.backends.pipeline import unpack_target  # noqa: PLC0415 - imported by now
 
         labels, answers, references = unpack_target(target)
         if self._log_probs is None:
             return self._sum_of_pair_losses(logits, labels, answers, references)
-        losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._known_vocabulary)
+        losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
         self._log_probs.append(answer_log_probs(losses, labels, answers))
         return losses.sum()
 
-    def _run_model(self, batch: MicroBatch, samples: Tensor | None = None, loss: StretchedLoss | None = None) -> Tensor:
+    def _run_model(self, batch: MicroBatch, samples: Tensor | None = None, loss: ChunkedLoss | None = None) -> Tensor:
         """Return the logits of a micro-batch on the device, or its loss."""
         positions = None if batch.positions is None else batch.positions.to(self._device)
-        length = None if self._places is None else self._config.data.sequence_length
+        length = None if self._token_positions is None else self._config.data.sequence_length
         inputs = batch.inputs.to(self._device)
-        found: Tensor = self._models[0](inputs, length=length, positions=positions, samples=samples, loss=loss)
-        return found
+        output: Tensor = self._models[0](inputs, length=length, positions=positions, samples=samples, loss=loss)
+        return output
 
     def _references(self, batch: MicroBatch) -> Tensor | None:
         """Return the log-probabilities of a micro-batch's answers by the reference model, where rows are pairs."""
@@ -330,9 +328,9 @@ class NativeBackend:
     def reference_log_probs(self, batches: Iterable[MicroBatch]) -> Tensor:
         """See `Backend.reference_log_probs`."""
         if self._pipeline is not None:
-            joined = [self._pipeline_log_probs(self._pipeline, batch) for batch in self._pipeline.joined(batches)]
+            joined = [self._pipeline_log_probs(self._pipeline, batch) for batch in self._pipeline.join_batches(batches)]
         else:
-            joined = [self._reference_log_probs(batch) for batch in map(self._part, batches)]
+            joined = [self._reference_log_probs(batch) for batch in map(self._local_part, batches)]
         self._store.after_evaluation()
         return torch.cat(joined).cpu()
 
@@ -340,63 +338,59 @@ class NativeBackend:
     def _reference_log_probs(self, batch: MicroBatch) -> Tensor:
         """Return the log-probabilities of a micro-batch's answers by the model without its adapters."""
         assert batch.pairs is not None
-        with self._working(), self._compute(), adapters_disabled(self._models[0]):
+        with self._pulse_context(), self._autocast(), adapters_disabled(self._models[0]):
             logits, labels = self._run_model(batch), batch.labels.to(self._device)
-            losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._known_vocabulary)
+            losses = token_losses(logits, labels, group=self.mesh.tp, vocabulary=self._unpadded_vocabulary)
         return answer_log_probs(losses, labels, batch.pairs.answers.to(self._device))
 
-    def _sum_of_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss on this rank's part of the vocabulary, without the rows that no token has."""
-        return sum_of_losses(logits, labels, group=self.mesh.tp, vocabulary=self._known_vocabulary)
-
     @property
-    def _known_vocabulary(self) -> int:
-        """Return the number of rows of the vocabulary that a token has."""
+    def _unpadded_vocabulary(self) -> int:
+        """Return the size of the vocabulary without padding."""
         return self._shape.vocab_size - self._shape.vocab_padding
 
-    def _keys(self, batch: MicroBatch) -> Tensor | None:
-        """Return what names the samples for dropout; None where nothing is dropped."""
+    def _dropout_keys(self, batch: MicroBatch) -> Tensor | None:
+        """Return the keys of the samples for dropout; None without dropout."""
         tuning = self._config.tuning
         if tuning.method is not TuningMethod.LORA or not tuning.lora.dropout:
             return None
-        return sample_keys(batch.places, self._config.seed).to(self._device)
+        return sample_keys(batch.sample_positions, self._config.seed).to(self._device)
 
-    def _working(self) -> AbstractContextManager[None]:
-        """Mark whether the work of a pass has collectives inside."""
+    def _pulse_context(self) -> AbstractContextManager[None]:
+        """Mark whether a pass contains collectives."""
         divided = self.mesh.tp is not None or self.mesh.cp is not None or self.mesh.dp_mode.is_sharded
         return self._pulse.work_with_collectives if divided else self._pulse.work
 
     def _run_pipeline(self, pipeline: Pipeline) -> None:
-        """Forward and backward of all micro-batches of the step."""
+        """Run forward and backward of all micro-batches of the step."""
         batches, self._waiting = self._waiting, []
-        (batch,) = map(self._with_references, pipeline.joined(batches))
+        (batch,) = map(self._with_references, pipeline.join_batches(batches))
         self._store.begin_backward(len(batches))
-        with self._pulse.work_with_collectives, self._compute():
+        with self._pulse.work_with_collectives, self._autocast():
             self._losses += pipeline.run(batch)
         self._store.accumulate()
 
     def _with_references(self, batch: MicroBatch) -> MicroBatch:
-        """Return a pipeline's batch with the log-probabilities of its answers, where the model has the reference."""
+        """Add the reference log-probabilities to a pipeline's batch, if this model also is the reference."""
         if self._pipeline is None or batch.pairs is None or not is_reference_in_model(self._config.tuning):
             return batch
-        found = self._pipeline_log_probs(self._pipeline, batch)
-        return replace(batch, pairs=replace(batch.pairs, references=found.cpu()))
+        log_probs = self._pipeline_log_probs(self._pipeline, batch)
+        return replace(batch, pairs=replace(batch.pairs, references=log_probs.cpu()))
 
     def _pipeline_log_probs(self, pipeline: Pipeline, batch: MicroBatch) -> Tensor:
-        """Return the log-probabilities of the answers by the stages without adapters; NaN on all but the last rank."""
+        """Return the log-probabilities of the answers by the stages without adapters; NaN except on the last rank."""
         self._log_probs = []
         with contextlib.ExitStack() as stack:
             for model in self._models:
                 stack.enter_context(adapters_disabled(model))
-            with self._pulse.work_with_collectives, self._compute():
+            with self._pulse.work_with_collectives, self._autocast():
                 pipeline.evaluate(batch)
-        found, self._log_probs = self._log_probs, None
-        return torch.cat(found) if found else torch.full((len(batch.inputs),), math.nan)
+        log_probs, self._log_probs = self._log_probs, None
+        return torch.cat(log_probs) if log_probs else torch.full((len(batch.inputs),), math.nan)
 
     def totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
-        """One small sum over all ranks; loss and tokens of a data-parallel share are counted by one of its ranks."""
+        """See `Backend.totals`: one small all-reduce; one rank contributes loss and tokens of a data-parallel share."""
         self._own_loss = _sum(self._losses)
-        mine = self._counted(self._own_loss, self._tokens, self._divisor, *self._reward_sums())
+        mine = self._zero_unless_counted(self._own_loss, self._tokens, self._divisor, *self._reward_sums())
         values = torch.tensor([*mine, stop, memory_ends, vote], dtype=torch.float64)
         if self.mesh.world_size > 1:
             with self._pulse.peers:
@@ -413,16 +407,16 @@ class NativeBackend:
             rewards=Rewards.of_sums(rewards, divisor) if rewards else None,
         )
 
-    def _counted(self, loss: float, *counts: float) -> list[float]:
-        """Return a loss and counts of this rank, zero where another rank speaks for them."""
+    def _zero_unless_counted(self, loss: float, *counts: float) -> list[float]:
+        """Return a loss and counts of this rank, zero if another rank contributes them."""
         return [loss * self.mesh.counts_loss, *(count * self.mesh.counts_tokens for count in counts)]
 
     def _reward_sums(self) -> list[float]:
-        """Return the sums of this rank's pairs since the last call; nothing where rows are no pairs."""
+        """Return the sums of this rank's pairs since the last call; empty if rows are not pairs."""
         if self._config.tuning.objective is None:
             return []
-        found, self._rewards = self._rewards, []
-        return torch.stack(found).cpu().double().sum(0).tolist() if found else [0.0, 0.0, 0.0]
+        rewards, self._rewards = self._rewards, []
+        return torch.stack(rewards).cpu().double().sum(0).tolist() if rewards else [0.0, 0.0, 0.0]
 
     def step(self, *, divisor: int, learning_rate: float, clip_norm: float) -> StepOutcome:
         """See `Backend.step`; the loss was summed by `totals`."""
@@ -434,28 +428,25 @@ class NativeBackend:
         elif self._alone:  # numbers mean nothing there, and the update is to be compiled
             self._update(learning_rate=learning_rate, gradient_scale=1.0)
         elif math.isfinite(loss):
-            origins = self._nonfinite.of_gradients(own_are_finite=self._store.has_finite_own_gradients())
-            outcome = replace(outcome, culprits=self._nonfinite_parameters(), origins=origins)
+            ranks = self._nonfinite.find_gradient_origins(own_are_finite=self._store.has_finite_own_gradients())
+            names = (name for name in self._trained_names() if not self._store.gradient(name).isfinite().all())
+            outcome = replace(outcome, nonfinite_parameters=tuple(names), nonfinite_ranks=ranks)
         else:
-            outcome = replace(outcome, origins=self._nonfinite.of_loss(self._own_loss))
+            outcome = replace(outcome, nonfinite_ranks=self._nonfinite.find_loss_origins(self._own_loss))
         self._store.zero_grad()
         self._nonfinite.clear()
         return outcome
 
-    def _nonfinite_parameters(self) -> tuple[str, ...]:
-        """Return the names of parameters whose summed gradient is not finite, from input to output."""
-        return tuple(name for name in self._trained() if not self._store.gradient(name).isfinite().all())
-
-    def _trained(self) -> list[str]:
-        """Names of this rank's parameters that have gradients, from input to output."""
-        found = [item for model in self._models for item in canonical_parameters(model)]
-        return [name for name, parameter in found if parameter.requires_grad]
+    def _trained_names(self) -> list[str]:
+        """Return the names of this rank's parameters with gradients, from input to output."""
+        parameters = [item for model in self._models for item in canonical_parameters(model)]
+        return [name for name, parameter in parameters if parameter.requires_grad]
 
     def _gradient_norm(self, divisor: int) -> float:
-        """Sum of squares over everything that is divided, each value once."""
+        """Return the gradient norm over all divided values, each counted once."""
         with self._pulse.peers:
             self._store.reduce()
-            self._join_ends()
+            self._sum_tied_embedding()
         return self._norm(self._store.square_sums()) / divisor
 
     def parameter_norm(self) -> float:
@@ -463,7 +454,7 @@ class NativeBackend:
         return self._norm(self._store.weight_square_sums())
 
     def _norm(self, square_sums: tuple[float, float]) -> float:
-        """Norm over all ranks of what the store divides and repeats."""
+        """Return the norm over all ranks of the store's divided and repeated values."""
         sums = torch.tensor(square_sums, dtype=torch.float64)
         with self._pulse.peers:
             if self.mesh.dp is not None and self.mesh.dp_mode.is_sharded:
@@ -476,15 +467,15 @@ class NativeBackend:
                 dist.all_reduce(sums, group=self.mesh.pp)
         return float(sums.sum().sqrt())
 
-    def _join_ends(self) -> None:
-        """Sum the gradients of the weight that the first and the last stage share, if they do."""
+    def _sum_tied_embedding(self) -> None:
+        """Sum the gradients of a weight that the first and the last stage share."""
         if self.mesh.pp is None or not self._shape.tie_embeddings or 0 < self.mesh.pp_rank < self.mesh.pp_size - 1:
             return
-        if EMBEDDING not in self._trained():
+        if EMBEDDING not in self._trained_names():
             return
-        from trainium_trainer.backends.pipeline import add_other_end  # noqa: PLC0415 - imported by now
+        from trainium_trainer.backends.pipeline import sum_tied_gradient  # noqa: PLC0415 - imported by now
 
-        add_other_end(self._store.gradient(EMBEDDING), self.mesh)
+        sum_tied_gradient(self._store.gradient(EMBEDDING), self.mesh)
 
     def _update(self, *, learning_rate: float, gradient_scale: float) -> None:
         """Update this rank's part of the state."""
@@ -506,18 +497,20 @@ class NativeBackend:
         losses: list[Tensor] = []
         divisor = 0
         if self._pipeline is not None:
-            for batch in map(self._with_references, self._pipeline.joined(map(self._part, batches))):
-                with self._pulse.work_with_collectives, self._compute():
+            for batch in map(self._with_references, self._pipeline.join_batches(map(self._local_part, batches))):
+                with self._pulse.work_with_collectives, self._autocast():
                     losses += self._pipeline.evaluate(batch)
                 divisor += batch.divisor
         else:
-            for batch in map(self._part, batches):
+            for batch in map(self._local_part, batches):
                 references = self._references(batch)
-                with self._working(), self._compute():
-                    losses.append(local_of(self._forward(batch, references=references)))
+                with self._pulse_context(), self._autocast():
+                    losses.append(to_local(self._forward(batch, references=references)))
                 divisor += batch.divisor
         self._store.after_evaluation()
-        values = torch.tensor(self._counted(_sum(losses), divisor, *self._reward_sums()), dtype=torch.float64)
+        values = torch.tensor(
+            self._zero_unless_counted(_sum(losses), divisor, *self._reward_sums()), dtype=torch.float64
+        )
         if self.mesh.world_size > 1:
             with self._pulse.peers:
                 dist.all_reduce(values)
@@ -527,7 +520,7 @@ class NativeBackend:
         )
 
     def barrier(self) -> None:
-        """Run an empty reduction: as cheap as a barrier gets on gloo."""
+        """Run an empty reduction, the cheapest barrier on gloo."""
         with self._pulse.peers:
             dist.all_reduce(torch.zeros(1))
 
@@ -537,12 +530,12 @@ class NativeBackend:
 
 
 def _sum(losses: list[Tensor]) -> float:
-    """Return added up in double precision on the host: the device is asked once, and need not know that type."""
+    """Sum in double precision on the host, with one transfer, because not every device supports that type."""
     return float(torch.stack(losses).cpu().double().sum()) if losses else 0.0
 
 
 class NativeState:
-    """The training state of one rank under its checkpoint names."""
+    """The training state of one rank by checkpoint names."""
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
@@ -554,14 +547,14 @@ class NativeState:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy every value in; the names must be exactly this state's."""
-        own = self.state_dict()
-        if own.keys() != state.keys():
-            raise KeyError(sorted(own.keys() ^ state.keys()))
-        for name, value in own.items():
-            given = state[name]
-            target = local_of(value)
-            source = local_of(given) if is_dtensor(given) == is_dtensor(value) else given
+        """Copy every value; the names must be exactly this state's."""
+        local_state = self.state_dict()
+        if local_state.keys() != state.keys():
+            raise KeyError(sorted(local_state.keys() ^ state.keys()))
+        for name, value in local_state.items():
+            loaded = state[name]
+            target = to_local(value)
+            source = to_local(loaded) if is_dtensor(loaded) == is_dtensor(value) else loaded
             if target.data_ptr() != source.data_ptr():
                 target.copy_(source)
 

@@ -4,7 +4,7 @@ Schedules: 1F1B (PipeDream-Flush, arXiv 2006.09503), GPipe (arXiv 1811.06965), a
 interleaved forms of both (arXiv 2104.04473 and 2211.05953).
 
 Guarantees:
-- Shapes and types between stages are given, not inferred, so that no pass runs twice.
+- Shapes and types between stages are specified, not inferred, so that no pass runs twice.
 - Gradients are sums over the micro-batches.
 - Micro-batches are of one size.
 """
@@ -28,8 +28,8 @@ from torch.nn import functional
 from torch.torch_version import TorchVersion
 
 from trainium_contract.trainer.parallelism import PipelineSchedule
-from trainium_trainer.backends.store import local_of
-from trainium_trainer.data.batches.loader import MicroBatch, Pairs
+from trainium_trainer.checkpoint.format.live_state import to_local
+from trainium_trainer.data.batches.micro_batches import MicroBatch, Pairs
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.loss import IGNORED_LABEL
 
@@ -45,30 +45,32 @@ _log = logging.getLogger("trainium.pipeline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """The tensors between stages: sizes of one micro-batch."""
+class StageShapes:
+    """The tensors between stages: the sizes of one micro-batch."""
 
     samples: int
     length: int
-    """Tokens of a sample."""
+    """The number of tokens of a sample."""
     part: int
-    """Tokens of a sample that travel between stages: fewer under sequence parallelism."""
+    """The number of tokens of a sample that stages exchange: fewer under sequence parallelism."""
     hidden: int
     vocabulary: int
-    between: torch.dtype
-    """Type of hidden states between stages."""
+    hidden_dtype: torch.dtype
+    """The type of hidden states between stages."""
     logits: torch.dtype
 
-    def input_of(self, stage: int) -> Tensor:
+    def empty_input(self, stage: int) -> Tensor:
         """Return a tensor without values like the input of a stage."""
         if stage == 0:
             return torch.empty(self.samples, self.length, dtype=torch.int64, device="meta")
-        return torch.empty(self.samples, self.part, self.hidden, dtype=self.between, device="meta", requires_grad=True)
+        return torch.empty(
+            self.samples, self.part, self.hidden, dtype=self.hidden_dtype, device="meta", requires_grad=True
+        )
 
-    def output_of(self, *, last: bool) -> Tensor:
+    def empty_output(self, *, last: bool) -> Tensor:
         """Return a tensor without values like the output of a stage."""
         if not last:
-            return self.input_of(1)
+            return self.empty_input(1)
         return torch.empty(
             self.samples, self.length, self.vocabulary, dtype=self.logits, device="meta", requires_grad=True
         )
@@ -81,20 +83,20 @@ class Pipeline:
         self,
         stages: Sequence[LlamaStage],
         mesh: Mesh,
-        traffic: Traffic,
+        shapes: StageShapes,
         *,
         schedule: PipelineSchedule,
         micro_batches: int,
         loss: Callable[[Tensor, Tensor], Tensor],
         keys: Callable[[MicroBatch], Tensor | None],
     ) -> None:
-        """`stages`: numbers pp_rank, pp_rank + pp_size, ... of the whole; `micro_batches`: of each step.
+        """Create the schedule of `stages` pp_rank, pp_rank + pp_size, ...; `micro_batches` is their number per step.
 
-        `keys` names samples for dropout.
+        `keys` returns the keys of samples for dropout.
         """
         self._keys = keys
         total = len(stages) * mesh.pp_size
-        self._samples = micro_batches * traffic.samples
+        self._samples = micro_batches * shapes.samples
         self._device = mesh.device
         parts = [
             PipelineStage(
@@ -102,8 +104,8 @@ class Pipeline:
                 number,
                 total,
                 mesh.device,
-                input_args=traffic.input_of(number),
-                output_args=traffic.output_of(last=number == total - 1),
+                input_args=shapes.empty_input(number),
+                output_args=shapes.empty_output(last=number == total - 1),
                 group=mesh.pp,
             )
             for number, stage in zip(range(mesh.pp_rank, total, mesh.pp_size), stages, strict=True)
@@ -113,36 +115,36 @@ class Pipeline:
         kind = schedule_kind(schedule, stages=total, ranks=mesh.pp_size, micro_batches=micro_batches)
         if mesh.rank == 0:
             _log.info("pipeline of %d stages on %d ranks: %s", total, mesh.pp_size, kind.__name__)
-        # The sum of losses is what the loop divides, so gradients are not scaled.
+        # The loop divides the sum of losses, so gradients are not scaled.
         self._schedule = kind(parts if len(parts) > 1 else parts[0], micro_batches, loss_fn=loss, scale_grads=False)
 
     def run(self, batch: MicroBatch) -> list[Tensor]:
-        """Forward and backward of all micro-batches of a step, `joined`; their losses, which the last rank has.
+        """Run forward and backward of the joined micro-batches of a step; return their losses on the last rank.
 
         Collective over the pipeline's ranks.
         """
         return self._run(self._schedule.step, batch, self._keys(batch))
 
     def evaluate(self, batch: MicroBatch) -> list[Tensor]:
-        """Return the same without the backward pass, of micro-batches that were `joined`. Collective."""
+        """Return the losses of joined micro-batches without a backward pass. Collective."""
         with torch.no_grad():
             return self._run(self._schedule.eval, batch, None)
 
-    def joined(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Micro-batches laid one after another, as many samples as a step has.
+    def join_batches(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Concatenate micro-batches to the samples of a step.
 
-        Only the last micro-batch may be smaller than the others; the end is filled up with what does not count.
+        Only the last micro-batch may be smaller than the others; padding fills the end.
         """
         waiting: list[MicroBatch] = []
         for batch in batches:
             waiting.append(batch)
             if sum(len(one.inputs) for one in waiting) == self._samples:
-                yield self._filled(waiting)
+                yield self._pad_batch(waiting)
                 waiting = []
         if waiting:
-            yield self._filled(waiting)
+            yield self._pad_batch(waiting)
 
-    def _filled(self, batches: Sequence[MicroBatch]) -> MicroBatch:
+    def _pad_batch(self, batches: Sequence[MicroBatch]) -> MicroBatch:
         missing = (0, 0, 0, self._samples - sum(len(batch.inputs) for batch in batches))
         positions = [batch.positions for batch in batches if batch.positions is not None]
         pairs = [batch.pairs for batch in batches if batch.pairs is not None]
@@ -150,7 +152,7 @@ class Pipeline:
             functional.pad(torch.cat([batch.inputs for batch in batches]), missing),
             functional.pad(torch.cat([batch.labels for batch in batches]), missing, value=IGNORED_LABEL),
             sum(batch.valid_tokens for batch in batches),
-            functional.pad(torch.cat([batch.places for batch in batches]), missing[2:]),
+            functional.pad(torch.cat([batch.sample_positions for batch in batches]), missing[2:]),
             functional.pad(torch.cat(positions), missing) if positions else None,
             Pairs(
                 sum(one.count for one in pairs),
@@ -163,19 +165,20 @@ class Pipeline:
 
     def _run(self, call: Callable[..., object], batch: MicroBatch, samples: Tensor | None) -> list[Tensor]:
         losses: list[Tensor] = []
-        given = (batch.inputs.to(self._device),) if self._is_first else ()
+        first_inputs = (batch.inputs.to(self._device),) if self._is_first else ()
         target = pack_target(batch).to(self._device) if self._is_last else None
-        # Every stage needs to know where documents begin, and which samples these are.
+        # Every stage needs the boundaries of documents and the keys of samples.
         more = {} if batch.positions is None else {"positions": batch.positions.to(self._device)}
         more |= {} if samples is None else {"samples": samples}
-        call(*given, target=target, losses=losses if self._is_last else None, return_outputs=False, **more)
-        return [local_of(loss) for loss in losses]
+        call(*first_inputs, target=target, losses=losses if self._is_last else None, return_outputs=False, **more)
+        return [to_local(loss) for loss in losses]
 
 
 def pack_target(batch: MicroBatch) -> Tensor:
-    """Return all that the loss needs beside the logits in one tensor, which a schedule cuts into micro-batches.
+    """Pack the loss's inputs besides the logits into one tensor, which a schedule divides into micro-batches.
 
-    Of pairs, behind the labels: the first position of each answer, and the bits of its reference log-probability.
+    For pairs, the labels are followed by the first position of each answer and the bits of its reference
+    log-probability.
     """
     if batch.pairs is None:
         return batch.labels
@@ -189,9 +192,9 @@ def unpack_target(target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_torch() -> None:
-    """Raise UserError on a torch whose schedules cannot do this.
+    """Raise UserError for a version of torch with unsuitable schedules.
 
-    2.9 keeps all logits, and does not start on gloo; 2.11 cannot train once it evaluated before the first step.
+    2.9 keeps all logits and does not start on gloo; 2.11 cannot train after an evaluation before the first step.
     """
     if TorchVersion(torch.__version__) < "2.13":
         raise UserError(
@@ -201,22 +204,22 @@ def check_torch() -> None:
 
 
 def schedule_kind(schedule: PipelineSchedule, *, stages: int, ranks: int, micro_batches: int) -> Any:
-    """Torch's class for a schedule; its GPipe form where there are too few micro-batches for the one that is asked for.
+    """Return torch's class of a schedule; its GPipe form if there are too few micro-batches.
 
-    Elastic training changes the number of micro-batches per rank, so that this cannot be an error of the configuration.
+    Elastic training changes the number of micro-batches per rank, so this is not an error of the configuration.
     """
     interleaved = stages > ranks
     one_by_one = schedule is PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
     if interleaved:
-        fits = micro_batches % max(1, micro_batches // ranks) == 0  # in rounds of one size, as torch has it
+        fits = micro_batches % max(1, micro_batches // ranks) == 0  # torch needs rounds of one size
         return ScheduleInterleaved1F1B if one_by_one and fits else ScheduleLoopedBFS
     return Schedule1F1B if one_by_one and micro_batches >= stages else ScheduleGPipe
 
 
-def add_other_end(gradient: Tensor, mesh: Mesh) -> None:
-    """Add to the gradient of a weight that first and last stage share that of the other one, in place.
+def sum_tied_gradient(gradient: Tensor, mesh: Mesh) -> None:
+    """Sum the gradients of a weight that first and last stage share, in place.
 
-    Called on the first and the last rank of the pipeline; both end with the same bits.
+    Called on the first and the last rank of the pipeline; both get the same bits.
     """
     if not gradient.numel():
         return

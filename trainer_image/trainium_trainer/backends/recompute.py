@@ -1,8 +1,8 @@
-"""Activation recompute: what a layer's backward pass computes again instead of having kept it (arXiv 1604.06174).
+"""Activation recompute: a layer's backward pass recomputes activations that were not kept (arXiv 1604.06174).
 
 Guarantees:
 - Results are the same to the bit, because the same operations run on the same inputs.
-- Names of parameters stay, because a layer's forward is replaced and no module is wrapped.
+- The names of parameters do not change, because the forward of a layer is replaced and no module is wrapped.
 - Hooks of FSDP and tensor parallelism stay outside.
 """
 
@@ -20,7 +20,7 @@ from trainium_trainer.models.stages import present_layers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from trainium_trainer.models.llama import Llama
 
@@ -34,24 +34,27 @@ _KEPT = _PRODUCTS | {
     "_c10d_functional::all_reduce",
     "_c10d_functional::reduce_scatter_tensor",
 }
-"""Dear to compute again. Not the batched products of attention without a fused kernel: their results are the scores of
-all pairs of positions, which is what selective recompute is there to avoid (arXiv 2205.05198, section 4)."""
+"""Operations that are expensive to recompute. The batched products of attention without a fused kernel are excluded:
+their results are the scores of all pairs of positions, whose memory selective recompute avoids (arXiv 2205.05198,
+section 4).
+"""
 
 
 def apply_recompute(model: Llama, mode: Recompute) -> None:
-    """Make every layer of a model or a stage keep less; to be called before FSDP is applied."""
+    """Recompute the activations of every layer of a model or a stage; call this before FSDP is applied."""
     if mode is Recompute.NONE:
         return
     for layer in present_layers(model):
-        # The models have no dropout, so that no state of random numbers needs to be kept.
+        # Dropout needs no generator, so no state of random numbers is kept.
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if mode is Recompute.SELECTIVE:
-            options["context_fn"] = functools.partial(_contexts, _count_products(layer))
-        layer.forward = _recomputed(layer.forward, options)  # type: ignore[method-assign]
+            products = sum(isinstance(module, Linear) for module in layer.modules())
+            options["context_fn"] = functools.partial(_create_contexts, products)
+        layer.forward = _with_recompute(layer.forward, options)  # type: ignore[method-assign]
 
 
-def _recomputed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
-    """Return a function of ours rather than a partial one of torch's, which torch.compile would pass over."""
+def _with_recompute(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
+    """Return a plain function, because torch.compile would skip a partial function of torch."""
 
     def run(*inputs: Any) -> Tensor:
         out: Tensor = checkpoint(forward, *inputs, **options)
@@ -60,17 +63,13 @@ def _recomputed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Call
     return run
 
 
-def _count_products(layer: nn.Module) -> int:
-    return sum(isinstance(module, Linear) for module in layer.modules())
-
-
-def _contexts(products: int) -> Any:
+def _create_contexts(products: int) -> Any:
     """Return the pair of contexts of one layer's forward pass and its recomputation."""
     return create_selective_checkpoint_contexts(_Policy(products))  # type: ignore[no-untyped-call]
 
 
 class _Policy:
-    """Keep what is dear, but nothing of the layer's end: no operation of the backward pass needs its last product."""
+    """Keep expensive results except the layer's last product, which no operation of the backward pass needs."""
 
     def __init__(self, products: int) -> None:
         self._products = products

@@ -1,1 +1,1 @@
-"""Checkpoints: in the node's memory after every step, on durable storage now and then, and how a run resumes."""
+"""Checkpoints: in the node's memory after every step, on durable storage at intervals, and how a run resumes."""

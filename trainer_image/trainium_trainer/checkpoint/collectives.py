@@ -1,13 +1,12 @@
-"""Collectives of Python values of any size, at a cost that 4,096 ranks can bear.
+"""Collectives of Python values of any size that scale to 4,096 ranks.
 
-`all_gather_object` gives every rank as much memory as the longest value needs: one rank with a long sentence and 4,096
-ranks hold 4,096 long sentences. Here values are reduced up a tree of pairs to rank 0, joined and compressed at each
-level. Rank 0 alone decides: `reduce_on_root` broadcasts the decision, and `scatter_from_root` sends each rank its part,
-down the same tree. Only rank 0 receives the values of all, and the bytes of all ranks together grow with their number
-and the height of the tree.
+`all_gather_object` pads every value to the longest: with one long value, each of 4,096 ranks holds 4,096 long values.
+Here values are reduced up a binary tree to rank 0, joined and compressed at each level. Only rank 0 decides:
+`reduce_on_root` broadcasts the decision, and `scatter_from_root` sends each rank its part down the same tree. Only rank
+0 receives all values, and the total traffic grows with the number of ranks times the height of the tree.
 
 Guarantees:
-- A rank receives the values of others compressed and without padding, from at most log2(ranks) others.
+- A rank receives the values of others compressed and without padding, from at most log2(ranks) ranks.
 - All ranks return the same outcome or their part of it, or all raise the same error.
 """
 
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 A = TypeVar("A")
 _TAG = 1 << 15
-"""Above those of the exchange at resume, below those of the buddies."""
+"""Above the tags of the exchange at resume, below those of the buddies."""
 _LEVEL = 1
-"""Of zlib: what ranks produce differs in few bytes, which the fastest level finds as well."""
+"""zlib level: the values of ranks differ in few bytes, so the fastest level compresses well enough."""
 
 _VALUE, _ERROR = "value", "error"
 
@@ -46,22 +45,20 @@ def reduce_on_root(
     label: str,
     fold: Callable[[list[T]], list[T]] | None = None,
 ) -> A:
-    """Run `decide` on rank 0 with the values of all ranks; all ranks get its outcome.
+    """Run `decide` on rank 0 with the values of all ranks; all ranks get its outcome. Collective.
 
-    Collective.
-
-    An error on any rank, in producing or in deciding, is raised on all of them, if there are several the first one's,
-    and one with a sentence for a person before others. `label` names the occasion; ranks at different occasions get a
-    RuntimeError instead of each other's values. `fold`: what a rank makes of the values that it has received, its own
-    first, before it passes them on: fewer or smaller ones, in the same order.
+    An error on any rank, in `produce` or in `decide`, is raised on all ranks; of several errors, the first
+    TrainerError, else the first one. `label` identifies the call; ranks in calls with different labels get a
+    RuntimeError instead of each other's values. `fold` reduces the values that a rank has received, its own first, to
+    fewer or smaller ones in the same order before the rank passes them on.
     """
     if group is None:
         return decide([produce()])
     mine = _outcome(produce)
     reducer = None if fold is None else lambda values: _fold(values, label, fold)
-    values = [pickle.loads(each) for each in _reduce_up((label, _pickled(mine)), group, reducer)]  # noqa: S301 - our own ranks
-    answer = _pickled(_outcome(lambda: decide(_values_or_error(values, label)))) if values else b""
-    kind, value = pickle.loads(_broadcast(answer, group))  # noqa: S301 - our own ranks
+    values = [pickle.loads(packed) for packed in _reduce_up((label, _pickled(mine)), group, reducer)]  # noqa: S301 - our own ranks
+    decision = _pickled(_outcome(lambda: decide(_values_or_error(values, label)))) if values else b""
+    kind, value = pickle.loads(_broadcast(decision, group))  # noqa: S301 - our own ranks
     if kind == _ERROR:
         raise value from (mine[1] if mine[0] == _ERROR else None)
     outcome: A = value
@@ -71,17 +68,17 @@ def reduce_on_root(
 def scatter_from_root(
     produce: Callable[[], T], decide: Callable[[list[T]], Sequence[A]], group: ProcessGroup | None, label: str
 ) -> A:
-    """Run `decide` on rank 0, which returns an answer for each rank, in their order. Collective.
+    """Run `decide` on rank 0, which returns one answer per rank, in order. Collective.
 
-    What several answers share (one object) is written once into each message.
+    An object that several answers share is written once into each message.
     """
     if group is None:
-        (answer,) = decide([produce()])
-        return answer
+        (decision,) = decide([produce()])
+        return decision
     mine = _outcome(produce)
     collected = _reduce_up((label, _pickled(mine)), group)
     with without_gc():
-        values = [pickle.loads(each) for each in collected]  # noqa: S301 - our own ranks
+        values = [pickle.loads(packed) for packed in collected]  # noqa: S301 - our own ranks
         outcome = None
         if values:
             decided = _pickled(_outcome(lambda: list(decide(_values_or_error(values, label)))))
@@ -89,16 +86,16 @@ def scatter_from_root(
         kind, value = _scatter_down(outcome, group)
     if kind == _ERROR:
         raise value from (mine[1] if mine[0] == _ERROR else None)
-    own: A = value[0]
-    return own
+    local: A = value[0]
+    return local
 
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Disable the garbage collector meanwhile.
+    """Disable the garbage collector within the context.
 
-    What ranks produce holds none, and lives until all is read: at 4,096 ranks the searches take as long as everything
-    else, and grow faster than the number of ranks.
+    The values contain no garbage and live until all are read. At 4,096 ranks the collections would take as long as
+    everything else, and their time grows faster than the number of ranks.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -110,8 +107,8 @@ def without_gc() -> Iterator[None]:
 
 
 def _values_or_error(values: list[tuple[str, bytes]], label: str) -> list[Any]:
-    """Return what the ranks values, if all did; else the error to raise everywhere is raised."""
-    if labels := {each for each, _ in values} - {label}:
+    """Return the values of the ranks; if a rank has an error, raise the error to raise on all ranks."""
+    if labels := {other for other, _ in values} - {label}:
         raise RuntimeError(f"ranks are at different points: {label} and {min(labels)}")
     outcomes = [pickle.loads(outcome) for _, outcome in values]  # noqa: S301 - our own ranks
     errors = [value for kind, value in outcomes if kind == _ERROR]
@@ -121,14 +118,14 @@ def _values_or_error(values: list[tuple[str, bytes]], label: str) -> list[Any]:
 
 
 def _fold(values: list[bytes], label: str, fold: Callable[[list[T]], list[T]]) -> list[bytes]:
-    """Return what a rank passes on: the folded values, or all of them with an error of this rank."""
-    received = [pickle.loads(each) for each in values]  # noqa: S301 - our own ranks
-    if any(theirs != label or pickle.loads(outcome)[0] == _ERROR for theirs, outcome in received):  # noqa: S301
+    """Return the values that a rank passes on: the folded values, or all of them with an error of this rank."""
+    received = [pickle.loads(item) for item in values]  # noqa: S301 - our own ranks
+    if any(other_label != label or pickle.loads(outcome)[0] == _ERROR for other_label, outcome in received):  # noqa: S301
         return values
     kind, value = _outcome(lambda: fold(_values_or_error(received, label)))
     if kind == _ERROR:
         return [*values, pickle.dumps((label, _pickled((kind, value))))]
-    return [pickle.dumps((label, _pickled((_VALUE, each)))) for each in value]
+    return [pickle.dumps((label, _pickled((_VALUE, item)))) for item in value]
 
 
 def _outcome(action: Callable[[], Any]) -> tuple[str, Any]:
@@ -157,10 +154,10 @@ def _reduce_up(
     distance = 1
     while distance < size:
         if rank % (2 * distance):
-            _send(pack(values if reducer is None else reducer(values)), rank - distance, group)
+            _send(pack_values(values if reducer is None else reducer(values)), rank - distance, group)
             return []
         if rank + distance < size:
-            values += unpack(_receive(rank + distance, group))
+            values += unpack_values(_receive(rank + distance, group))
         distance *= 2
     return values
 
@@ -175,23 +172,23 @@ def _scatter_down(outcome: tuple[str, Any] | None, group: ProcessGroup) -> tuple
     while distance > 1:
         distance //= 2
         if rank + distance < size:
-            theirs = values if kind == _ERROR else values[distance : 2 * distance]
-            _send(part(kind, theirs), rank + distance, group)
+            sent = values if kind == _ERROR else values[distance : 2 * distance]
+            _send(pack_part(kind, sent), rank + distance, group)
     return kind, values
 
 
-def part(kind: str, values: Any) -> bytes:
-    """Return a part of an outcome as it travels down."""
+def pack_part(kind: str, values: Any) -> bytes:
+    """Serialize a part of an outcome for the way down the tree."""
     return zlib.compress(pickle.dumps((kind, values)), _LEVEL)
 
 
-def pack(values: list[bytes]) -> bytes:
-    """Return what several ranks values, in their order, as it travels."""
+def pack_values(values: list[bytes]) -> bytes:
+    """Serialize the values of several ranks, in their order."""
     return zlib.compress(pickle.dumps(values), _LEVEL)
 
 
-def unpack(packed: bytes) -> list[bytes]:
-    """Return the values that `pack` was given."""
+def unpack_values(packed: bytes) -> list[bytes]:
+    """Deserialize the result of `pack_values`."""
     values: list[bytes] = pickle.loads(zlib.decompress(packed))  # noqa: S301 - our own ranks
     return values
 
@@ -210,7 +207,7 @@ def _receive(source: int, group: ProcessGroup) -> bytes:
 
 
 def _broadcast(data: bytes, group: ProcessGroup) -> bytes:
-    """Rank 0's bytes on all ranks."""
+    """Return rank 0's bytes on all ranks."""
     length = torch.tensor([len(data)])
     dist.broadcast(length, 0, group=group)
     whole = (

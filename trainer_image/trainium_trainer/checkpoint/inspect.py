@@ -1,8 +1,8 @@
 """The command `trainium-trainer inspect`: list, verify and repair the durable checkpoints below a root.
 
 Guarantees:
-- Nothing is removed. A repaired checkpoint is only taken out of use: a note with the reason replaces the receipt, and
-  all other files stay where they are.
+- Nothing is removed. Repair only takes a checkpoint out of use: a note with the reason replaces the receipt, and all
+  other files stay.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trainium_contract.wire.checkpoint_manifest import (
     COMMIT_NAME,
     SET_ASIDE_NAME,
     CheckpointKind,
-    milestone_of,
-    step_of,
+    parse_milestone,
+    parse_step,
 )
 from trainium_trainer.checkpoint.root import survey as surveys
 from trainium_trainer.storage.protocol import Entry, Retry, Storage, read_small
 
 if TYPE_CHECKING:
-    from trainium_trainer.checkpoint.root.survey import Committed
+    from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint
 
 _MEBIBYTE, _GIBIBYTE = 2**20, 2**30
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
@@ -34,15 +34,15 @@ class CheckpointState(StrEnum):
     """The state of a checkpoint's folder."""
 
     COMMITTED = "committed"
-    """It counts; files and sizes are as they were written."""
+    """The checkpoint is valid; files and sizes are as they were written."""
     VERIFIED = "verified"
-    """Its contents are as they were written, too."""
+    """The contents are as they were written, too."""
     DAMAGED = "damaged"
-    """It was committed and is not whole any more."""
+    """The checkpoint was committed and is no longer complete."""
     UNCOMMITTED = "uncommitted"
-    """A save that is under way or never ended."""
+    """A save that is in progress or never ended."""
     SET_ASIDE = "set aside"
-    """A person took it out of use."""
+    """A user took the checkpoint out of use."""
     OTHER_VERSION = "other version"
     """Another version of the trainer wrote it."""
 
@@ -56,31 +56,31 @@ class ListedCheckpoint:
     kind: CheckpointKind
     state: CheckpointState
     size: int
-    """Bytes."""
+    """The size in bytes."""
     tokens: int | None
-    """Valid tokens trained on."""
+    """The number of valid tokens trained on."""
     world: str
-    """Ranks that wrote it: data x tensor x pipeline parallel."""
+    """The ranks that wrote the checkpoint: data x tensor x pipeline parallel."""
     created: float | None
     """Unix seconds."""
     problem: str
-    """Sentence about the damage; empty when there is none."""
+    """A message about the damage; empty when there is none."""
 
 
-def list_checkpoints(storage: Storage, *, verify: bool = False, retry: Retry | None = None) -> list[ListedCheckpoint]:
-    """Return the checkpoints below a root by step; StorageError when they cannot be read."""
-    retry = retry or Retry()
-    found = retry.run(lambda: surveys.survey(storage), storage.location)
+def list_checkpoints(storage: Storage, *, verify: bool = False) -> list[ListedCheckpoint]:
+    """Return the checkpoints below a root by step. Raises StorageError when they cannot be read."""
+    retry = Retry()
+    survey = retry.run(lambda: surveys.survey(storage), storage.location)
     rows: list[ListedCheckpoint] = []
-    for item in [*found.committed, *found.milestones]:
+    for item in [*survey.committed, *survey.milestones]:
         problems = surveys.verify(storage, item, retry) if verify else []
         rows.append(_whole(item, problems, verified=verify))
-    states = {name: (CheckpointState.DAMAGED, problem) for name, problem in found.damaged.items()}
-    states |= {name: (CheckpointState.OTHER_VERSION, problem) for name, problem in found.newer.items()}
-    states |= {name: (CheckpointState.SET_ASIDE, _reason(storage, name)) for name in found.set_aside}
-    states |= dict.fromkeys(found.uncommitted, (CheckpointState.UNCOMMITTED, ""))
+    states = {name: (CheckpointState.DAMAGED, problem) for name, problem in survey.damaged.items()}
+    states |= {name: (CheckpointState.OTHER_VERSION, problem) for name, problem in survey.other_versions.items()}
+    states |= {name: (CheckpointState.SET_ASIDE, _reason(storage, name)) for name in survey.set_aside}
+    states |= dict.fromkeys(survey.uncommitted, (CheckpointState.UNCOMMITTED, ""))
     for name, (state, problem) in states.items():
-        step, milestone = step_of(name), milestone_of(name)
+        step, milestone = parse_step(name), parse_milestone(name)
         kind = CheckpointKind.STATE if milestone is None else CheckpointKind.WEIGHTS
         entries = _files(storage, name)
         newest = max((entry.modified for entry in entries), default=None)
@@ -89,21 +89,21 @@ def list_checkpoints(storage: Storage, *, verify: bool = False, retry: Retry | N
     return sorted(rows, key=lambda row: (row.step, row.folder))
 
 
-def set_aside(storage: Storage, rows: list[ListedCheckpoint], retry: Retry | None = None) -> list[ListedCheckpoint]:
-    """Take the damaged and the uncommitted checkpoints out of use; returns which those were."""
-    retry = retry or Retry()
+def set_aside(storage: Storage, rows: list[ListedCheckpoint]) -> list[ListedCheckpoint]:
+    """Take the damaged and the uncommitted checkpoints out of use and return them."""
+    retry = Retry()
     broken = [row for row in rows if row.state in (CheckpointState.DAMAGED, CheckpointState.UNCOMMITTED)]
     for row in broken:
         note = json.dumps({"reason": row.problem or "it was never committed", "time": time.time()}).encode()
         name = row.folder
         retry.run(lambda name=name, note=note: storage.write(f"{name}/{SET_ASIDE_NAME}", note), storage.location)  # type: ignore[misc]
-        if row.state is CheckpointState.DAMAGED:  # else there was no receipt, and one that has come meanwhile is good
+        if row.state is CheckpointState.DAMAGED:  # else there was no receipt, and one written in the meantime is valid
             retry.run(lambda name=name: storage.remove_file(f"{name}/{COMMIT_NAME}"), storage.location)  # type: ignore[misc]
     return broken
 
 
-def table(rows: list[ListedCheckpoint], *, now: float) -> str:
-    """Return the rows for a person."""
+def format_table(rows: list[ListedCheckpoint], *, now: float) -> str:
+    """Format the checkpoints as a table."""
     head = f"{'CHECKPOINT':<18} {'STATE':<13} {'AGE':>8} {'SIZE':>11} {'TOKENS':>16} {'WORLD':>10}  PROBLEM"
     lines = [head]
     for row in rows:
@@ -115,12 +115,12 @@ def table(rows: list[ListedCheckpoint], *, now: float) -> str:
     return "\n".join(lines)
 
 
-def as_json(rows: list[ListedCheckpoint]) -> str:
-    """Return the rows for a program: a JSON list."""
+def format_json(rows: list[ListedCheckpoint]) -> str:
+    """Format the checkpoints as a JSON list."""
     return json.dumps([asdict(row) for row in rows], indent=2)
 
 
-def _whole(item: Committed, problems: list[str], *, verified: bool) -> ListedCheckpoint:
+def _whole(item: CommittedCheckpoint, problems: list[str], *, verified: bool) -> ListedCheckpoint:
     manifest = item.manifest
     state = CheckpointState.VERIFIED if verified else CheckpointState.COMMITTED
     world = f"{manifest.data_parallel}x{manifest.tensor_parallel}x{manifest.pipeline_parallel}"
@@ -138,11 +138,11 @@ def _whole(item: Committed, problems: list[str], *, verified: bool) -> ListedChe
 
 
 def _files(storage: Storage, folder: str) -> list[Entry]:
-    """All files of a checkpoint's folder and of the attempts in it."""
+    """Return all files of a checkpoint's folder and of the attempts in it."""
     files: list[Entry] = []
     for entry in storage.list(folder):
         inside = storage.list(f"{folder}/{entry.name}") if entry.is_folder else [entry]
-        files += [each for each in inside if not each.is_folder]
+        files += [file for file in inside if not file.is_folder]
     return files
 
 

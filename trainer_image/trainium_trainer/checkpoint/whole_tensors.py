@@ -1,11 +1,11 @@
-"""Writes a checkpoint from whole tensors, one after the other: for conversions, where no ranks share the work.
+"""Write a checkpoint from whole tensors, one after the other: for conversions, which run in one process.
 
-To readers each file is a pipeline stage of one rank.
+For readers, each file is a pipeline stage of one rank.
 
 Guarantees:
-- One tensor is in memory at a time, beside what is being hashed and written.
+- One tensor is in memory at a time, besides the one being hashed and written.
 - The result is an ordinary checkpoint that any number of ranks loads.
-- It is committed last, into a root that held none.
+- It is committed last, into a root without checkpoints.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name
-from trainium_trainer.checkpoint.dividing import Divided, Grid, Scheme
-from trainium_trainer.checkpoint.format.shards import SAFETENSORS_TYPES, WrittenFile, write_shard, write_tables
+from trainium_trainer.checkpoint.format.writer import SAFETENSORS_TYPES, WrittenFile, write_shard, write_tables
 from trainium_trainer.checkpoint.root.commit import FenceToken, claim_fence, prepare_commit, publish
 from trainium_trainer.checkpoint.root.survey import survey
+from trainium_trainer.checkpoint.sharding import CheckpointLayout, Grid, TensorMetadata
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _FILE_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor that can be had."""
+    """A tensor that is loaded when it is written."""
 
     name: str
     dtype: torch.dtype
@@ -51,37 +51,37 @@ class TensorSource:
 def write_whole(
     storage: Storage, sources: Sequence[TensorSource], position: Position, settings: Mapping[str, Any], retry: Retry
 ) -> str:
-    """Write and commit the checkpoint of a position; the name of its folder.
+    """Write and commit the checkpoint of a position; return the name of its folder.
 
-    `settings`: as far as they are known; a run is held to them and to no others. UserError when the root holds
-    checkpoints already.
+    `settings` are the known ones; a run is compared with only these. Raises UserError when the root already holds
+    checkpoints.
     """
     where = storage.location
     retry.run(storage.prepare, where)
-    found = retry.run(lambda: survey(storage), where)
-    if found.committed or found.damaged or found.newer:
+    existing = retry.run(lambda: survey(storage), where)
+    if existing.committed or existing.damaged or existing.other_versions:
         raise UserError(f"{where} holds checkpoints already: choose another folder")
     token = FenceToken(0, "", secrets.token_hex(6))
     retry.run(lambda: claim_fence(storage, token), where)
     folder = folder_name(position.step)
     attempt = f"{folder}/{token.attempt}"
     groups = list(_groups(sources))
-    scheme = Scheme(
+    layout = CheckpointLayout(
         Grid(pipeline=max(1, len(groups))),
         [
-            Divided(source.name, SAFETENSORS_TYPES[source.dtype], tuple(source.shape), stage, ())
+            TensorMetadata(source.name, SAFETENSORS_TYPES[source.dtype], tuple(source.shape), stage, ())
             for stage, group in enumerate(groups)
             for source in group
         ],
     )
     named = {source.name: source for source in sources}
     files: dict[int, WrittenFile] = {}
-    for stage in range(scheme.grid.pipeline):
+    for stage in range(layout.grid.pipeline):
         file = write_shard(
             storage,
             attempt,
             stage,
-            scheme.file(stage),
+            layout.plan_items(stage),
             lambda item: named[item.name].load().to(named[item.name].dtype),
             retry,
         )
@@ -99,14 +99,14 @@ def write_whole(
         config_digest="",
         settings=dict(settings),
         created=time.time(),
-        files=tuple(write_tables(storage, attempt, scheme, files, retry)),
+        files=tuple(write_tables(storage, attempt, layout, files, retry)),
     )
     publish(storage, prepare_commit(storage, folder, manifest, token, retry), retry)
     return folder
 
 
 def _groups(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:
-    """Files of a bearable size; wide types first keeps every tensor aligned."""
+    """Group the tensors into files of limited size; wide types first keeps every tensor aligned."""
     group: list[TensorSource] = []
     size = 0
     for source in sorted(sources, key=lambda source: -source.dtype.itemsize):

@@ -1,1 +1,1 @@
-"""Check a node and a pair of nodes by computing: processes that the agent starts before ranks."""
+"""Check a node and a pair of nodes by computation, in processes that the agent starts before ranks."""

@@ -1,9 +1,9 @@
 """Run one node's part in one exchange of the pairwise test, in a separate process that can be ended.
 
 It sums known numbers with the other node over the network a few times, then multiplies matrices whose product is known,
-and leaves its results in a file as JSON. For check Bandwidth it only measures the sums, through the collectives that
-the job's ranks use. Invariant: a check that cannot run counts as passed, one that gives wrong
-numbers does not; the network's check passes only when it ran.
+and writes its results to a file as JSON. For check Bandwidth it only measures the sums, through the collectives that
+the job's ranks use. Invariant: a check that cannot run counts as passed, one that gives wrong numbers does not; the
+network's check passes only when it ran.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainium_agent.checks.pair_round import PairTask
 from trainium_agent.checks.pairing import PairingResult
 from trainium_agent.linux.network_interface import use_interface
+from trainium_worker import replace_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
 _SIDE = 256
 _VALUES = 1 << 20
@@ -47,41 +48,43 @@ def main(argv: Sequence[str]) -> int:
         outcome = PairingResult(passed=seconds >= 0, seconds=max(seconds, 0.0), detail=detail, gigabits=gigabits)
     except Exception as error:  # noqa: BLE001 - whatever fails is the finding
         outcome = PairingResult(passed=False, detail=" ".join(str(error).split())[:300] or type(error).__name__)
-    _leave(outcome, task)  # the node's own checks may take their time, and the others wait for this
+    result = Path(task.result)
+    replace_text(result, outcome.encode())  # the node's checks may be slow, and the other nodes wait
     if task.bandwidth:
         return 0
-    healthy, why = computes_right()
+    healthy, why = check_computation()
     if not healthy:
-        _leave(replace(outcome, healthy=False, detail=why), task)
+        replace_text(result, replace(outcome, healthy=False, detail=why).encode())
     return 0
 
 
-def _leave(outcome: PairingResult, task: PairTask) -> None:
-    draft = Path(f"{task.result}.draft")
-    draft.write_text(outcome.encode(), encoding="utf-8")
-    draft.replace(task.result)
+def has_exact_product(core: int, multiply: Callable[[Any, Any], Any] | None = None) -> bool:
+    """Return whether a product of small whole numbers, which floats hold exactly, is exact on a core's device."""
+    import torch  # noqa: PLC0415 - only this process needs it
+
+    from trainium_trainer.backends.device import pick_device  # noqa: PLC0415
+
+    device = pick_device(core)
+    left = torch.arange(_SIDE * _SIDE, dtype=torch.int64).reshape(_SIDE, _SIDE) % 7
+    right = left.T % 5
+    product = (multiply or torch.matmul)(left.float().to(device), right.float().to(device)).cpu()
+    return bool(torch.equal(product.round().long(), left @ right))
 
 
-def computes_right() -> tuple[bool, str]:
-    """Return whether a product of whole numbers is exact; what is wrong otherwise."""
+def check_computation() -> tuple[bool, str]:
+    """Return whether a matrix product and the node's collectives are right, and the problem if they are not."""
+    from trainium_trainer.backends.device import pick_device  # noqa: PLC0415 - as above
+
     try:
-        import torch  # noqa: PLC0415 - only this process needs it
-
-        from trainium_trainer.backends.device import pick_device  # noqa: PLC0415
-
-        left = torch.arange(_SIDE * _SIDE, dtype=torch.int64).reshape(_SIDE, _SIDE) % 7
-        right = left.T % 5
-        device = pick_device(0)
-        product = (left.float().to(device) @ right.float().to(device)).cpu()
-        if not torch.equal(product.long(), left @ right):
-            return False, f"a matrix product on {device.type} is wrong"
+        if not has_exact_product(0):
+            return False, f"a matrix product on {pick_device(0).type} is wrong"
     except Exception:  # noqa: BLE001 - a check that cannot run is no finding
         return True, ""
-    return collectives_check()
+    return check_collectives()
 
 
-def collectives_check() -> tuple[bool, str]:
-    """Run the vendor's test of this node's collectives, where it is installed; an unknown outcome passes."""
+def check_collectives() -> tuple[bool, str]:
+    """Run the vendor's test of this node's collectives if it is installed; an unknown outcome passes."""
     program = shutil.which("nccom-test")
     if program is None:
         return True, ""
@@ -95,20 +98,15 @@ def collectives_check() -> tuple[bool, str]:
         return True, ""
     finally:
         report.unlink(missing_ok=True)
-    return (
-        (False, "nccom-test: an all-reduce within the node gives wrong numbers")
-        if done.returncode and wrong
-        else (
-            True,
-            "",
-        )
-    )
+    if done.returncode and wrong:
+        return False, "nccom-test: an all-reduce within the node gives wrong numbers"
+    return True, ""
 
 
 def exchange(task: PairTask) -> float:
-    """Seconds that the sums took; negative when they were wrong. Raises what torch raises when they do not end."""
+    """Return the seconds of the sums; negative if they were wrong. Raises torch's errors if they do not end."""
     import torch  # noqa: PLC0415 - as above
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
+    from torch.distributed import TCPStore  # noqa: PLC0415
 
     from trainium_trainer.backends.device import pick_device  # noqa: PLC0415 - as above
 
@@ -123,7 +121,7 @@ def exchange(task: PairTask) -> float:
 def time_sums(
     device: torch.device, store: Store, index: int, size: int, timeout: timedelta, *, values: int = _BANDWIDTH_VALUES
 ) -> float:
-    """Time a few all-reduces of known float32 numbers; return their seconds, negative when the sums were wrong."""
+    """Time a few all-reduces of known float32 numbers; return their seconds, negative if the sums were wrong."""
     import torch  # noqa: PLC0415 - as above
     from torch import distributed as dist  # noqa: PLC0415
 
@@ -132,7 +130,7 @@ def time_sums(
     dist.init_process_group(group_backend(device), store=store, rank=index, world_size=size, timeout=timeout)
     known = (torch.arange(values, dtype=torch.float32) % 1024).to(device)
     right = known * sum(range(1, size + 1))
-    dist.all_reduce(known.clone())  # opens the connections; a device compiles the first one of a shape
+    dist.all_reduce(known.clone())  # the first all-reduce opens the connections, and a device compiles it
     began = time.perf_counter()
     wrong = False
     for _ in range(_ROUNDS):

@@ -1,1 +1,1 @@
-"""Commands of `trainium-trainer`, a subject in each file; `options` has what they share."""
+"""Commands of `trainium-trainer`, one subject per file; `options` has the shared options."""

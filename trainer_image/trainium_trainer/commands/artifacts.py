@@ -1,4 +1,4 @@
-"""Commands of `trainium-trainer` for models that others made or will use.
+"""Commands of `trainium-trainer` that export, merge and fetch models.
 
 Guarantees:
 - Importing this module imports no torch.
@@ -25,8 +25,8 @@ class ExportType(StrEnum):
 
     @property
     def precision(self) -> ArtifactPrecision:
-        """The same as a value of the configuration."""
-        return next(each for each in ArtifactPrecision if each.value.lower() == self.value)
+        """The type as a value of the configuration."""
+        return next(precision for precision in ArtifactPrecision if precision.value.lower() == self.value)
 
 
 def export(
@@ -56,7 +56,7 @@ def export(
         tokenizer=tokenizer,
         base=base,
         kind=ArtifactKind.ADAPTER if adapter else ArtifactKind.MODEL,
-        beat=_shown,
+        heartbeat=_progress_line,
     )
     typer.echo(f"exported step {done} to {folder}")
 
@@ -71,7 +71,7 @@ def merge(
     """Merge a LoRA adapter into its model, in float32, row by row."""
     from trainium_trainer.artifacts.export import merge as merge_now  # noqa: PLC0415 - imports torch
 
-    merge_now(base, adapter, output, precision=dtype.precision, beat=_shown)
+    merge_now(base, adapter, output, precision=dtype.precision, heartbeat=_progress_line)
     typer.echo(f"merged {adapter} into {base}: {output}")
 
 
@@ -86,8 +86,8 @@ def fetch_model(
     typer.echo(f"fetched {name} to {output}: {fetch(name, output, revision=revision)}")
 
 
-def _shown(done: float) -> None:
-    """One line that is drawn over, where a person looks."""
+def _progress_line(done: float) -> None:
+    """Show progress on one line that is overwritten, if stderr is a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{100 * done:3.0f} %" + ("\n" if done >= 1.0 else ""))
         sys.stderr.flush()

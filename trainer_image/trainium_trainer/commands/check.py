@@ -1,7 +1,7 @@
-"""Report what a configuration means at a size, and which settings have no effect: `trainium-trainer check`.
+"""Report the meaning of a configuration at a size, and settings without effect: `trainium-trainer check`.
 
 Guarantees:
-- No torch and no device are used, no record is read and no store is asked.
+- No torch and no device are used, no record is read and no store is accessed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import BASE_REFERENCE
 from trainium_contract.wire.worker_env import KIND
-from trainium_trainer.backends.choose import choose, refuse_what_it_cannot
+from trainium_trainer.backends.choose import choose_backend, refuse_unsupported
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.compile.sizes import resolve_sizes
 from trainium_trainer.configuration.config import (
@@ -38,10 +38,10 @@ from trainium_trainer.data.sources.files import is_in_store
 from trainium_trainer.data.sources.resolve import PYTHON_DOCS
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
-from trainium_trainer.loop.memory_check import needs_of, refuse_too_small
+from trainium_trainer.loop.memory_check import estimate_run_memory, refuse_too_small
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.trackers.process import find_missing_trackers
-from trainium_trainer.tuning.choice import is_reference_in_model
+from trainium_trainer.tuning.trainable import is_reference_in_model
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
@@ -52,38 +52,38 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def find_missing(config: TrainingConfig) -> list[str]:
-    """Return what a run on this machine would end with: a sentence for data or a package that is not here."""
-    given = config.data.sources or (config.data,)
-    names = [each.source for each in given if each.hub is None and each.source is not None]
-    found = [
+    """Return the errors that would end a run on this machine: missing data or packages."""
+    sources = config.data.sources or (config.data,)
+    names = [source.source for source in sources if source.hub is None and source.source is not None]
+    problems = [
         f"data.source {name}: there is no such file or folder on this machine: correct the path or mount the data"
         for name in names
-        if not _is_here(name)
+        if not _is_available(name)
     ]
     if config.backend is BackendChoice.NXD:
         try:
-            choose(config.backend, config.device)
+            choose_backend(config.backend, config.device)
         except UserError as error:
-            found.append(str(error))
-    return [*found, *find_missing_trackers(config.monitor.trackers)]
+            problems.append(str(error))
+    return [*problems, *find_missing_trackers(config.monitor.trackers)]
 
 
 def find_unread_weights(model: ModelConfig) -> list[str]:
-    """Report weights beside a shape that the run does not start from."""
+    """Report weights in the folder of a shape that the run does not load."""
     if model.path is None:
         return []
     folder = Path(model.path).expanduser()
     if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
         return []
-    sentence = (
+    warning = (
         f"model.path {model.path} gives the shape only and its weights are not read: the run begins with random ones; "
         "to begin with those, name the folder in model.weights instead"
     )
-    return [sentence]
+    return [warning]
 
 
-def _is_here(name: str) -> bool:
-    """Return whether a source is on this machine, or need not be."""
+def _is_available(name: str) -> bool:
+    """Return whether a source is on this machine or does not have to be."""
     if name == PYTHON_DOCS or is_in_store(name):
         return True
     path = Path(name).expanduser()
@@ -102,14 +102,14 @@ def check(
     ] = None,
 ) -> None:
     """Explain a configuration for a number of processes, or report why it is invalid; nothing is started."""
-    lines, nodes, instance_type = [], 1, ""
+    header, nodes, instance_type = [], 1, ""
     document = read_document(config)
-    # A job, or so many ranks, run elsewhere; what `train` would refuse here is refused.
+    # Jobs and larger worlds run elsewhere; otherwise refuse what `train` would refuse on this machine.
     elsewhere = document.get("kind") == KIND or ranks is not None
     if document.get("kind") == KIND:
         plan = resolve_sizes(config, document, overrides or ())
-        start = f"{_sized(plan.nodes[0], 'node')} of {_sized(plan.cores_per_node, 'process')}"
-        lines = [f"job: starts on {start}; {_sizes(plan.nodes)}"]
+        start = f"{_pluralize(plan.nodes[0], 'node')} of {_pluralize(plan.cores_per_node, 'process')}"
+        header = [f"job: starts on {start}; {_format_sizes(plan.nodes)}"]
         ranks = ranks or plan.nodes[0] * plan.cores_per_node
         nodes = max(1, ranks // plan.cores_per_node)
         instance_type = plan.instance_type
@@ -117,14 +117,14 @@ def check(
     else:
         trainer = parse(document, overrides or (), str(config))
     launch = replace(read_launch({}), world_size=ranks or 1)
-    tokenizer = _tokenizer_elsewhere(trainer)
+    tokenizer = _find_missing_tokenizer(trainer)
     settings = resolve_settings(trainer, launch, vocabulary=0 if tokenizer else None)
-    refuse_what_it_cannot(settings)
+    refuse_unsupported(settings)
     absent = find_missing(settings.config)
     if absent and not elsewhere:
         raise UserError(absent[0])
     if not tokenizer and not absent:
-        from trainium_trainer.data.opening import refuse_unusable  # noqa: PLC0415 - numpy, only for what is here
+        from trainium_trainer.data.dataset import refuse_unusable  # noqa: PLC0415 - numpy, only for what is here
 
         refuse_unusable(settings.config.data)
     if not elsewhere:
@@ -132,21 +132,23 @@ def check(
     warnings = [*([tokenizer] if tokenizer else ()), *absent, *find_settings_without_effect(settings.config)]
     warnings += find_unread_weights(settings.config.model)
     warnings += [*find_idle_ranks(settings), *find_absent_ranks(settings)]
-    found = needs_of(settings, max(1, launch.world_size // nodes), instance_type)
-    memory = memory_check.lines(found, of_node=bool(instance_type) or not elsewhere)
+    estimate = estimate_run_memory(settings, max(1, launch.world_size // nodes), instance_type)
+    memory = memory_check.format_lines(estimate, of_node=bool(instance_type) or not elsewhere)
     if instance_type in INSTANCES:
-        warnings += refuse_too_small(found, INSTANCES[instance_type], instance_type)
-    typer.echo("\n".join([*lines, *describe_run(settings, nodes), *memory, *(f"warning: {each}" for each in warnings)]))
+        warnings += refuse_too_small(estimate, INSTANCES[instance_type], instance_type)
+    typer.echo(
+        "\n".join([*header, *describe_run(settings, nodes), *memory, *(f"warning: {text}" for text in warnings)])
+    )
 
 
 def refuse_few_files(launch: Launch) -> None:
-    """Raise UserError when this machine lets a process open fewer files than the first rank of this world may need."""
-    if launch.world_size > 1 and (sentence := explain_shortage(read_limit(), launch.world_size)):
-        raise UserError(sentence)
+    """Raise UserError if this machine's limit of open files is too low for the first rank of this world."""
+    if launch.world_size > 1 and (shortage := explain_shortage(read_limit(), launch.world_size)):
+        raise UserError(shortage)
 
 
-def _tokenizer_elsewhere(config: TrainingConfig) -> str:
-    """Return a sentence when only the job has the tokenizer and the model's vocabulary is known; else empty."""
+def _find_missing_tokenizer(config: TrainingConfig) -> str:
+    """Return a message if only the job has the tokenizer and the model's vocabulary is known; else empty."""
     path, model = config.data.tokenizer.path, config.model
     known = model.vocab_size is not None or (model.path is None and PRESETS[model.preset].vocab_size > 0)
     if path is None or not known or Path(path).exists():
@@ -154,49 +156,49 @@ def _tokenizer_elsewhere(config: TrainingConfig) -> str:
     return f"data.tokenizer.path {path} is not on this machine: its vocabulary was not compared with the model's"
 
 
-def _sized(number: int, unit: str) -> str:
+def _pluralize(number: int, unit: str) -> str:
     plural = f"{unit}es" if unit.endswith("s") else f"{unit}s"
     return f"{number} {unit if number == 1 else plural}"
 
 
-def _sizes(nodes: tuple[int, ...]) -> str:
-    """At most a line of them."""
+def _format_sizes(nodes: tuple[int, ...]) -> str:
+    """Format sizes, at most one line of them."""
     sizes = sorted(nodes)
     shown = ", ".join(map(str, sizes[:_SIZES_SHOWN]))
     return f"useful sizes: {shown}" + (f" and {len(sizes) - _SIZES_SHOWN} more" if len(sizes) > _SIZES_SHOWN else "")
 
 
 def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
-    """Return the arithmetic of a run on so many nodes, one line each."""
+    """Describe a run on a number of nodes in numbers, one line each."""
     config, shape = settings.config, settings.shape
     degrees, batch, length = config.parallelism, config.batch, config.data.sequence_length
     sequences = config.data.rows_per_sample
     per_step = settings.batch * sequences * length
-    samples, each = ("samples", "") if sequences == 1 else ("pairs", f"{sequences} x ")
-    rows = settings.passes * batch.micro_size * settings.dp_size
-    empty = f", {settings.batch} of {rows} rows filled" if rows > settings.batch else ""
+    samples, multiplier = ("samples", "") if sequences == 1 else ("pairs", f"{sequences} x ")
+    capacity = settings.passes * batch.micro_size * settings.dp_size
+    empty = f", {settings.batch} of {capacity} rows filled" if capacity > settings.batch else ""
     near = f" (batch.globalSize is {batch.global_size})" if settings.batch != batch.global_size else ""
     return [
         f"model: {count_parameters(shape):,} parameters, {shape.num_layers} layers of width {shape.hidden_size}",
-        *_window(settings),
-        *_tuned(settings),
-        *_objective(config),
+        *_describe_window(settings),
+        *_describe_tuning(settings),
+        *_describe_objective(config),
         (
             f"processes: {settings.launch.world_size} = data {settings.dp_size} x tensor {degrees.tensor} x pipeline "
             f"{degrees.pipeline}" + (f" x context {degrees.context}" if degrees.context > 1 else "")
         ),
         (
-            f"step: {settings.batch} {samples}{near} of {each}{length} tokens = {per_step:,} tokens; {settings.passes} "
-            f"passes of {batch.micro_size} {samples} on each data-parallel rank{empty}"
+            f"step: {settings.batch} {samples}{near} of {multiplier}{length} tokens = {per_step:,} tokens; "
+            f"{settings.passes} passes of {batch.micro_size} {samples} on each data-parallel rank{empty}"
         ),
-        _length(config),
-        _rate(config),
+        _describe_length(config),
+        _describe_learning_rate(config),
         f"open files: up to {needed(settings.launch.world_size, nodes):,} in one process",
     ]
 
 
-def _window(settings: Settings) -> list[str]:
-    """Return a line about the window of attention, where the model has one."""
+def _describe_window(settings: Settings) -> list[str]:
+    """Return a line about the window of attention, if the model has one."""
     shape, length = settings.shape, settings.config.data.sequence_length
     window = shape.sliding_window
     if window is None:
@@ -206,27 +208,26 @@ def _window(settings: Settings) -> list[str]:
     return [f"window: a token sees {window:,} positions in {layers} of {shape.num_layers} layers{effect}"]
 
 
-def _tuned(settings: Settings) -> list[str]:
-    """Return a line about the parameters that are trained, where that is not all of them."""
-    tuning, choice, shape = settings.config.tuning, settings.choice, settings.shape
+def _describe_tuning(settings: Settings) -> list[str]:
+    """Return a line about the trained parameters, if not all are trained."""
+    tuning, trainable, shape = settings.config.tuning, settings.trainable, settings.shape
     if not tuning.freezes:
         return []
-    share = (
-        f"{choice.trained:,} of {count_parameters(shape):,} parameters ({choice.trained / count_parameters(shape):.2%})"
-    )
-    if not choice.adapters:
+    count = count_parameters(shape)
+    share = f"{trainable.trained:,} of {count:,} parameters ({trainable.trained / count:.2%})"
+    if not trainable.adapters:
         return [f"tuning: {share} are trained, the others are frozen"]
     lora = tuning.lora
     ranks, scales = (
-        " or ".join(f"{value:g}" for value in sorted({of(name) for name in choice.adapters}))
+        " or ".join(f"{value:g}" for value in sorted({of(name) for name in trainable.adapters}))
         for of in (lora.rank_of, lora.scale_of)
     )
     kind = "DoRA" if lora.dora else "LoRA"
-    return [f"tuning: {kind} of rank {ranks} on {len(choice.adapters)} layers, scale {scales}; {share} are trained"]
+    return [f"tuning: {kind} of rank {ranks} on {len(trainable.adapters)} layers, scale {scales}; {share} are trained"]
 
 
-def _objective(config: TrainingConfig) -> list[str]:
-    """Return a line about the loss on pairs of answers, where there is one."""
+def _describe_objective(config: TrainingConfig) -> list[str]:
+    """Return a line about the loss on pairs of answers, if there is one."""
     objective = config.tuning.objective
     if objective is None:
         return []
@@ -239,7 +240,7 @@ def _objective(config: TrainingConfig) -> list[str]:
     return [f"{line}; log-probabilities of the reference {model} are computed before the first step"]
 
 
-def _length(config: TrainingConfig) -> str:
+def _describe_length(config: TrainingConfig) -> str:
     if config.epochs:
         return f"run: {config.epochs:g} epochs; how many steps they are follows from the data"
     tokens = config.steps * config.batch.global_size * config.data.rows_per_sample * config.data.sequence_length
@@ -247,7 +248,7 @@ def _length(config: TrainingConfig) -> str:
     return f"run: {config.steps:,} {unit} = {tokens:,} tokens"
 
 
-def _rate(config: TrainingConfig) -> str:
+def _describe_learning_rate(config: TrainingConfig) -> str:
     schedule, peak = config.schedule, f"learning rate: up to {config.optimizer.learning_rate:g}"
     if config.epochs:
         warmup = "" if schedule.warmup_ratio is None else f" in the first {schedule.warmup_ratio:.1%} of the steps"
@@ -258,19 +259,19 @@ def _rate(config: TrainingConfig) -> str:
 
 
 def find_idle_ranks(settings: Settings) -> list[str]:
-    """Return a sentence where there are more data-parallel ranks than samples in a step."""
+    """Return a message if there are more data-parallel ranks than samples in a step."""
     samples, ranks = settings.batch, settings.dp_size
     if samples >= ranks:
         return []
-    sentence = (
+    warning = (
         f"batch.globalSize {samples} is less than the {ranks} data-parallel ranks: {ranks - samples} of them have no "
         f"sample in any step, so {samples / ranks:.0%} of the devices do all the work; take fewer workers"
     )
-    return [sentence]
+    return [warning]
 
 
 def find_absent_ranks(settings: Settings) -> list[str]:
-    """Return a sentence about profiled ranks that this size does not have."""
+    """Return a message about profiled ranks that this size does not have."""
     profile, ranks = settings.config.monitor.profile, settings.launch.world_size
     absent = [str(rank) for rank in sorted(profile.ranks) if rank >= ranks] if profile is not None else []
     if not absent:
@@ -279,15 +280,15 @@ def find_absent_ranks(settings: Settings) -> list[str]:
 
 
 def find_settings_without_effect(config: TrainingConfig) -> list[str]:
-    """Return a sentence for each setting without effect, with the reason."""
+    """Return a message for each setting without effect, with the reason."""
     schedule, degrees = config.schedule, config.parallelism
-    found = []
+    warnings = []
     if schedule.kind is ScheduleKind.CONSTANT and schedule.decay_steps is not None:
-        found.append("schedule.decaySteps has no effect: schedule.kind Constant does not decay")
+        warnings.append("schedule.decaySteps has no effect: schedule.kind Constant does not decay")
     if config.optimizer.weight_decay == 0 and config.optimizer.decay_scope is not WeightDecayScope.ALL:
-        found.append("optimizer.decayScope has no effect: optimizer.weightDecay is 0")
+        warnings.append("optimizer.decayScope has no effect: optimizer.weightDecay is 0")
     if not config.data.examples.mask_examples and not config.data.examples.packing:
-        found.append("data.examples.maskExamples has no effect: data.examples.packing is false")
+        warnings.append("data.examples.maskExamples has no effect: data.examples.packing is false")
     if degrees.sequence and degrees.tensor == 1:
-        found.append("parallelism.sequence has no effect: parallelism.tensor is 1")
-    return found
+        warnings.append("parallelism.sequence has no effect: parallelism.tensor is 1")
+    return warnings

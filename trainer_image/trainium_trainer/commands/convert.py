@@ -15,7 +15,7 @@ import typer
 
 from trainium_contract.models.parameters import count_parameters
 from trainium_trainer.exits import UserError
-from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
@@ -79,38 +79,38 @@ def to_nxd(
     from trainium_contract.trainer.parallelism import Precision  # noqa: PLC0415
     from trainium_trainer.backends.nxd.conversion.to_nxd import NxdTarget, write_tag  # noqa: PLC0415
     from trainium_trainer.backends.nxd.layout.parameter_names import Projections  # noqa: PLC0415
-    from trainium_trainer.checkpoint.format.contents import Contents  # noqa: PLC0415
+    from trainium_trainer.checkpoint.format.reader import CheckpointReader  # noqa: PLC0415
     from trainium_trainer.checkpoint.interfaces import Position  # noqa: PLC0415
-    from trainium_trainer.checkpoint.root.selection import choose, explain_damage, shape_of  # noqa: PLC0415
+    from trainium_trainer.checkpoint.root.selection import choose_checkpoint, explain_damage, parse_shape  # noqa: PLC0415
     from trainium_trainer.configuration.config import load  # noqa: PLC0415
 
     storage = open_storage(root)
-    checkpoint = choose(storage, root, step, milestones=False)
+    checkpoint = choose_checkpoint(storage, root, step, milestones=False)
     manifest = checkpoint.manifest
     dtypes = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
     target = NxdTarget(
         tensor=tensor,
         zero1=zero1,
-        dtype=dtypes[_one_of(Precision, precision, "--precision")],
-        projections=_one_of(Projections, projections, "--projections"),
+        dtype=dtypes[_parse_choice(Precision, precision, "--precision")],
+        projections=_parse_choice(Projections, projections, "--projections"),
         order=_order(hardware),
     )
     optimizer = OptimizerConfig() if config is None else load(config).optimizer
     position = Position(step=manifest.step, samples=manifest.samples, tokens=manifest.tokens)
     with explain_damage(root):
-        contents = Contents(storage, checkpoint, Retry())
-        write_tag(tag, contents, shape_of(checkpoint), target, optimizer, position)
+        reader = CheckpointReader(storage, checkpoint, Retry())
+        write_tag(tag, reader, parse_shape(checkpoint), target, optimizer, position)
     typer.echo(f"{tag}: step {manifest.step}, tensor parallel {tensor}" + (f", ZeRO-1 over {zero1}" if zero1 else ""))
 
 
 def _order(hardware: str) -> KeyValueOrder:
     from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder  # noqa: PLC0415 - with those that import torch
 
-    return _one_of(KeyValueOrder, hardware, "--hardware")
+    return _parse_choice(KeyValueOrder, hardware, "--hardware")
 
 
-def _one_of(kind: type[E], value: str, option: str) -> E:
+def _parse_choice(kind: type[E], value: str, option: str) -> E:
     try:
         return kind(value)
     except ValueError as error:
-        raise UserError(f"{option} {value}: use {' or '.join(each.value for each in kind)}") from error
+        raise UserError(f"{option} {value}: use {' or '.join(choice.value for choice in kind)}") from error

@@ -1,4 +1,4 @@
-"""Ask a model and measure it: `trainium-trainer generate` and `evaluate`.
+"""Generate answers with a model and evaluate it: `trainium-trainer generate` and `evaluate`.
 
 Guarantees:
 - Importing this module imports no torch.
@@ -18,7 +18,7 @@ from trainium_contract.base import ContractModel
 from trainium_contract.trainer.evaluate import GenerationConfig, TasksConfig
 from trainium_trainer.commands.options import Overrides  # noqa: TC001 - typer reads annotations
 from trainium_trainer.configuration.config import load
-from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, Models
+from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, ModelLocations
 from trainium_trainer.exits import UserError
 from trainium_trainer.validation_errors import explain
 
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.data.examples.held_out import Question
     from trainium_trainer.evaluate.answering.endpoint import Endpoint
     from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
-    from trainium_trainer.evaluate.exam import Question
+    from trainium_trainer.evaluate.compare import EvaluationSettings
     from trainium_trainer.evaluate.report import EvaluationResult
     from trainium_trainer.evaluate.tasks import TaskRun
 
@@ -94,10 +95,10 @@ def generate(
         raise UserError("give what is to be answered: one of --prompt, --prompts and --held-out")
     if held_out is not None and config is None:
         raise UserError("--held-out needs --config: it names the data")
-    server = _server(endpoint, endpoint_model, endpoint_seconds, model, base, adapter)
-    models = _measured(model, base, adapter) if server is None else None
+    server = _open_server(endpoint, endpoint_model, endpoint_seconds, model, base, adapter)
+    models = _pick_models(model, base, adapter) if server is None else None
     training = load(config, overrides or ()) if config is not None else None
-    settings = _generation(
+    settings = _merge_generation(
         training,
         maxNewTokens=max_new_tokens,
         temperature=temperature,
@@ -108,20 +109,20 @@ def generate(
         batchSize=batch_size,
     )
     from trainium_trainer.evaluate.questions import (  # noqa: PLC0415 - torch
-        answer,
-        exam_of,
-        questions_of,
+        answer_questions,
+        build_questions,
+        held_out_questions,
         read_prompts,
     )
 
     if held_out is not None:
         assert training is not None
-        questions = list(exam_of(training.data, held_out).questions)
+        questions = list(held_out_questions(training.data, held_out).questions)
     else:
-        asked = list(prompt or ()) or read_prompts(prompts)  # type: ignore[arg-type]  # one of them is given, see above
-        questions = questions_of(asked, training.data if training is not None else None)
+        texts = list(prompt or ()) or read_prompts(prompts)  # type: ignore[arg-type]  # one of them is given, see above
+        questions = build_questions(texts, training.data if training is not None else None)
     if models is not None:
-        answers = answer(models, questions, settings, device=device, precision=precision)
+        answers = answer_questions(models, questions, settings, device=device, precision=precision)
         for line in _format_answers(questions, answers, as_json=as_json):
             typer.echo(line)
     elif server is not None:
@@ -183,13 +184,13 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a model on held-out examples, its base beside it; or models by the tasks of lm-eval."""
-    given = list(model or ())
+    paths = list(model or ())
     if tasks is not None:
         if config is not None:
             raise UserError("--tasks asks lm-eval's questions, --config the run's: give one of them")
         if keep_samples and output is None:
             raise UserError("--keep-samples goes with --output: the samples are written beside that file")
-        settings = {
+        fields = {
             "names": [name.strip() for name in tasks.split(",") if name.strip()],
             "shots": shots,
             "limit": limit,
@@ -199,11 +200,13 @@ def evaluate(
             "chatTemplate": chat_template,
             "keepSamples": keep_samples,
         }
-        wanted = _validated(TasksConfig, {name: value for name, value in settings.items() if value is not None})
+        wanted = _validate(TasksConfig, {name: value for name, value in fields.items() if value is not None})
         from trainium_trainer.evaluate.tasks import measure_tasks, read_report  # noqa: PLC0415 - torch
 
-        server = _server(endpoint, endpoint_model, endpoint_seconds, *given[1:], base, adapter)
-        columns = _columns(given, base, adapter) if server is None else [Models(model=given[0] if given else "")]
+        server = _open_server(endpoint, endpoint_model, endpoint_seconds, *paths[1:], base, adapter)
+        columns = (
+            _list_models(paths, base, adapter) if server is None else [ModelLocations(model=paths[0] if paths else "")]
+        )
 
         def keep(run: TaskRun) -> None:
             _write((output, run.report.to_json()))
@@ -218,46 +221,46 @@ def evaluate(
         return
     if config is None:
         raise UserError("give --config, whose data.validation and evaluate.tasks are asked, or --tasks")
-    if len(given) > 1:
-        raise UserError(f"{given[1]}: several models are compared by --tasks alone: give one MODEL, and --base")
+    if len(paths) > 1:
+        raise UserError(f"{paths[1]}: several models are compared by --tasks alone: give one MODEL, and --base")
     training = load(config, overrides or ())
-    server = _server(endpoint, endpoint_model, endpoint_seconds, *given, base, adapter)
-    generation = _generation(training, maxNewTokens=max_new_tokens, stop=stop or None, batchSize=batch_size)
-    most = samples or training.evaluate.samples
+    server = _open_server(endpoint, endpoint_model, endpoint_seconds, *paths, base, adapter)
+    generation = _merge_generation(training, maxNewTokens=max_new_tokens, stop=stop or None, batchSize=batch_size)
+    max_samples = samples or training.evaluate.samples
     if server is not None:
         from trainium_trainer.evaluate.questions import measure_endpoint  # noqa: PLC0415 - torch
 
-        with _bar() as beat:
-            result = measure_endpoint(server, training.data, most, generation, beat=beat)
+        with _progress_bar() as heartbeat:
+            result = measure_endpoint(server, training.data, max_samples, generation, heartbeat=heartbeat)
     else:
-        models = _measured(given[0] if given else None, base, adapter, compared=True)
-        result = _as_configured(models, training, most, generation, output, device=device, precision=precision)
+        models = _pick_models(paths[0] if paths else None, base, adapter, compared=True)
+        from trainium_trainer.evaluate.compare import EvaluationSettings  # noqa: PLC0415 - torch
+
+        settings = EvaluationSettings(generation=generation, device=device, precision=precision)
+        result = _evaluate_config(models, training, max_samples, settings, output)
     typer.echo(result.to_markdown(), nl=False)
     _write((markdown, result.to_markdown()), (output, result.to_json()))
     if message is not None:
         message.write_text(result.to_message())
 
 
-def _as_configured(
-    models: Models,
-    training: TrainingConfig,
-    most: int,
-    generation: GenerationConfig,
-    output: Path | None,
-    *,
-    device: ComputeDevice,
-    precision: ComputeType,
+def _evaluate_config(
+    models: ModelLocations, training: TrainingConfig, count: int, settings: EvaluationSettings, output: Path | None
 ) -> EvaluationResult:
-    """Return the figures on held-out examples and by the tasks of a configuration."""
-    from trainium_trainer.evaluate.questions import measure  # noqa: PLC0415 - torch
+    """Return the figures on held-out examples and on the tasks of a configuration."""
+    from trainium_trainer.evaluate.compare import compare  # noqa: PLC0415 - torch
+    from trainium_trainer.evaluate.questions import held_out_questions  # noqa: PLC0415 - torch
     from trainium_trainer.evaluate.report import EvaluationResult  # noqa: PLC0415 - torch
-    from trainium_trainer.evaluate.tasks import columns_of, measure_tasks, read_report  # noqa: PLC0415 - torch
+    from trainium_trainer.evaluate.tasks import compared_models, measure_tasks, read_report  # noqa: PLC0415 - torch
+    from trainium_trainer.peers import Peers  # noqa: PLC0415 - torch
 
     tasks = training.evaluate.tasks
     result = EvaluationResult(model=models.name, base=models.base, examples=0)
     if training.data.validation is not None or tasks is None:
-        with _bar() as beat:
-            result = measure(models, training.data, most, generation, device=device, precision=precision, beat=beat)
+        with _progress_bar() as heartbeat:
+            result = compare(
+                models, held_out_questions(training.data, count), settings, Peers(0, 1), heartbeat=heartbeat
+            )
     if tasks is None:
         return result
 
@@ -265,7 +268,9 @@ def _as_configured(
         _write((output, result.with_tasks(run.report).to_json()))
 
     known = read_report(output) if output is not None else None
-    run = measure_tasks(columns_of(models), tasks, device=device, precision=precision, known=known, keep=keep)
+    run = measure_tasks(
+        compared_models(models), tasks, device=settings.device, precision=settings.precision, known=known, keep=keep
+    )
     _write_samples(output, run)
     return result.with_tasks(run.report)
 
@@ -275,8 +280,8 @@ def _write_samples(output: Path | None, run: TaskRun) -> None:
         _write((output.with_suffix(".samples.jsonl"), run.samples))
 
 
-def _server(url: str | None, model: str | None, seconds: float, *folders: str | None) -> Endpoint | None:
-    """Return the endpoint to ask; None where folders are. Raises UserError, also for both."""
+def _open_server(url: str | None, model: str | None, seconds: float, *folders: str | None) -> Endpoint | None:
+    """Return the endpoint; None if folders are given. Raises UserError, also if both are given."""
     if url is None:
         return None
     if any(folders):
@@ -286,34 +291,34 @@ def _server(url: str | None, model: str | None, seconds: float, *folders: str | 
     return open_endpoint(url, model, seconds)
 
 
-def _columns(models: list[str], base: str | None, adapter: str | None) -> list[Models]:
-    """Return the models of a table, the base first."""
-    first = [Models(model=base)] if base is not None else []
+def _list_models(models: list[str], base: str | None, adapter: str | None) -> list[ModelLocations]:
+    """Return the models of the table, the base first."""
+    first = [ModelLocations(model=base)] if base is not None else []
     if adapter is not None or not models:
-        return [*first, _measured(models[0] if models else None, base, adapter)]
-    return [*first, *(Models(model=each) for each in models)]
+        return [*first, _pick_models(models[0] if models else None, base, adapter)]
+    return [*first, *(ModelLocations(model=location) for location in models)]
 
 
-def _measured(model: str | None, base: str | None, adapter: str | None, *, compared: bool = False) -> Models:
-    """Return the model, or the adapter beside its base; `compared`: the base is measured too."""
+def _pick_models(model: str | None, base: str | None, adapter: str | None, *, compared: bool = False) -> ModelLocations:
+    """Return the model, or the adapter with its base; `compared`: the base is evaluated too."""
     if adapter is not None:
         if base is None or model is not None:
             raise UserError("--adapter goes with --base, the model it was made for, and with no other MODEL")
-        return Models(model=base, adapter=adapter, base=base if compared else None)
+        return ModelLocations(model=base, adapter=adapter, base=base if compared else None)
     if model is None:
         raise UserError("give a MODEL folder, or --base and --adapter")
     if base is not None and not compared:
         raise UserError("--base goes with --adapter: leave it out, or give the adapter")
-    return Models(model=model, base=base)
+    return ModelLocations(model=model, base=base)
 
 
-def _generation(training: TrainingConfig | None, **given: Any) -> GenerationConfig:
-    """Return the settings of the configuration, with the options over them. Raises UserError."""
+def _merge_generation(training: TrainingConfig | None, **options: Any) -> GenerationConfig:
+    """Return the settings of the configuration, overridden by options. Raises UserError."""
     wire = training.evaluate.generation.to_wire() if training is not None else {}
-    return _validated(GenerationConfig, wire | {name: value for name, value in given.items() if value is not None})
+    return _validate(GenerationConfig, wire | {name: value for name, value in options.items() if value is not None})
 
 
-def _validated(kind: type[_Checked], wire: dict[str, Any]) -> _Checked:
+def _validate(kind: type[_Checked], wire: dict[str, Any]) -> _Checked:
     try:
         return kind.model_validate(wire)
     except ValidationError as error:
@@ -323,32 +328,32 @@ def _validated(kind: type[_Checked], wire: dict[str, Any]) -> _Checked:
 def _format_answers(
     questions: Sequence[Question], answers: Sequence[GeneratedAnswer], *, as_json: bool
 ) -> Iterator[str]:
-    """Lines for people, or one object each for programs."""
+    """Format answers as text, or as JSON, one object per line."""
     for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
         if as_json:
-            yield _json_line(question, answer)
+            yield _format_json(question, answer)
             continue
         yield from _format_question(number, question)
-        length = f"{answer.tokens} tokens, {answer.ending}"
+        length = f"{answer.tokens} tokens, {answer.finish_reason}"
         yield f"{typer.style(f'[{number}] answer', bold=True)} ({length})\n{answer.text}"
 
 
 def _stream(server: Endpoint, questions: Sequence[Question], generation: GenerationConfig, *, as_json: bool) -> None:
-    """Show answers as a server sends them."""
+    """Print answers while the server sends them."""
     for number, question in enumerate(questions, start=1):
         if as_json:
-            typer.echo(_json_line(question, server.complete(question.prompt, generation)))
+            typer.echo(_format_json(question, server.complete(question.prompt, generation)))
             continue
         for line in _format_question(number, question):
             typer.echo(line)
         typer.echo(f"{typer.style(f'[{number}] answer', bold=True)} of {server.model}")
         answer = server.complete(question.prompt, generation, lambda part: typer.echo(part, nl=False))
-        typer.echo(f"\n({answer.tokens} tokens, {answer.ending})")
+        typer.echo(f"\n({answer.tokens} tokens, {answer.finish_reason})")
 
 
-def _json_line(question: Question, answer: GeneratedAnswer) -> str:
-    found = {"prompt": question.prompt, "answer": answer.text, "tokens": answer.tokens, "ending": answer.ending}
-    return json.dumps(found | ({"expected": question.answer} if question.answer else {}), ensure_ascii=False)
+def _format_json(question: Question, answer: GeneratedAnswer) -> str:
+    line = {"prompt": question.prompt, "answer": answer.text, "tokens": answer.tokens, "ending": answer.finish_reason}
+    return json.dumps(line | ({"expected": question.answer} if question.answer else {}), ensure_ascii=False)
 
 
 def _format_question(number: int, question: Question) -> Iterator[str]:
@@ -359,8 +364,8 @@ def _format_question(number: int, question: Question) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _bar() -> Iterator[Any]:
-    """Yield a progress bar on stderr; nothing where that is no terminal."""
+def _progress_bar() -> Iterator[Any]:
+    """Yield a progress bar on stderr; without a terminal nothing is drawn."""
     from rich.console import Console  # noqa: PLC0415 - only this command draws
     from rich.progress import Progress  # noqa: PLC0415
 
@@ -371,12 +376,12 @@ def _bar() -> Iterator[Any]:
 
 
 def _write(*files: tuple[Path | None, str]) -> None:
-    """Whole files or none. Raises StorageError."""
-    from trainium_trainer.artifacts.store import kept  # noqa: PLC0415 - as the next
+    """Write a file atomically. Raises StorageError."""
+    from trainium_trainer.artifacts.store import unwritable_error  # noqa: PLC0415 - as the next
     from trainium_trainer.storage.posix import PosixStorage  # noqa: PLC0415 - only where a file is asked for
     from trainium_trainer.storage.protocol import Retry  # noqa: PLC0415
 
     for file, text in files:
         if file is not None:
             storage, data = PosixStorage(file.absolute().parent), text.encode()
-            kept(lambda: storage.write(file.name, data), str(file), Retry())  # noqa: B023 - called at once
+            Retry().run(lambda: storage.write(file.name, data), str(file), unwritable_error)  # noqa: B023 - called at once

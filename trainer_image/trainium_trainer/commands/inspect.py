@@ -13,8 +13,8 @@ import typer
 
 from trainium_trainer.checkpoint import inspect as inspection
 from trainium_trainer.exits import UserError
+from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.errors import storage_error
-from trainium_trainer.storage.opening import open_storage
 
 
 def inspect(
@@ -42,9 +42,9 @@ def inspect(
     except OSError as error:
         raise storage_error(error, root) from error
     if as_json:
-        typer.echo(inspection.as_json(rows))
+        typer.echo(inspection.format_json(rows))
     else:
-        typer.echo(inspection.table(rows, now=time.time()) if rows else f"no checkpoints in {root}")
+        typer.echo(inspection.format_table(rows, now=time.time()) if rows else f"no checkpoints in {root}")
     damaged = [row.folder for row in rows if row.state is inspection.CheckpointState.DAMAGED]
     if damaged:
         raise UserError(

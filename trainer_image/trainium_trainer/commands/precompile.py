@@ -2,11 +2,12 @@
 
 Guarantees:
 - Importing this module imports no torch.
-- What is ready already is not compiled again.
-- A size counts as ready only when each of its places was compiled, side by side as far as memory goes (`crew.py`).
+- Sizes that are ready are not compiled again.
+- A size counts as ready only when each of its mesh coordinates was compiled, in parallel as far as memory
+  allows (`process_pool.py`).
 - One of the processes and nodes that share a folder compiles a key. The lease of a holder that ended, or that has not
-  renewed it for a minute, is taken over. What two holders would do is harmless (`cache` publishes atomically).
-- Nothing is written but the compiler's folder, the shared folder and the log.
+  renewed it for a minute, expires. Two holders at once do no harm (`cache` publishes atomically).
+- Only the compiler's folder, the shared folder and the log are written.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ from trainium_agent.linux.write_access import FORBIDDEN, explain_forbidden
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.wire import worker_env
 from trainium_trainer import neuron_environment
-from trainium_trainer.backends.choose import choose, refuse_what_it_cannot
+from trainium_trainer.backends.choose import choose_backend, refuse_unsupported
 from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.compile import graphs
-from trainium_trainer.compile.crew import Crew
-from trainium_trainer.compile.rehearsal import Place, Request, launch_at, rank_of
-from trainium_trainer.compile.rehearsal import places as places_of
+from trainium_trainer.compile.dry_run import DryRunRequest, MeshCoordinate, first_rank_at, launch_at, mesh_coordinates
+from trainium_trainer.compile.process_pool import ProcessPool
 from trainium_trainer.compile.sizes import read_sizes
 from trainium_trainer.configuration.config import Settings, resolve_settings
 from trainium_trainer.exits import StorageError, TrainerError, UserError
@@ -51,12 +51,12 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class CompileOutcome(StrEnum):
-    """Result for one size."""
+    """The result for one size."""
 
     READY = "ready"
-    """The node had it."""
+    """The node had the graphs."""
     FETCHED = "fetched"
-    """Copied from the shared folder."""
+    """The graphs were copied from the shared folder."""
     COMPILED = "compiled"
 
 
@@ -73,59 +73,59 @@ def precompile(
     force: Annotated[bool, typer.Option("--force", help="Compile also what is ready.")] = False,
 ) -> None:
     """Compile the graphs of every size of a job before it runs, into this node's cache and the shared one."""
-    asked = _numbers(sizes)
-    plan = read_sizes(config, overrides or (), asked=asked, cores_per_node=cores_per_node)
+    requested = _numbers(sizes)
+    plan = read_sizes(config, overrides or (), requested=requested, cores_per_node=cores_per_node)
     launches = []
-    for nodes in plan.nodes:  # what is wrong with a size is found before the first one is compiled
+    for nodes in plan.nodes:  # check all sizes before the first one is compiled
         settings = resolve_settings(plan.config, launch_at(0, nodes * plan.cores_per_node, plan.cores_per_node))
-        refuse_what_it_cannot(settings)
+        refuse_unsupported(settings)
         launches.append(settings)
     neuron_environment.apply(plan.config)
     local, shared = graphs.local_cache(plan.config), graphs.shared_cache(plan.config)
     for nodes, settings in zip(plan.nodes, launches, strict=True):
         began = time.monotonic()
         try:
-            outcome = ready(settings, local, shared, force=force)
+            outcome = ensure_compiled(settings, local, shared, force=force)
         except OSError as error:
             advice = explain_forbidden(error.errno) if error.errno in FORBIDDEN else "make room"
             raise StorageError(
                 f"the compiler's cache: {error.strerror or error} ({error.filename}): {advice}, or name another "
                 "folder (neuron.cacheDirectory, neuron.sharedCacheDirectory)"
             ) from error
-        sentence = (
+        summary = (
             f"{nodes} node{'s' if nodes > 1 else ''}: data parallel {settings.dp_size}, "
-            f"{len(_places(settings))} place(s) in the model: {outcome} in {time.monotonic() - began:.1f} s"
+            f"{len(_coordinates(settings))} place(s) in the model: {outcome} in {time.monotonic() - began:.1f} s"
         )
-        typer.echo(log_lines.format_sentence(sentence, logger=__name__))
+        typer.echo(log_lines.format_sentence(summary, logger=__name__))
 
 
-def ready(
+def ensure_compiled(
     settings: Settings, local: LocalCache | None, shared: SharedCache | None, *, force: bool = False
 ) -> CompileOutcome:
-    """Make sure that the node has the graphs of one size: look, else copy, else compile and share."""
-    if local is None:  # in S3: the compiler looks there by itself
+    """Ensure that the node has the graphs of one size: find, else copy, else compile and share them."""
+    if local is None:  # the compiler accesses a cache in S3 by itself
         _compile(settings, None)
         return CompileOutcome.COMPILED
     key = graphs.compute_key(settings)
     home = shared or local
-    found = None if force else _found(key, local, shared)
+    found = None if force else _find_compiled(key, local, shared)
     if found is not None:
         return found
-    with held(home.lock_path(key), unless=lambda: not force and home.has(key)):
-        # Another process may have compiled it while this one waited.
-        found = None if force else _found(key, local, shared)
+    with hold_lease(home.lock_path(key), unless=lambda: not force and home.has(key)):
+        # Another process may have compiled the size while this one waited.
+        found = None if force else _find_compiled(key, local, shared)
         if found is not None:
             return found
         _compile(settings, local)
         if shared is not None:
             shared.publish(key, local)
         else:
-            local.note(local.entry(key))
+            local.mark_complete(local.entry(key))
     return CompileOutcome.COMPILED
 
 
 @contextlib.contextmanager
-def held(path: Path, *, unless: Callable[[], bool]) -> Iterator[bool]:
+def hold_lease(path: Path, *, unless: Callable[[], bool]) -> Iterator[bool]:
     """Hold the lease at `path`, or stop waiting for it once `unless` holds; yield whether it is held.
 
     Raises OSError when the folder cannot be written.
@@ -141,8 +141,8 @@ def held(path: Path, *, unless: Callable[[], bool]) -> Iterator[bool]:
         lease.release()
 
 
-def _found(key: str, local: LocalCache, shared: SharedCache | None) -> CompileOutcome | None:
-    """Return where the node has a key from without compiling; None when it has not."""
+def _find_compiled(key: str, local: LocalCache, shared: SharedCache | None) -> CompileOutcome | None:
+    """Return the source of a key that needs no compilation; None if it must be compiled."""
     if local.has(key):
         if shared is not None and not shared.has(key):
             shared.publish(key, local)
@@ -151,25 +151,31 @@ def _found(key: str, local: LocalCache, shared: SharedCache | None) -> CompileOu
 
 
 def _compile(settings: Settings, local: LocalCache | None) -> None:
-    """Compile the places of a size, side by side."""
-    # Each takes a core of the device for itself, as the ranks of a node do.
-    crew = Crew(settings.launch.local_world_size if _is_nxd(settings) else len(os.sched_getaffinity(0)))
-    crew.each(_places(settings), lambda place, seat: compile_place(settings, place, local, crew, seat))
+    """Compile the mesh coordinates of a size in parallel."""
+    # Each process uses a core of the device exclusively, as the ranks of a node do.
+    pool = ProcessPool(settings.launch.local_world_size if _is_nxd(settings) else len(os.sched_getaffinity(0)))
+    pool.for_each(
+        _coordinates(settings), lambda coordinate, slot: compile_coordinate(settings, coordinate, local, pool, slot)
+    )
 
 
-def compile_place(settings: Settings, place: Place, local: LocalCache | None, crew: Crew, seat: int) -> None:
-    """Rehearse one place in a child process. Raises the error that it ended with.
+def compile_coordinate(
+    settings: Settings, coordinate: MeshCoordinate, local: LocalCache | None, pool: ProcessPool, slot: int
+) -> None:
+    """Compile one mesh coordinate in a child process. Raises the error of the process.
 
-    `seat`: a number that none of those beside it has.
+    `slot` is a number that is unique among the parallel processes.
     """
     world = settings.launch.world_size
     local_world = settings.launch.local_world_size
     nxd = _is_nxd(settings)
-    rank = rank_of(place, settings.config, world, apart=extraction.ranks_apart(settings) if nxd else 1)
-    request = Request(config=settings.config.to_wire(), rank=rank, world_size=world, local_world_size=local_world)
-    command = [sys.executable, "-m", "trainium_trainer.compile.rehearsal"]
+    rank = first_rank_at(
+        coordinate, settings.config, world, tensor_stride=extraction.tensor_rank_stride(settings) if nxd else 1
+    )
+    request = DryRunRequest(config=settings.config.to_wire(), rank=rank, world_size=world, local_world_size=local_world)
+    command = [sys.executable, "-m", "trainium_trainer.compile.dry_run"]
     environment = dict(os.environ)
-    # Its output is read here, so it is text whatever the format of the log.
+    # This process parses the output, so it is text at any log format.
     for name in (*_OF_A_RANK, worker_env.ENV_PROGRESS_FILE, worker_env.ENV_LOG_FORMAT):
         environment.pop(name, None)
     if local is not None and not neuron_environment.uses_neuron(settings.config):
@@ -177,9 +183,9 @@ def compile_place(settings: Settings, place: Place, local: LocalCache | None, cr
     with tempfile.TemporaryDirectory(prefix="trainium-compile-") as scratch:
         if nxd:
             command = extraction.tool_command(command, scratch)
-            environment |= extraction.environment(rank, world, local_world) | {"NEURON_RT_VISIBLE_CORES": str(seat)}
+            environment |= extraction.environment(rank, world, local_world) | {"NEURON_RT_VISIBLE_CORES": str(slot)}
         try:
-            done = crew.run(command, request.model_dump_json(), environment)
+            done = pool.run(command, request.model_dump_json(), environment)
         except FileNotFoundError as error:
             raise UserError(
                 f"{extraction.TOOL} is not installed: it comes with torch-neuronx in the image of the Neuron SDK"
@@ -187,17 +193,19 @@ def compile_place(settings: Settings, place: Place, local: LocalCache | None, cr
     if done.returncode:
         lines = [line for line in done.stderr[-_TAIL:].splitlines() if line.strip()]
         reason = lines[-1] if lines else "the process ended without a word"
-        # The kind of error that the process ended with has the same exit code here.
+        # The error is raised with the exit code of the process.
         kind = next((kind for kind in TrainerError.__subclasses__() if kind.code == done.returncode), UserError)
         raise kind(f"compiling for {world} ranks, rank {rank}: {reason}")
 
 
-def _places(settings: Settings) -> tuple[Place, ...]:
-    return places_of(settings.config, extraction.data_ranks(settings) if _is_nxd(settings) else (0,))
+def _coordinates(settings: Settings) -> tuple[MeshCoordinate, ...]:
+    return mesh_coordinates(
+        settings.config, extraction.ranks_with_distinct_graphs(settings) if _is_nxd(settings) else (0,)
+    )
 
 
 def _is_nxd(settings: Settings) -> bool:
-    return choose(settings.config.backend, settings.config.device) is BackendChoice.NXD
+    return choose_backend(settings.config.backend, settings.config.device) is BackendChoice.NXD
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 Guarantees:
 - Nothing here imports torch.
-- The progress is drawn on stderr, the result is one line on stdout.
+- Progress is shown on stderr; the result is one line on stdout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainium_trainer.data.prepared.build import BuildProgress
-    from trainium_trainer.data.prepared.prepared import PreparedManifest
+    from trainium_trainer.data.prepared.reader import PreparedManifest
 
 
 def prepare_data(
@@ -49,14 +49,14 @@ def prepare_data(
         BosToken, typer.Option(help="Whether each document begins with the tokenizer's BOS token.")
     ] = BosToken.AUTO,
     workers: Annotated[
-        int | None, typer.Option(help="Tokenising processes; omitted: one for each core, at most 16.")
+        int | None, typer.Option(help="Tokenizing processes; omitted: one for each core, at most 16.")
     ] = None,
     max_bad_lines: Annotated[
         int | None,
         typer.Option(help="Lines that may be skipped before it is an error; omitted: 100, and 1 % of records."),
     ] = None,
 ) -> None:
-    """Tokenise text, or encode examples, ahead of a run; a killed command is continued by the next.
+    """Tokenize text, or encode examples, ahead of a run; a killed command is continued by the next.
 
     With --config all that the run would make before its first step is made in its cache; with --source and --output
     text becomes a folder of Arrow files.
@@ -68,19 +68,18 @@ def prepare_data(
         return
     if not source or output is None:
         raise UserError("prepare-data: needs --config FILE, or --source and --output")
-    from trainium_trainer.data.prepared.build import PreparedRecipe, build  # noqa: PLC0415 - numpy, only for this command
+    from trainium_trainer.data.prepared.build import build  # noqa: PLC0415 - numpy, only for this command
     from trainium_trainer.data.prepared.cache import cache_directory, use_cache  # noqa: PLC0415
-    from trainium_trainer.data.prepared.origins import train_for_texts  # noqa: PLC0415
-    from trainium_trainer.data.sources.hub import pin_revision  # noqa: PLC0415
-    from trainium_trainer.data.sources.resolve import SourceSpec  # noqa: PLC0415
+    from trainium_trainer.data.prepared.text_sources import PreparedRecipe, train_for_texts  # noqa: PLC0415
+    from trainium_trainer.data.sources.resolve import SourceSpec, pin_source  # noqa: PLC0415
     from trainium_trainer.data.tokens.tokenizer import (  # noqa: PLC0415
         count_entries,
         find_beginning_of_documents,
         tokenizer_file,
     )
 
-    checked = _checked(tokenizer, vocab_size, text_field, workers, max_bad_lines)
-    specs = tuple(SourceSpec(pin_revision(name), text_field) for name in source)
+    checked = _check(tokenizer, vocab_size, text_field, workers, max_bad_lines)
+    specs = tuple(SourceSpec(pin_source(name), text_field) for name in source)
     with use_cache(cache_directory(checked)) as cache:
         if checked.tokenizer.path is not None:
             file = tokenizer_file(checked.tokenizer)
@@ -89,23 +88,23 @@ def prepare_data(
             file = train_for_texts(specs, vocab_size, cache)
         recipe = PreparedRecipe(specs, file, max_bad_lines, beginning=find_beginning_of_documents(bos, file))
         key = recipe.key(cache)
-    bar = _Bar("documents")
+    bar = _ProgressBar("documents")
     with bar:
         manifest = build(output.absolute(), recipe.inputs(), key, workers=workers, progress=bar.update)
-    typer.echo(_summary(output, manifest, bar))
+    typer.echo(_format_summary(output, manifest, bar))
 
 
 def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
-    """Make all that a run would make before its first step."""
+    """Prepare all data that a run would prepare before its first step."""
     from trainium_trainer.configuration.config import load  # noqa: PLC0415 - as above
     from trainium_trainer.data.batches.samples import Samples  # noqa: PLC0415
-    from trainium_trainer.data.opening import open_data  # noqa: PLC0415
+    from trainium_trainer.data.dataset import open_data  # noqa: PLC0415
     from trainium_trainer.data.prepared.cache import cache_directory, use_cache  # noqa: PLC0415
 
     config = load(file, overrides)
-    with use_cache(cache_directory(config.data)) as cache:  # a run may do without its cache, its preparation may not
+    with use_cache(cache_directory(config.data)) as cache:  # a run can work without its cache, but not the preparation
         tempfile.TemporaryFile(dir=cache).close()
-    bar = _Bar("documents" if config.data.format is DataFormat.TEXT else "examples")
+    bar = _ProgressBar("documents" if config.data.format is DataFormat.TEXT else "examples")
     with bar:
         data = open_data(
             config.data,
@@ -116,7 +115,7 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
         )
     if not isinstance(data.training, Samples):
         raise UserError(
-            "data.tokenization: these data are tokenised while training, so nothing is prepared: set it to Ahead, or "
+            "data.tokenization: these data are tokenized while training, so nothing is prepared: set it to Ahead, or "
             "use --source and --output"
         )
     what = data.report.line() if data.report is not None else f"{data.training.num_samples:,} samples"
@@ -124,12 +123,12 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
     typer.echo(f"{cache_directory(config.data)}: {what}{speed}")
 
 
-def _checked(tokenizer: Path | None, vocab_size: int, field: str, workers: int | None, bad: int | None) -> DataConfig:
-    """Check the options by the bounds of the configuration. Raises UserError."""
-    given = {"path": str(tokenizer) if tokenizer else None, "vocab_size": vocab_size}
+def _check(tokenizer: Path | None, vocab_size: int, field: str, workers: int | None, bad: int | None) -> DataConfig:
+    """Check the options against the bounds of the configuration. Raises UserError."""
+    tokens = {"path": str(tokenizer) if tokenizer else None, "vocab_size": vocab_size}
     try:
         return DataConfig.model_validate(
-            {"tokenizer": given, "text_field": field, "workers": workers, "max_bad_lines": bad}
+            {"tokenizer": tokens, "text_field": field, "workers": workers, "max_bad_lines": bad}
         )
     except ValidationError as error:
         from trainium_trainer.validation_errors import explain  # noqa: PLC0415 - rare
@@ -137,7 +136,7 @@ def _checked(tokenizer: Path | None, vocab_size: int, field: str, workers: int |
         raise UserError(explain(error, DataConfig)) from error
 
 
-def _summary(output: Path, manifest: PreparedManifest, bar: _Bar) -> str:
+def _format_summary(output: Path, manifest: PreparedManifest, bar: _ProgressBar) -> str:
     line = f"{output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
     if bar.new_tokens:
         line += f", {bar.new_tokens / bar.seconds:,.0f} tokens/s"
@@ -146,8 +145,8 @@ def _summary(output: Path, manifest: PreparedManifest, bar: _Bar) -> str:
     return f"{line}, no line skipped"
 
 
-class _Bar:
-    """A progress bar on stderr; nothing but its end where that is no terminal."""
+class _ProgressBar:
+    """A progress bar on stderr; without a terminal only its end is printed."""
 
     def __init__(self, noun: str) -> None:
         from rich.console import Console  # noqa: PLC0415 - as above
@@ -167,7 +166,7 @@ class _Bar:
         self.new_tokens = 0
 
     def update(self, progress: BuildProgress) -> None:
-        """Draw how far it is."""
+        """Draw the progress."""
         now = time.perf_counter()
         if progress.tokens == progress.resumed_tokens:
             self._began = now

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainium_contract.views.trace import merge_traces, parse_trace, span_lines, summarize_trace
+from trainium_contract.views.trace import format_summaries, merge_traces, parse_trace, summarize_trace
 from trainium_trainer.exits import UserError
 
 
@@ -27,7 +27,7 @@ def profile(
             raise UserError(f"{path} cannot be read ({error.strerror}): name a trace of monitor.profile") from error
         except ValueError as error:
             raise UserError(f"{path} is no trace that can be read: {error}") from error
-    typer.echo("\n".join(span_lines([summarize_trace(trace) for trace in traces])))
+    typer.echo("\n".join(format_summaries([summarize_trace(trace) for trace in traces])))
     if merge is not None:
         try:
             merge.write_bytes(merge_traces(traces))

@@ -1,8 +1,8 @@
-"""Print samples as the model sees them, and counts of the records: `trainium-trainer show-data`.
+"""Print samples as the model's input, and counts of the records: `trainium-trainer show-data`.
 
 Guarantees:
-- What is shown is what a run with this configuration sees first, read the way the run reads it.
-- Nothing here imports torch but for data that are tokenised while training.
+- The samples are the first ones of a run with this configuration, read in the same way.
+- Torch is imported only for data that are tokenized during training.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overri
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from rich.console import Console
     from rich.text import Text
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_contract.trainer.data import DataConfig
-    from trainium_trainer.data.examples.opening import DataReport
-    from trainium_trainer.data.opening import Data
+    from trainium_trainer.data.dataset import Dataset
+    from trainium_trainer.data.examples.dataset import DataReport
 
 _BAR = 40
 _LEARNED = "bold green"
@@ -34,11 +35,11 @@ _BORDER = "│"
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """One stretch of a sample: a document's or example's tokens, and which of them are learned."""
+class DisplayedTokens:
+    """A document or example of a sample: its tokens, and which of them are learned."""
 
     ids: Sequence[int]
-    learned: Sequence[bool]
+    loss_mask: Sequence[bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,26 +66,26 @@ def show_data(
     from rich.text import Text  # noqa: PLC0415
 
     from trainium_trainer.configuration.config import load  # noqa: PLC0415
-    from trainium_trainer.data.opening import open_data  # noqa: PLC0415
-    from trainium_trainer.data.tokens.tokenizer import difference_from_transformers, load_tokenizer  # noqa: PLC0415
+    from trainium_trainer.data.dataset import open_data  # noqa: PLC0415
+    from trainium_trainer.data.tokens.tokenizer import load_tokenizer  # noqa: PLC0415
 
-    given = load(config, overrides or ())
-    data = open_data(given.data, given.batch.global_size, epochs=given.epochs, steps_differ=given.batch.tolerance > 0)
+    run = load(config, overrides or ())
+    data = open_data(run.data, run.batch.global_size, epochs=run.epochs, steps_differ=run.batch.tolerance > 0)
     console = Console(highlight=False)
     tokenizer = load_tokenizer(data.tokenizer)
     display = _Display(tokenizer, console.is_terminal and not console.no_color, borders=borders, ids=ids)
     seen = ""
-    for number, shown in enumerate(_samples(given, data, first, samples), start=first):
-        _print_sample(console, display, number, shown, given.data)
-        if shown and not seen:
-            seen = str(tokenizer.decode(list(shown[0].ids), skip_special_tokens=False))
-    _print_summary(console, given, data)
-    if difference := difference_from_transformers(data.tokenizer, seen):
+    for number, sample in enumerate(_samples(run, data, first, samples), start=first):
+        _print_sample(console, display, number, sample, run.data)
+        if sample and not seen:
+            seen = str(tokenizer.decode(list(sample[0].ids), skip_special_tokens=False))
+    _print_summary(console, run, data)
+    if difference := _compare_with_transformers(data.tokenizer, tokenizer, seen):
         console.print(Text(f"\nwarning: {difference}", "yellow"), soft_wrap=True)
 
 
-def _samples(config: TrainingConfig, data: Data, first: int, count: int) -> Iterator[list[Shown] | None]:
-    """Yield samples by position; None for one that only fills up an epoch."""
+def _samples(config: TrainingConfig, data: Dataset, first: int, count: int) -> Iterator[list[DisplayedTokens] | None]:
+    """Yield samples by position; None for the padding of an epoch."""
     from trainium_trainer.data.batches.samples import Samples, TextSample  # noqa: PLC0415
     from trainium_trainer.data.examples.part import ExampleSample, PairSample  # noqa: PLC0415 - as above
 
@@ -94,18 +95,20 @@ def _samples(config: TrainingConfig, data: Data, first: int, count: int) -> Iter
         return
     for sample in training.at(first, count):
         if isinstance(sample, ExampleSample | PairSample):
-            yield [Shown(ids.tolist(), [False, *trained[1:].tolist()]) for ids, trained in sample.examples]
+            yield [
+                DisplayedTokens(ids.tolist(), [False, *loss_mask[1:].tolist()]) for ids, loss_mask in sample.examples
+            ]
         elif isinstance(sample, TextSample):
-            learned = sample.rows(training.rules)[0].learned
-            yield [Shown(sample.tokens.tolist(), [False, *learned.tolist()])]
+            loss_mask = sample.rows(training.rules)[0].loss_mask
+            yield [DisplayedTokens(sample.tokens.tolist(), [False, *loss_mask.tolist()])]
         else:
             yield None
 
 
-def _streamed(config: TrainingConfig, data: Data, first: int, count: int) -> Iterator[list[Shown]]:
-    """Yield samples of text that is tokenized while training, from the step of the first one on."""
-    from trainium_trainer.data.batches.loader import Share  # noqa: PLC0415 - only for streams
-    from trainium_trainer.data.streaming import open_loader  # noqa: PLC0415
+def _streamed(config: TrainingConfig, data: Dataset, first: int, count: int) -> Iterator[list[DisplayedTokens]]:
+    """Yield samples of text that is tokenized during training, from the step of the first one on."""
+    from trainium_trainer.data.batches.micro_batches import Share  # noqa: PLC0415 - only for streams
+    from trainium_trainer.data.loader import open_loader  # noqa: PLC0415
     from trainium_trainer.models.loss import IGNORED_LABEL  # noqa: PLC0415
 
     batch = config.batch.global_size
@@ -114,50 +117,50 @@ def _streamed(config: TrainingConfig, data: Data, first: int, count: int) -> Ite
         for position in range(first, first + count):
             micro = loader.batch_at(position // batch * batch).micro_batches[position % batch]
             inputs, labels = micro.inputs[0].tolist(), micro.labels[0].tolist()
-            yield [Shown(inputs, [False, *(label != IGNORED_LABEL for label in labels[:-1])])]
+            yield [DisplayedTokens(inputs, [False, *(label != IGNORED_LABEL for label in labels[:-1])])]
     finally:
         loader.close()
 
 
 def _print_sample(
-    console: Console, display: _Display, number: int, shown: list[Shown] | None, config: DataConfig
+    console: Console, display: _Display, number: int, sample: list[DisplayedTokens] | None, config: DataConfig
 ) -> None:
     from rich.text import Text  # noqa: PLC0415
 
     pairs, length = config.rows_per_sample > 1, config.rows_per_sample * config.sequence_length
 
-    if shown is None:
+    if sample is None:
         console.print(Text(f"── sample {number}: fills up the last batch of an epoch, does not count ──", "dim"))
         return
-    used = sum(len(one.ids) - 1 for one in shown)
-    learned = sum(sum(one.learned) for one in shown)
-    several = f"{len(shown)} {'answers' if pairs else 'examples'}, " if len(shown) > 1 else ""
+    used = sum(len(one.ids) - 1 for one in sample)
+    learned = sum(sum(one.loss_mask) for one in sample)
+    several = f"{len(sample)} {'answers' if pairs else 'examples'}, " if len(sample) > 1 else ""
     head = f"── sample {number}: {several}{used:,} of {length:,} positions used, {learned:,} tokens learned ──"
     console.print(Text(head, "bold cyan"))
-    for index, one in enumerate(shown):
+    for index, one in enumerate(sample):
         if index:
             sees = "does not see" if config.masked else "sees"
             other = f"example {index + 1} of this sample, which {sees} the one before"
             console.print(Text(f"── {'the answer that is not preferred' if pairs else other} ──", "dim"))
-        console.print(_coloured(display, one), soft_wrap=True)
+        console.print(_format_tokens(display, one), soft_wrap=True)
         if display.ids:
             console.print(Text(f"ids: {' '.join(map(str, one.ids))}", "dim"), soft_wrap=True)
     console.print()
 
 
-def _coloured(display: _Display, shown: Shown) -> Text:
-    """Return the decoded text; what is learned is coloured, or between brackets."""
+def _format_tokens(display: _Display, tokens: DisplayedTokens) -> Text:
+    """Return the decoded text; learned tokens are coloured, or in brackets."""
     from rich.text import Text  # noqa: PLC0415
 
     text, before, start = Text(), "", 0
-    ids, learned = list(shown.ids), list(shown.learned)
+    ids, loss_mask = list(tokens.ids), list(tokens.loss_mask)
     while start < len(ids):
         end = start + 1
-        while end < len(ids) and learned[end] == learned[start] and not display.borders:
+        while end < len(ids) and loss_mask[end] == loss_mask[start] and not display.borders:
             end += 1
-        # Decoded from the beginning each time: many tokenizers drop the blank that a text begins with.
+        # Always decoded from the beginning, because many tokenizers drop the leading space of a text.
         now = str(display.tokenizer.decode(ids[:end], skip_special_tokens=False))
-        piece, before, is_learned = now[len(before) :], now, learned[start]
+        piece, before, is_learned = now[len(before) :], now, loss_mask[start]
         if display.borders and start:
             text.append(_BORDER, "dim")
         start = end
@@ -168,7 +171,7 @@ def _coloured(display: _Display, shown: Shown) -> Text:
     return text
 
 
-def _print_summary(console: Console, config: TrainingConfig, data: Data) -> None:
+def _print_summary(console: Console, config: TrainingConfig, data: Dataset) -> None:
     from rich.text import Text  # noqa: PLC0415
 
     what = "green" if console.is_terminal and not console.no_color else f"between {_OPEN} and {_CLOSE}"
@@ -176,11 +179,11 @@ def _print_summary(console: Console, config: TrainingConfig, data: Data) -> None
     if config.data.bos is not BosToken.AUTO:
         lines.append(("BOS token", str(config.data.bos)))
     if data.report is not None:
-        lines += _counts(config, data.report)
+        lines += _format_counts(config, data.report)
     else:
         count = getattr(data.training, "num_samples", None)
         known = f"{count:,} of {config.data.sequence_length:,} tokens" if count is not None else "not known ahead"
-        lines += [("samples", f"{known}, tokenised {'ahead' if count is not None else 'while training'}")]
+        lines += [("samples", f"{known}, tokenized {'ahead' if count is not None else 'while training'}")]
         lines += [("masks", "documents do not see each other")] if config.data.masked else []
     if data.validation is not None:
         lines.append(("validation", f"{data.validation.num_samples:,} samples"))
@@ -192,7 +195,7 @@ def _print_summary(console: Console, config: TrainingConfig, data: Data) -> None
         _print_histogram(console, data.report)
 
 
-def _counts(config: TrainingConfig, report: DataReport) -> list[tuple[str, str]]:
+def _format_counts(config: TrainingConfig, report: DataReport) -> list[tuple[str, str]]:
     examples = config.data.examples
     lines: list[tuple[str, Any]] = [
         ("loss on", str(examples.loss)),
@@ -208,7 +211,7 @@ def _counts(config: TrainingConfig, report: DataReport) -> list[tuple[str, str]]
         ("sequences", f"{report.sequences:,}{', packed' if examples.packing else ''}"),
         ("positions", f"{report.used:.1%} used"),
     ]
-    zero = {"filtered", "left out", "skipped", "held back", "not used"}  # worth a line only when there are some
+    zero = {"filtered", "left out", "skipped", "held back", "not used"}  # omit counts of zero
     return [(name, value) for name, value in lines if name not in zero or not value.startswith("0")]
 
 
@@ -216,10 +219,34 @@ def _print_histogram(console: Console, report: DataReport) -> None:
     from rich.text import Text  # noqa: PLC0415
 
     bars = report.histogram()
-    most = max((count for _, _, count in bars), default=1)
+    largest = max((count for _, _, count in bars), default=1)
     width = len(f"{bars[-1][1]:,}") if bars else 1
     console.print(Text("\ntokens of an example, before it is cut or dropped", "bold"))
     for low, high, count in bars:
-        bar = "█" * -(-count * _BAR // max(1, most))
+        bar = "█" * -(-count * _BAR // max(1, largest))
         style = "yellow" if low > report.sequence_length + 1 else "cyan"
         console.print(Text.assemble(f"{low:>{width},} - {high:>{width},} ", (bar, style), f" {count:,}"))
+
+
+def _compare_with_transformers(file: Path, ours: Tokenizer, text: str) -> str:
+    """Describe where `transformers` encodes a text differently; empty if it does not, or cannot load the tokenizer."""
+    from trainium_trainer.data.tokens.tokenizer import CONFIG_FILE  # noqa: PLC0415
+
+    if not file.with_name(CONFIG_FILE).is_file():
+        return ""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, only for a person who looks
+
+    ours.encode_special_tokens = False
+    try:
+        expected = AutoTokenizer.from_pretrained(str(file.parent))(text, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # noqa: BLE001 - whatever the library meets in the folder
+        return f"transformers cannot load {file.parent} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    ids = ours.encode(text, add_special_tokens=False).ids
+    if ids == expected:
+        return ""
+    index = next((at for at, (one, other) in enumerate(zip(ids, expected, strict=False)) if one != other), None)
+    index = min(len(ids), len(expected)) if index is None else index
+    return (
+        f"transformers' AutoTokenizer gives this text {len(expected)} tokens, {file.name} gives it {len(ids)}; they "
+        f"differ from token {index} on: {expected[index : index + 3]} there, {ids[index : index + 3]} here"
+    )

@@ -1,1 +1,1 @@
-"""Compilation ahead of training: the graphs of every useful size, and the caches that keep what was compiled."""
+"""Compilation ahead of training: the graphs of every useful size, and the caches of compiled graphs."""

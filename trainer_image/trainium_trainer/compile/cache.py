@@ -1,13 +1,13 @@
-"""Keep compiled graphs in the compiler's folder of a node and in a folder that nodes share.
+"""Cache compiled graphs in the compiler's folder of a node and in a folder that nodes share.
 
-A shared folder holds `files/<digest>` (each file once, named by its SHA-256) and `keys/<key>.json` (which files a key
-needs, and where they belong).
+A shared folder holds `files/<digest>` (each file once, named by its SHA-256) and `keys/<key>.json` (the files of a key
+and their paths).
 
 Guarantees:
-- A file appears under its name only when it is whole (written aside, then renamed), and a key only when all of its
-  files have.
+- A file appears under its name only when it is complete (written as a draft, then renamed), and a key only after all of
+  its files.
 - A file whose digest is not its name is never copied into a node's folder.
-- What a compiler has not finished is not copied out.
+- Files that a compiler has not finished are not copied to the shared folder.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class CachedFile(ContractModel):
     """One file of the compiler's folder."""
 
     path: str = Field(min_length=1, max_length=1024, pattern=r"^[^/].*$")
-    """Relative to the folder."""
+    """The path relative to the folder."""
     size: int = Field(ge=0)
-    """Bytes."""
+    """The size in bytes."""
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """SHA-256."""
+    """The SHA-256 of the contents."""
 
 
 class CacheEntry(MessageModel):
-    """Files that are kept for one key."""
+    """The files of one key."""
 
     key: str
     files: tuple[CachedFile, ...] = ()
@@ -59,90 +59,90 @@ class DamagedError(Exception):
 
 
 class LocalCache:
-    """The folder that the compiler of this node reads and writes, with a note for each key that is complete."""
+    """The folder that the compiler of this node reads and writes, with a marker for each complete key."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def lock_path(self, key: str) -> Path:
-        """Return the place of a key's lock."""
+        """Return the path of a key's lock."""
         return self.folder / _OWN / "locks" / key
 
     def has(self, key: str) -> bool:
-        """Return whether all files of the key are there, by name and size."""
-        entry = _read(self._note(key), key)
+        """Return whether all files of the key exist, by name and size."""
+        entry = _read_entry(self._entry_file(key), key)
         return entry is not None and all(_size(self.folder / file.path) == file.size for file in entry.files)
 
-    def finished(self) -> Iterator[Path]:
-        """Yield the files that a compiler is done with."""
+    def finished_files(self) -> Iterator[Path]:
+        """Yield the files that a compiler has finished."""
         for root, folders, names in os.walk(self.folder):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            here = Path(root)
-            if here.name.startswith(_MODULE) and not {_FINISHED, _COMPILED} <= set(names):
+            folder = Path(root)
+            if folder.name.startswith(_MODULE) and not {_FINISHED, _COMPILED} <= set(names):
                 folders.clear()
                 continue
             for name in sorted(names):
                 if not name.startswith(".") and not name.endswith(_UNFINISHED_SUFFIXES):
-                    yield here / name
+                    yield folder / name
 
     def entry(self, key: str) -> CacheEntry:
-        """Return the files that the folder holds now, as the entry of a key."""
+        """Return the current files of the folder as the entry of a key."""
         files = [
             CachedFile(path=str(path.relative_to(self.folder)), size=path.stat().st_size, digest=_digest(path))
-            for path in self.finished()
+            for path in self.finished_files()
         ]
         return CacheEntry(key=key, files=tuple(files))
 
-    def note(self, entry: CacheEntry) -> None:
-        """Remember that the key is complete."""
-        _write(self._note(entry.key), entry)
+    def mark_complete(self, entry: CacheEntry) -> None:
+        """Record that the key is complete."""
+        _write_entry(self._entry_file(entry.key), entry)
 
-    def _note(self, key: str) -> Path:
+    def _entry_file(self, key: str) -> Path:
         return self.folder / _OWN / f"{key}.json"
 
 
 class SharedCache:
-    """A folder that all nodes see; it may be deleted as a whole at any time when nobody compiles."""
+    """A folder that all nodes share; it may be deleted as a whole while no process compiles."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def lock_path(self, key: str) -> Path:
-        """Return the place of a key's lock."""
+        """Return the path of a key's lock."""
         return self.folder / "locks" / key
 
     def has(self, key: str) -> bool:
         """Return whether the key was published."""
-        return self._note(key).exists()
+        return self._entry_file(key).exists()
 
     def fetch(self, key: str, local: LocalCache) -> CacheEntry | None:
-        """Copy in what the node lacks of a key; None when the key is not there or was damaged, and is set aside."""
-        entry = _read(self._note(key), key)
+        """Copy the files of a key that the node lacks; None if the key is missing, or damaged and set aside."""
+        entry = _read_entry(self._entry_file(key), key)
         if entry is None:
             return None
         try:
-            # A compiler takes a folder with its mark for complete: marks come last.
+            # A compiler treats a folder with its marker as complete, so markers are copied last.
             for file in sorted(entry.files, key=lambda file: file.path.endswith(_FINISHED)):
-                target = _below(local.folder, file.path)
+                target = _path_within(local.folder, file.path)
                 if _size(target) != file.size:
                     self._copy_in(file, target)
         except DamagedError as damage:
             _log.warning("%s: it is set aside and compiled again", damage)
             with contextlib.suppress(OSError):
-                self._note(key).rename(self._note(key).with_suffix(f".damaged-{uuid.uuid4().hex[:8]}"))
+                self._entry_file(key).rename(self._entry_file(key).with_suffix(f".damaged-{uuid.uuid4().hex[:8]}"))
             return None
-        local.note(entry)
+        local.mark_complete(entry)
         return entry
 
     def publish(self, key: str, local: LocalCache) -> CacheEntry:
-        """Copy out what the shared folder lacks, then the key."""
+        """Copy the files that the shared folder lacks, then write the key."""
         entry = local.entry(key)
         for file in entry.files:
             target = self._file(file)
             if _size(target) != file.size:
                 _copy(local.folder / file.path, target, file.digest)
-        _write(self._note(key), entry)
-        local.note(entry)
+        _write_entry(self._entry_file(key), entry)
+        local.mark_complete(entry)
         return entry
 
     def _copy_in(self, file: CachedFile, target: Path) -> None:
@@ -159,18 +159,18 @@ class SharedCache:
     def _file(self, file: CachedFile) -> Path:
         return self.folder / "files" / file.digest[:2] / file.digest
 
-    def _note(self, key: str) -> Path:
+    def _entry_file(self, key: str) -> Path:
         return self.folder / "keys" / f"{key}.json"
 
 
 def _copy(source: Path, target: Path, digest: str) -> None:
-    """Copy whole or not at all. Raises DamagedError when the source does not have the digest."""
+    """Copy a file atomically. Raises DamagedError if the source does not have the digest."""
     with source.open("rb") as stream:
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(f".{target.name[:64]}.{uuid.uuid4().hex}.part")
+        draft = target.with_name(f".{target.name[:64]}.{uuid.uuid4().hex}.part")
         seen = hashlib.sha256()
         try:
-            with aside.open("xb") as copy:
+            with draft.open("xb") as copy:
                 while chunk := stream.read(_CHUNK):
                     seen.update(chunk)
                     copy.write(chunk)
@@ -178,20 +178,20 @@ def _copy(source: Path, target: Path, digest: str) -> None:
                 os.fsync(copy.fileno())
             if seen.hexdigest() != digest:
                 raise DamagedError(f"{source} does not have the SHA-256 {digest}")
-            aside.rename(target)
+            draft.rename(target)
         finally:
-            aside.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
 
 
-def _write(path: Path, entry: CacheEntry) -> None:
+def _write_entry(path: Path, entry: CacheEntry) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    aside.write_text(entry.model_dump_json(by_alias=True), encoding="utf-8")
-    aside.rename(path)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    draft.write_text(entry.model_dump_json(by_alias=True), encoding="utf-8")
+    draft.rename(path)
 
 
-def _read(path: Path, key: str) -> CacheEntry | None:
-    """Return the entry of a key; None when there is none, or none that can be read."""
+def _read_entry(path: Path, key: str) -> CacheEntry | None:
+    """Read the entry of a key; None if it is missing or cannot be read."""
     try:
         entry = CacheEntry.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -199,8 +199,8 @@ def _read(path: Path, key: str) -> CacheEntry | None:
     return entry if entry.key == key else None
 
 
-def _below(folder: Path, path: str) -> Path:
-    """`path` in the folder. Raises DamagedError for one that leads out of it."""
+def _path_within(folder: Path, path: str) -> Path:
+    """Return `path` within the folder. Raises DamagedError for a path outside it."""
     if ".." in Path(path).parts:
         raise DamagedError(f"the cache names a file outside of its folder: {path}")
     return folder / path

@@ -1,9 +1,9 @@
-"""Name the compiled graphs of one size of a job, find the folders that keep them, and fill the node's from the shared.
+"""Compute the cache key of the graphs of a job at one size, and fill the node's cache from the shared one.
 
 Guarantees:
-- `key` is a pure function of its `Graphs`.
-- What does not change a graph (data, steps, learning rate, where checkpoints are) is not in it, so that a run with
-  other data finds what an earlier one compiled.
+- `key` is a pure function of its `GraphInputs`.
+- Settings that do not change a graph (data, steps, learning rate, location of checkpoints) are not in it, so that runs
+  with other data share compiled graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_contract.wire import worker_env
-from trainium_trainer.backends.nxd.extraction import data_ranks
+from trainium_trainer.backends.nxd.extraction import ranks_with_distinct_graphs
 from trainium_trainer.compile.cache import LocalCache, SharedCache
 from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import COMPILER_FLAGS, uses_neuron
@@ -36,26 +36,26 @@ if TYPE_CHECKING:
 
 
 _LENGTH = 32
-_NOT_COMPILED = frozenset({"learning_rate"})  # reaches the update as data
+_NOT_COMPILED = frozenset({"learning_rate"})  # an input of the update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Graphs:
-    """Everything that the graphs of one size depend on."""
+class GraphInputs:
+    """Everything on which the graphs of one size depend."""
 
     image: str
-    """The trainer's image, best with its digest; it stands for compiler and libraries."""
+    """The trainer's image, preferably with its digest; it identifies compiler and libraries."""
     flags: tuple[str, ...]
-    """Options of the compiler, in order."""
+    """The options of the compiler, in order."""
     model: dict[str, Any]
-    """Every number of the model's shape."""
+    """Every field of the model's shape."""
     compute: dict[str, Any]
-    """Number formats, recomputation, parallelism, sequence length, masks, micro-batch, optimizer."""
+    """Precision, recomputation, parallelism, sequence length, masks, micro-batch, optimizer."""
     world_size: int
-    """Ranks of the job at this size: groups of ranks are part of a graph."""
+    """The ranks of the job at this size, because groups of ranks are part of a graph."""
 
 
-def describe_graphs(settings: Settings, *, image: str, flags: Sequence[str]) -> Graphs:
+def describe_graphs(settings: Settings, *, image: str, flags: Sequence[str]) -> GraphInputs:
     """Return the graphs of a configuration at the size of its launch."""
     config = settings.config
     optimizer = {name: value for name, value in config.optimizer if name not in _NOT_COMPILED}
@@ -71,15 +71,15 @@ def describe_graphs(settings: Settings, *, image: str, flags: Sequence[str]) -> 
         "maskDocuments": config.data.masked,
         "microSize": config.batch.micro_size,
         "optimizer": optimizer,
-        # A pipeline's schedule knows how many there are; elsewhere each is the same graph.
-        "microBatches": micro_batches(settings) if config.parallelism.pipeline > 1 else 0,
+        # A pipeline's schedule depends on their number; elsewhere all have the same graph.
+        "microBatches": settings.passes if config.parallelism.pipeline > 1 else 0,
     }
-    # Entries of versions that compiled one kind of data-parallel rank only are not complete.
-    if config.backend is not BackendChoice.NATIVE and (kinds := data_ranks(settings)) != (0,):
+    # Entries of versions that compiled only one kind of data-parallel rank are incomplete.
+    if config.backend is not BackendChoice.NATIVE and (kinds := ranks_with_distinct_graphs(settings)) != (0,):
         compute["dataRanks"] = kinds
     if config.tuning != TuningConfig():
         compute["tuning"] = config.tuning.to_wire()
-    return Graphs(
+    return GraphInputs(
         image=image,
         flags=tuple(flags),
         model=settings.shape.to_json(),
@@ -88,13 +88,8 @@ def describe_graphs(settings: Settings, *, image: str, flags: Sequence[str]) -> 
     )
 
 
-def micro_batches(settings: Settings) -> int:
-    """Micro-batches of one step on one data-parallel rank."""
-    return settings.passes
-
-
-def digest_of_graphs(graphs: Graphs) -> str:
-    """Return a name of 32 hexadecimal digits: equal exactly for equal graphs."""
+def digest_of_graphs(graphs: GraphInputs) -> str:
+    """Return a key of 32 hexadecimal digits that is equal only for equal graphs."""
     text = json.dumps(asdict(graphs), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
 
@@ -109,38 +104,38 @@ _NOT_IN_KEY = ("--retry_failed_compilation", "--cache_dir")
 def local_cache(config: TrainingConfig, environment: Mapping[str, str] = os.environ) -> LocalCache | None:
     """Return the compiler's folder on this node; None for one in S3, which the compiler accesses itself."""
     if uses_neuron(config):
-        place = config.neuron.cache_directory or environment.get(CACHE_URL) or _NEURON_DEFAULT
-        return None if is_address(place) else LocalCache(Path(place))
-    own = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return LocalCache(Path(environment.get(INDUCTOR_CACHE) or f"{own}/trainium/compiled"))
+        location = config.neuron.cache_directory or environment.get(CACHE_URL) or _NEURON_DEFAULT
+        return None if is_address(location) else LocalCache(Path(location))
+    cache_home = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return LocalCache(Path(environment.get(INDUCTOR_CACHE) or f"{cache_home}/trainium/compiled"))
 
 
 def shared_cache(config: TrainingConfig) -> SharedCache | None:
-    """Return the folder that nodes share; None where none is configured."""
-    place = config.neuron.shared_cache_directory
-    return SharedCache(Path(place)) if place else None
+    """Return the folder that nodes share; None if none is configured."""
+    location = config.neuron.shared_cache_directory
+    return SharedCache(Path(location)) if location else None
 
 
 def compute_key(settings: Settings, environment: Mapping[str, str] = os.environ) -> str:
     """Return the key of a configuration at the size of its launch, after its variables were set."""
     flags = shlex.split(environment.get(COMPILER_FLAGS, "")) if uses_neuron(settings.config) else []
-    kept = [flag for flag in flags if not flag.startswith(_NOT_IN_KEY)]
+    flags_in_key = [flag for flag in flags if not flag.startswith(_NOT_IN_KEY)]
     return digest_of_graphs(
-        describe_graphs(settings, image=environment.get(worker_env.ENV_IMAGE) or _software(), flags=kept)
+        describe_graphs(settings, image=environment.get(worker_env.ENV_IMAGE) or _versions(), flags=flags_in_key)
     )
 
 
-def _software() -> str:
-    """Versions of all that compiles, where no image is named."""
-    found = {}
+def _versions() -> str:
+    """Return the versions of the compiler and libraries, for runs without an image name."""
+    versions = {}
     for name in _COMPILERS:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if "torch" not in found:
+    if "torch" not in versions:
         raise UserError("torch is not installed: run this in the trainer's image")
-    return " ".join(f"{name}={version}" for name, version in found.items())
+    return " ".join(f"{name}={version}" for name, version in versions.items())
 
 
 _EXTRACTION = "NEURON_EXTRACT_GRAPHS_ONLY"
@@ -148,7 +143,7 @@ _log = logging.getLogger("trainium.compile")
 
 
 def refuse_extraction(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError under neuron_parallel_compile: training would save what was never computed."""
+    """Raise UserError under neuron_parallel_compile, because training would save meaningless values."""
     if environment.get(_EXTRACTION, "0") not in {"", "0"}:
         raise UserError(
             f"{_EXTRACTION} is set (neuron_parallel_compile does that): results would mean nothing, and be saved; use "
@@ -165,7 +160,7 @@ def fill_local_cache(settings: Settings) -> None:
     try:
         local.folder.mkdir(parents=True, exist_ok=True)
         with (local.folder / ".trainium-fill").open("a") as turn:
-            fcntl.flock(turn, fcntl.LOCK_EX)  # ends with the process
+            fcntl.flock(turn, fcntl.LOCK_EX)  # removed when the process ends
             if local.has(key):
                 return
             entry = shared.fetch(key, local)

@@ -1,8 +1,8 @@
-"""Choose the sizes of a job that are compiled, and their order, from a manifest or the trainer's own file.
+"""Choose the sizes of a job to compile, and their order, from a manifest or the trainer's configuration.
 
 Guarantees:
-- Only legal sizes come out, of a job only those that it may come to run at.
-- The size that the job starts at comes first, then those next to it.
+- Only legal sizes are returned; for a job only those at which it may run.
+- The job's initial size comes first, then the sizes closest to it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
 from trainium_contract.wire.worker_env import KIND
-from trainium_trainer.configuration.config import parse, read_document
-from trainium_trainer.configuration.job_file import spec_of
+from trainium_trainer.configuration.config import parse, parse_job_spec, read_document
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """A configuration and the numbers of nodes that it is compiled for."""
+class CompileSizes:
+    """A configuration and the numbers of nodes for which it is compiled."""
 
     config: TrainingConfig
     cores_per_node: int
@@ -36,10 +35,10 @@ class Sizes:
 
 
 def read_sizes(
-    path: Path, overrides: Sequence[str] = (), *, asked: Sequence[int] = (), cores_per_node: int | None = None
-) -> Sizes:
-    """Return the sizes that a file asks for, or those of `asked`. Raises UserError."""
-    return resolve_sizes(path, read_document(path), overrides, asked=asked, cores_per_node=cores_per_node)
+    path: Path, overrides: Sequence[str] = (), *, requested: Sequence[int] = (), cores_per_node: int | None = None
+) -> CompileSizes:
+    """Return the sizes of a file, or those of `requested`. Raises UserError."""
+    return resolve_sizes(path, read_document(path), overrides, requested=requested, cores_per_node=cores_per_node)
 
 
 def resolve_sizes(
@@ -47,27 +46,27 @@ def resolve_sizes(
     document: dict[str, Any],
     overrides: Sequence[str] = (),
     *,
-    asked: Sequence[int] = (),
+    requested: Sequence[int] = (),
     cores_per_node: int | None = None,
-) -> Sizes:
+) -> CompileSizes:
     """Return the sizes of a document that was read from `path`. Raises UserError."""
     if document.get("kind") != KIND:
         config = parse(document, overrides, str(path))
-        if not asked:
+        if not requested:
             raise UserError(
                 f"{path} is the trainer's own configuration, which does not have the number of nodes: give "
                 "--sizes (and --cores-per-node), or the TrainingJob"
             )
         shape = config.batch_shape(cores_per_node or 1)
-        return Sizes(config, shape.cores_per_node, _legal(shape, asked))
-    spec = spec_of(path, document)
+        return CompileSizes(config, shape.cores_per_node, _check_legal(shape, requested))
+    spec = parse_job_spec(path, document)
     config = parse(spec.training_config().to_wire(), overrides, str(path))
     shape = config.batch_shape(cores_per_node or spec.workers.accelerator.cores(), spec.elasticity.sizes)
-    nodes = _legal(shape, asked) if asked else _of_job(path, spec, shape)
-    return Sizes(config, shape.cores_per_node, nodes, spec.workers.accelerator.instance_type or "")
+    nodes = _check_legal(shape, requested) if requested else _sizes_of_job(path, spec, shape)
+    return CompileSizes(config, shape.cores_per_node, nodes, spec.workers.accelerator.instance_type or "")
 
 
-def _of_job(path: Path, spec: TrainingJobSpec, shape: BatchShape) -> tuple[int, ...]:
+def _sizes_of_job(path: Path, spec: TrainingJobSpec, shape: BatchShape) -> tuple[int, ...]:
     every = PrecompileSpec(sizes=PrecompileSizes.ALL)
     nodes = spec.model_copy(update={"precompile": every}).sizes_to_compile()
     if not nodes:
@@ -75,11 +74,11 @@ def _of_job(path: Path, spec: TrainingJobSpec, shape: BatchShape) -> tuple[int, 
             f"{path}: workers.replicas {spec.workers.replicas} is not a legal size, nor is any below it: change it, or "
             "trainer.batch.globalSize"
         )
-    return _legal(shape, nodes)
+    return _check_legal(shape, nodes)
 
 
-def _legal(shape: BatchShape, asked: Sequence[int]) -> tuple[int, ...]:
-    for nodes in asked:
+def _check_legal(shape: BatchShape, requested: Sequence[int]) -> tuple[int, ...]:
+    for nodes in requested:
         if not shape.is_legal(nodes):
             smaller = shape.floor(nodes)
             batch = (
@@ -93,4 +92,4 @@ def _legal(shape: BatchShape, asked: Sequence[int]) -> tuple[int, ...]:
                 f"pipeline {shape.pipeline}{context}{batch}: "
                 + (f"the next smaller legal size is {smaller}" if smaller else "no size below it is legal either")
             )
-    return tuple(dict.fromkeys(asked))
+    return tuple(dict.fromkeys(requested))

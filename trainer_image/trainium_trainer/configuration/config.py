@@ -1,8 +1,8 @@
-"""Read a YAML file and `--set a.b=c` overrides into a checked configuration.
+"""Read a YAML file and `--set a.b=c` overrides into a validated configuration.
 
 Guarantees:
-- Nothing here touches a device or a process group, nor a network unless the data are in S3.
-- Every refusal is one sentence that names the field, the value and what to do, raised as UserError (exit code 64).
+- No device or process group is used, and the network only for data in S3.
+- Every error names the field, the value and the remedy in one sentence, as UserError (exit code 64).
 - The result is complete (`Settings`).
 """
 
@@ -30,12 +30,13 @@ from trainium_trainer.configuration.model_shape import check_parallelism, resolv
 from trainium_trainer.data.prepared.cache import find_vocabulary_size, has_prepared_sources
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, explain_conversion
 from trainium_trainer.exits import UserError
-from trainium_trainer.tuning.choice import Choice, choose, refuse_untrained_rows
+from trainium_trainer.tuning.trainable import TrainableParameters, refuse_untrained_rows, select_trainable
 from trainium_trainer.validation_errors import explain, first_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from trainium_contract.job import TrainingJobSpec
     from trainium_contract.models.shape import ModelShape
 
 
@@ -46,65 +47,62 @@ class Launch:
     rank: int
     local_rank: int
     world_size: int
-    generation: int
-    attempt: int
-    run_id: str
-    """Names the history: the TrainingJob's uid, empty outside the operator."""
-    progress_file: Path | None
-    memory_directory: Path | None
+    generation: int = 0
+    attempt: int = 0
+    run_id: str = ""
+    """Identifies the history: the TrainingJob's uid, empty outside the operator."""
+    progress_file: Path | None = None
+    memory_directory: Path | None = None
     local_world_size: int = 1
-    """Processes of this node."""
+    """The number of processes of this node."""
     job: JobIdentity = NOBODY
-    """Owner of the checkpoints; outside of the operator nobody."""
+    """The owner of the checkpoints; without identity outside the operator."""
     cause: str = ""
-    """Interruption that this start follows; empty for none, or where it is not known."""
+    """The interruption before this start; empty if none or unknown."""
     alone: bool = False
-    """No other rank exists, whatever the world's size: collectives move nothing (compilation)."""
+    """Whether no other rank exists, at any world size: collectives transfer nothing (compilation)."""
 
     @property
     def is_restart(self) -> bool:
-        """Return whether a process before this one ran with the same configuration."""
+        """Whether an earlier process ran with the same configuration."""
         return self.attempt > 0 or self.generation > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """A configuration that is known to fit this launch."""
+    """A configuration that is valid for this launch."""
 
     config: TrainingConfig
     shape: ModelShape
     launch: Launch
-    choice: Choice
-    """Trained part of the model."""
+    trainable: TrainableParameters
+    """The trained part of the model."""
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel degree: the number of shares of the samples."""
+        """The data-parallel degree: the number of shares of the samples."""
         return self.launch.world_size // self.config.parallelism.group
 
     @property
     def batch(self) -> int:
-        """Samples of one step over all ranks."""
-        given = self.config.batch
-        return step_batch(given.global_size, given.micro_size, self.dp_size, given.tolerance)
+        """The samples of one step over all ranks."""
+        batch = self.config.batch
+        return step_batch(batch.global_size, batch.micro_size, self.dp_size, batch.tolerance)
 
     @property
     def passes(self) -> int:
-        """Micro-batches of one step on each data-parallel rank."""
+        """The number of micro-batches per step on each data-parallel rank."""
         return passes(self.batch, self.config.batch.micro_size, self.dp_size)
 
-    def fixed(
-        self, data_identity: str, tokenizer: str, *, weights: str = "", adapter: str = "", reference: str = ""
-    ) -> dict[str, Any]:
+    def fixed_settings(self, data_identity: str, tokenizer: str, begin: Mapping[str, str]) -> dict[str, Any]:
         """Return the settings that must not change between runs of one history, by name.
 
-        Data, tokenizer, and what the run begins with (`weights`, `adapter`, `reference`, empty for none) by digests.
+        Data, tokenizer and initial weights (`begin`) are given by digests.
         """
-        digests = {"weights": weights, "adapter": adapter, "reference": reference}
-        initial: dict[str, Any] = {name: digest for name, digest in digests.items() if digest}
+        initial: dict[str, Any] = dict(begin)
         tuning = self.config.tuning
         if tuning != TuningConfig():
-            # Models are named by their digests, since their folders may move.
+            # Models are identified by their digests, because their folders may move.
             tuning = tuning.replaced(lora=tuning.lora.replaced(adapter=None))
             if tuning.objective is not None:
                 tuning = tuning.replaced(objective=tuning.objective.replaced(reference=BASE_REFERENCE))
@@ -126,14 +124,22 @@ def load(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
     """Read and validate a configuration file, or a TrainingJob's, with overrides applied. Raises UserError."""
     document = read_document(path)
     if document.get("kind") == KIND:
-        from trainium_trainer.configuration.job_file import spec_of  # noqa: PLC0415 - no pod needs it
-
-        document = spec_of(path, document).training_config().to_wire()
+        document = parse_job_spec(path, document).training_config().to_wire()
     return parse(document, overrides, str(path))
 
 
+def parse_job_spec(path: Path, document: dict[str, Any]) -> TrainingJobSpec:
+    """Return the spec of a TrainingJob's manifest that was read from `path`. Raises UserError."""
+    from trainium_contract.job import TrainingJobSpec  # noqa: PLC0415 - no pod needs it
+
+    try:
+        return TrainingJobSpec.model_validate(document.get("spec") or {})
+    except ValidationError as error:
+        raise UserError(f"{path}: spec: {explain(error, TrainingJobSpec)}") from error
+
+
 def read_document(path: Path) -> dict[str, Any]:
-    """Return the fields of a YAML file, not validated. Raises UserError."""
+    """Read the fields of a YAML file without validation. Raises UserError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -154,19 +160,19 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def parse(document: dict[str, Any], overrides: Sequence[str], source: str) -> TrainingConfig:
-    """Validate fields with overrides applied; `source` is where they come from, for errors. Raises UserError."""
-    origins = {_apply(document, override): f"--set {override}" for override in overrides}
+    """Validate fields with overrides applied; `source` is their origin, for errors. Raises UserError."""
+    origins = {_apply_override(document, override): f"--set {override}" for override in overrides}
     try:
         return _with_tokenizer(TrainingConfig.model_validate(document))
     except ValidationError as error:
-        where = _origin(first_problem(error.errors())["loc"], origins) or source
+        where = _find_override(first_problem(error.errors())["loc"], origins) or source
         raise UserError(f"{where}: {explain(error, TrainingConfig)}") from error
 
 
 def _with_tokenizer(config: TrainingConfig) -> TrainingConfig:
-    """Return the configuration with the tokenizer of the initial model, where none is named.
+    """Use the tokenizer of the initial model if none is configured. Raises UserError.
 
-    No tokenizer is ever trained for an initial model: its embedding would not fit. Raises UserError.
+    No tokenizer is ever trained for an initial model, because its embedding would not match.
     """
     location = config.model.weights
     if location is None or config.data.tokenizer.path is not None or has_prepared_sources(config.data):
@@ -183,20 +189,20 @@ def _with_tokenizer(config: TrainingConfig) -> TrainingConfig:
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
 
 
-def check_tuning(config: TrainingConfig, shape: ModelShape) -> Choice:
-    """Return the trained part of a model of this shape. Raises UserError for what cannot be trained usefully."""
+def check_tuning(config: TrainingConfig, shape: ModelShape) -> TrainableParameters:
+    """Return the trained part of a model of this shape. Raises UserError for a tuning that makes no sense."""
     tuning, location = config.tuning, config.model.weights
-    choice = choose(shape, tuning)
+    trainable = select_trainable(shape, tuning)
     if tuning.freezes and location is None:
         raise UserError(
             "tuning freezes weights, but model.weights is not given, so they would be random: give the model to begin "
             "with, or leave tuning out"
         )
     if location is not None and tuning.freezes:
-        from trainium_trainer.weights import shape_of  # noqa: PLC0415 - only who begins with a model
+        from trainium_trainer.weights.folder import open_shape  # noqa: PLC0415 - only who begins with a model
 
-        refuse_untrained_rows(choice, shape, location, shape_of(location).vocab_size)
-    return choice
+        refuse_untrained_rows(trainable, shape, location, open_shape(location).vocab_size)
+    return trainable
 
 
 def with_steps(config: TrainingConfig, epoch_samples: int | None) -> TrainingConfig:
@@ -208,7 +214,7 @@ def with_steps(config: TrainingConfig, epoch_samples: int | None) -> TrainingCon
     if config.epochs:
         if epoch_samples is None:
             raise UserError(
-                "epochs is given, but how long one is is not known of data that are tokenised while training: set "
+                "epochs is given, but the length of an epoch is unknown while data are tokenized during training: set "
                 "data.tokenization to Ahead, or give steps"
             )
         steps = math.ceil(config.epochs * epoch_samples / config.batch.global_size)
@@ -232,13 +238,13 @@ def resolve_settings(config: TrainingConfig, launch: Launch, *, vocabulary: int 
     """
     known = find_vocabulary_size(config.data) if vocabulary is None else vocabulary
     shape = resolve_shape(config.model, known, tensor=config.parallelism.tensor)
-    choice = check_tuning(config, shape)
+    trainable = check_tuning(config, shape)
     check_parallelism(config, shape, launch.world_size)
-    return Settings(config=config, shape=shape, launch=launch, choice=choice)
+    return Settings(config=config, shape=shape, launch=launch, trainable=trainable)
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Read the launcher's variables; a process without any is rank 0 of 1. Raises UserError for a bad number."""
+    """Read the launcher's variables; without them the process is rank 0 of 1. Raises UserError for bad numbers."""
     memory = environment.get(worker_env.ENV_MEMORY_DIRECTORY)
     progress = environment.get(worker_env.ENV_PROGRESS_FILE)
     launch = Launch(
@@ -276,23 +282,23 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-def _origin(location: tuple[int | str, ...], origins: Mapping[tuple[str, ...], str]) -> str | None:
-    """Return the override that set the value at `location`, or above it; None when the file did."""
+def _find_override(location: tuple[int | str, ...], origins: Mapping[tuple[str, ...], str]) -> str | None:
+    """Return the override that set the value at `location` or above it; None if the file did."""
     for length in range(len(location), 0, -1):
-        found = origins.get(tuple(str(part) for part in location[:length]))
-        if found is not None:
-            return found
+        override = origins.get(tuple(str(part) for part in location[:length]))
+        if override is not None:
+            return override
     return None
 
 
-def _apply(document: dict[str, Any], override: str) -> tuple[str, ...]:
-    """Put the override's value into the document; returns the names of the field."""
+def _apply_override(document: dict[str, Any], override: str) -> tuple[str, ...]:
+    """Set the override's value in the document; return the path of the field."""
     path, separator, text = override.partition("=")
     names = [to_camel(name) if "_" in name else name for name in path.strip().split(".")]
     if not separator or not all(names):
         raise UserError(f"--set {override!r}: write it as a.b=value, for example --set optimizer.learningRate=1e-3")
     try:
-        value = _scalar(yaml.safe_load(text))
+        value = _parse_number(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise UserError(f"--set {override!r}: the value is not valid YAML: quote it") from error
     node = document
@@ -308,8 +314,8 @@ def _apply(document: dict[str, Any], override: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _scalar(value: Any) -> Any:
-    # YAML 1.1 reads 1e-3 (no dot) as text; people mean the number.
+def _parse_number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-3 (no dot) as text, but users mean the number.
     if isinstance(value, str):
         try:
             return float(value) if value.lower() not in {"nan", "inf", "-inf", "infinity"} else value

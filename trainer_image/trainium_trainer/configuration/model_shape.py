@@ -1,9 +1,8 @@
 """Resolve the shape of a model from a preset, a Hugging Face configuration or a base model.
 
 Guarantees:
-- A shape is consistent, and can be divided over the ranks.
-- Everything that a wrong one could break is refused here, in one sentence, before a device or a process group is
-  touched.
+- A shape is consistent and can be divided over the ranks.
+- An invalid shape is refused here, with one sentence, before a device or a process group is used.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int, *, tensor: int = 1) -> ModelShape:
     """Return the preset or the Hugging Face configuration with the overrides, for `tensor` tensor-parallel ranks.
 
-    Raises UserError when the file cannot be used, when the vocabulary is smaller than the tokenizer's, or when a width
-    cannot be divided into heads.
+    Raises UserError if the file is unusable, the vocabulary is smaller than the tokenizer's, or a width cannot be
+    divided into heads.
     """
     if model.weights is not None:
         return _shape_of_weights(model, model.weights, tokenizer_vocabulary, tensor)
@@ -60,21 +59,21 @@ def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int, *, tensor: int 
 
 
 _CHANGEABLE = ("max_positions", "rope_theta", "norm_eps", "initial_std")
-"""What may differ from the model that a run begins with: no weight has its size from it."""
+"""The fields that may differ from the initial model, because no weight's size depends on them."""
 _PADDED_TO = 128
 
 
 def _shape_of_weights(model: ModelConfig, location: str, tokenizer_vocabulary: int, tensor: int) -> ModelShape:
     """Return the shape of the initial model, its vocabulary grown to the tokenizer's and padded for the ranks.
 
-    It is padded only where the ranks cannot share it as it is, and then to a multiple of 128 too, so that it is the
-    same at every usual degree.
+    It is padded only if the ranks cannot divide it, and then also to a multiple of 128, so that it is the same at every
+    usual degree.
     """
-    from trainium_trainer.weights import shape_of  # noqa: PLC0415 - only who begins with a model
+    from trainium_trainer.weights.folder import open_shape  # noqa: PLC0415 - only who begins with a model
 
-    base = shape_of(location)
-    given = {name: value for name, value in model if name not in NOT_SHAPE and value is not None}
-    for name, value in given.items():
+    base = open_shape(location)
+    overrides = {name: value for name, value in model if name not in NOT_SHAPE and value is not None}
+    for name, value in overrides.items():
         if name not in _CHANGEABLE and getattr(base, name) != value:
             field = ModelConfig.model_fields[name].alias
             raise UserError(
@@ -87,11 +86,11 @@ def _shape_of_weights(model: ModelConfig, location: str, tokenizer_vocabulary: i
     if known % tensor:
         unit = math.lcm(_PADDED_TO, tensor)
         padded = -(-known // unit) * unit
-    return replace(base, **given, rope_stretch=stretch, vocab_size=padded, vocab_padding=padded - known)
+    return replace(base, **overrides, rope_stretch=stretch, vocab_size=padded, vocab_padding=padded - known)
 
 
 def check_parallelism(config: TrainingConfig, shape: ModelShape, world_size: int) -> None:
-    """Raise UserError when the model, the sequence or the batch cannot be divided over `world_size` ranks."""
+    """Raise UserError if the model, the sequence or the batch cannot be divided over `world_size` ranks."""
     length = config.data.sequence_length
     if length > shape.longest_sequence:
         raise UserError(

@@ -1,1 +1,1 @@
-"""Text in, packed token sequences out, addressed by global sample position."""
+"""Turn text and records into packed token sequences that are addressed by global sample position."""

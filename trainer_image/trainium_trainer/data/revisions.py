@@ -1,9 +1,9 @@
-"""Keep the commits and file lists of the hub's data sets that a run began with below its checkpoints.
+"""Record the commits and file lists of the hub's data sets at the first start of a run, below its checkpoints.
 
 Guarantees:
-- A branch that moves changes nothing of a run: every start after the first reads the files of the recorded commits.
-- Such a start asks the hub only for the contents of the files that it still has to read.
-- Before there is a record, all ranks read the commits that the first rank found, also while a branch moves.
+- A moved branch does not affect a run: every later start reads the files of the recorded commits.
+- Such a start requests only the contents of missing files from the hub.
+- Without a record, all ranks read the commits that the first rank found, even while a branch moves.
 - Only the owner of the checkpoints writes the record.
 """
 
@@ -19,10 +19,10 @@ from trainium_trainer.data.prepared.cache import list_locations
 from trainium_trainer.data.sources.hub import (
     HUB,
     HubFiles,
-    config_of,
     find_commit,
+    format_location,
     list_files,
-    location_of,
+    parse_location,
     store_files,
 )
 from trainium_trainer.exits import UserError
@@ -32,7 +32,7 @@ from trainium_trainer.storage.protocol import Retry, Storage, read_small
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
     from trainium_contract.trainer.data import DataConfig, HubConfig
 
@@ -41,16 +41,16 @@ _log = logging.getLogger("trainium.data")
 
 
 class _Record(MessageModel):
-    """Contents of the file."""
+    """The contents of the file."""
 
     commits: dict[str, str] = Field(default_factory=dict)
-    """Commit by data set and revision, as owner/name@main."""
+    """The commit by data set and revision, as owner/name@main."""
     files: dict[str, HubFiles] = Field(default_factory=dict)
-    """Files by location with a commit."""
+    """The files by location with a commit."""
 
 
 class RunRevisions:
-    """The record of a run, of one start."""
+    """The record of a run at one start."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class RunRevisions:
         rank: int = 0,
         open_store: Callable[[], Store | None] = lambda: None,
     ) -> None:
-        """`open_store` returns a store that all ranks reach; None for a single rank."""
+        """Create the record; `open_store` returns a store that all ranks can reach, None for a single rank."""
         self._storage, self._retry = storage, retry or Retry()
         self._rank, self._open_store = rank, open_store
         self._store: Store | None = None
@@ -69,9 +69,9 @@ class RunRevisions:
         self._locations: list[str] = []
 
     def pin(self, config: DataConfig) -> DataConfig:
-        """Return the configuration with the commits of the run, and those of today for what is not recorded.
+        """Return the configuration with the recorded commits, and the current ones where none is recorded.
 
-        Collective where data come from the hub. Raises UserError and StorageError.
+        Collective if data come from the hub. Raises UserError and StorageError.
         """
         if not any(name.startswith(HUB) for name in list_locations(config)):
             return config
@@ -79,7 +79,7 @@ class RunRevisions:
         self._store = self._open_store()
         if self._store is not None and self._rank > 0:
             self._commits = _Record.model_validate_json(self._store.get(RECORD_NAME)).commits
-        held, sources = config.validation, config.sources
+        split, sources = config.validation, config.sources
         pinned = config.model_copy(
             update={
                 "source": self._pin_name(config.source),
@@ -94,7 +94,8 @@ class RunRevisions:
                     )
                     for one in sources
                 ),
-                "validation": held and held.model_copy(update={"source": held.source and self._pin_name(held.source)}),
+                "validation": split
+                and split.model_copy(update={"source": split.source and self._pin_name(split.source)}),
             }
         )
         if self._store is not None and self._rank == 0:
@@ -106,12 +107,12 @@ class RunRevisions:
         return pinned
 
     def write(self) -> None:
-        """Record what `pin` found, on the first rank, once the run has its checkpoints; a full store only warns."""
-        found = _Record(commits=self._commits, files={name: list_files(name) for name in self._locations})
-        if found == self._known:
+        """Write the commits of `pin`, on the first rank, once the run owns its checkpoints; a full store only warns."""
+        record = _Record(commits=self._commits, files={name: list_files(name) for name in self._locations})
+        if record == self._known:
             return
         where = f"{self._storage.location}/{RECORD_NAME}"
-        data = found.model_dump_json(by_alias=True).encode()
+        data = record.model_dump_json(by_alias=True).encode()
         try:
             Retry(self._retry.delays[:1], self._retry.sleep).run(lambda: self._storage.write(RECORD_NAME, data), where)
         except StorageError as error:
@@ -129,12 +130,12 @@ class RunRevisions:
             ) from error
 
     def _pin_name(self, name: str) -> str:
-        return location_of(self._pin_config(config_of(name))) if name.startswith(HUB) else name
+        return format_location(self._pin_config(parse_location(name))) if name.startswith(HUB) else name
 
-    def _pin_config(self, given: HubConfig) -> HubConfig:
-        name = f"{given.dataset}@{given.revision}"
-        commit = self._commits.get(name) or self._known.commits.get(name) or find_commit(given)
-        if commit != given.revision:
+    def _pin_config(self, config: HubConfig) -> HubConfig:
+        name = f"{config.dataset}@{config.revision}"
+        commit = self._commits.get(name) or self._known.commits.get(name) or find_commit(config)
+        if commit != config.revision:
             self._commits[name] = commit
             _log.info("data.hub %s: this run reads commit %s", name, commit)
-        return given.model_copy(update={"revision": commit})
+        return config.model_copy(update={"revision": commit})

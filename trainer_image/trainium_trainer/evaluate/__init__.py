@@ -1,1 +1,1 @@
-"""Evaluate a model: generated answers, and its figures beside those of its base."""
+"""Evaluate a model: generate answers, and compare its figures with those of its base."""

@@ -1,6 +1,6 @@
 """Check a model folder by a forward pass of the training model on any machine's CPU.
 
-Layer after layer is read, used and let go, so memory holds one layer or one embedding of the model, whatever its size.
+Layers are read, used and freed one after the other, so memory holds one layer or one embedding of the model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.rope import rotary
+from trainium_trainer.models.rope import build_context
 from trainium_trainer.weights.base import BaseWeights
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ class FolderCheck:
     finite: bool
     """Whether all logits are numbers."""
     difference: float | None
-    """Largest difference of a logit from that of the base, None when there is no base; 0: the tuning left no trace."""
+    """The largest difference of a logit from the base's, None without a base; 0: the tuning had no effect."""
 
     def problem(self, folder: str, base: str | None) -> str | None:
-        """Return a sentence when the folder cannot be right."""
+        """Return a message if the folder must be wrong, else an empty text."""
         if not self.finite:
             return f"{folder}: a forward pass gives values that are not finite: do not use this model"
         if self.difference == 0:
@@ -42,29 +42,29 @@ class FolderCheck:
         return None
 
 
-def check_folder(folder: str, base: str | None = None, *, beat: Callable[[], None] = lambda: None) -> FolderCheck:
-    """Run tokens through a folder's model, and through its base's. Raises UserError for a folder that is not whole."""
+def check_folder(folder: str, base: str | None = None, *, heartbeat: Callable[[], None] = lambda: None) -> FolderCheck:
+    """Run tokens through a folder's model and its base. Raises UserError for an incomplete folder."""
     weights = BaseWeights.open(folder)
     other = BaseWeights.open(base) if base is not None else None
     vocabulary = min(weights.shape.vocab_size, other.shape.vocab_size if other else weights.shape.vocab_size)
     length = min(_PROBE_TOKENS, weights.shape.max_positions)
     tokens = torch.randint(0, vocabulary, (_PROBES, length), generator=torch.Generator().manual_seed(0))
-    logits = logits_of(weights, tokens, beat=beat)
+    logits = compute_logits(weights, tokens, heartbeat=heartbeat)
     if other is None:
         return FolderCheck(bool(logits.isfinite().all()), None)
-    reference = logits_of(other, tokens, beat=beat)
+    reference = compute_logits(other, tokens, heartbeat=heartbeat)
     difference = (logits[..., :vocabulary] - reference[..., :vocabulary]).abs().max()
     return FolderCheck(bool(logits.isfinite().all()), float(difference))
 
 
 @torch.no_grad()
-def logits_of(weights: BaseWeights, tokens: Tensor, *, beat: Callable[[], None] = lambda: None) -> Tensor:
-    """[batch, sequence] ids to [batch, sequence, vocabulary] logits, in float32 on the CPU."""
+def compute_logits(weights: BaseWeights, tokens: Tensor, *, heartbeat: Callable[[], None] = lambda: None) -> Tensor:
+    """Map [batch, sequence] ids to [batch, sequence, vocabulary] logits, in float32 on the CPU."""
     with torch.device("meta"):
         model = Llama(weights.shape)
 
     def load(name: str) -> nn.Module:
-        beat()
+        heartbeat()
         module = model.get_submodule(name).to_empty(device=_CPU)
         for leaf, parameter in module.named_parameters():
             weights.fill(f"{name}.{leaf}", (0,) * parameter.dim(), parameter)
@@ -76,7 +76,7 @@ def logits_of(weights: BaseWeights, tokens: Tensor, *, beat: Callable[[], None] 
     load("model.embed_tokens")
     x = model.model.embed(tokens)
     drop("model.embed_tokens")
-    table = rotary(weights.shape, tokens.shape[1], _CPU)
+    table = build_context(weights.shape, tokens.shape[1], _CPU)
     for number in range(weights.shape.num_layers):
         name = f"model.layers.{number}"
         x = load(name)(x, table)

@@ -1,4 +1,4 @@
-"""Two models put to the same questions, one after the other, by one process or by several that share the batches."""
+"""Ask two models the same questions, one after the other, in one process or in several that share the batches."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_trainer.evaluate.answering.folder import (
-    Candidate,
     ComputeDevice,
     ComputeType,
-    Models,
+    ModelFiles,
+    ModelLocations,
     local_folder,
-    open_candidate,
+    open_model_files,
 )
-from trainium_trainer.evaluate.answering.generation import share
+from trainium_trainer.evaluate.answering.generation import select_batches
 from trainium_trainer.evaluate.answering.loading import load
-from trainium_trainer.evaluate.exam import Exam, QuestionScore, take
-from trainium_trainer.evaluate.report import EvaluationResult, answers_of, table
+from trainium_trainer.evaluate.report import EvaluationResult, build_figures, select_answers
+from trainium_trainer.evaluate.scoring import QuestionScore, QuestionSet, score_model
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
-    """The settings for asking a model."""
+class EvaluationSettings:
+    """The settings of an evaluation."""
 
     generation: GenerationConfig
     device: ComputeDevice = ComputeDevice.AUTO
     precision: ComputeType = ComputeType.AUTO
-    reads: bool = True
-    """Whether this process loads models and takes a share of the batches; at least one rank must."""
+    loads_model: bool = True
+    """Whether this process loads models and evaluates a part of the batches; at least one rank must."""
 
 
 def compare(
-    models: Models,
-    exam: Exam,
-    asking: Asking,
+    models: ModelLocations,
+    question_set: QuestionSet,
+    settings: EvaluationSettings,
     peers: Peers,
     *,
-    beat: Callable[[float], None] = lambda _: None,
+    heartbeat: Callable[[float], None] = lambda _: None,
 ) -> EvaluationResult:
-    """Return the figures of a model, and of its base beside it; every rank gets them. Collective.
+    """Return the figures of a model and of its base on every rank. Collective.
 
-    `beat` is called often with the share that is done. Raises UserError and StorageError.
+    `heartbeat` is called often with the completed fraction. Raises UserError and StorageError.
     """
     parts = 1 if models.base is None else 2
     notes: list[str] = []
@@ -60,64 +60,70 @@ def compare(
     with contextlib.ExitStack() as stack:
 
         def local(location: str, done: float) -> Path:
-            return stack.enter_context(local_folder(location, lambda: beat(done)))
+            return stack.enter_context(local_folder(location, lambda: heartbeat(done)))
 
         path = local(models.model, 0.0)
-        beside = local(models.adapter, 0.0) if models.adapter is not None else None
-        candidate = open_candidate(path, beside)
-        if exam.largest_token >= candidate.vocabulary:
+        adapter_path = local(models.adapter, 0.0) if models.adapter is not None else None
+        model_files = open_model_files(path, adapter_path)
+        if question_set.largest_token >= model_files.vocabulary:
             raise UserError(
-                f"{models.name}: the examples have the token {exam.largest_token}, but the model has "
-                f"{candidate.vocabulary} rows: data.tokenizer is not that of the model"
+                f"{models.name}: the examples have the token {question_set.largest_token}, but the model has "
+                f"{model_files.vocabulary} rows: data.tokenizer is not that of the model"
             )
-        after, computed = _outcomes(candidate, exam, asking, peers, beat=lambda done: beat(done / parts))
+        after, computed = _score_questions(
+            model_files, question_set, settings, peers, heartbeat=lambda done: heartbeat(done / parts)
+        )
         if not all(math.isfinite(outcome.log_likelihood) for outcome in after):
             notes.append("The model gives values that are not finite: do not use it.")
         if base is not None:
-            other = open_candidate(local(base, 1 / parts), tokenizer_from=beside or path)
-            if exam.largest_token >= other.vocabulary:
+            other = open_model_files(local(base, 1 / parts), tokenizer_from=adapter_path or path)
+            if question_set.largest_token >= other.vocabulary:
                 notes.append("The base does not know tokens that were added, so it was not asked.")
                 base = None
             else:
-                before, _ = _outcomes(other, exam, asking, peers, beat=lambda done: beat((1 + done) / parts))
+                before, _ = _score_questions(
+                    other, question_set, settings, peers, heartbeat=lambda done: heartbeat((1 + done) / parts)
+                )
                 if before == after:
                     notes.append("Both models answer exactly alike: the tuning left no trace in the result.")
     return EvaluationResult(
         model=models.name,
         base=base,
-        examples=len(exam.questions),
+        examples=len(question_set.questions),
         answer_tokens=sum(outcome.tokens for outcome in after),
         computed=computed,
-        generation=asking.generation,
-        figures=table(before, after),
+        generation=settings.generation,
+        figures=build_figures(before, after),
         notes=tuple(notes),
-        answers=answers_of(exam, before, after),
+        answers=select_answers(question_set, before, after),
     )
 
 
-def _outcomes(
-    candidate: Candidate,
-    exam: Exam,
-    asking: Asking,
+def _score_questions(
+    model_files: ModelFiles,
+    question_set: QuestionSet,
+    settings: EvaluationSettings,
     peers: Peers,
     *,
-    beat: Callable[[float], None],
+    heartbeat: Callable[[float], None],
 ) -> tuple[list[QuestionScore], str]:
-    """Return a model's scores for all questions, in order, and how it computed them. Collective.
+    """Return a model's scores of all questions, in order, and how it computed them, on every rank. Collective.
 
-    Every rank gets the whole. The outcomes are the same, bit for bit, however many ranks of one kind share the batches.
+    The outcomes are bitwise equal for any number of ranks of one kind that share the batches.
     """
-    readers = [rank for rank, reads in enumerate(peers.gather(asking.reads)) if reads]
-    own: list[QuestionScore] = []
+    readers = [rank for rank, loads_model in enumerate(peers.gather(settings.loads_model)) if loads_model]
+    scores: list[QuestionScore] = []
     computed = ""
     if peers.rank in readers:
-        mine = share(exam.batches(asking.generation.batch_size), readers.index(peers.rank), len(readers))
-        beat(0.0)
-        model = load(candidate, device=asking.device, precision=asking.precision)
+        mine = select_batches(
+            question_set.batches(settings.generation.batch_size), readers.index(peers.rank), len(readers)
+        )
+        heartbeat(0.0)
+        model = load(model_files, device=settings.device, precision=settings.precision)
         computed = f"computed in {str(model.network.dtype).removeprefix('torch.')} on {model.device.type}"
-        own = take(model, exam, mine, asking.generation, beat=beat)
+        scores = score_model(model, question_set, mine, settings.generation, heartbeat=heartbeat)
         del model
-        gc.collect()  # the next one may not fit beside it
-    gathered = peers.gather((own, computed))
-    outcomes = sorted((each for part, _ in gathered for each in part), key=lambda outcome: outcome.number)
+        gc.collect()  # the next model may not fit into memory as well
+    gathered = peers.gather((scores, computed))
+    outcomes = sorted((score for part, _ in gathered for score in part), key=lambda outcome: outcome.number)
     return outcomes, gathered[readers[0]][1]

@@ -1,4 +1,4 @@
-"""Compute how many processes of a machine can hold a model at once."""
+"""Compute the number of processes of a machine that can hold a model at once."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 _MEMINFO = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
 _MEMORY_FACTOR = 1.3
-"""A model's own size, and what it needs while it is loaded and answers."""
+"""The memory for loading and using a model, relative to its size."""
 
 
 def available_bytes(meminfo: Path = _MEMINFO, group: Path = _GROUP) -> int | None:
-    """Return the memory that processes can still allocate within the container's limit; None where it is unknown."""
-    found = [int(line.split()[1]) * 1024 for line in _lines(meminfo) if line.startswith("MemAvailable:")]
+    """Return the memory that processes can still allocate within the container's limit; None if unknown."""
+    limits = [int(line.split()[1]) * 1024 for line in _lines(meminfo) if line.startswith("MemAvailable:")]
     limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
     if limit and used and limit[0].isdecimal():
-        found.append(max(0, int(limit[0]) - int(used[0])))
-    return min(found, default=None)
+        limits.append(max(0, int(limit[0]) - int(used[0])))
+    return min(limits, default=None)
 
 
 def readers_that_fit(model_bytes: int, available: int | None) -> int:

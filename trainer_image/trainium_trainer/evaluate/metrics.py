@@ -1,4 +1,4 @@
-"""Figures of answers. Pure functions of texts and numbers."""
+"""Metrics of answers, as pure functions of texts and numbers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _scorer = rouge_scorer.RougeScorer([_ROUGE])
 
 
 def exact_match(answer: str, reference: str) -> bool:
-    """Return whether the texts are equal, apart from white space around them."""
+    """Return whether the texts are equal, ignoring surrounding whitespace."""
     return answer.strip() == reference.strip()
 
 
 def rouge_l(answer: str, reference: str) -> float | None:
-    """F-measure of the longest common subsequence of words, 0 to 1, by `rouge_score`.
+    """Return the F-measure of the longest common subsequence of words, 0 to 1, by `rouge_score`.
 
-    The library counts words with the letters a to z and digits; None for a reference without any.
+    The library considers only the letters a to z and digits; None for a reference without any.
     """
     if not any(character.isascii() and character.isalnum() for character in reference.lower()):
         return None
@@ -32,7 +32,7 @@ def rouge_l(answer: str, reference: str) -> float | None:
 
 
 def perplexity(log_likelihood: float, tokens: int) -> float:
-    """From the summed natural log-likelihood of `tokens` tokens; infinite where a float cannot hold it."""
+    """Return the perplexity of a summed natural log-likelihood of `tokens` tokens; infinite on overflow."""
     try:
         return math.exp(-log_likelihood / tokens)
     except OverflowError:
@@ -40,19 +40,19 @@ def perplexity(log_likelihood: float, tokens: int) -> float:
 
 
 def likeliest(log_likelihoods: Sequence[float]) -> int:
-    """Place of the largest; the first of equal ones."""
-    return max(range(len(log_likelihoods)), key=lambda place: (log_likelihoods[place], -place))
+    """Return the index of the largest value, the first of equal ones."""
+    return max(range(len(log_likelihoods)), key=lambda index: (log_likelihoods[index], -index))
 
 
 def label_in(answer: str, labels: Sequence[str]) -> int | None:
-    """Place of the label that an answer begins with, as whole words; the longest if several do, None if none does."""
+    """Return the index of the longest label with which an answer begins, as whole words; None if none."""
     text = answer.strip()
-    found = [place for place, label in enumerate(labels) if re.match(rf"{re.escape(label.strip())}(?!\w)", text)]
-    return max(found, key=lambda place: (len(labels[place]), -place), default=None)
+    matching = [index for index, label in enumerate(labels) if re.match(rf"{re.escape(label.strip())}(?!\w)", text)]
+    return max(matching, key=lambda index: (len(labels[index]), -index), default=None)
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of those that are there; None when none is. The same whatever their order was."""
+    """Return the mean of the values that are not None, in any order; None without values."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 

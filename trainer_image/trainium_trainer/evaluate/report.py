@@ -1,4 +1,4 @@
-"""The result of an evaluation: figures before and after, the answers behind them, as JSON and as a Markdown table."""
+"""The result of an evaluation: figures before and after and the answers, as JSON and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from trainium_contract.base import MessageModel
 from trainium_contract.status.results import EvaluationFigure, RunResults
 from trainium_contract.trainer.evaluate import GenerationConfig
-from trainium_trainer.evaluate.exam import Exam, QuestionScore, figures
+from trainium_trainer.evaluate.scoring import QuestionScore, QuestionSet, compute_figures
 from trainium_trainer.evaluate.tasks import TaskReport  # noqa: TC001 - pydantic reads annotations
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 JSON_NAME = "evaluation.json"
 MARKDOWN_NAME = "evaluation.md"
 ANSWERS_KEPT = 100
-"""Answers that a result holds, of the first questions."""
+"""The number of first questions whose answers a result holds."""
 _MEANING = {
     "perplexity": "perplexity of the answers",
     "accuracy": "accuracy (likeliest label)",
@@ -30,11 +30,11 @@ _MEANING = {
 _ANSWERS_SHOWN = 3
 _SHOWN_CHARACTERS = 400
 _MESSAGE_BYTES = 4096
-"""Bytes that a kubelet keeps of a termination message."""
+"""The bytes of a termination message that the kubelet keeps."""
 
 
 class AnswerRecord(MessageModel):
-    """One question and what was answered."""
+    """A question and its answers."""
 
     prompt: str
     expected: str
@@ -46,30 +46,30 @@ class EvaluationResult(MessageModel):
     """The result of an evaluation."""
 
     identity: str = ""
-    """Digest of the models, the data and the settings; empty when the evaluation is not part of a run."""
+    """The digest of the models, the data and the settings; empty if the evaluation is not part of a run."""
     model: str
     base: str | None = None
-    """The model of the column `before`."""
+    """The location of the model in the column `before`."""
     examples: Annotated[int, Field(ge=0)]
     answer_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens that the perplexity is over."""
+    """The number of tokens of the perplexity."""
     computed: str = ""
-    """Number format and device."""
+    """The number format and device."""
     generation: GenerationConfig = GenerationConfig()
     figures: tuple[EvaluationFigure, ...] = ()
     notes: tuple[str, ...] = ()
-    """Sentences for a person."""
+    """Messages for the user."""
     answers: tuple[AnswerRecord, ...] = ()
     """Answers to the first questions."""
     tasks: TaskReport | None = None
-    """Figures of benchmark tasks, with their standard errors."""
+    """The figures of benchmark tasks with their standard errors."""
 
     def with_tasks(self, report: TaskReport) -> EvaluationResult:
         """Return this result with the figures of tasks."""
         return self.model_copy(update={"tasks": report, "figures": (*self.figures, *report.compared)})
 
     def to_message(self) -> str:
-        """Return the figures as a pod's termination message; those that it cannot hold are left out."""
+        """Return the figures as a pod's termination message, as many as it can hold."""
         results = RunResults().with_evaluation(self.figures)
         while len(message := results.model_dump_json(by_alias=True, exclude_defaults=True)) > _MESSAGE_BYTES:
             results = results.with_evaluation(results.evaluation[:-1])
@@ -80,30 +80,30 @@ class EvaluationResult(MessageModel):
         return self.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
 
     def to_markdown(self) -> str:
-        """Return a table, and the first answers below it."""
+        """Return a table followed by the first answers."""
         if self.tasks is not None and not self.examples:
             return "\n".join([self.tasks.to_markdown(), *self.notes]).rstrip() + "\n"
         before = self.base is not None
         lines = [f"| figure |{' before |' if before else ''} after |", f"|---|{'---:|' if before else ''}---:|"]
-        of_tasks = {each.name for each in self.tasks.compared} if self.tasks is not None else set()
+        of_tasks = {figure.name for figure in self.tasks.compared} if self.tasks is not None else set()
         for figure in self.figures:
             if figure.name in of_tasks:
                 continue
-            cells = [_MEANING.get(figure.name, figure.name), *([_cell(figure.before)] if before else [])]
-            lines.append(f"| {' | '.join([*cells, _cell(figure.after)])} |")
+            cells = [_MEANING.get(figure.name, figure.name), *([_format_cell(figure.before)] if before else [])]
+            lines.append(f"| {' | '.join([*cells, _format_cell(figure.after)])} |")
         count = f"{self.examples} held-out examples, {self.answer_tokens:,} tokens of answers"
         lines += ["", f"{count}; {self.computed}." if self.computed else f"{count}.", *self.notes]
         lines += ["", self.tasks.to_markdown().rstrip()] if self.tasks is not None else []
         for answer in self.answers[:_ANSWERS_SHOWN]:
-            lines += [*_shown("Prompt", answer.prompt), *_shown("Expected", answer.expected)]
-            lines += _shown("Before", answer.before) if answer.before is not None else []
-            lines += _shown("After", answer.after) if answer.after is not None else []
+            lines += [*_quote("Prompt", answer.prompt), *_quote("Expected", answer.expected)]
+            lines += _quote("Before", answer.before) if answer.before is not None else []
+            lines += _quote("After", answer.after) if answer.after is not None else []
         return "\n".join(lines) + "\n"
 
 
-def table(before: Sequence[QuestionScore], after: Sequence[QuestionScore]) -> tuple[EvaluationFigure, ...]:
-    """Return the figures of two models side by side; the first may not have been asked."""
-    old, new = figures(before), figures(after)
+def build_figures(before: Sequence[QuestionScore], after: Sequence[QuestionScore]) -> tuple[EvaluationFigure, ...]:
+    """Return a table of the figures of two models; the first may be missing."""
+    old, new = compute_figures(before), compute_figures(after)
     none = (None, None)
     return tuple(
         EvaluationFigure(
@@ -116,23 +116,25 @@ def table(before: Sequence[QuestionScore], after: Sequence[QuestionScore]) -> tu
     )
 
 
-def answers_of(exam: Exam, before: Sequence[QuestionScore], after: Sequence[QuestionScore]) -> tuple[AnswerRecord, ...]:
-    """Return the first questions with what the models answered."""
-    if not exam.generates:
+def select_answers(
+    question_set: QuestionSet, before: Sequence[QuestionScore], after: Sequence[QuestionScore]
+) -> tuple[AnswerRecord, ...]:
+    """Return the first questions with the models' answers."""
+    if not question_set.has_answers:
         return ()
     old, new = ({outcome.number: outcome.answer for outcome in outcomes} for outcomes in (before, after))
     return tuple(
-        AnswerRecord(prompt=each.prompt, expected=each.answer, before=old.get(number), after=new.get(number))
-        for number, each in enumerate(exam.questions[:ANSWERS_KEPT])
+        AnswerRecord(prompt=question.prompt, expected=question.answer, before=old.get(number), after=new.get(number))
+        for number, question in enumerate(question_set.questions[:ANSWERS_KEPT])
     )
 
 
-def _cell(value: float | None) -> str:
+def _format_cell(value: float | None) -> str:
     return "-" if value is None else f"{value:,.4g}" if value >= 10_000 else f"{value:.4f}"
 
 
-def _shown(name: str, text: str) -> list[str]:
-    """Return a text in a fence that it cannot close."""
+def _quote(name: str, text: str) -> list[str]:
+    """Return a text in a code fence that it cannot close."""
     short = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + " ..."
     fence = "```"
     while fence in short:

@@ -1,8 +1,8 @@
-"""The last stage of a job: the result is measured, beside the model that the run began from.
+"""The last stage of a job: evaluate the result and compare it with the initial model.
 
-Invariants: collective, all ranks call it with the same arguments; `evaluation.json` and `evaluation.md` appear whole;
-an evaluation that is done already is read, not done again, unless models, data or settings are others; nothing here
-touches the training state.
+Invariants: collective, all ranks call it with the same arguments; `evaluation.json` and `evaluation.md` appear
+atomically; a finished evaluation is read instead of repeated, unless models, data or settings differ; the training
+state is not used.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,22 +20,23 @@ from trainium_contract.models.parameters import count_parameters
 from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_trainer.artifacts.card import add_evaluation
-from trainium_trainer.artifacts.store import kept
-from trainium_trainer.artifacts.writer import together
-from trainium_trainer.evaluate.answering.folder import ComputeDevice, Models, local_folder
+from trainium_trainer.artifacts.store import unwritable_error
+from trainium_trainer.artifacts.writer import compute_on_first_rank
+from trainium_trainer.evaluate.answering.folder import ComputeDevice, ModelLocations, local_folder
 from trainium_trainer.evaluate.check_folder import check_folder
-from trainium_trainer.evaluate.compare import Asking, compare
+from trainium_trainer.evaluate.compare import EvaluationSettings, compare
 from trainium_trainer.evaluate.memory import available_bytes, readers_that_fit
 from trainium_trainer.evaluate.metrics import perplexity
-from trainium_trainer.evaluate.questions import exam_of
+from trainium_trainer.evaluate.questions import held_out_questions
 from trainium_trainer.evaluate.report import JSON_NAME, MARKDOWN_NAME, EvaluationResult
-from trainium_trainer.evaluate.tasks import columns_of, measure_tasks, refuse_missing_harness
-from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.evaluate.tasks import compared_models, measure_tasks, refuse_missing_harness
+from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry, Storage, read_small
-from trainium_trainer.weights import BaseWeights, shape_of
+from trainium_trainer.weights.base import BaseWeights
+from trainium_trainer.weights.folder import open_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_contract.trainer.evaluate import TasksConfig
@@ -53,7 +55,7 @@ _LIMITED = (
 
 
 def refuse_unmeasurable(device: str) -> None:
-    """Raise UserError where the last stage could not run tasks, long before it; elsewhere they are left out."""
+    """Raise UserError at the start of a run if its last stage could not run tasks; elsewhere tasks are skipped."""
     if device in _RUN_TRANSFORMERS:
         refuse_missing_harness()
 
@@ -67,93 +69,144 @@ def evaluate_artifacts(
     device: str = "cpu",
     trained_loss: float | None = None,
 ) -> EvaluationResult | None:
-    """Measure what a run has left behind, beside it and in its cards; None when there is nothing that can be asked.
+    """Evaluate the artifacts of a run, and write the result next to them and into their cards; None without artifacts.
 
-    The model counts where there is one, else the adapter beside `model.weights`. See `run_evaluation`. Collective.
+    The model is evaluated if there is one, else the adapter applied to `model.weights`. See `RunEvaluation`.
+    Collective.
     """
-    places = {artifact.kind: artifact.path for artifact in artifacts}
-    model, adapter = places.get(ArtifactKind.MODEL), None
+    locations = {artifact.kind: artifact.path for artifact in artifacts}
+    model, adapter = locations.get(ArtifactKind.MODEL), None
     if model is None:
-        model, adapter = config.model.weights, places.get(ArtifactKind.ADAPTER)
+        model, adapter = config.model.weights, locations.get(ArtifactKind.ADAPTER)
         if model is None or adapter is None:
             return None
-    return run_evaluation(
-        config,
-        model_folder=model,
-        adapter_folder=adapter,
-        base_folder=config.model.weights,
+    evaluation = RunEvaluation(
+        config=config,
+        models=ModelLocations(model=model, adapter=adapter, base=config.model.weights),
+        output=(adapter or model).rstrip("/").rpartition("/")[0],
         peers=peers,
         progress=progress,
-        output=(adapter or model).rstrip("/").rpartition("/")[0],
         device=device,
         trained_loss=trained_loss,
-        cards=[artifact.path for artifact in artifacts],
+        cards=tuple(artifact.path for artifact in artifacts),
     )
+    return evaluation.run()
 
 
-def run_evaluation(
-    config: TrainingConfig,
-    *,
-    model_folder: str,
-    base_folder: str | None,
-    peers: Peers,
-    progress: ProgressWriter,
-    output: str,
-    device: str = "cpu",
-    adapter_folder: str | None = None,
-    trained_loss: float | None = None,
-    readers_per_node: int | None = None,
-    cards: Sequence[str] = (),
-) -> EvaluationResult:
-    """Measure `model_folder`, and `base_folder` unless `evaluate.before` is off; write the result below `output`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvaluation:
+    """The evaluation of a run's result; equal on all ranks. Folders and `output` are paths or s3://bucket/prefix."""
 
-    The folders and `output` are paths or s3://bucket/prefix. With `adapter_folder` the result is that adapter beside
-    `model_folder`, not merged. `device` is the kind that the run trains on (torch's name): where `transformers` does
-    not run (Neuron) the perplexity follows from `trained_loss`, the training model's mean loss on what is held back,
-    and the folder is checked by a forward pass on the host. `readers_per_node` is how many processes of a node load a
-    model; omitted: as many as have room. `cards` are artifacts whose model card gets the table. Every rank returns the
-    result. Collective. Raises UserError and StorageError.
+    config: TrainingConfig
+    models: ModelLocations
+    """The models; the base is compared unless `evaluate.before` is off."""
+    output: str
+    """The folder of the result."""
+    peers: Peers
+    progress: ProgressWriter
+    device: str = "cpu"
+    """The kind of device that the run trains on, by torch's name."""
+    trained_loss: float | None = None
+    """The training model's mean loss on what is held back: where `transformers` does not run (Neuron) the perplexity
+    follows from it, and the folder is checked by a forward pass on the host.
     """
-    progress.stage(RunStage.EVALUATE)
-    storage, retry = open_storage(output), Retry()
-    models = Models(model=model_folder, adapter=adapter_folder, base=base_folder if config.evaluate.before else None)
-    found = ("", "")
-    if peers.rank == 0:
-        identity = _identity(config, models, device)
-        found = (identity, _earlier(storage, retry, identity))
-    identity, earlier = peers.gather(found)[0]
-    if earlier:
-        result = EvaluationResult.model_validate_json(earlier)
-    elif device in _RUN_TRANSFORMERS:
-        if config.data.validation is not None or config.evaluate.tasks is None:
-            result = _measured(config, models, peers, progress, device, readers_per_node)
+    cards: tuple[str, ...] = ()
+    """The artifacts whose model card gets the table."""
+
+    def run(self) -> EvaluationResult:
+        """Evaluate the models, write the result and return it on every rank. Collective.
+
+        Raises UserError and StorageError.
+        """
+        config, peers, progress, output = self.config, self.peers, self.progress, self.output
+        progress.set_stage(RunStage.EVALUATE)
+        storage, retry = open_storage(output), Retry()
+        models = self.models if config.evaluate.before else replace(self.models, base=None)
+        identity = compute_on_first_rank(peers, lambda: _compute_identity(config, models, self.device))
+        earlier = compute_on_first_rank(peers, lambda: _read_earlier_result(storage, retry, identity))
+        if earlier:
+            result = EvaluationResult.model_validate_json(earlier)
+        elif self.device in _RUN_TRANSFORMERS:
+            if config.data.validation is not None or config.evaluate.tasks is None:
+                result = self._compare(models)
+            else:
+                result = EvaluationResult(model=models.name, base=models.base, examples=0)
+            if config.evaluate.tasks is not None:
+                result = self._add_tasks(result, config.evaluate.tasks, models, storage)
         else:
-            result = EvaluationResult(model=models.name, base=models.base, examples=0)
-        if config.evaluate.tasks is not None:
-            result = _add_tasks(result, config.evaluate.tasks, models, peers, progress, device, storage)
-    else:
-        result = _limited(config, models, peers, progress, trained_loss)
-    result = result.model_copy(update={"identity": identity})
-    if peers.rank == 0:
-        if not earlier:
-            kept(lambda: storage.write(MARKDOWN_NAME, result.to_markdown().encode()), output, retry)
-            kept(lambda: storage.write(JSON_NAME, result.to_json().encode()), output, retry)  # last: it counts
-        for card in cards:
-            add_evaluation(card, result.to_markdown(), retry)
-        with contextlib.suppress(OSError):  # of an earlier start that was killed; nobody reads them
-            storage.remove_drafts()
-        progress.evaluation(result.figures)
-    peers.barrier()
-    progress.stage(RunStage.EVALUATE, 1.0)
-    return result
+            result = self._evaluate_without_transformers(models)
+        result = result.model_copy(update={"identity": identity})
+        if peers.rank == 0:
+            if not earlier:
+                retry.run(lambda: storage.write(MARKDOWN_NAME, result.to_markdown().encode()), output, unwritable_error)
+                # The file that is read again is written last.
+                retry.run(lambda: storage.write(JSON_NAME, result.to_json().encode()), output, unwritable_error)
+            for card in self.cards:
+                add_evaluation(card, result.to_markdown(), retry)
+            with contextlib.suppress(OSError):  # drafts of an earlier start that was killed
+                storage.remove_drafts()
+            progress.record_evaluation(result.figures)
+        peers.barrier()
+        progress.set_stage(RunStage.EVALUATE, 1.0)
+        return result
+
+    def _compare(self, models: ModelLocations) -> EvaluationResult:
+        """Return the figures of the models on the questions that are held back. Collective."""
+        needed = count_parameters(open_shape(models.model)) * _FLOAT32_BYTES
+        fitting = readers_that_fit(needed, available_bytes()) if self.device == "cpu" else self.peers.size
+        settings = EvaluationSettings(
+            generation=self.config.evaluate.generation,
+            device=ComputeDevice(self.device),
+            loads_model=self.peers.node_rank < fitting,
+        )
+        question_set = held_out_questions(self.config.data, self.config.evaluate.samples)
+        heartbeat = partial(self.progress.set_stage, RunStage.EVALUATE)
+        return compare(models, question_set, settings, self.peers, heartbeat=heartbeat)
+
+    def _add_tasks(
+        self, result: EvaluationResult, tasks: TasksConfig, models: ModelLocations, storage: Storage
+    ) -> EvaluationResult:
+        """Return the result with the figures of tasks, which rank 0 computes. Collective."""
+
+        def measure() -> TaskReport:
+            heartbeat = partial(self.progress.set_stage, RunStage.EVALUATE, 0.5)
+            run = measure_tasks(compared_models(models), tasks, device=ComputeDevice(self.device), heartbeat=heartbeat)
+            if tasks.keep_samples:
+                samples = run.samples.encode()
+                Retry().run(lambda: storage.write(SAMPLES_NAME, samples), storage.location, unwritable_error)
+            return run.report
+
+        return result.with_tasks(compute_on_first_rank(self.peers, measure))
+
+    def _evaluate_without_transformers(self, models: ModelLocations) -> EvaluationResult:
+        """Return the result that is possible without `transformers`. Collective."""
+        notes = [_LIMITED, *([_NO_TASKS] if self.config.evaluate.tasks is not None else [])]
+        problem = ""
+        if self.peers.rank == 0 and models.adapter is None:
+            heartbeat = partial(self.progress.set_stage, RunStage.EVALUATE, 0.5)
+            checked = check_folder(models.model, models.base, heartbeat=heartbeat)
+            problem = checked.problem(models.model, models.base) or ""
+        problem = self.peers.gather(problem)[0]
+        notes += [f"{problem}."] if problem else []
+        figures: tuple[EvaluationFigure, ...] = ()
+        if self.trained_loss is not None:
+            figures = (EvaluationFigure(name="perplexity", after=perplexity(-self.trained_loss, 1)),)
+        return EvaluationResult(
+            model=models.name,
+            examples=0,
+            computed="computed by the training model",
+            generation=self.config.evaluate.generation,
+            figures=figures,
+            notes=tuple(notes),
+        )
 
 
-def _identity(config: TrainingConfig, models: Models, device: str) -> str:
-    """Return a digest of all that the figures depend on."""
+def _compute_identity(config: TrainingConfig, models: ModelLocations, device: str) -> str:
+    """Return a digest of everything on which the figures depend."""
     folders = [BaseWeights.open(folder).digest for folder in (models.model, models.base) if folder is not None]
     facts = {
         "models": folders,
-        "adapter": None if models.adapter is None else _digest_of_adapter(models.adapter),
+        "adapter": None if models.adapter is None else _digest_adapter(models.adapter),
         "data": config.data.to_wire(),
         "evaluate": config.evaluate.to_wire(),
         "device": device,
@@ -161,7 +214,7 @@ def _identity(config: TrainingConfig, models: Models, device: str) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _digest_of_adapter(adapter: str) -> str:
+def _digest_adapter(adapter: str) -> str:
     digest = hashlib.sha256()
     with local_folder(adapter) as folder:
         for file in sorted(folder.glob("adapter_*")):
@@ -169,78 +222,11 @@ def _digest_of_adapter(adapter: str) -> str:
     return digest.hexdigest()
 
 
-def _earlier(storage: Storage, retry: Retry, identity: str) -> str:
-    """Return the result of an evaluation of the same things, as JSON; empty when there is none."""
-    data = kept(lambda: read_small(storage, JSON_NAME), storage.location, retry)
+def _read_earlier_result(storage: Storage, retry: Retry, identity: str) -> str:
+    """Return an earlier result with the same identity, as JSON; empty if there is none."""
+    data = retry.run(lambda: read_small(storage, JSON_NAME), storage.location, unwritable_error)
     if data is not None:
         with contextlib.suppress(ValidationError):
             if EvaluationResult.model_validate_json(data).identity == identity:
                 return data.decode()
     return ""
-
-
-def _measured(
-    config: TrainingConfig,
-    models: Models,
-    peers: Peers,
-    progress: ProgressWriter,
-    device: str,
-    readers_per_node: int | None,
-) -> EvaluationResult:
-    if readers_per_node is None:
-        needed = count_parameters(shape_of(models.model)) * _FLOAT32_BYTES
-        readers_per_node = readers_that_fit(needed, available_bytes()) if device == "cpu" else peers.size
-    asking = Asking(
-        generation=config.evaluate.generation,
-        device=ComputeDevice(device),
-        reads=peers.node_rank < readers_per_node,
-    )
-    exam = exam_of(config.data, config.evaluate.samples)
-    return compare(models, exam, asking, peers, beat=lambda done: progress.stage(RunStage.EVALUATE, done))
-
-
-def _add_tasks(
-    result: EvaluationResult,
-    tasks: TasksConfig,
-    models: Models,
-    peers: Peers,
-    progress: ProgressWriter,
-    device: str,
-    storage: Storage,
-) -> EvaluationResult:
-    """Return the result with the figures of tasks, which rank 0 computes. Collective."""
-
-    def measure() -> TaskReport:
-        alive = partial(progress.stage, RunStage.EVALUATE, 0.5)
-        run = measure_tasks(columns_of(models), tasks, device=ComputeDevice(device), beat=alive)
-        if tasks.keep_samples:
-            kept(lambda: storage.write(SAMPLES_NAME, run.samples.encode()), storage.location, Retry())
-        return run.report
-
-    (report, *_) = together(peers, measure if peers.rank == 0 else None)
-    assert report is not None
-    return result.with_tasks(report)
-
-
-def _limited(
-    config: TrainingConfig, models: Models, peers: Peers, progress: ProgressWriter, trained_loss: float | None
-) -> EvaluationResult:
-    """Return the result that is possible without `transformers`."""
-    notes = [_LIMITED, *([_NO_TASKS] if config.evaluate.tasks is not None else [])]
-    problem = ""
-    if peers.rank == 0 and models.adapter is None:
-        alive: Callable[[], None] = lambda: progress.stage(RunStage.EVALUATE, 0.5)  # noqa: E731 - one line
-        problem = check_folder(models.model, models.base, beat=alive).problem(models.model, models.base) or ""
-    problem = peers.gather(problem)[0]
-    notes += [f"{problem}."] if problem else []
-    figures: tuple[EvaluationFigure, ...] = ()
-    if trained_loss is not None:
-        figures = (EvaluationFigure(name="perplexity", after=perplexity(-trained_loss, 1)),)
-    return EvaluationResult(
-        model=models.name,
-        examples=0,
-        computed="computed by the training model",
-        generation=config.evaluate.generation,
-        figures=figures,
-        notes=tuple(notes),
-    )

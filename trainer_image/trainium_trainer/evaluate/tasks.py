@@ -1,8 +1,8 @@
-"""Measure models beside each other by the tasks of lm-evaluation-harness (the package lm-eval, an extra).
+"""Compare models on the tasks of lm-evaluation-harness (the package lm-eval, an extra).
 
 Guarantees:
 - Figures equal those of `lm_eval run` on the same folder, number format, batch size and seeds.
-- An artifact of a run is measured once by the same tasks, however often the command runs with its report.
+- An artifact of a run is evaluated once on the same tasks, even if the command runs again with its report.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import torch
 from trainium_contract.base import MessageModel
 from trainium_contract.status.results import EvaluationFigure
 from trainium_contract.trainer.evaluate import TasksConfig  # noqa: TC001 - pydantic reads annotations
-from trainium_trainer.artifacts.manifest import MANIFEST_NAME, identity_of
+from trainium_trainer.artifacts.manifest import MANIFEST_NAME, hash_json
 from trainium_trainer.evaluate.answering.folder import (
     ComputeDevice,
     ComputeType,
-    Models,
+    ModelLocations,
     local_folder,
-    open_candidate,
-    positions_of,
+    open_model_files,
+    read_max_positions,
 )
 from trainium_trainer.evaluate.answering.loading import load
 from trainium_trainer.exits import UserError
@@ -51,23 +51,23 @@ _UNFILTERED = "none"
 
 
 class TaskFigure(MessageModel):
-    """One measure of a model on a task or a group of tasks."""
+    """A metric of a model on a task or a group of tasks."""
 
     task: str
     metric: str
-    """Name of the measure, for instance `acc` or `exact_match`."""
+    """The name of the metric, for instance `acc` or `exact_match`."""
     filter: str = ""
-    """Filter by which lm-eval extracted answers, for instance `strict-match`; empty where there is one."""
+    """The filter by which lm-eval extracted answers, for instance `strict-match`; empty if there is only one."""
     shots: int | None = None
     questions: int | None = None
     value: float
     standard_error: float | None = None
     part: bool = False
-    """Whether a group with this measure has the task: tables leave it out."""
+    """Whether a group with this metric contains the task: tables omit it."""
 
     @property
     def name(self) -> str:
-        """Return the measure for people."""
+        """Return the displayed name of the metric."""
         return f"{self.metric} ({self.filter})" if self.filter else self.metric
 
 
@@ -76,9 +76,9 @@ class ModelFigures(MessageModel):
 
     model: str
     computed: str
-    """Number format and device, or the endpoint."""
+    """The number format and device, or the endpoint."""
     identity: str = ""
-    """Digest of an artifact of a run and of the given task files; empty for other models, which may change."""
+    """The digest of an artifact of a run and of the given task files; empty for other models, which may change."""
     figures: tuple[TaskFigure, ...]
 
 
@@ -87,14 +87,14 @@ class TaskReport(MessageModel):
 
     tasks: TasksConfig
     lm_eval: str
-    """Version of lm-eval."""
+    """The version of lm-eval."""
     models: tuple[ModelFigures, ...]
 
     @property
     def compared(self) -> tuple[EvaluationFigure, ...]:
-        """The figures of the last model, beside those of the first one where there are two."""
+        """Return the figures of the last model, with those of the first if there are two."""
         columns = [
-            {f"{each.task} {each.name}"[:_LONGEST_NAME]: each for each in model.figures if not each.part}
+            {f"{figure.task} {figure.name}"[:_LONGEST_NAME]: figure for figure in model.figures if not figure.part}
             for model in self.models
         ]
         before = columns[0] if len(columns) > 1 else {}
@@ -121,13 +121,13 @@ class TaskReport(MessageModel):
             f"|---|---|---:|---:|{'---:|' * len(columns)}",
         ]
         for (task, name), any_figure in rows.items():
-            cells = [_cell(column.get((task, name))) for column in columns]
+            cells = [_format_cell(column.get((task, name))) for column in columns]
             lines.append(f"| {task} | {name} | {any_figure.shots} | {any_figure.questions} | {' | '.join(cells)} |")
         computed = "; ".join(dict.fromkeys(model.computed for model in self.models))
         return "\n".join([*lines, "", f"Value ± standard error, by lm-eval {self.lm_eval}; {computed}."]) + "\n"
 
 
-def _cell(figure: TaskFigure | None) -> str:
+def _format_cell(figure: TaskFigure | None) -> str:
     if figure is None:
         return "-"
     error = "" if figure.standard_error is None else f" ± {figure.standard_error:.4f}"
@@ -136,15 +136,15 @@ def _cell(figure: TaskFigure | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TaskRun:
-    """Hold the figures of models and the samples behind them."""
+    """The figures of models and their samples."""
 
     report: TaskReport
     samples: str
-    """A JSON object for each question and model, on lines; empty unless they are to be kept."""
+    """JSON lines, one object per question and model; empty unless samples are kept."""
 
 
 def refuse_missing_harness() -> None:
-    """Raise UserError where lm-eval is not installed."""
+    """Raise UserError if lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "tasks need the package lm-eval, which is not installed here: pip install 'trainium-trainer[tasks]'"
@@ -152,7 +152,7 @@ def refuse_missing_harness() -> None:
 
 
 def measure_tasks(
-    models: Sequence[Models],
+    models: Sequence[ModelLocations],
     tasks: TasksConfig,
     *,
     device: ComputeDevice = ComputeDevice.AUTO,
@@ -160,97 +160,104 @@ def measure_tasks(
     endpoint: Endpoint | None = None,
     known: TaskReport | None = None,
     keep: Callable[[TaskRun], None] = lambda _: None,
-    beat: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> TaskRun:
-    """Return the figures of models, one after the other; `beat` is called at each forward pass.
+    """Return the figures of models, one after the other; `heartbeat` is called at each forward pass.
 
-    endpoint: its model is measured, and the folder of `models` holds its tokenizer. known: an earlier report, whose
-    figures of artifacts are taken over if the tasks are the same. keep: called with all figures after each model.
-
-    Raises UserError and StorageError.
+    endpoint: its model is evaluated, and the folder of `models` holds its tokenizer. known: an earlier report, whose
+    figures of artifacts are reused if the tasks are the same. keep: called with all figures after each model. Raises
+    UserError and StorageError.
     """
-    found: list[ModelFigures] = []
+    figures_by_model: list[ModelFigures] = []
     samples: list[str] = []
     refuse_missing_harness()
     harness = importlib.metadata.version("lm-eval")
     same = known is not None and (known.tasks, known.lm_eval) == (tasks, harness) and not tasks.keep_samples
     measured = {each.identity: each for each in known.models if each.identity} if known is not None and same else {}
     run = TaskRun(TaskReport(tasks=tasks, lm_eval=harness, models=()), "")
-    with _quiet():
+    with _silence_harness():
         loaded = _load_tasks(tasks)
         for each in models:
-            identity = _identity(each, tasks) if endpoint is None else ""
+            identity = _compute_identity(each, tasks) if endpoint is None else ""
             if identity in measured:
-                found.append(measured[identity])
+                figures_by_model.append(measured[identity])
                 continue
             _set_seeds(tasks, loaded)
             name = each.name if endpoint is None else endpoint.model
             opened = (
-                _folder(each, tasks, device, precision, beat) if endpoint is None else _served(endpoint, each, tasks)
+                _open_folder_model(each, tasks, device, precision, heartbeat)
+                if endpoint is None
+                else _open_endpoint_model(endpoint, each, tasks)
             )
             with opened as (network, computed):
-                results = _evaluated(network, tasks, loaded, endpoint)
+                results = _run_harness(network, tasks, loaded, endpoint)
             figures = tuple(_figures(results))
-            found.append(ModelFigures(model=name, computed=computed, identity=identity, figures=figures))
+            figures_by_model.append(ModelFigures(model=name, computed=computed, identity=identity, figures=figures))
             samples += _samples(name, results)
-            keep(replace(run, report=run.report.model_copy(update={"models": tuple(found)})))
-    return TaskRun(run.report.model_copy(update={"models": tuple(found)}), "".join(samples))
+            keep(replace(run, report=run.report.model_copy(update={"models": tuple(figures_by_model)})))
+    return TaskRun(run.report.model_copy(update={"models": tuple(figures_by_model)}), "".join(samples))
 
 
 def read_report(path: Path) -> TaskReport | None:
-    """Return the report in a file, or in the result that the file holds; None for anything else."""
+    """Read the report in a file, or in the evaluation result of the file; None for anything else."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
-        return TaskReport.model_validate(found.get("tasks") if "lmEval" not in found else found)
+        document = json.loads(path.read_bytes())
+        return TaskReport.model_validate(document.get("tasks") if "lmEval" not in document else document)
     return None
 
 
-def columns_of(models: Models) -> list[Models]:
-    """Return the models to compare, the base first."""
-    first = [Models(model=models.base)] if models.base is not None else []
-    return [*first, Models(model=models.model, adapter=models.adapter)]
+def compared_models(models: ModelLocations) -> list[ModelLocations]:
+    """Return the models to compare, base first."""
+    first = [ModelLocations(model=models.base)] if models.base is not None else []
+    return [*first, ModelLocations(model=models.model, adapter=models.adapter)]
 
 
-def _identity(models: Models, tasks: TasksConfig) -> str:
+def _compute_identity(models: ModelLocations, tasks: TasksConfig) -> str:
     """Return the digest of an artifact on this machine and of the task files; empty for other models."""
-    manifests = [Path(each) / MANIFEST_NAME for each in (models.model, models.adapter) if each is not None]
+    manifests = [Path(location) / MANIFEST_NAME for location in (models.model, models.adapter) if location is not None]
     if not manifests[-1].is_file():
         return ""
     files = sorted(Path(tasks.include_path).rglob("*.y*ml")) if tasks.include_path is not None else []
-    return identity_of(each.read_text(errors="replace") for each in (*filter(Path.is_file, manifests), *files))
+    return hash_json(location.read_text(errors="replace") for location in (*filter(Path.is_file, manifests), *files))
 
 
 @contextlib.contextmanager
-def _folder(
-    models: Models, tasks: TasksConfig, device: ComputeDevice, precision: ComputeType, beat: Callable[[], None]
+def _open_folder_model(
+    models: ModelLocations,
+    tasks: TasksConfig,
+    device: ComputeDevice,
+    precision: ComputeType,
+    heartbeat: Callable[[], None],
 ) -> Iterator[tuple[Any, str]]:
-    """Yield lm-eval's view of a folder, and how it computes."""
+    """Yield lm-eval's model for a folder, and its number format and device."""
     from lm_eval.models.huggingface import HFLM  # noqa: PLC0415 - an extra
 
     with contextlib.ExitStack() as stack:
-        path = stack.enter_context(local_folder(models.model, beat))
-        adapter = stack.enter_context(local_folder(models.adapter, beat)) if models.adapter is not None else None
-        model = load(open_candidate(path, adapter), device=device, precision=precision, recommended=True)
-        model.network.register_forward_pre_hook(lambda *_: beat())
+        path = stack.enter_context(local_folder(models.model, heartbeat))
+        adapter = stack.enter_context(local_folder(models.adapter, heartbeat)) if models.adapter is not None else None
+        model = load(open_model_files(path, adapter), device=device, precision=precision, recommended=True)
+        model.network.register_forward_pre_hook(lambda *_: heartbeat())
         tokenizer = str(model.folder.tokenizer_folder)
         network = HFLM(pretrained=model.network, tokenizer=tokenizer, batch_size=tasks.batch_size)
         yield network, f"computed in {str(model.network.dtype).removeprefix('torch.')} on {model.device.type}"
 
 
 @contextlib.contextmanager
-def _served(endpoint: Endpoint, tokenizer: Models, tasks: TasksConfig) -> Iterator[tuple[Any, str]]:
-    """Yield lm-eval's view of a server; without a tokenizer it can only generate."""
+def _open_endpoint_model(
+    endpoint: Endpoint, tokenizer: ModelLocations, tasks: TasksConfig
+) -> Iterator[tuple[Any, str]]:
+    """Yield lm-eval's model for a server; without a tokenizer it can only generate."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI  # noqa: PLC0415 - an extra
 
     with local_folder(tokenizer.model) as folder:
         settings: dict[str, Any] = {"tokenizer_backend": "none"}
         if tokenizer.model:
             settings = {"tokenizer_backend": "huggingface", "tokenizer": str(folder)}
-            settings["max_length"] = positions_of(folder) or _POSITIONS
+            settings["max_length"] = read_max_positions(folder) or _POSITIONS
         network = LocalCompletionsAPI(
             model=endpoint.model,
             base_url=f"{endpoint.url}/completions",
-            num_concurrent=max(2, tasks.batch_size),  # one alone has no limit of its whole time
+            num_concurrent=max(2, tasks.batch_size),  # a single request has no total time limit
             timeout=int(endpoint.seconds),
             **settings,
         )
@@ -258,22 +265,22 @@ def _served(endpoint: Endpoint, tokenizer: Models, tasks: TasksConfig) -> Iterat
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out what lm-eval reports of its progress, and its bars unless a person sees them."""
-    for name in ("lm_eval", "asyncio"):  # the other reports each request that was left behind an error
+def _silence_harness() -> Iterator[None]:
+    """Silence lm-eval's progress logs, and its progress bars unless stderr is a terminal."""
+    for name in ("lm_eval", "asyncio"):  # it also reports each pending request after an error
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 def _load_tasks(tasks: TasksConfig) -> dict[str, Any]:
-    """Return lm-eval's tasks and groups with their data. Raises UserError."""
+    """Load lm-eval's tasks and groups with their data. Raises UserError."""
     from lm_eval.tasks import TaskManager  # noqa: PLC0415 - an extra
 
     folder = tasks.include_path
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"{folder}: there is no such folder: name one with task files by --include-path (includePath)")
-    # Reading the thousands of files of lm-eval itself takes many seconds.
+    # Reading lm-eval's thousands of task files takes many seconds.
     manager = TaskManager(include_path=folder, include_defaults=False) if folder is not None else None
     if manager is None or not set(tasks.names) <= set(manager.all_subtasks):
         manager = TaskManager(include_path=folder)
@@ -284,16 +291,16 @@ def _load_tasks(tasks: TasksConfig) -> dict[str, Any]:
             raise UserError(f"{name}: lm-eval has no such task or group: {advice}")
     try:
         loaded: dict[str, Any] = manager.load(list(tasks.names))
-    except Exception as error:  # whatever the code of a task and the libraries of its data raise
+    except Exception as error:  # the code of a task and the libraries of its data may raise anything
         reason = " ".join(str(error).split())[:_REASON]
         raise UserError(
             f"tasks {', '.join(tasks.names)}: cannot be loaded ({reason}): correct the task file; data comes from the "
             "Hugging Face hub unless it is in the cache (HF_HOME) or in local files that a task file names"
         ) from error
     for task in loaded["tasks"].values():
-        own = task.get_config("num_fewshot")
-        if own != 0:  # as in lm-eval: a task that sets 0 is never asked with examples
-            task.set_config(key="num_fewshot", value=(tasks.shots if tasks.shots is not None else own) or 0)
+        default_shots = task.get_config("num_fewshot")
+        if default_shots != 0:  # as in lm-eval: a task that sets 0 is never asked with examples
+            task.set_config(key="num_fewshot", value=(tasks.shots if tasks.shots is not None else default_shots) or 0)
     return loaded
 
 
@@ -308,8 +315,8 @@ def _set_seeds(tasks: TasksConfig, loaded: dict[str, Any]) -> None:
         task.set_fewshot_seed(seed=other)
 
 
-def _evaluated(model: Any, tasks: TasksConfig, loaded: dict[str, Any], endpoint: Endpoint | None) -> dict[str, Any]:
-    """Return lm-eval's results. Raises UserError for a task that it cannot run, and for an endpoint that fails."""
+def _run_harness(model: Any, tasks: TasksConfig, loaded: dict[str, Any], endpoint: Endpoint | None) -> dict[str, Any]:
+    """Run lm-eval and return its results. Raises UserError for a task that it cannot run and a failing endpoint."""
     weighed = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
     if endpoint is not None and weighed and model.tokenizer is None:
         raise UserError(f"{weighed[0]}: compares likelihoods of tokens: give also a MODEL folder with the tokenizer")
@@ -328,7 +335,7 @@ def _evaluated(model: Any, tasks: TasksConfig, loaded: dict[str, Any], endpoint:
         )
     except Exception as error:
         reason = " ".join((str(error) or type(error).__name__).split())[:_REASON]
-        if endpoint is not None:  # whatever its answers make lm-eval raise
+        if endpoint is not None:  # lm-eval may raise anything for unexpected answers
             raise UserError(
                 f"{endpoint.url}: lm-eval cannot read its answers ({reason}): likelihoods need a server that returns "
                 "them for the prompt (echo with logprobs), as vLLM does"
@@ -341,21 +348,21 @@ def _evaluated(model: Any, tasks: TasksConfig, loaded: dict[str, Any], endpoint:
 
 
 def _figures(results: dict[str, Any]) -> Iterator[TaskFigure]:
-    """Yield the measures of lm-eval's results, groups before tasks."""
+    """Yield the metrics of lm-eval's results, groups before tasks."""
     groups = results.get("groups", {})
     parts = {child for group in groups for child in results["group_subtasks"][group]}
-    for task, found in sorted(results["results"].items(), key=lambda item: item[0] not in groups):
-        for key, value in found.items():
+    for task, task_results in sorted(results["results"].items(), key=lambda item: item[0] not in groups):
+        for key, value in task_results.items():
             metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
-            error = found.get(f"{metric}_stderr,{filter_name}")
+            error = task_results.get(f"{metric}_stderr,{filter_name}")
             yield TaskFigure(
                 task=task,
                 metric=metric,
                 filter="" if filter_name == _UNFILTERED else filter_name,
                 shots=results["n-shot"].get(task),
-                questions=found.get("sample_len"),
+                questions=task_results.get("sample_len"),
                 value=float(value),
                 standard_error=float(error) if isinstance(error, (int, float)) else None,
                 part=task in parts,

@@ -1,1 +1,1 @@
-"""The training loop: steps, the learning rate, the request to leave, the history, what follows the last step."""
+"""The training loop: steps, the learning rate, stop requests, the history, and the stages after the last step."""

@@ -1,9 +1,9 @@
 """The stages after the last step, in the same processes: artifacts, then the evaluation.
 
 Guarantees:
-- The last step is committed before.
-- Both stages read storage and nothing of a rank's memory, so that a fault repeats a stage and no step.
-- A process that is asked to leave does so at once, since nothing would be lost.
+- The last step is committed before the stages begin.
+- Both stages read storage only, not the memory of a rank, so that a fault repeats a stage and no step.
+- A process that is asked to stop exits at once, because nothing would be lost.
 """
 
 from __future__ import annotations
@@ -12,85 +12,67 @@ import logging
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
-from trainium_trainer.artifacts.stage import kinds_of, write_artifacts, write_milestones
-from trainium_trainer.artifacts.writer import together
+from trainium_trainer.artifacts.stage import artifact_kinds, write_artifacts, write_milestones
+from trainium_trainer.artifacts.writer import compute_on_first_rank
 from trainium_trainer.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
-    from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.backends.base import Mesh
-    from trainium_trainer.monitor.progress import ProgressWriter
-    from trainium_trainer.trackers.process import TrackerProcess
-    from trainium_trainer.weights.initial import InitialWeights
+    from trainium_trainer.loop.setup import Run
 
 _log = logging.getLogger("trainium.after")
 
 
-def has_stages(config: TrainingConfig) -> bool:
-    """Return whether anything follows the last step."""
-    return bool(kinds_of(config)) or config.evaluate.enabled
+def run_stages(run: Run, node_rank: int) -> None:
+    """Write, evaluate and push the artifacts of the last step. Collective. Raises UserError, StorageError.
 
-
-def run_stages(
-    config: TrainingConfig,
-    mesh: Mesh,
-    progress: ProgressWriter,
-    *,
-    step: int,
-    begin: InitialWeights,
-    tokenizer: Path,
-    node_rank: int,
-    trained_loss: float | None,
-    trackers: TrackerProcess | None = None,
-) -> None:
-    """Write the artifacts of the last step, measure and push them. Collective. Raises UserError, StorageError.
-
-    `node_rank` is this process's number within its node, `trained_loss` the training model's newest validation loss.
+    `node_rank` is this process's number within its node.
     """
+    config, progress, mesh = run.config, run.progress, run.backend.mesh
+    base, tokenizer = run.initial_weights.base, run.data.tokenizer
+    if not artifact_kinds(config) and not config.evaluate.enabled:
+        return
+    run.stop.exit_on_request()
     with progress.pulse.saving, progress.pulse.work_with_collectives:  # a peer's last save may take longer than a step
         peers = Peers.open(mesh.rank, mesh.world_size, node_rank, waiting=progress.pulse.peers)
-    alive: Callable[[], None] = lambda: progress.stage(RunStage.EXPORT)  # noqa: E731 - one line
-    write_milestones(config, peers, progress, base=begin.base, tokenizer=tokenizer, beat=alive)
+    alive: Callable[[], None] = lambda: progress.set_stage(RunStage.EXPORT)  # noqa: E731 - one line
+    write_milestones(config, peers, progress, base=base, tokenizer=tokenizer, heartbeat=alive)
     artifacts = write_artifacts(
-        config, config.checkpoint.path, step, peers, progress, base=begin.base, tokenizer=tokenizer
+        config, config.checkpoint.path, run.position.step, peers, progress, base=base, tokenizer=tokenizer
     )
     for artifact in artifacts if mesh.rank == 0 else ():
         _log.info("%s of step %d: %s", artifact.kind, artifact.step, artifact.path)
-        if trackers is not None:
-            trackers.link(artifact)
+        if run.trackers is not None:
+            run.trackers.link(artifact)
     if config.evaluate.enabled:
-        _evaluate(config, artifacts, mesh, peers, progress, trained_loss)
+        _evaluate(run, artifacts, peers)
     push = config.artifacts.push
     if push is None:
         return
     from trainium_trainer.artifacts.push import push_artifact  # noqa: PLC0415 - imports the library of the hub
 
-    (address, *_) = together(peers, (lambda: push_artifact(push, artifacts, alive)) if peers.rank == 0 else None)
+    address = compute_on_first_rank(peers, lambda: push_artifact(push, artifacts, alive))
     if mesh.rank == 0:
         _log.info("pushed to %s", address)
 
 
-def _evaluate(
-    config: TrainingConfig,
-    artifacts: tuple[ArtifactReport, ...],
-    mesh: Mesh,
-    peers: Peers,
-    progress: ProgressWriter,
-    trained_loss: float | None,
-) -> None:
+def _evaluate(run: Run, artifacts: tuple[ArtifactReport, ...], peers: Peers) -> None:
     from trainium_trainer.evaluate.stage import evaluate_artifacts  # noqa: PLC0415 - imports transformers
 
     result = evaluate_artifacts(
-        config, artifacts, peers=peers, progress=progress, device=mesh.device.type, trained_loss=trained_loss
+        run.config,
+        artifacts,
+        peers=peers,
+        progress=run.progress,
+        device=run.backend.mesh.device.type,
+        trained_loss=run.validation_loss,
     )
-    if mesh.rank == 0 and result is not None:
+    if peers.rank == 0 and result is not None:
         _log.info("evaluation: %s", ", ".join(_format_figure(figure) for figure in result.figures))
 
 
 def _format_figure(figure: EvaluationFigure) -> str:
-    """`perplexity 54.7 -> 25.6`."""
+    """Format a figure: `perplexity 54.7 -> 25.6`."""
     before, after = ("none" if value is None else f"{value:.4g}" for value in (figure.before, figure.after))
     return f"{figure.name} {before} -> {after}"

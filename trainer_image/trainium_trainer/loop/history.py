@@ -1,4 +1,4 @@
-"""The history that people read, taken up where the state was resumed: rewound, mended, and the monitors after it.
+"""Rewind and complete the history of a run at the position where its state was resumed, then the monitors'.
 
 Guarantees:
 - A history that cannot be read or written is reported and stops nothing.
@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 
+from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
 from trainium_trainer.exits import StorageError
 from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.monitor.efficiency import flops_per_token, peak_flops
-from trainium_trainer.monitor.watch import JobDevices, Past, Watch, read_past, stability_rules
+from trainium_trainer.monitor.step_metrics import StepMetrics
+from trainium_trainer.monitor.step_monitor import (
+    JobDevices,
+    MonitorState,
+    StepMonitor,
+    read_monitor_state,
+    stability_rules,
+)
 from trainium_trainer.monitor.writers import Recorder
+from trainium_trainer.storage import open_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +35,7 @@ if TYPE_CHECKING:
     from trainium_trainer.backends.base import Mesh
     from trainium_trainer.checkpoint.interfaces import Position
     from trainium_trainer.configuration.config import Settings
-    from trainium_trainer.data.opening import Data
+    from trainium_trainer.data.dataset import Dataset
     from trainium_trainer.loop.run_progress import RunProgress
     from trainium_trainer.monitor.progress import ProgressWriter
 
@@ -34,84 +43,90 @@ _log = logging.getLogger("trainium.train")
 
 
 class History:
-    """The files below `root`; lines that they do not take wait in `aside`, on the node."""
+    """The files below `root`; lines that cannot be written there wait in `fallback`, on the node."""
 
     def __init__(self, root: Path, memory_directory: Path | None, progress: ProgressWriter) -> None:
         self._root = root
         self._progress = progress
-        self.aside = None if memory_directory is None else memory_directory / "aside"
+        self.fallback = None if memory_directory is None else memory_directory / "aside"
 
-    def notify(self, sentence: str) -> None:
-        """Report what is wrong with the files."""
-        _log.warning("%s", sentence)
-        self._progress.notice(sentence)
+    def notify(self, message: str) -> None:
+        """Report the problems of the files."""
+        _log.warning("%s", message)
+        self._progress.write_notice(message)
 
-    def open(self, settings: Settings, course: RunProgress, position: Position, data: Data, mesh: Mesh) -> Watch:
-        """Make the files the history up to `position`, on rank 0; the monitors after it. Collective."""
-        config, past = settings.config, Past()
+    def open(
+        self, settings: Settings, run_progress: RunProgress, position: Position, data: Dataset, mesh: Mesh
+    ) -> StepMonitor:
+        """Cut the files to the history up to `position`, on rank 0, then the monitors'. Collective."""
+        config, state = settings.config, MonitorState()
         if mesh.rank == 0:
-            with self._tolerant():
+            RecordCopies(config.checkpoint, open_storage(config.checkpoint.path)).fetch()
+            with self._reporting_errors():
                 Recorder.rewind(self._root, position.step)
-            with self._tolerant():
-                past = read_past(self._root, stability_rules(config.monitor), self.aside, last=position.step)
-        watch = _watch(settings, past, mesh)
-        waiting = self._samples_aside(mesh, position.step) if config.monitor.record_samples else {}
+            with self._reporting_errors():
+                state = read_monitor_state(
+                    self._root, stability_rules(config.monitor), self.fallback, last=position.step
+                )
+        monitor = _build_monitor(settings, state, mesh)
+        waiting = self._fallback_samples(mesh, position.step) if config.monitor.record_samples else {}
         if mesh.rank == 0:
-            with self._tolerant():
-                self._mend(config, course, position, data, watch, waiting)
-        return watch
+            with self._reporting_errors():
+                self._append_missing_line(config, run_progress, position, data, monitor, waiting)
+        return monitor
 
-    def _samples_aside(self, mesh: Mesh, step: int) -> dict[str, list[int]]:
-        """Return, on rank 0, the samples of a step that wait on any node. Collective."""
-        mine = Recorder.samples_aside(step, self.aside)
+    def _fallback_samples(self, mesh: Mesh, step: int) -> dict[str, list[int]]:
+        """Return on rank 0 the recorded samples of a step that wait on any node. Collective."""
+        mine = Recorder.read_fallback_samples(step, self.fallback)
         if mesh.world_size == 1:
             return mine
         gathered: list[dict[str, list[int]]] | None = [{} for _ in range(mesh.world_size)] if mesh.rank == 0 else None
         dist.gather_object(mine, gathered, dst=0, group=mesh.world)
-        return {name: samples for found in gathered or () for name, samples in found.items()}
+        return {name: samples for records in gathered or () for name, samples in records.items()}
 
     @contextlib.contextmanager
-    def _tolerant(self) -> Iterator[None]:
+    def _reporting_errors(self) -> Iterator[None]:
         try:
             yield
         except StorageError as error:
             self.notify(f"{error}; training goes on without the earlier history")
 
-    def _mend(
+    def _append_missing_line(
         self,
         config: TrainingConfig,
-        course: RunProgress,
+        run_progress: RunProgress,
         position: Position,
-        data: Data,
-        watch: Watch,
+        data: Dataset,
+        monitor: StepMonitor,
         waiting: dict[str, list[int]],
     ) -> None:
-        """Write what a rank that was lost right after the resumed step did not get to write of it."""
+        """Write the line of the resumed step if the rank that should have written it failed right after the step."""
         if position.loss is None or position.grad_norm is None:
             return
         batch = position.batch or config.batch.global_size
-        if Recorder.lacks(self._root, position.step, self.aside):
-            figures, _ = watch.step(
+        if Recorder.is_missing_line(self._root, position.step, self.fallback):
+            measured = StepMetrics(
                 step=position.step,
                 loss=position.loss,
                 grad_norm=position.grad_norm,
-                learning_rate=learning_rate(config, course.done(position) - 1),
+                learning_rate=learning_rate(config, run_progress.completed_steps(position) - 1),
                 tokens=position.tokens,
                 samples=position.samples,
                 batch=batch,
             )
-            Recorder.mend(self._root, figures, self.aside)
+            metrics, _ = monitor.step(measured)
+            Recorder.append_missing_line(self._root, metrics, self.fallback)
         if config.monitor.record_samples:
             numbers = data.training.numbers(position.samples - batch, batch)
-            Recorder.mend_samples(self._root, position.step, numbers, self.aside, waiting)
+            Recorder.append_missing_samples(self._root, position.step, numbers, self.fallback, waiting)
 
 
-def _watch(settings: Settings, past: Past, mesh: Mesh) -> Watch:
+def _build_monitor(settings: Settings, state: MonitorState, mesh: Mesh) -> StepMonitor:
     config = settings.config
     peak = config.monitor.peak_tflops
-    return Watch(
+    return StepMonitor(
         config.monitor,
-        past,
+        state,
         JobDevices(
             device=mesh.device,
             count=mesh.world_size,
@@ -121,7 +136,7 @@ def _watch(settings: Settings, past: Past, mesh: Mesh) -> Watch:
         flops_per_token=flops_per_token(
             settings.shape,
             config.data.sequence_length,
-            trained=settings.choice.trained if config.tuning.freezes else None,
+            trained=settings.trainable.trained if config.tuning.freezes else None,
         ),
         of_pairs=config.tuning.objective is not None,
     )

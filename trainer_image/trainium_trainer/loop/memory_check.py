@@ -1,9 +1,9 @@
-"""The memory that a configuration needs, and whether it fits: for `check` and for the start of a run.
+"""Estimate the memory that a configuration needs and check whether it fits: for `check` and for the start of a run.
 
 Guarantees:
 - A configuration that does not fit a core is refused.
 - The memory of a device is what the machine reports, never a guess.
-- One that does not fit /dev/shm or a node gets a warning with what is switched off or ends by it.
+- One that does not fit /dev/shm or a node gets a warning that names the consequence.
 """
 
 from __future__ import annotations
@@ -13,17 +13,12 @@ import os
 from typing import TYPE_CHECKING
 
 from trainium_contract.models.parameters import EMBEDDING, find_parameter
-from trainium_contract.requirements.memory_estimate import (
-    DEVICE_RESERVE,
-    MemoryEstimate,
-    Trained,
-    estimate_memory,
-)
-from trainium_contract.requirements.worker_requests import SHARED_SHARE, memory_setting
+from trainium_contract.requirements.memory_estimate import DEVICE_RESERVE, MemoryEstimate, Trained, estimate_memory
+from trainium_contract.requirements.worker_requests import SHARED_SHARE, build_memory_setting
 from trainium_contract.sizes import INSTANCES
 from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import LOGICAL_CORE, PRODUCT_NAME
-from trainium_trainer.tuning.choice import LORA_A, is_adapter
+from trainium_trainer.tuning.trainable import LORA_A, is_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,50 +32,50 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 
 
-def needs_of(
+def estimate_run_memory(
     settings: Settings, processes_per_node: int, instance_type: str = "", *, on_host: bool = True
 ) -> MemoryEstimate:
-    """Return the numbers of a run; without a Trainium instance `on_host` is whether the device is the CPU."""
+    """Return the memory needs of a run; without a Trainium instance `on_host` is whether the device is the CPU."""
     config = settings.config
-    setting = memory_setting(
+    setting = build_memory_setting(
         config,
         data_parallel=settings.dp_size,
         processes_per_node=processes_per_node,
         micro_batches=settings.passes,
         instance_type=instance_type,
         on_host=on_host,
-        trained=trained_of_rank(settings) if config.tuning.freezes else None,
+        trained=largest_trained_part(settings) if config.tuning.freezes else None,
     )
     return estimate_memory(settings.shape, setting)
 
 
-def trained_of_rank(settings: Settings) -> Trained:
-    """Return what the rank with most of it trains.
+def largest_trained_part(settings: Settings) -> Trained:
+    """Return the parameters of the rank that trains the most of them.
 
-    Stages hold equal runs of layers, the first and the last an end more.
+    Stages hold equal numbers of layers; the first also the embedding, the last also the output projection.
     """
     shape, degrees = settings.shape, settings.config.parallelism
     layers = -(-shape.num_layers // degrees.pipeline)
-    found = [Trained(0, 0)] * degrees.pipeline
-    for name, size in settings.choice.sizes.items():
+    by_stage = [Trained(0, 0)] * degrees.pipeline
+    for name, size in settings.trainable.sizes.items():
         number = math.prod(size) // (degrees.tensor if _is_divided(shape, name) else 1)
         if name.startswith("model.layers."):
             stages = {int(name.split(".")[2]) // layers}
         else:
             first, last = name.startswith(EMBEDDING), not name.startswith(EMBEDDING) or shape.tie_embeddings
-            stages = {stage for stage, held in ((0, first), (degrees.pipeline - 1, last)) if held}
+            stages = {stage for stage, holds in ((0, first), (degrees.pipeline - 1, last)) if holds}
         for stage in stages:
-            before = found[stage]
-            found[stage] = (
+            before = by_stage[stage]
+            by_stage[stage] = (
                 Trained(before.weights, before.adapters + number)
                 if is_adapter(name)
                 else Trained(before.weights + number, before.adapters)
             )
-    return max(found, key=lambda one: one.weights + one.adapters)
+    return max(by_stage, key=lambda one: one.weights + one.adapters)
 
 
 def _is_divided(shape: ModelShape, name: str) -> bool:
-    """Return whether tensor parallelism divides it; of an adapter the matrix at the divided side of its projection."""
+    """Return whether tensor parallelism divides a parameter; of an adapter, the matrix at the divided side."""
     if not is_adapter(name):
         return find_parameter(shape, name).dimension is not None
     projection, matrix, _ = name.rsplit(".", 2)
@@ -88,7 +83,7 @@ def _is_divided(shape: ModelShape, name: str) -> bool:
 
 
 def device_memory(device: torch.device, *, product_name: Path = PRODUCT_NAME) -> int | None:
-    """Bytes of this process's device; None for a CPU and where nobody knows. `product_name`: file with the type."""
+    """Return the bytes of this process's device; None for a CPU or when unknown. `product_name`: file with the type."""
     if device.type == "cuda":
         import torch  # noqa: PLC0415 - `check` needs no device
 
@@ -104,61 +99,61 @@ def device_memory(device: torch.device, *, product_name: Path = PRODUCT_NAME) ->
     return instance.core_memory(1 if os.environ.get(LOGICAL_CORE) == "1" else None)
 
 
-def warnings_at_start(settings: Settings, device: torch.device) -> list[str]:
+def check_device_memory(settings: Settings, device: torch.device) -> list[str]:
     """Return warnings about this rank's device, where its memory is known. Raises UserError when the job cannot fit.
 
-    A Neuron core is held to what `check` refuses for its instance type. On a GPU, whose allocator frees what it can,
-    the estimate of activations only warns. The memory tier itself reserves /dev/shm, or switches snapshots off.
+    A Neuron core must pass the check that `check` applies to its instance type. On a GPU, whose allocator frees what it
+    can, the estimate of activations only warns. The memory tier itself reserves /dev/shm, or switches snapshots off.
     """
     capacity = device_memory(device)
     if not capacity:
         return []
-    found = needs_of(settings, settings.launch.local_world_size, on_host=False)
-    usable = capacity if device.type == "cuda" else capacity * (1 - DEVICE_RESERVE) - found.activations
-    if found.state > usable:
-        raise UserError(_too_small(found, capacity, f"the device {device}"))
-    if found.device > capacity * (1 - DEVICE_RESERVE):
-        return [_too_small(found, capacity, f"the device {device}")]
+    estimate = estimate_run_memory(settings, settings.launch.local_world_size, on_host=False)
+    usable = capacity if device.type == "cuda" else capacity * (1 - DEVICE_RESERVE) - estimate.activations
+    if estimate.state > usable:
+        raise UserError(_explain_shortage(estimate, capacity, f"the device {device}"))
+    if estimate.device > capacity * (1 - DEVICE_RESERVE):
+        return [_explain_shortage(estimate, capacity, f"the device {device}")]
     return []
 
 
-def lines(found: MemoryEstimate, *, of_node: bool) -> list[str]:
-    """Return the numbers for a reader; those of a node where it is known how many processes it has."""
+def format_lines(estimate: MemoryEstimate, *, of_node: bool) -> list[str]:
+    """Format the numbers as lines; with those of a node where the number of its processes is known."""
     process = (
-        f"memory of a process: {_gib(found.state)} of weights, gradients and optimizer ({found.parameters:,} "
-        f"parameters), about {_gib(found.activations)} of activations"
+        f"memory of a process: {_gib(estimate.state)} of weights, gradients and optimizer ({estimate.parameters:,} "
+        f"parameters), about {_gib(estimate.activations)} of activations"
     )
-    node = f"memory of a node: {_gib(found.host)}, of it {_gib(found.shared_memory)} of snapshots in /dev/shm"
+    node = f"memory of a node: {_gib(estimate.host)}, of it {_gib(estimate.shared_memory)} of snapshots in /dev/shm"
     return [process, node] if of_node else [process]
 
 
-def refuse_too_small(found: MemoryEstimate, instance: Instance, instance_type: str) -> list[str]:
-    """Sentences about a node that is too small. Raises UserError for a core that is."""
-    if instance.core_bytes and found.device > instance.core_bytes * (1 - DEVICE_RESERVE):
-        raise UserError(_too_small(found, instance.core_bytes, f"a core of {instance_type}"))
+def refuse_too_small(estimate: MemoryEstimate, instance: Instance, instance_type: str) -> list[str]:
+    """Return warnings about a node that is too small. Raises UserError for a core that is too small."""
+    if instance.core_bytes and estimate.device > instance.core_bytes * (1 - DEVICE_RESERVE):
+        raise UserError(_explain_shortage(estimate, instance.core_bytes, f"a core of {instance_type}"))
     warnings = []
     capacity = int(instance.host_bytes * SHARED_SHARE)
-    if instance.host_bytes and found.shared_memory > capacity:
+    if instance.host_bytes and estimate.shared_memory > capacity:
         warnings.append(
-            f"snapshots need {_gib(found.shared_memory)} of /dev/shm on each node, but {instance_type} has about "
+            f"snapshots need {_gib(estimate.shared_memory)} of /dev/shm on each node, but {instance_type} has about "
             f"{_gib(capacity)} there: workers without room switch them, or the copies of a buddy's, off and warn; "
             "set checkpoint.memory.buddies or everySteps to 0, or raise the limit of the volume shared-memory"
         )
-    if instance.host_bytes and found.host > instance.host_bytes:
+    if instance.host_bytes and estimate.host > instance.host_bytes:
         warnings.append(
-            f"a node needs {_gib(found.host)} of memory for snapshots, saves and processes, but {instance_type} has "
+            f"a node needs {_gib(estimate.host)} of memory for snapshots, saves and processes, but {instance_type} has "
             f"{_gib(instance.host_bytes)}: the kernel may end processes; set checkpoint.memory.buddies or "
             "everySteps to 0"
         )
     return warnings
 
 
-def _too_small(found: MemoryEstimate, capacity: int, device: str) -> str:
+def _explain_shortage(estimate: MemoryEstimate, capacity: int, device: str) -> str:
     return (
-        f"{device} has {_gib(capacity)}, but a process needs {_gib(found.state)} of weights, gradients and optimizer "
-        f"and about {_gib(found.activations)} of activations, with {DEVICE_RESERVE:.0%} left for the runtime: raise "
-        "parallelism.tensor or recompute, divide more with dataParallel, or take an instance type with more memory "
-        "(docs/parallelism.md, Fit the model)"
+        f"{device} has {_gib(capacity)}, but a process needs {_gib(estimate.state)} of weights, gradients and "
+        f"optimizer and about {_gib(estimate.activations)} of activations, with {DEVICE_RESERVE:.0%} left for the "
+        "runtime: raise parallelism.tensor or recompute, divide more with dataParallel, or take an instance type with "
+        "more memory (docs/parallelism.md, Fit the model)"
     )
 
 

@@ -27,14 +27,14 @@ from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.monitor import MOST_PROFILED_STEPS
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.neuron_environment import CAPTURE_ENABLED
-from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage import open_storage
 from trainium_worker import replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from trainium_trainer.configuration.config import Settings
-    from trainium_trainer.loop.wiring import Run
+    from trainium_trainer.loop.setup import Run
 
 _log = logging.getLogger("trainium.profile")
 TRACES_FOLDER = "profiles"
@@ -52,7 +52,7 @@ _PARTS = (
 
 
 def capture_folder(settings: Settings) -> Path | None:
-    """Return the folder for what the Neuron runtime captures of this rank; None where nothing requests that."""
+    """Return the folder for the Neuron runtime's captures of this rank; None if none are requested."""
     profile, rank = settings.config.monitor.profile, settings.launch.rank
     if profile is None or not profile.neuron or rank not in profile.ranks:
         return None
@@ -61,7 +61,7 @@ def capture_folder(settings: Settings) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """Steps to record."""
+    """A range of steps to record."""
 
     first: int
     steps: int
@@ -74,8 +74,9 @@ class StepProfiler:
 
     def __init__(self, run: Run) -> None:
         self.windows: list[StepWindow] = []
-        """Windows that are still to record; while there is any, the loop calls `before_step` and `after_step`. A signal
-        handler appends to it."""
+        """Windows still to record; while there are any, the loop calls `before_step` and `after_step`. A signal
+        handler appends to it.
+        """
         self._run = run
         self._window: StepWindow | None = None
         self._began = 0
@@ -85,9 +86,9 @@ class StepProfiler:
     def before_step(self, step: int) -> float:
         """Start recording where a window begins; return the seconds that it took."""
         began = time.perf_counter()
-        window = min(self.windows, key=lambda each: each.first)
+        window = min(self.windows, key=lambda pending: pending.first)
         if self._window is None and window.first <= step + 1:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes its own lines to standard error
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the library writes to standard error
             from torch import profiler  # noqa: PLC0415 - only a step that is recorded needs it
 
             with self._run.progress.pulse.saving:
@@ -98,7 +99,7 @@ class StepProfiler:
                 else:
                     recording.add_metadata_json("trainium", json.dumps({"rank": self._run.backend.mesh.rank}))
                     self._window, self._began, self._recording = window, step, recording
-                    _wrap(self._run, profiler.record_function)
+                    _wrap_parts(self._run, profiler.record_function)
         if self._recording is not None:
             from torch import profiler  # noqa: PLC0415 - as above
 
@@ -115,7 +116,7 @@ class StepProfiler:
         if step - self._began + 1 == self._window.steps:
             with self._run.progress.pulse.saving:
                 window, recording = self._window, self._stop()
-                _answer(window, self._write(recording, step))
+                _write_outcome(window, self._write(recording, step))
             self.windows.remove(window)
         return time.perf_counter() - began
 
@@ -124,9 +125,9 @@ class StepProfiler:
         if self._recording is not None:
             self._stop()
         for window in self.windows:
-            sentence = f"step {window.first + window.steps - 1} was not reached: the ranks ended their steps before"
-            _log.warning("no trace of %d steps from %d on: %s", window.steps, window.first, sentence)
-            _answer(window, {"problem": sentence})
+            problem = f"step {window.first + window.steps - 1} was not reached: the ranks ended their steps before"
+            _log.warning("no trace of %d steps from %d on: %s", window.steps, window.first, problem)
+            _write_outcome(window, {"problem": problem})
 
     def _stop(self) -> Any:
         """End the recording and return it."""
@@ -147,7 +148,7 @@ class StepProfiler:
             folder.mkdir(parents=True, exist_ok=True)
             recording.export_chrome_trace(str(draft))
             _compress(draft, path)
-            removed = sorted(folder.glob(f"steps-*{suffix}"), key=lambda each: each.stat().st_mtime)[:-_KEPT]
+            removed = sorted(folder.glob(f"steps-*{suffix}"), key=lambda trace: trace.stat().st_mtime)[:-_KEPT]
             for old in removed:
                 old.unlink()
             if is_address(address):
@@ -156,10 +157,10 @@ class StepProfiler:
                 for old in removed:
                     storage.remove_file(f"{TRACES_FOLDER}/{old.name}")
         except (OSError, RuntimeError) as error:
-            sentence = f"the trace of steps {self._began} to {last} cannot be written to {folder}: {error}"
-            _log.warning("%s", sentence)
-            self._run.progress.notice(sentence)
-            return {"problem": sentence}
+            problem = f"the trace of steps {self._began} to {last} cannot be written to {folder}: {error}"
+            _log.warning("%s", problem)
+            self._run.progress.write_notice(problem)
+            return {"problem": problem}
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink()
@@ -170,7 +171,7 @@ class StepProfiler:
 
 @contextlib.contextmanager
 def step_profiler(run: Run, progress: Path | None) -> Iterator[StepProfiler]:
-    """Yield what records the configured steps, and those that are requested beside the progress record meanwhile."""
+    """Yield a profiler of the configured steps and of those requested in the folder of the progress record."""
     profile, profiler = run.config.monitor.profile, StepProfiler(run)
     if profile is not None and run.backend.mesh.rank in profile.ranks and CAPTURE_ENABLED not in os.environ:
         first, last = max(profile.steps[0], run.position.step + 1), profile.steps[1]
@@ -179,7 +180,7 @@ def step_profiler(run: Run, progress: Path | None) -> Iterator[StepProfiler]:
     listens = progress is not None and threading.current_thread() is threading.main_thread()
     if progress is not None and listens:
         path = profile_request_path(progress)
-        signal.signal(PROFILE_SIGNAL, lambda *_: _accept(profiler, path))
+        signal.signal(PROFILE_SIGNAL, lambda *_: _add_requested_window(profiler, path))
         signal.siginterrupt(PROFILE_SIGNAL, False)
     try:
         yield profiler
@@ -189,40 +190,40 @@ def step_profiler(run: Run, progress: Path | None) -> Iterator[StepProfiler]:
         profiler.close()
 
 
-def _accept(profiler: StepProfiler, path: Path) -> None:
+def _add_requested_window(profiler: StepProfiler, path: Path) -> None:
     """Add the window that a request names."""
     try:
-        asked = json.loads(path.read_text(encoding="utf-8"))
-        steps = min(max(1, int(asked["steps"])), MOST_PROFILED_STEPS)
-        window = StepWindow(int(asked["first"]), steps, path.with_name(Path(asked["answer"]).name))
+        request = json.loads(path.read_text(encoding="utf-8"))
+        steps = min(max(1, int(request["steps"])), MOST_PROFILED_STEPS)
+        window = StepWindow(int(request["first"]), steps, path.with_name(Path(request["answer"]).name))
     except (OSError, ValueError, KeyError, TypeError) as error:
         _log.warning("a request for a trace cannot be read (%s): ignored", error)
         return
     if CAPTURE_ENABLED in os.environ:
         conflict = f"{CAPTURE_ENABLED} is set for this rank, whose runtime captures by itself: torch.profiler conflicts"
-        _answer(window, {"problem": conflict})
+        _write_outcome(window, {"problem": conflict})
     else:
         profiler.windows.append(window)
 
 
-def _answer(window: StepWindow, answer: dict[str, Any]) -> None:
+def _write_outcome(window: StepWindow, outcome: dict[str, Any]) -> None:
     if window.answer is not None:
         with contextlib.suppress(OSError):
-            replace_text(window.answer, json.dumps(answer))
+            replace_text(window.answer, json.dumps(outcome))
 
 
-def _wrap(run: Run, record_function: Callable[[str], Any]) -> None:
-    """Make the parts of a step spans of the trace."""
+def _wrap_parts(run: Run, record_function: Callable[[str], Any]) -> None:
+    """Record the parts of a step as spans of the trace."""
     for owner_name, method_name, span in _PARTS:
         owner = getattr(run, owner_name)
-        setattr(owner, method_name, _spanned(getattr(owner, method_name), span, record_function))
+        setattr(owner, method_name, _with_span(getattr(owner, method_name), span, record_function))
 
 
-def _spanned(method: Callable[..., Any], span: str, record_function: Callable[[str], Any]) -> Callable[..., Any]:
+def _with_span(method: Callable[..., Any], span: str, record_function: Callable[[str], Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with record_function(span):
-            return method(*given, **named)
+            return method(*args, **kwargs)
 
     return call
 

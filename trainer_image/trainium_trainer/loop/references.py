@@ -1,12 +1,12 @@
-"""Log-probabilities of all answers by the reference model, computed ahead of training and kept beside the examples.
+"""Compute the reference model's log-probabilities of all answers before training and store them with the examples.
 
-    reference-<digest>.f32    for each example of the folder its answer's log-probability; NaN until it is computed
+    reference-<digest>.f32    the log-probability of each example's answer; NaN until it is computed
 
 Guarantees:
-- Each answer is computed once for a job, whatever the number of its ranks and however often it is killed: a block of
-  answers is written as soon as it is known, and a node that lacks what another one has gets it from there.
-- All ranks continue with the same numbers.
-- The reference model needs no memory beside the trained one: it is in the state before the run's own weights are.
+- Each answer is computed once per job, at any number of ranks and restarts: a block of answers is written as soon as it
+  is computed, and a node receives from another node what it lacks.
+- All ranks use the same values.
+- The reference model needs no extra memory: it occupies the state before the run's weights are loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from trainium_trainer.data.batches.loader import build_micro_batch
+from trainium_trainer.data.batches.micro_batches import build_micro_batch
 from trainium_trainer.data.batches.samples import SampleRules, Samples
 from trainium_trainer.exits import NumericalError
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from trainium_trainer.backends.base import Backend, Mesh
     from trainium_trainer.configuration.config import Settings
+    from trainium_trainer.data.dataset import Dataset
     from trainium_trainer.data.examples.part import PairPart
-    from trainium_trainer.data.opening import Data
     from trainium_trainer.weights.base import BaseWeights
 
 _log = logging.getLogger("trainium.train")
@@ -40,10 +40,10 @@ _ROUNDS = 32
 """Micro-batches of each rank between two writes."""
 
 
-def load_references(settings: Settings, data: Data, reference: BaseWeights, backend: Backend) -> None:
-    """Give the samples the log-probabilities of their answers; those that no rank has are computed. Collective.
+def load_references(settings: Settings, data: Dataset, reference: BaseWeights, backend: Backend) -> None:
+    """Add the log-probabilities of their answers to the samples; compute those that no rank has. Collective.
 
-    The backend's state holds any values afterwards. Raises UserError, StorageError, NumericalError.
+    The values of the backend's state are undefined afterwards. Raises UserError, StorageError, NumericalError.
     """
     assert isinstance(data.training, Samples)
     parts: list[PairPart] = [*data.training.parts, *(data.validation.parts if data.validation is not None else ())]
@@ -65,7 +65,7 @@ def load_references(settings: Settings, data: Data, reference: BaseWeights, back
 
 
 def _compute(part: PairPart, table: _Table, rules: SampleRules, micro_size: int, backend: Backend) -> None:
-    """Compute what no rank has, block by block. Collective."""
+    """Compute the missing log-probabilities block by block. Collective."""
     mesh, missing = backend.mesh, table.missing()
     block = _ROUNDS * micro_size * mesh.data_size
     for start in range(0, len(missing), block):
@@ -78,8 +78,8 @@ def _compute(part: PairPart, table: _Table, rules: SampleRules, micro_size: int,
         for first in range(0, rounds * micro_size, micro_size):
             samples = [part.pair(rules, 0, 2 * int(pair)) for pair in mine[first : first + micro_size]]
             batches.append(build_micro_batch([*samples, *[None] * (micro_size - len(samples))], rules))
-        found = backend.reference_log_probs(batches).numpy()[: 2 * len(mine)]
-        table.values.reshape(-1, 2)[mine] = found.reshape(-1, 2)
+        log_probs = backend.reference_log_probs(batches).numpy()[: 2 * len(mine)]
+        table.values.reshape(-1, 2)[mine] = log_probs.reshape(-1, 2)
         table.exchange(pairs)
         if not np.isfinite(table.values.reshape(-1, 2)[pairs]).all():
             raise NumericalError(
@@ -93,7 +93,7 @@ class _Table:
     """The log-probabilities of one folder of examples, on this rank and in its node's cache."""
 
     def __init__(self, file: Path, examples: int, settings: Settings, mesh: Mesh) -> None:
-        """Read what the cache has. Raises OSError."""
+        """Read the values in the cache. Raises OSError."""
         self._file = file
         self._group = mesh.world if mesh.world_size > 1 else None
         self._writes = settings.launch.local_rank == 0
@@ -102,11 +102,11 @@ class _Table:
             self.values = np.fromfile(file, np.float32)
 
     def missing(self) -> NDArray[np.int64]:
-        """Return the numbers of the pairs that are not known."""
+        """Return the indices of the pairs without a value."""
         return np.flatnonzero(np.isnan(self.values.reshape(-1, 2)).any(1))
 
     def exchange(self, pairs: NDArray[np.int64] | None = None) -> None:
-        """Take over what other ranks know, of some pairs or of all. Collective."""
+        """Receive the values that other ranks have, of some pairs or of all. Collective."""
         if self._group is None:
             return
         table = self.values.reshape(-1, 2)
@@ -116,7 +116,7 @@ class _Table:
         table[chosen] = np.where(np.isinf(shared.numpy()), np.nan, shared.numpy())
 
     def write(self) -> None:
-        """Replace the file in the cache, on one rank of the node; a cache that takes nothing stops nothing."""
+        """Replace the file in the cache, on one rank of the node; a cache that cannot be written stops nothing."""
         if not self._writes:
             return
         draft = self._file.with_suffix(f".{os.getpid()}")

@@ -2,9 +2,9 @@
 
 Guarantees:
 - The values are a pure function of configuration, size and position.
-- Without a tolerance (`batch.tolerance`) all steps are alike, and steps are counted.
-- With one, samples are counted: the run ends with the sample at which it would have ended without, and the last step
-  takes what is left.
+- Without a tolerance (`batch.tolerance`) all steps have equal batches, and steps are counted.
+- With a tolerance, samples are counted: the run ends at the same sample as without one, and the last step takes the
+  remaining samples.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.batches.loader import samples_at
+from trainium_trainer.data.batches.micro_batches import samples_at
 
 if TYPE_CHECKING:
     from trainium_trainer.checkpoint.interfaces import Position
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """From a run's first sample to its last, at one size."""
+    """The course of a run, from its first sample to its last, at one size."""
 
     batch: int
-    """Samples of a step at this size."""
+    """Samples per step at this size."""
     steps: int
     """Length of the run, in steps of the global batch."""
     end: int | None = None
-    """The samples of the whole run; None where steps are counted."""
+    """Samples of the whole run; None where steps are counted."""
 
     @staticmethod
     def of(settings: Settings, epoch_samples: int | None = None) -> RunProgress:
-        """Return the course of a configuration whose steps are known; an epoch is `epoch_samples` long."""
+        """Return the progress of a run whose number of steps is known; an epoch has `epoch_samples` samples."""
         config, end = settings.config, None
         if config.batch.tolerance:
             counted = config.epochs and epoch_samples
@@ -41,19 +41,19 @@ class RunProgress:
         return RunProgress(batch=settings.batch, steps=config.steps, end=end)
 
     def next_batch(self, samples: int) -> int:
-        """Return samples of the step that begins at a global position."""
+        """Return the number of samples of the step that begins at a global position."""
         return samples_at(samples, self.batch, self.end)
 
     def is_over(self, position: Position) -> bool:
-        """Return whether there is no step left."""
+        """Return whether the run has no step left."""
         return position.step >= self.steps if self.end is None else position.samples >= self.end
 
-    def done(self, position: Position) -> float:
-        """Return how many of `steps` a position is from the beginning, for the schedule."""
+    def completed_steps(self, position: Position) -> float:
+        """Return the completed steps, out of `steps`, as a fraction where samples are counted; for the schedule."""
         return position.step if self.end is None else position.samples * self.steps / self.end
 
     def total_steps(self, position: Position) -> int:
-        """Return steps of the whole run, were it to go on at this size."""
+        """Return the steps of the whole run if it continues at this size."""
         if self.end is None:
             return self.steps
         left = max(0, self.end - position.samples)

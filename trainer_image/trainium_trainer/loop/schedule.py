@@ -1,4 +1,4 @@
-"""The learning rate of every step: linear warm-up, then down to a floor. Pure functions of how far a run has come."""
+"""The learning rate of every step: linear warm-up, then decay to a floor. Pure functions of a run's progress."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 def learning_rate(config: TrainingConfig, step: float) -> float:
-    """Learning rate of the update that completes step `step + 1` (`step` counts completed steps, from 0).
+    """Return the learning rate of the update that completes step `step + 1` (`step` counts completed steps, from 0).
 
     The last step of the warm-up has the peak, the last step of the decay has `finalRatio` of it. Where steps differ in
-    their samples the count is of global batches, and need not be whole.
+    size, `step` counts global batches and may be fractional.
     """
-    return config.optimizer.learning_rate * factor(config.schedule, steps=config.steps, step=step)
+    return config.optimizer.learning_rate * rate_factor(config.schedule, steps=config.steps, step=step)
 
 
-def factor(schedule: ScheduleConfig, *, steps: int, step: float) -> float:
-    """Return the same as a fraction of the peak, 0 to 1, in a run of `steps` steps."""
+def rate_factor(schedule: ScheduleConfig, *, steps: int, step: float) -> float:
+    """Return the learning rate as a fraction of the peak, 0 to 1, in a run of `steps` steps."""
     warmup = schedule.warmup_steps
     if step + 1 <= warmup:
         return (step + 1) / warmup
-    done = _decayed(schedule, steps=steps, step=step)
+    done = _decay_fraction(schedule, steps=steps, step=step)
     match schedule.kind:
         case ScheduleKind.COSINE:
             left = 0.5 * (1.0 + math.cos(math.pi * done))
@@ -36,8 +36,8 @@ def factor(schedule: ScheduleConfig, *, steps: int, step: float) -> float:
     return schedule.final_ratio + (1.0 - schedule.final_ratio) * left
 
 
-def _decayed(schedule: ScheduleConfig, *, steps: int, step: float) -> float:
-    """Return how much of the decay is done after the update that completes step `step + 1`, 0 to 1."""
+def _decay_fraction(schedule: ScheduleConfig, *, steps: int, step: float) -> float:
+    """Return the completed fraction of the decay after the update that completes step `step + 1`, 0 to 1."""
     after_warmup = max(1, steps - schedule.warmup_steps)
     if schedule.kind is ScheduleKind.WARMUP_STABLE_DECAY:
         length = schedule.decay_steps or max(1, min(steps // 10, after_warmup))

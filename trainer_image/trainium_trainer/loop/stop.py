@@ -1,15 +1,15 @@
-"""The request to leave: a signal sets a flag, and the loop shares it with the other ranks at the next step.
+"""Stop requests: a signal sets a flag, which the loop shares with the other ranks at the next step.
 
-SIGTERM asks to save and leave. SIGUSR1 asks the same and adds that this node's memory is released too (its pod ends),
-so that a snapshot in memory is not enough.
+SIGTERM requests to save and exit. SIGUSR1 requests the same and also means that the pod ends and its memory is lost, so
+that a snapshot in memory is not enough.
 
-A process that waits for a peer inside a collective cannot see the flag, and a peer that failed without a trace lets it
-wait for half an hour. So a separate thread receives the signal too: it leaves at once while there is nothing to save
-yet, and with "lost a peer" when the wait lasts much longer than steps do.
+A process that waits for a peer inside a collective cannot see the flag, and after a silent failure of the peer it would
+wait for half an hour. So a separate thread receives the signal too: it ends the process at once while there is nothing
+to save, and with the exit code for a lost peer when the wait lasts much longer than a step.
 
 Guarantees:
-- The thread acts only after a signal and only until the ranks have agreed to leave.
-- A process that computes is never ended by it, unless nothing of it is left to save.
+- The thread acts only after a signal and only until the ranks have agreed to stop.
+- The thread never ends a process that computes, unless the process has nothing to save.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """The request to this process to save and leave."""
+    """The request to this process to save and exit."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -48,7 +48,7 @@ class StopRequest:
         self._nothing_to_save = threading.Event()
 
     def listen(self) -> None:
-        """Take the signals from now on; outside the main thread (in tests) only the flags can be set."""
+        """Install the signal handlers; outside the main thread (in tests) only the flags can be set."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in _SIGNALS:
@@ -59,16 +59,16 @@ class StopRequest:
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def guard(self, pulse: Pulse) -> None:
-        """Do not let this process wait for a lost peer when it is asked to leave."""
+        """Start the thread that ends this process if it waits for a lost peer after a stop request."""
         if self._wakeup is not None:
             threading.Thread(target=self._guard, args=(self._wakeup, pulse), name="stop", daemon=True).start()
 
-    def agreed(self) -> None:
-        """All ranks leave together, or have finished: no wait can fail from now on."""
+    def record_agreement(self) -> None:
+        """Record that all ranks stop together or have finished: no wait can fail from now on."""
         self._agreed.set()
 
-    def nothing_to_save(self) -> None:
-        """From now on a request is answered at once, also one that has come already: everything is on storage."""
+    def exit_on_request(self) -> None:
+        """Exit at once on a request, also on one already received: everything is on storage."""
         self._nothing_to_save.set()
         if self.requested:
             _leave(ExitCode.YIELDING, _DONE_LATER)
@@ -98,13 +98,13 @@ class StopRequest:
 
 
 def max_wait_seconds(reading: PulseReading) -> float:
-    """Return how many seconds a leaving process may wait for its peers; infinite while it does not wait."""
+    """Return the seconds that a stopping process may wait for its peers; infinite while it does not wait."""
     if reading.waiting is Waiting.NO:
         return float("inf")
     slowest = max([reading.first_step_seconds, *(length for length, _ in reading.steps)])
     return max(_MIN_WAIT_SECONDS, _WAIT_STEPS * slowest)
 
 
-def _leave(code: ExitCode, sentence: str) -> NoReturn:
-    log_lines.report_end(sentence, level=LogLevel.INFO if code is ExitCode.YIELDING else LogLevel.ERROR)
+def _leave(code: ExitCode, message: str) -> NoReturn:
+    log_lines.report_exit(message, level=LogLevel.INFO if code is ExitCode.YIELDING else LogLevel.ERROR)
     exits.leave(code)

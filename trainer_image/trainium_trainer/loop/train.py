@@ -1,10 +1,9 @@
 """The training loop: one rank from its configuration to its exit code.
 
 Guarantees:
-- The position (step, samples, tokens) is equal on all ranks and is all that the loop remembers beside the state.
-- Every decision that could differ between ranks (stop, save, skip, give up) is taken from numbers that all ranks have
-  summed together.
-- Nothing is written to the history that the state does not contain.
+- The position (step, samples, tokens) is equal on all ranks; besides the model state the loop keeps no other state.
+- Every decision that could differ between ranks (stop, save, skip, fail) is made from values reduced over all ranks.
+- The history never contains a step that the state does not contain.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from typing import TYPE_CHECKING
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import AlertKind
 from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
-from trainium_trainer.data.batches.loader import validation_batches
+from trainium_trainer.data.batches.micro_batches import validation_batches
 from trainium_trainer.exits import NumericalError
 from trainium_trainer.loop.profile import StepProfiler, step_profiler
 from trainium_trainer.loop.schedule import learning_rate
-from trainium_trainer.loop.wiring import Run, report_warnings, start
+from trainium_trainer.loop.setup import Run, report_warnings, set_up_run
 from trainium_trainer.monitor.progress import ProgressWriter
+from trainium_trainer.monitor.step_metrics import StepMetrics
 from trainium_worker import ProgressPhase
 
 if TYPE_CHECKING:
@@ -36,17 +36,19 @@ _SECONDS_BETWEEN_LINES = 1.0
 
 
 def train(settings: Settings, stop: StopRequest) -> ExitCode:
-    """Train until the last step, a request to leave, or an error. Raises what `exits` knows."""
+    """Train until the last step, a stop request, or an error. Raises the errors that `exits` maps to exit codes."""
     launch = settings.launch
     progress = ProgressWriter(launch.progress_file, generation=launch.generation, attempt=launch.attempt)
     stop.guard(progress.pulse)
     try:
-        run = start(settings, progress, stop)
+        run = set_up_run(settings, progress, stop)
         with step_profiler(run, launch.progress_file) as profiler:
             code = loop(run, profiler)
         if code is ExitCode.FINISHED:
-            _run_stages(run, launch.local_rank)
-        progress.phase(ProgressPhase.FINISHED if code is ExitCode.FINISHED else ProgressPhase.YIELDED)
+            from trainium_trainer.loop.after_training import run_stages  # noqa: PLC0415 - few runs have such stages
+
+            run_stages(run, launch.local_rank)
+        progress.set_phase(ProgressPhase.FINISHED if code is ExitCode.FINISHED else ProgressPhase.YIELDED)
         run.backend.barrier()
         if run.trackers is not None:
             run.trackers.close(finished=code is ExitCode.FINISHED)
@@ -55,52 +57,33 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
         run.loader.close()
         run.backend.close()
     except BaseException:
-        progress.phase(ProgressPhase.FAILED)
+        progress.set_phase(ProgressPhase.FAILED)
         raise
     return code
 
 
-def _run_stages(run: Run, node_rank: int) -> None:
-    """Run the stages after the last step, if there are any. Collective."""
-    from trainium_trainer.loop.after_training import has_stages, run_stages  # noqa: PLC0415 - few runs have such stages
-
-    if has_stages(run.config):
-        run.stop.nothing_to_save()
-        run_stages(
-            run.config,
-            run.backend.mesh,
-            run.progress,
-            step=run.position.step,
-            begin=run.begin,
-            tokenizer=run.data.tokenizer,
-            node_rank=node_rank,
-            trained_loss=run.validation_loss,
-            trackers=run.trackers,
-        )
-
-
 def loop(run: Run, profiler: StepProfiler) -> ExitCode:
-    """Run steps until the last one or until any rank is asked to leave. Collective."""
-    config, course, manager, pulse = run.config, run.course, run.manager, run.progress.pulse
-    steps = course.total_steps(run.position)
+    """Run steps until the last one or until any rank is asked to stop. Collective."""
+    config, run_progress, manager, pulse = run.config, run.run_progress, run.manager, run.progress.pulse
+    steps = run_progress.total_steps(run.position)
     skipped = 0
     warned = len(manager.warnings)
     began = last_line = time.perf_counter()
-    gc.freeze()  # what start-up made lives as long as the process
-    while not course.is_over(run.position):
+    gc.freeze()  # objects created at start-up live as long as the process
+    while not run_progress.is_over(run.position):
         step = run.position.step + 1
         if profiler.windows:
             began += profiler.before_step(step)
-        taken = course.next_batch(run.position.samples)
+        batch_size = run_progress.next_batch(run.position.samples)
         batch = run.loader.batch_at(run.position.samples)
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             run.backend.accumulate(micro_batch, last=number == len(batch.micro_batches))
         with pulse.saving:
             manager.before_update()
-        needed = time.monotonic()  # not after: stopped inside, it may find its peers' parts in its sockets much later
+        update_started_at = time.monotonic()  # before a pause can occur inside the collective
         totals = run.backend.totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
-        after = replace(run.position, step=step, samples=run.position.samples + taken, batch=taken)
-        rate = learning_rate(config, course.done(after) - 1)
+        after = replace(run.position, step=step, samples=run.position.samples + batch_size, batch=batch_size)
+        rate = learning_rate(config, run_progress.completed_steps(after) - 1)
         done = run.backend.step(divisor=totals.divisor, learning_rate=rate, clip_norm=config.optimizer.clip_norm)
         skipped = 0 if done.applied else skipped + 1
         if not done.applied:
@@ -111,60 +94,60 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
             loss=done.loss,
             grad_norm=done.gradient_norm,
         )
-        last = course.is_over(run.position)
+        last = run_progress.is_over(run.position)
         now = time.perf_counter()
         seconds, began = now - began, now
         every = run.config.monitor.parameter_norm_steps
         norm = run.backend.parameter_norm() if every and step % every == 0 else None
         validation = None if totals.stop and not last else _validate(run, step, last=last)
-        figures, alerts = run.watch.step(
+        measured = StepMetrics(
             step=step,
             loss=done.loss,
             grad_norm=done.gradient_norm,
             learning_rate=rate,
             tokens=run.position.tokens,
             samples=run.position.samples,
-            batch=taken,
-            new_tokens=totals.tokens,
+            batch=batch_size,
             seconds=seconds,
             parameter_norm=norm,
             validation_loss=None if validation is None else validation.loss,
             rewards=totals.rewards,
             validation_rewards=None if validation is None else validation.rewards,
         )
-        began += time.perf_counter() - now  # measurements are no part of the next step
+        metrics, alerts = run.monitor.step(measured, new_tokens=totals.tokens)
+        began += time.perf_counter() - now  # validation time does not count as time of the next step
         with pulse.saving:  # these write to storage or copy the state
             if run.recorder.writes:
-                manager.check_owner(needed)
+                manager.check_owner(update_started_at)
             run.recorder.samples(step, batch.samples)
-            run.recorder.step(figures)
+            run.recorder.step(metrics)
             if done.applied:
                 manager.after_step(run.position, totals.votes)
-        run.progress.step_done(figures, seconds=seconds)
-        if run.backend.mesh.rank == 0:  # only its monitors know the whole history
+        run.progress.record_step(metrics, seconds=seconds)
+        if run.backend.mesh.rank == 0:  # only the monitors of rank 0 have the whole history
             for alert in alerts:
-                _log.warning("%s", alert.sentence)
-                run.progress.alert(alert.kind, step, alert.sentence)
-        run.progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
+                _log.warning("%s", alert.message)
+                run.progress.write_alert(alert.kind, step, alert.message)
+        run.progress.record_checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
         warned = report_warnings(manager, run.progress, warned)
         if run.backend.mesh.rank == 0 and (last or totals.stop or now - last_line >= _SECONDS_BETWEEN_LINES):
             last_line = now
-            rate = figures.tokens_per_second or 0.0
-            digits = 0 if rate >= 10 else 2
-            _log.info("step %d/%d: loss %.4f, %.*f tokens/s", step, steps, done.loss, digits, rate)
+            speed = metrics.tokens_per_second or 0.0
+            digits = 0 if speed >= 10 else 2
+            _log.info("step %d/%d: loss %.4f, %.*f tokens/s", step, steps, done.loss, digits, speed)
         if profiler.windows:
             began += profiler.after_step(step)
         if totals.stop and not last:
             return _leave(run, memory_ends=totals.memory_ends)
-    run.stop.agreed()
+    run.stop.record_agreement()
     with pulse.saving:
         manager.finish(run.position)
-    run.progress.checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
+    run.progress.record_checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
     return ExitCode.FINISHED
 
 
 def _validate(run: Run, step: int, *, last: bool) -> Evaluation | None:
-    """Measure the loss on what is held back, where it is due. Collective."""
+    """Compute the validation loss where it is due. Collective."""
     data, config, mesh = run.data.validation, run.config, run.backend.mesh
     if data is None or config.data.validation is None:
         return None
@@ -174,39 +157,37 @@ def _validate(run: Run, step: int, *, last: bool) -> Evaluation | None:
         batches = validation_batches(
             data, dp_rank=mesh.data_rank, dp_size=mesh.data_size, micro_size=config.batch.micro_size
         )
-        found = run.backend.evaluate(batches)
-    if found.rewards is None:  # the loss of pairs is no perplexity
-        run.validation_loss = found.loss
+        evaluation = run.backend.evaluate(batches)
+    if evaluation.rewards is None:  # the loss of pairs has no perplexity
+        run.validation_loss = evaluation.loss
     if mesh.rank == 0:
-        _log.info("step %d: validation loss %.4f on %d samples", step, found.loss, data.num_samples)
-    return found
+        _log.info("step %d: validation loss %.4f on %d samples", step, evaluation.loss, data.num_samples)
+    return evaluation
 
 
 def _leave(run: Run, *, memory_ends: bool) -> ExitCode:
-    """Save as every rank agreed, and log it. Collective."""
-    run.stop.agreed()
+    """Save before the exit on which all ranks agreed, and log it. Collective."""
+    run.stop.record_agreement()
     with run.progress.pulse.saving:
         run.manager.save_before_exit(run.position, memory_ends=memory_ends)
-    run.progress.checkpoints(memory_step=run.manager.memory_step, durable_step=run.manager.durable_step)
+    run.progress.record_checkpoints(memory_step=run.manager.memory_step, durable_step=run.manager.durable_step)
     _log.info("asked to leave: saved step %d", run.position.step)
     return ExitCode.YIELDING
 
 
-def _skip(run: Run, step: int, done: StepOutcome, skipped: int) -> None:
-    """Report a skipped step; NumericalError when more were skipped in a row than the configuration allows."""
+def _skip(run: Run, step: int, outcome: StepOutcome, skipped: int) -> None:
+    """Report a skipped step. Raises NumericalError when more were skipped in a row than the configuration allows."""
     tolerance = run.config.non_finite_tolerance
-    found = f"step {step}: loss is {done.loss}, gradient norm is {done.gradient_norm}"
-    found += format_nonfinite_ranks(done.origins, run.backend.mesh.world_size)
-    if done.culprits:
-        found += (
-            f" (gradients that are not finite: {len(done.culprits)}, nearest to the loss that of {done.culprits[-1]})"
-        )
+    problem = f"step {step}: loss is {outcome.loss}, gradient norm is {outcome.gradient_norm}"
+    problem += format_nonfinite_ranks(outcome.nonfinite_ranks, run.backend.mesh.world_size)
+    if names := outcome.nonfinite_parameters:
+        problem += f" (gradients that are not finite: {len(names)}, nearest to the loss that of {names[-1]})"
     if skipped > tolerance:
         raise NumericalError(
-            f"{found}, {skipped} such in a row (nonFiniteTolerance is {tolerance}): lower optimizer.learningRate, or "
+            f"{problem}, {skipped} such in a row (nonFiniteTolerance is {tolerance}): lower optimizer.learningRate, or "
             "look at the samples of this step (monitor.recordSamples)"
         )
-    _log.warning("%s: skipped", found)
+    _log.warning("%s: skipped", problem)
     if run.backend.mesh.rank == 0:
-        sentence = f"{found}: skipped, {skipped} of at most {tolerance} in a row"
-        run.progress.alert(AlertKind.STEP_SKIPPED, step, sentence)
+        message = f"{problem}: skipped, {skipped} of at most {tolerance} in a row"
+        run.progress.write_alert(AlertKind.STEP_SKIPPED, step, message)

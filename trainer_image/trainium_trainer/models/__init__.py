@@ -1,1 +1,1 @@
-"""The model, how it is divided over ranks, and `config.json` in and out."""
+"""The model, its division over ranks, and reading and writing of `config.json`."""

@@ -1,13 +1,13 @@
-"""Divide the sequence over ranks: each holds two chunks of it, and its queries attend to the keys of all ranks.
+"""Divide the sequence over ranks: each rank holds two chunks, and its queries attend to the keys of all ranks.
 
 Of 2c chunks rank r of c holds chunk r and chunk 2c - 1 - r, so that under the causal mask every rank has the same work
 (Llama 3, arXiv 2407.21783, section 3.3.2). Keys and values are gathered over the group, and their gradients summed and
 scattered.
 
 Guarantees:
-- The results are those of one rank up to the order of additions.
-- No mask of the whole sequence exists: a tile of queries has the mask of its keys, and only while it is computed.
-- The backward pass gathers again, so that no layer keeps keys and values of other ranks.
+- The results equal those of one rank up to the order of additions.
+- The mask of the whole sequence never exists: a tile of queries has the mask of its keys while it is computed.
+- The backward pass gathers keys and values again, so that no layer keeps those of other ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import _functional_collectives as collectives
 
-from trainium_trainer.models.regions import arrived
+from trainium_trainer.models.regions import wait
 from trainium_trainer.models.stages import present_layers
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_trainer.models.llama import Attention, Llama
-    from trainium_trainer.models.rope import Context
+    from trainium_trainer.models.rope import AttentionContext
 
 _TILE_VALUES = 1 << 25
-"""Scores that a tile has at most: 128 MiB in float32."""
+"""The maximum number of scores in a tile: 128 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,55 +42,55 @@ class SequenceDivision:
     rank: int
     size: int
     length: int
-    """Tokens of the whole sequence."""
+    """The number of tokens of the whole sequence."""
 
     @property
     def chunk(self) -> int:
-        """Tokens of a chunk."""
+        """The number of tokens of a chunk."""
         return self.length // (2 * self.size)
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """Numbers of this rank's chunks, in order."""
+        """The indices of this rank's chunks, in order."""
         return self.rank, 2 * self.size - 1 - self.rank
 
-    def places(self) -> Tensor:
-        """Return the places of this rank's tokens in the whole sequence, ascending int64."""
+    def token_positions(self) -> Tensor:
+        """Return the positions of this rank's tokens in the whole sequence, ascending int64."""
         return torch.cat([torch.arange(self.chunk) + number * self.chunk for number in self.chunks])
 
-    def gather(self, part: Tensor) -> Tensor:
-        """[..., this rank's tokens, width] to [..., tokens, width] in the order of the sequence."""
-        gathered = arrived(collectives.all_gather_tensor(part.contiguous().unsqueeze(0), 0, self.group))
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Gather [..., this rank's tokens, width] to [..., tokens, width] in the order of the sequence."""
+        gathered = wait(collectives.all_gather_tensor(part.contiguous().unsqueeze(0), 0, self.group))
         parts = [half for rank in gathered for half in rank.chunk(2, dim=-2)]
         return torch.cat(parts[0::2] + parts[1::2][::-1], dim=-2)
 
-    def scatter_total(self, whole: Tensor) -> Tensor:
-        """Return the sum over the group of [..., tokens, width], of which each rank gets its tokens."""
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
+        """Sum [..., tokens, width] over the group and return this rank's tokens of the sum."""
         chunks = whole.chunk(2 * self.size, dim=-2)
         pairs = [torch.cat((chunks[rank], chunks[-1 - rank]), dim=-2) for rank in range(self.size)]
-        return arrived(collectives.reduce_scatter_tensor(torch.stack(pairs), "sum", 0, self.group)).squeeze(0)
+        return wait(collectives.reduce_scatter_tensor(torch.stack(pairs), "sum", 0, self.group)).squeeze(0)
 
 
 @dataclass(frozen=True, slots=True)
-class DividedAttention:
-    """Attention of this rank's queries to all keys before them."""
+class ContextParallelAttention:
+    """The attention of this rank's queries to all keys before them."""
 
     division: SequenceDivision
     scale: float | None
     window: int | None
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, table: Context) -> Tensor:
-        """[batch, heads, this rank's tokens, width] each to the same; keys and values may have fewer heads."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, table: AttentionContext) -> Tensor:
+        """Return the attention, [batch, heads, this rank's tokens, width]; keys and values may have fewer heads."""
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         if torch.is_autocast_enabled(query.device.type):
-            # Torch's attention converts there; a function of ours has to.
+            # Torch's attention converts its inputs under autocast; a custom function has to do it itself.
             narrow = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
-        out: Tensor = _Attend.apply(query, key, value, table.first, self, scale)  # type: ignore[no-untyped-call]
+        out: Tensor = _AttentionFunction.apply(query, key, value, table.first, self, scale)  # type: ignore[no-untyped-call]
         return out
 
     def tiles(self, query: Tensor, first: Tensor | None) -> Iterator[_Tile]:
-        """Yield the tiles of one rank's scores; rows that several tiles have are merged."""
+        """Yield the tiles of this rank's scores; the caller merges the results of tiles that share rows."""
         size, fused = self.division.chunk, _is_fused(query)
         for half, number in enumerate(self.division.chunks):
             begin, rows = number * size, slice(half * size, (half + 1) * size)
@@ -110,53 +110,63 @@ class DividedAttention:
 
 
 def apply_context_parallel(model: Llama, division: SequenceDivision) -> None:
-    """Have a model or a stage take this rank's tokens of each sequence."""
-    model.places = division.places()
+    """Configure a model or a stage to compute this rank's tokens of each sequence."""
+    model.token_positions = division.token_positions()
     for layer in present_layers(model):
         attention: Attention = layer.self_attn
         bounded = attention.window is not None and attention.window < division.length
-        attention.divided = DividedAttention(division, attention.scale, attention.window if bounded else None)
+        attention.context_parallel = ContextParallelAttention(
+            division, attention.scale, attention.window if bounded else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Some of this rank's queries with a stretch of all keys."""
+    """A range of this rank's queries with a range of all keys."""
 
     rows: slice
     keys: slice
-    place: int
-    """Position of the first row in the whole sequence."""
+    first_position: int
+    """The position of the first row in the whole sequence."""
     causal: bool = False
-    """Whether the n-th row sees the first n keys."""
+    """Whether the n-th row attends to the first n keys."""
     masked: bool = False
 
     def mask(self, first: Tensor | None, query: Tensor) -> Tensor | None:
-        """Return zero where a row sees a key, else -inf, [batch or 1, 1, rows, keys] in the type of the query."""
+        """Return zero where a row attends to a key, else -inf, [batch or 1, 1, rows, keys] in the type of the query."""
         if not self.masked:
             return None
         keys = torch.arange(self.keys.start, self.keys.stop, device=query.device)
-        rows = torch.arange(self.place, self.place + self.rows.stop - self.rows.start, device=query.device)
+        rows = torch.arange(
+            self.first_position, self.first_position + self.rows.stop - self.rows.start, device=query.device
+        )
         sees = (keys <= rows.unsqueeze(-1)).unsqueeze(0)
         if first is not None:
             sees = sees & (keys >= first[:, self.rows].unsqueeze(-1))
         return torch.zeros((), dtype=query.dtype, device=query.device).where(sees, -torch.inf).unsqueeze(1)
 
 
-class _Attend(torch.autograd.Function):
-    """Attention tile by tile; what is kept of the scores is their logarithm of the sum of exponentials."""
+class _AttentionFunction(torch.autograd.Function):
+    """Attention computed tile by tile; only the log-sum-exp of the scores is saved for the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, how: DividedAttention, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        first: Tensor | None,
+        how: ContextParallelAttention,
+        scale: float,
     ) -> Tensor:
-        """See `DividedAttention`; `first` [batch or 1, rows] is the first key that each row sees."""
-        keys, values = how.division.gather(torch.stack((key, value)))
+        """Compute the attention; `first` [batch or 1, rows] is the first key that each row attends to."""
+        keys, values = how.division.all_gather(torch.stack((key, value)))
         out = torch.empty_like(query)
         sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         done = 0
         for tile in how.tiles(query, first):
             rows = tile.rows
-            part, part_sums = _forward(
+            part, part_sums = _tile_forward(
                 query[:, :, rows], keys[:, :, tile.keys], values[:, :, tile.keys], tile, first, scale
             )
             if rows.stop > done:
@@ -164,8 +174,8 @@ class _Attend(torch.autograd.Function):
                 done = rows.stop
                 continue
             both = torch.logaddexp(sums[:, :, rows], part_sums)
-            before, here = (sums[:, :, rows] - both).exp().unsqueeze(-1), (part_sums - both).exp().unsqueeze(-1)
-            out[:, :, rows] = (out[:, :, rows] * before + part * here).to(out.dtype)
+            old, added = (sums[:, :, rows] - both).exp().unsqueeze(-1), (part_sums - both).exp().unsqueeze(-1)
+            out[:, :, rows] = (out[:, :, rows] * old + part * added).to(out.dtype)
             sums[:, :, rows] = both
         ctx.save_for_backward(query, key, value, first, out, sums)
         ctx.how, ctx.scale = how, scale
@@ -175,42 +185,42 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         """Return the gradients of queries, keys and values."""
         query, key, value, first, out, sums = ctx.saved_tensors
-        how: DividedAttention = ctx.how
-        keys, values = how.division.gather(torch.stack((key, value)))
+        how: ContextParallelAttention = ctx.how
+        keys, values = how.division.all_gather(torch.stack((key, value)))
         of_query = torch.zeros_like(query, dtype=torch.float32)
         of_both = torch.zeros((2, *keys.shape), dtype=torch.float32, device=keys.device)
         for tile in how.tiles(query, first):
             rows, seen = tile.rows, tile.keys
-            given = (gradients[0][:, :, rows], query[:, :, rows], keys[:, :, seen], values[:, :, seen])
-            parts = _backward(*given, out[:, :, rows], sums[:, :, rows], tile, first, ctx.scale)
+            tensors = (gradients[0][:, :, rows], query[:, :, rows], keys[:, :, seen], values[:, :, seen])
+            parts = _tile_backward(*tensors, out[:, :, rows], sums[:, :, rows], tile, first, ctx.scale)
             of_query[:, :, rows] += parts[0]
             of_both[0, :, :, seen] += parts[1]
             of_both[1, :, :, seen] += parts[2]
-        of_key, of_value = how.division.scatter_total(of_both.to(key.dtype))
+        of_key, of_value = how.division.reduce_scatter(of_both.to(key.dtype))
         return of_query.to(query.dtype), of_key, of_value, None, None, None
 
 
 def _is_fused(query: Tensor) -> bool:
-    """Return whether torch has a fused kernel that gives its sums: private to torch, and for CPUs only."""
+    """Return whether torch has a fused kernel that returns the log-sum-exp: private to torch, and for CPUs only."""
     return query.device.type == "cpu"
 
 
-def _forward(
+def _tile_forward(
     query: Tensor, key: Tensor, value: Tensor, tile: _Tile, first: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of a tile and its logarithm of the sum of exponentials, [batch, heads, rows] float32."""
+    """Return the attention of a tile and the log-sum-exp of its scores, [batch, heads, rows] float32."""
     mask = tile.mask(first, query)
     if _is_fused(query):
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - no public one gives sums
         out, sums = fused(query, key, value, is_causal=tile.causal, attn_mask=mask, scale=scale)
         return out, sums
-    scores = _scores(query, key, mask, scale)
+    scores = _compute_scores(query, key, mask, scale)
     sums = scores.logsumexp(-1)
     shares = (scores - sums.unsqueeze(-1)).exp().to(value.dtype)
     return (shares @ value.unsqueeze(2)).flatten(1, 2), sums.flatten(1, 2)
 
 
-def _backward(
+def _tile_backward(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -221,29 +231,29 @@ def _backward(
     first: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a tile's gradients of queries, keys and values; `out` and `sums` are those of all tiles of the rows."""
+    """Return a tile's gradients of queries, keys and values; `out` and `sums` are merged over all tiles of the rows."""
     mask = tile.mask(first, query)
     if _is_fused(query):
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001 - as above
-        found: tuple[Tensor, Tensor, Tensor] = fused(
+        gradients: tuple[Tensor, Tensor, Tensor] = fused(
             gradient, query, key, value, out, sums, 0.0, tile.causal, attn_mask=mask, scale=scale
         )
-        return found
-    wide, gradient = _grouped(query, key), _grouped(gradient, key)
-    shares = (_scores(query, key, mask, scale) - _grouped(sums, key).unsqueeze(-1)).exp()
+        return gradients
+    wide, gradient = _group_heads(query, key), _group_heads(gradient, key)
+    shares = (_compute_scores(query, key, mask, scale) - _group_heads(sums, key).unsqueeze(-1)).exp()
     of_value = shares.to(gradient.dtype).transpose(-1, -2) @ gradient
-    dots = (gradient.float() * _grouped(out, key).float()).sum(-1, keepdim=True)
+    dots = (gradient.float() * _group_heads(out, key).float()).sum(-1, keepdim=True)
     of_scores = (shares * ((gradient @ value.unsqueeze(2).transpose(-1, -2)).float() - dots) * scale).to(query.dtype)
     of_key = of_scores.transpose(-1, -2) @ wide
     return (of_scores @ key.unsqueeze(2)).flatten(1, 2), of_key.sum(2), of_value.sum(2)
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """[batch, key heads, query heads of each, rows, keys] float32."""
-    scores = (_grouped(query, key) @ key.unsqueeze(2).transpose(-1, -2)).float() * scale
+def _compute_scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Return the scores, [batch, key heads, query heads of each, rows, keys] float32."""
+    scores = (_group_heads(query, key) @ key.unsqueeze(2).transpose(-1, -2)).float() * scale
     return scores if mask is None else scores + mask.unsqueeze(2)
 
 
-def _grouped(x: Tensor, key: Tensor) -> Tensor:
-    """[batch, heads, ...] to [batch, key heads, query heads of each, ...]."""
+def _group_heads(x: Tensor, key: Tensor) -> Tensor:
+    """Reshape [batch, heads, ...] to [batch, key heads, query heads of each, ...]."""
     return x.reshape(x.shape[0], key.shape[1], -1, *x.shape[2:])

@@ -1,8 +1,8 @@
-"""Dropout without a generator: whether a number is kept is a hash of seed, sample, module, position and feature.
+"""Dropout without a generator: a hash of seed, sample, module, position and feature decides what is kept.
 
-So the mask of a sample is the same on every rank, at every size, in a layer that is computed again, and after every
-fault; nothing has to be saved for it. Invariants: integer arithmetic of 32 bits that wraps, the same on every device;
-no state; the share of numbers that are kept is 1 - p within what chance allows.
+So the mask of a sample is the same on every rank, at every size, in a recomputed layer, and after every fault; it needs
+no saved state. Invariants: integer arithmetic of 32 bits that wraps, the same on every device; no state; the expected
+fraction of values that are kept is 1 - p.
 
 The mixing steps are those of MurmurHash3's finaliser (Austin Appleby, public domain).
 """
@@ -21,23 +21,23 @@ _FIRST = 0x85EBCA6B - (1 << 32)
 _SECOND = 0xC2B2AE35 - (1 << 32)
 _GOLDEN = 0x9E3779B9 - (1 << 32)
 _BITS = 24
-"""Bits of the hash that are compared: a probability is kept to 6e-8."""
+"""Bits of the hash that are compared: they resolve a probability to 6e-8."""
 
 
-def sample_keys(places: Tensor, seed: int) -> Tensor:
+def sample_keys(sample_positions: Tensor, seed: int) -> Tensor:
     """Return int32 keys of [samples] int64 global positions, computed on the host."""
-    low = (places & 0xFFFFFFFF).to(torch.int64)
-    high = (places >> 32).to(torch.int64)
+    low = (sample_positions & 0xFFFFFFFF).to(torch.int64)
+    high = (sample_positions >> 32).to(torch.int64)
     mixed = (low * 0x9E3779B1 + high * 0x85EBCA77 + seed * 0xC2B2AE3D) & 0xFFFFFFFF
     return torch.where(mixed >= 1 << 31, mixed - (1 << 32), mixed).to(torch.int32)
 
 
 def module_key(name: str) -> int:
-    """Return a 32-bit number (signed) that names a module."""
+    """Return a signed 32-bit key of a module's name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
 
 
-def dropped(
+def dropout(
     x: Tensor,
     samples: Tensor,
     *,
@@ -45,36 +45,37 @@ def dropped(
     share: float,
     first: int = 0,
     sequence: int = 1,
-    places: Tensor | None = None,
+    token_positions: Tensor | None = None,
 ) -> Tensor:
-    """`x` with a share of its numbers set to zero; the others are not scaled, which the caller does.
+    """Return `x` with a fraction of its values set to zero; the caller scales the others.
 
-    `x` is [batch, sequence, features] ([sequence, batch, features] with `sequence` 0), of which the features begin at
-    number `first` of the whole; `samples` are the [batch] keys of `sample_keys`. `places` [sequence] are those of the
-    positions where they are a part of the sequence.
+    `x` is [batch, sequence, features] ([sequence, batch, features] with `sequence` 0), whose features begin at index
+    `first` of the whole; `samples` are the [batch] keys of `sample_keys`. `token_positions` [sequence] are given
+    where `x` holds a part of the sequence.
     """
     device = x.device
-    places = torch.arange(x.shape[sequence], dtype=torch.int32, device=device) if places is None else places.int()
+    if token_positions is None:
+        token_positions = torch.arange(x.shape[sequence], dtype=torch.int32, device=device)
     features = torch.arange(first, first + x.shape[2], dtype=torch.int32, device=device)
-    rows = _mixed(_mixed(samples ^ module).unsqueeze(1) + places * _GOLDEN)  # [batch, sequence]
+    rows = _mix(_mix(samples ^ module).unsqueeze(1) + token_positions.int() * _GOLDEN)  # [batch, sequence]
     if sequence == 0:
         rows = rows.transpose(0, 1)
-    columns = _mixed(features * _GOLDEN + module)
-    bits = _mixed(rows.unsqueeze(-1) ^ columns)
-    # A number in a separate tensor: torch_xla would compare with a plain one in 64 bits.
+    columns = _mix(features * _GOLDEN + module)
+    bits = _mix(rows.unsqueeze(-1) ^ columns)
+    # The threshold is a tensor because torch_xla would compare with a Python number in 64 bits.
     threshold = torch.full((), int(share * (1 << _BITS)), dtype=torch.int32, device=device)
-    kept = (bits & ((1 << _BITS) - 1)) >= threshold
-    return torch.where(kept, x, 0.0)
+    is_kept = (bits & ((1 << _BITS) - 1)) >= threshold
+    return torch.where(is_kept, x, 0.0)
 
 
-def _mixed(bits: Tensor) -> Tensor:
-    """Every bit of the result depends on every bit of an int32."""
-    bits = (bits ^ _shifted(bits, 16)) * _FIRST
-    bits = (bits ^ _shifted(bits, 13)) * _SECOND
-    return bits ^ _shifted(bits, 16)
+def _mix(bits: Tensor) -> Tensor:
+    """Mix int32 values so that every bit of the result depends on every bit of the input."""
+    bits = (bits ^ _shift_right(bits, 16)) * _FIRST
+    bits = (bits ^ _shift_right(bits, 13)) * _SECOND
+    return bits ^ _shift_right(bits, 16)
 
 
-def _shifted(bits: Tensor, count: int) -> Tensor:
-    """To the right, with zeros from the left."""
-    # What falls off is cleared first: torch_xla shifts by dividing, which rounds what is negative to the other side.
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """Shift right logically, filling with zeros."""
+    # The low bits are cleared first because torch_xla shifts by division, which rounds negative values towards zero.
     return ((bits & -(1 << count)) >> count) & ((1 << (32 - count)) - 1)

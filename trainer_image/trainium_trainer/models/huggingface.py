@@ -1,11 +1,11 @@
-"""Read and write Hugging Face's `config.json`; names of parameters are the same on both sides.
+"""Read and write Hugging Face's `config.json`; the names of parameters are Hugging Face's.
 
-Reads what `transformers` of any age wrote: `rope_scaling` with `type` or `rope_type` and `rope_theta` beside it (to
+Reads files of any version of `transformers`: `rope_scaling` with `type` or `rope_type` and `rope_theta` beside it (to
 4.x), or `rope_parameters` with both inside (from 5). What differs between families is in
 `trainium_contract.models.families`.
 
 Guarantees:
-- A configuration that would not be the same model here is refused in one sentence.
+- A configuration that would give a different model here is refused with a reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Positive = Annotated[float, Field(gt=0)]
 
 
 class _Rope(BaseModel):
-    """`rope_scaling` or `rope_parameters`."""
+    """The fields of `rope_scaling` or `rope_parameters`."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -52,12 +52,12 @@ class _Rope(BaseModel):
 
     @property
     def kind(self) -> str:
-        """Type of the scaling, by either name."""
+        """The type of the scaling, by either name."""
         return self.rope_type or self.type or "default"
 
 
 class _Config(BaseModel):
-    """The fields that define a model of any family; other defaults are in the family."""
+    """The fields that define a model of any family; a family may have other defaults."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -82,7 +82,7 @@ class _Config(BaseModel):
     """Key of the layers with a window within `rope_parameters`."""
     attention_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     partial_rotary_factor: _Positive = 1.0
-    # Not of every family:
+    # Fields that only some families have:
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: _Count | None = None
@@ -108,7 +108,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
 }
-"""Fields that not all families have, and the value that changes nothing; of lists, that of each element."""
+"""Fields that only some families have, with the neutral value; for lists, the neutral value of each element."""
 
 
 def read_shape(path: Path) -> ModelShape:
@@ -127,13 +127,10 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def shape_of_document(document: Any, where: str) -> ModelShape:
-    """Return the shape that the contents of a `config.json` describe; `where` begins the sentence of a refusal.
-
-    Raises UserError.
-    """
+    """Return the shape that the contents of a `config.json` describe; `where` begins an error. Raises UserError."""
     if not isinstance(document, dict):
         raise UserError(f"{where}: holds a {type(document).__name__}, not fields: replace the file")
-    family = _family_of(where, document)
+    family = _find_family(where, document)
     _refuse_foreign_fields(where, document, family)
     try:
         config = _Config.model_validate(dict(family.defaults) | _with_separate_ropes(document))
@@ -167,14 +164,14 @@ def shape_of_document(document: Any, where: str) -> ModelShape:
     )
 
 
-def _family_of(where: str, document: dict[str, Any]) -> Family:
+def _find_family(where: str, document: dict[str, Any]) -> Family:
     names, kind = document.get("architectures") or [], document.get("model_type")
-    found = [
+    families = [
         family
         for family in FAMILIES.values()
         if kind in (None, family.model_type) and (family.architecture in names or (kind is not None and not names))
     ]
-    if not found:
+    if not families:
         described = ", ".join(map(str, names)) or "no architecture"
         described += f" (model_type {kind!r})" if kind else ""
         known = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
@@ -182,7 +179,7 @@ def _family_of(where: str, document: dict[str, Any]) -> Family:
             f"{where}: describes {described}, but only {known} can be trained: use a model of one of them; "
             "see docs/models.md to add a family"
         )
-    return found[0]
+    return families[0]
 
 
 def _refuse_foreign_fields(where: str, document: dict[str, Any], family: Family) -> None:
@@ -191,7 +188,7 @@ def _refuse_foreign_fields(where: str, document: dict[str, Any], family: Family)
         value = document.get(name)
         if name in family.defaults or value is None:
             continue
-        if any(each != neutral for each in (value if isinstance(value, list) else [value])):
+        if any(item != neutral for item in (value if isinstance(value, list) else [value])):
             raise UserError(
                 f"{where}: {name} is {value!r}, but {family.architecture} has no such field: correct architectures and "
                 f"model_type, or remove {name}"
@@ -208,10 +205,10 @@ def _refuse_other_arithmetic(where: str, config: _Config) -> None:
             raise UserError(
                 f"{where}: {field} is {value!r}, but this trainer has only {wanted!r}: change it or use another model"
             )
-    for field, given in (("layer_types", config.layer_types), ("no_rope_layers", config.no_rope_layers)):
-        if given is not None and len(given) < config.num_hidden_layers:
+    for field, kinds in (("layer_types", config.layer_types), ("no_rope_layers", config.no_rope_layers)):
+        if kinds is not None and len(kinds) < config.num_hidden_layers:
             raise UserError(
-                f"{where}: {field} describes {len(given)} layers, but num_hidden_layers is {config.num_hidden_layers}: "
+                f"{where}: {field} describes {len(kinds)} layers, but num_hidden_layers is {config.num_hidden_layers}: "
                 "correct one of them"
             )
 
@@ -226,15 +223,15 @@ def _head_dim(where: str, config: _Config) -> int:
 
 
 def _with_separate_ropes(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with one rotary embedding in `rope_parameters`, of which files may have one by layer."""
-    given = document.get("rope_parameters")
-    if not isinstance(given, dict) or FULL not in given:
+    """Split a `rope_parameters` that differs by layer type into `rope_parameters` and `sliding_rope_parameters`."""
+    ropes = document.get("rope_parameters")
+    if not isinstance(ropes, dict) or FULL not in ropes:
         return document
-    return document | {"rope_parameters": given[FULL], "sliding_rope_parameters": given.get(SLIDING) or {}}
+    return document | {"rope_parameters": ropes[FULL], "sliding_rope_parameters": ropes.get(SLIDING) or {}}
 
 
 def _refuse_other_rope(where: str, windowed: _Rope, full: _Rope | None) -> None:
-    """Raise UserError where layers with a window rotate by another base, or scaled."""
+    """Raise UserError if layers with a window have another rotary base or a scaled rotary embedding."""
     if windowed.kind != "default" or (full is not None and windowed.rope_theta not in (None, full.rope_theta)):
         raise UserError(
             f"{where}: rope_parameters.{SLIDING} is scaled or has another rope_theta, but this trainer scales layers "
@@ -336,7 +333,7 @@ def to_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def _to_rope(stretch: RopeStretch | None) -> dict[str, Any]:
-    """Return the fields of a scaling in `rope_parameters`."""
+    """Convert a scaling to the fields of `rope_parameters`."""
     if stretch is None:
         return {"rope_type": "default"}
     rope = {"rope_type": str(stretch.kind).lower(), "factor": stretch.factor}

@@ -1,14 +1,14 @@
-"""Llama and the families that descend from it, as one device would run them.
+"""Llama and the families that descend from it, written for one device.
 
-RMSNorm, rotary embedding, grouped-query attention, SwiGLU. What a family has beside Llama is a field of its shape:
-biases, a window of attention, norms of queries and keys, norms after the branches, layers without rotation,
+RMSNorm, rotary embedding, grouped-query attention, SwiGLU. The differences between a family and Llama are fields of its
+shape: biases, a window of attention, norms of queries and keys, norms after the branches, layers without rotation,
 multipliers.
 
 Guarantees:
 - Parameters are those of `trainium_contract.models.parameters`, under Hugging Face's names.
-- The modules know nothing of parallelism, so a plan can be applied from outside: the number of heads follows from the
+- The modules do not depend on parallelism, so a plan can be applied from outside: the number of heads follows from the
   tensors, not from the shape.
-- Initial weights depend on seed and parameter name only.
+- Initial weights depend only on the seed and the parameter's name.
 """
 
 from __future__ import annotations
@@ -20,69 +20,69 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
 from trainium_contract.models.shape import QueryKeyNorm
-from trainium_trainer.models.products import product
-from trainium_trainer.models.rope import at_places, at_positions, rotary, rotate
+from trainium_trainer.models.linear import linear
+from trainium_trainer.models.rope import build_context, context_at_positions, context_at_tokens, rotate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_contract.models.shape import ModelShape
     from trainium_trainer.models.loss import LossOfHidden
-    from trainium_trainer.models.rope import Context
+    from trainium_trainer.models.rope import AttentionContext
 
 
-class Weighted(nn.Module):
-    """A module with a weight, of which a parallel plan may have it use a part."""
+class WeightedModule(nn.Module):
+    """A module with a weight; a parallel plan may restrict it to a part of the weight."""
 
     weight: Tensor
     part: Callable[[Tensor], Tensor] | None = None
-    """Set by a plan: from the weight to the tensor that this rank computes with."""
+    """Set by a plan: maps the weight to the tensor that this rank computes with."""
 
-    def own_weight(self) -> Tensor:
+    def local_weight(self) -> Tensor:
         """Return the weight that this rank computes with."""
         return self.weight if self.part is None else self.part(self.weight)
 
     def reset_parameters(self) -> None:
-        """Leave the values undefined: they come later, from a seed or a checkpoint.
+        """Leave the values undefined: a seed or a checkpoint sets them later.
 
-        The library's own initialisation would also run on the meta device, where it imports the compiler stack (3 s).
+        Torch's initialization would also run on the meta device, where it imports the compiler stack (3 s).
         """
 
 
-class Linear(Weighted, nn.Linear):
+class Linear(WeightedModule, nn.Linear):
     """A projection."""
 
     bias_part: Callable[[Tensor], Tensor] | None = None
-    """Part of the bias, as `part`."""
+    """Maps the bias as `part` maps the weight."""
 
     def __init__(self, width: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__(width, outputs, bias=bias)
 
-    def forward(self, x: Tensor, _: Context | None = None) -> Tensor:
-        """[..., width] to [..., outputs]; the context is for projections with an adapter."""
-        return self.with_bias(product(x, self.own_weight()))
+    def forward(self, x: Tensor, _: AttentionContext | None = None) -> Tensor:
+        """Map [..., width] to [..., outputs]; the context is for projections with an adapter."""
+        return self.with_bias(linear(x, self.local_weight()))
 
     def with_bias(self, out: Tensor, factor: float | None = None) -> Tensor:
-        """Return an output with the bias added, if there is one, times a factor."""
+        """Add the bias, if there is one, times a factor to an output."""
         if self.bias is None:
             return out
         bias = self.bias if self.bias_part is None else self.bias_part(self.bias)
         return out + (bias if factor is None else bias * factor).to(out.dtype)
 
 
-class Embedding(Weighted, nn.Embedding):
-    """A table of one row per token."""
+class Embedding(WeightedModule, nn.Embedding):
+    """A table with one row per token."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[...] ids to [..., width]."""
-        return F.embedding(tokens, self.own_weight())
+        """Map [...] ids to [..., width]."""
+        return F.embedding(tokens, self.local_weight())
 
 
-class RMSNorm(Weighted):
-    """Root-mean-square normalisation (arXiv 1910.07467), computed in float32."""
+class RMSNorm(WeightedModule):
+    """Root-mean-square normalization (arXiv 1910.07467), computed in float32."""
 
     mean: Callable[[Tensor], Tensor] | None = None
-    """Set by a plan that divides the width: from this rank's squares to the mean of all of them."""
+    """Set by a plan that divides the width: maps this rank's squares to the mean over all ranks."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -90,19 +90,19 @@ class RMSNorm(Weighted):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
+        """Normalize the last dimension."""
         wide = x.float()
         squares = wide.pow(2)
         mean = squares.mean(-1, keepdim=True) if self.mean is None else self.mean(squares)
         wide = wide * torch.rsqrt(mean + self.eps)
-        return (wide * self.own_weight()).to(x.dtype)
+        return (wide * self.local_weight()).to(x.dtype)
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention; the number of local heads follows from the projections' outputs."""
 
-    divided: Callable[[Tensor, Tensor, Tensor, Context], Tensor] | None = None
-    """Set by a plan that divides the sequence: from this rank's queries, keys and values to their attention."""
+    context_parallel: Callable[[Tensor, Tensor, Tensor, AttentionContext], Tensor] | None = None
+    """Set by a plan that divides the sequence: maps this rank's queries, keys and values to their attention."""
 
     def __init__(self, shape: ModelShape, number: int = 0) -> None:
         """Create the projections of layer `number`."""
@@ -124,8 +124,8 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(shape.head_dim if self.norms_each_head else query, shape.norm_eps)
             self.k_norm = RMSNorm(shape.head_dim if self.norms_each_head else key_value, shape.norm_eps)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """[batch, sequence, hidden] to the same."""
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """Map [batch, sequence, hidden] to the same shape."""
         batch, length, _ = x.shape
         query = self.heads(self.q_proj(x, context), self.q_norm)
         key = self.heads(self.k_proj(x, context), self.k_norm)
@@ -133,10 +133,10 @@ class Attention(nn.Module):
         table = context if self.window is None or context.windowed is None else context.windowed
         if self.is_rotated:
             query, key = rotate(query, table), rotate(key, table)
-        if self.divided is not None:
-            mixed = self.divided(query, key, value, table)
+        if self.context_parallel is not None:
+            mixed = self.context_parallel(query, key, value, table)
         else:
-            # Torch chooses the device's kernel: flash attention on CPU and CUDA, the vendor's on Neuron.
+            # Torch selects the kernel of the device: flash attention on CPU and CUDA, the vendor's on Neuron.
             mixed = F.scaled_dot_product_attention(
                 query,
                 key,
@@ -150,7 +150,7 @@ class Attention(nn.Module):
         return out
 
     def heads(self, projected: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """[batch, sequence, heads x width] to [batch, heads, sequence, width], normalised before or after."""
+        """Reshape [batch, sequence, heads x width] to [batch, heads, sequence, width], normalized before or after."""
         if norm is not None and not self.norms_each_head:
             projected = norm(projected)
         heads = projected.view(*projected.shape[:2], -1, self.head_dim)
@@ -160,7 +160,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward."""
+    """The SwiGLU feed-forward layer."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -168,15 +168,15 @@ class MLP(nn.Module):
         self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
         self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, bias=shape.mlp_bias)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """[batch, sequence, hidden] to the same."""
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """Map [batch, sequence, hidden] to the same shape."""
         inner = F.silu(self.gate_proj(x, context)) * self.up_proj(x, context)
         out: Tensor = self.down_proj(inner, context)
         return out
 
 
 class Block(nn.Module):
-    """One transformer layer with pre-normalisation and two residual branches."""
+    """One transformer layer with pre-normalization and two residual branches."""
 
     def __init__(self, shape: ModelShape, number: int = 0) -> None:
         super().__init__()
@@ -186,37 +186,37 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """[batch, sequence, hidden] to the same."""
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """Map [batch, sequence, hidden] to the same shape."""
         x = x + self.scaled(self.self_attn(self.input_layernorm(x), context))
         return x + self.scaled(self.mlp(self.post_attention_layernorm(x), context))
 
     def scaled(self, branch: Tensor) -> Tensor:
-        """Return what a branch adds to the residual stream."""
+        """Scale the output of a branch for the residual stream."""
         return branch if self.multiplier == 1.0 else branch * self.multiplier
 
 
 class PostNormBlock(Block):
-    """One transformer layer that normalises what its branches return (OLMo 2, arXiv 2501.00656, section 3.1)."""
+    """One transformer layer that normalizes the outputs of its branches (OLMo 2, arXiv 2501.00656, section 3.1)."""
 
     def __init__(self, shape: ModelShape, number: int = 0) -> None:
         super().__init__(shape, number)
         del self.input_layernorm
         self.post_feedforward_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """[batch, sequence, hidden] to the same."""
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """Map [batch, sequence, hidden] to the same shape."""
         x = x + self.scaled(self.post_attention_layernorm(self.self_attn(x, context)))
         return x + self.scaled(self.post_feedforward_layernorm(self.mlp(x, context)))
 
 
 def build_block(shape: ModelShape, number: int) -> Block:
-    """Return a layer without values."""
+    """Create a layer whose weights are undefined."""
     return PostNormBlock(shape, number) if shape.norm_after else Block(shape, number)
 
 
-class Trunk(nn.Module):
-    """Embedding, layers and the last normalisation."""
+class Backbone(nn.Module):
+    """The embedding, the layers and the last normalization."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -225,8 +225,8 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(build_block(shape, number) for number in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        """[batch, sequence] token ids to [batch, sequence, hidden]."""
+    def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:
+        """Map [batch, sequence] token ids to [batch, sequence, hidden]."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, context)
@@ -234,7 +234,7 @@ class Trunk(nn.Module):
         return out
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[batch, sequence] token ids to [batch, sequence, hidden]."""
+        """Embed [batch, sequence] token ids as [batch, sequence, hidden]."""
         x: Tensor = self.embed_tokens(tokens)
         return x if self.multiplier == 1.0 else x * self.multiplier
 
@@ -242,29 +242,29 @@ class Trunk(nn.Module):
 class Llama(nn.Module):
     """A language model; call it with token ids to get logits."""
 
-    places: Tensor | None = None
-    """Set by a plan that divides the sequence: the places of this rank's tokens, [sequence] int64."""
-    entrance: Callable[[Tensor], Tensor] | None = None
-    """Set by a plan that divides the output projection: from hidden states to those that it takes."""
+    token_positions: Tensor | None = None
+    """Set by a plan that divides the sequence: the positions of this rank's tokens, [sequence] int64."""
+    head_input_transform: Callable[[Tensor], Tensor] | None = None
+    """Set by a plan that divides the output projection: maps hidden states to the input of the projection."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.logits_divisor = shape.logits_divisor
-        self.model = Trunk(shape)
+        self.model = Backbone(shape)
         self.lm_head = Linear(shape.hidden_size, shape.vocab_size)
         self.tie()
-        self._table: Context | None = None
+        self._table: AttentionContext | None = None
 
     def tie(self) -> None:
-        """Let the output projection share the embedding where the shape has tied embeddings."""
+        """Share the embedding with the output projection if the shape has tied embeddings."""
         if self.shape.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def rotary_table(self, length: int, device: torch.device) -> Context:
-        """Return the rotary embedding of `length` positions, computed when it is first asked for."""
+    def rotary_table(self, length: int, device: torch.device) -> AttentionContext:
+        """Return the rotary embedding of `length` positions, computed at the first call."""
         if self._table is None or self._table[0].shape[0] != length:
-            self._table = rotary(self.shape, length, device, masks=self.places is None)
+            self._table = build_context(self.shape, length, device, masks=self.token_positions is None)
         return self._table
 
     def forward(
@@ -276,34 +276,36 @@ class Llama(nn.Module):
         samples: Tensor | None = None,
         loss: LossOfHidden | None = None,
     ) -> Tensor:
-        """[batch, sequence] token ids to [batch, sequence, vocabulary] logits.
+        """Map [batch, sequence] token ids to [batch, sequence, vocabulary] logits.
 
-        `length` is that of the sequence where the input is a part of it. `positions` [batch, sequence] mask documents
-        from each other, see `rope.at_positions`. `samples` [batch] int32 name the samples for dropout; None: nothing
-        is dropped. With a `loss` its result is returned.
+        `length` is the length of the whole sequence where the input is a part of it. `positions` [batch, sequence] mask
+        documents from each other, see `rope.at_positions`. `samples` [batch] int32 identify the samples for dropout;
+        None disables dropout. With a `loss` the result of the loss is returned.
         """
         context = self.rotary_table(length or tokens.shape[1], tokens.device)
-        if self.places is not None:
-            context = at_places(context, self.places.to(tokens.device), positions, self.shape.sliding_window)
+        if self.token_positions is not None:
+            context = context_at_tokens(
+                context, self.token_positions.to(tokens.device), positions, self.shape.sliding_window
+            )
         elif positions is not None:
-            context = at_positions(context, positions)
+            context = context_at_positions(context, positions)
         if samples is not None:
             context = context._replace(samples=samples)
         hidden = self.model(tokens, context)
         if loss is None:
             return self.project(hidden, context)
         trained = [parameter for parameter in self.lm_head.parameters() if parameter.requires_grad]
-        return loss(self.enter_head(hidden), lambda part, stretch: self._logits(part, context.at(stretch)), trained)
+        return loss(self.head_input(hidden), lambda part, chunk: self._logits(part, context.at(chunk)), trained)
 
-    def project(self, hidden: Tensor, context: Context) -> Tensor:
-        """[batch, sequence, hidden] to logits."""
-        return self._logits(self.enter_head(hidden), context)
+    def project(self, hidden: Tensor, context: AttentionContext) -> Tensor:
+        """Map [batch, sequence, hidden] to logits."""
+        return self._logits(self.head_input(hidden), context)
 
-    def enter_head(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states that the output projection takes."""
-        return hidden if self.entrance is None else self.entrance(hidden)
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """Return the input of the output projection."""
+        return hidden if self.head_input_transform is None else self.head_input_transform(hidden)
 
-    def _logits(self, hidden: Tensor, context: Context) -> Tensor:
-        # Other libraries' projections, which may stand in its place, take nothing else.
+    def _logits(self, hidden: Tensor, context: AttentionContext) -> Tensor:
+        # A projection of another library that replaces `Linear` takes no context.
         logits: Tensor = self.lm_head(hidden, context) if isinstance(self.lm_head, Linear) else self.lm_head(hidden)
         return logits if self.logits_divisor == 1.0 else logits / self.logits_divisor

@@ -1,7 +1,7 @@
-"""A projection with an adapter beside it: LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353).
+"""A projection with an adapter: LoRA (arXiv 2106.09685) or DoRA (arXiv 2402.09353).
 
-Invariants: parameter names are peft's without their prefix; an adapter begins as nothing (B is zero, and the lengths of
-DoRA are those of the base's rows), so the first loss is the base's.
+Invariants: parameter names are peft's without their prefix; a new adapter changes nothing (B is zero, and DoRA's
+magnitudes are the norms of the base's rows), so the first loss equals the base's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.distributed import all_reduce
 
-from trainium_trainer.models.dropout import dropped, module_key
-from trainium_trainer.models.llama import Linear, Weighted
-from trainium_trainer.models.products import product
+from trainium_trainer.models.dropout import dropout, module_key
+from trainium_trainer.models.linear import linear
+from trainium_trainer.models.llama import Linear, WeightedModule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_contract.trainer.tuning import LoraConfig
-    from trainium_trainer.models.rope import Context
+    from trainium_trainer.models.rope import AttentionContext
 
 
-class Magnitude(Weighted):
-    """The trained length of each row of a weight."""
+class Magnitude(WeightedModule):
+    """The trained norm of each row of a weight (DoRA)."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class Magnitude(Weighted):
 
 
 class AdaptedLinear(Linear):
-    """A projection with an adapter: W x + scale B A dropout(x), by DoRA with rows of trained length."""
+    """A projection with an adapter: W x + scale B A dropout(x); with DoRA the norm of each row is trained."""
 
     first_feature = 0
-    """Number of this rank's first input feature within the whole; set by a plan that divides them."""
+    """Index of this rank's first input feature; set by a plan that divides the features."""
     sequence_dimension = 1
-    """Of the input; set by a plan that has another order."""
+    """The dimension of the sequence in the input; set by a plan with another order."""
     input_group: ProcessGroup | None = None
-    """The ranks that hold the other input features; set by a plan that divides them."""
+    """The ranks that hold the other input features; set by a plan that divides the features."""
     enabled = True
     """Whether the adapter adds to the output; see `adapters_disabled`."""
 
@@ -57,47 +57,47 @@ class AdaptedLinear(Linear):
         self._scale = lora.scale_of(name)
         self._key = module_key(name)
 
-    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """[batch, sequence, width] to [batch, sequence, outputs]."""
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
+        """Map [batch, sequence, width] to [batch, sequence, outputs]."""
         if not self.enabled:
             return super().forward(x)
         if self.lora_magnitude_vector is None:
-            return super().forward(x) + self.added(x, context)
-        out = product(x, self.own_weight())
-        gain = self.lora_magnitude_vector.own_weight() / self._row_lengths()
-        seen, kept = self._seen(x, context)
-        added = self.lora_B(self.lora_A(seen) * (self._scale / kept))
+            return super().forward(x) + self.adapter_output(x, context)
+        out = linear(x, self.local_weight())
+        gain = self.lora_magnitude_vector.local_weight() / self._row_norms()
+        seen, keep_rate = self._drop_input(x, context)
+        addend = self.lora_B(self.lora_A(seen) * (self._scale / keep_rate))
         if seen is x:
-            return self.with_bias((gain * (out + added)).to(out.dtype))
-        # As peft has it, dropout hides the input from all that is trained, the lengths included.
-        change = (gain - 1) * product(seen, self.own_weight()) / kept
-        return self.with_bias((out + change + gain * added).to(out.dtype))
+            return self.with_bias((gain * (out + addend)).to(out.dtype))
+        # As in peft, dropout hides the input from everything that is trained, including the magnitudes.
+        change = (gain - 1) * linear(seen, self.local_weight()) / keep_rate
+        return self.with_bias((out + change + gain * addend).to(out.dtype))
 
-    def added(self, x: Tensor, context: Context | None) -> Tensor:
-        """Return the adapter's summand of the output, without lengths."""
-        seen, kept = self._seen(x, context)
-        narrow = self.lora_A(seen) * (self._scale / kept)  # where the fewest numbers are
-        return self.lora_B.with_bias(product(narrow, self.lora_B.own_weight()), self._scale)
+    def adapter_output(self, x: Tensor, context: AttentionContext | None) -> Tensor:
+        """Return the adapter's summand of the output, without DoRA's magnitudes."""
+        seen, keep_rate = self._drop_input(x, context)
+        narrow = self.lora_A(seen) * (self._scale / keep_rate)  # scale at the narrowest point
+        return self.lora_B.with_bias(linear(narrow, self.lora_B.local_weight()), self._scale)
 
-    def _seen(self, x: Tensor, context: Context | None) -> tuple[Tensor, float]:
-        """Return what the adapter sees of the input, and the share of the numbers that is kept."""
+    def _drop_input(self, x: Tensor, context: AttentionContext | None) -> tuple[Tensor, float]:
+        """Return the adapter's input after dropout, and the fraction of values that is kept."""
         if not self._dropout or context is None or context.samples is None:
             return x, 1.0
-        seen = dropped(
+        seen = dropout(
             x,
             context.samples,
             module=self._key,
             share=self._dropout,
             first=self.first_feature,
             sequence=self.sequence_dimension,
-            places=context.places,
+            token_positions=context.token_positions,
         )
         return seen, 1.0 - self._dropout
 
     @torch.no_grad()
-    def _row_lengths(self) -> Tensor:
-        """Return the length of each row of W + scale B A, float32, without making that matrix."""
-        weight, narrow, wide = self.own_weight(), self.lora_A.own_weight(), self.lora_B.own_weight().float()
+    def _row_norms(self) -> Tensor:
+        """Return the norm of each row of W + scale B A, float32, without materialising that matrix."""
+        weight, narrow, wide = self.local_weight(), self.lora_A.local_weight(), self.lora_B.local_weight().float()
         with torch.autocast(weight.device.type, enabled=False):
             squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
             cross = ((weight @ narrow.to(weight.dtype).T).float() * wide).sum(1)
@@ -113,7 +113,7 @@ class AdaptedLinear(Linear):
 
 @contextlib.contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Let the model compute as its base does."""
+    """Disable the adapters, so that the model computes as its base."""
     adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     for module in adapted:
         module.enabled = False

@@ -1,10 +1,10 @@
-"""Divide a model over the tensor-parallel ranks, from outside of it, by the list of its parameters.
+"""Divide a model over the tensor-parallel ranks by the list of its parameters, without changing the model's code.
 
-Invariants: parameters are DTensors, so that their place in the whole is known to FSDP and to checkpoints; computation
-is on plain local tensors, with one communication where a divided region is entered and one where it is left. Attention
-and feed-forward are split by columns then rows; embedding and output projection are split by vocabulary, and logits
-stay divided. With more ranks than key/value heads, the weights of keys and values are whole on every rank, of which
-each computes the head that its query heads need.
+Invariants: parameters are DTensors, so that FSDP and checkpoints know their offsets; computation uses plain local
+tensors, with one communication at the entry and one at the exit of a divided region. Attention and feed-forward are
+split by columns then rows; embedding and output projection are split by vocabulary, and logits stay divided. With more
+ranks than key/value heads, every rank holds the whole weights of keys and values and computes the head that its query
+heads need.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
-from trainium_contract.models.parameters import HEAD, Unit, end_parameters, find_parameter, layer_parameters
-from trainium_trainer.models.llama import Embedding, Linear, RMSNorm, Weighted
+from trainium_contract.models.parameters import HEAD, Unit, find_parameter, layer_parameters, non_layer_parameters
+from trainium_trainer.models.llama import Embedding, Linear, RMSNorm, WeightedModule
 from trainium_trainer.models.lora import AdaptedLinear
-from trainium_trainer.models.regions import Region
+from trainium_trainer.models.regions import FunctionalRegion
 from trainium_trainer.models.stages import present_layers
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Divide a model or a stage, without values yet, over the one-dimensional `mesh`."""
-    region = Region(mesh.get_group(), sequence)
+    """Divide a model or a stage, before its values are set, over the one-dimensional `mesh`."""
+    region = FunctionalRegion(mesh.get_group(), sequence)
     heads = model.shape.num_key_value_heads
     for layer in present_layers(model):
         for parameter in layer_parameters(model.shape).values():
@@ -42,39 +42,39 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> 
         for divided in (layer.self_attn, layer.mlp):
             divided.register_forward_pre_hook(lambda _, args: (region.enter(args[0]), *args[1:]))
             divided.register_forward_hook(lambda _, __, out: region.leave(out))
-    for parameter in end_parameters(model.shape).values():
+    for parameter in non_layer_parameters(model.shape).values():
         module = model.get_submodule(parameter.module)
-        if isinstance(module, Weighted):  # and not in another stage
+        if isinstance(module, WeightedModule):  # else another stage holds it
             _divide(module, parameter, mesh, region)
     if isinstance(model.model.embed_tokens, Embedding):
         _divide_lookup(model.model.embed_tokens, mesh.get_local_rank(), region)
     if isinstance(model.lm_head, Linear):
         if model.shape.tie_embeddings:
             _divide(model.lm_head, find_parameter(model.shape, HEAD), mesh, region)
-        model.entrance = region.enter
+        model.head_input_transform = region.enter
     model.tie()
 
 
 def _divide(
-    module: nn.Module, parameter: Parameter, mesh: DeviceMesh, region: Region, *, key_value_heads: int = 0
+    module: nn.Module, parameter: Parameter, mesh: DeviceMesh, region: FunctionalRegion, *, key_value_heads: int = 0
 ) -> None:
-    """Divide one parameter by its entry in the list, and the adapter beside it.
+    """Divide one parameter by its entry in the list, and the adapter of its projection.
 
-    Of an adapter the matrix at the divided side is divided likewise. The other one is whole, and each rank has a
-    summand of its gradient: what flows back through that rank's part of the first.
+    The matrix of an adapter at the divided side is divided likewise. The other matrix is whole, and each rank has a
+    summand of its gradient, which flows back through that rank's part of the first.
     """
-    assert isinstance(module, Weighted)
+    assert isinstance(module, WeightedModule)
     leaf = parameter.leaf
     adapter = module if isinstance(module, AdaptedLinear) and leaf == "weight" else None
     if parameter.dimension is None:
-        # A bias behind a sum over the ranks is added on one of them.
+        # A bias after a sum over the ranks is added on one rank only.
         counts = leaf != "bias" or mesh.get_local_rank() == 0
         _repeat(module, mesh, leaf, partial=parameter.summed or region.sequence, counts=counts)
         return
     if isinstance(module, RMSNorm):
         ranks = mesh.size()
         module.mean = lambda squares: (
-            region.total_everywhere(squares.sum(-1, keepdim=True)) / (squares.shape[-1] * ranks)
+            region.all_reduce_with_gradient(squares.sum(-1, keepdim=True)) / (squares.shape[-1] * ranks)
         )
     if parameter.unit is Unit.KEY_VALUE_HEADS and key_value_heads % mesh.size():
         width = parameter.size[0] // key_value_heads
@@ -109,8 +109,8 @@ def _divide(
                 _repeat(adapter.lora_magnitude_vector, mesh, partial=True)
 
 
-def _place(module: Weighted, mesh: DeviceMesh, placement: Placement, leaf: str = "weight") -> None:
-    """Make a parameter a DTensor of this placement; the module computes with this rank's part."""
+def _place(module: WeightedModule, mesh: DeviceMesh, placement: Placement, leaf: str = "weight") -> None:
+    """Turn a parameter into a DTensor of this placement; the module computes with this rank's part."""
     whole: Tensor = getattr(module, leaf)
     size = list(whole.shape)
     if isinstance(placement, Shard):
@@ -122,7 +122,7 @@ def _place(module: Weighted, mesh: DeviceMesh, placement: Placement, leaf: str =
 
 
 def _repeat(
-    module: Weighted,
+    module: WeightedModule,
     mesh: DeviceMesh,
     leaf: str = "weight",
     *,
@@ -132,13 +132,13 @@ def _repeat(
 ) -> None:
     """Keep a parameter whole on every rank; `partial`: each rank has a summand of its gradient.
 
-    Of a parameter that does not count, this rank computes with zeros.
+    If the parameter does not count on this rank, the rank computes with zeros.
     """
     _place(module, mesh, Replicate(), leaf)
     _compute_with(module, leaf, functools.partial(_part, partial=partial, rows=rows, counts=counts))
 
 
-def _compute_with(module: Weighted, leaf: str, part: Callable[[Tensor], Tensor]) -> None:
+def _compute_with(module: WeightedModule, leaf: str, part: Callable[[Tensor], Tensor]) -> None:
     setattr(module, "part" if leaf == "weight" else "bias_part", part)
 
 
@@ -150,14 +150,14 @@ def _part(whole: Tensor, *, partial: bool = False, rows: slice | None = None, co
     return local if counts else local * 0.0
 
 
-def _divide_lookup(embedding: Embedding, rank: int, region: Region) -> None:
+def _divide_lookup(embedding: Embedding, rank: int, region: FunctionalRegion) -> None:
     """Look up this rank's part of the vocabulary, zeros for the others' tokens."""
 
     def look_up(tokens: Tensor) -> Tensor:
-        weight = embedding.own_weight()
-        here = tokens - rank * weight.shape[0]
-        own = (here >= 0) & (here < weight.shape[0])
-        found = F.embedding(torch.where(own, here, 0), weight)
-        return region.leave(found * own.unsqueeze(-1))
+        weight = embedding.local_weight()
+        local_ids = tokens - rank * weight.shape[0]
+        is_local = (local_ids >= 0) & (local_ids < weight.shape[0])
+        embedded = F.embedding(torch.where(is_local, local_ids, 0), weight)
+        return region.leave(embedded * is_local.unsqueeze(-1))
 
     embedding.forward = look_up  # type: ignore[method-assign]

@@ -1,8 +1,7 @@
-"""Losses on pairs of a preferred and another answer: DPO (arXiv 2305.18290) and ORPO (arXiv 2403.07691).
+"""Losses on pairs of a preferred and a rejected answer: DPO (arXiv 2305.18290) and ORPO (arXiv 2403.07691).
 
 Guarantees:
-- A loss is a sum over pairs of what depends on one pair alone, so it is the same however pairs are divided over
-  micro-batches and ranks.
+- A loss is a sum over pairs, so it does not depend on the division of pairs over micro-batches and ranks.
 - Under tensor parallelism every rank of the group gets the same values.
 - Padding adds neither loss nor gradient.
 """
@@ -19,18 +18,19 @@ from trainium_contract.trainer.tuning import ObjectiveConfig, ObjectiveKind
 from trainium_trainer.models.loss import IGNORED_LABEL
 
 _LARGEST_MEAN = -1e-6
-"""Above it, the odds of a probability are not a number in float32."""
+"""The largest mean log-probability whose odds are finite in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairLoss:
-    """The loss of a micro-batch, and what is recorded of its pairs."""
+    """The loss of a micro-batch, and the recorded values of its pairs."""
 
     loss: Tensor
-    """Sum over the pairs, a float32 scalar."""
+    """The sum over the pairs, a float32 scalar."""
     rewards: Tensor
-    """[3] float32 without gradient: sums of the rewards of preferred and of other answers, and the number of pairs
-    whose preferred answer has the greater reward."""
+    """[3] float32 without gradient: sums of the rewards of preferred and of rejected answers, and the number of pairs
+    whose preferred answer has the greater reward.
+    """
 
 
 def answer_log_probs(losses: Tensor, labels: Tensor, answers: Tensor) -> Tensor:
@@ -38,31 +38,31 @@ def answer_log_probs(losses: Tensor, labels: Tensor, answers: Tensor) -> Tensor:
 
     `losses` are those of each token, [rows, sequence]; `answers` [rows] are the first positions of the answers.
     """
-    return -(losses * _of_answers(labels, answers)).sum(-1)
+    return -(losses * _answer_mask(labels, answers)).sum(-1)
 
 
 def preference_loss(
     objective: ObjectiveConfig, losses: Tensor, labels: Tensor, *, answers: Tensor, references: Tensor
 ) -> PairLoss:
-    """Return the loss of rows 2k (preferred answers) and 2k + 1 (other answers).
+    """Return the loss of rows 2k (preferred answers) and 2k + 1 (rejected answers).
 
     `losses` are those of each token, [rows, sequence]; `answers` [rows] the first positions of the answers;
     `references` [rows] their log-probabilities by the reference model.
     """
-    of_answers = _of_answers(labels, answers)
+    of_answers = _answer_mask(labels, answers)
     log_probs = -(losses * of_answers).sum(-1)
     lengths = of_answers.sum(-1)
     counted = lengths.view(-1, 2)[:, 0] > 0
     if objective.kind is ObjectiveKind.DPO:
-        each, rewards = _dpo(objective, log_probs - references)
+        losses_of_pairs, rewards = _dpo(objective, log_probs - references)
     else:
         learned = labels != IGNORED_LABEL
         nll = (losses.sum(-1) / learned.sum(-1).clamp(min=1)).view(-1, 2)[:, 0]
         odds, rewards = _odds_ratio(objective, log_probs / lengths.clamp(min=1))
-        each = nll + odds
+        losses_of_pairs = nll + odds
     chosen, rejected = rewards.detach().view(-1, 2).unbind(-1)
     sums = torch.stack((chosen, rejected, (chosen > rejected).float()))
-    return PairLoss(torch.where(counted, each, 0.0).sum(), torch.where(counted, sums, 0.0).sum(-1))
+    return PairLoss(torch.where(counted, losses_of_pairs, 0.0).sum(), torch.where(counted, sums, 0.0).sum(-1))
 
 
 def _dpo(objective: ObjectiveConfig, ratios: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,12 +83,12 @@ def _odds_ratio(objective: ObjectiveConfig, means: Tensor) -> tuple[Tensor, Tens
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) of negative numbers, by the form that is exact where they are."""
+    """Return log(1 - exp(x)) of negative numbers, by the numerically stable form of each range."""
     near_zero = x > -0.6931472  # log(1/2)
     return torch.where(near_zero, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(torch.where(near_zero, -1.0, x))))
 
 
-def _of_answers(labels: Tensor, answers: Tensor) -> Tensor:
-    """Return which labels are of an answer, [rows, sequence]."""
-    places = torch.arange(labels.shape[1], device=labels.device)
-    return (labels != IGNORED_LABEL) & (places >= answers.unsqueeze(-1))
+def _answer_mask(labels: Tensor, answers: Tensor) -> Tensor:
+    """Return a mask of the labels of answers, [rows, sequence]."""
+    positions = torch.arange(labels.shape[1], device=labels.device)
+    return (labels != IGNORED_LABEL) & (positions >= answers.unsqueeze(-1))

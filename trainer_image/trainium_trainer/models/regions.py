@@ -1,13 +1,14 @@
-"""Entering and leaving a region that tensor parallelism divides: one communication each way.
+"""Enter and leave a region that tensor parallelism divides, with one communication each.
 
 Between regions activations are whole on every rank, or with sequence parallelism each rank holds its part of the
 sequence (Megatron-LM, arXiv 1909.08053 and 2205.05198, section 4.2.2). Invariants: what enters is the same on all ranks
-of the group, what leaves is summed over them; the backward pass does the opposite; functional collectives, so that
-recompute can keep their results.
+of the group, what leaves is summed over them; the backward pass does the opposite; the collectives of
+`FunctionalRegion` are functional, so that recompute can keep their results.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,46 +22,72 @@ if TYPE_CHECKING:
 _SEQUENCE_DIMENSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """The border of the divided regions of a model."""
+class Region(ABC):
+    """The entry and exit of the divided regions of a model; a subclass has the collectives."""
 
-    group: ProcessGroup
     sequence: bool
-    """Whether the sequence is divided outside of the regions."""
+    """Whether the sequence is divided outside the regions."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """[batch, sequence or a part of it, hidden] to [batch, sequence, hidden] for this rank's share of the work."""
-        if torch.is_autocast_enabled(x.device.type):
-            # The region computes in this type anyway: convert once, before the communication.
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        """Return the region's input: the input itself, or the gathered parts of its sequence."""
         entered: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
         return entered
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' summands, [batch, sequence, hidden], or a part of its sequence."""
+        """Sum the ranks' outputs; return the sum, or this rank's part of its sequence."""
         left: Tensor = _Leave.apply(x, self)  # type: ignore[no-untyped-call]
         return left
 
-    def total(self, x: Tensor) -> Tensor:
-        """Return the sum over the group."""
-        return arrived(collectives.all_reduce(x.contiguous(), "sum", self.group))
+    @abstractmethod
+    def gather(self, x: Tensor) -> Tensor:
+        """Gather all parts of the sequence; return a view of `x` if it is whole."""
 
-    def total_everywhere(self, x: Tensor) -> Tensor:
-        """Return the sum over the group, of which every rank goes on with a different part of the work."""
+    @abstractmethod
+    def reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over the group, or this rank's part of its sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionalRegion(Region):
+    """A region of [batch, sequence, hidden] activations, with functional collectives."""
+
+    group: ProcessGroup
+    sequence: bool
+
+    def enter(self, x: Tensor) -> Tensor:
+        """See `Region.enter`."""
+        if torch.is_autocast_enabled(x.device.type):
+            # The region computes in this type anyway: convert once, before the communication.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return Region.enter(self, x)  # a dataclass with slots has no `super()`
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See `Region.gather`."""
+        return self.all_gather(x) if self.sequence else x.view_as(x)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """See `Region.reduce`."""
+        return self.reduce_scatter(x) if self.sequence else self.all_reduce(x)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over the group."""
+        return wait(collectives.all_reduce(x.contiguous(), "sum", self.group))
+
+    def all_reduce_with_gradient(self, x: Tensor) -> Tensor:
+        """Return the sum over the group; the backward pass sums too, because ranks use the result differently."""
         summed: Tensor = _Sum.apply(x, self)  # type: ignore[no-untyped-call]
         return summed
 
-    def gather(self, x: Tensor) -> Tensor:
-        """All parts of the sequence."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Gather all parts of the sequence."""
         parts = x.transpose(0, _SEQUENCE_DIMENSION).contiguous()
-        whole = arrived(collectives.all_gather_tensor(parts, 0, self.group))
+        whole = wait(collectives.all_gather_tensor(parts, 0, self.group))
         return whole.transpose(0, _SEQUENCE_DIMENSION).contiguous()
 
-    def scatter_total(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sequence of the sum over the group."""
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Sum over the group and return this rank's part of the sequence."""
         whole = x.transpose(0, _SEQUENCE_DIMENSION).contiguous()
-        part = arrived(collectives.reduce_scatter_tensor(whole, "sum", 0, self.group))
+        part = wait(collectives.reduce_scatter_tensor(whole, "sum", 0, self.group))
         return part.transpose(0, _SEQUENCE_DIMENSION).contiguous()
 
 
@@ -68,39 +95,38 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
         ctx.region = region
-        return region.gather(x) if region.sequence else x.view_as(x)
+        return region.gather(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         region: Region = ctx.region
-        back = region.scatter_total if region.sequence else region.total
-        return back(gradients[0]), None
+        return region.reduce(gradients[0]), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
         ctx.region = region
-        return region.scatter_total(x) if region.sequence else region.total(x)
+        return region.reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         region: Region = ctx.region
-        return region.gather(gradients[0]) if region.sequence else gradients[0], None
+        return region.gather(gradients[0]), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
+    def forward(ctx: Any, x: Tensor, region: FunctionalRegion) -> Tensor:
         ctx.region = region
-        return region.total(x)
+        return region.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        region: Region = ctx.region
-        return region.total(gradients[0]), None
+        region: FunctionalRegion = ctx.region
+        return region.all_reduce(gradients[0]), None
 
 
-def arrived(x: Tensor) -> Tensor:
-    """Return the result of a functional collective, waited for."""
+def wait(x: Tensor) -> Tensor:
+    """Wait for a functional collective and return its result."""
     return x.wait() if isinstance(x, collectives.AsyncCollectiveTensor) else x

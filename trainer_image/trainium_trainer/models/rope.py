@@ -18,101 +18,106 @@ if TYPE_CHECKING:
     from trainium_contract.models.shape import ModelShape, RopeStretch
 
 
-class Context(NamedTuple):
-    """The positions of the samples, which all layers need."""
+class AttentionContext(NamedTuple):
+    """The rotary table, mask and positions of the samples, which all layers need."""
 
     cos: Tensor
     """[sequence, head width], or [batch, 1, sequence, head width] where positions differ by sample; float32."""
     sin: Tensor
     """As `cos`."""
     mask: Tensor | None = None
-    """[sequence, sequence] or [batch, 1, sequence, sequence], whether a position (next to last) sees another (last);
-    None: all earlier ones."""
+    """[sequence, sequence] or [batch, 1, sequence, sequence], whether a position (next to last) attends to another
+    (last); None: to all earlier ones.
+    """
     samples: Tensor | None = None
     """[batch] int32, a key that names each sample, for dropout; None where nothing is dropped."""
-    windowed: Context | None = None
-    """Rotation and mask of layers with a sliding window; None: those of the others."""
-    places: Tensor | None = None
-    """[sequence] int64, the places of the tokens where this is a part of the sequence; None: 0, 1, 2, ..."""
+    windowed: AttentionContext | None = None
+    """Rotation and mask of layers with a sliding window; None: those of the other layers."""
+    token_positions: Tensor | None = None
+    """[sequence] int64, the positions of the tokens where this is a part of the sequence; None: 0, 1, 2, ..."""
     first: Tensor | None = None
-    """First place that each token of a part sees, in place of a mask: [batch or 1, sequence] int64; None: 0."""
+    """First position that each token of a part attends to, instead of a mask: [batch or 1, sequence] int64; None: 0."""
 
-    def at(self, stretch: slice) -> Context:
-        """Return what the output projection needs of some of the tokens."""
+    def at(self, chunk: slice) -> AttentionContext:
+        """Return the context of some of the tokens for the output projection."""
         if self.samples is None:
             return self
-        places = torch.arange(stretch.stop, device=self.cos.device) if self.places is None else self.places
-        return self._replace(places=places[stretch])
+        token_positions = (
+            torch.arange(chunk.stop, device=self.cos.device) if self.token_positions is None else self.token_positions
+        )
+        return self._replace(token_positions=token_positions[chunk])
 
 
-def rotary(shape: ModelShape, length: int, device: torch.device, *, masks: bool = True) -> Context:
+def build_context(shape: ModelShape, length: int, device: torch.device, *, masks: bool = True) -> AttentionContext:
     """Return the rotary table of `length` positions: the two halves of a head rotate against each other.
 
-    Without `masks` it is for `at_places`.
+    Without `masks` the table is input for `context_at_tokens`.
     """
-    table = _table(shape, length, device)
+    table = _build_table(shape, length, device)
     window = shape.sliding_window
     if window is None:
         return table
-    windowed = table if shape.stretch_windowed else _table(replace(shape, rope_stretch=None), length, device)
+    windowed = table if shape.stretch_windowed else _build_table(replace(shape, rope_stretch=None), length, device)
     if masks and window < length:
-        places = torch.arange(length, device=device)
-        distance = places.unsqueeze(-1) - places
+        token_positions = torch.arange(length, device=device)
+        distance = token_positions.unsqueeze(-1) - token_positions
         windowed = windowed._replace(mask=(distance >= 0) & (distance < window))
     return table._replace(windowed=windowed)
 
 
-def _table(shape: ModelShape, length: int, device: torch.device) -> Context:
+def _build_table(shape: ModelShape, length: int, device: torch.device) -> AttentionContext:
     positions = torch.arange(length, dtype=torch.float32, device=device)
     angles = torch.outer(positions, inverse_frequencies(shape, device, length))
     angles = torch.cat((angles, angles), dim=-1)
     factor = 1.0 if shape.rope_stretch is None else shape.rope_stretch.attention_factor
-    table = Context(angles.cos(), angles.sin())
-    return table if factor == 1.0 else Context(table.cos * factor, table.sin * factor)
+    table = AttentionContext(angles.cos(), angles.sin())
+    return table if factor == 1.0 else AttentionContext(table.cos * factor, table.sin * factor)
 
 
-def at_positions(table: Context, positions: Tensor) -> Context:
+def context_at_positions(table: AttentionContext, positions: Tensor) -> AttentionContext:
     """Return the table for samples of several documents; `positions` [batch, sequence] int64, a 0 begins a document.
 
-    A token sees the earlier tokens of its document: at place i and position p those from place i - p on.
+    A token attends to the earlier tokens of its document: at index i and position p to those from index i - p on.
     """
-    places = torch.arange(positions.shape[1], device=positions.device)
-    begins = (places - positions).unsqueeze(-1)
-    same = (places <= places.unsqueeze(-1)) & (places >= begins)
+    token_positions = torch.arange(positions.shape[1], device=positions.device)
+    begins = (token_positions - positions).unsqueeze(-1)
+    same = (token_positions <= token_positions.unsqueeze(-1)) & (token_positions >= begins)
 
-    def placed(table: Context) -> Context:
+    def at_tokens(table: AttentionContext) -> AttentionContext:
         mask = same if table.mask is None else same & table.mask
         cos, sin = table.cos[positions].unsqueeze(1), table.sin[positions].unsqueeze(1)
         return table._replace(cos=cos, sin=sin, mask=mask.unsqueeze(1))
 
-    windowed = None if table.windowed is None else placed(table.windowed)
-    return placed(table)._replace(windowed=windowed)
+    windowed = None if table.windowed is None else at_tokens(table.windowed)
+    return at_tokens(table)._replace(windowed=windowed)
 
 
-def at_places(table: Context, places: Tensor, positions: Tensor | None, window: int | None) -> Context:
-    """Return the table of a part of the sequence: of the tokens at `places`, [sequence] int64.
+def context_at_tokens(
+    table: AttentionContext, token_positions: Tensor, positions: Tensor | None, window: int | None
+) -> AttentionContext:
+    """Return the table of a part of the sequence: the tokens at `token_positions`, [sequence] int64.
 
-    `positions` [batch, sequence] are those of the part, as for `at_positions`; `window` is the shape's.
+    `positions` [batch, sequence] are the part's, as in `context_at_positions`; `window` is the shape's.
     """
-    begins = None if positions is None else places - positions
+    begins = None if positions is None else token_positions - positions
 
-    def placed(table: Context, window: int | None) -> Context:
+    def at_tokens(table: AttentionContext, window: int | None) -> AttentionContext:
         first = begins
         if window is not None and window < len(table.cos):
-            earliest = (places - (window - 1)).clamp(min=0).unsqueeze(0)
+            earliest = (token_positions - (window - 1)).clamp(min=0).unsqueeze(0)
             first = earliest if begins is None else torch.maximum(begins, earliest)
         if positions is None:
-            cos, sin = table.cos[places], table.sin[places]
+            cos, sin = table.cos[token_positions], table.sin[token_positions]
         else:
             cos, sin = table.cos[positions].unsqueeze(1), table.sin[positions].unsqueeze(1)
-        return table._replace(cos=cos, sin=sin, places=places, first=first)
+        return table._replace(cos=cos, sin=sin, token_positions=token_positions, first=first)
 
-    windowed = None if table.windowed is None else placed(table.windowed, window)
-    return placed(table, None)._replace(windowed=windowed)
+    windowed = None if table.windowed is None else at_tokens(table.windowed, window)
+    return at_tokens(table, None)._replace(windowed=windowed)
 
 
 def inverse_frequencies(shape: ModelShape, device: torch.device, length: int = 0) -> Tensor:
-    """Radians per position of each pair of a head, [head width / 2], float32, for sequences of `length`.
+    """Return the radians per position of each pair of a head, [head width / 2] float32, for sequences of `length`.
 
     Llama 3.1 (`apply_scaling` of Meta's llama-models): waves longer than original / low are slowed down by `factor`,
     waves shorter than original / high are kept, those between are mixed in proportion to their frequency.
@@ -132,12 +137,12 @@ def inverse_frequencies(shape: ModelShape, device: torch.device, length: int = 0
         return torch.lerp(plain, slow, _yarn_ramp(shape, stretch, device))
     turns = stretch.original_max_positions * plain / (2.0 * math.pi)
     low, high = stretch.low_frequency_factor, stretch.high_frequency_factor
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1.0 - kept) * slow + kept * plain
+    unchanged = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - unchanged) * slow + unchanged * plain
 
 
 def _yarn_ramp(shape: ModelShape, stretch: RopeStretch, device: torch.device) -> Tensor:
-    """Return by how much each pair is slowed down, 0 to 1, from the turns that it makes (arXiv 2309.00071, 3.2)."""
+    """Return the interpolation weight of each pair, 0 to 1, from its number of rotations (arXiv 2309.00071, 3.2)."""
 
     def pair_of(turns: float) -> float:
         waves = stretch.original_max_positions / (turns * 2 * math.pi)
@@ -151,7 +156,7 @@ def _yarn_ramp(shape: ModelShape, stretch: RopeStretch, device: torch.device) ->
     return ((pairs - low) / (high - low if high != low else 0.001)).clamp(0.0, 1.0)
 
 
-def rotate(x: Tensor, table: Context) -> Tensor:
+def rotate(x: Tensor, table: AttentionContext) -> Tensor:
     """Apply the rotary embedding to [batch, heads, sequence, head width]."""
     cos, sin, *_ = table
     first, second = x.float().chunk(2, dim=-1)

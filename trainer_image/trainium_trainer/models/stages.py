@@ -1,8 +1,8 @@
 """Cut a model into pipeline stages: each holds some of the layers, under the names that they have in the whole model.
 
 Invariants: a parameter's canonical name does not depend on the cut, so a checkpoint of any number of stages is read at
-any other; what a stage does not hold passes its input through. With tied embeddings the first and the last stage each
-hold a copy of the one weight; both go by the embedding's name.
+any other; modules of other stages pass their input through. With tied embeddings the first and the last stage each hold
+a copy of the weight; both have the embedding's name.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from trainium_trainer.models.loss import LossOfHidden
 
 
-class Absent(nn.Module):
-    """The place of a module that another stage holds."""
+class Placeholder(nn.Module):
+    """The placeholder of a module that another stage holds."""
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
         """Return the input."""
         return x
 
 
-def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
-    """Return the layers of one stage: in order, as even as possible.
+def split_layers(stage: int, num_stages: int, num_layers: int) -> range:
+    """Return the layers of one stage, in order and divided as evenly as possible.
 
     Layers that do not divide evenly go to stages in the middle first: the outer ones also embed or compute the loss.
     """
@@ -45,27 +45,29 @@ def layers_of(stage: int, num_stages: int, num_layers: int) -> range:
 class LlamaStage(Llama):
     """Stage `stage` of `num_stages`: token ids or hidden states in, hidden states or logits out."""
 
-    def __init__(self, shape: ModelShape, *, stage: int, num_stages: int, length: int, between: torch.dtype) -> None:
-        """`length` is that of all samples, in tokens; `between` is the type of hidden states that stages exchange."""
+    def __init__(
+        self, shape: ModelShape, *, stage: int, num_stages: int, length: int, hidden_dtype: torch.dtype
+    ) -> None:
+        """Create the stage; `length` is the tokens of a sample, `hidden_dtype` the type of exchanged hidden states."""
         super().__init__(shape)
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
         self._length = length
-        self._between = between
-        own = layers_of(stage, num_stages, shape.num_layers)
+        self._hidden_dtype = hidden_dtype
+        stage_layers = split_layers(stage, num_stages, shape.num_layers)
         for number in range(shape.num_layers):
-            if number not in own:
-                self.model.layers[number] = Absent()
+            if number not in stage_layers:
+                self.model.layers[number] = Placeholder()
         if not self.is_first:
             self.model.multiplier = 1.0
-            self.model.embed_tokens = Absent()  # type: ignore[assignment]
+            self.model.embed_tokens = Placeholder()  # type: ignore[assignment]
         if not self.is_last:
             self.logits_divisor = 1.0
-            self.model.norm = Absent()  # type: ignore[assignment]
-            self.lm_head = Absent()  # type: ignore[assignment]
+            self.model.norm = Placeholder()  # type: ignore[assignment]
+            self.lm_head = Placeholder()  # type: ignore[assignment]
 
     def tie(self) -> None:
-        """Share the weight where one stage holds both ends."""
-        if not isinstance(self.model.embed_tokens, Absent) and not isinstance(self.lm_head, Absent):
+        """Share the weight if one stage holds both ends."""
+        if not isinstance(self.model.embed_tokens, Placeholder) and not isinstance(self.lm_head, Placeholder):
             super().tie()
 
     def forward(
@@ -77,13 +79,13 @@ class LlamaStage(Llama):
         samples: Tensor | None = None,
         loss: LossOfHidden | None = None,
     ) -> Tensor:
-        """[batch, sequence] ids, or [batch, part of the sequence, hidden], to the same or to logits."""
+        """Map [batch, sequence] ids or [batch, part of the sequence, hidden] to hidden states or logits."""
         assert loss is None, "the schedule computes it from logits"
         out = super().forward(x, length=length or self._length, positions=positions, samples=samples)
         if self.is_last:
             return out
-        out = out.to(self._between)
-        # A first stage that trains nothing: the schedule asks every stage for a backward pass.
+        out = out.to(self._hidden_dtype)
+        # The schedule runs a backward pass on every stage, also on a first stage that trains nothing.
         return out.requires_grad_() if torch.is_grad_enabled() and not out.requires_grad else out
 
 
@@ -103,6 +105,6 @@ def canonical_parameters(model: Llama) -> list[tuple[str, nn.Parameter]]:
 
 
 def shared_with_first(model: Llama) -> frozenset[str]:
-    """Names of what this stage holds as a copy of the first stage's: the tied weight on the last of several."""
-    tied = model.shape.tie_embeddings and isinstance(model.model.embed_tokens, Absent)
-    return frozenset({EMBEDDING} if tied and not isinstance(model.lm_head, Absent) else ())
+    """Return the names of the weights that this stage copies from the first: the tied weight on the last of several."""
+    tied = model.shape.tie_embeddings and isinstance(model.model.embed_tokens, Placeholder)
+    return frozenset({EMBEDDING} if tied and not isinstance(model.lm_head, Placeholder) else ())

@@ -1,4 +1,4 @@
-"""Names of the training state: Hugging Face's parameter names in, flat checkpoint names out.
+"""Map Hugging Face's parameter names to the flat names of the training state in checkpoints.
 
 Invariant: a name never depends on how the state is divided, so a checkpoint of any size can be read at any other.
 """
@@ -6,13 +6,13 @@ Invariant: a name never depends on how the state is divided, so a checkpoint of 
 from __future__ import annotations
 
 WEIGHT = "model"
-"""The part of the state with the weights."""
+"""The section of the state with the weights."""
 OPTIMIZER_STEP = "optimizer.step"
-"""Number of updates that the moments have seen; an int64 scalar."""
+"""The number of updates in the moments; an int64 scalar."""
 
 
 def moment(name: str) -> str:
-    """Return the part of the state with a moment of the optimizer, of the moment's name."""
+    """Return the section of the state with the named moment of the optimizer."""
     return f"optimizer.{name}"
 
 
@@ -21,7 +21,7 @@ def state_name(part: str, parameter: str) -> str:
     return f"{part}.{parameter}"
 
 
-def parameter_of(name: str) -> str | None:
+def parse_parameter_name(name: str) -> str | None:
     """Return Hugging Face's parameter name of a weight's checkpoint name; None for the optimizer's values."""
     prefix = f"{WEIGHT}."
     return name.removeprefix(prefix) if name.startswith(prefix) else None

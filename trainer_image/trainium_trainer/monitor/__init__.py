@@ -1,1 +1,1 @@
-"""Records of a run: progress for the agent, metrics and samples for people."""
+"""Records of a run: progress for the agent, metrics and samples for users."""

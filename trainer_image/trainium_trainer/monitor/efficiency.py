@@ -2,10 +2,10 @@
 
     FLOPs per token = 6 N + 12 L H D S        MFU = tokens/s x FLOPs per token / (devices x peak)
 
-N: parameters that multiply (all but an embedding that is only looked up), 2 FLOPs forward and 4 backward each. L layers
-of H heads of width D at sequence length S: the two products of attention, in full although half of them is masked.
-This is the definition of PaLM (arXiv 2204.02311, appendix B); recomputation is not counted as work. Where weights are
-frozen, the 2 FLOPs of their gradient are left out: 4 N + 2 T, with T the parameters that are trained.
+N: parameters that take part in multiplications (all but an embedding table), 2 FLOPs forward and 4 backward each. L
+layers of H heads of width D at sequence length S: the two products of attention, counted in full although half of them
+is masked. This is the definition of PaLM (arXiv 2204.02311, appendix B); recomputation is not counted as work. If
+weights are frozen, the 2 FLOPs of their gradient are left out: 4 N + 2 T, with T the parameters that are trained.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ _CORES_PER_LOGICAL_CORE = 2
 _TERA = 1e12
 
 CUDA_PEAKS = {"H200": 989.4, "H100 80GB": 989.4, "H100 PCIe": 756.0, "A100": 312.0}
-"""Part of a device's name -> TFLOP/s in dense bfloat16 (NVIDIA's data sheets, half of those with sparsity)."""
+"""TFLOP/s in dense bfloat16 by a part of the device's name (NVIDIA's data sheets, half of those with sparsity)."""
 NEURON_PEAKS = {"trn1": 190 / 2, "trn2": 667 / 8, "trn3": 671 / 8}
-"""Instance family -> TFLOP/s in bfloat16 of one physical core: the chip's figure in AWS's Neuron documentation
-(architecture of Trainium, Trainium2, Trainium3) over its 2, 8 and 8 cores."""
+"""TFLOP/s in bfloat16 of one physical core by instance family: the chip's figure in AWS's Neuron documentation
+(architecture of Trainium, Trainium2, Trainium3) over its 2, 8 and 8 cores.
+"""
 
 
 def flops_per_token(shape: ModelShape, sequence_length: int, *, trained: int | None = None) -> float:
     """Return the forward and backward floating-point operations of one token, by the formula of the module.
 
-    `trained` is how many numbers are trained where not all are.
+    `trained` is the number of trained parameters if not all are.
     """
     embedded = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
     products = count_parameters(shape) - embedded
-    own = products if trained is None else trained
+    weight_gradient_products = products if trained is None else trained
     attention = shape.num_layers * shape.num_attention_heads * shape.head_dim * sequence_length
-    return 4.0 * products + 2.0 * own + 12.0 * attention
+    return 4.0 * products + 2.0 * weight_gradient_products + 12.0 * attention
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak of a process's device, FLOP/s in dense bfloat16; None for a CPU and for what is not known."""
+    """Return the peak of a process's device, FLOP/s in dense bfloat16; None for a CPU and unknown devices."""
     if device.type == "cuda":
         return cuda_peak(torch.cuda.get_device_name(device))
     if device.type in ("neuron", "xla"):
@@ -59,14 +60,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def cuda_peak(name: str) -> float | None:
-    """Peak of a CUDA device by its name, FLOP/s; None for one that is not in the table."""
+    """Return the peak of a CUDA device by its name, FLOP/s; None for an unknown one."""
     return next((peak * _TERA for part, peak in CUDA_PEAKS.items() if part in name), None)
 
 
 def neuron_peak(instance: str, logical_core: str = "") -> float | None:
-    """Peak of one core of an EC2 instance type such as `trn2.48xlarge`, FLOP/s; None for another type.
+    """Return the peak of one core of an EC2 instance type such as `trn2.48xlarge`, FLOP/s; None for another type.
 
-    `logical_core` is how many physical cores make one that a process sees; empty: the SDK's default.
+    `logical_core` is the number of physical cores per logical core; empty: the SDK's default.
     """
     family = next((name for name in NEURON_PEAKS if instance.strip().startswith(name)), None)
     if family is None:
@@ -77,12 +78,12 @@ def neuron_peak(instance: str, logical_core: str = "") -> float | None:
 
 
 def compute_utilisation(tokens_per_second: float, flops: float, *, devices: int, peak: float | None) -> float | None:
-    """MFU, 0 to 1, of `devices` processes' devices of `peak` FLOP/s each; None where the peak is not known."""
+    """Return the MFU, 0 to 1, of `devices` devices of `peak` FLOP/s each; None if the peak is unknown."""
     return None if peak is None else tokens_per_second * flops / (devices * peak)
 
 
 def host_bytes(statm: Path = Path("/proc/self/statm")) -> int | None:
-    """Resident memory of this process, bytes; None where the system does not report it."""
+    """Return the resident memory of this process in bytes; None if the system does not report it."""
     try:
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):
@@ -90,9 +91,9 @@ def host_bytes(statm: Path = Path("/proc/self/statm")) -> int | None:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Most memory of the device that tensors of this process have taken so far, bytes; None for a CPU."""
+    """Return the peak device memory of this process's tensors so far, in bytes; None for a CPU."""
     if device.type == "cpu":
         return None
     module: Any = getattr(torch, device.type, None)
-    most = getattr(module, "max_memory_allocated", None)
-    return int(most(device)) if most is not None else None
+    max_allocated = getattr(module, "max_memory_allocated", None)
+    return int(max_allocated(device)) if max_allocated is not None else None

@@ -1,9 +1,9 @@
-"""Draw the history of one run, or of several beside each other: `trainium-trainer plot`.
+"""Plot the history of one or several runs: `trainium-trainer plot`.
 
 Guarantees:
-- What is drawn is the content of metrics.jsonl.
-- A line that is cut off (the run goes on) is left out.
-- Matplotlib is imported only here, since a worker has no use for it.
+- The plot shows the contents of metrics.jsonl.
+- An incomplete line of a running job is left out.
+- Matplotlib is imported only here, because workers do not need it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 
 from trainium_contract.base import MessageModel
 from trainium_contract.status.results import EvaluationFigure  # noqa: TC001 - pydantic reads annotations
-from trainium_contract.wire.checkpoint_manifest import step_of
+from trainium_contract.wire.checkpoint_manifest import parse_step
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.scaling import SizeSpeed, measure_sizes, scaling_lines
 from trainium_trainer.monitor.writers import METRICS_NAME
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SMOOTHED_OVER = 50
-"""The thick line is a mean over this part of the run."""
+"""The fraction of the run over which the thick line is a mean."""
 _FEWEST_TO_SMOOTH = 100
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
 _MARKERS = "osv^D"
 RESULT_NAMES = ("milestone.json", "evaluation.json")
-"""Results beside the models of a run, of its milestones and of its last stage."""
+"""The names of the results next to the models of a run, of its milestones and of its last stage."""
 _DPI = 110
 _PANELS: list[Any] = [["loss", "rate"], ["norm", "parameters"], ["speed", "spikes"]]
 _MOST_BARS = 30
 _COMPARED = 2
-"""So many runs are also drawn as the difference of their losses."""
+"""The number of runs for which the difference of their losses is drawn too."""
 
 
 class EvaluationFigures(MessageModel):
-    """The part of a result that is drawn."""
+    """The part of an evaluation result that is drawn."""
 
     figures: tuple[EvaluationFigure, ...]
 
@@ -65,39 +65,39 @@ class PlottedRun:
 
     name: str
     lines: tuple[dict[str, Any], ...]
-    """In order of their steps, at least one."""
+    """The lines in order of their steps, at least one."""
     by: XAxis = XAxis.STEP
     evaluations: dict[str, dict[int, EvaluationFigure]] = field(default_factory=dict)
     """Figures of models that the run wrote, by name and step."""
 
     def values(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the places on the horizontal axis at which a field was measured, and its values."""
-        found = [(line[self.by], line[name]) for line in self.lines if line.get(name) is not None]
-        return [place for place, _ in found], [float(value) for _, value in found]
+        """Return the x values at which a field was measured, and its values."""
+        points = [(line[self.by], line[name]) for line in self.lines if line.get(name) is not None]
+        return [x for x, _ in points], [float(value) for _, value in points]
 
     def figures(self, name: str) -> tuple[list[int], list[float], list[float]]:
-        """Return the places on the horizontal axis of models, the values of one figure, and its standard errors."""
+        """Return the x values of models, the values of one figure, and its standard errors."""
         steps = {line["step"]: line[self.by] for line in self.lines}
-        found = sorted((step, each) for step, each in self.evaluations[name].items() if step in steps)
+        figures = sorted((step, item) for step, item in self.evaluations[name].items() if step in steps)
         known = [
-            (steps[step], each.after, each.standard_error or 0.0) for step, each in found if each.after is not None
+            (steps[step], item.after, item.standard_error or 0.0) for step, item in figures if item.after is not None
         ]
-        return [place for place, _, _ in known], [value for _, value, _ in known], [error for _, _, error in known]
+        return [x for x, _, _ in known], [value for _, value, _ in known], [error for _, _, error in known]
 
     @property
     def restarts(self) -> list[int]:
-        """Places of the first steps after a restart."""
+        """Return the x values of the first steps after a restart."""
         return [line[self.by] for line in self.lines if line.get("resumed")]
 
     @property
     def spike_lengths(self) -> list[int]:
-        """Steps of each spike of the gradient norm that has ended."""
+        """Return the length in steps of each spike of the gradient norm that has ended."""
         lengths = [line.get("spikeSteps", 0) for line in self.lines]
         return [length for length, after in itertools.pairwise(lengths) if length > after]
 
 
 def read_history(run: Path, by: XAxis = XAxis.STEP) -> PlottedRun:
-    """Return the history of a run by its folder or its metrics.jsonl. Raises UserError for what is neither."""
+    """Read the history of a run from its folder or its metrics.jsonl. Raises UserError for other files."""
     file = run / METRICS_NAME if run.is_dir() else run
     try:
         text = file.read_text(encoding="utf-8")
@@ -106,7 +106,7 @@ def read_history(run: Path, by: XAxis = XAxis.STEP) -> PlottedRun:
             f"{file}: cannot be read ({getattr(error, 'strerror', None) or 'not text'}): name a run's folder "
             "(checkpoint.path), which holds metrics.jsonl"
         ) from error
-    lines = [_parsed(file, number, line, by) for number, line in enumerate(text.split("\n")[:-1], start=1)]
+    lines = [_parse_line(file, number, line, by) for number, line in enumerate(text.split("\n")[:-1], start=1)]
     if not lines:
         raise UserError(f"{file}: no step is recorded yet: wait for the first one")
     name = run.parent.name if run.name == METRICS_NAME else run.name
@@ -114,39 +114,39 @@ def read_history(run: Path, by: XAxis = XAxis.STEP) -> PlottedRun:
 
 
 def _read_evaluations(run: Path) -> dict[str, dict[int, EvaluationFigure]]:
-    """Return the figures beside the models of a run; the last stage's take precedence over a milestone's."""
-    found: dict[str, dict[int, EvaluationFigure]] = {}
+    """Return the evaluation figures of a run's models; the last stage's take precedence over a milestone's."""
+    by_name: dict[str, dict[int, EvaluationFigure]] = {}
     for file in [file for name in RESULT_NAMES for file in run.glob(f"artifacts/step-*/{name}")]:
         with contextlib.suppress(OSError, ValueError):
-            step, result = step_of(file.parent.name), EvaluationFigures.model_validate_json(file.read_bytes())
+            step, result = parse_step(file.parent.name), EvaluationFigures.model_validate_json(file.read_bytes())
             for figure in result.figures:
                 if step is not None and figure.name != "perplexity":
-                    found.setdefault(figure.name, {})[step] = figure
-    return found
+                    by_name.setdefault(figure.name, {})[step] = figure
+    return by_name
 
 
-def _parsed(file: Path, number: int, line: str, by: XAxis) -> dict[str, Any]:
+def _parse_line(file: Path, number: int, line: str, by: XAxis) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-        int(found["step"]), int(found[by])
+        document = json.loads(line)
+        int(document["step"]), int(document[by])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: line {number} is not a step's line: name the metrics.jsonl of a run") from error
-    return dict(found)
+    return dict(document)
 
 
 def loss_difference(first: PlottedRun, second: PlottedRun) -> tuple[list[int], list[float]]:
-    """Return where the second run has a loss within the range of the first one, and how much greater it is there.
+    """Return the x values at which the second run has a loss within the range of the first, and the difference there.
 
     The loss of the first run is interpolated between its steps: runs that are compared by tokens share none.
     """
     import numpy as np  # noqa: PLC0415 - ranks import this module, and do not need it before they have data
 
-    (places, losses), (others, other_losses) = first.values("loss"), second.values("loss")
-    if not places or not others:
+    (positions, losses), (other_positions, other_losses) = first.values("loss"), second.values("loss")
+    if not positions or not other_positions:
         return [], []
-    shared = [index for index, place in enumerate(others) if places[0] <= place <= places[-1]]
-    x = [others[index] for index in shared]
-    return x, (np.array([other_losses[index] for index in shared]) - np.interp(x, places, losses)).tolist()
+    shared = [index for index, position in enumerate(other_positions) if positions[0] <= position <= positions[-1]]
+    x = [other_positions[index] for index in shared]
+    return x, (np.array([other_losses[index] for index in shared]) - np.interp(x, positions, losses)).tolist()
 
 
 def draw(runs: Sequence[PlottedRun], output: Path) -> None:
@@ -157,8 +157,8 @@ def draw(runs: Sequence[PlottedRun], output: Path) -> None:
     with _figure(output, height=10.0 + 2.5 * len(rows)) as figure:
         panels = figure.subplot_mosaic([*_PANELS, *rows])
         spikes = panels.pop("spikes")
-        for each in panels.values():
-            each.sharex(panels["loss"])
+        for panel in panels.values():
+            panel.sharex(panels["loss"])
         _draw_lines(panels, runs)
         if measured:
             _draw_evaluations(panels["evaluation"], runs)
@@ -166,33 +166,33 @@ def draw(runs: Sequence[PlottedRun], output: Path) -> None:
         spikes.hist(
             [run.spike_lengths for run in runs],
             bins=[edge + 0.5 for edge in range(0, longest + 1, longest // _MOST_BARS + 1)] + [longest + 0.5],
-            color=[colour for colour, _ in _coloured(runs)],
+            color=[colour for colour, _ in _with_colours(runs)],
         )
         spikes.locator_params("x", integer=True)
         spikes.set_xlabel("steps")
-        _titled(spikes, "length of spikes of the gradient norm", "")
+        _set_titles(spikes, "length of spikes of the gradient norm", "")
         if compared:
             panels["difference"].plot(*loss_difference(*runs), color="black", linewidth=0.8)
             panels["difference"].axhline(0.0, color="0.5", linewidth=0.9)
-            _titled(panels["difference"], f"loss of {runs[1].name} - loss of {runs[0].name}", "")
+            _set_titles(panels["difference"], f"loss of {runs[1].name} - loss of {runs[0].name}", "")
 
 
 def _draw_lines(panels: dict[str, Axes], runs: Sequence[PlottedRun]) -> None:
-    """Draw all that has the progress of the runs as its horizontal axis."""
-    for colour, run in _coloured(runs):
+    """Draw all plots over the progress of the runs."""
+    for colour, run in _with_colours(runs):
         _draw_losses(panels["loss"], run, colour, alone=len(runs) == 1)
         _line(panels["rate"], run, "learningRate", colour)
         _line(panels["norm"], run, "gradNorm", colour, smooth=True)
         _line(panels["parameters"], run, "parameterNorm", colour)
         _line(panels["speed"], run, "tokensPerSecond", colour)
         for axes in panels.values():
-            for place in run.restarts:
-                axes.axvline(place, color=colour if len(runs) > 1 else "0.5", linestyle=":", linewidth=0.9)
-    _titled(panels["loss"], "loss", _caption(runs))
-    _titled(panels["rate"], "learning rate", "")
-    _titled(panels["norm"], "gradient norm", "")
-    _titled(panels["parameters"], "parameter norm", "")
-    _titled(panels["speed"], "tokens/s", "")
+            for step in run.restarts:
+                axes.axvline(step, color=colour if len(runs) > 1 else "0.5", linestyle=":", linewidth=0.9)
+    _set_titles(panels["loss"], "loss", _caption(runs))
+    _set_titles(panels["rate"], "learning rate", "")
+    _set_titles(panels["norm"], "gradient norm", "")
+    _set_titles(panels["parameters"], "parameter norm", "")
+    _set_titles(panels["speed"], "tokens/s", "")
     panels["norm"].set_yscale("log")
     panels["norm"].yaxis.set_major_formatter("{x:g}")
     panels["norm"].yaxis.set_minor_formatter("{x:g}")
@@ -207,21 +207,21 @@ def _draw_evaluations(axes: Axes, runs: Sequence[PlottedRun]) -> None:
     for marker, run in zip(itertools.cycle(_MARKERS), runs, strict=False):
         for colour, name in zip(itertools.cycle(_COLOURS), names, strict=False):
             if name in run.evaluations:
-                places, values, errors = run.figures(name)
+                positions, values, errors = run.figures(name)
                 label = name if len(runs) == 1 else f"{run.name}: {name}"
-                axes.errorbar(places, values, yerr=errors, color=colour, marker=marker, label=label, capsize=3)
+                axes.errorbar(positions, values, yerr=errors, color=colour, marker=marker, label=label, capsize=3)
     axes.set_xlabel(runs[0].by)
     axes.legend(frameon=False, fontsize=8)
-    _titled(axes, "evaluation of models, with standard errors", "")
+    _set_titles(axes, "evaluation of models, with standard errors", "")
 
 
-def _coloured(runs: Sequence[PlottedRun]) -> Iterator[tuple[str, PlottedRun]]:
+def _with_colours(runs: Sequence[PlottedRun]) -> Iterator[tuple[str, PlottedRun]]:
     return zip(itertools.cycle(_COLOURS), runs, strict=False)
 
 
 @contextlib.contextmanager
 def _figure(output: Path, *, height: float) -> Iterator[Figure]:
-    """Give a figure that is written to `output` at the end."""
+    """Yield a figure that is written to `output` at the end."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 - see the module
         from matplotlib.figure import Figure  # noqa: PLC0415 - see the module
@@ -242,7 +242,7 @@ def _figure(output: Path, *, height: float) -> Iterator[Figure]:
 
 
 def _draw_losses(axes: Axes, run: PlottedRun, colour: str, *, alone: bool) -> None:
-    """Training loss as it is and smoothed, validation loss as dots."""
+    """Draw the training loss, raw and smoothed, and the validation loss as dots."""
     _line(axes, run, "loss", colour, smooth=True, label="training" if alone else run.name)
     steps, values = run.values("validationLoss")
     if steps:
@@ -270,15 +270,15 @@ def _line(
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Means of the `width` values up to each one, of fewer at the beginning."""
+    """Return means over the `width` values up to each one, over fewer at the beginning."""
     total, means = 0.0, []
-    for place, value in enumerate(values):
-        total += value - (values[place - width] if place >= width else 0.0)
-        means.append(total / min(place + 1, width))
+    for index, value in enumerate(values):
+        total += value - (values[index - width] if index >= width else 0.0)
+        means.append(total / min(index + 1, width))
     return means
 
 
-def _titled(axes: Axes, title: str, right: str) -> None:
+def _set_titles(axes: Axes, title: str, right: str) -> None:
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_title(right, loc="right", fontsize=8)
     axes.grid(visible=True, alpha=0.25)
@@ -301,21 +301,21 @@ def _caption(runs: Sequence[PlottedRun]) -> str:
 
 
 def _draw_scaling(sizes: Sequence[SizeSpeed], output: Path) -> None:
-    """Draw the speed by number of nodes beside that of an efficiency of 100 %."""
-    nodes = [each.nodes for each in sizes]
+    """Draw the throughput by number of nodes, and that of an efficiency of 100 %."""
+    nodes = [size.nodes for size in sizes]
     with _figure(output, height=4.5) as figure:
         axes = figure.subplots()
-        axes.plot(nodes, [each.samples_per_second for each in sizes], marker="o", color=_COLOURS[0], label="measured")
+        axes.plot(nodes, [size.samples_per_second for size in sizes], marker="o", color=_COLOURS[0], label="measured")
         ideal = [sizes[0].samples_per_second * count / nodes[0] for count in nodes]
         axes.plot(nodes, ideal, color="0.5", linestyle="--", linewidth=0.9, label="efficiency 100 %")
-        for each in sizes:
-            place = (each.nodes, each.samples_per_second)
-            axes.annotate(f"{each.efficiency:.0%}", place, xytext=(4, -12), textcoords="offset points", fontsize=8)
+        for size in sizes:
+            point = (size.nodes, size.samples_per_second)
+            axes.annotate(f"{size.efficiency:.0%}", point, xytext=(4, -12), textcoords="offset points", fontsize=8)
         axes.set_xticks(nodes)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("nodes")
         axes.legend(frameon=False)
-        _titled(axes, "samples/s", "")
+        _set_titles(axes, "samples/s", "")
 
 
 def plot(

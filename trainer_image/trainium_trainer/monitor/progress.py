@@ -1,4 +1,4 @@
-"""Publish the progress of the trainer to its agent: the record of `trainium_worker`, and results beside it."""
+"""Publish the progress of the trainer to its agent: the record of `trainium_worker`, and results next to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 import trainium_worker
-from trainium_agent.ranks.results import read_results, results_path
+from trainium_agent.workload.base import read_results, results_path
 from trainium_contract.status.results import RunResults
 from trainium_worker import replace_text
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_contract.status.results import ArtifactReport, EvaluationFigure
-    from trainium_trainer.monitor.figures import StepFigures
+    from trainium_trainer.monitor.step_metrics import StepMetrics
 
 
 class ProgressWriter(trainium_worker.ProgressWriter):
     """Writes the record and the results of this process; opening it announces generation and attempt at once."""
 
     def __init__(self, path: Path | None, *, generation: int = 0, attempt: int = 0) -> None:
-        """Create or take over the files; without a path nobody can read the record. Raises OSError."""
+        """Create or reuse the files; without a path the record has no reader. Raises OSError."""
         super().__init__(path, generation=generation, attempt=attempt)
         self._results_path = None if path is None else results_path(path)
         self._results = read_results(path) if path is not None and self.continues else RunResults()
 
-    def step_done(self, figures: StepFigures, *, seconds: float) -> None:
+    def record_step(self, figures: StepMetrics, *, seconds: float) -> None:
         """Record a completed step that took `seconds`."""
         record = self.record
         self.complete_step(
@@ -51,15 +51,15 @@ class ProgressWriter(trainium_worker.ProgressWriter):
             seconds=seconds,
         )
 
-    def artifact(self, report: ArtifactReport) -> None:
-        """Record a complete artifact beside the progress record. Raises OSError."""
-        self._leave_results(self._results.with_artifact(report))
+    def record_artifact(self, report: ArtifactReport) -> None:
+        """Record a complete artifact next to the progress record. Raises OSError."""
+        self._write_results(self._results.with_artifact(report))
 
-    def evaluation(self, figures: tuple[EvaluationFigure, ...]) -> None:
-        """Leave the figures of an evaluation beside the record. Raises OSError."""
-        self._leave_results(self._results.with_evaluation(figures))
+    def record_evaluation(self, figures: tuple[EvaluationFigure, ...]) -> None:
+        """Write the figures of an evaluation next to the progress record. Raises OSError."""
+        self._write_results(self._results.with_evaluation(figures))
 
-    def _leave_results(self, results: RunResults) -> None:
+    def _write_results(self, results: RunResults) -> None:
         self._results = results
         if self._results_path is not None:
             replace_text(self._results_path, json.dumps(results.to_wire()))

@@ -1,4 +1,4 @@
-"""Compare the speed of a run at each number of nodes that it had, from the lines of metrics.jsonl."""
+"""Compare the throughput of a run at each of its numbers of nodes, from the lines of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class SizeSpeed:
     samples_per_second: float
     tokens_per_second: float
     efficiency: float
-    """Samples per second and node, as a share of those at the smallest size."""
+    """Samples per second and node, relative to the smallest size."""
 
 
 def measure_sizes(lines: Sequence[Mapping[str, Any]]) -> list[SizeSpeed]:
-    """Return the speed at each number of nodes, the smallest first.
+    """Return the throughput at each number of nodes, the smallest first.
 
-    First steps after a start are left out, since they compile. Raises UserError where no step was measured.
+    First steps after a start are left out, because they compile. Raises UserError if no step was measured.
     """
     groups = defaultdict(list)
     for before, line in zip(({}, *lines), lines, strict=False):
@@ -60,8 +60,8 @@ def measure_sizes(lines: Sequence[Mapping[str, Any]]) -> list[SizeSpeed]:
 def scaling_lines(sizes: Sequence[SizeSpeed]) -> Iterator[str]:
     """Format a table for a terminal."""
     yield f"{'NODES':>5} {'STEPS':>8} {'STEP TIME':>10} {'SAMPLES/S':>10} {'TOKENS/S':>12} {'EFFICIENCY':>10}"
-    for each in sizes:
+    for size in sizes:
         yield (
-            f"{each.nodes:>5} {each.steps:>8,} {each.step_seconds:>8.3f} s {each.samples_per_second:>10.4g} "
-            f"{each.tokens_per_second:>12,.0f} {each.efficiency:>10.1%}"
+            f"{size.nodes:>5} {size.steps:>8,} {size.step_seconds:>8.3f} s {size.samples_per_second:>10.4g} "
+            f"{size.tokens_per_second:>12,.0f} {size.efficiency:>10.1%}"
         )

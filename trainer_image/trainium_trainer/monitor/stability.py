@@ -28,97 +28,110 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 LEVEL_STEPS = 100
-"""Whose median is a level; before there are as many, there is none and no alarm."""
+"""The number of steps whose median is a level; with fewer steps there is no level and no alarm."""
 _NOISE_STEPS = 500
-"""About so many steps are in the mean difference of losses; from the first, until there are as many."""
+"""The approximate number of steps in the mean difference of losses; all steps until there are as many."""
 _LONGEST_COMPARED = 1000
-"""A spike of more steps is none of noise, whatever its norms are."""
+"""A spike of more steps is not noise, whatever its norms are."""
 _LEAST_RISE = 0.05
-"""Of the lowest level: where the noise of a large batch is tiny, drifts of the data are not an alarm."""
+"""The minimum rise relative to the lowest level, so that drifts of the data are no alarm when noise is tiny."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StabilityRules:
-    """Bounds; those of spikes are HLAT's by default."""
+    """The bounds of the detectors; those of spikes are HLAT's by default."""
 
     window: int = 20
-    """Steps of the mean; before there are as many, nothing is a spike."""
+    """The number of steps of the mean; with fewer steps nothing is a spike."""
     margin: float = 0.1
     reported_after: int = 10
-    """Steps that a spike must last to be worth an event."""
+    """The minimum length in steps of a reported spike."""
     alarm_ratio: float = 3.0
     """Rise of the loss in units of its noise."""
 
     @property
     def compared(self) -> int:
-        """Newest steps that are held against a window before them when a spike may be reported."""
+        """The number of newest steps that are compared with a window before them to report a spike."""
         return min(self.reported_after, self.window)
 
     @property
     def reach(self) -> int:
-        """Steps between that window and now: the whole spike, if it is not too long to be remembered."""
+        """The number of steps between that window and now: the whole spike, up to a limit."""
         return self.reported_after if self.reported_after <= _LONGEST_COMPARED else self.compared
 
     @property
-    def kept(self) -> int:
-        """Steps whose losses and norms are the state's."""
+    def kept_steps(self) -> int:
+        """The number of steps whose losses and norms the state keeps."""
         return max(LEVEL_STEPS, self.window + self.reach)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stability:
-    """State after a step."""
+    """The state of the detectors after a step."""
 
     losses: tuple[float, ...] = ()
-    """Losses of the newest steps, at most `StabilityRules.kept`, newest last."""
+    """The losses of the newest steps, at most `StabilityRules.kept`, newest last."""
     norms: tuple[float, ...] = ()
     """Gradient norms of the same steps."""
     spikes: int = 0
     """Spikes that started since the first step of the run."""
     spike_steps: int = 0
-    """Steps that the present spike has lasted; 0 when there is none."""
+    """The length of the current spike; 0 without one."""
     spike_reported: bool = False
-    """The present spike has been reported."""
+    """Whether the current spike has been reported."""
     differences: int = 0
-    """Pairs of successive losses so far, at most as many as the noise is the mean of."""
+    """The number of pairs of successive losses so far, at most the number in the mean."""
     noise: float = 0.0
     """Mean difference of two successive losses."""
     lowest: float = math.inf
     """Lowest level of the loss so far."""
     lowest_noise: float = 0.0
-    """The noise when it was reached."""
+    """The noise at the lowest level."""
     alarm: bool = False
-    """The loss has risen too far, and has not come half of the way back."""
+    """Whether the loss has risen too far and has not come back half of the way."""
+
+
+METRICS_FIELDS = {
+    "spikes": "spikes",
+    "spikeSteps": "spike_steps",
+    "spikeReported": "spike_reported",
+    "lossDifferences": "differences",
+    "lossNoise": "noise",
+    "lowestLoss": "lowest",
+    "lowestLossNoise": "lowest_noise",
+    "alarm": "alarm",
+}
+"""Names in metrics.jsonl of what a line holds of the state; losses and norms are those of the lines before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class StabilityUpdate:
     """Changes of one step."""
 
     after: Stability
     bound: float = math.inf
     """Gradient norm above which this step is in a spike."""
     spike_ended_after: int = 0
-    """Steps that the spike lasted which this step ended; 0 when it ended none."""
+    """The length of the spike that this step ended; 0 if it ended none."""
     spike_reported: bool = False
-    """The spike has lasted long enough to be reported, and is none that noise makes; true at most once per spike."""
+    """Whether the spike is long enough to be reported and not noise; true at most once per spike."""
     level: float = math.nan
     """Median of the newest losses; NaN before there are enough."""
     alarm_raised: bool = False
-    """True once for each time that the loss rises too far."""
+    """Whether the loss has just risen too far; true once per rise."""
 
 
-def judge(before: Stability, rules: StabilityRules, *, loss: float, gradient_norm: float) -> Judgement:
+def update_stability(before: Stability, rules: StabilityRules, *, loss: float, gradient_norm: float) -> StabilityUpdate:
     """Judge the next step; `loss` is the mean of a token, `gradient_norm` that before clipping."""
     if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
-        return Judgement(after=before)
+        return StabilityUpdate(after=before)
     full = len(before.norms) >= rules.window
     bound = math.fsum(before.norms[-rules.window :]) / rules.window + rules.margin if full else math.inf
     above = gradient_norm > bound
     after = replace(
         _with_noise(before, loss),
-        losses=(*before.losses, loss)[-rules.kept :],
-        norms=(*before.norms, gradient_norm)[-rules.kept :],
+        losses=(*before.losses, loss)[-rules.kept_steps :],
+        norms=(*before.norms, gradient_norm)[-rules.kept_steps :],
         spikes=before.spikes + (above and before.spike_steps == 0),
         spike_steps=before.spike_steps + 1 if above else 0,
     )
@@ -126,7 +139,7 @@ def judge(before: Stability, rules: StabilityRules, *, loss: float, gradient_nor
     known = before.spike_reported and above
     is_reported = not known and after.spike_steps >= rules.reported_after and _is_outlier(after, rules)
     after = replace(after, spike_reported=known or is_reported)
-    return Judgement(
+    return StabilityUpdate(
         after=after,
         bound=bound,
         spike_ended_after=0 if above else before.spike_steps,
@@ -145,7 +158,7 @@ def _with_noise(before: Stability, loss: float) -> Stability:
 
 
 def _with_level(state: Stability, ratio: float) -> tuple[Stability, float]:
-    """With the lowest level and the alarm; and the level."""
+    """Return the state with the lowest level and the alarm updated, and the level."""
     if len(state.losses) < LEVEL_STEPS:
         return state, math.nan
     level = median(state.losses[-LEVEL_STEPS:])
@@ -156,7 +169,7 @@ def _with_level(state: Stability, ratio: float) -> tuple[Stability, float]:
 
 
 def _is_outlier(state: Stability, rules: StabilityRules) -> bool:
-    """Return whether each of the newest norms is above all before the spike, and the loss has not fallen with them."""
+    """Return whether each of the newest norms is above all norms before the spike, and the loss has not fallen."""
     newest, ago = rules.compared, rules.reach
     if len(state.norms) < rules.window + ago:
         return False

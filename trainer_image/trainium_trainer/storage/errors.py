@@ -1,4 +1,4 @@
-"""Classify failures of folders and buckets; explain each in a sentence with what to do."""
+"""Classify failures of folders and buckets, and explain each with a remedy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _LASTING = FORBIDDEN | _NOT_A_FOLDER | {errno.EFBIG, errno.ENOENT, errno.EISDIR,
 
 
 class DamagedFileError(Exception):
-    """A file is missing, ends too early or has other contents than were written: trying again does not cure it."""
+    """A file is missing, truncated or has other contents than were written: a retry does not help."""
 
 
 def is_transient(error: OSError) -> bool:
-    """Return whether trying again may help: a full disk or a network fault may pass, a missing permission does not."""
+    """Return whether a retry may help: a full disk or a network fault may pass, a missing permission does not."""
     return error.errno not in _LASTING
 
 
 def storage_error(error: OSError, where: str) -> StorageError:
-    """Return the sentence for an I/O error: what, where, what to do."""
+    """Return the error for an I/O error, with cause, location and remedy."""
     if error.errno in FULL:
         advice = "the store is full (or a file-size limit was hit): free space, raise the limit or lower keepLast"
     elif error.errno in FORBIDDEN:

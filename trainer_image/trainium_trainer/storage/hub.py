@@ -1,8 +1,8 @@
-"""Ask the Hugging Face hub, through its own library.
+"""Access the Hugging Face hub through its library.
 
 Guarantees:
-- The token comes from the environment variable HF_TOKEN and goes to the library only.
-- A refusal of the hub raises UserError with a sentence; a failure of the hub or of the network raises StorageError.
+- The token comes from the environment variable HF_TOKEN and is passed only to the library.
+- A refusal of the hub raises UserError; a failure of the hub or of the network raises StorageError.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TOKEN = "HF_TOKEN"  # noqa: S105 - the variable's name
 _LOST = frozenset({"TransportError", "RequestException", "LocalEntryNotFoundError"})
-"""Errors of a network, as the clients call them."""
+"""The names of network errors in the clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,17 @@ class Repository:
     """A repository of the hub, for messages about it."""
 
     field: str
-    """Field or command that names it."""
+    """The field or command that names the repository."""
     name: str
     kind: str = "model"
     revision: str | None = None
     revision_advice: str = "correct --revision or leave it out"
     access: str = "read it"
-    """Permission that a token needs."""
+    """The permission that a token needs."""
 
     @property
     def where(self) -> str:
-        """Return the start of a sentence."""
+        """Return the beginning of a message."""
         return f"{self.field} {self.name}"
 
 
@@ -58,19 +58,19 @@ def api() -> Any:
     return HfApi(endpoint=endpoint(), token=token())
 
 
-def ask(request: Callable[[], T], about: Repository) -> T:
+def call_hub(request: Callable[[], T], about: Repository) -> T:
     """Return the hub's response. Raises UserError and StorageError, and unknown errors as they are."""
     try:
         return request()
     except Exception as error:
-        explained = _explained(error, about)
+        explained = _convert_error(error, about)
         if explained is None:
             raise
         raise explained from error
 
 
-def _explained(error: Exception, about: Repository) -> TrainerError | None:
-    """Return the error to raise for one of the hub's library; None for an unknown one."""
+def _convert_error(error: Exception, about: Repository) -> TrainerError | None:
+    """Return the error to raise for an error of the hub's library; None for an unknown one."""
     from huggingface_hub import errors  # noqa: PLC0415 - as above
 
     where, kind = about.where, about.kind
@@ -98,6 +98,6 @@ def _explained(error: Exception, about: Repository) -> TrainerError | None:
         case errors.LocalEntryNotFoundError() | ConnectionError() | TimeoutError():
             return lost
         case RuntimeError(__cause__=Exception() as cause):  # of a large file
-            return _explained(cause, about)
-    # By name: the library has changed the client that it asks by before.
+            return _convert_error(cause, about)
+    # By name, because the library has changed its HTTP client before.
     return lost if {kind.__name__ for kind in type(error).__mro__} & _LOST else None

@@ -1,12 +1,12 @@
-"""A prefix of a bucket as a checkpoint store, by the `obstore` package (extra `s3`).
+"""A prefix of a bucket as a checkpoint store, with the package `obstore` (extra `s3`).
 
 Credentials, region and endpoint come from the environment, as the vendors' tools read it: variables, a web identity
-token (IRSA), the container's or the instance's role. They never reach a message: the store's answer is cut down to its
-error code and its sentence.
+token (IRSA), the container's or the instance's role. They never occur in a message: the store's response is reduced to
+its error code and text.
 
 Guarantees:
-- Every request has a time limit, and a bounded number of further attempts with growing pauses.
-- A large file is a multipart upload that is aborted when it fails, so that nothing half-written is ever an object.
+- Every request has a time limit and a bounded number of retries with backoff.
+- A large file is a multipart upload that is aborted on failure, so that no partial object ever exists.
 - `create` is a conditional write (`If-None-Match: *`).
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._\-]{1,61}[a-z0-9]")
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 9_000
-"""S3 takes 10,000 parts of one upload."""
+"""S3 accepts 10,000 parts per upload."""
 _UPLOADS_AT_ONCE = 4
 _DELETES_AT_ONCE = 1_000
 _STATUS = re.compile(r"status code: (\d+[ \w]*)")
@@ -45,21 +45,21 @@ class Limits:
 
     connect_seconds: float = 5.0
     request_seconds: float = 30.0
-    """One request with its body: of at most one part (16 MiB, more only for files above 140 GiB)."""
+    """The time limit of a request with its body, at most one part (16 MiB, more only for files above 140 GiB)."""
     retries: int = 5
     first_pause_seconds: float = 0.2
     longest_pause_seconds: float = 10.0
     retry_seconds: float = 120.0
-    """No further try after this."""
+    """The time after which a request is not retried."""
 
 
 class ObjectStorage:
-    """A bucket's prefix; thread-safe."""
+    """A prefix of a bucket; thread-safe."""
 
     def __init__(self, uri: str, limits: Limits | None = None) -> None:
-        """Contact nothing yet. UserError when `uri`, like `s3://bucket/prefix`, names no bucket."""
-        self._scheme, _, place = uri.partition("://")
-        self._bucket, _, prefix = place.partition("/")
+        """Parse `uri`, like `s3://bucket/prefix`, without any request. Raises UserError if it names no bucket."""
+        self._scheme, _, path = uri.partition("://")
+        self._bucket, _, prefix = path.partition("/")
         self._prefix = prefix.strip("/")
         self._limits = limits = limits or Limits()
         if not _BUCKET.fullmatch(self._bucket):
@@ -75,7 +75,7 @@ class ObjectStorage:
             ) from error
         self.location = f"{self._scheme}://{self._bucket}/{self._prefix}".rstrip("/")
         endpoints = [value for name, value in os.environ.items() if "ENDPOINT" in name]
-        with _translated(self.location):
+        with _translate_errors(self.location):
             self._store: ObjectStore = from_url(
                 self.location,
                 client_options={
@@ -94,31 +94,31 @@ class ObjectStorage:
             )
 
     def prepare(self) -> None:
-        """See that the bucket is there and lets us in."""
-        with _translated(self.location):
+        """Check that the bucket exists and can be accessed."""
+        with _translate_errors(self.location):
             self._store.list_with_delimiter("")
 
     def list(self, folder: str) -> list[Entry]:
-        """Return the names below a prefix, all pages of them."""
-        with _translated(folder):
-            found = self._store.list_with_delimiter(folder)
-        entries = [Entry(path.rstrip("/").rpartition("/")[2], 0, True, 0.0) for path in found["common_prefixes"]]
+        """Return all names below a prefix."""
+        with _translate_errors(folder):
+            listing = self._store.list_with_delimiter(folder)
+        entries = [Entry(path.rstrip("/").rpartition("/")[2], 0, True, 0.0) for path in listing["common_prefixes"]]
         entries += [
             Entry(meta["path"].rpartition("/")[2], meta["size"], False, meta["last_modified"].timestamp())
-            for meta in found["objects"]
+            for meta in listing["objects"]
         ]
         return sorted(entries, key=lambda entry: entry.name)
 
     def read(self, name: str) -> bytes:
-        """Return a small object."""
-        with _translated(name):
+        """Read a small object."""
+        with _translate_errors(name):
             return bytes(self._store.get(name).bytes())
 
     def read_into(self, name: str, start: int, target: memoryview) -> None:
         """Fill `target` from a range of an object."""
         if not len(target):
             return
-        with _translated(name):
+        with _translate_errors(name):
             data = self._store.get_range(name, start=start, length=len(target))
         if len(data) != len(target):
             raise DamagedFileError(f"{name} ends too early")
@@ -126,52 +126,52 @@ class ObjectStorage:
 
     def write(self, name: str, data: bytes) -> None:
         """Put a small object."""
-        with _translated(name):
+        with _translate_errors(name):
             self._store.put(name, data, use_multipart=False)
 
     def create(self, name: str, data: bytes) -> None:
-        """Put a small object unless there is one."""
-        with _translated(name):
+        """Put a small object unless it exists."""
+        with _translate_errors(name):
             self._store.put(name, data, mode="create", use_multipart=False)
 
     def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:
         """Upload in several parts, a few at a time."""
         part = max(_PART_BYTES, -(-size // _MOST_PARTS))
         try:
-            with _translated(name):
+            with _translate_errors(name):
                 self._store.put(name, iter(pieces), chunk_size=part, max_concurrency=_UPLOADS_AT_ONCE)
         except FileNotFoundError:
-            # Not the file: the upload was ended by somebody else, for instance by a rule of the bucket.
+            # The upload, not the file, is missing: something aborted it, for instance a rule of the bucket.
             raise OSError(errno.EIO, "the upload is gone", name) from None
 
     def remove_file(self, name: str) -> None:
         """Delete an object."""
-        with _translated(name):
+        with _translate_errors(name):
             self._store.delete(name)
 
     def remove_files(self, folder: str, should_remove: Callable[[str], bool]) -> None:
-        """Delete the objects directly below a prefix whose names are ours; there are no drafts and no folders."""
+        """Delete the accepted objects directly below a prefix; there are no drafts and no folders."""
         names = [
-            f"{folder}/{each.name}" for each in self.list(folder) if not each.is_folder and should_remove(each.name)
+            f"{folder}/{entry.name}" for entry in self.list(folder) if not entry.is_folder and should_remove(entry.name)
         ]
-        with _translated(folder):
+        with _translate_errors(folder):
             for start in range(0, len(names), _DELETES_AT_ONCE):
                 self._store.delete(names[start : start + _DELETES_AT_ONCE])
 
     def parents(self) -> Iterator[ObjectStorage]:
-        """Yield the prefixes around this one, the nearest first, the whole bucket last."""
+        """Yield the parent prefixes, the nearest first, the whole bucket last."""
         prefix = self._prefix
         while prefix:
             prefix = prefix.rpartition("/")[0]
             yield ObjectStorage(f"{self._scheme}://{self._bucket}/{prefix}", self._limits)
 
     def remove_drafts(self) -> None:
-        """Nothing: an object that was not written to its end is not there."""
+        """Do nothing: an incomplete object does not exist."""
 
 
 @contextmanager
-def _translated(name: str) -> Iterator[None]:
-    """Raise what the package raises as OSError, without the request and the answer that it quotes."""
+def _translate_errors(name: str) -> Iterator[None]:
+    """Raise the package's errors as OSError, without the quoted request and response."""
     from obstore import exceptions  # noqa: PLC0415 - an optional package
 
     try:
@@ -190,7 +190,7 @@ def _translated(name: str) -> Iterator[None]:
 
 
 def _number(text: str) -> int:
-    """Return the error number that fits best to the package's text."""
+    """Return the error number that best matches the package's error."""
     if "TimedOut" in text or "kind: Timeout" in text:
         return errno.ETIMEDOUT
     status = _STATUS.search(text)
@@ -198,7 +198,7 @@ def _number(text: str) -> int:
 
 
 def _error(name: str, text: str, number: int) -> OSError:
-    """Return the error to raise; OSError makes the right subclass of it."""
+    """Return the error to raise; OSError selects the subclass."""
     if "NoSuchBucket" in text:
         return OSError(errno.ENODEV, "the bucket does not exist", name)
     if number in (errno.ENOENT, errno.EEXIST):
@@ -207,9 +207,9 @@ def _error(name: str, text: str, number: int) -> OSError:
 
 
 def _reason(text: str) -> str:
-    """Return the store's error code and sentence, or the kind of failure; never the quoted request."""
-    if answer := _ANSWER.search(text):
-        return ": ".join(part for part in answer.groups() if part)
+    """Return the store's error code and text, or the kind of failure; never the quoted request."""
+    if match := _ANSWER.search(text):
+        return ": ".join(part for part in match.groups() if part)
     if status := _STATUS.search(text):
         return f"the store answered {status.group(1).strip()}"
     return "the store cannot be reached" if "HTTP error" in text else "the store refused"

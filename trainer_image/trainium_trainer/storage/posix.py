@@ -1,9 +1,9 @@
 """A folder of a file system as a checkpoint store: a local disk, NFS, Lustre (FSx), EFS.
 
 Guarantees:
-- Files appear whole, by a rename or a hard link of a finished draft, so a process that wakes up late cannot harm what
-  others have finished.
-- Data is synchronised to the device before a call returns, and so is the folder that holds a new name.
+- Files appear atomically, by a rename or a hard link of a finished draft, so a process that resumes late cannot damage
+  files that others have finished.
+- Data and the folder of a new name are synchronized to the device before a call returns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DRAFT_BYTES = 6
 _DRAFT_NAME = re.compile(rf"{re.escape(_DRAFT)}[0-9a-f]{{{2 * _DRAFT_BYTES}}}")
 _SEND_BYTES = 16 << 20
 _SYNC_FILE_RANGE_WRITE = 2
-"""SYNC_FILE_RANGE_WRITE of <fcntl.h>: begin to write what is dirty, wait for nothing."""
+"""SYNC_FILE_RANGE_WRITE of <fcntl.h>: start to write dirty pages without waiting."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -44,22 +44,22 @@ class PosixStorage:
 
     @property
     def location(self) -> str:
-        """The root, for sentences."""
+        """The root, for messages."""
         return str(self._root)
 
     def prepare(self) -> None:
-        """Make the root."""
+        """Create the root."""
         self._root.mkdir(parents=True, exist_ok=True)
 
     def list(self, folder: str) -> list[Entry]:
-        """Return the names in a folder; drafts are nobody's business."""
+        """Return the names in a folder, without drafts."""
         entries: list[Entry] = []
         try:
             with os.scandir(self._root / folder) as scan:
                 for item in scan:
                     try:
                         status = item.stat()
-                    except FileNotFoundError:  # removed while we looked
+                    except FileNotFoundError:  # removed in the meantime
                         continue
                     is_folder = item.is_dir()
                     if not item.name.startswith(_DRAFT):
@@ -69,7 +69,7 @@ class PosixStorage:
         return sorted(entries, key=lambda entry: entry.name)
 
     def read(self, name: str) -> bytes:
-        """Return a small file."""
+        """Read a small file."""
         return (self._root / name).read_bytes()
 
     def read_into(self, name: str, start: int, target: memoryview) -> None:
@@ -90,14 +90,14 @@ class PosixStorage:
         _sync_folder(draft.parent)
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a draft and link it to the name, which fails when the name is taken."""
+        """Write a draft and link it to the name, which fails if the name exists."""
         draft, target = self._draft(name, data), self._root / name
         try:
             os.link(draft, target)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            # A file system without hard links: of writers in the same moment, the last one would win.
+            # On a file system without hard links, the last of concurrent writers would win.
             if target.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from None
             draft.replace(target)
@@ -106,9 +106,9 @@ class PosixStorage:
         _sync_folder(target.parent)
 
     def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:  # noqa: ARG002 - for other stores
-        """Write a draft, with the device at work from the first pieces on, and rename it over the file."""
+        """Write a draft, flushing to the device from the first pieces on, and rename it over the file."""
         path = self._root / name
-        with _drafted(path) as (draft, file):
+        with _new_draft(path) as (draft, file):
             sent = written = 0
             for piece in pieces:
                 _write_all(file, piece)
@@ -126,7 +126,7 @@ class PosixStorage:
         (self._root / name).unlink(missing_ok=True)
 
     def remove_files(self, folder: str, should_remove: Callable[[str], bool]) -> None:
-        """Unlink files and drafts, then the folder and its parents below the root as far as they are empty."""
+        """Unlink files and drafts, then the folder and its empty parents below the root."""
         path = self._root / folder
         with contextlib.suppress(FileNotFoundError), os.scandir(path) as scan:
             for item in scan:
@@ -134,35 +134,35 @@ class PosixStorage:
                     should_remove(item.name) or _DRAFT_NAME.fullmatch(item.name)
                 ):
                     (path / item.name).unlink(missing_ok=True)
-        for each in (path, *path.parents):
-            if each == self._root:
+        for parent in (path, *path.parents):
+            if parent == self._root:
                 break
             try:
-                each.rmdir()
+                parent.rmdir()
             except FileNotFoundError:
                 continue
             except OSError:  # not empty
                 break
 
     def parents(self) -> Iterator[PosixStorage]:
-        """Yield the folders around the root, the nearest first."""
+        """Yield the parent folders of the root, the nearest first."""
         return (PosixStorage(parent) for parent in self._root.absolute().parents)
 
     def remove_drafts(self) -> None:
-        """Remove the drafts directly in the root; a file of the user's whose name only begins like theirs stays."""
+        """Remove the drafts directly in the root, but not a user's file whose name only begins like theirs."""
         for path in self._root.glob(f"{_DRAFT}*"):
             if _DRAFT_NAME.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 
     def _draft(self, name: str, data: bytes) -> Path:
-        with _drafted(self._root / name) as (draft, file):
+        with _new_draft(self._root / name) as (draft, file):
             _write_all(file, memoryview(data))
         return draft
 
 
 @contextlib.contextmanager
-def _drafted(path: Path) -> Iterator[tuple[Path, FileIO]]:
-    """Yield a draft beside a file, synchronised when the context ends; nothing is left of one that fails."""
+def _new_draft(path: Path) -> Iterator[tuple[Path, FileIO]]:
+    """Yield a draft of a file, synchronized when the context ends; a failed draft is removed."""
     draft = path.with_name(f"{_DRAFT}{secrets.token_hex(_DRAFT_BYTES)}")
     try:
         with _new_file(draft) as file:
@@ -175,7 +175,7 @@ def _drafted(path: Path) -> Iterator[tuple[Path, FileIO]]:
 
 
 def _new_file(path: Path) -> FileIO:
-    """Return a new file in a folder that is made as needed, also while somebody removes it because it was empty."""
+    """Create a file in a folder that is created as needed, even while another process removes it as empty."""
     for _ in range(_FOLDER_ATTEMPTS):
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -199,7 +199,7 @@ def _sync_folder(folder: Path) -> None:
 
 @cache
 def _sync_file_range() -> Callable[..., Any] | None:
-    """sync_file_range(2); None where there is none."""
+    """Return sync_file_range(2); None if the system lacks it."""
     if sys.platform != "linux":
         return None
     try:
@@ -211,11 +211,11 @@ def _sync_file_range() -> Callable[..., Any] | None:
     return function
 
 
-def remember(note: Path, content: bytes) -> None:
-    """Write a note of the cache as a whole, without a lock; it is not written where the cache cannot be.
+def write_cache_file(note: Path, content: bytes) -> None:
+    """Write a file of the cache atomically and without a lock; errors are ignored.
 
-    Neither a process's number nor an object's place in memory distinguishes writers: pods count their processes alike,
-    and ranks are forks of one process.
+    Drafts have random names, because process ids and addresses do not distinguish writers: pods number their processes
+    equally, and ranks are forks of one process.
     """
     draft = note.with_name(f".{note.name}.{secrets.token_hex(8)}")
     with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
 """Send a run to its trackers: `python -m trainium_trainer.trackers`, started by rank 0 with messages on standard input.
 
 Guarantees:
-- A step is sent once: a restart goes on after the newest step that the tracker has, and steps that are computed again
-  are those that it has.
-- A tracker that is away is tried again; metrics.jsonl keeps what it has missed, so nothing is queued.
-- The process ends with the one that started it.
+- A step is sent once: a restart continues after the tracker's newest step, and recomputed steps equal those that it
+  has.
+- An unreachable tracker is retried; metrics.jsonl keeps the missed steps, so nothing is queued.
+- The process ends with its parent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from trainium_agent import log_lines
 from trainium_contract.redaction import redact_secrets
-from trainium_trainer.monitor.lines import read_step
+from trainium_trainer.monitor.json_lines import read_step
 from trainium_trainer.trackers.process import STARTS_NAME, STATE_NAME, TrackedRun
 from trainium_trainer.trackers.services import SERVICES, Service, Step
 from trainium_worker import notice_path, replace_text
@@ -32,13 +32,13 @@ _POLL_SECONDS = 1.0
 _RETRY_SECONDS = (2.0, 5.0, 15.0, 60.0)
 _LEAVE_SECONDS = 5.0
 _MOST_STEPS = 50
-"""Sent at once."""
+"""The maximum number of steps sent at once."""
 _MOST_STARTS = 50
 _NO_METRICS = frozenset({"step", "time"})
 
 
 class Notes:
-    """Keep the starts and artifacts that the description of the run shows, for the threads of all trackers."""
+    """The starts and artifacts in the description of the run, shared by the threads of all trackers."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._path = Path(run.metrics).with_name(STATE_NAME)
@@ -57,7 +57,7 @@ class Notes:
             self._save()
 
     def last_step(self, tracker: str) -> int:
-        """Return the newest step that was sent before."""
+        """Return the newest step that was already sent."""
         return int(self._state.get("steps", {}).get(tracker, 0))
 
     def record(self, tracker: str, step: int) -> None:
@@ -67,7 +67,7 @@ class Notes:
             self._save()
 
     def add_artifact(self, artifact: dict[str, Any]) -> None:
-        """Show an artifact from now on."""
+        """Add an artifact to the description."""
         with self._lock:
             self._artifacts = {**self._artifacts, f"{artifact['kind']} {artifact['step']}": artifact}
 
@@ -76,8 +76,8 @@ class Notes:
         starts = [f"- start {number}: {start}" for number, start in enumerate(self._starts, 1)][-_MOST_STARTS:]
         facts = [f"- {name}: `{value}`" for name, value in sorted(self._facts.items()) if isinstance(value, str)]
         artifacts = [
-            f"- {each['kind']} of step {each['step']}: `{each['path']}` (digest `{each['digest']}`)"
-            for each in self._artifacts.values()
+            f"- {artifact['kind']} of step {artifact['step']}: `{artifact['path']}` (digest `{artifact['digest']}`)"
+            for artifact in self._artifacts.values()
         ]
         parts = (("Starts", starts), ("Fixed", facts), ("Artifacts", artifacts))
         return "\n\n".join("\n".join([f"### {title}", *lines]) for title, lines in parts if lines)
@@ -90,7 +90,7 @@ class Notes:
 
 
 def _read_starts(path: Path, run_id: str) -> list[str]:
-    """Return the starts of this run; lines of other runs, and one that was cut off, are skipped."""
+    """Return the starts of this run; lines of other runs and an incomplete line are skipped."""
     starts = []
     with contextlib.suppress(OSError), path.open(errors="replace") as file:
         for line in file:
@@ -102,7 +102,7 @@ def _read_starts(path: Path, run_id: str) -> list[str]:
 
 
 class Sender(threading.Thread):
-    """Sends the run to one tracker until it is asked to finish."""
+    """Sends the run to one tracker until `finish` or `leave`."""
 
     def __init__(self, name: str, service: Service, run: TrackedRun, notes: Notes) -> None:
         super().__init__(name=name, daemon=True)
@@ -113,16 +113,16 @@ class Sender(threading.Thread):
         self._problem = ""
 
     def finish(self) -> None:
-        """Send the rest, then end."""
+        """Send the remaining steps, then end."""
         self._finish.set()
 
     def leave(self) -> None:
-        """Write out what was sent, where a run is open."""
+        """Flush the tracker's buffers, if a run is open."""
         with contextlib.suppress(Exception):
             self._service.leave()
 
     def run(self) -> None:
-        """Send steps as they come; try again after a failure."""
+        """Send new steps, with retries after failures."""
         failures = 0
         while True:
             try:
@@ -137,19 +137,19 @@ class Sender(threading.Thread):
                 return
 
     def _send_all(self) -> None:
-        """Open the run there and follow the file until the end."""
+        """Open the run in the tracker and follow the file until the end."""
         known = self._service.open(self._run, self._notes.run_id)
         last = self._notes.last_step(self.name) if known is None else known
         if self._problem:
             _log.info("%s: sending again, from step %d", self.name, last + 1)
             self._problem = ""
-        described, place = "", 0
+        described, offset = "", 0
         while True:
             finishing = self._finish.is_set()
             if described != (text := self._notes.text()):
                 self._service.describe(text)
                 described = text
-            place, steps = _read_steps(Path(self._run.metrics), place, last)
+            offset, steps = _read_steps(Path(self._run.metrics), offset, last)
             if steps:
                 self._service.send(steps)
                 last = steps[-1].number
@@ -166,36 +166,36 @@ class Sender(threading.Thread):
         if cause == self._problem:
             return
         self._problem = cause
-        sentence = (
+        notice = (
             f"monitor.trackers: {self.name} does not take this run ({cause}): check its address and its key in the "
             "environment of the workers; training goes on, and it is tried again"
         )
-        _log.warning("%s", sentence)
+        _log.warning("%s", notice)
         if self._run.notice:
             try:
-                replace_text(notice_path(Path(self._run.notice)), sentence)
+                replace_text(notice_path(Path(self._run.notice)), notice)
             except OSError:
                 _log.warning("the notice cannot be left beside the progress record")
 
 
-def _read_steps(path: Path, place: int, last: int) -> tuple[int, list[Step]]:
-    """Return the next steps after `last` in the whole lines of a file from `place` on, and the place behind them."""
+def _read_steps(path: Path, offset: int, last: int) -> tuple[int, list[Step]]:
+    """Return the steps after `last` in the complete lines of a file from `offset` on, and the offset after them."""
     steps: list[Step] = []
     try:
         file = path.open("rb")
     except FileNotFoundError:
-        return place, steps
+        return offset, steps
     with file:
-        file.seek(place)
+        file.seek(offset)
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            place += len(line)
+            offset += len(line)
             if (read_step(line) or 0) > last:
                 steps.append(_parse(line))
             if len(steps) == _MOST_STEPS:
                 break
-    return place, steps
+    return offset, steps
 
 
 def _parse(line: bytes) -> Step:
@@ -209,8 +209,8 @@ def _parse(line: bytes) -> Step:
 
 
 def main() -> None:
-    """Follow the messages of the process that started this one; its end ends this one."""
-    log_lines.write_as_rank(0)
+    """Handle the messages of the parent process; end with it."""
+    log_lines.configure_rank_logging(0)
     os.nice(10)
     first = sys.stdin.readline()
     if not first:
@@ -230,8 +230,8 @@ def main() -> None:
                 sender.finish()
             for sender in senders:
                 sender.join()
-            os._exit(0)  # threads of the libraries would hold the process
-    # Rank 0 has ended. What is left is sent by the next start, which must not find this one sending.
+            os._exit(0)  # threads of the libraries would keep the process alive
+    # Rank 0 has ended. The next start sends the remaining steps, and this process must not send at the same time.
     threading.Timer(_LEAVE_SECONDS, os._exit, (1,)).start()
     for sender in senders:
         sender.leave()

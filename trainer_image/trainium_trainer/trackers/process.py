@@ -1,4 +1,4 @@
-"""Start the process that sends a run to its trackers, and send it what is not in metrics.jsonl."""
+"""Start the process that sends a run to its trackers, and send it the facts that are not in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
 _MODULES = {Tracker.MLFLOW: "mlflow", Tracker.WANDB: "wandb", Tracker.TRACKIO: "trackio"}
 STATE_NAME = "trackers.json"
-"""Steps that were sent, beside the metrics of the run."""
+"""The file with the newest sent step of each tracker, next to the metrics of the run."""
 STARTS_NAME = "starts.jsonl"
-"""Starts of the run, beside its metrics: rank 0 writes them, because it may end before that process starts."""
+"""The file with the starts of the run, next to its metrics; rank 0 writes it, because it may end before that process
+starts.
+"""
 _FINISH_SECONDS = 30.0
-"""At its end the run waits so long for the next lines to be sent."""
+"""The time that a finished run waits for the next lines to be sent."""
 _LONGEST_FINISH_SECONDS = 300.0
-"""Limit of that wait, however many lines are left."""
+"""The limit of the whole wait."""
 _POLL_SECONDS = 0.2
 _PROJECT = "trainium"
 
@@ -39,26 +41,26 @@ _log = logging.getLogger("trainium.trackers")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """The run as trackers show it; sent to their process as JSON."""
+    """The run in trackers; sent to their process as JSON."""
 
     trackers: tuple[str, ...]
     project: str
     name: str
     run_id: str
-    """Identity over all restarts; empty: the process draws one and keeps it beside the metrics."""
+    """The identity over all restarts; empty: the process draws one and stores it next to the metrics."""
     metrics: str
-    """Path of metrics.jsonl."""
+    """The path of metrics.jsonl."""
     notice: str
-    """Path of the progress record, beside which notices for people are left; empty for none."""
+    """The path of the progress record, next to which notices are written; empty for none."""
     config: dict[str, Any]
     facts: dict[str, Any]
-    """Digests of data, tokenizer and base, as checkpoints name them."""
+    """The digests of data, tokenizer and base, by their names in checkpoints."""
     start: str
-    """Description of this start."""
+    """The description of this start."""
 
 
 def find_missing_trackers(trackers: tuple[Tracker, ...] | None) -> list[str]:
-    """Return a sentence for each tracker whose package is not installed here."""
+    """Return a message for each tracker whose package is not installed."""
     return [
         f"monitor.trackers: {tracker} needs the package {_MODULES[tracker]}, which is not installed here: "
         f"pip install 'trainium-trainer[{_MODULES[tracker]}]' in the image, or remove {tracker}"
@@ -68,13 +70,13 @@ def find_missing_trackers(trackers: tuple[Tracker, ...] | None) -> list[str]:
 
 
 def refuse_missing_trackers(trackers: tuple[Tracker, ...] | None) -> None:
-    """Raise UserError where a package is missing."""
+    """Raise UserError if a tracker's package is missing."""
     if missing := find_missing_trackers(trackers):
         raise UserError("; ".join(missing))
 
 
 def record_start(root: Path, run_id: str, start: str) -> None:
-    """Append the description of a start to those of the run."""
+    """Append the description of a start to the file of starts."""
     try:
         with (root / STARTS_NAME).open("a") as file:
             file.write(json.dumps([run_id, start]) + "\n")
@@ -83,10 +85,10 @@ def record_start(root: Path, run_id: str, start: str) -> None:
 
 
 class TrackerProcess:
-    """The process of rank 0 that sends the run. It ends with rank 0; what it did not send, the next start's sends."""
+    """The process of rank 0 that sends the run. It ends with rank 0; the next start sends the remaining steps."""
 
     def __init__(self, settings: Settings, root: Path, facts: dict[str, Any], *, step: int) -> None:
-        """Start it. Training goes on where that fails."""
+        """Start the process; training continues if that fails."""
         launch, monitor = settings.launch, settings.config.monitor
         nodes = launch.world_size // launch.local_world_size
         run = TrackedRun(
@@ -113,11 +115,11 @@ class TrackerProcess:
         self._write({"run": {name: getattr(run, name) for name in run.__slots__}})
 
     def link(self, artifact: ArtifactReport) -> None:
-        """Show an artifact of the run."""
+        """Add an artifact of the run."""
         self._write({"artifact": artifact.to_wire()})
 
     def close(self, *, finished: bool) -> None:
-        """End it; after the run has `finished`, once it has sent the last lines."""
+        """End the process; if the run has `finished`, after it has sent the last lines."""
         process = self._process
         if process is None or process.stdin is None:
             return
@@ -145,6 +147,6 @@ class TrackerProcess:
 
     def _write(self, message: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):  # it has ended, and has reported why
+            with contextlib.suppress(OSError):  # the process has ended and reported the reason
                 self._process.stdin.write(json.dumps(message) + "\n")
                 self._process.stdin.flush()

@@ -1,4 +1,4 @@
-"""Send a run to each tracker; the package of a tracker is imported when its run is opened."""
+"""The clients of the trackers; the package of a tracker is imported when its run is opened."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _RUN_TAG = "trainium.run"
 _LONGEST_VALUE = 500
 _MOST_AT_ONCE = 100
-"""Parameters and tags of a request to MLflow."""
+"""The maximum number of parameters and tags per request to MLflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Step:
 
 
 class Service(Protocol):
-    """A tracker. Its methods raise what its library raises."""
+    """A tracker. Its methods raise the errors of its library."""
 
     def open(self, run: TrackedRun, run_id: str) -> int | None:
-        """Create the run or open it again; return its newest step, 0 for none and None where that is not known."""
+        """Create the run or open it again; return its newest step, 0 for none, None if unknown."""
 
     def send(self, steps: Sequence[Step]) -> None:
         """Add steps, in order."""
@@ -46,7 +46,7 @@ class Service(Protocol):
         """Mark the run as finished."""
 
     def leave(self) -> None:
-        """Write out what the library keeps in memory: rank 0 has ended and the run has not."""
+        """Flush the library's buffers: rank 0 has ended, but the run has not."""
 
 
 class MLflow:
@@ -61,19 +61,21 @@ class MLflow:
         self._client = MlflowClient()
         project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
         experiment = self._client.get_experiment_by_name(project)
-        place = self._client.create_experiment(project) if experiment is None else experiment.experiment_id
-        found = self._client.search_runs([place], f"tags.`{_RUN_TAG}` = '{run_id}'", max_results=1)
-        there = found[0] if found else self._client.create_run(place, tags={_RUN_TAG: run_id}, run_name=run.name)
-        self._id = there.info.run_id
+        experiment_id = self._client.create_experiment(project) if experiment is None else experiment.experiment_id
+        runs = self._client.search_runs([experiment_id], f"tags.`{_RUN_TAG}` = '{run_id}'", max_results=1)
+        started = (
+            runs[0] if runs else self._client.create_run(experiment_id, tags={_RUN_TAG: run_id}, run_name=run.name)
+        )
+        self._id = started.info.run_id
         self._client.update_run(self._id, status="RUNNING")
-        self._add_parameters(run, there.data.params)
-        return int(there.data.metrics.get("step", 0))
+        self._add_parameters(run, started.data.params)
+        return int(started.data.metrics.get("step", 0))
 
     def _add_parameters(self, run: TrackedRun, known: Mapping[str, str]) -> None:
         """Log the configuration. A parameter keeps its first value; a later one is a tag."""
         from mlflow.entities import Param, RunTag  # noqa: PLC0415 - an extra
 
-        values = {**_flattened(run.config), **_flattened(run.facts)}
+        values = {**_flatten(run.config), **_flatten(run.facts)}
         new = [Param(name, value) for name, value in values.items() if name not in known]
         tags = [RunTag(f"changed.{name}", value) for name, value in values.items() if known.get(name, value) != value]
         for begin in range(0, max(len(new), len(tags)), _MOST_AT_ONCE):
@@ -81,7 +83,7 @@ class MLflow:
             self._client.log_batch(self._id, params=new[part], tags=tags[part])
 
     def send(self, steps: Sequence[Step]) -> None:
-        """See the protocol. The metric `step` is what `open` goes on after."""
+        """See the protocol. `open` reads the metric `step` to continue."""
         from mlflow.entities import Metric  # noqa: PLC0415 - an extra
 
         metrics = [
@@ -154,7 +156,7 @@ class Trackio:
         self._run = trackio.init(
             run.project,
             name=f"{run.name}-{run_id[:8]}",
-            config={**_flattened(run.config), **_flattened(run.facts)},
+            config={**_flatten(run.config), **_flatten(run.facts)},
             resume="allow",
             embed=False,
             auto_log_gpu=False,
@@ -187,12 +189,12 @@ SERVICES: dict[str, Callable[[], Service]] = {
 }
 
 
-def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested settings by their dotted names, each a short text."""
-    found: dict[str, str] = {}
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested settings by dotted names, as short texts."""
+    flat: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= _flattened(value, f"{prefix}{name}.")
+            flat |= _flatten(value, f"{prefix}{name}.")
         elif value is not None:
-            found[f"{prefix}{name}"] = str(value)[:_LONGEST_VALUE]
-    return found
+            flat[f"{prefix}{name}"] = str(value)[:_LONGEST_VALUE]
+    return flat

@@ -1,1 +1,1 @@
-"""Choose what is trained: adapters beside frozen weights, or the weights that patterns name."""
+"""Choose the trained parameters: adapters of frozen weights, or the weights that match patterns."""

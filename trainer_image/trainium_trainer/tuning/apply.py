@@ -1,7 +1,7 @@
-"""Put a tuning into a model from outside, before the model is divided or has values.
+"""Apply a tuning to a model before the model is divided or has values.
 
-Invariants: modules stay where they are, so parallel plans, recompute and FSDP find them; adapters are float32
-parameters whatever the base is; what is not trained has no gradient.
+Invariants: modules keep their paths, so parallel plans, recompute and FSDP find them; adapters are float32 parameters
+for every base; frozen parameters have no gradient.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from trainium_trainer.models.llama import Linear, Llama
 from trainium_trainer.models.lora import AdaptedLinear
-from trainium_trainer.tuning.choice import LORA_A
+from trainium_trainer.tuning.trainable import LORA_A
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.tuning import LoraConfig
-    from trainium_trainer.tuning.choice import Choice
+    from trainium_trainer.tuning.trainable import TrainableParameters
 
 
-def apply_tuning(model: Llama, choice: Choice, lora: LoraConfig, *, frozen: torch.dtype | None) -> None:
-    """Put adapters beside the chosen projections and freeze what is not trained; before the model is divided.
+def apply_tuning(model: Llama, trainable: TrainableParameters, lora: LoraConfig, *, frozen: torch.dtype | None) -> None:
+    """Add adapters to the chosen projections and freeze the other weights, before the model is divided.
 
-    The model, or a stage of it, has no values yet. `frozen` is the type of what is not trained; None: as it is.
+    The model, or a stage of it, has no values yet. `frozen` is the type of frozen weights; None keeps their type.
     """
-    for name in choice.adapters:
+    for name in trainable.adapters:
         parent_name, _, leaf = name.rpartition(".")
         parent = _find(model, parent_name)
         old = None if parent is None else getattr(parent, leaf, None)
@@ -39,18 +39,18 @@ def apply_tuning(model: Llama, choice: Choice, lora: LoraConfig, *, frozen: torc
                     AdaptedLinear(name, old.in_features, old.out_features, lora, bias=old.bias is not None),
                 )
     seen: dict[int, nn.Parameter] = {}
-    tied = model.shape.tie_embeddings and "model.embed_tokens.weight" in choice.weights
+    tied = model.shape.tie_embeddings and "model.embed_tokens.weight" in trainable.weights
     for owner, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):  # noqa: SLF001 - where parameters are replaced
             name = f"{owner}.{leaf}"
-            if parameter is None or name in choice.sizes or (tied and name == "lm_head.weight"):
+            if parameter is None or name in trainable.sizes or (tied and name == "lm_head.weight"):
                 continue
-            kept = parameter.detach() if frozen is None else parameter.detach().to(frozen)
-            module.register_parameter(leaf, seen.setdefault(id(parameter), nn.Parameter(kept, requires_grad=False)))
+            value = parameter.detach() if frozen is None else parameter.detach().to(frozen)
+            module.register_parameter(leaf, seen.setdefault(id(parameter), nn.Parameter(value, requires_grad=False)))
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | None:
-    """Return a module by its name; None where another stage of a pipeline holds it."""
+    """Return a module by its name; None if another stage of a pipeline holds it."""
     try:
         return model.get_submodule(name) if name else model
     except AttributeError:
@@ -58,9 +58,9 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def initial_adapter(name: str, size: torch.Size, seed: int) -> Tensor:
-    """Return the full initial value of an adapter's matrix: A as peft draws it, uniform within 1/sqrt(width), B zero.
+    """Return the initial values of an adapter's whole matrix: A as in peft, uniform within 1/sqrt(width), B zero.
 
-    As for other weights, each has a separate generator, so that a rank draws only those that it needs.
+    As for other weights, each matrix has a separate generator, so that a rank draws only those that it needs.
     """
     if not name.endswith(f".{LORA_A}.weight"):
         return torch.zeros(size)

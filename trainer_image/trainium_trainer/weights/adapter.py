@@ -1,8 +1,8 @@
-"""An adapter in peft's format, read as a base is: `adapter_config.json` and `adapter_model.safetensors`.
+"""Read an adapter in peft's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-Names are those of the model's parameters: peft's prefix is taken off, so that `model.layers.0.self_attn.q_proj` has
-`...lora_A.weight` [rank, width] and `...lora_B.weight` [outputs, rank], and what peft calls modules to save has its own
-name. Invariant: what would mean something else here than there is refused in one sentence.
+Names are those of the model's parameters, without peft's prefix, so that `model.layers.0.self_attn.q_proj` has
+`...lora_A.weight` [rank, width] and `...lora_B.weight` [outputs, rank], and peft's modules to save have their names in
+the model. Invariant: a setting with another meaning here than in peft is refused in one sentence.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
+from trainium_contract.trainer.tuning import LoraConfig
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import DamagedFileError
-from trainium_trainer.tuning.choice import (
+from trainium_trainer.tuning.trainable import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
-    choose,
+    adapted_module,
     is_adapter,
     lora_targets,
-    module_of,
+    parent_module,
     projection_sizes,
-    target_of,
+    select_trainable,
 )
 from trainium_trainer.validation_errors import explain
 from trainium_trainer.weights.folder import listed, read_document, read_tensors
 from trainium_trainer.weights.source import open_source
-from trainium_trainer.weights.tensors import ITEM_BYTES, TORCH_TYPES, check_box, copy_box
+from trainium_trainer.weights.tensors import TORCH_TYPES, check_box, copy_box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_contract.models.shape import ModelShape
-    from trainium_contract.trainer.tuning import LoraConfig, TuningConfig
+    from trainium_contract.trainer.tuning import TuningConfig
     from trainium_trainer.weights.base import BaseWeights
     from trainium_trainer.weights.source import WeightsSource
     from trainium_trainer.weights.tensors import FileTensor
@@ -51,19 +52,19 @@ TENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
 PREFIX = "base_model.model."
 BASE_DIGEST = "base_digest"
-"""Name in the tensor file's own metadata, where a program that does not know it passes over it."""
+"""The key in the metadata of the tensor file, which other programs ignore."""
 SETTING = "tuning.lora.adapter"
 _PLAIN_INITIALIZATIONS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
-"""Values of init_lora_weights that leave the base as it is."""
+"""The values of init_lora_weights that do not change the base."""
 _NO_EFFECT = frozenset(
     {"task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "megatron_config", "megatron_core"}
     | {"loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"}
 )
-"""Fields of peft's LoraConfig that change nothing in what a plain adapter computes."""
+"""The fields of peft's LoraConfig that do not affect what a plain adapter computes."""
 
 
-class _Config(BaseModel):
-    """The fields of `adapter_config.json` that are understood; the defaults are peft's."""
+class _AdapterConfig(BaseModel):
+    """The supported fields of `adapter_config.json`; the defaults are peft's."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -92,27 +93,27 @@ class _Config(BaseModel):
     ensure_weight_tying: bool = False
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of the adapter beside a module."""
+        """Return the rank of a module's adapter."""
         return _by_pattern(self.rank_pattern or {}, module, self.r)
 
     def alpha_of(self, module: str) -> float:
-        """Return the alpha of the adapter beside a module."""
+        """Return the alpha of a module's adapter."""
         return _by_pattern(self.alpha_pattern or {}, module, self.lora_alpha)
 
     def targets(self, module: str) -> bool:
-        """Return whether the adapter is meant to stand beside a linear module, by peft's rules."""
-        if _names(self.exclude_modules, module):
+        """Return whether the adapter targets a linear module, by peft's rules."""
+        if _matches(self.exclude_modules, module):
             return False
         if self.target_modules == "all-linear":
             return f"{module}.weight" != HEAD
-        if not _names(self.target_modules, module):
+        if not _matches(self.target_modules, module):
             return False
         if self.layers_to_transform is None or isinstance(self.target_modules, str):
             return True
         numbers = [self.layers_to_transform] if isinstance(self.layers_to_transform, int) else self.layers_to_transform
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
-        found = [re.match(rf".*\.{pattern}\.(\d+)\.", module) for pattern in patterns or (r"[^.]*",)]
-        layer = next((int(match[1]) for match in found if match), None)
+        matches = [re.match(rf".*\.{pattern}\.(\d+)\.", module) for pattern in patterns or (r"[^.]*",)]
+        layer = next((int(match[1]) for match in matches if match), None)
         return layer in numbers
 
 
@@ -120,12 +121,12 @@ _Value = TypeVar("_Value", int, float)
 
 
 def _by_pattern(values: Mapping[str, _Value], module: str, otherwise: _Value) -> _Value:
-    """Return the value of the first of peft's patterns, regular expressions, that means a module."""
+    """Return the value of the first of peft's patterns, regular expressions, that matches a module."""
     return next((value for key, value in values.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
 
 
-def _names(chosen: list[str] | str | None, module: str) -> bool:
-    """Return whether peft's list of modules, or its regular expression, means this one."""
+def _matches(chosen: list[str] | str | None, module: str) -> bool:
+    """Return whether peft's list of modules, or its regular expression, matches a module."""
     if isinstance(chosen, str):
         return re.fullmatch(chosen, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in chosen or ())
@@ -135,74 +136,84 @@ class AdapterWeights:
     """The adapter in one folder."""
 
     def __init__(
-        self, source: WeightsSource, config: _Config, tensors: dict[str, FileTensor], base_digest: str
+        self, source: WeightsSource, config: _AdapterConfig, tensors: dict[str, FileTensor], base_digest: str
     ) -> None:
-        """Hold the contents of a checked folder; use `open`."""
+        """Store the contents of a checked folder; use `open`."""
         self.location = source.where
         self._config = config
         self.source = source
-        """The folder's files."""
-        self.rank = config.r
-        """Rank of targets that no pattern names; `alpha` is theirs too."""
-        self.alpha = config.lora_alpha
-        self.rank_of = config.rank_of
-        self.alpha_of = config.alpha_of
-        self.dora = config.use_dora
-        self.bias = config.lora_bias
-        self.rank_stabilized = config.use_rslora
-        self.dropout = config.lora_dropout
+        """The files of the folder."""
         self.base_digest = base_digest
-        """Of the base that it was trained on; empty where nobody recorded it (peft does not)."""
+        """The digest of the base on which it was trained; empty if not recorded (peft does not record it)."""
         self.names = tuple(tensors)
         self.targets = tuple(
             name.removesuffix(f".{LORA_A}.weight") for name in tensors if name.endswith(f"{LORA_A}.weight")
         )
-        """The modules that have a pair of matrices."""
-        self.whole = tuple(name for name in tensors if not is_adapter(name))
-        """Parameters of the model itself that it replaces."""
-        self.leaves = tuple(sorted({name.rpartition(".")[2] for name in self.targets}))
-        """The last parts of the targets' names."""
+        """The modules with a pair of matrices."""
+        self.replaced_parameters = tuple(name for name in tensors if not is_adapter(name))
+        """The parameters of the model itself that the adapter replaces."""
+        self.target_names = tuple(sorted({name.rpartition(".")[2] for name in self.targets}))
+        """The last components of the targets' names."""
         self._tensors = tensors
 
     @classmethod
     def open(cls, location: str, *, field: str = SETTING) -> AdapterWeights:
-        """Return a folder, or s3://bucket/prefix, that the setting `field` names; reads the header only.
+        """Open the folder, or s3://bucket/prefix, of the setting `field`; reads only the header.
 
-        Raises UserError when it is no adapter that can be used here, StorageError when the store fails.
+        Raises UserError for an unsupported adapter and StorageError if the store fails.
         """
         source = open_source(location, field)
         sizes = source.sizes()
         _refuse_missing(source.where, sizes)
         document = read_document(source, CONFIG_NAME)
         try:
-            config = _Config.model_validate(document)
+            config = _AdapterConfig.model_validate(document)
         except ValidationError as error:
-            raise UserError(f"{source.where}: {CONFIG_NAME}: {explain(error, _Config)}") from error
+            raise UserError(f"{source.where}: {CONFIG_NAME}: {explain(error, _AdapterConfig)}") from error
         _refuse_other_kinds(source.where, config)
         metadata: dict[str, str] = {}
         tensors = read_tensors(source, TENSORS_NAME, sizes[TENSORS_NAME], metadata)
-        return cls(source, config, _named(source.where, tensors, config), metadata.get(BASE_DIGEST, ""))
+        return cls(source, config, _check_names(source.where, tensors, config), metadata.get(BASE_DIGEST, ""))
+
+    @property
+    def lora(self) -> LoraConfig:
+        """The settings of a run that trains such an adapter."""
+        config = self._config
+        ranks = {name: config.rank_of(name) for name in self.targets}
+        alphas = {name: config.alpha_of(name) for name in self.targets}
+        return LoraConfig(
+            rank=config.r,
+            alpha=config.lora_alpha,
+            rank_stabilized=config.use_rslora,
+            dora=config.use_dora,
+            bias=config.lora_bias,
+            rank_pattern={name: rank for name, rank in ranks.items() if rank != config.r},
+            alpha_pattern={name: alpha for name, alpha in alphas.items() if alpha != config.lora_alpha},
+            dropout=config.lora_dropout,
+            targets=self.target_names,
+        )
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hex SHA-256 of rank, scale, names and all numbers."""
-        patterns = [pattern for pattern in (self._config.rank_pattern, self._config.alpha_pattern) if pattern]
-        sha = hashlib.sha256(json.dumps([self.rank, self.alpha, self.rank_stabilized, *patterns]).encode())
+        """Return the hex SHA-256 of rank, scale, names and all values."""
+        config = self._config
+        patterns = [pattern for pattern in (config.rank_pattern, config.alpha_pattern) if pattern]
+        sha = hashlib.sha256(json.dumps([config.r, config.lora_alpha, config.use_rslora, *patterns]).encode())
         for name in sorted(self._tensors):
             sha.update(f"\n{name} {self._tensors[name].dtype} {self._tensors[name].shape} ".encode())
             sha.update(self.read(name).reshape(-1).view(torch.uint8).numpy().data)
         return sha.hexdigest()
 
     def has(self, name: str) -> bool:
-        """Return whether it holds values of a parameter."""
+        """Return whether the adapter has values of a parameter."""
         return name in self._tensors
 
     def size(self, name: str) -> torch.Size:
-        """Size of a parameter. KeyError when the adapter has none of that name."""
+        """Return the size of a parameter. Raises KeyError for an unknown name."""
         return torch.Size(self._tensors[name].shape)
 
     def read(self, name: str) -> Tensor:
-        """Return a whole parameter in the file's type. KeyError when there is none of that name; else as `fill`."""
+        """Read a whole parameter in the file's type. Raises KeyError for an unknown name; else as `fill`."""
         target = torch.empty(self.size(name), dtype=TORCH_TYPES[self._tensors[name].dtype])
         self.fill(name, (0,) * target.dim(), target)
         return target
@@ -210,7 +221,7 @@ class AdapterWeights:
     def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
         """Copy the box of a parameter that begins at `offsets` and has the target's size into `target`.
 
-        Raises as `BaseWeights.fill`; here no parameter has more rows than the file.
+        Raises the errors of `BaseWeights.fill`; no parameter has more rows than the file.
         """
         stored = self._tensors[name]
         check_box(name, stored.shape, offsets, tuple(target.shape))
@@ -220,62 +231,61 @@ class AdapterWeights:
             raise UserError(f"{self.source.where}: {error}: copy or fetch the file again") from error
 
     def check(self, tuning: TuningConfig, shape: ModelShape, base: BaseWeights | None = None) -> None:
-        """Raise UserError unless a run with this tuning, model and base can resume from the adapter."""
+        """Raise UserError unless a run with this tuning, model and base can start from the adapter."""
         where, lora = self.source.where, tuning.lora
         self.check_base(shape, base)
-        for setting, ours, theirs in (
-            ("rankStabilized", str(lora.rank_stabilized).lower(), str(self.rank_stabilized).lower()),
-            ("dora", str(lora.dora).lower(), str(self.dora).lower()),
-            ("bias", str(lora.bias).lower(), str(self.bias).lower()),
+        for setting, ours, stored in (
+            ("rankStabilized", str(lora.rank_stabilized).lower(), str(self._config.use_rslora).lower()),
+            ("dora", str(lora.dora).lower(), str(self._config.use_dora).lower()),
+            ("bias", str(lora.bias).lower(), str(self._config.lora_bias).lower()),
         ):
-            if ours != theirs:
+            if ours != stored:
                 raise UserError(
-                    f"{where}: was made with {setting} {theirs}, but tuning.lora.{setting} is {ours}: set it to "
-                    f"{theirs}"
+                    f"{where}: was made with {setting} {stored}, but tuning.lora.{setting} is {ours}: set it to "
+                    f"{stored}"
                 )
         wanted = set(lora_targets(shape, lora))
-        for names, sentence in (
+        for names, template in (
             (wanted - set(self.targets), "tuning.lora.targets names {}, beside which the adapter has nothing"),
             (set(self.targets) - wanted, "the adapter stands beside {}, which tuning.lora.targets does not name"),
         ):
             if names:
                 raise UserError(
-                    f"{where}: {sentence.format(listed(sorted(names)))}: set tuning.lora.targets to what it was made "
-                    f"with ({', '.join(self.leaves)})"
+                    f"{where}: {template.format(listed(sorted(names)))}: set tuning.lora.targets to what it was made "
+                    f"with ({', '.join(self.target_names)})"
                 )
         for name in self.targets:
             self._check_numbers(name, lora)
-        trained = choose(shape, tuning).weights
-        if left := [name for name in self.whole if name not in trained and not self._is_copy(name, shape)]:
+        trained = select_trainable(shape, tuning).weights
+        if left := [
+            name for name in self.replaced_parameters if name not in trained and not self._is_tied_copy(name, shape)
+        ]:
             raise UserError(
                 f"{where}: holds new values of {listed(left)}, which would not be used: add "
-                f"{', '.join(dict.fromkeys(map(module_of, left)))} to tuning.trainable"
+                f"{', '.join(dict.fromkeys(map(parent_module, left)))} to tuning.trainable"
             )
 
     def _check_numbers(self, target: str, lora: LoraConfig) -> None:
         """Raise UserError unless rank and alpha of a target are those of the configuration."""
+        config = self._config
+        ranks, alphas = bool(lora.rank_pattern or config.rank_pattern), bool(lora.alpha_pattern or config.alpha_pattern)
         numbers: tuple[tuple[str, float, float, bool], ...] = (
-            ("rank", lora.rank_of(target), self.rank_of(target), bool(lora.rank_pattern or self._config.rank_pattern)),
-            (
-                "alpha",
-                lora.alpha_of(target),
-                self.alpha_of(target),
-                bool(lora.alpha_pattern or self._config.alpha_pattern),
-            ),
+            ("rank", lora.rank_of(target), config.rank_of(target), ranks),
+            ("alpha", lora.alpha_of(target), config.alpha_of(target), alphas),
         )
-        for setting, ours, theirs, differs_by_target in numbers:
-            if ours == theirs:
+        for setting, ours, stored, differs_by_target in numbers:
+            if ours == stored:
                 continue
-            where = f"{self.source.where}: was made with {setting} {theirs}"
+            where = f"{self.source.where}: was made with {setting} {stored}"
             if differs_by_target:
                 raise UserError(
                     f"{where} on {target}, but tuning.lora gives it {ours}: set {setting}, or {setting}Pattern for "
-                    f"this target, to {theirs}"
+                    f"this target, to {stored}"
                 )
-            raise UserError(f"{where}, but tuning.lora.{setting} is {ours}: set it to {theirs}")
+            raise UserError(f"{where}, but tuning.lora.{setting} is {ours}: set it to {stored}")
 
     def check_base(self, shape: ModelShape, base: BaseWeights | None = None) -> None:
-        """Raise UserError when it was made for another base: by the digest where both are known, else by the sizes."""
+        """Raise UserError if the adapter is for another base: by the digest if both are known, else by the sizes."""
         where, sizes = self.source.where, parameter_sizes(shape)
         if base is not None and self.base_digest and base.digest != self.base_digest:
             raise UserError(f"{where}: was trained on another base than this one: {self._base_advice(base)}")
@@ -285,11 +295,11 @@ class AdapterWeights:
                 "train the adapter again with ensure_weight_tying=True, so that both change"
             )
         for name in self.names:
-            if self._is_copy(name, shape):
+            if self._is_tied_copy(name, shape):
                 continue
-            module = target_of(name) if is_adapter(name) else module_of(name)
+            module = adapted_module(name) if is_adapter(name) else parent_module(name)
             owner = f"{module}.weight" if is_adapter(name) else name
-            size, given = sizes.get(owner), self._tensors[name].shape
+            size, stored = sizes.get(owner), self._tensors[name].shape
             if size is None and owner == HEAD:
                 raise UserError(
                     f"{where}: has {name}, but this base's output projection is its embedding (tied), so only one of "
@@ -303,16 +313,16 @@ class AdapterWeights:
                     f"into: {_USE_PLAIN}"
                 )
             if name.endswith(f"{LORA_A}.weight"):
-                expected: tuple[int, ...] = (self.rank_of(module), size[1])
+                expected: tuple[int, ...] = (self._config.rank_of(module), size[1])
             elif name.endswith(f"{LORA_B}.weight"):
-                expected = (size[0], self.rank_of(module))
+                expected = (size[0], self._config.rank_of(module))
             elif is_adapter(name):
                 expected = size[:1]
             else:
                 expected = size
-            if given != expected:
+            if stored != expected:
                 raise UserError(
-                    f"{where}: {name} has the size {list(given)}, but beside this base it would be {list(expected)}: "
+                    f"{where}: {name} has the size {list(stored)}, but beside this base it would be {list(expected)}: "
                     f"{self._base_advice(base)}"
                 )
         self._check_complete(shape)
@@ -327,7 +337,7 @@ class AdapterWeights:
         return f"use the base that it was made with{f' ({named})' if named else ''}"
 
     def _check_complete(self, shape: ModelShape) -> None:
-        """Raise UserError where the file lacks parts of this model that its configuration names."""
+        """Raise UserError if the file lacks parts of this model that its configuration names."""
         modules = [name.removesuffix(".weight") for name in parameter_sizes(shape) if name.endswith(".weight")]
         targets = [name for name in projection_sizes(shape) if self._config.targets(name)]
         missing = [name for name in targets if name not in self.targets]
@@ -339,8 +349,8 @@ class AdapterWeights:
                 "copy or fetch the folder again, or name in target_modules and modules_to_save only what it holds"
             )
 
-    def _is_copy(self, name: str, shape: ModelShape) -> bool:
-        """Return whether it is the second copy of an embedding that is the output projection too: peft keeps both."""
+    def _is_tied_copy(self, name: str, shape: ModelShape) -> bool:
+        """Return whether a tensor is the second copy of a tied embedding: peft stores both."""
         return (
             name == HEAD
             and shape.tie_embeddings
@@ -364,8 +374,8 @@ _MERGE_WITH_PEFT = "merge it into its base with peft (merge_and_unload) and use 
 _USE_PLAIN = "train a plain LoRA adapter instead, because peft cannot merge this kind either"
 
 
-def _refuse_other_kinds(where: str, config: _Config) -> None:
-    """Raise UserError unless all that the configuration sets is what plain LoRA has."""
+def _refuse_other_kinds(where: str, config: _AdapterConfig) -> None:
+    """Raise UserError unless the configuration sets only fields of plain LoRA."""
     initial = str(config.init_lora_weights if config.init_lora_weights is not None else True).lower()
     for wrong, reason, advice in (
         (
@@ -407,29 +417,29 @@ def _refuse_other_kinds(where: str, config: _Config) -> None:
 
 
 def _changed_fields(extra: Mapping[str, Any]) -> list[str]:
-    """Return the fields, of those that are not understood, that are not at peft's default."""
-    found = [name for name, value in extra.items() if name not in _NO_EFFECT and value not in (None, False, {}, [], "")]
-    if not found:
+    """Return the unsupported fields that differ from peft's defaults."""
+    given = [name for name, value in extra.items() if name not in _NO_EFFECT and value not in (None, False, {}, [], "")]
+    if not given:
         return []
     from peft import LoraConfig  # noqa: PLC0415 - takes seconds to import, for few adapters
 
     defaults = LoraConfig().to_dict()  # type: ignore[no-untyped-call]
-    return [name for name in found if name not in defaults or defaults[name] != extra[name]]
+    return [name for name in given if name not in defaults or defaults[name] != extra[name]]
 
 
 def to_tensor(name: str) -> str:
-    """Return peft's name for a parameter; it saves the lengths of DoRA without the name of the parameter."""
+    """Return peft's name of a parameter; peft saves DoRA's magnitudes without the name of the parameter."""
     return PREFIX + (name.removesuffix(".weight") if name.endswith(f".{MAGNITUDE}.weight") else name)
 
 
 def from_tensor(tensor: str) -> str:
-    """Return the parameter that one of peft's tensors holds."""
+    """Return the parameter of one of peft's tensors."""
     name = tensor.removeprefix(PREFIX).replace(".base_layer.", ".")
     return f"{name}.weight" if name.endswith(f".{MAGNITUDE}") else name
 
 
-def _named(where: str, tensors: dict[str, FileTensor], config: _Config) -> dict[str, FileTensor]:
-    """Return the tensors by the names of the model's parameters. UserError when some have no meaning here."""
+def _check_names(where: str, tensors: dict[str, FileTensor], config: _AdapterConfig) -> dict[str, FileTensor]:
+    """Return the tensors by the names of the model's parameters. Raises UserError for unknown tensors."""
     if not tensors:
         raise UserError(f"{where}: {TENSORS_NAME} holds nothing: copy or fetch the file again")
     if foreign := [name for name in tensors if not name.startswith(PREFIX)]:
@@ -438,25 +448,25 @@ def _named(where: str, tensors: dict[str, FileTensor], config: _Config) -> dict[
             "adapter to peft's format with the program that made it"
         )
     names = {name: from_tensor(name) for name in tensors}
-    # These are the parts of linear adapters; every other name with "lora" is a part of another kind.
+    # These are the parts of linear adapters; every other name with "lora" belongs to another kind.
     if strange := [old for old, name in names.items() if not _is_plain(name)]:
         raise UserError(
             f"{where}: {TENSORS_NAME} holds {listed(strange)}, which is no part of a plain LoRA adapter of linear "
             f"layers: {_MERGE_WITH_PEFT}, or train a plain LoRA adapter of linear layers"
         )
-    found = {names[name]: stored for name, stored in tensors.items()}
-    for name, stored in found.items():
-        if stored.dtype not in ITEM_BYTES:
+    by_name = {names[name]: stored for name, stored in tensors.items()}
+    for name, stored in by_name.items():
+        if stored.dtype not in TORCH_TYPES:
             raise UserError(
-                f"{where}: {name} is stored as {stored.dtype}, but weights must be {', '.join(ITEM_BYTES)}: load the "
+                f"{where}: {name} is stored as {stored.dtype}, but weights must be {', '.join(TORCH_TYPES)}: load the "
                 "adapter with peft, convert it to float32 and save it again"
             )
         if not is_adapter(name):
             continue
-        module = target_of(name)
+        module = adapted_module(name)
         optional = {f"{MAGNITUDE}.weight": config.use_dora, f"{LORA_B}.bias": config.lora_bias}
         parts = {f"{LORA_A}.weight": True, f"{LORA_B}.weight": True} | optional
-        if missing := [part for part, needed in parts.items() if needed and f"{module}.{part}" not in found]:
+        if missing := [part for part, needed in parts.items() if needed and f"{module}.{part}" not in by_name]:
             raise UserError(f"{where}: holds {name} without {module}.{missing[0]}: copy or fetch the folder again")
         part = name.removeprefix(f"{module}.")
         if part in optional:
@@ -472,7 +482,7 @@ def _named(where: str, tensors: dict[str, FileTensor], config: _Config) -> dict[
                 f"{where}: {name} has the size {list(stored.shape)}, but {CONFIG_NAME} has rank "
                 f"{rank}: copy or fetch the folder again"
             )
-    return found
+    return by_name
 
 
 def _is_plain(name: str) -> bool:

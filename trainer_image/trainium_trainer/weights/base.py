@@ -1,9 +1,9 @@
-"""A base model's weights, box by box: each rank copies what it holds and nothing else.
+"""Read a base model's weights box by box: each rank copies only the values that it holds.
 
-Rows of the embedding and of the output projection that the file does not have (a vocabulary that was grown by added
-tokens, or padded to the tensor-parallel degree) get the mean of the file's rows, so that a new token begins as an
-average one. Invariants: memory beyond the target is at most one chunk; a value never depends on how the model is
-divided; what cannot be read to its end is refused by `open`.
+Rows of the embedding and of the output projection beyond those of the file (a vocabulary grown by added tokens, or
+padded to the tensor-parallel degree) get the mean of the file's rows, so that a new token begins as an average one.
+Invariants: memory beyond the target is at most one chunk; values do not depend on the division of the model; `open`
+refuses incomplete files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.weights.folder import SETTING, ModelFolder, listed
-from trainium_trainer.weights.tensors import ITEM_BYTES, TORCH_TYPES, check_box, copy_box, rows_of
+from trainium_trainer.weights.tensors import TORCH_TYPES, check_box, copy_box, iterate_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,29 +32,28 @@ _PROBE_BYTES = 4096
 _PROBES_AT_ONCE = 8
 _ROWS_AT_ONCE = 1024
 _BUFFERS = (".rotary_emb.inv_freq",)
-"""Ends of names that old files hold and that follow from the configuration."""
+"""The ends of names of buffers in old files, which follow from the configuration."""
 
 
 class BaseWeights:
     """The weights in one Hugging Face folder."""
 
     def __init__(self, location: str, folder: ModelFolder) -> None:
-        """Hold the contents of a checked folder; use `open`."""
+        """Store the contents of a checked folder; use `open`."""
         self.location = location
-        """As the user named it."""
+        """The location as the user wrote it."""
         self.shape = folder.shape
-        """The model that the folder describes; vocabulary and all are the file's."""
+        """The shape of the model in the folder, with the vocabulary of the file."""
         self.source = folder.source
-        """The folder's files."""
+        """The files of the folder."""
         self._tensors = folder.tensors
         self._means: dict[str, Tensor] = {}
 
     @classmethod
     def open(cls, location: str, *, field: str = SETTING) -> BaseWeights:
-        """Return a folder, or s3://bucket/prefix, that the setting `field` names; reads headers only.
+        """Open the folder, or s3://bucket/prefix, of the setting `field`; reads only headers.
 
-        Raises UserError when it is not the whole model that its configuration describes, StorageError when the store
-        fails.
+        Raises UserError if it is not the complete model of its configuration and StorageError if the store fails.
         """
         folder = ModelFolder.open(location, field=field)
         _refuse_misfits(folder)
@@ -65,10 +64,10 @@ class BaseWeights:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hex SHA-256 of the shape, and of each tensor's name, type, size and 4 KiB in its middle.
+        """Return the hex SHA-256 of the shape, and of each tensor's name, type, size and 4 KiB in its middle.
 
-        Reads 4 KiB for each tensor, so it costs a second at any size, and does not see how tensors are spread over
-        files. A tensor that was changed elsewhere than in its middle goes unnoticed.
+        It reads 4 KiB per tensor, so it costs a second at any size, and does not depend on the division into files. A
+        change outside the middle of a tensor goes undetected.
         """
         names = sorted(name for name in parameter_sizes(self.shape))
         with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="weights-digest") as pool:
@@ -80,11 +79,11 @@ class BaseWeights:
         return sha.hexdigest()
 
     def size(self, name: str) -> torch.Size:
-        """Size of a parameter in the file. KeyError when the model has none of that name."""
+        """Return the size of a parameter in the file. Raises KeyError for an unknown name."""
         return torch.Size(self._stored(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return number format of a parameter in the file. KeyError when the model has none of that name."""
+        """Return the number format of a parameter in the file. Raises KeyError for an unknown name."""
         return TORCH_TYPES[self._stored(name).dtype]
 
     @torch.no_grad()
@@ -92,13 +91,13 @@ class BaseWeights:
         """Copy the box of a parameter that begins at `offsets` and has the target's size into `target`.
 
         The target may be on any device and of any floating-point type. Raises KeyError for an unknown name, ValueError
-        for a box that is not within the parameter, UserError when the file was cut short meanwhile, StorageError when
-        the store fails.
+        for a box outside the parameter, UserError if the file was truncated in the meantime, StorageError if the store
+        fails.
         """
         stored = self._stored(name)
         rows = stored.shape[0]
-        most = math.inf if name in (EMBEDDING, HEAD) else rows
-        check_box(name, (most, *stored.shape[1:]), offsets, tuple(target.shape))
+        max_rows = math.inf if name in (EMBEDDING, HEAD) else rows
+        check_box(name, (max_rows, *stored.shape[1:]), offsets, tuple(target.shape))
         known = max(0, min(target.shape[0], rows - offsets[0]))
         try:
             copy_box(self.source, stored, offsets, target.narrow(0, 0, known))
@@ -108,8 +107,8 @@ class BaseWeights:
         except DamagedFileError as error:
             raise UserError(f"{self.source.where}: {error}: copy or fetch the file again") from error
 
-    def row_lengths(self, name: str, first: int, count: int) -> Tensor:
-        """Return the Euclidean lengths of rows of a matrix, [count] float32. Raises as `fill`."""
+    def row_norms(self, name: str, first: int, count: int) -> Tensor:
+        """Return the Euclidean norms of rows of a matrix, [count] float32. Raises as `fill`."""
         lengths, width = torch.empty(count), self.size(name)[1]
         for start in range(0, count, _ROWS_AT_ONCE):
             rows = torch.empty(min(_ROWS_AT_ONCE, count - start), width)
@@ -118,22 +117,22 @@ class BaseWeights:
         return lengths
 
     def _stored(self, name: str) -> FileTensor:
-        # Of a model that shares them, files hold one and may hold the other.
+        # Files of a model with tied embeddings hold one of the two weights, or both.
         return self._tensors[EMBEDDING if name == HEAD and self.shape.tie_embeddings else name]
 
     def _mean(self, name: str) -> Tensor:
-        """Return the mean of all rows in the file as float32, from the same chunks and so equal on every rank."""
+        """Return the mean of all rows of the file in float32, over fixed chunks and so equal on every rank."""
         if name not in self._means:
             stored = self._stored(name)
             total = torch.zeros(stored.shape[1], dtype=torch.float64)
-            for _, chunk in rows_of(self.source, stored, 0, stored.shape[0]):
+            for _, chunk in iterate_rows(self.source, stored, 0, stored.shape[0]):
                 total += chunk.sum(dim=0, dtype=torch.float64)
             self._means[name] = (total / stored.shape[0]).float()
         return self._means[name]
 
     def _probe(self, stored: FileTensor) -> bytes:
         length = min(_PROBE_BYTES, stored.length)
-        with self.source.stretch(stored.file, stored.start + (stored.length - length) // 2, length) as view:
+        with self.source.read_range(stored.file, stored.start + (stored.length - length) // 2, length) as view:
             return bytes(view)
 
     def _refuse_other_output(self) -> None:
@@ -145,7 +144,7 @@ class BaseWeights:
 
 
 def _refuse_misfits(folder: ModelFolder) -> None:
-    """UserError unless the files hold every parameter of the shape in its size, and nothing that we would leave out."""
+    """Raise UserError unless the files hold exactly the parameters of the shape, in their sizes."""
     where, tensors = folder.source.where, folder.tensors
     sizes = parameter_sizes(folder.shape)
     if missing := [name for name in sizes if name not in tensors]:
@@ -159,9 +158,9 @@ def _refuse_misfits(folder: ModelFolder) -> None:
     for name in [*sizes, *({HEAD} & tensors.keys() - sizes.keys())]:
         expected = sizes.get(name, sizes[EMBEDDING])
         stored = tensors[name]
-        if stored.dtype not in ITEM_BYTES:
+        if stored.dtype not in TORCH_TYPES:
             raise UserError(
-                f"{where}: {name} is stored as {stored.dtype}, but weights must be {', '.join(ITEM_BYTES)}: use the "
+                f"{where}: {name} is stored as {stored.dtype}, but weights must be {', '.join(TORCH_TYPES)}: use the "
                 "model as it was before it was quantised"
             )
         if stored.shape != expected:

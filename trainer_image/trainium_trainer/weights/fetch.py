@@ -1,7 +1,7 @@
-"""`trainium-trainer fetch-model`: a model of the Hugging Face hub as a folder, by the hub's own library.
+"""Fetch a model of the Hugging Face hub into a folder, with the hub's library: `trainium-trainer fetch-model`.
 
-Invariants: only what training needs is fetched, no pickles; what cannot be trained is refused before its weights are
-fetched; files that are there already are not fetched again, and a connection that breaks is continued within a file.
+Invariants: only files that training needs are fetched, no pickles; a model that cannot be trained is refused before its
+weights are fetched; existing files are not fetched again, and an interrupted file is continued.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trainium_agent.linux.write_access import FORBIDDEN, explain_forbidden
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
-from trainium_trainer.storage.hub import Repository, api, ask, endpoint, token
+from trainium_trainer.storage.hub import Repository, api, call_hub, endpoint, token
 from trainium_trainer.weights.folder import INDEX_NAME, WHOLE_NAME, ModelFolder, listed, weight_map
 
 if TYPE_CHECKING:
@@ -36,29 +36,29 @@ _WANTED = (
 
 
 def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
-    """Fetch a model into a folder, which may hold a part of it already; returns what was fetched, for a person.
+    """Fetch a model into a folder, which may already hold a part of it; return a summary.
 
-    Raises UserError when there is no such model, when it may not be read, or when it cannot be trained; StorageError
-    when the hub cannot be reached or the folder cannot be written.
+    Raises UserError if the model does not exist, may not be read or cannot be trained; StorageError if the hub cannot
+    be reached or the folder cannot be written.
     """
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for this command
 
     about = Repository("fetch-model", name, revision=revision)
-    info = _asked(lambda: api().model_info(name, revision=revision), about)
-    found = [each.rfilename for each in info.siblings or ()]
-    files = [file for file in found if file in _WANTED]
-    weights = next((file for file in (WHOLE_NAME, INDEX_NAME) if file in found), None)
-    _refuse_without_weights(name, found, weights)
+    info = _ask_hub(lambda: api().model_info(name, revision=revision), about)
+    present = [sibling.rfilename for sibling in info.siblings or ()]
+    files = [file for file in present if file in _WANTED]
+    weights = next((file for file in (WHOLE_NAME, INDEX_NAME) if file in present), None)
+    _refuse_without_weights(name, present, weights)
 
     def get(names: list[str]) -> None:
-        _asked(
+        _ask_hub(
             lambda: snapshot_download(
                 name, revision=info.sha, local_dir=output, allow_patterns=names, token=token(), endpoint=endpoint()
             ),
             about,
         )
 
-    def document_of(file: str) -> dict[str, Any]:
+    def read_document(file: str) -> dict[str, Any]:
         get([file])
         try:
             document = json.loads((output / file).read_bytes())
@@ -68,12 +68,12 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
             raise UserError(f"fetch-model {name}: its {file} holds no fields: use another model")
         return document
 
-    shape_of_document(document_of(CONFIG_NAME), f"fetch-model {name}: {CONFIG_NAME}")
+    shape_of_document(read_document(CONFIG_NAME), f"fetch-model {name}: {CONFIG_NAME}")
     assert weights is not None
     files.append(weights)
     if weights == INDEX_NAME:
-        shards = sorted(set(weight_map(document_of(INDEX_NAME), f"fetch-model {name}").values()))
-        if missing := [file for file in shards if file not in found]:
+        shards = sorted(set(weight_map(read_document(INDEX_NAME), f"fetch-model {name}").values()))
+        if missing := [file for file in shards if file not in present]:
             raise UserError(
                 f"fetch-model {name}: its {INDEX_NAME} names {listed(missing)}, not in the repository: use another "
                 "revision"
@@ -82,16 +82,16 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
     get(files)
     ModelFolder.open(str(output), field="fetch-model")
     for part in (output / ".cache/huggingface/download").glob("*.incomplete"):
-        part.unlink(missing_ok=True)  # of a process that was killed; the library restarts such a file
+        part.unlink(missing_ok=True)  # incomplete files of a killed process; the library restarts them
     size = sum((output / file).stat().st_size for file in files)
     return f"{len(files)} files, {size / 1e9:.2f} GB, commit {info.sha}"
 
 
-def _refuse_without_weights(name: str, found: list[str], weights: str | None) -> None:
-    if CONFIG_NAME not in found:
+def _refuse_without_weights(name: str, present: list[str], weights: str | None) -> None:
+    if CONFIG_NAME not in present:
         raise UserError(f"fetch-model {name}: has no {CONFIG_NAME}: it is no model for transformers, use another one")
     if weights is None:
-        stored = [file for file in found if file.endswith((".safetensors", ".bin", ".pt", ".pth"))]
+        stored = [file for file in present if file.endswith((".safetensors", ".bin", ".pt", ".pth"))]
         holds = f", only {listed(stored)}" if stored else ""
         raise UserError(
             f"fetch-model {name}: has neither {WHOLE_NAME} nor {INDEX_NAME}{holds}: use a revision that has one of "
@@ -99,10 +99,10 @@ def _refuse_without_weights(name: str, found: list[str], weights: str | None) ->
         )
 
 
-def _asked(request: Callable[[], T], about: Repository) -> T:
-    """Return the hub's response. Raises UserError, and StorageError also where the folder cannot be written."""
+def _ask_hub(request: Callable[[], T], about: Repository) -> T:
+    """Return the hub's response. Raises UserError, and StorageError also if the folder cannot be written."""
     try:
-        return ask(request, about)
+        return call_hub(request, about)
     except OSError as error:
         if error.errno is None:
             raise

@@ -1,7 +1,7 @@
-"""A Hugging Face folder with a model: its `config.json`, its safetensors files, and which tensor lies in which.
+"""A Hugging Face folder with a model: its `config.json`, its safetensors files, and the file of each tensor.
 
-Invariants: nothing here needs torch; no pickle is ever opened; a folder that cannot be read to its end is refused when
-it is opened, in one sentence that begins with the setting that names it.
+Invariants: no torch; no pickle is ever opened; an incomplete folder is refused when it is opened, in one sentence that
+begins with its setting.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trainium_trainer.exits import UnreadableError, UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
 from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.weights.source import open_source
-from trainium_trainer.weights.tensors import LENGTH_BYTES, header_length, tensors_of
+from trainium_trainer.weights.tensors import LENGTH_BYTES, header_length, parse_header
 
 if TYPE_CHECKING:
     from trainium_contract.models.shape import ModelShape
@@ -28,10 +28,10 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MOST_NAMES = 3
 
 
-def shape_of(location: str, *, field: str = SETTING) -> ModelShape:
-    """Return the shape of the model in a folder or below s3://bucket/prefix; `field` is the setting that names it.
+def open_shape(location: str, *, field: str = SETTING) -> ModelShape:
+    """Read the shape of the model in a folder or below s3://bucket/prefix, of the setting `field`.
 
-    Raises UserError when there is none that can be trained; StorageError when the store fails.
+    Raises UserError if there is no model that can be trained and StorageError if the store fails.
     """
     source = open_source(location, field)
     return _shape(read_config(source, source.sizes()), source)
@@ -39,7 +39,7 @@ def shape_of(location: str, *, field: str = SETTING) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A folder that was looked through: all of it is there."""
+    """A checked and complete folder of a model."""
 
     source: WeightsSource
     shape: ModelShape
@@ -55,7 +55,7 @@ class ModelFolder:
 
 
 def read_config(source: WeightsSource, sizes: dict[str, int]) -> dict[str, Any]:
-    """Return the contents of `config.json`. UserError when it is missing, not JSON, or of a quantised model."""
+    """Read `config.json`. Raises UserError if it is missing, not JSON, or of a quantised model."""
     if CONFIG_NAME not in sizes:
         raise UnreadableError(
             f"{source.where}: has no {CONFIG_NAME}: name a folder that holds one beside the safetensors"
@@ -73,17 +73,17 @@ def read_config(source: WeightsSource, sizes: dict[str, int]) -> dict[str, Any]:
 def read_tensors(
     source: WeightsSource, name: str, size: int, metadata: dict[str, str] | None = None
 ) -> dict[str, FileTensor]:
-    """Return the tensors of one safetensors file of `size` bytes; its own metadata are put into `metadata`.
+    """Read the tensors of a safetensors file of `size` bytes, and its metadata into `metadata`.
 
-    Raises UserError when it is damaged.
+    Raises UserError for a damaged file.
     """
     try:
         if size < LENGTH_BYTES:
             raise ValueError("ends within its first bytes")  # noqa: TRY301 - as those of the header
-        with source.stretch(name, 0, LENGTH_BYTES) as head:
+        with source.read_range(name, 0, LENGTH_BYTES) as head:
             length = header_length(bytes(head), size)
-        with source.stretch(name, LENGTH_BYTES, length) as text:
-            return tensors_of(bytes(text), name, size, metadata)
+        with source.read_range(name, LENGTH_BYTES, length) as text:
+            return parse_header(bytes(text), name, size, metadata)
     except (ValueError, DamagedFileError) as error:
         reason = error if isinstance(error, ValueError) else "ends too early"
         raise UserError(f"{source.where}: {name} {reason}: copy or fetch the file again") from error
@@ -98,8 +98,8 @@ def _all_tensors(source: WeightsSource, sizes: dict[str, int]) -> dict[str, File
         return read_tensors(source, WHOLE_NAME, sizes[WHOLE_NAME])
     if INDEX_NAME not in sizes:
         raise UserError(f"{source.where}: {_without_index(sizes)}")
-    places = weight_map(read_document(source, INDEX_NAME), source.where)
-    files = sorted(set(places.values()))
+    file_of_tensor = weight_map(read_document(source, INDEX_NAME), source.where)
+    files = sorted(set(file_of_tensor.values()))
     for folder in sorted({file.rpartition("/")[0] for file in files} - {""}):
         sizes = sizes | {f"{folder}/{name}": size for name, size in source.sizes(folder).items()}
     if missing := [file for file in files if file not in sizes]:
@@ -107,28 +107,28 @@ def _all_tensors(source: WeightsSource, sizes: dict[str, int]) -> dict[str, File
             f"{source.where}: {INDEX_NAME} names {listed(missing)}, which {_is(missing)} not there: copy or fetch "
             f"{_them(missing)}"
         )
-    held = {file: read_tensors(source, file, sizes[file]) for file in files}
-    for name, file in places.items():
-        if name not in held[file]:
+    by_file = {file: read_tensors(source, file, sizes[file]) for file in files}
+    for name, file in file_of_tensor.items():
+        if name not in by_file[file]:
             raise UserError(
                 f"{source.where}: by {INDEX_NAME} {name} is in {file}, which does not hold it: copy or fetch "
                 "both files again"
             )
-    return {name: held[file][name] for name, file in places.items()}
+    return {name: by_file[file][name] for name, file in file_of_tensor.items()}
 
 
 def weight_map(index: dict[str, Any], where: str) -> dict[str, str]:
-    """Return which file holds each tensor, by the index. UserError when it has no such map."""
-    places = index.get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+    """Return the file of each tensor from the index. Raises UserError if the index has no such map."""
+    file_of_tensor = index.get("weight_map")
+    if not isinstance(file_of_tensor, dict) or not all(isinstance(file, str) for file in file_of_tensor.values()):
         raise UserError(f"{where}: {INDEX_NAME} has no weight_map: copy or fetch the file again")
-    if outside := [file for file in places.values() if file.startswith("/") or ".." in file.split("/")]:
+    if outside := [file for file in file_of_tensor.values() if file.startswith("/") or ".." in file.split("/")]:
         raise UserError(f"{where}: {INDEX_NAME} names {outside[0]}, which is outside of the folder: use another model")
-    return places
+    return file_of_tensor
 
 
 def _without_index(sizes: dict[str, int]) -> str:
-    """Return what is wrong with a folder that has neither a whole file nor an index."""
+    """Return the problem of a folder that has neither a single file nor an index."""
     parts = [name for name in sizes if name.endswith(".safetensors")]
     pickles = [name for name in sizes if name.endswith(_PICKLES)]
     if parts:
@@ -146,7 +146,7 @@ def _without_index(sizes: dict[str, int]) -> str:
 
 
 def read_document(source: WeightsSource, name: str) -> dict[str, Any]:
-    """Return the fields of a JSON file. UserError when it holds none."""
+    """Read the fields of a JSON file. Raises UserError if it holds none."""
     try:
         document = json.loads(source.read(name))
     except ValueError as error:
@@ -157,7 +157,7 @@ def read_document(source: WeightsSource, name: str) -> dict[str, Any]:
 
 
 def listed(names: list[str]) -> str:
-    """Return a few of the names, for a sentence."""
+    """List a few of the names for a message."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.tuning import BASE_REFERENCE, TuningMethod
 from trainium_trainer.exits import UserError
-from trainium_trainer.tuning.choice import is_reference_in_model
+from trainium_trainer.tuning.trainable import is_reference_in_model
 
 if TYPE_CHECKING:
     from trainium_contract.models.shape import ModelShape
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InitialWeights:
-    """Weights that others made; None where the run has none."""
+    """The initial weights of a run; None for those that it does not use."""
 
     base: BaseWeights | None
     adapter: AdapterWeights | None
     reference: BaseWeights | None = None
-    """Reference model of the objective, where its log-probabilities are computed ahead."""
+    """The reference model of the objective, if its log-probabilities are computed ahead."""
 
     @staticmethod
     def open(config: TrainingConfig, shape: ModelShape) -> InitialWeights:
-        """Open what the configuration names. Raises UserError, StorageError."""
+        """Open the models of the configuration. Raises UserError, StorageError."""
         base, adapter = None, None
         if config.model.weights is not None:
             from trainium_trainer.weights.base import BaseWeights  # noqa: PLC0415 - only who begins with a model
@@ -44,29 +44,23 @@ class InitialWeights:
         return InitialWeights(base, adapter, _open_reference(config.tuning, shape, base))
 
     @property
-    def base_digest(self) -> str:
-        """Digest of the base; empty for none."""
-        return "" if self.base is None else self.base.digest
+    def digests(self) -> dict[str, str]:
+        """The digests of the initial weights, by the names of the settings that must not change."""
+        named: dict[str, BaseWeights | AdapterWeights | None] = {
+            "weights": self.base,
+            "adapter": self.adapter,
+            "reference": self.reference,
+        }
+        return {name: weights.digest for name, weights in named.items() if weights is not None}
 
     @property
     def fingerprint(self) -> int:
-        """A 62-bit number that differs where ranks begin with something else."""
-        digests = f"{self.base_digest} {self.adapter_digest} {self.reference_digest}"
-        return int(hashlib.sha256(digests.encode()).hexdigest()[:16], 16) >> 2
-
-    @property
-    def reference_digest(self) -> str:
-        """Digest of the reference model; empty where it is not computed ahead."""
-        return "" if self.reference is None else self.reference.digest
-
-    @property
-    def adapter_digest(self) -> str:
-        """Digest of the adapter; empty for none."""
-        return "" if self.adapter is None else self.adapter.digest
+        """A 62-bit number that differs between ranks with different initial weights."""
+        return int(hashlib.sha256(str(self.digests).encode()).hexdigest()[:16], 16) >> 2
 
 
 def _open_reference(tuning: TuningConfig, shape: ModelShape, base: BaseWeights | None) -> BaseWeights | None:
-    """Return the reference model whose log-probabilities are computed ahead, if there is one. Raises UserError."""
+    """Open the reference model whose log-probabilities are computed ahead, if there is one. Raises UserError."""
     objective = tuning.objective
     if objective is None or not objective.compares_with_reference or is_reference_in_model(tuning):
         return None
@@ -77,10 +71,10 @@ def _open_reference(tuning: TuningConfig, shape: ModelShape, base: BaseWeights |
     field = "tuning.objective.reference"
     reference = BaseWeights.open(objective.reference, field=field)
     known = shape if base is None else base.shape
-    ours, theirs = shape.vocab_size - shape.vocab_padding, reference.shape.vocab_size
-    if theirs not in (ours, known.vocab_size):
+    ours, other = shape.vocab_size - shape.vocab_padding, reference.shape.vocab_size
+    if other not in (ours, known.vocab_size):
         raise UserError(
-            f"{field} {objective.reference}: has a vocabulary of {theirs:,} tokens, but the trained model has {ours:,}"
+            f"{field} {objective.reference}: has a vocabulary of {other:,} tokens, but the trained model has {ours:,}"
             ": use a reference with the same tokenizer"
         )
     if replace(reference.shape, vocab_size=0, vocab_padding=0) != replace(known, vocab_size=0, vocab_padding=0):

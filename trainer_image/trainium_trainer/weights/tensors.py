@@ -1,4 +1,4 @@
-"""Read tensors of safetensors files: 8 bytes of length, then JSON, then the data; and boxes of them, row by row.
+"""Read tensors of safetensors files (8 bytes of length, then JSON, then data), and boxes of them, row by row.
 
 Invariants: every tensor lies within the file and has as many bytes as its type and size
 need; memory beyond the target of a copy is at most one chunk.
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 LENGTH_BYTES = 8
 _LONGEST_HEADER = 100 << 20
-"""Bytes; the format's own limit."""
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The number formats that weights may have."""
+"""The format's limit, in bytes."""
+TORCH_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The supported number formats of weights, by the names of safetensors."""
+CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,16 @@ class FileTensor:
 
     file: str
     dtype: str
-    """As the format names it: one of ITEM_BYTES."""
+    """The type by the name of safetensors."""
     shape: tuple[int, ...]
     start: int
-    """First byte in the file."""
+    """The offset in the file."""
     length: int
-    """Bytes."""
+    """The length in bytes."""
 
 
 def header_length(head: bytes, size: int) -> int:
-    """Bytes of the JSON, from the file's first LENGTH_BYTES; ValueError when a file of `size` bytes cannot be one."""
+    """Return the length of the JSON from the first LENGTH_BYTES. Raises ValueError if the file cannot be valid."""
     length = int.from_bytes(head, "little")
     if length > _LONGEST_HEADER:
         raise ValueError("does not begin as a safetensors file does")
@@ -51,52 +52,48 @@ def header_length(head: bytes, size: int) -> int:
     return length
 
 
-def tensors_of(text: bytes, file: str, size: int, metadata: dict[str, str] | None = None) -> dict[str, FileTensor]:
-    """Return the tensors that a header names, of a file of `size` bytes; its own metadata are put into `metadata`.
+def parse_header(text: bytes, file: str, size: int, metadata: dict[str, str] | None = None) -> dict[str, FileTensor]:
+    """Return the tensors of a header in a file of `size` bytes, and its metadata in `metadata`.
 
-    Raises ValueError with what is wrong with it.
+    Raises ValueError with the problem of an invalid header.
     """
     try:
         entries = json.loads(text)
-        own = entries.pop("__metadata__", {})
+        stored_metadata = entries.pop("__metadata__", {})
         if metadata is not None:
-            metadata |= own
-        found = {name: _stored(name, entry, file, LENGTH_BYTES + len(text)) for name, entry in entries.items()}
+            metadata |= stored_metadata
+        tensors = {name: _stored(name, entry, file, LENGTH_BYTES + len(text)) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(error.args[0] if isinstance(error, _WrongError) else "has a header that is not one") from error
-    end = max((tensor.start + tensor.length for tensor in found.values()), default=0)
+        raise ValueError(error.args[0] if isinstance(error, _HeaderError) else "has an invalid header") from error
+    end = max((tensor.start + tensor.length for tensor in tensors.values()), default=0)
     if end > size:
-        raise ValueError(f"is cut short: it has {size} bytes and its header speaks of {end}")
-    return found
+        raise ValueError(f"is cut short: it has {size} bytes and its header describes {end}")
+    return tensors
 
 
-class _WrongError(ValueError):
+class _HeaderError(ValueError):
     """A header that contradicts itself."""
 
 
 def _stored(name: str, entry: dict[str, Any], file: str, base: int) -> FileTensor:
     dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
-    if dtype not in ITEM_BYTES:
-        # The reader of this tensor refuses its type; other tensors may be for another program.
+    if dtype not in TORCH_TYPES:
+        # Only the reader of this tensor refuses its type, because the tensor may be for another program.
         return FileTensor(file, str(dtype), shape, base + int(begin), int(end) - int(begin))
-    expected = math.prod(shape) * ITEM_BYTES[dtype]
+    expected = math.prod(shape) * TORCH_TYPES[dtype].itemsize
     if begin < 0 or end - begin != expected:
-        raise _WrongError(f"gives {name} of size {list(shape)} in {dtype} {end - begin} bytes, not {expected}")
+        raise _HeaderError(f"gives {name} of size {list(shape)} in {dtype} {end - begin} bytes, not {expected}")
     return FileTensor(file, dtype, shape, base + begin, end - begin)
 
 
-TORCH_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-CHUNK_BYTES = 8 << 20
-
-
-def rows_of(source: WeightsSource, stored: FileTensor, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
-    """`count` rows from `first` on, a chunk at a time, each with its number among them; valid until the next one."""
-    item = ITEM_BYTES[stored.dtype]
+def iterate_rows(source: WeightsSource, stored: FileTensor, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield `count` rows from `first` on in chunks, each with its first index; valid until the next chunk."""
+    item = TORCH_TYPES[stored.dtype].itemsize
     row = math.prod(stored.shape[1:]) * item
-    most = max(1, CHUNK_BYTES // max(1, row))
-    for at in range(0, count, most):
-        rows = min(most, count - at)
-        with source.stretch(stored.file, stored.start + (first + at) * row, rows * row) as view:
+    rows_per_read = max(1, CHUNK_BYTES // max(1, row))
+    for at in range(0, count, rows_per_read):
+        rows = min(rows_per_read, count - at)
+        with source.read_range(stored.file, stored.start + (first + at) * row, rows * row) as view:
             raw = torch.frombuffer(view, dtype=torch.uint8)
             if raw.data_ptr() % item:  # the format does not guarantee alignment
                 raw = raw.clone()
@@ -107,9 +104,9 @@ def rows_of(source: WeightsSource, stored: FileTensor, first: int, count: int) -
 def copy_box(source: WeightsSource, stored: FileTensor, offsets: tuple[int, ...], target: Tensor) -> None:
     """Copy the box that begins at `offsets` and has the target's size, of any floating-point type, on any device.
 
-    Raises DamagedFileError when the file was cut short meanwhile, StorageError when the store fails.
+    Raises DamagedFileError if the file was truncated in the meantime, StorageError if the store fails.
     """
-    for at, chunk in rows_of(source, stored, offsets[0], target.shape[0]):
+    for at, chunk in iterate_rows(source, stored, offsets[0], target.shape[0]):
         box = chunk
         for dimension in range(1, target.dim()):
             box = box.narrow(dimension, offsets[dimension], target.shape[dimension])
@@ -117,7 +114,7 @@ def copy_box(source: WeightsSource, stored: FileTensor, offsets: tuple[int, ...]
 
 
 def check_box(name: str, whole: tuple[float, ...], offsets: tuple[int, ...], size: tuple[int, ...]) -> None:
-    """ValueError unless the box of `size` at `offsets` is within a tensor of the size `whole`."""
+    """Raise ValueError unless the box of `size` at `offsets` is within a tensor of the size `whole`."""
     if not len(whole) == len(offsets) == len(size):
         raise ValueError(f"{name} has {len(whole)} dimensions")
     ends = [begin + length for begin, length in zip(offsets, size, strict=True)]

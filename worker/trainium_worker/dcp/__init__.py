@@ -10,16 +10,16 @@
         optimizer.step()
         saving = dcp.async_save(state, storage_writer=MemoryWriter(step), process_group=gloo_group)
 
-A save takes memory for two snapshots of what each rank writes, and as much for the copies of another node's ranks.
+A save needs memory for two snapshots of each rank's part, and as much for the copies of another node's ranks.
 
 Guarantees:
-- A save is complete when all ranks have their part, and its copy on another node where there is one; `async_save` ends
-  then. A save never overwrites the newest complete one.
-- `MemoryReader` takes the newest step of which every part is on some node and whole, or a newer one on storage; all
-  ranks take the same. The number of ranks may differ from that of the save.
-- Where the memory has no room for a save on some rank, no rank keeps it or a later one, a notice reports it, and
-  training goes on.
-- Without an agent nothing is kept, unless a `directory` is given.
+- A save is complete, and `async_save` ends, when all ranks have their part and its copy on another node, if there is
+  one. A save never overwrites the newest complete one.
+- All ranks of `MemoryReader` select the newest step of which every part is complete on some node, or a newer one on
+  storage. The number of ranks may differ from that of the save.
+- If the memory has no space for a save on some rank, no rank keeps it or a later one, a notice reports it, and training
+  continues.
+- Without an agent nothing is kept unless a `directory` is given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Describe a save: one part of each rank, in a snapshot file with an index of its tensors."""
+"""The parts of a save: one per rank, in a snapshot file with an index of its tensors."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ SaveKey = tuple[int, int, int, str, int]
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's share of a save."""
+    """One rank's part of a save."""
 
     step: int
     generation: int
     attempt: int
     session: str
-    """Session of the processes that saved: two sessions may have reached one step with different states."""
+    """The session of the processes that saved: two sessions may have reached one step with different states."""
     rank: int
     world: int
     payload_bytes: int
     index_start: int
-    """Where the index of the payload begins in it."""
+    """The offset of the index in the payload."""
     checksum: str = ""
 
     @property
     def save(self) -> SaveKey:
-        """Return what the parts of a save have in common, ordered by age."""
+        """Return the common identity of the parts of a save, ordered by age."""
         return self.step, self.generation, self.attempt, self.session, self.world
 
     def to_text(self) -> bytes:
-        """Return the text of a snapshot's header."""
+        """Serialize the part as the text of a snapshot's header."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def from_text(text: bytes, name: str) -> Part:
-        """Return the reverse. DamagedSnapshotError for a text of another format."""
+        """Parse the result of `to_text`. Raises DamagedSnapshotError for a text of another format."""
         try:
             return Part(**json.loads(text))
         except (TypeError, ValueError) as error:
@@ -64,7 +64,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where an item of the plan of a save lies in the payload of a rank."""
+    """The location of an item of the plan of a save in the payload of a rank."""
 
     item: WriteItem
     start: int
@@ -78,7 +78,7 @@ class Entry:
 
 
 def lay_out(items: Sequence[WriteItem], texts: dict[int, io.BytesIO]) -> list[Entry]:
-    """PURE. Place the items in a payload one after another; `texts`: those without a tensor, by number."""
+    """Lay out the items in a payload one after another; `texts` are those without a tensor, by index. Pure."""
     entries, at = [], 0
     for number, item in enumerate(items):
         if item.tensor_data is None:
@@ -91,38 +91,38 @@ def lay_out(items: Sequence[WriteItem], texts: dict[int, io.BytesIO]) -> list[En
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the next multiple that is not below a value."""
+    """Round a value up to the next multiple."""
     return -(-value // multiple) * multiple
 
 
 def read_parts(directory: Path) -> dict[Path, Part]:
-    """Return the finished snapshots in a directory whose headers are whole."""
-    found: dict[Path, Part] = {}
+    """Return the finished snapshots in a directory with valid headers."""
+    parts: dict[Path, Part] = {}
     for path in sorted(directory.glob(f"*{SUFFIX}")):
         try:
             text = snapshot.read_text(path)
             part = None if text is None else Part.from_text(text[0], path.name)
-        except FileNotFoundError:  # another rank of this node removed it
+        except FileNotFoundError:  # another rank of this node has removed it
             continue
         except (DamagedSnapshotError, OSError) as error:
             _log.warning("a snapshot in memory is not used: %s", error)
             continue
         if part is not None:
-            found[path] = part
-    return found
+            parts[path] = part
+    return parts
 
 
-def newest_complete(held: Iterable[Part]) -> tuple[Part, ...]:
-    """PURE. Return the parts, by rank, of the newest save of which every part is held; none where there is none."""
+def newest_complete(parts_in_memory: Iterable[Part]) -> tuple[Part, ...]:
+    """Return the parts, by rank, of the newest save with all parts; empty if there is none. Pure."""
     saves: dict[SaveKey, dict[int, Part]] = {}
-    for part in held:
+    for part in parts_in_memory:
         saves.setdefault(part.save, {})[part.rank] = part
-    whole = [save for save, parts in saves.items() if len(parts) == save[-1]]
-    return tuple(saves[max(whole)][rank] for rank in range(max(whole)[-1])) if whole else ()
+    complete_saves = [save for save, parts in saves.items() if len(parts) == save[-1]]
+    return tuple(saves[max(complete_saves)][rank] for rank in range(max(complete_saves)[-1])) if complete_saves else ()
 
 
 def find_buddies(stores: Sequence[str], rank: int) -> tuple[int | None, list[int]]:
-    """PURE. Return the rank that keeps copies for `rank`, if any, and the ranks that it keeps copies for.
+    """Return the rank that keeps copies for `rank`, if any, and the ranks for which it keeps copies. Pure.
 
     stores: the store of the node of each rank.
     """

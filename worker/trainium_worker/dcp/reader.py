@@ -53,11 +53,11 @@ class MemoryReader(StorageReader):
         self._payloads = session.resumed_payloads
         self._holders: dict[int, list[str]] = {}
         self._entries: dict[Any, tuple[int, Entry]] = {}
-        """Rank and place by index in the save."""
+        """The rank and entry of each item of the save."""
         stored = self._find_durable(durable)
         parts = self._agree(-1 if stored is None else stored[0])
         self.step: int | None = None
-        """The step that was found; None for none."""
+        """The step of the save; None if there is none."""
         self.source: str = ""
         """`memory`, or the folder of the checkpoint."""
         self._durable: FileSystemReader | None = None
@@ -70,21 +70,21 @@ class MemoryReader(StorageReader):
             self.step, self.source = stored[0], str(stored[1])
             self._durable = FileSystemReader(stored[1])
 
-    # ---- which save --------------------------------------------------------------------------------------------------
+    # ---- which save -------------------------------------------------------------------------------------------------
 
     def _find_durable(self, folders: StrPath | None) -> tuple[int, Path] | None:
-        """Return step and folder of the newest checkpoint as rank 0 sees them. Raises its OSError on all ranks."""
-        found: tuple[int, Path] | OSError | None = None
+        """Return step and folder of the newest checkpoint found by rank 0. Raises its OSError on all ranks."""
+        newest: tuple[int, Path] | OSError | None = None
         pattern = None if folders is None else _pattern_of(Path(folders))
         if folders is not None and pattern is not None and self._session.rank == 0:
             try:
-                found = find_durable(Path(folders), pattern)
+                newest = find_durable(Path(folders), pattern)
             except OSError as error:
-                found = error
-        found = self._session.gather(found)[0]
-        if isinstance(found, OSError):
-            raise found
-        return found
+                newest = error
+        newest = self._session.gather(newest)[0]
+        if isinstance(newest, OSError):
+            raise newest
+        return newest
 
     def _agree(self, durable_step: int) -> tuple[Part, ...]:
         """Return the parts of the newest save whose parts all verify, unless storage has a newer step."""
@@ -92,30 +92,32 @@ class MemoryReader(StorageReader):
         if not session.keeps or session.directory is None:
             return ()
         files = {part: path for path, part in read_parts(session.directory).items()}
-        mine = set(files) if session.neighbours[0] == session.rank else set()
-        held: set[tuple[str, Part]] = {
-            (session.stores[rank], part) for rank, parts in enumerate(session.gather(mine)) for part in parts
+        own_parts = set(files) if session.neighbours[0] == session.rank else set()
+        held_parts: set[tuple[str, Part]] = {
+            (session.stores[rank], part) for rank, parts in enumerate(session.gather(own_parts)) for part in parts
         }
         while True:
-            chosen = newest_complete(part for _, part in held)
+            chosen = newest_complete(part for _, part in held_parts)
             if not chosen or chosen[0].step < durable_step:
                 return ()
-            here = [part for part in chosen if (session.stores[session.rank], part) in held]
-            damaged = {bad for found in session.gather(self._verify(here, files)) for bad in found}
+            local_parts = [part for part in chosen if (session.stores[session.rank], part) in held_parts]
+            damaged = {bad for rank_damaged in session.gather(self._verify(local_parts, files)) for bad in rank_damaged}
             if not damaged:
-                self._holders = {part.rank: sorted({store for store, each in held if each == part}) for part in chosen}
+                self._holders = {
+                    part.rank: sorted({store for store, each in held_parts if each == part}) for part in chosen
+                }
                 return chosen
-            held -= damaged
+            held_parts -= damaged
 
     def _verify(self, parts: Sequence[Part], files: dict[Part, Path]) -> set[tuple[str, Part]]:
-        """Map the parts in this node's store; the ranks of the node divide the sums among them. Return the damaged."""
+        """Map the parts in this node's store and return damaged ones; the ranks of the node divide the checksums."""
         session, damaged = self._session, set()
         self._payloads.clear()
         for number, part in enumerate(parts):
-            mine = session.neighbours[number % len(session.neighbours)] == session.rank
+            is_own_share = session.neighbours[number % len(session.neighbours)] == session.rank
             try:
                 self._payloads[part.rank] = snapshot.open_payload(
-                    files[part], part.payload_bytes, part.checksum if mine else None
+                    files[part], part.payload_bytes, part.checksum if is_own_share else None
                 )
             except (DamagedSnapshotError, OSError, KeyError) as error:
                 damaged.add((session.stores[session.rank], part))
@@ -125,28 +127,28 @@ class MemoryReader(StorageReader):
     def _gather_metadata(self, parts: Sequence[Part]) -> Metadata:
         """Return the description of the save from the indexes of its parts, each of which one rank has. Collective."""
         session = self._session
-        mine = {
+        own_indexes = {
             part.rank: self._payloads[part.rank][part.index_start :].numpy().tobytes()
             for part in parts
             if self._server_of(part.rank, 0) == session.rank
         }
-        texts = {rank: text for found in session.gather(mine) for rank, text in found.items()}
+        indexes = {rank: text for rank_texts in session.gather(own_indexes) for rank, text in rank_texts.items()}
         plans = []
         for part in parts:
-            entries, planner_data = pickle.loads(texts[part.rank])  # noqa: S301 - written by ranks of this job
+            entries, planner_data = pickle.loads(indexes[part.rank])  # noqa: S301 - written by ranks of this job
             self._entries.update({entry.item.index: (part.rank, entry) for entry in entries})
             plans.append(SavePlan([entry.item for entry in entries], planner_data=planner_data))
         _, metadata = create_default_global_save_plan(plans, rewrite_index_hints=False)
         mappings = [plan.planner_data for plan in plans if plan.planner_data is not None]
         return replace(metadata, planner_data=dict(ChainMap(*mappings)) if mappings else None)
 
-    def _server_of(self, part: int, asking: int) -> int:
-        """Return the rank that sends a part to who is `asking`: the ranks of a node that has it take turns."""
+    def _server_of(self, part: int, requester: int) -> int:
+        """Return the rank that sends a part to `requester`: the ranks of a node that has it take turns."""
         store = self._holders[part][0]
         ranks = [rank for rank, each in enumerate(self._session.stores) if each == store]
-        return ranks[(part + asking) % len(ranks)]
+        return ranks[(part + requester) % len(ranks)]
 
-    # ---- what DCP calls ----------------------------------------------------------------------------------------------
+    # ---- what DCP calls ---------------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin a load; a name of a checkpoint is not used."""
@@ -165,15 +167,15 @@ class MemoryReader(StorageReader):
             self._durable.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the state: with what this node has, and with what other nodes send. All ranks load together."""
+        """Fill the state from this node's parts and from those that other nodes send. Collective."""
         if self._durable is not None:
             return self._durable.read_data(plan, planner)
         fetched = self._fetch(plan)
@@ -210,53 +212,53 @@ class MemoryReader(StorageReader):
             rank, entry = self._entries[read.storage_index]
             if rank not in self._payloads:
                 wanted.setdefault(self._server_of(rank, session.rank), {})[(rank, entry.start, entry.end)] = None
-        asked = session.gather({server: list(places) for server, places in wanted.items()})
+        requests_by_rank = session.gather({server: list(places) for server, places in wanted.items()})
         if session.group is None:
             return {}
-        transfers, arriving = [], {}
+        transfers, receive_buffers = [], {}
         for server, places in wanted.items():
-            arriving[server] = torch.empty(sum(_aligned(place) for place in places), dtype=torch.uint8)
-            transfers.append(partial(dist.irecv, arriving[server], server))
-        for asking, requests in enumerate(asked):
+            receive_buffers[server] = torch.empty(sum(_aligned(place) for place in places), dtype=torch.uint8)
+            transfers.append(partial(dist.irecv, receive_buffers[server], server))
+        for requester, requests in enumerate(requests_by_rank):
             if places := requests.get(session.rank):
-                transfers.append(partial(dist.isend, self._collect(places), asking))
+                transfers.append(partial(dist.isend, self._collect(places), requester))
         works = [transfer(group=session.group, tag=TAG) for transfer in transfers]
         for work in works:
             snapshot.wait_for(work)
-        found = {}
+        entries = {}
         for server, places in wanted.items():
             at = 0
             for place in places:
-                found[place] = arriving[server][at:]
+                entries[place] = receive_buffers[server][at:]
                 at += _aligned(place)
-        return found
+        return entries
 
     def _collect(self, places: Iterable[tuple[int, int, int]]) -> torch.Tensor:
-        """Return entries of this node's parts one after another."""
+        """Concatenate entries of this node's parts."""
         return torch.cat([self._payloads[place[0]][place[1] : place[1] + _aligned(place)] for place in places])
 
 
 def _aligned(place: tuple[int, int, int]) -> int:
-    """Return the bytes of an entry with what follows it up to the next: so each begins where its type can lie."""
+    """Return the bytes of an entry up to the next one, so that every entry is aligned for its type."""
     return round_up(place[2] - place[1], ALIGNMENT)
 
 
 def _pattern_of(template: Path) -> re.Pattern[str]:
-    """PURE. Return the names of folders that a template means. ValueError where {step} is not in its last part."""
+    """Return the pattern of the folders of a template. Raises ValueError if {step} is not in its last part. Pure."""
     if template.name.count(_STEP_FIELD) != 1:
         raise ValueError(
             f"durable={str(template)!r} must name the folders of checkpoints with {_STEP_FIELD} in the last part, for "
             f"instance /checkpoints/run/step-{_STEP_FIELD}"
         )
-    before, _, after = template.name.partition(_STEP_FIELD)
-    return re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
+    prefix, _, suffix = template.name.partition(_STEP_FIELD)
+    return re.compile(f"{re.escape(prefix)}([0-9]+){re.escape(suffix)}")
 
 
 def find_durable(template: Path, pattern: re.Pattern[str]) -> tuple[int, Path] | None:
     """Return step and folder of the newest complete DCP checkpoint."""
-    found = []
+    checkpoints = []
     for path in template.parent.glob("*"):
         match = pattern.fullmatch(path.name)
         if match is not None and (path / ".metadata").is_file():
-            found.append((int(match[1]), path))
-    return max(found, default=None)
+            checkpoints.append((int(match[1]), path))
+    return max(checkpoints, default=None)

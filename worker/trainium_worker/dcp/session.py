@@ -1,4 +1,4 @@
-"""Hold what the processes of an attempt share: their group, the stores of their nodes, the files of their parts."""
+"""The shared state of the processes of an attempt: their group, the stores of their nodes, the files of their parts."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ENV_RUN_ID = "TRAINIUM_RUN_ID"
 DEFAULT_MEMORY_DIRECTORY = "/dev/shm/trainium"  # noqa: S108 - the volume of a worker
 
 FILES = 2
-"""Snapshots of each part: the newest complete one, and the one that is written."""
+"""The number of snapshots of each part: the newest complete one, and the one being written."""
 TAG = 1 << 17
-"""Tag of the messages between ranks; others are the program's."""
+"""The tag of the messages between ranks; other tags belong to the program."""
 
 
 class Slots:
@@ -42,8 +42,8 @@ class Slots:
         self._files: list[SnapshotFile] = []
 
     def next(self, payload_bytes: int) -> SnapshotFile:
-        """Return an unfinished file, else the older one, with room for a payload. OSError when there is no room."""
-        slot = next((each for each in self._files if not each.finished), None)
+        """Return an unfinished file, else the older one, with space for a payload. Raises OSError."""
+        slot = next((candidate for candidate in self._files if not candidate.finished), None)
         if slot is None and len(self._files) == FILES:
             slot = self._files[0]
         if slot is not None:
@@ -61,7 +61,7 @@ class Slots:
         return slot
 
     def remove_unfinished(self) -> None:
-        """Remove the files that have no snapshot."""
+        """Remove the files without a finished snapshot."""
         for slot in self._files:
             if not slot.finished:
                 slot.path.unlink(missing_ok=True)
@@ -69,10 +69,10 @@ class Slots:
 
 
 class Session:
-    """The processes of one attempt: their group, the stores of their nodes, and who copies to whom."""
+    """The processes of one attempt: their group, the stores of their nodes, and their buddies."""
 
     def __init__(self, directory: Path | None) -> None:
-        """Meet all ranks. Collective. Without a directory on every rank nothing is kept."""
+        """Connect all ranks. Collective. Saves are kept only if every rank has a directory."""
         distributed = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self.group: ProcessGroup | None = dist.new_group(backend="gloo") if distributed else None
@@ -84,11 +84,11 @@ class Session:
         """Whether saves are kept."""
         self.target, self.sources = find_buddies(self.stores, self.rank)
         self.neighbours = [rank for rank, each in enumerate(self.stores) if each == self.stores[self.rank]]
-        """The ranks that share this rank's store, itself included."""
+        """The ranks that share this rank's store, including itself."""
         self.resumed: SaveKey | None = None
-        """The save that this attempt resumed from: kept until the attempt has one."""
+        """The save from which this attempt resumed, kept until the attempt has completed one."""
         self.saves = 0
-        """Complete ones of this attempt."""
+        """The number of complete saves of this attempt."""
         self.staged: object | None = None
         """The writer whose copy of the state is in the stager's memory."""
         self._stager = _new_stager()
@@ -99,18 +99,18 @@ class Session:
         )
 
     def stage(self, state: dict[str, Any], writer: object) -> Any:
-        """Copy the state, into the memory of the last copy unless a save still needs that."""
+        """Copy the state, reusing the memory of the last copy unless a save still needs it."""
         if self.staged is not None:
             self._stager = _new_stager()
         self.staged = writer
         return self._stager.stage(state)
 
     def reserve(self, sizes: Sequence[int]) -> dict[int, SnapshotFile]:
-        """Return the files for the next save, by the rank that writes it. OSError when there is no room."""
+        """Return the files for the next save, by rank. Raises OSError if there is no space."""
         return {rank: slots.next(sizes[rank]) for rank, slots in self._slots.items()}
 
     def switch_off(self, files: Iterable[SnapshotFile]) -> None:
-        """Keep no further saves, and not the one that these files have parts of."""
+        """Stop keeping saves, and drop the one whose parts are in these files."""
         self.keeps = False
         for slot in files:
             slot.invalidate(slot.path)
@@ -118,9 +118,9 @@ class Session:
             slots.remove_unfinished()
 
     def remove_leftovers(self) -> None:
-        """Remove what earlier attempts left in the store of this node, if this rank is the one that does.
+        """Remove the saves of earlier attempts in this node's store, on one rank of the node.
 
-        Before the first save of this attempt all but the resumed one; before the second that one too.
+        Before the first save of this attempt all but the resumed one are removed; before the second, that one too.
         """
         if self.saves:
             self.resumed_payloads.clear()
@@ -145,12 +145,12 @@ class Session:
         return values
 
     def gather_sizes(self, size: int) -> list[int]:
-        """Return the numbers of all ranks. Collective."""
+        """Return the sizes of all ranks. Collective."""
         if self.group is None:
             return [size]
-        found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(found, torch.tensor([size]), group=self.group)
-        return [int(each) for each in found]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([size]), group=self.group)
+        return [int(rank_size) for rank_size in sizes]
 
     def worst(self, state: int) -> int:
         """Return the highest state of all ranks. Collective."""
@@ -158,7 +158,7 @@ class Session:
 
 
 def _store_of(directory: Path | None) -> str:
-    """Return the id of a directory, created if need be; empty where there is none, which a notice explains."""
+    """Return the id of a directory, created if needed; empty if there is none, which a notice explains."""
     if directory is None:
         return ""
     try:
@@ -192,7 +192,7 @@ def session_of(directory: StrPath | None) -> Session:
 
 
 def _memory_volume() -> Path | None:
-    """Return the memory that outlives the processes of this pod; None without an agent."""
+    """Return the memory volume of this pod, which outlives its processes; None without an agent."""
     if trainium_worker.ENV_PROGRESS_FILE not in os.environ:
         return None
     return Path(os.environ.get(ENV_MEMORY_DIRECTORY) or DEFAULT_MEMORY_DIRECTORY)

@@ -41,10 +41,10 @@ _NO_SIZE = -1
 class MemoryWriter(StorageWriter, AsyncStager):
     """Keeps the save of one step in the memory of this node and of another one."""
 
-    _synchronize_after_execute = False  # `stage` is complete when it returns
+    _synchronize_after_execute = False  # staging is complete when `stage` returns
 
     def __init__(self, step: int, *, directory: StrPath | None = None) -> None:
-        """Name the step that is saved; create it on all ranks, in the thread that trains.
+        """Create the writer of a step on all ranks, in the training thread.
 
         directory: a folder in memory that outlives the processes, one for the ranks of a node; unset: the agent's.
         """
@@ -53,7 +53,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
         self._session = session_of(directory)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy the state, so that training may change it."""
+        """Copy the state, so that training can change it."""
         session = self._session
         copied: dict[str, Any] = session.stage(state_dict, self) if session.keeps else state_dict
         return copied
@@ -62,7 +62,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
         """Do nothing: `stage` is complete when it returns."""
 
     def close(self) -> None:
-        """Do nothing: later saves use the memory of the copy."""
+        """Do nothing: later saves reuse the memory of the copy."""
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin a save; a name of it is not used."""
@@ -71,11 +71,11 @@ class MemoryWriter(StorageWriter, AsyncStager):
         """Begin a save on this rank."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are. ValueError when not all ranks save together."""
+        """Return the plans unchanged. Raises ValueError if not all ranks save together."""
         if len(plans) != self._session.world:
             raise ValueError(
                 f"{len(plans)} of {self._session.world} ranks save together: save to memory with all ranks of the job "
@@ -96,7 +96,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing: a save is complete when its parts are."""
+        """Do nothing: a save is complete when its parts are complete."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:  # noqa: ARG003 - DCP's interface
@@ -104,11 +104,11 @@ class MemoryWriter(StorageWriter, AsyncStager):
         return False
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> int:
-        """Return the bytes of the part; all ranks succeed, fail or run out of room together."""
+        """Write the part and return its bytes; all ranks succeed, fail or run out of space together."""
         session = self._session
         session.remove_leftovers()
         failure: BaseException | None = None
-        size, draft, sentence = _NO_SIZE, None, ""
+        size, draft, problem = _NO_SIZE, None, ""
         try:
             draft = _Draft.of(plan, planner)
             size = draft.payload_bytes
@@ -122,12 +122,12 @@ class MemoryWriter(StorageWriter, AsyncStager):
                 part = self._fill(slots[session.rank], draft, planner)
                 state = _OK
             except OSError as error:
-                state, sentence = _FULL, _full_sentence(session, error, sizes)
+                state, problem = _FULL, _full_sentence(session, error, sizes)
             except Exception as error:  # noqa: BLE001 - as above
                 failure = error
         worst = session.worst(state)
         if worst == _OK and part is not None:
-            sentence = "a copy did not arrive as it was sent"
+            problem = "a copy did not arrive as it was sent"
             try:
                 state = _OK if self._copy(slots, part) else _FAILED
             except (RuntimeError, DamagedSnapshotError) as error:
@@ -135,17 +135,17 @@ class MemoryWriter(StorageWriter, AsyncStager):
             worst = session.worst(state)
         if worst == _FULL:
             session.switch_off(slots.values())
-            reason = next(each for each in session.gather(sentence) if each)
+            reason = next(rank_reason for rank_reason in session.gather(problem) if rank_reason)
             trainium_worker.notice(reason)
             if session.rank == 0:
                 _log.warning("%s", reason)
             return 0
         if worst == _FAILED:
             for slot in slots.values():
-                slot.invalidate(slot.path)  # the next save overwrites these, not the newest complete one
+                slot.invalidate(slot.path)  # the next save overwrites these files, not the newest complete save
             if failure is not None:
                 raise failure
-            raise RuntimeError(f"step {self.step} is not in memory: {sentence or 'another rank failed to save it'}")
+            raise RuntimeError(f"step {self.step} is not in memory: {problem or 'another rank failed to save it'}")
         session.saves += 1
         trainium_worker.saved(self.step, trainium_worker.MEMORY)
         return size
@@ -169,15 +169,17 @@ class MemoryWriter(StorageWriter, AsyncStager):
         return part
 
     def _copy(self, slots: dict[int, SnapshotFile], part: Part) -> bool:
-        """Send this rank's part to its buddy and receive those of others; whether all arrived whole."""
+        """Send this rank's part to its buddy and receive those of others; return whether all arrived intact."""
         session = self._session
         if session.group is None or session.target is None:
             return True
         with ThreadPoolExecutor(max(1, len(session.sources)), thread_name_prefix="memory-copy") as receivers:
-            arriving = [receivers.submit(self._receive, source, slots[source]) for source in session.sources]
-            own = slots[session.rank]
-            sent = snapshot.send_copy(session.group, session.target, TAG, own.page(), own.payload[: part.payload_bytes])
-            return all([sent, *(each.result() for each in arriving)])
+            futures = [receivers.submit(self._receive, source, slots[source]) for source in session.sources]
+            slot = slots[session.rank]
+            was_sent = snapshot.send_copy(
+                session.group, session.target, TAG, slot.page(), slot.payload[: part.payload_bytes]
+            )
+            return all([was_sent, *(future.result() for future in futures)])
 
     def _receive(self, source: int, slot: SnapshotFile) -> bool:
         assert self._session.group is not None, "there are other ranks"
@@ -190,10 +192,10 @@ class MemoryWriter(StorageWriter, AsyncStager):
 
         def finish() -> bool:
             text, part, payload = received[0]
-            whole = snapshot.checksum(payload) == part.checksum
-            if whole:
+            is_intact = snapshot.checksum(payload) == part.checksum
+            if is_intact:
                 slot.write_header(text)
-            return whole
+            return is_intact
 
         snapshot.receive_copy(self._session.group, source, TAG, place, finish)
         return slot.finished
@@ -209,7 +211,7 @@ def _full_sentence(session: Session, error: OSError, sizes: Sequence[int]) -> st
 
 @dataclass(frozen=True)
 class _Draft:
-    """A part before it is written."""
+    """A part before it is written to a file."""
 
     entries: list[Entry]
     texts: dict[int, io.BytesIO]
@@ -217,7 +219,7 @@ class _Draft:
 
     @staticmethod
     def of(plan: SavePlan, planner: SavePlanner) -> _Draft:
-        """Serialize what is not a tensor, and lay out the payload."""
+        """Serialize the items other than tensors, and lay out the payload."""
         texts = {
             number: planner.resolve_data(item)
             for number, item in enumerate(plan.items)
@@ -228,17 +230,17 @@ class _Draft:
 
     @property
     def index_start(self) -> int:
-        """Where the index begins."""
+        """The offset of the index."""
         return round_up(self.entries[-1].end, ALIGNMENT) if self.entries else 0
 
     @property
     def payload_bytes(self) -> int:
-        """All bytes, a multiple of the checksum's block."""
+        """The size of the payload, a multiple of the checksum's block."""
         return round_up(self.index_start + len(self.index), snapshot.BLOCK_BYTES)
 
     @torch.no_grad()
     def copy_to(self, payload: torch.Tensor, planner: SavePlanner) -> None:
-        """Copy the state and the index; what lies behind the index is zeroed, so that equal states have equal sums."""
+        """Copy the state and the index; zero the bytes after the index, so that equal states have equal checksums."""
         targets, sources = [], []
         for number, entry in enumerate(self.entries):
             if number in self.texts:

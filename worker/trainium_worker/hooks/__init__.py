@@ -1,1 +1,1 @@
-"""Report to the agent from loops of others: `transformers`, Lightning, torchtitan; and a loop for a bare script."""
+"""Report to the agent from the loops of `transformers`, Lightning and torchtitan, and from a plain loop."""

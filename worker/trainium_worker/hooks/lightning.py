@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ReportToAgent(Callback):  # type: ignore[misc]  # Any where types are checked
-    """Callback of a `Trainer`; `path` is where the state is saved when the job asks to stop."""
+    """A callback of a `Trainer`; the state is saved to `path` when the job requests a stop."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
@@ -35,7 +35,7 @@ class ReportToAgent(Callback):  # type: ignore[misc]  # Any where types are chec
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Report a step of the optimizer; a batch may be a part of one."""
+        """Report a step of the optimizer; a step may have several batches."""
         if trainer.global_step == self._reported:
             return
         self._reported = trainer.global_step
@@ -48,9 +48,9 @@ class ReportToAgent(Callback):  # type: ignore[misc]  # Any where types are chec
             raise SystemExit(trainium_worker.STOPPED)
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Report that a validation continues."""
+        """Report the progress of a validation."""
         trainium_worker.stage("evaluate")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: Mapping[str, Any]) -> None:
-        """Report that the process saves."""
+        """Report that the process is saving."""
         trainium_worker.stage("save")

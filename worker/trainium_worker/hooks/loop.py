@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
 
 def training_steps(done: int, last: int, save: Callable[[int], str]) -> Iterator[int]:
-    """Yield the numbers of the steps after `done`, and report each when the loop comes back for the next.
+    """Yield the numbers of the steps after `done`, and report each one when the loop requests the next.
 
-    save: saves the state after a step and returns where; called when the job asks to stop. The process exits then.
+    save: saves the state after a step and returns the location; called when the job requests a stop. The process then
+    exits.
 
         for step in training_steps(resumed, 1000, save):
             train(step)

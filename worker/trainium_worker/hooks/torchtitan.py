@@ -15,9 +15,9 @@ import trainium_worker
 
 
 def report_to_agent(trainer: Any) -> None:
-    """Report each step where the trainer offers it to its checkpointer, and the losses that it logs.
+    """Report each step when the trainer passes it to its checkpointer, and the losses that it logs.
 
-    It uses of the trainer: `checkpointer.save(step, last_step)` and its `interval`, `close()`, and
+    It uses these parts of the trainer: `checkpointer.save(step, last_step)` and its `interval`, `close()`, and
     `metrics_processor.log(step, loss, ...)`.
     """
     checkpointer, metrics = trainer.checkpointer, trainer.metrics_processor
@@ -33,7 +33,7 @@ def report_to_agent(trainer: Any) -> None:
         trainium_worker.step(curr_step, loss=losses.get(curr_step))
         stops = trainium_worker.should_stop() and not last_step
         if stops:
-            checkpointer.interval = 1  # it saves this step, as a checkpoint like any other
+            checkpointer.interval = 1  # the trainer saves this step as an ordinary checkpoint
         save(curr_step, last_step)
         if stops:
             trainer.close()

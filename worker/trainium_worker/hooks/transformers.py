@@ -28,7 +28,7 @@ class ReportToAgent(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Report a step; ask the trainer to save when the job asks to stop."""
+        """Report a step; request a save when the job requests a stop."""
         samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         trainium_worker.step(state.global_step, samples=samples, total_steps=max(state.max_steps, 0))
         if trainium_worker.should_stop() and state.global_step < state.max_steps:
@@ -43,11 +43,11 @@ class ReportToAgent(TrainerCallback):
             trainium_worker.step(state.global_step, **figures)
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        """Report that an evaluation continues."""
+        """Report the progress of an evaluation."""
         trainium_worker.stage("evaluate")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report a checkpoint; exit after the one that was asked for."""
+        """Report a checkpoint; exit after a requested one."""
         trainium_worker.saved(state.global_step, Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
         if self._stops:
             raise SystemExit(trainium_worker.STOPPED)

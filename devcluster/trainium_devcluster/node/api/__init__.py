@@ -1,1 +1,1 @@
-"""Kubernetes objects as JSON, and how a node reads, follows and writes them."""
+"""Read, watch and write Kubernetes objects as JSON."""

@@ -1,6 +1,6 @@
 """Read, write and watch objects of an API server as parsed JSON.
 
-Guarantee: during a partition nothing is sent and open watches are cut, as if the network to the API server failed.
+During a partition nothing is sent and open watches deliver nothing, as if the network to the API server failed.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ class ApiError(Exception):
         self.message = message
 
 
-class Unreachable(Exception):  # noqa: N818 - reads as what it is
+class UnreachableError(Exception):
     """The API server did not answer."""
 
 
 class Api:
-    """The client. Use as an asynchronous context manager."""
+    """A client of the API server; use it as an asynchronous context manager."""
 
     def __init__(self, access: Access, user_agent: str, *, seconds: float = _REQUEST_TIMEOUT) -> None:
         self._access = access
@@ -53,32 +53,32 @@ class Api:
 
     @property
     def partitioned(self) -> bool:
-        """Whether the API server is out of reach on purpose."""
+        """Whether an injected partition is active."""
         return self._partitioned
 
     def partition(self, on: bool) -> None:
-        """Cut this client off from the API server, or let it through again; open watches deliver nothing meanwhile."""
+        """Start or end a partition from the API server; open watches deliver nothing during it."""
         self._partitioned = on
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> Json:
-        """GET.
+        """Send GET.
 
         Raises:
             ApiError: the server refused.
-            Unreachable: the server did not answer.
+            UnreachableError: the server did not answer.
         """
         return await self._request("GET", path, params=params)
 
     async def create(self, path: str, body: Json) -> Json:
-        """POST; raises as `get`."""
+        """Send POST; raises as `get`."""
         return await self._request("POST", path, body=body)
 
     async def patch(self, path: str, body: Json, kind: str = STRATEGIC_PATCH) -> Json:
-        """PATCH with content type `kind`; raises as `get`."""
+        """Send PATCH with content type `kind`; raises as `get`."""
         return await self._request("PATCH", path, body=body, content_type=kind)
 
     async def delete(self, path: str, options: Json) -> Json:
-        """DELETE with DeleteOptions; raises as `get`."""
+        """Send DELETE with DeleteOptions; raises as `get`."""
         return await self._request("DELETE", path, body={"apiVersion": "v1", "kind": "DeleteOptions", **options})
 
     async def _request(
@@ -96,7 +96,7 @@ class Api:
                 method, path, query=params or {}, body=body, content_type=content_type, timeout=self._seconds
             )
         except ConnectionFailedError as error:
-            raise Unreachable(str(error)) from error
+            raise UnreachableError(str(error)) from error
         if answer.status >= 400:
             raise _error(answer.status, answer.body)
         result: Json = json.loads(answer.body) if answer.body else {}
@@ -107,7 +107,7 @@ class Api:
 
         Raises:
             ApiError: the server refused, or ended the watch with an error (410: list again).
-            Unreachable: the connection broke.
+            UnreachableError: the connection broke.
         """
         await self._fail_if_partitioned()
         try:
@@ -116,20 +116,20 @@ class Api:
                     raise _error(stream.status, b"\n".join([line async for line in stream.lines]))
                 async for line in stream.lines:
                     if self._partitioned:
-                        # What arrives during a partition is lost; the watch starts over from a list when it is healed.
-                        raise Unreachable(_PARTITIONED)
+                        # Events during a partition are lost; after it the watch restarts from a list.
+                        raise UnreachableError(_PARTITIONED)
                     event = json.loads(line)
                     if event["type"] == "ERROR":
                         status = event["object"]
                         raise ApiError(status.get("code", 500), status.get("reason", ""), status.get("message", ""))
                     yield event["type"], event["object"]
         except ConnectionFailedError as error:
-            raise Unreachable(str(error)) from error
+            raise UnreachableError(str(error)) from error
 
     async def _fail_if_partitioned(self) -> None:
         if self._partitioned:
             await asyncio.sleep(_PARTITION_DELAY)
-            raise Unreachable(_PARTITIONED)
+            raise UnreachableError(_PARTITIONED)
 
 
 def _error(status: int, raw: bytes) -> ApiError:

@@ -1,7 +1,8 @@
-"""Events about pods, containers, Services and the node, sent in the background.
+"""Send events about pods, containers, Services and the node in the background.
 
-Invariants: emitting never blocks nor fails its caller; the same event again counts the first one up instead of adding
-another.
+Guarantees:
+- `emit` never blocks and never raises.
+- A repeated event increases the count of the first one.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import logging
 import time
 from enum import StrEnum
 
-from trainium_devcluster.node.api.client import MERGE_PATCH, Api, ApiError, Unreachable
+from trainium_devcluster.node.api.client import MERGE_PATCH, Api, ApiError, UnreachableError
 from trainium_devcluster.node.api.objects import Json, timestamp, uid
 
 _log = logging.getLogger(__name__)
@@ -20,14 +21,14 @@ _NOT_FOUND = 404
 
 
 class EventSeverity(StrEnum):
-    """An event's type."""
+    """The types of events."""
 
     NORMAL = "Normal"
     WARNING = "Warning"
 
 
 class EventSink:
-    """Sends events of one node."""
+    """Sends the events of a node."""
 
     def __init__(self, api: Api, node: str) -> None:
         self._api = api
@@ -38,7 +39,7 @@ class EventSink:
     def emit(
         self, obj: Json, kind: str, severity: EventSeverity, reason: str, message: str, *, field_path: str = ""
     ) -> None:
-        """Report `reason` for `obj`."""
+        """Queue an event about `obj`."""
         metadata = obj["metadata"]
         now = timestamp(time.time())
         text = message[:_MAX_MESSAGE]
@@ -79,7 +80,7 @@ class EventSink:
             event = await self._queue.get()
             try:
                 await self._send(event)
-            except (ApiError, Unreachable) as error:
+            except (ApiError, UnreachableError) as error:
                 _log.debug("event %s lost: %s", event["reason"], error)
 
     async def _send(self, event: Json) -> None:

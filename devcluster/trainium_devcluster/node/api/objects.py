@@ -1,6 +1,8 @@
-"""Kubernetes objects as plain JSON, and the few readings of them that everything here shares.
+"""Read common fields of Kubernetes objects in plain JSON.
 
-Invariants: nothing here changes an object; times are RFC 3339 in UTC with a Z, as the API server writes them.
+Guarantees:
+- No function changes an object.
+- Times are RFC 3339 in UTC with a Z, as the API server writes them.
 """
 
 from collections.abc import Iterable
@@ -13,17 +15,17 @@ EPOCH = "1970-01-01T00:00:00Z"
 
 
 def timestamp(seconds: float) -> str:
-    """Seconds since the epoch as the API writes a Time (whole seconds)."""
+    """Format seconds since the epoch as a Time of the API (whole seconds)."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def micro_timestamp(seconds: float) -> str:
-    """Seconds since the epoch as the API writes a MicroTime."""
+    """Format seconds since the epoch as a MicroTime of the API."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def parse_time(text: str) -> float:
-    """Encode an object."""
+    """Parse a Time or MicroTime; return seconds since the epoch."""
     return datetime.fromisoformat(text).timestamp()
 
 
@@ -53,7 +55,7 @@ def init_containers(pod: Json) -> list[Json]:
 
 
 def is_sidecar(container: Json) -> bool:
-    """Return whether an init container is a native sidecar, which runs as long as the pod does."""
+    """Return whether an init container is a native sidecar, which runs as long as the pod."""
     return container.get("restartPolicy") == "Always"
 
 
@@ -63,11 +65,11 @@ def find(items: Iterable[Json] | None, key: str, value: str) -> Json | None:
 
 
 def is_terminal(pod: Json) -> bool:
-    """Return whether the pod has ended for good."""
+    """Return whether the pod has ended permanently."""
     return pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
 
 
 def grace_seconds(pod: Json) -> int:
-    """Seconds that the pod has to end, at least 1; a forced deletion (period 0) gets the pod's own, as on a kubelet."""
+    """Return the grace period, at least 1 s; for a forced deletion (0) that of the spec, as on a kubelet."""
     grace = pod["metadata"].get("deletionGracePeriodSeconds") or pod["spec"].get("terminationGracePeriodSeconds") or 0
     return max(1, int(grace))

@@ -1,6 +1,7 @@
-"""Kubernetes quantities ("500m", "32Gi", "1e3") as exact numbers.
+"""Parse Kubernetes quantities ("500m", "32Gi", "1e3") as exact numbers.
 
-Invariants: no floats, so that sums of milli-CPUs are exact.
+Guarantees:
+- No floats are used, so that sums of milli-CPUs are exact.
 """
 
 from collections.abc import Iterable
@@ -30,13 +31,13 @@ def parse(text: str | float) -> Decimal:
 
 
 def divide(quantity: str, divisor: str) -> str:
-    """`quantity` in units of `divisor`, rounded up, as a resourceFieldRef shows it; a divisor of 0 means 1."""
+    """Return `quantity` in units of `divisor`, rounded up, as in a resourceFieldRef; a divisor of 0 means 1."""
     unit = parse(divisor) or Decimal(1)
     return str(int((parse(quantity) / unit).to_integral_value(ROUND_CEILING)))
 
 
 def pod_requests(pod: Json) -> dict[str, Decimal]:
-    """Return what the scheduler counts for a pod: containers and sidecars, or one init container if that is more."""
+    """Return the requests that the scheduler counts: of containers and sidecars, or of an init container if larger."""
     total: dict[str, Decimal] = {"pods": Decimal(1)}
     for container in containers(pod):
         _add(total, container)

@@ -1,8 +1,9 @@
-"""List and watch: a local copy of some objects that follows the API server.
+"""List and watch objects, to keep a local copy of them.
 
-Invariants: `on_change` is called with every object once after each list and on each later change, and with `deleted`
-set when an object is deleted (also when that is only noticed by a new list); a broken connection is retried for ever
-with a pause of at most two seconds.
+Guarantees:
+- `on_change` is called with every object after each list and at each later change, and with `deleted` when an object is
+  deleted (also if only a new list shows that).
+- A broken connection is retried for ever with a pause of at most two seconds.
 """
 
 import asyncio
@@ -10,9 +11,9 @@ import logging
 import random
 from collections.abc import Callable
 
-from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
+from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
 from trainium_devcluster.node.api.objects import Json, uid
-from trainium_devcluster.node.api.waiting import until
+from trainium_devcluster.node.api.waiting import wait_for_event
 
 _log = logging.getLogger(__name__)
 _GONE = 410
@@ -22,13 +23,13 @@ _SYNC_TIMEOUT = 10.0  # seconds
 _WATCH_SECONDS = (
     300,
     600,
-)  # how long a watch may last before the server ends it; spread so that they do not all end at once
+)  # duration of a watch; random, so that watches do not all end at once
 
 OnChange = Callable[[Json, bool], None]
 
 
 class Reflector:
-    """Follows one list of objects. `objects` is keyed by uid; `synced` is set after the first list."""
+    """Watches one list of objects; `objects` is keyed by uid, `synced` is set after the first list."""
 
     def __init__(self, api: Api, path: str, params: dict[str, str], on_change: OnChange) -> None:
         self.objects: dict[str, Json] = {}
@@ -37,10 +38,10 @@ class Reflector:
         self._path = path
         self._params = params
         self._on_change = on_change
-        self._complaint = ""
+        self._last_error = ""
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """List and watch until cancelled."""
         pause = _FIRST_PAUSE
         while True:
             try:
@@ -49,17 +50,17 @@ class Reflector:
                 while True:
                     version = await self._watch(version)
             except ApiError as error:
-                if error.status != _GONE and str(error) != self._complaint:
-                    self._complaint = str(error)
+                if error.status != _GONE and str(error) != self._last_error:
+                    self._last_error = str(error)
                     _log.warning("%s: %s", self._path, error)
-            except Unreachable as error:
+            except UnreachableError as error:
                 _log.debug("%s: %s", self._path, error)
             await asyncio.sleep(pause)
             pause = min(_MAX_PAUSE, pause * 2)
 
     async def _list(self) -> str:
         answer = await self._api.get(self._path, self._params)
-        # Items of a list carry neither kind nor apiVersion; nothing here needs them.
+        # Items of a list have neither kind nor apiVersion; nothing here needs them.
         fresh = {uid(item): item for item in answer.get("items") or []}
         for key in [key for key in self.objects if key not in fresh]:
             self._on_change(self.objects.pop(key), True)
@@ -104,7 +105,7 @@ class WatchedObject:
 
     @property
     def synced(self) -> asyncio.Event:
-        """Set when `value` is what the API server has."""
+        """Set once `value` was read from the API server."""
         return self._reflector.synced
 
     def _change(self, item: Json, deleted: bool) -> None:
@@ -118,7 +119,7 @@ class WatchedObject:
 
 
 class ObjectCache:
-    """ConfigMaps and Secrets watched one by one, only those that pods here use, as the Node authorizer permits."""
+    """Watches the ConfigMaps and Secrets that pods use, one by one, as the Node authorizer permits."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -128,19 +129,19 @@ class ObjectCache:
         """Return the object or None; `listener` is called on its changes until `user` releases it.
 
         Raises:
-            Unreachable: when the API server does not answer within some seconds.
+            UnreachableError: when the API server does not answer within some seconds.
         """
         key = (plural, namespace, name)
         watched = self._objects.get(key)
         if watched is None:
             watched = self._objects[key] = WatchedObject(self._api, *key)
         watched.listeners[user] = listener
-        if not await until(watched.synced, _SYNC_TIMEOUT):
-            raise Unreachable(f"{plural} {namespace}/{name} could not be read from the API server")
+        if not await wait_for_event(watched.synced, _SYNC_TIMEOUT):
+            raise UnreachableError(f"{plural} {namespace}/{name} could not be read from the API server")
         return watched.value
 
     def release(self, user: str) -> None:
-        """Forget `user`; objects that nobody uses any more are no longer watched."""
+        """Remove a user; an object without users is no longer watched."""
         for key, watched in list(self._objects.items()):
             watched.listeners.pop(user, None)
             if not watched.listeners:

@@ -1,7 +1,8 @@
-"""Waiting with a limit.
+"""Wait with a timeout.
 
-Invariants: a cancellation is never lost. `asyncio.wait_for` of Python 3.11 returns normally when the task is
-cancelled at the moment in which what it waits for comes true; `asyncio.timeout` does not.
+Guarantees:
+- A cancellation is never lost. `asyncio.wait_for` of Python 3.11 returns normally if the task is cancelled at the
+  moment at which its awaitable completes; `asyncio.timeout` does not.
 """
 
 import asyncio
@@ -11,8 +12,8 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-async def until(event: asyncio.Event, seconds: float | None) -> bool:
-    """Wait for `event`, at most `seconds`; returns whether it came."""
+async def wait_for_event(event: asyncio.Event, seconds: float | None) -> bool:
+    """Wait for `event` for at most `seconds`; return whether it was set."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -21,7 +22,7 @@ async def until(event: asyncio.Event, seconds: float | None) -> bool:
     return True
 
 
-async def within(awaitable: Awaitable[Result], seconds: float | None) -> Result:
+async def with_timeout(awaitable: Awaitable[Result], seconds: float | None) -> Result:
     """Return the result of `awaitable`.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Addresses, names and connections of pods."""
+"""Provide the addresses, names and connections of pods."""

@@ -1,8 +1,9 @@
-"""Loopback addresses: a /24 of 127.0.0.0/8 for the node, one address of it per pod.
+"""Allocate loopback addresses: a /24 of 127.0.0.0/8 for the node, and one address of it per pod.
 
-Invariants: no two nodes on one machine share a /24, whatever cluster they belong to, because a node owns its /24 by
-listening on the kubelet port of its first address; a pod's address is not given out again before all others have
-been.
+Guarantees:
+- No two nodes on a machine share a /24, in any cluster, because a node reserves its /24 by listening on the kubelet
+  port of its first address.
+- A pod's address is reused only after all other addresses.
 """
 
 import hashlib
@@ -10,23 +11,25 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 
-_FIRST_SECOND_OCTET = 16  # 127.0 to 127.15 stay free for whatever else the machine runs on loopback
+_FIRST_SECOND_OCTET = 16  # 127.0 to 127.15 stay free for other programs of the machine
 _TRIES = 512
 
 
-class NoAddressError(Exception):
+class NoFreeAddressError(Exception):
     """No address is left."""
 
 
-def candidates(seed: str) -> Iterator[ipaddress.IPv4Network]:
-    """Yield the /24 networks that a node tries, in an order that depends on `seed` only."""
+def candidate_networks(seed: str) -> Iterator[ipaddress.IPv4Network]:
+    """Yield the /24 networks that a node tries, in an order that only depends on `seed`."""
     for attempt in range(_TRIES):
         digest = hashlib.sha256(f"{seed}/{attempt}".encode()).digest()
         second = _FIRST_SECOND_OCTET + digest[0] % (255 - _FIRST_SECOND_OCTET)
         yield ipaddress.IPv4Network(f"127.{second}.{digest[1]}.0/24")
 
 
-def claim(networks: Iterator[ipaddress.IPv4Network], port: int) -> tuple[ipaddress.IPv4Network, socket.socket]:
+def reserve_network(
+    networks: Iterator[ipaddress.IPv4Network], port: int
+) -> tuple[ipaddress.IPv4Network, socket.socket]:
     """Reserve the first free network; return it and the listening socket that reserves it.
 
     Raises:
@@ -42,19 +45,19 @@ def claim(networks: Iterator[ipaddress.IPv4Network], port: int) -> tuple[ipaddre
             sock.close()
             continue
         return network, sock
-    raise NoAddressError(f"no free network below 127.0.0.0/8 with port {port}: are other clusters running?")
+    raise NoFreeAddressError(f"no free network below 127.0.0.0/8 with port {port}: are other clusters running?")
 
 
 class PodAddresses:
-    """Hands out the addresses of a /24 from .2 on."""
+    """Allocates the addresses of a /24, from .2 on."""
 
     def __init__(self, network: ipaddress.IPv4Network) -> None:
         self._all = [str(address) for address in list(network.hosts())[1:]]
         self._next = 0
         self._owners: dict[str, str] = {}
 
-    def take(self, owner: str, wanted: str = "") -> str:
-        """Allocate an address for the pod with uid `owner`, the former one (`wanted`) if it is free.
+    def allocate(self, owner: str, wanted: str = "") -> str:
+        """Allocate an address for the pod with uid `owner`, the previous one (`wanted`) if it is free.
 
         Raises:
             NoAddressError: when every address is in use.
@@ -71,7 +74,7 @@ class PodAddresses:
                 self._next = (self._next + offset + 1) % len(self._all)
                 self._owners[address] = owner
                 return address
-        raise NoAddressError(f"all {len(self._all)} pod addresses of this node are in use")
+        raise NoFreeAddressError(f"all {len(self._all)} pod addresses of this node are in use")
 
     def release(self, owner: str) -> None:
         """Release the address of a pod."""

@@ -1,6 +1,6 @@
-"""The pod's /etc/hosts: Service names without a DNS server.
+"""Write the pod's /etc/hosts: Service names without a DNS server.
 
-The API server accepts no loopback addresses in EndpointSlices, so addresses are worked out here from Services and the
+The API server accepts no loopback addresses in EndpointSlices, so this module computes addresses from Services and the
 pods that they select, as the endpoints controller does. Every name of a Service resolves to the addresses of all its
 ready pods (of all its pods with publishNotReadyAddresses); a pod with host name and subdomain has its own name too.
 Invariants: pure functions but for `write`, which changes the file in place so that bind mounts of it see the change.
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainium_devcluster.node.api.objects import Json, find, is_terminal, name, namespace
-from trainium_devcluster.node.spec.environment import ServiceView
+from trainium_devcluster.node.spec.environment import ServiceVariables
 
 DOMAIN = "cluster.local"
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One pod behind a Service; `hostname` is set when it has a name below the Service's."""
+    """A pod behind a Service; `hostname` is set if it has a name below the Service's."""
 
     address: str
     hostname: str = ""
@@ -27,7 +27,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class ServiceNames:
-    """A Service and where its names lead."""
+    """A Service, and the addresses of its names."""
 
     namespace: str
     name: str
@@ -54,7 +54,7 @@ def endpoints(service: Json, pods: Iterable[Json]) -> tuple[Endpoint, ...]:
     return tuple(sorted(found, key=lambda e: tuple(int(part) for part in e.address.split("."))))
 
 
-def service_view(service: Json, behind: tuple[Endpoint, ...]) -> ServiceView | None:
+def service_environment(service: Json, behind: tuple[Endpoint, ...]) -> ServiceVariables | None:
     """Return the environment of pods of the same namespace for `service`; None for a headless one."""
     if service["spec"].get("clusterIP") in {None, "", "None"}:
         return None
@@ -62,12 +62,12 @@ def service_view(service: Json, behind: tuple[Endpoint, ...]) -> ServiceView | N
         (port.get("name", ""), int(port["port"]), str(port.get("protocol", "TCP")))
         for port in service["spec"].get("ports") or []
     )
-    # The cluster address leads nowhere without a proxy; the first pod's does.
-    return ServiceView(name(service), behind[0].address if behind else service["spec"]["clusterIP"], ports)
+    # Without a proxy nothing answers at the cluster address, so the first pod's address replaces it.
+    return ServiceVariables(name(service), behind[0].address if behind else service["spec"]["clusterIP"], ports)
 
 
 def unreachable_ports(service: Json) -> list[str]:
-    """Ports of a Service that have another number than the pod's, which names in a hosts file cannot translate."""
+    """Return the Service ports that differ from the pods' ports, which a hosts file cannot translate."""
     if service["spec"].get("clusterIP") == "None":
         return []
     found = []
@@ -104,12 +104,12 @@ def render(pod_address: str, hostname: str, pod: Json, services: Iterable[Servic
 
 
 def write(path: Path, text: str) -> None:
-    """Make `path` hold `text`, keeping the file itself, so that a bind mount of it shows the new text."""
+    """Write `text` to the existing file, so that bind mounts of it show the new text."""
     data = text.encode()
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if os.pread(fd, len(data) + 1, 0) != data:
-            # One write, then the cut: a reader in between sees new lines first, never an empty file.
+            # Write, then truncate: a reader in between sees new lines first, never an empty file.
             os.pwrite(fd, data, 0)
             os.ftruncate(fd, len(data))
     finally:

@@ -1,7 +1,8 @@
-"""The node's copy of Services and pods, and the hosts files that follow them.
+"""Watch Services and pods, and keep the pods' hosts files up to date.
 
-Invariants: a change of a Service or a pod reaches every hosts file of this node within a moment, several changes at
-once; a Service whose ports differ from the pods' is announced in an event on it, once per node.
+Guarantees:
+- A change of a Service or a pod reaches every hosts file of this node shortly after; changes are batched.
+- A Service whose ports differ from the pods' is announced in an event on it, once per node.
 """
 
 import asyncio
@@ -14,17 +15,17 @@ from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.events import EventSeverity, EventSink
 from trainium_devcluster.node.api.objects import Json, is_terminal, name, namespace, uid
 from trainium_devcluster.node.api.reflector import Reflector
-from trainium_devcluster.node.api.waiting import until
+from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.network import hosts
-from trainium_devcluster.node.spec.environment import ServiceView
+from trainium_devcluster.node.spec.environment import ServiceVariables
 
-_GATHER = 0.02  # seconds: changes that come together are written together
+_DEBOUNCE_SECONDS = 0.02  # seconds, to batch changes
 _SYNC_TIMEOUT = 10.0  # seconds that a pod's start waits for the first list
 
 
 @dataclass(frozen=True, slots=True)
 class HostsFile:
-    """One pod's hosts file and what is in it besides Services."""
+    """A pod's hosts file and its entries other than Services."""
 
     path: Path
     address: str
@@ -33,7 +34,7 @@ class HostsFile:
 
 
 class ServiceDirectory:
-    """Service names of the cluster, for the pods of this node."""
+    """Provides the Service names of the cluster to the pods of this node."""
 
     def __init__(self, api: Api, events: EventSink, api_server: tuple[str, int]) -> None:
         self._events = events
@@ -41,8 +42,8 @@ class ServiceDirectory:
         self._services = Reflector(api, "/api/v1/services", {}, self._service_changed)
         self._pods = Reflector(api, "/api/v1/pods", {}, self._pod_changed)
         self._files: dict[str, HostsFile] = {}
-        self._announced: set[str] = set()
-        self._known: dict[str, tuple[object, ...]] = {}
+        self._reported: set[str] = set()
+        self._pod_states: dict[str, tuple[object, ...]] = {}
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -50,33 +51,33 @@ class ServiceDirectory:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._services.run())
             group.create_task(self._pods.run())
-            group.create_task(self._follow())
+            group.create_task(self._update_files())
 
     async def add(self, key: str, file: HostsFile) -> None:
         """Write `file` now and keep it up to date until `remove`."""
-        await until(self._services.synced, _SYNC_TIMEOUT)
-        await until(self._pods.synced, _SYNC_TIMEOUT)
+        await wait_for_event(self._services.synced, _SYNC_TIMEOUT)
+        await wait_for_event(self._pods.synced, _SYNC_TIMEOUT)
         self._files[key] = file
         self._write(file, self._names())
 
     def remove(self, key: str) -> None:
-        """Forget a hosts file; its directory is about to go."""
+        """Stop updating a hosts file, because its directory is about to be removed."""
         self._files.pop(key, None)
 
-    def views(self, space: str) -> list[ServiceView]:
-        """Return the Services of a namespace, as the environment of its pods has them."""
+    def views(self, space: str) -> list[ServiceVariables]:
+        """Return the Services of a namespace for the environment of its pods."""
         found = []
         for service in self._services.objects.values():
             if namespace(service) == space and not (space == "default" and name(service) == "kubernetes"):
-                view = hosts.service_view(service, hosts.endpoints(service, self._pods.objects.values()))
+                view = hosts.service_environment(service, hosts.endpoints(service, self._pods.objects.values()))
                 if view is not None:
                     found.append(view)
         return sorted(found, key=lambda view: view.name)
 
-    async def _follow(self) -> None:
+    async def _update_files(self) -> None:
         while True:
             await self._changed.wait()
-            await asyncio.sleep(_GATHER)
+            await asyncio.sleep(_DEBOUNCE_SECONDS)
             self._changed.clear()
             names = self._names()
             for file in list(self._files.values()):
@@ -100,8 +101,8 @@ class ServiceDirectory:
     def _service_changed(self, service: Json, deleted: bool) -> None:
         self._changed.set()
         ports = [] if deleted or name(service) == "kubernetes" else hosts.unreachable_ports(service)
-        if ports and uid(service) not in self._announced:
-            self._announced.add(uid(service))
+        if ports and uid(service) not in self._reported:
+            self._reported.add(uid(service))
             self._events.emit(
                 service,
                 "Service",
@@ -122,9 +123,9 @@ class ServiceDirectory:
             str(pod["metadata"].get("labels")),
         )
         if deleted:
-            self._known.pop(key, None)
-        elif self._known.get(key) == state:
+            self._pod_states.pop(key, None)
+        elif self._pod_states.get(key) == state:
             return
         else:
-            self._known[key] = state
+            self._pod_states[key] = state
         self._changed.set()

@@ -1,10 +1,13 @@
-"""Cutting the network of running processes without privileges: a filter on their sockets that drops all that arrives.
+"""Cut the network of running processes without privileges, by a filter on their sockets that drops all input.
 
 The kernel lets a process take a duplicate of a descendant's descriptor (pidfd_getfd) and attach a classic BPF program
 to a socket. A program that returns 0 drops every incoming segment, so connections hang as in a network partition
-instead of breaking. What is sent still leaves, and a listening socket accepts no connection. New sockets are found by
-looking again.
-Invariants: only TCP sockets are touched; `heal` restores every socket that was cut and still exists.
+instead of breaking. Output is still sent, and a listening socket accepts no connection. Repeated searches find new
+sockets.
+
+Guarantees:
+- Only TCP sockets are affected.
+- `heal` restores every socket that was cut and still exists.
 """
 
 import contextlib
@@ -16,7 +19,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from trainium_devcluster.processes.process_families import sockets_of
+from trainium_devcluster.processes.process_tree import sockets_of
 
 _SYS_PIDFD_GETFD = 438
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
@@ -27,13 +30,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class SocketFilter:
-    """Cuts and heals sockets; keeps a duplicate of each socket that it has cut."""
+    """Cuts and heals sockets; keeps a duplicate of each cut socket."""
 
     _cut: dict[str, socket.socket] = field(default_factory=dict)
 
     @staticmethod
     def supported() -> bool:
-        """Return whether this machine permits it, tried on a new socket."""
+        """Return whether this machine permits the filter, by a test with a new socket."""
         if platform.system() != "Linux":
             return False
         with socket.socket() as probe:
@@ -60,7 +63,7 @@ class SocketFilter:
                         duplicate.close()
 
     def heal(self) -> None:
-        """Let everything through again."""
+        """Remove the filters."""
         for duplicate in self._cut.values():
             with contextlib.suppress(OSError):
                 duplicate.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)

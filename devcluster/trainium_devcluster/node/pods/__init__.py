@@ -1,1 +1,1 @@
-"""The life of a pod and of its containers, as a kubelet leads it."""
+"""Run pods and their containers, as a kubelet does."""

@@ -1,8 +1,11 @@
-"""One container of a pod: started, watched, stopped, started again.
+"""Start, watch, stop and restart one container of a pod.
 
-Invariants: at most one process at a time; `view()` is always what is true; the process's end is noticed without
-polling; a stop runs the preStop hook, then sends the stop signal, then kills, within the grace period, which may
-shrink while it runs.
+Guarantees:
+- At most one process runs at a time.
+- `view()` always returns the current state.
+- The end of the process is detected without polling.
+- A stop runs the preStop hook, then sends the stop signal, then kills, within the grace period, which may shrink while
+  it runs.
 """
 
 import asyncio
@@ -19,11 +22,10 @@ from typing import Any
 from trainium_devcluster.node.api.events import EventSeverity
 from trainium_devcluster.node.api.objects import Json, parse_time
 from trainium_devcluster.node.pods import probe_actions, probes
-from trainium_devcluster.node.pods.backoff import Backoff
 from trainium_devcluster.node.pods.logs import LogWriter, last_lines
 from trainium_devcluster.node.pods.status import (
     ContainerKind,
-    ContainerView,
+    ContainerSnapshot,
     Running,
     State,
     Terminated,
@@ -31,21 +33,49 @@ from trainium_devcluster.node.pods.status import (
     exit_reason,
 )
 from trainium_devcluster.node.processes import container_exec
-from trainium_devcluster.node.processes.launcher_client import Command, Exit, Launcher, LaunchError, Process
+from trainium_devcluster.node.processes.command import ContainerCommand
+from trainium_devcluster.node.processes.launcher_client import ExitStatus, Launcher, LaunchError, Process
 from trainium_devcluster.processes.cleanup import remove_tree
 
 _log = logging.getLogger(__name__)
 
 _MAX_TERMINATION_MESSAGE = 4096
-_MIN_GRACE = 2.0  # seconds that a container has after its preStop hook used up the grace period
+_MIN_GRACE = 2.0  # seconds for a container whose preStop hook used up the grace period
 _START_ERROR = 128
+_FIRST_DELAY, _LONGEST_DELAY = 10.0, 300.0
 
 Emit = Callable[[EventSeverity, str, str, str], None]  # severity, reason, message, container
 
 
+@dataclass(slots=True)
+class Backoff:
+    """The restart delay of a container, as a kubelet computes it: none, 10 s after the end, doubled up to 300 s.
+
+    A run of twice the maximum resets it.
+    """
+
+    delay: float = 0.0
+    """The current delay in seconds, 0 before the first restart."""
+    _updated: float = 0.0
+
+    def remaining(self, finished_at: float, now: float) -> float:
+        """Return the seconds until the container may restart, 0 for now; `finished_at` is its last end."""
+        if self._expired(now):
+            return 0.0
+        return max(0.0, finished_at + self.delay - now)
+
+    def restarted(self, now: float) -> None:
+        """Record a restart of the container."""
+        self.delay = _FIRST_DELAY if self._expired(now) else min(_LONGEST_DELAY, self.delay * 2)
+        self._updated = now
+
+    def _expired(self, now: float) -> bool:
+        return self.delay == 0.0 or now - self._updated > 2 * _LONGEST_DELAY
+
+
 @dataclass(slots=True, eq=False)
 class Container:
-    """One container. `changed` is called whenever `view()` may have changed."""
+    """Runs one container; calls `changed` whenever `view()` may have changed."""
 
     spec: Json
     kind: ContainerKind
@@ -53,7 +83,7 @@ class Container:
     launcher: Launcher
     changed: Callable[[], None]
     emit: Emit
-    make_target: Callable[[Json, probe_actions.Execute], probe_actions.CheckTarget]
+    create_probe_target: Callable[[Json, probe_actions.Execute], probe_actions.ProbeTarget]
     state: State = field(default_factory=lambda: Waiting("ContainerCreating"))
     last: Terminated | None = None
     default_grace: float = 30.0
@@ -63,9 +93,9 @@ class Container:
     process: Process | None = None
     backoff: Backoff = field(default_factory=Backoff)
     _attempt: int = 0
-    _began: bool = False
-    _announced: float = 0.0
-    _base: Command | None = None
+    _started_once: bool = False
+    _reported_backoff: float = 0.0
+    _command: ContainerCommand | None = None
     _log: LogWriter | None = None
     _id: str = ""
     _watcher: asyncio.Task[None] | None = None
@@ -81,15 +111,15 @@ class Container:
 
     @property
     def running(self) -> bool:
-        """Whether its process lives."""
+        """Whether its process runs."""
         return self.process is not None
 
     @property
     def has_started(self) -> bool:
         """Whether it was ever started."""
-        return self._began
+        return self._started_once
 
-    def view(self) -> ContainerView:
+    def view(self) -> ContainerSnapshot:
         """Return the status of the container."""
         mounted = tuple(
             {
@@ -99,13 +129,13 @@ class Container:
             }
             for m in self.spec.get("volumeMounts") or []
         )
-        return ContainerView(
+        return ContainerSnapshot(
             self.name, self.spec.get("image", ""), self.kind, self.state, self.last, self.restart_count, self.ready,
             self.started, self._id, mounted,
         )  # fmt: skip
 
-    def adopt(self, status: Json, *, rebooted_at: float) -> None:
-        """Continue from the status that a former node process left; what ran then died with it (255, Unknown)."""
+    def restore(self, status: Json, *, rebooted_at: float) -> None:
+        """Continue from the status of a previous node process; containers that ran ended with it (255, Unknown)."""
         self.restart_count = int(status.get("restartCount") or 0)
         self._id = status.get("containerID", "")
         self._attempt = self.restart_count + 1 if self._id else 0
@@ -114,15 +144,15 @@ class Container:
         if running := (status.get("state") or {}).get("running"):
             since = parse_time(running["startedAt"])
             self.state = Terminated(255, "Unknown", "", since, rebooted_at, self._id)
-            self._began = True
+            self._started_once = True
         elif ended:
-            self.state = _terminated(ended)
-            self._began = True
+            self.state = _parse_terminated(ended)
+            self._started_once = True
             self.ready = self.kind is ContainerKind.INIT and ended["exitCode"] == 0
         elif before:
-            self._began = True
+            self._started_once = True
         if before:
-            self.last = _terminated(before)
+            self.last = _parse_terminated(before)
 
     def log_path(self, *, previous: bool = False) -> Path | None:
         """Return the log of the current run or of the previous one; None if there is none."""
@@ -130,8 +160,8 @@ class Container:
         path = self.folder / f"{attempt}.log"
         return path if attempt >= 1 and path.exists() else None
 
-    def wait_for(self, reason: str, message: str = "") -> None:
-        """Set the reason why it does not run."""
+    def set_waiting(self, reason: str, message: str = "") -> None:
+        """Set the reason why the container does not run."""
         if isinstance(self.state, Terminated):
             self.last = self.state
         waiting = Waiting(reason, message)
@@ -139,38 +169,38 @@ class Container:
             self.state = waiting
             self.changed()
 
-    def backed_off(self, delay: float) -> bool:
-        """Return whether this is the first time that it waits for this long; so that one event reports it."""
-        first, self._announced = self._announced != delay, delay
+    def is_new_backoff(self, delay: float) -> bool:
+        """Return whether it waits this long for the first time, so that only one event reports it."""
+        first, self._reported_backoff = self._reported_backoff != delay, delay
         return first
 
-    async def start(self, command: Command, termination_log: str) -> None:
-        """Start it; returns when the command runs and its postStart hook, if any, has ended."""
+    async def start(self, command: ContainerCommand, termination_log: str) -> None:
+        """Start the container; return when the command runs and its postStart hook, if any, has ended."""
         if isinstance(self.state, Terminated):
             self.last = self.state
-        if self._began:
+        if self._started_once:
             self.restart_count += 1
-        self._began = True
+        self._started_once = True
         self._attempt += 1
         self._id = f"process://{os.urandom(16).hex()}"
-        self._drop_old_logs()
-        self._base = command
+        self._remove_old_logs()
+        self._command = command
         self.ready = self.started = False
         log = self._log = LogWriter(self.folder / f"{self._attempt}.log")
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         out, err = log.pipe("stdout"), log.pipe("stderr")
         self.emit(EventSeverity.NORMAL, "Created", "Container created", self.name)
-        began = time.time()
+        started_at = time.time()
         try:
             process = self.process = self.launcher.start(command, null, out, err)
         finally:
             for fd in (null, out, err):
                 os.close(fd)
-        self._watcher = asyncio.create_task(self._watch(process, log, began, termination_log, command.scratch))
+        self._watcher = asyncio.create_task(self._watch(process, log, started_at, termination_log, command.scratch))
         try:
             await asyncio.shield(process.running)
         except LaunchError as error:
-            self.emit(EventSeverity.WARNING, "Failed", f"Error: {_not_started(error)}", self.name)
+            self.emit(EventSeverity.WARNING, "Failed", f"Error: {_start_error(error)}", self.name)
             await asyncio.shield(self._watcher)
             return
         if self.process is process:
@@ -182,30 +212,32 @@ class Container:
     async def _after_start(self, process: Process) -> None:
         hook = (self.spec.get("lifecycle") or {}).get("postStart")
         if hook:
-            outcome = await probe_actions.perform(hook, self._target(), None)
+            outcome = await probe_actions.run_action(hook, self._target(), None)
             if not outcome.success:
                 self.emit(
                     EventSeverity.WARNING, "FailedPostStartHook", f"PostStartHook failed: {outcome.message}", self.name
                 )
-                self.stop_soon(_MIN_GRACE, "FailedPostStartHook")
+                self.stop_in_background(_MIN_GRACE, "FailedPostStartHook")
                 return
         if self.process is process:
             self._prober = asyncio.create_task(probes.run_probes(self.spec, self._check, self._callbacks()))
 
-    async def _watch(self, process: Process, log: LogWriter, began: float, termination_log: str, scratch: str) -> None:
-        """Wait for the end of the process and turn it into a state."""
-        ended: Exit = await asyncio.shield(process.exited)
+    async def _watch(
+        self, process: Process, log: LogWriter, started_at: float, termination_log: str, scratch: str
+    ) -> None:
+        """Wait for the end of the process and record the state."""
+        ended: ExitStatus = await asyncio.shield(process.exited)
         await asyncio.wait([process.running])
         if self._prober is not None:
             self._prober.cancel()
             self._prober = None
         await log.close()
-        # The first state that is seen must be the right one: a pod that ended is not looked at again.
+        # The first reported state must be final, because a pod that ended is not read again.
         if error := process.running.exception():
-            end = Terminated(_START_ERROR, "StartError", _not_started(error), 0.0, ended.at, self._id)
+            end = Terminated(_START_ERROR, "StartError", _start_error(error), 0.0, ended.at, self._id)
         else:
             message = self._termination_message(ended, Path(termination_log), log)
-            end = Terminated(ended.code, exit_reason(ended.code), message, began, ended.at, self._id)
+            end = Terminated(ended.code, exit_reason(ended.code), message, started_at, ended.at, self._id)
         self.process = None
         self.ready = self.kind is ContainerKind.INIT and end.exit_code == 0
         self.started = False
@@ -213,7 +245,7 @@ class Container:
         remove_tree(Path(scratch))
         self.changed()
 
-    def _termination_message(self, ended: Exit, path: Path, log: LogWriter) -> str:
+    def _termination_message(self, ended: ExitStatus, path: Path, log: LogWriter) -> str:
         try:
             text = path.read_bytes()[:_MAX_TERMINATION_MESSAGE].decode(errors="replace")
         except OSError:
@@ -241,46 +273,46 @@ class Container:
         message = f"Container {self.name} failed {kind.value} probe, will be restarted"
         self.emit(EventSeverity.NORMAL, "Killing", message, self.name)
         grace = probe.get("terminationGracePeriodSeconds")
-        self.stop_soon(float(grace) if grace is not None else None, "probe")
+        self.stop_in_background(float(grace) if grace is not None else None, "probe")
 
     async def _check(self, probe: Json, timeout: float) -> probe_actions.ProbeResult:
-        return await probe_actions.perform(probe, self._target(), timeout)
+        return await probe_actions.run_action(probe, self._target(), timeout)
 
-    def _target(self) -> probe_actions.CheckTarget:
-        return self.make_target(self.spec, self.execute)
+    def _target(self) -> probe_actions.ProbeTarget:
+        return self.create_probe_target(self.spec, self.execute)
 
-    async def execute(self, argv: list[str], timeout: float | None) -> container_exec.InsideResult:
+    async def execute(self, argv: list[str], timeout: float | None) -> container_exec.ExecResult:
         """Run a command inside the container."""
-        process, base = self.process, self._base
+        process, base = self.process, self._command
         if process is None or base is None:
-            return container_exec.InsideResult(container_exec.NOT_EXECUTABLE, "the container is not running")
+            return container_exec.ExecResult(container_exec.NOT_EXECUTABLE, "the container is not running")
         return await container_exec.run(process, argv, base, timeout)
 
-    def exec_command(self, argv: list[str]) -> Command | None:
+    def exec_command(self, argv: list[str]) -> ContainerCommand | None:
         """Return the command that runs `argv` inside the container; None if it does not run."""
-        if self.process is None or self._base is None:
+        if self.process is None or self._command is None:
             return None
-        return container_exec.command_inside(self.process, argv, self._base)
+        return container_exec.exec_command(self.process, argv, self._command)
 
-    def stop_soon(self, grace: float | None, why: str) -> None:
-        """Begin to stop it in the background, with the pod's grace period when none is given."""
+    def stop_in_background(self, grace: float | None, why: str) -> None:
+        """Start to stop the container in the background, by default with the pod's grace period."""
         seconds = self.default_grace if grace is None else grace
         self._begin_stop(time.monotonic() + seconds, why)
 
     async def stop(self, deadline: float) -> None:
-        """Stop it by `deadline` (monotonic seconds) and wait until it has ended; joins a stop that is under way."""
+        """Stop the container by `deadline` (monotonic seconds) and wait for its end; joins a stop in progress."""
         if self.process is not None:
             await asyncio.shield(self._begin_stop(deadline, "pod"))
 
-    def shrink_deadline(self, deadline: float) -> None:
-        """End a stop that is under way earlier than planned."""
+    def shorten_deadline(self, deadline: float) -> None:
+        """Set the deadline of a stop in progress to `deadline` if that is earlier."""
         if deadline < self._deadline:
             self._deadline = deadline
             self._deadline_changed.set()
 
     def _begin_stop(self, deadline: float, why: str) -> asyncio.Task[None]:
         if self._stopping is not None and not self._stopping.done():
-            self.shrink_deadline(deadline)
+            self.shorten_deadline(deadline)
         else:
             self._deadline = deadline
             self._stopping = asyncio.create_task(self._stop(), name=f"stop {self.name}: {why}")
@@ -294,7 +326,7 @@ class Container:
             self._prober.cancel()
             self._prober = None
         await self._pre_stop(process)
-        # A hook that took all the time leaves the container a moment to react to the signal.
+        # After a hook that used all the time the container still gets a moment to handle the signal.
         self._deadline = max(
             self._deadline, time.monotonic() + (_MIN_GRACE if self._deadline < time.monotonic() else 0)
         )
@@ -310,7 +342,7 @@ class Container:
         hook = (self.spec.get("lifecycle") or {}).get("preStop")
         if not hook or process.exited.done():
             return
-        action = asyncio.create_task(probe_actions.perform(hook, self._target(), None))
+        action = asyncio.create_task(probe_actions.run_action(hook, self._target(), None))
         ended = asyncio.create_task(self._until_deadline(process))
         await asyncio.wait({action, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not action.done():
@@ -327,7 +359,7 @@ class Container:
                 await task
 
     async def _until_deadline(self, process: Process) -> None:
-        """Return when the process has ended or the deadline has come, whichever is first."""
+        """Wait for the end of the process or the deadline."""
         while (left := self._deadline - time.monotonic()) > 0 and not process.exited.done():
             self._deadline_changed.clear()
             shrunk = asyncio.ensure_future(self._deadline_changed.wait())
@@ -335,8 +367,8 @@ class Container:
             await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             shrunk.cancel()
 
-    def give_up(self) -> None:
-        """End the container with its pod: one that never started is reported as a kubelet does."""
+    def end_unstarted(self) -> None:
+        """End the container with its pod; report one that never started as a kubelet does."""
         if not isinstance(self.state, Waiting):
             return
         if self.last is not None:
@@ -347,18 +379,18 @@ class Container:
         self.ready = False
         self.started = False
 
-    def _drop_old_logs(self) -> None:
+    def _remove_old_logs(self) -> None:
         for path in self.folder.glob("*.log"):
             if path.stem.isdigit() and int(path.stem) < self._attempt - 1:
                 path.unlink()
                 path.with_suffix(".old").unlink(missing_ok=True)
 
 
-def _not_started(error: BaseException) -> str:
+def _start_error(error: BaseException) -> str:
     return f"failed to start container: {error}"
 
 
-def _terminated(body: Json) -> Terminated:
+def _parse_terminated(body: Json) -> Terminated:
     return Terminated(
         int(body["exitCode"]), body.get("reason", ""), body.get("message", ""), parse_time(body["startedAt"]),
         parse_time(body["finishedAt"]), body.get("containerID", ""), int(body.get("signal") or 0),

@@ -1,10 +1,11 @@
-"""Container logs: written as they come, read as `kubectl logs` asks.
+"""Write container logs, and read them for `kubectl logs`.
 
 A log is a file of lines `TIME STREAM TAG TEXT` as container runtimes write them; TAG is P for a piece of a line and F
-for its end. Standard output and error come through two pipes, so their order is not kept, as with a container
-runtime.
-Invariants: a line is in the file as soon as it was read from the pipe; a file that grows past its limit is moved
-aside once, so a log takes at most twice the limit.
+for its end. Standard output and error use two pipes, so their order is not kept, as with a container runtime.
+
+Guarantees:
+- A line is in the file as soon as it was read from the pipe.
+- A file beyond its limit is rotated once, so a log takes at most twice the limit.
 """
 
 import asyncio
@@ -18,12 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from trainium_devcluster.node.api.objects import parse_time
-from trainium_devcluster.node.api.waiting import within
+from trainium_devcluster.node.api.waiting import with_timeout
 
 _CHUNK = 65536
 _MAX_PIECE = 16384  # bytes of one line that are kept together
 _LIMIT = 10 * 1024 * 1024  # bytes per file
-_FOLLOW_POLL = 0.05  # seconds between looks at a log that is followed
+_FOLLOW_POLL = 0.05  # seconds between two reads of a followed log
 
 
 def _now() -> str:
@@ -58,7 +59,7 @@ class LogWriter:
         except BlockingIOError:
             return
         if not data:
-            self._end(stream)
+            self._close_stream(stream)
             return
         *lines, rest = (self._pending[stream] + data).split(b"\n")
         entries = [(line, b"F") for line in lines]
@@ -81,7 +82,7 @@ class LogWriter:
             self._fd = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o640)
             self._size = 0
 
-    def _end(self, stream: str) -> None:
+    def _close_stream(self, stream: str) -> None:
         fd = self._open.pop(stream)
         asyncio.get_running_loop().remove_reader(fd)
         os.close(fd)
@@ -93,16 +94,16 @@ class LogWriter:
                 self.finished.set_result(None)
 
     async def close(self, timeout: float = 1.0) -> None:
-        """Take what is left in the pipes; what escaped its container can hold this up for `timeout` s only."""
+        """Read the rest of the pipes; a process that escaped its container delays this by at most `timeout` s."""
         with contextlib.suppress(TimeoutError):
-            await within(asyncio.shield(self.finished), timeout)
+            await with_timeout(asyncio.shield(self.finished), timeout)
         for stream in list(self._open):
-            self._end(stream)
+            self._close_stream(stream)
 
 
 @dataclass(frozen=True, slots=True)
-class LogQuery:
-    """Requested part of a log; `since` in seconds since the epoch."""
+class LogOptions:
+    """The requested part of a log; `since` in seconds since the epoch."""
 
     follow: bool = False
     timestamps: bool = False
@@ -112,7 +113,7 @@ class LogQuery:
     stream: str = "All"
 
 
-async def read(path: Path, query: LogQuery, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
+async def read(path: Path, query: LogOptions, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
     """Yield pieces of the log at `path`; with `follow` until `ended` is set."""
     left = query.limit
     async for entry in _entries(path, query, ended):
@@ -127,17 +128,17 @@ async def read(path: Path, query: LogQuery, ended: Callable[[], bool]) -> AsyncI
             return
 
 
-async def _entries(path: Path, query: LogQuery, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
-    source = _Source(path)
+async def _entries(path: Path, query: LogOptions, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
+    source = _LogTail(path)
     try:
-        backlog = deque((line for line in source.lines() if _wanted(line, query)), maxlen=query.tail)
+        backlog = deque((line for line in source.lines() if _matches(line, query)), maxlen=query.tail)
         while backlog:
             yield backlog.popleft()
         while query.follow:
-            is_last_read = ended()  # asked before reading, so that nothing written before the end is missed
+            is_last_read = ended()  # checked before the read, so that no line before the end is missed
             fresh = source.lines()
             for line in fresh:
-                if _wanted(line, query):
+                if _matches(line, query):
                     yield line
             if is_last_read and not fresh:
                 return
@@ -147,8 +148,8 @@ async def _entries(path: Path, query: LogQuery, ended: Callable[[], bool]) -> As
         source.close()
 
 
-class _Source:
-    """Complete lines of a log as they come, across the moment when its file is moved aside."""
+class _LogTail:
+    """Reads complete lines of a growing log, across its rotation."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -173,7 +174,7 @@ class _Source:
         self._file.close()
 
 
-def _wanted(line: bytes, query: LogQuery) -> bool:
+def _matches(line: bytes, query: LogOptions) -> bool:
     parts = line.split(b" ", 3)
     if len(parts) < 4:
         return False
@@ -182,7 +183,7 @@ def _wanted(line: bytes, query: LogQuery) -> bool:
     return query.since is None or parse_time(parts[0].decode()) >= query.since
 
 
-def _render(line: bytes, query: LogQuery) -> bytes | None:
+def _render(line: bytes, query: LogOptions) -> bytes | None:
     time_text, _, tag, text = line.split(b" ", 3)
     if tag == b"F":
         text += b"\n"
@@ -190,7 +191,7 @@ def _render(line: bytes, query: LogQuery) -> bytes | None:
 
 
 def last_lines(path: Path, max_bytes: int = 2048, max_lines: int = 80) -> str:
-    """Return the end of a log, as FallbackToLogsOnError writes it into a status."""
+    """Return the end of a log for a status with FallbackToLogsOnError."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * max_bytes - 100 * max_lines))

@@ -1,12 +1,14 @@
 """Run one pod on this node: from its binding until it is deleted from the API server.
 
-One task per pod looks, after every change, at what should be true and does the next thing: make volumes, run init
-containers in order, start the main containers, start again what ended and should run, end the pod. It is notified of
-changes (a process ended, a probe spoke, the pod was edited or deleted) through one event and polls nothing.
+One task per pod compares, after every change, the desired with the current state and takes the next step: create
+volumes, run init containers in order, start the main containers, restart ended ones, end the pod. One event notifies it
+of changes (a process ended, a probe reported, the pod was edited or deleted); it does not poll.
 
-Invariants: containers start only after all volumes are there; a pod that reached Succeeded or Failed is never started
-again; deletion ends the containers first, then writes the final status, then removes the object; the pod's files go
-last.
+Guarantees:
+- Containers start only after all volumes exist.
+- A pod that reached Succeeded or Failed is never started again.
+- Deletion ends the containers first, then writes the final status, then removes the object.
+- The pod's files are removed last.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from trainium_devcluster.node.api.client import ApiError, Unreachable
+from trainium_devcluster.node.api.client import ApiError, UnreachableError
 from trainium_devcluster.node.api.events import EventSeverity
 from trainium_devcluster.node.api.objects import (
     Json,
@@ -30,18 +32,17 @@ from trainium_devcluster.node.api.objects import (
     timestamp,
     uid,
 )
-from trainium_devcluster.node.api.waiting import until
+from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.pods.container import Container
-from trainium_devcluster.node.pods.node_context import NodeServices
+from trainium_devcluster.node.pods.node_services import NodeServices
 from trainium_devcluster.node.pods.pod_setup import PodSetup
 from trainium_devcluster.node.pods.resource_claims import ClaimError, check_claims
 from trainium_devcluster.node.pods.status import (
     ContainerKind,
-    PodView,
+    PodSnapshot,
     Terminated,
     Waiting,
-    kind_of,
-    phase,
+    container_kind,
     pod_status,
     should_restart,
 )
@@ -57,7 +58,7 @@ _TOO_LONG = "Pod was active on the node longer than the specified deadline"
 
 @dataclass(slots=True, eq=False)
 class PodRunner:
-    """Runs one pod. Created by the node for every pod bound to it."""
+    """Runs one pod; the node creates one for every pod bound to it."""
 
     services: NodeServices
     pod: Json
@@ -67,20 +68,20 @@ class PodRunner:
     writer: StatusWriter = field(init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the pod's task
     _wake_up: asyncio.Event = field(default_factory=asyncio.Event)  # wakes its supervision
-    _verdict: tuple[str, str, str] | None = None
-    _sandbox: bool = False
+    _failure: tuple[str, str] | None = None  # reason and message
+    _sandbox_ready: bool = False
     _ended: bool = False
-    _removed: bool = False  # the object is deleted from the API server
+    _deleted: bool = False  # the object is deleted from the API server
     _start_time: str = ""
 
     def __post_init__(self) -> None:
         status = self.pod.get("status") or {}
         self._start_time = status.get("startTime") or timestamp(time.time())
         self.setup = PodSetup(self.services, lambda: self.pod, self.address)
-        self.writer = StatusWriter(self.services.api, lambda: self.pod, self._render, self._status_written)
+        self.writer = StatusWriter(self.services.api, lambda: self.pod, self._status, self._status_written)
         grace = float(self.pod["spec"].get("terminationGracePeriodSeconds") or 0)
         for spec in [*init_containers(self.pod), *containers(self.pod)]:
-            kind = kind_of(self.pod, spec)
+            kind = container_kind(self.pod, spec)
             folder = self.setup.folder / "containers" / spec["name"]
             container = Container(
                 spec,
@@ -89,36 +90,36 @@ class PodRunner:
                 self.services.launcher,
                 self.wake,
                 self._emit,
-                self.setup.check_target,
+                self.setup.probe_target,
                 default_grace=grace,
             )
             if init_containers(self.pod):
                 container.state = Waiting("PodInitializing")
             old = [*(status.get("containerStatuses") or []), *(status.get("initContainerStatuses") or [])]
             if known := find(old, "name", spec["name"]):
-                container.adopt(known, rebooted_at=time.time())
+                container.restore(known, rebooted_at=time.time())
             self.containers.append(container)
         self._ended = is_terminal(self.pod)
 
-    # --- What the node calls -----------------------------------------------------------------------------------------
+    # --- Called by the node ------------------------------------------------------------------------------------------
 
     def update(self, pod: Json) -> None:
         """Apply a change of the object."""
-        refused = None if unsupported_fields.ephemeral_refusal(self.pod) else unsupported_fields.ephemeral_refusal(pod)
+        refused = None if unsupported_fields.reject_ephemeral(self.pod) else unsupported_fields.reject_ephemeral(pod)
         self.pod = pod
         if refused:
             self._emit(EventSeverity.WARNING, "NotSupported", refused, "")
         self.setup.volumes.pod_changed()
         self.wake()
 
-    def removed(self, pod: Json) -> None:
+    def handle_deletion(self, pod: Json) -> None:
         """Handle the deletion of the object."""
         self.pod = pod
-        self._removed = self.writer.deleted = True
+        self._deleted = self.writer.deleted = True
         self.wake()
 
     def wake(self) -> None:
-        """Something changed: look again."""
+        """Wake the pod's task after a change."""
         self._changed.set()
         self._wake_up.set()
         self.writer.changed()
@@ -137,30 +138,30 @@ class PodRunner:
     # --- The pod's task ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run the pod until it has ended and is deleted; raises on cancellation only."""
+        """Run the pod until it has ended and is deleted; raises only on cancellation."""
         writer = asyncio.create_task(self.writer.run())
         self.wake()
         try:
-            living = asyncio.create_task(self._live())
-            while not (self._removed or "deletionTimestamp" in self.pod["metadata"]):
-                await self._wait()
-            living.cancel()
+            running_pod = asyncio.create_task(self._run_until_end())
+            while not (self._deleted or "deletionTimestamp" in self.pod["metadata"]):
+                await self._wait_for_change()
+            running_pod.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await living
+                await running_pod
             await self._terminate()
             await self._delete()
         finally:
             writer.cancel()
             self.setup.remove()
 
-    async def _live(self) -> None:
-        """Everything up to the pod's end."""
+    async def _run_until_end(self) -> None:
+        """Run the pod to its end."""
         if self._ended:
             return
         try:
             if not self._admit():
                 return
-            await self._make_volumes()
+            await self._set_up_volumes()
             await self._supervise()
         except Exception:  # noqa: BLE001 - a defect here must show on the pod, not silently leave it as it is
             _log.exception("pod %s/%s", namespace(self.pod), name(self.pod))
@@ -168,21 +169,21 @@ class PodRunner:
         self.wake()
 
     def _admit(self) -> bool:
-        sentences = unsupported_fields.refusals(self.pod, self.services.isolation)
+        sentences = unsupported_fields.find_unsupported(self.pod, self.services.isolation)
         if sentences:
             for sentence in sentences:
                 self._emit(EventSeverity.WARNING, "NotSupported", sentence, "")
             self._fail("NotSupported", "; ".join(sentences))
             return False
-        if shortage := self.services.shortage(self.pod):
-            resource, message = shortage
+        if insufficient := self.services.insufficient_resource(self.pod):
+            resource, message = insufficient
             self._emit(EventSeverity.WARNING, f"OutOf{resource}", message, "")
             self._fail(f"OutOf{resource}", f"Pod was rejected: {message}")
             return False
-        self.services.note_not_enforced(self.pod)
+        self.services.report_unenforced(self.pod)
         return True
 
-    async def _make_volumes(self) -> None:
+    async def _set_up_volumes(self) -> None:
         while True:
             try:
                 await check_claims(self.services.api, self.pod)
@@ -191,15 +192,15 @@ class PodRunner:
                 devices = isinstance(error, ClaimError)
                 reason = "FailedPrepareDynamicResources" if devices else "FailedMount"
                 self._emit(EventSeverity.WARNING, reason, str(error), "")
-                await until(self.setup.volumes.changed, _VOLUME_RETRY)
+                await wait_for_event(self.setup.volumes.changed, _VOLUME_RETRY)
                 self.setup.volumes.changed.clear()
             else:
-                self._sandbox = True
+                self._sandbox_ready = True
                 self.wake()
                 return
 
     async def _supervise(self) -> None:
-        """Do the next thing after every change, until nothing will run any more."""
+        """Take the next step after every change, until no container will run again."""
         started = parse_time(self._start_time)
         limit = self.pod["spec"].get("activeDeadlineSeconds")
         while True:
@@ -208,40 +209,40 @@ class PodRunner:
             if limit is not None:
                 pauses.append(started + limit - time.time())
                 if pauses[-1] <= 0:
-                    self._verdict = ("Failed", "DeadlineExceeded", _TOO_LONG)
+                    self._failure = ("DeadlineExceeded", _TOO_LONG)
                     await self._kill_all(grace_seconds(self.pod), _TOO_LONG)
-                    self._end()
+                    self._finish()
                     return
             if await self._initialize(pauses):
                 for container in (c for c in self.containers if c.kind is ContainerKind.MAIN):
-                    await self._keep(container, pauses)
-            if self._is_over():
+                    await self._sync_container(container, pauses)
+            if self._is_finished():
                 await self._stop_sidecars(time.monotonic() + grace_seconds(self.pod))
-                self._end()
+                self._finish()
                 return
-            await until(self._wake_up, min(pauses, default=None))
+            await wait_for_event(self._wake_up, min(pauses, default=None))
 
     async def _initialize(self, pauses: list[float]) -> bool:
-        """Run init containers and sidecars in order; True once all have done their part."""
+        """Run init containers and sidecars in order; return whether all are complete."""
         has_started = any(c.has_started for c in self.containers if c.kind is ContainerKind.MAIN)
         for container in (c for c in self.containers if c.kind is not ContainerKind.MAIN):
             if container.kind is ContainerKind.SIDECAR:
-                await self._keep(container, pauses)
+                await self._sync_container(container, pauses)
                 if not has_started and not container.started:
                     return False
             elif not has_started and not container.ready:
-                await self._keep(container, pauses)
+                await self._sync_container(container, pauses)
                 if not container.ready:
                     return False
         return True
 
     def _initialized(self) -> bool:
-        """Return whether all init containers have done their part, so that main containers could start."""
+        """Return whether all init containers are complete, so that main containers can start."""
         inits = [c for c in self.containers if c.kind is not ContainerKind.MAIN]
         return all(c.ready if c.kind is ContainerKind.INIT else c.started for c in inits)
 
-    async def _keep(self, container: Container, pauses: list[float]) -> None:
-        """Start `container` if it should run and does not; a back-off is added to `pauses`."""
+    async def _sync_container(self, container: Container, pauses: list[float]) -> None:
+        """Start `container` if it should run and does not; add a backoff to `pauses`."""
         if container.running:
             return
         state = container.state if isinstance(container.state, Terminated) else container.last
@@ -258,17 +259,17 @@ class PodRunner:
             pauses.append(pause_after)
 
     def _back_off(self, container: Container, left: float) -> float:
-        """Let `container` wait `left` seconds more; returns when to look again."""
+        """Set `container` to wait `left` more seconds; return the time of the next check."""
         where = f"{name(self.pod)}_{namespace(self.pod)}({uid(self.pod)})"
-        if container.backed_off(container.backoff.delay):
+        if container.is_new_backoff(container.backoff.delay):
             message = f"Back-off restarting failed container {container.name} in pod {where}"
             self._emit(EventSeverity.WARNING, "BackOff", message, container.name)
         pause = f"back-off {container.backoff.delay:g}s"
-        container.wait_for("CrashLoopBackOff", f"{pause} restarting failed container={container.name} pod={where}")
+        container.set_waiting("CrashLoopBackOff", f"{pause} restarting failed container={container.name} pod={where}")
         return left
 
-    def _is_over(self) -> bool:
-        """Return whether no container runs that counts, and none will be started."""
+    def _is_finished(self) -> bool:
+        """Return whether no relevant container runs, and none will start."""
         main = [c for c in self.containers if c.kind is ContainerKind.MAIN]
         if any(c.running for c in self.containers if c.kind is not ContainerKind.SIDECAR):
             return False
@@ -284,26 +285,26 @@ class PodRunner:
             isinstance(c.state, Terminated) and not should_restart(self.pod, c.spec, c.state.exit_code) for c in main
         )
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         self._ended = True
         self.services.release_address(uid(self.pod))
         self.wake()
 
     def _fail(self, reason: str, message: str) -> None:
-        self._verdict = ("Failed", reason, message)
-        self._end()
+        self._failure = (reason, message)
+        self._finish()
 
     # --- Ending ------------------------------------------------------------------------------------------------------
 
     async def _terminate(self) -> None:
         """End all containers within the grace period."""
-        # A later deletion with a shorter period does not hasten this one: on a kubelet it does not either.
+        # A later deletion with a shorter period has no effect, as on a kubelet.
         await self._kill_all(grace_seconds(self.pod), "Stopping container {name}")
         if not self._ended:
             initialized = self._initialized()
             for container in self.containers:
                 if initialized or container.kind is not ContainerKind.MAIN:
-                    container.give_up()
+                    container.end_unstarted()
         self._ended = True
 
     async def _kill_all(self, grace: int, message: str) -> None:
@@ -319,17 +320,17 @@ class PodRunner:
             await container.stop(deadline)
 
     async def _delete(self) -> None:
-        """Write the final status, then remove the object, which only its node may do for good."""
+        """Write the final status, then remove the object, which only its node may do."""
         await self.writer.flush()
         path = f"/api/v1/namespaces/{namespace(self.pod)}/pods/{name(self.pod)}"
-        while not self._removed:
+        while not self._deleted:
             try:
                 await self.services.api.delete(path, {"gracePeriodSeconds": 0, "preconditions": {"uid": uid(self.pod)}})
             except ApiError as error:
                 if error.status in {404, 409}:
                     return
                 _log.warning("deleting pod %s: %s", path, error)
-            except Unreachable:
+            except UnreachableError:
                 pass
             else:
                 return
@@ -337,28 +338,24 @@ class PodRunner:
 
     # --- Status ------------------------------------------------------------------------------------------------------
 
-    def _render(self, now: str) -> Json:
-        views = [container.view() for container in self.containers]
+    def _status(self, now: str) -> Json:
         running = any(c.running for c in self.containers)
         terminal = self._ended and not running
-        verdict = None if running else self._verdict  # while containers are still being stopped the phase stays
-        sandbox = self._sandbox and not terminal
-        view = PodView(
-            self.pod, views, self.services.address, self.address if self._sandbox or self._had_address else "", sandbox,
-            self._start_time, terminal, verdict,
-        )  # fmt: skip
-        return pod_status(view, now)
-
-    @property
-    def _had_address(self) -> bool:
-        return bool((self.pod.get("status") or {}).get("podIP"))
-
-    def phase(self) -> str:
-        """Return the current phase."""
-        return phase(self.pod, [c.view() for c in self.containers], terminal=self._ended)
+        had_address = self._sandbox_ready or (self.pod.get("status") or {}).get("podIP")
+        snapshot = PodSnapshot(
+            self.pod,
+            [container.view() for container in self.containers],
+            host_ip=self.services.address,
+            pod_ip=self.address if had_address else "",
+            sandbox_ready=self._sandbox_ready and not terminal,
+            start_time=self._start_time,
+            terminal=terminal,
+            failure=None if running else self._failure,  # while containers are still being stopped the phase stays
+        )
+        return pod_status(snapshot, now)
 
     def _status_written(self, pod: Json) -> None:
-        # The answer is newer than what the watch has shown; conditions keep their transition times through it.
+        # The answer is newer than the watched object; it keeps the transition times of conditions.
         if int(pod["metadata"]["resourceVersion"]) > int(self.pod["metadata"]["resourceVersion"]):
             self.pod = pod
 
@@ -367,6 +364,6 @@ class PodRunner:
         path = f"spec.{kind}{{{container}}}" if container else ""
         self.services.events.emit(self.pod, "Pod", severity, reason, message, field_path=path)
 
-    async def _wait(self) -> None:
+    async def _wait_for_change(self) -> None:
         await self._changed.wait()
         self._changed.clear()

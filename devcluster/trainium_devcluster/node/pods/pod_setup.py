@@ -1,22 +1,24 @@
-"""Everything around a pod's containers: its directory, volumes, hosts file, and the command line of each container.
+"""Set up a pod: its directory, volumes, hosts file, and the command line of each container.
 
-Invariants: all of it lies in one directory named after the pod's uid, which `remove` removes; a container is started
-only with a complete configuration, else it waits as CreateContainerConfigError, and with its image (ImagePullBackOff).
+Guarantees:
+- All files are in one directory named after the pod's uid, which `remove` deletes.
+- A container starts only with a complete configuration (else it waits with CreateContainerConfigError) and with its
+  image (else ImagePullBackOff).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainium_devcluster.node.api.client import Unreachable
+from trainium_devcluster.node.api.client import UnreachableError
 from trainium_devcluster.node.api.events import EventSeverity
 from trainium_devcluster.node.api.objects import Json, name, namespace, uid
 from trainium_devcluster.node.network.service_directory import HostsFile
 from trainium_devcluster.node.pods.container import Container
-from trainium_devcluster.node.pods.node_context import NodeServices
-from trainium_devcluster.node.pods.probe_actions import CheckTarget, Execute
-from trainium_devcluster.node.processes.launcher_client import ADDABLE_CAPABILITIES, CAPABILITIES, Command
-from trainium_devcluster.node.processes.programs import agent_mounts, shown_again
+from trainium_devcluster.node.pods.node_services import NodeServices
+from trainium_devcluster.node.pods.probe_actions import Execute, ProbeTarget
+from trainium_devcluster.node.processes.command import ADDABLE_CAPABILITIES, CAPABILITIES, ContainerCommand
+from trainium_devcluster.node.processes.programs import agent_mounts, remount_hidden
 from trainium_devcluster.node.spec import environment, images, mounts, unsupported_fields
 from trainium_devcluster.node.spec.downward_api import PodFacts
 from trainium_devcluster.node.spec.environment import ConfigError
@@ -29,7 +31,7 @@ _MAX_HOSTNAME = 63
 
 @dataclass(slots=True, eq=False)
 class PodSetup:
-    """The surroundings of one pod."""
+    """The environment of one pod."""
 
     services: NodeServices
     pod: Callable[[], Json]
@@ -52,10 +54,10 @@ class PodSetup:
         return str(spec.get("hostname") or name(self.pod())[:_MAX_HOSTNAME].rstrip("-."))
 
     async def prepare(self) -> None:
-        """Make the pod's directory, volumes and hosts file.
+        """Create the pod's directory, volumes and hosts file.
 
         Raises:
-            VolumeError: when a volume cannot be made yet.
+            VolumeError: when a volume cannot be created yet.
         """
         await self.volumes.setup()
         mounts.write_pod_files(self.folder, self.hostname)
@@ -63,40 +65,40 @@ class PodSetup:
         await self.services.directory.add(uid(self.pod()), file)
 
     async def start(self, container: Container) -> float | None:
-        """Start `container`; returns seconds to wait before another try when its configuration is not complete."""
+        """Start `container`; return the seconds before the next try if its configuration is not complete."""
         try:
             command, termination_log = await self._command(container)
-        except (ConfigError, Unreachable) as error:
+        except (ConfigError, UnreachableError) as error:
             container.emit(EventSeverity.WARNING, "Failed", f"Error: {error}", container.name)
-            container.wait_for("CreateContainerConfigError", str(error))
+            container.set_waiting("CreateContainerConfigError", str(error))
             return _CONFIG_RETRY
         except images.PullError as error:
             container.emit(EventSeverity.WARNING, "Failed", f"Failed to pull image: {error}", container.name)
-            container.wait_for("ImagePullBackOff", f"Back-off pulling image: {error}")
+            container.set_waiting("ImagePullBackOff", f"Back-off pulling image: {error}")
             return _PULL_RETRY
         await container.start(command, str(termination_log))
         return None
 
-    def check_target(self, spec: Json, execute: Execute) -> CheckTarget:
-        """Whom probes and hooks of a container address."""
-        return CheckTarget(self.address, spec, execute, self.services.http)
+    def probe_target(self, spec: Json, execute: Execute) -> ProbeTarget:
+        """Return the target of a container's probes and hooks."""
+        return ProbeTarget(self.address, spec, execute, self.services.http)
 
     def remove(self) -> None:
-        """Remove everything; the containers have ended."""
+        """Remove all files; the containers have ended."""
         self.services.directory.remove(uid(self.pod()))
         self.volumes.remove()
 
     def _facts(self) -> PodFacts:
         return PodFacts(self.pod(), self.address, self.services.address, self.services.allocatable)
 
-    async def _command(self, container: Container) -> tuple[Command, Path]:
+    async def _command(self, container: Container) -> tuple[ContainerCommand, Path]:
         spec, pod = container.spec, self.pod()
-        if complaint := unsupported_fields.runs_as_root(pod, spec):
-            raise ConfigError(complaint)
+        if problem := unsupported_fields.check_non_root(pod, spec):
+            raise ConfigError(problem)
         image = images.read_image(self.services.options.paths.images, spec.get("image", ""))
         found: dict[tuple[str, str], Json | None] = {}
         for plural, wanted in environment.references(spec):
-            # A change of the object has no effect on a running container; the volumes' listener is woken for nothing.
+            # A change of the object does not affect a running container; the volumes' listener wakes without effect.
             found[plural, wanted] = await self.services.cache.use(
                 plural, namespace(pod), wanted, uid(pod), self.volumes.changed.set
             )
@@ -110,13 +112,13 @@ class PodSetup:
         termination_log.write_bytes(b"")
         termination_log.chmod(0o666)
         volume_mounts = mounts.volume_mounts(spec, self.volumes.paths, env)
-        own = mounts.own_files(spec, self.folder, termination_log, {m.target for m in volume_mounts})
+        own = mounts.node_files(spec, self.folder, termination_log, {m.target for m in volume_mounts})
         state_dir = str(self.services.options.state_dir)
-        programs = shown_again(volume_mounts, (*self.services.programs, *image.modules), state_dir)
+        programs = remount_hidden(volume_mounts, (*self.services.programs, *image.modules), state_dir)
         agent = agent_mounts(spec.get("image", ""), self.services.agent_folder)
         context = spec.get("securityContext") or {}
         return (
-            Command(
+            ContainerCommand(
                 argv=environment.command(spec, env),
                 env=env,
                 cwd=spec.get("workingDir") or "/",
@@ -134,7 +136,7 @@ class PodSetup:
 
 
 def pod_folder(state_dir: Path, pod_uid: str) -> Path:
-    """Where everything of a pod lies."""
+    """Return the folder of a pod."""
     return state_dir / "pods" / pod_uid
 
 

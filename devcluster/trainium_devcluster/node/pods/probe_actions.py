@@ -1,7 +1,8 @@
-"""The actions of probes and lifecycle hooks: HTTP request, TCP connection, command.
+"""Perform the actions of probes and lifecycle hooks: HTTP request, TCP connection, command.
 
-Invariants: HTTPS certificates are not verified and redirects within the host are followed, as a kubelet does; a check
-never raises, it answers with success or a sentence.
+Guarantees:
+- HTTPS certificates are not verified and redirects within the host are followed, as a kubelet does.
+- A check never raises; it returns success or a sentence.
 """
 
 import asyncio
@@ -12,26 +13,26 @@ from dataclasses import dataclass
 import aiohttp
 
 from trainium_devcluster.node.api.objects import Json, find
-from trainium_devcluster.node.api.waiting import within
-from trainium_devcluster.node.processes.container_exec import InsideResult
+from trainium_devcluster.node.api.waiting import with_timeout
+from trainium_devcluster.node.processes.container_exec import ExecResult
 
 _MAX_BODY = 10 * 1024
 _AGENT = "kube-probe/1.36"
 
-Execute = Callable[[list[str], float | None], Awaitable[InsideResult]]
+Execute = Callable[[list[str], float | None], Awaitable[ExecResult]]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Return whether a check succeeded, and its output."""
+    """The outcome of a check, and its output."""
 
     success: bool
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class CheckTarget:
-    """Whom to check: the pod's address, the container's spec, and a way to run commands in it."""
+class ProbeTarget:
+    """The target of a check: the pod's address, the container's spec, and a function that runs commands in it."""
 
     address: str
     container: Json
@@ -39,7 +40,7 @@ class CheckTarget:
     http: aiohttp.ClientSession
 
 
-async def perform(action: Json, target: CheckTarget, timeout: float | None) -> ProbeResult:
+async def run_action(action: Json, target: ProbeTarget, timeout: float | None) -> ProbeResult:
     """Perform the action of a probe or hook within `timeout` seconds."""
     if "exec" in action:
         result = await target.execute(list(action["exec"].get("command") or []), timeout)
@@ -66,7 +67,7 @@ def port_number(port: str | int, container: Json) -> int | None:
     return None if known is None else int(known["containerPort"])
 
 
-async def _http(action: Json, target: CheckTarget, timeout: float | None) -> ProbeResult:
+async def _http(action: Json, target: ProbeTarget, timeout: float | None) -> ProbeResult:
     port = port_number(action["port"], target.container)
     if port is None:
         return ProbeResult(False, f"the container has no port named {action['port']!r}")
@@ -89,13 +90,13 @@ async def _http(action: Json, target: CheckTarget, timeout: float | None) -> Pro
         return ProbeResult(False, f'Get "{url}": {error or type(error).__name__}')
 
 
-async def _tcp(action: Json, target: CheckTarget, timeout: float | None) -> ProbeResult:
+async def _tcp(action: Json, target: ProbeTarget, timeout: float | None) -> ProbeResult:
     port = port_number(action["port"], target.container)
     if port is None:
         return ProbeResult(False, f"the container has no port named {action['port']!r}")
     host = action.get("host") or target.address
     try:
-        _, writer = await within(asyncio.open_connection(host, port), timeout)
+        _, writer = await with_timeout(asyncio.open_connection(host, port), timeout)
     except (OSError, TimeoutError) as error:
         return ProbeResult(False, f"dial tcp {host}:{port}: {error or 'i/o timeout'}")
     writer.close()

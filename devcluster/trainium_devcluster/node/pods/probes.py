@@ -1,7 +1,9 @@
-"""Liveness, readiness and startup probes of one running container.
+"""Run the liveness, readiness and startup probes of a container.
 
-Invariants: nothing is killed or declared ready but by thresholds; liveness and readiness wait until a startup probe
-has succeeded; the verdicts go to callbacks and nothing else is touched here.
+Guarantees:
+- Only thresholds decide about readiness and restarts.
+- Liveness and readiness wait until a startup probe has succeeded.
+- The results only go to callbacks.
 """
 
 import asyncio
@@ -25,7 +27,7 @@ class ProbeKind(StrEnum):
 class ProbeCallbacks:
     """Callbacks for the results of probes.
 
-    `started` and `ready` change the status, `unhealthy` is each failure, `failed` asks for a restart.
+    `started` and `ready` change the status, `unhealthy` reports each failure, `failed` requests a restart.
     """
 
     started: Callable[[], None]

@@ -1,20 +1,20 @@
-"""The claims of a pod for devices (dynamic resource allocation), as far as a node has to do with them.
+"""Check the device claims of a pod (dynamic resource allocation), as a node does.
 
-A kubelet starts nothing before every claim of the pod exists, is allocated and is reserved for this pod; then it has
-the driver prepare the devices. There is no driver here: what the scheduler allocated counts as prepared, and nothing of
-it is shown to the containers.
+A kubelet starts no container before every claim of the pod exists, is allocated and is reserved for the pod; then the
+driver prepares the devices. There is no driver here: allocated devices count as prepared, and containers do not see
+them.
 """
 
-from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
+from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
 from trainium_devcluster.node.api.objects import Json, find, name, namespace, uid
 
 
 class ClaimError(Exception):
-    """A claim is not usable, for now: the pod waits and tries again."""
+    """A claim is not usable yet; the pod waits and retries."""
 
 
 async def check_claims(api: Api, pod: Json) -> None:
-    """Raise ClaimError, with the message of a kubelet, while a claim of the pod cannot be used."""
+    """Raise ClaimError, with a kubelet's message, if a claim of the pod is not usable."""
     for wanted in pod["spec"].get("resourceClaims") or []:
         claim = await _read(api, pod, _name_of(pod, wanted))
         status = claim.get("status") or {}
@@ -29,7 +29,7 @@ def _name_of(pod: Json, wanted: Json) -> str:
     made = find((pod.get("status") or {}).get("resourceClaimStatuses"), "name", wanted["name"])
     found = wanted.get("resourceClaimName") or (made or {}).get("resourceClaimName")
     if not found:
-        raise ClaimError(f"the resource claim of {wanted['name']} has not been made yet")
+        raise ClaimError(f"the resource claim of {wanted['name']} has not been created yet")
     return str(found)
 
 
@@ -37,5 +37,5 @@ async def _read(api: Api, pod: Json, claim: str) -> Json:
     path = f"/apis/resource.k8s.io/v1/namespaces/{namespace(pod)}/resourceclaims/{claim}"
     try:
         return await api.get(path)
-    except (ApiError, Unreachable) as error:
+    except (ApiError, UnreachableError) as error:
         raise ClaimError(f"resource claim {claim}: {error}") from error

@@ -1,7 +1,10 @@
-"""From what the node knows of a pod's containers to the pod's status. Pure.
+"""Compute a pod's status from the state of its containers.
 
-Invariants: phase, conditions, reasons and messages are a kubelet's; a pod never leaves Succeeded or Failed; a
-condition's transition time changes with its status only; conditions that other controllers own are left alone.
+Guarantees:
+- Phase, conditions, reasons and messages are those of a kubelet.
+- A pod never leaves Succeeded or Failed.
+- A condition's transition time changes only with its status.
+- Conditions of other controllers are kept.
 """
 
 from collections.abc import Sequence
@@ -51,8 +54,8 @@ State = Waiting | Running | Terminated
 
 
 @dataclass(frozen=True, slots=True)
-class ContainerView:
-    """One container as its status shows it."""
+class ContainerSnapshot:
+    """The state of a container for its status."""
 
     name: str
     image: str
@@ -67,40 +70,40 @@ class ContainerView:
 
 
 @dataclass(frozen=True, slots=True)
-class PodView:
-    """A pod as its status shows it. `verdict` overrides the phase: (phase, reason, message)."""
+class PodSnapshot:
+    """The state of a pod for its status; `verdict` overrides the phase: (phase, reason, message)."""
 
     pod: Json
-    containers: Sequence[ContainerView]
+    containers: Sequence[ContainerSnapshot]
     host_ip: str
     pod_ip: str
     sandbox_ready: bool
     start_time: str
     terminal: bool = False
-    verdict: tuple[str, str, str] | None = None
+    failure: tuple[str, str] | None = None
 
 
-def kind_of(pod: Json, container: Json) -> ContainerKind:
-    """Return whether `container` is an init container, a sidecar or a main container of `pod`."""
+def container_kind(pod: Json, container: Json) -> ContainerKind:
+    """Return the kind of `container` in `pod`: init, sidecar or main."""
     if find(init_containers(pod), "name", container["name"]) is None:
         return ContainerKind.MAIN
     return ContainerKind.SIDECAR if is_sidecar(container) else ContainerKind.INIT
 
 
 def restart_policy(pod: Json, container: Json) -> str:
-    """Return the restart policy of a container; that of a main container is the pod's."""
+    """Return the restart policy of a container; for a main container the pod's."""
     own = container.get("restartPolicy")
     if own:
         return str(own)
     policy = pod["spec"].get("restartPolicy", "Always")
-    # An init container that succeeded is never run again, regardless of the policy.
-    if policy == "Always" and kind_of(pod, container) is ContainerKind.INIT:
+    # An init container that succeeded never runs again, with any policy.
+    if policy == "Always" and container_kind(pod, container) is ContainerKind.INIT:
         return "OnFailure"
     return str(policy)
 
 
 def should_restart(pod: Json, container: Json, exit_code: int) -> bool:
-    """Return whether a container that ended with `exit_code` is started again."""
+    """Return whether a container that ended with `exit_code` restarts."""
     policy = restart_policy(pod, container)
     return policy == "Always" or (policy == "OnFailure" and exit_code != 0)
 
@@ -110,8 +113,8 @@ def exit_reason(exit_code: int) -> str:
     return "Completed" if exit_code == 0 else "Error"
 
 
-def phase(pod: Json, views: Sequence[ContainerView], *, terminal: bool) -> str:
-    """Return the phase of a pod; `terminal` if nothing runs and nothing will be started."""
+def phase(pod: Json, views: Sequence[ContainerSnapshot], *, terminal: bool) -> str:
+    """Return the phase of a pod; `terminal` if no container runs or will start."""
     by_name = {view.name: view for view in views}
     specs = {c["name"]: c for c in [*init_containers(pod), *containers(pod)]}
     init_failed = init_pending = False
@@ -145,13 +148,13 @@ def phase(pod: Json, views: Sequence[ContainerView], *, terminal: bool) -> str:
     return "Failed"
 
 
-def pod_status(view: PodView, now: str) -> Json:
+def pod_status(view: PodSnapshot, now: str) -> Json:
     """Return the status to write; `now` is the time of transitions."""
     old = view.pod.get("status") or {}
     chosen = phase(view.pod, view.containers, terminal=view.terminal)
     reason = message = None
-    if view.verdict is not None:
-        chosen, reason, message = view.verdict
+    if view.failure is not None:
+        chosen, (reason, message) = "Failed", view.failure
     if old.get("phase") in {"Succeeded", "Failed"}:
         chosen, reason, message = old["phase"], old.get("reason"), old.get("message")
     status: Json = {
@@ -182,20 +185,20 @@ def _generation(pod: Json) -> int | None:
     return found
 
 
-def _end_of(view: ContainerView) -> Terminated | None:
+def _end_of(view: ContainerSnapshot) -> Terminated | None:
     if isinstance(view.state, Terminated):
         return view.state
     return view.last if isinstance(view.state, Waiting) else None
 
 
-def _sidecars_pending(by_name: dict[str, ContainerView]) -> bool:
+def _sidecars_pending(by_name: dict[str, ContainerSnapshot]) -> bool:
     return any(
         v.kind is ContainerKind.SIDECAR and not v.started and not isinstance(v.state, Terminated) and v.last is None
         for v in by_name.values()
     )
 
 
-def _status(view: ContainerView) -> Json:
+def _status(view: ContainerSnapshot) -> Json:
     status: Json = {
         "name": view.name,
         "image": view.image,
@@ -233,14 +236,14 @@ def _state(state: State) -> Json:
             return {"terminated": body}
 
 
-def _conditions(view: PodView, chosen: str, now: str) -> list[Json]:
+def _conditions(view: PodSnapshot, chosen: str, now: str) -> list[Json]:
     pod = view.pod
     generation = _generation(pod)
     ready = _containers_ready(view, chosen)
     wanted: list[tuple[str, str, str, str]] = [
         ("PodReadyToStartContainers", "True" if view.sandbox_ready else "False", "", ""),
         ("Initialized", *_initialized(view, chosen)),
-        ("Ready", *_gated(view, ready)),
+        ("Ready", *_check_readiness_gates(view, ready)),
         ("ContainersReady", *ready),
         ("PodScheduled", "True", "", ""),
     ]
@@ -262,7 +265,7 @@ def _conditions(view: PodView, chosen: str, now: str) -> list[Json]:
     return found
 
 
-def _containers_ready(view: PodView, chosen: str) -> tuple[str, str, str]:
+def _containers_ready(view: PodSnapshot, chosen: str) -> tuple[str, str, str]:
     if chosen == "Succeeded":
         return "False", "PodCompleted", ""
     if chosen == "Failed":
@@ -273,7 +276,7 @@ def _containers_ready(view: PodView, chosen: str) -> tuple[str, str, str]:
     return "True", "", ""
 
 
-def _initialized(view: PodView, chosen: str) -> tuple[str, str, str]:
+def _initialized(view: PodSnapshot, chosen: str) -> tuple[str, str, str]:
     if chosen == "Succeeded":
         return "True", "PodCompleted", ""
     if any(
@@ -291,7 +294,7 @@ def _initialized(view: PodView, chosen: str) -> tuple[str, str, str]:
     return "True", "", ""
 
 
-def _gated(view: PodView, ready: tuple[str, str, str]) -> tuple[str, str, str]:
+def _check_readiness_gates(view: PodSnapshot, ready: tuple[str, str, str]) -> tuple[str, str, str]:
     if ready[0] != "True":
         return ready
     complaints = []

@@ -1,8 +1,10 @@
-"""Writes one pod's status, at once and never twice at the same time.
+"""Write a pod's status, at once and with one request at a time.
 
-Invariants: what is written last is the newest; writes that pile up become one; a write names the pod's uid, so it
-never touches a pod that was recreated under the same name; an API server that is away is tried again until it
-answers.
+Guarantees:
+- The last write has the newest status.
+- Pending writes are combined.
+- A write includes the pod's uid, so it never changes a pod that was recreated with the same name.
+- An unreachable API server is retried until it answers.
 """
 
 import asyncio
@@ -11,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
+from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
 from trainium_devcluster.node.api.objects import Json, name, namespace, timestamp, uid
 
 _log = logging.getLogger(__name__)
@@ -21,7 +23,7 @@ _NOT_FOUND, _CONFLICT, _INVALID = 404, 409, 422
 
 @dataclass(slots=True, eq=False)
 class StatusWriter:
-    """`render` gives the status of the moment, for the time given as text."""
+    """Writes the status of a pod; `render` returns the current status, for a time given as text."""
 
     api: Api
     pod: Callable[[], Json]
@@ -38,12 +40,12 @@ class StatusWriter:
         self._idle.clear()
 
     async def flush(self) -> None:
-        """Return when everything up to now is written (or the pod is deleted from the API server)."""
+        """Wait until the current status is written or the pod is deleted from the API server."""
         self.changed()
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Write until cancelled."""
+        """Write changes until cancelled."""
         while True:
             if not self._dirty.is_set():
                 self._idle.set()
@@ -68,7 +70,7 @@ class StatusWriter:
                 _log.warning("status of pod %s/%s: %s", namespace(pod), name(pod), error)
                 if error.status == _INVALID:
                     return
-            except Unreachable:
+            except UnreachableError:
                 pass
             else:
                 self._last = status

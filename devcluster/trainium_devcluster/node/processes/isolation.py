@@ -1,7 +1,8 @@
-"""Find out how far this machine lets the node isolate its pods, and enter that isolation.
+"""Find the strongest isolation of pods that this machine permits, and enter it.
 
-Invariants: the trial runs in a forked child, so that a failed one leaves the node process as it was. `enter` must be
-called while the process has a single thread (the kernel's rule for user namespaces).
+Guarantees:
+- The test runs in a forked child, so that a failure does not change the node process.
+- `enter` must be called while the process has a single thread (the kernel's rule for user namespaces).
 """
 
 import os
@@ -14,19 +15,19 @@ from trainium_devcluster.processes import syscalls as sc
 
 
 class Namespaces(StrEnum):
-    """Which namespaces the node can make."""
+    """The namespaces that the node can create."""
 
     ROOT = "root"  # mount namespaces with the privileges of root
-    USER = "user"  # mount namespaces inside a user namespace of the node's own
+    USER = "user"  # mount namespaces inside a user namespace of the node
     NONE = "none"  # neither is permitted: pods with mounts are refused
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """Isolation of the pods of this node: `own_pids` is a process namespace with its own /proc per container."""
+    """The isolation of the node's pods; `pid_namespace` is a process namespace with its own /proc per container."""
 
     namespaces: Namespaces
-    own_pids: bool
+    pid_namespace: bool
 
     @property
     def mounts(self) -> bool:
@@ -34,18 +35,18 @@ class Isolation:
         return self.namespaces is not Namespaces.NONE
 
 
-def find() -> Isolation:
+def detect() -> Isolation:
     """Return the strongest isolation that works on this machine."""
     candidates = [Namespaces.ROOT, Namespaces.USER] if os.geteuid() == 0 else [Namespaces.USER]
     for namespaces in candidates:
-        for own_pids in (True, False):
-            if _works(namespaces, own_pids):
-                return Isolation(namespaces, own_pids)
-    return Isolation(Namespaces.NONE, own_pids=False)
+        for pid_namespace in (True, False):
+            if _is_supported(namespaces, pid_namespace):
+                return Isolation(namespaces, pid_namespace)
+    return Isolation(Namespaces.NONE, pid_namespace=False)
 
 
 def enter(isolation: Isolation) -> None:
-    """Move this process into the node's own mount namespace, where mounts vanish with the node."""
+    """Move this process into a mount namespace of the node, whose mounts end with the node."""
     if isolation.namespaces is Namespaces.NONE:
         return
     user = isolation.namespaces is Namespaces.USER
@@ -55,15 +56,15 @@ def enter(isolation: Isolation) -> None:
     sc.mount("none", "/", flags=sc.MS_REC | sc.MS_PRIVATE)
 
 
-def _works(namespaces: Namespaces, own_pids: bool) -> bool:
+def _is_supported(namespaces: Namespaces, pid_namespace: bool) -> bool:
     folder = mkdtemp(prefix="trainium-node-probe-")
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            enter(Isolation(namespaces, own_pids))
+            enter(Isolation(namespaces, pid_namespace))
             sc.mount("tmpfs", folder, "tmpfs", options="size=64k")
-            status = 0 if not own_pids else _try_pid_namespace(folder)
+            status = 0 if not pid_namespace else _try_pid_namespace(folder)
         except OSError:
             status = 1
         finally:

@@ -1,34 +1,34 @@
-"""The launcher: a small single-threaded process, forked from the node at once, that starts all container processes.
+"""Run the launcher: a small single-threaded process, forked early from the node, that starts all containers.
 
-Why a separate process: forking it costs a millisecond where a new interpreter costs twenty, the kernel wants a
-single thread for namespaces, and being the parent (and the adopter of orphans) of every container process it learns
-of each exit at once.
+Reasons for a separate process: a fork of it costs a millisecond, a new interpreter twenty; the kernel requires a single
+thread for namespaces; and as the parent (and subreaper) of all container processes it gets each exit at once.
 
-A container is started by two forks: the first makes the namespaces and ends, the second becomes process 1 of the
-container. It waits until the launcher has adopted it, asks the kernel to die with the launcher, builds its file
-system and becomes the pod's command. The launcher dies with the node process, so a killed node takes its containers
-with it.
+Two forks start a container: the first process creates the namespaces and ends, the second becomes process 1 of the
+container. It waits until the launcher has adopted it, asks the kernel to die with the launcher, builds its file system
+and becomes the pod's command. The launcher dies with the node process, so a killed node takes its containers with it.
 
 Wire format: one JSON object per datagram on a Unix socket, file descriptors beside it. Requests carry, in this order,
-the payload (a memory file with JSON), standard input, output, error, and the write end of a pipe on which the new
-process reports why it could not start; end of file on that pipe means that it runs. Imports nothing but the standard
-library.
+the command (pickled, in a memory file), standard input, output, error, and the write end of a pipe on which the new
+process reports why it could not start; end of file means that it runs. The module imports only the standard library.
 """
 # ruff: noqa: PTH103, PTH118 - plain os calls: this runs in a forked child
 
 import contextlib
 import json
 import os
+import pickle
 import selectors
 import signal
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from trainium_devcluster.node.processes import container_root
-from trainium_devcluster.node.processes.isolation import Isolation, Namespaces
+from trainium_devcluster.node.processes import rootfs
+from trainium_devcluster.node.processes.command import ContainerCommand
+from trainium_devcluster.node.processes.isolation import Isolation
 from trainium_devcluster.processes import syscalls as sc
 
 MAX_MESSAGE = 65536
@@ -36,7 +36,7 @@ _FDS = 5
 
 
 def fork_launcher(isolation: Isolation) -> tuple[socket.socket, int]:
-    """Fork the launcher; returns the node's end of the socket and the launcher's process id."""
+    """Fork the launcher; return the node's end of the socket and the launcher's process id."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
@@ -61,7 +61,7 @@ class _Launcher:
         self._running: dict[int, str] = {}
 
     def serve(self) -> None:
-        """Answer requests until the node closes its end."""
+        """Serve requests until the node closes its end."""
         sc.become_subreaper()
         wake_read, wake_write = os.pipe()
         for fd in (wake_read, wake_write):
@@ -85,7 +85,7 @@ class _Launcher:
     def _handle(self) -> bool:
         data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, _FDS)
         for fd in fds:
-            os.set_inheritable(fd, False)  # recv_fds drops its flags argument, MSG_CMSG_CLOEXEC with it
+            os.set_inheritable(fd, False)  # recv_fds ignores its flags argument, including MSG_CMSG_CLOEXEC
         if not data:
             return False
         request = json.loads(data)
@@ -105,10 +105,11 @@ class _Launcher:
                 os.kill(pid, number)
 
     def _start(self, name: str, fds: list[int]) -> None:
-        payload_fd, stdin, stdout, stderr, error_fd = fds
-        payload = json.loads(os.pread(payload_fd, os.fstat(payload_fd).st_size, 0))
+        command_fd, stdin, stdout, stderr, error_fd = fds
+        pickled = os.pread(command_fd, os.fstat(command_fd).st_size, 0)
+        command: ContainerCommand = pickle.loads(pickled)  # noqa: S301 - the node, which is this program, wrote it
         try:
-            pid, go = _fork_contained(payload, self._isolation, (stdin, stdout, stderr), error_fd)
+            pid, go = _fork_container(command, self._isolation, (stdin, stdout, stderr), error_fd)
         except OSError as error:
             _report(error_fd, error)
             self._send({"id": name, "event": "exited", "status": 127 << 8, "time": time.time()})
@@ -134,13 +135,13 @@ class _Launcher:
         self._socket.send(json.dumps(message).encode())
 
 
-def _fork_contained(
-    payload: dict[str, Any], isolation: Isolation, stdio: tuple[int, int, int], error_fd: int
+def _fork_container(
+    command: ContainerCommand, isolation: Isolation, stdio: tuple[int, int, int], error_fd: int
 ) -> tuple[int, int]:
-    """Two forks; returns the inner process's id and the pipe that lets it continue."""
+    """Fork twice; return the inner process's id and the pipe that lets it continue."""
     join = [
-        os.open(f"/proc/{payload['join']}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
-        for kind in _joined(payload, isolation)
+        os.open(f"/proc/{command.join}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
+        for kind in _namespaces_to_join(command, isolation)
     ]
     go_read, go_write = os.pipe()
     pid_read, pid_write = os.pipe()
@@ -148,10 +149,10 @@ def _fork_contained(
     if outer == 0:
         try:
             os.close(go_write)
-            _enter_namespaces(join, isolation, payload)
+            _enter_namespaces(join, isolation, command)
             inner = os.fork()
             if inner == 0:
-                _become_container(payload, isolation, stdio, error_fd, go_read)
+                _become_container(command, isolation, stdio, error_fd, go_read)
             os.write(pid_write, str(inner).encode())
             os._exit(0)
         except BaseException as error:  # noqa: BLE001 - a forked child must never return into its parent's code
@@ -165,26 +166,26 @@ def _fork_contained(
     os.close(pid_read)
     if not text:
         os.close(go_write)
-        raise OSError(0, "the container's namespaces could not be made")
+        raise OSError(0, "the container's namespaces could not be created")
     return int(text), go_write
 
 
-def _joined(payload: dict[str, Any], isolation: Isolation) -> tuple[str, ...]:
-    if payload.get("join") is None or not isolation.mounts:
+def _namespaces_to_join(command: ContainerCommand, isolation: Isolation) -> tuple[str, ...]:
+    if command.join is None or not isolation.mounts:
         return ()
-    return ("mnt", "uts", "pid") if isolation.own_pids else ("mnt", "uts")
+    return ("mnt", "uts", "pid") if isolation.pid_namespace else ("mnt", "uts")
 
 
-def _enter_namespaces(join: list[int], isolation: Isolation, payload: dict[str, Any]) -> None:
+def _enter_namespaces(join: list[int], isolation: Isolation, command: ContainerCommand) -> None:
     if join:
         for fd in join:
             sc.set_namespace(fd, 0)
-    elif isolation.mounts and payload.get("join") is None:
-        sc.unshare(sc.CLONE_NEWNS | sc.CLONE_NEWUTS | (sc.CLONE_NEWPID if isolation.own_pids else 0))
+    elif isolation.mounts and command.join is None:
+        sc.unshare(sc.CLONE_NEWNS | sc.CLONE_NEWUTS | (sc.CLONE_NEWPID if isolation.pid_namespace else 0))
 
 
 def _become_container(
-    payload: dict[str, Any], isolation: Isolation, stdio: tuple[int, int, int], error_fd: int, go_read: int
+    command: ContainerCommand, isolation: Isolation, stdio: tuple[int, int, int], error_fd: int, go_read: int
 ) -> NoReturn:
     stage = "start"
     try:
@@ -195,50 +196,35 @@ def _become_container(
         _reset_signals()
         for target, fd in enumerate(stdio):
             os.dup2(fd, target)
-        if isolation.mounts and payload.get("join") is None:
+        if isolation.mounts and command.join is None:
             stage = "file system"
-            _build_root(payload, isolation)
-            sc.set_hostname(payload["hostname"])
+            rootfs.build(command, isolation)
+            sc.set_hostname(command.hostname)
         stage = "working directory"
         os.umask(0o022)
         if isolation.mounts:
-            os.makedirs(payload["cwd"], exist_ok=True)
-        os.chdir(payload["cwd"])
+            os.makedirs(command.cwd, exist_ok=True)
+        os.chdir(command.cwd)
         stage = "security context"
-        if payload["capabilities"] is not None and os.geteuid() == 0:
-            sc.limit_capabilities(frozenset(payload["capabilities"]))
-        if payload["no_new_privileges"]:
+        if command.capabilities is not None and os.geteuid() == 0:
+            sc.limit_capabilities(frozenset(command.capabilities))
+        if command.no_new_privileges:
             sc.forbid_new_privileges()
         stage = "exec"
-        env = payload["env"]
-        _execute(payload["argv"], env)
+        _execute(list(command.argv), command.env)
     except BaseException as error:  # noqa: BLE001 - a forked child must never return into its parent's code
         _report(error_fd, error, stage)
     finally:
         os._exit(128)
 
 
-def _build_root(payload: dict[str, Any], isolation: Isolation) -> None:
-    container_root.build(
-        container_root.RootPlan(
-            scratch=payload["scratch"],
-            shm=payload["shm"],
-            hidden=payload["hidden"],
-            mounts=tuple(container_root.Mount(**mount) for mount in payload["mounts"]),
-            read_only=payload["read_only_root"],
-            user_namespace=isolation.namespaces is Namespaces.USER,
-            own_proc=isolation.own_pids,
-        )
-    )
-
-
-def _execute(argv: list[str], env: dict[str, str]) -> None:
-    """Replace this process, looking the command up in the container's own PATH as a container runtime does."""
+def _execute(argv: list[str], env: Mapping[str, str]) -> None:
+    """Execute the command, found in the container's PATH as by a container runtime."""
     command = argv[0]
     if "/" in command:
         os.execve(command, argv, env)  # noqa: S606 - the pod's command, as it is
     for folder in env.get("PATH", os.defpath).split(os.pathsep):
-        # A folder that this user may not enter is passed over like one without the command, as runtimes do.
+        # A folder that this user may not enter is skipped, as in container runtimes.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             os.execve(os.path.join(folder, command), argv, env)  # noqa: S606 - see above
     raise FileNotFoundError(2, "executable file not found in $PATH", command)

@@ -1,7 +1,7 @@
 """Find the folders that replace the contents of an image: virtual environment, interpreter, editable sources.
 
-A volume may be mounted over a folder that contains one of them (for instance a checkout below /tmp). A real image has
-the programs elsewhere, so they are mounted again below such a volume.
+A volume may hide a folder that contains one of them (for instance a checkout below /tmp). In a real image the programs
+are elsewhere, so they are mounted again below such a volume.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.worker_env import AGENT_MOUNT
-from trainium_devcluster.node.processes.container_root import Mount
+from trainium_devcluster.node.processes.command import Mount
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
 def program_folders(bin_folder: Path, search_path: Sequence[str] = sys.path) -> tuple[str, ...]:
-    """Return the outermost folders that programs of `bin_folder` and their modules are read from."""
+    """Return the outermost folders that contain the programs of `bin_folder` and their modules."""
     found = {bin_folder.absolute().parent}
     interpreter = bin_folder / "python"
     if interpreter.exists():
@@ -28,20 +28,20 @@ def program_folders(bin_folder: Path, search_path: Sequence[str] = sys.path) -> 
     return tuple(sorted(str(one) for one in found if not any(other in one.parents for other in found)))
 
 
-def shown_again(volumes: Iterable[Mount], folders: Iterable[str], state_dir: str) -> tuple[Mount, ...]:
-    """Mounts for the folders that a volume hides; volumes of the machine (`hostPath`) are left as they are."""
+def remount_hidden(volumes: Iterable[Mount], folders: Iterable[str], state_dir: str) -> tuple[Mount, ...]:
+    """Return mounts of the folders that a volume hides; volumes of the machine (`hostPath`) are not changed."""
     own = [mount.target.rstrip("/") + "/" for mount in volumes if mount.source.startswith(state_dir.rstrip("/") + "/")]
     return tuple(Mount(folder, folder, read_only=True) for folder in folders if any(folder.startswith(p) for p in own))
 
 
 AGENT_IMAGE = "trainium-agent"
-"""Name of the image, without registry and tag, that holds the agent with its interpreter."""
+"""Name of the image, without registry and tag, that contains the agent with its interpreter."""
 
 
-def link_agent(folder: Path, bin_folder: Path) -> None:
-    """Create what the agent's image holds, as links to the interpreter, loader and packages of the virtual environment.
+def create_agent_image(folder: Path, bin_folder: Path) -> None:
+    """Create the contents of the agent's image, as links to the virtual environment's interpreter, loader and packages.
 
-    A copy of it is started as in a foreign image: by its loader, and with nothing of the PATH.
+    A copy starts as in a foreign image: by its loader, and without the PATH.
     """
     python = (bin_folder / "python").resolve()
     maps = Path("/proc/self/maps").read_text().split()
@@ -63,6 +63,6 @@ def link_agent(folder: Path, bin_folder: Path) -> None:
 
 
 def agent_mounts(image: str, folder: Path) -> tuple[Mount, ...]:
-    """Return what a container of this image has of the agent; none for any other image."""
+    """Return the mounts of the agent for a container of its image; none for other images."""
     name = image.rpartition("/")[2].partition("@")[0].partition(":")[0]
     return (Mount(str(folder), AGENT_MOUNT, read_only=True),) if name == AGENT_IMAGE else ()

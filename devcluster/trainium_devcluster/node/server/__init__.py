@@ -1,1 +1,1 @@
-"""Answer the API server (logs and exec) and the control socket."""
+"""Serve the API server's requests (logs and exec)."""

@@ -1,8 +1,9 @@
-"""`kubectl exec`: a command inside a container, its standard streams over one WebSocket.
+"""Serve `kubectl exec`: the standard streams of a command inside a container, over one WebSocket.
 
-Every binary message begins with a channel byte: 0 standard input, 1 output, 2 error, 3 the result (a metav1.Status),
-4 the terminal's size, 255 (protocol v5) the end of a channel.
-Invariants: the result is the last message; the command ends when its caller disconnects.
+Every binary message begins with a channel byte: 0 standard input, 1 output, 2 error, 3 the result (a metav1.Status), 4
+the terminal's size, 255 (protocol v5) the end of a channel.
+
+The result is the last message. The command ends when its caller disconnects.
 """
 
 import asyncio
@@ -15,7 +16,8 @@ from typing import Any
 from aiohttp import WSMsgType, web
 
 from trainium_devcluster.node.api.objects import Json
-from trainium_devcluster.node.processes.launcher_client import Command, Exit, Launcher, LaunchError
+from trainium_devcluster.node.processes.command import ContainerCommand
+from trainium_devcluster.node.processes.launcher_client import ExitStatus, Launcher, LaunchError
 
 _PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 _STDIN, _STDOUT, _STDERR, _ERROR, _CLOSE = 0, 1, 2, 3, 255
@@ -23,7 +25,9 @@ _CHUNK = 32768
 _DRAIN_SECONDS = 1.0
 
 
-async def serve(request: web.Request, launcher: Launcher, command: Command, with_stdin: bool) -> web.WebSocketResponse:
+async def serve(
+    request: web.Request, launcher: Launcher, command: ContainerCommand, with_stdin: bool
+) -> web.WebSocketResponse:
     """Run `command` and connect it with the caller until it ends."""
     socket = web.WebSocketResponse(protocols=_PROTOCOLS)
     await socket.prepare(request)
@@ -62,7 +66,7 @@ async def serve(request: web.Request, launcher: Launcher, command: Command, with
 
 
 async def _pump(fd: int, channel: int, socket: web.WebSocketResponse) -> None:
-    """Send what comes out of `fd` to the caller."""
+    """Send the output of `fd` to the caller."""
     reader = asyncio.StreamReader(limit=_CHUNK)
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(
@@ -78,7 +82,7 @@ async def _pump(fd: int, channel: int, socket: web.WebSocketResponse) -> None:
 
 
 async def _feed(socket: web.WebSocketResponse, fd: int | None) -> None:
-    """Write what the caller sends into the command's standard input; returns when the caller disconnects."""
+    """Write the caller's messages to the command's standard input; return when the caller disconnects."""
     try:
         async for message in socket:
             if message.type is not WSMsgType.BINARY or not message.data:
@@ -100,7 +104,7 @@ def _write_all(fd: int, data: bytes) -> None:
             data = data[os.write(fd, data) :]
 
 
-def _result(ended: Exit, error: BaseException | None) -> Json:
+def _result(ended: ExitStatus, error: BaseException | None) -> Json:
     if isinstance(error, LaunchError):
         return {"metadata": {}, "status": "Failure", "reason": "InternalError", "message": str(error), "code": 500}
     if ended.code == 0:

@@ -1,7 +1,8 @@
-"""The node's own HTTPS API, which the API server calls for `kubectl logs` and `kubectl exec`.
+"""Serve the node's HTTPS API, which the API server calls for `kubectl logs` and `kubectl exec`.
 
-Invariants: without a client certificate of the cluster's authority nobody gets in (the TLS layer sees to it); what is
-not offered answers with a sentence, not with silence.
+Guarantees:
+- TLS requires a client certificate of the cluster's authority.
+- An unsupported request gets a sentence.
 """
 
 import time
@@ -19,7 +20,7 @@ FindPod = Callable[[str, str], PodRunner | None]
 
 
 class NodeServer:
-    """Routes of the node's API."""
+    """Defines the routes of the node's API."""
 
     def __init__(self, find_pod: FindPod) -> None:
         self._find = find_pod
@@ -87,14 +88,14 @@ class NodeServer:
         return await exec_stream.serve(request, container.process.launcher, command, stdin)
 
 
-def _query(request: web.Request) -> logs.LogQuery:
+def _query(request: web.Request) -> logs.LogOptions:
     query = request.query
     since = None
     if "sinceSeconds" in query:
         since = time.time() - int(query["sinceSeconds"])
     elif "sinceTime" in query:
         since = parse_time(query["sinceTime"])
-    return logs.LogQuery(
+    return logs.LogOptions(
         follow=query.get("follow", "").lower() == "true",
         timestamps=query.get("timestamps", "").lower() == "true",
         tail=int(query["tailLines"]) if "tailLines" in query else None,

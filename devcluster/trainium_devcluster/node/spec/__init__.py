@@ -1,1 +1,1 @@
-"""From the spec of a pod to what its containers get, and what is refused of it."""
+"""Derive the configuration of containers from a pod's spec, and refuse unsupported fields."""

@@ -1,7 +1,8 @@
-"""Read ConfigMaps and Secrets as bytes by key, and choose among the keys for volumes.
+"""Read ConfigMaps and Secrets as bytes by key, and select keys for volumes.
 
-Invariants: modes are plain permission bits; a key that `items` names and the object lacks is an error unless the
-source is optional.
+Guarantees:
+- Modes are plain permission bits.
+- A key in `items` that the object lacks is an error unless the source is optional.
 """
 
 import base64
@@ -17,14 +18,14 @@ class MissingKeyError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class FileContent:
-    """One file of a volume: content and permission bits."""
+class ProjectedFile:
+    """A file of a volume: content and permission bits."""
 
     data: bytes
     mode: int = DEFAULT_MODE
 
 
-def decode(obj: Json, plural: str) -> dict[str, bytes]:
+def decode_data(obj: Json, plural: str) -> dict[str, bytes]:
     """Return the values of a ConfigMap or Secret by key."""
     if plural == "secrets":
         return {key: base64.b64decode(value) for key, value in (obj.get("data") or {}).items()}
@@ -32,20 +33,20 @@ def decode(obj: Json, plural: str) -> dict[str, bytes]:
     return values | {key: base64.b64decode(value) for key, value in (obj.get("binaryData") or {}).items()}
 
 
-def select(
+def project_keys(
     values: dict[str, bytes], items: list[Json] | None, mode: int, optional: bool, what: str
-) -> dict[str, FileContent]:
+) -> dict[str, ProjectedFile]:
     """Return the files, by relative path, that a volume source creates from `values`.
 
     Raises:
         MissingKeyError: when `items` names a key that is not there.
     """
     if not items:
-        return {key: FileContent(value, mode) for key, value in values.items()}
-    files: dict[str, FileContent] = {}
+        return {key: ProjectedFile(value, mode) for key, value in values.items()}
+    files: dict[str, ProjectedFile] = {}
     for item in items:
         if item["key"] in values:
-            files[item["path"]] = FileContent(values[item["key"]], item.get("mode") or mode)
+            files[item["path"]] = ProjectedFile(values[item["key"]], item.get("mode") or mode)
         elif not optional:
             raise MissingKeyError(f"{what} references non-existent config key: {item['key']}")
     return files

@@ -1,7 +1,8 @@
-"""The downward API: what a pod may learn about itself through fieldRef and resourceFieldRef.
+"""Implement the downward API: fields of the pod through fieldRef and resourceFieldRef.
 
-Invariants: the same paths, escapes and renderings as a kubelet's; a path that it does not know is an error, never an
-empty string.
+Guarantees:
+- Paths, escapes and formats are those of a kubelet.
+- An unknown path is an error, never an empty string.
 """
 
 import re
@@ -19,7 +20,7 @@ class UnknownFieldError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PodFacts:
-    """A pod and what only its node knows: addresses, and the node's allocatable resources as defaults for limits."""
+    """A pod with facts of its node: addresses, and allocatable resources as defaults of limits."""
 
     pod: Json
     pod_ip: str
@@ -27,7 +28,7 @@ class PodFacts:
     allocatable: dict[str, str]
 
 
-def field(facts: PodFacts, path: str) -> str:
+def field_value(facts: PodFacts, path: str) -> str:
     """Return the text for a fieldRef.
 
     Raises:
@@ -55,8 +56,8 @@ def field(facts: PodFacts, path: str) -> str:
     )
 
 
-def resource(facts: PodFacts, reference: Json, own_container: str) -> str:
-    """Return the text for a resourceFieldRef; a missing limit is the allocatable amount of the node, as with a kubelet.
+def resource_value(facts: PodFacts, reference: Json, own_container: str) -> str:
+    """Return the text for a resourceFieldRef; a missing limit is the node's allocatable amount, as with a kubelet.
 
     Raises:
         UnknownFieldError: for a container or a resource that does not exist.

@@ -1,8 +1,9 @@
-"""The environment and the command line of a container.
+"""Compute the environment and the command line of a container.
 
-Invariants: order and precedence are a kubelet's (service variables, then envFrom, then env, later wins; $(VAR) sees
-what was defined before); a missing reference that is not optional stops the container with `ConfigError`, as
-CreateContainerConfigError does.
+Guarantees:
+- Order and precedence are those of a kubelet: service variables, envFrom, env; the last value wins; $(VAR) refers to
+  earlier variables.
+- A missing reference that is not optional stops the container with `ConfigError`, as CreateContainerConfigError does.
 """
 
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from trainium_devcluster.node.api.objects import Json, name, namespace
 from trainium_devcluster.node.spec import downward_api
-from trainium_devcluster.node.spec.config_data import decode
+from trainium_devcluster.node.spec.config_data import decode_data
 
 # Read a ConfigMap or a Secret: (plural, name) -> object, or None when it does not exist.
 Lookup = Callable[[str, str], Json | None]
@@ -20,12 +21,12 @@ _REFERENCE = re.compile(r"\$(\$|\([^()]*\))")
 
 
 class ConfigError(Exception):
-    """The container's configuration refers to something that is not there."""
+    """The container's configuration refers to a missing object or key."""
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceView:
-    """A Service of the namespace, as pods see it: `address` is where it is reached."""
+class ServiceVariables:
+    """A Service of the namespace, for the environment of pods; `address` is its address."""
 
     name: str
     address: str
@@ -33,7 +34,7 @@ class ServiceView:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace $(NAME) by its value; $$ is a dollar sign; an unknown $(NAME) stays as it is."""
+    """Replace $(NAME) by its value; $$ is a dollar sign; an unknown $(NAME) is unchanged."""
 
     def replace(match: re.Match[str]) -> str:
         token = match[1]
@@ -43,7 +44,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def references(container: Json) -> list[tuple[str, str]]:
-    """Return the ConfigMaps and Secrets, as (plural, name), that the environment of a container reads."""
+    """Return the ConfigMaps and Secrets, as (plural, name), in the environment of a container."""
     found: list[tuple[str, str]] = []
     for source in container.get("envFrom") or []:
         for key, plural in (("configMapRef", "configmaps"), ("secretRef", "secrets")):
@@ -58,9 +59,9 @@ def references(container: Json) -> list[tuple[str, str]]:
 
 
 def build(
-    container: Json, facts: downward_api.PodFacts, lookup: Lookup, services: Iterable[ServiceView]
+    container: Json, facts: downward_api.PodFacts, lookup: Lookup, services: Iterable[ServiceVariables]
 ) -> dict[str, str]:
-    """Return the variables that the spec of the pod gives to a container.
+    """Return the variables of a container from the pod's spec.
 
     Raises:
         ConfigError: for a reference to something missing.
@@ -85,7 +86,7 @@ def command(container: Json, env: Mapping[str, str]) -> list[str]:
     return [expand(part, env) for part in [*(container.get("command") or []), *(container.get("args") or [])]]
 
 
-def service_variables(service: ServiceView) -> dict[str, str]:
+def service_variables(service: ServiceVariables) -> dict[str, str]:
     """Return the variables that a kubelet sets for a Service of the same namespace."""
     prefix = service.name.upper().replace("-", "_")
     env: dict[str, str] = {}
@@ -120,16 +121,16 @@ def _all_keys(source: Json, pod: Json, lookup: Lookup) -> dict[str, str]:
                 return {}
             raise ConfigError(f'{kind} "{reference.get("name", "")}" not found')
         prefix = source.get("prefix", "")
-        return {prefix + k: v.decode(errors="replace") for k, v in decode(found, plural).items()}
+        return {prefix + k: v.decode(errors="replace") for k, v in decode_data(found, plural).items()}
     raise ConfigError(f"envFrom of pod {namespace(pod)}/{name(pod)} has neither configMapRef nor secretRef")
 
 
 def _value_from(source: Json, container: str, facts: downward_api.PodFacts, lookup: Lookup) -> str | None:
     try:
         if "fieldRef" in source:
-            return downward_api.field(facts, source["fieldRef"]["fieldPath"])
+            return downward_api.field_value(facts, source["fieldRef"]["fieldPath"])
         if "resourceFieldRef" in source:
-            return downward_api.resource(facts, source["resourceFieldRef"], container)
+            return downward_api.resource_value(facts, source["resourceFieldRef"], container)
     except downward_api.UnknownFieldError as error:
         raise ConfigError(str(error)) from error
     for key, plural, kind in (("configMapKeyRef", "configmaps", "configmap"), ("secretKeyRef", "secrets", "secret")):
@@ -147,7 +148,7 @@ def _one_key(reference: Json, plural: str, kind: str, pod: Json, lookup: Lookup)
         if optional:
             return None
         raise ConfigError(f'{kind} "{wanted}" not found')
-    values = decode(found, plural)
+    values = decode_data(found, plural)
     if reference["key"] not in values:
         if optional:
             return None

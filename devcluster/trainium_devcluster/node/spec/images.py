@@ -1,7 +1,7 @@
 """Replace images by folders of modules that programs import first, or mark images that cannot be pulled.
 
-A node has no images: any name starts the programs of the virtual environment. An image may have separate modules, one
-file for each name, so that two versions run side by side.
+A node has no images: any name runs the programs of the virtual environment. An image may have separate modules,
+configured in one file for each name, so that two versions run side by side.
 """
 
 import json
@@ -12,22 +12,22 @@ from urllib.parse import quote
 
 
 class PullError(Exception):
-    """The image cannot be had."""
+    """The image cannot be pulled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Folders of modules, before those of the virtual environment; none: just those."""
+    """Folders of modules that precede those of the virtual environment; may be empty."""
 
     modules: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that containers of the image have in addition."""
+        """Return the additional variables of the image's containers."""
         return {"PYTHONPATH": ":".join(self.modules)} if self.modules else {}
 
 
 def write_image(folder: Path, name: str, modules: Sequence[Path] | None) -> None:
-    """Give the image separate modules; None: it cannot be pulled."""
+    """Set the modules of an image; None: it cannot be pulled."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder / f".{quote(name, safe='')}"
     draft.write_text(json.dumps(None if modules is None else [str(each.absolute()) for each in modules]))

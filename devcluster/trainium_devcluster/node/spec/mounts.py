@@ -1,14 +1,16 @@
-"""Which mounts a container gets: its volume mounts, and the small files that every container has.
+"""Compute the mounts of a container: its volume mounts, and the files that every container gets.
 
-Invariants: a subPath never leads out of its volume; symlinks in sources are resolved on the machine, where they were
-made, not in the container; a volume mount at the same path (for instance /etc/hosts) takes precedence.
+Guarantees:
+- A subPath never leads out of its volume.
+- Symlinks in sources are resolved on the machine, not in the container.
+- A volume mount at the same path (for instance /etc/hosts) takes precedence.
 """
 
 import os
 from pathlib import Path
 
 from trainium_devcluster.node.api.objects import Json
-from trainium_devcluster.node.processes.container_root import Mount
+from trainium_devcluster.node.processes.command import Mount
 from trainium_devcluster.node.spec import environment
 from trainium_devcluster.node.spec.environment import ConfigError
 
@@ -48,19 +50,19 @@ def _sub_path(volume: Path, sub: str) -> Path:
     return source
 
 
-def own_files(container: Json, pod_folder: Path, termination_log: Path, taken: set[str]) -> list[Mount]:
-    """Return the files that every container gets from its node, except where a volume is mounted at the same path."""
+def node_files(container: Json, pod_folder: Path, termination_log: Path, occupied: set[str]) -> list[Mount]:
+    """Return the files that every container gets from its node, unless a volume is mounted at the same path."""
     wanted = {
         "/etc/hosts": pod_folder / "hosts",
         "/etc/hostname": pod_folder / "hostname",
         "/etc/host.conf": pod_folder / "host.conf",
         container.get("terminationMessagePath") or DEFAULT_TERMINATION_LOG: termination_log,
     }
-    return [Mount(str(source), target) for target, source in wanted.items() if target not in taken]
+    return [Mount(str(source), target) for target, source in wanted.items() if target not in occupied]
 
 
 def write_pod_files(pod_folder: Path, hostname: str) -> None:
-    """Return the files of `own_files` that do not change (the hosts file does and is written elsewhere)."""
+    """Write the constant files of `node_files` (the hosts file changes and is written elsewhere)."""
     (pod_folder / "hostname").write_text(hostname + "\n", encoding="utf-8")
     # A name with several addresses must resolve to all of them.
     (pod_folder / "host.conf").write_text("multi on\n", encoding="utf-8")

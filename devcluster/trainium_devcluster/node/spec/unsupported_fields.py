@@ -1,15 +1,14 @@
-"""Find what this node does not support in a pod before it starts, and what it does not enforce.
+"""Find the fields of a pod that this node does not support, and those that it does not enforce.
 
-A pod that asks for something here that would change what it does is refused with a sentence that names the field.
-Limits that only protect others (CPU, memory) are not enforced; they are reported once per node instead. Pure
-functions of the pod.
+A pod with an unsupported field that would change its behaviour is refused with a sentence that names the field. Limits
+that only protect others (CPU, memory) are not enforced, but reported once per node. Pure functions of the pod.
 """
 
 from collections.abc import Iterator
 
 from trainium_devcluster.node.api.objects import Json, containers, init_containers
+from trainium_devcluster.node.processes.command import ADDABLE_CAPABILITIES
 from trainium_devcluster.node.processes.isolation import Isolation
-from trainium_devcluster.node.processes.launcher_client import ADDABLE_CAPABILITIES
 
 _VOLUMES = frozenset(
     {"emptyDir", "hostPath", "configMap", "secret", "downwardAPI", "projected", "persistentVolumeClaim"}
@@ -23,20 +22,20 @@ _POD_FLAGS = {
 }
 
 
-def refusals(pod: Json, isolation: Isolation) -> list[str]:
-    """Sentences, each naming a field that this node does not honour; empty when the pod can run."""
-    return [*_pod_level(pod), *_volumes(pod), *_containers(pod, isolation)]
+def find_unsupported(pod: Json, isolation: Isolation) -> list[str]:
+    """Return a sentence for each unsupported field; empty if the pod can run."""
+    return [*_check_pod(pod), *_check_volumes(pod), *_check_containers(pod, isolation)]
 
 
-def ephemeral_refusal(pod: Json) -> str | None:
+def reject_ephemeral(pod: Json) -> str | None:
     """Return the message for a pod with ephemeral containers, which may be added while it runs."""
     if pod["spec"].get("ephemeralContainers"):
         return "spec.ephemeralContainers is not supported by the process node; use `kubectl exec` instead"
     return None
 
 
-def not_enforced(pod: Json) -> list[str]:
-    """Fields of this pod that are accepted and have no effect here."""
+def unenforced_fields(pod: Json) -> list[str]:
+    """Return the fields of this pod that are accepted without effect."""
     found: list[str] = []
     for container in [*init_containers(pod), *containers(pod)]:
         limits = (container.get("resources") or {}).get("limits") or {}
@@ -55,7 +54,7 @@ def not_enforced(pod: Json) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def runs_as_root(pod: Json, container: Json) -> str | None:
+def check_non_root(pod: Json, container: Json) -> str | None:
     """Return the message of a kubelet if runAsNonRoot forbids the user of the container, else None."""
     merged = {**(pod["spec"].get("securityContext") or {}), **(container.get("securityContext") or {})}
     if merged.get("runAsNonRoot") and merged.get("runAsUser") == 0:
@@ -63,7 +62,7 @@ def runs_as_root(pod: Json, container: Json) -> str | None:
     return None
 
 
-def _pod_level(pod: Json) -> Iterator[str]:
+def _check_pod(pod: Json) -> Iterator[str]:
     spec = pod["spec"]
     for flag, why in _POD_FLAGS.items():
         if spec.get(flag):
@@ -80,11 +79,11 @@ def _pod_level(pod: Json) -> Iterator[str]:
     for key in ("sysctls", "seLinuxOptions", "windowsOptions"):
         if context.get(key):
             yield f"spec.securityContext.{key} is not supported by the process node"
-    if reason := ephemeral_refusal(pod):
+    if reason := reject_ephemeral(pod):
         yield reason
 
 
-def _volumes(pod: Json) -> Iterator[str]:
+def _check_volumes(pod: Json) -> Iterator[str]:
     for volume in pod["spec"].get("volumes") or []:
         kinds = volume.keys() - {"name"}
         if not kinds & _VOLUMES:
@@ -94,15 +93,15 @@ def _volumes(pod: Json) -> Iterator[str]:
                 yield f"volume {volume['name']}: projected source {kind} is not supported by the process node"
 
 
-def _containers(pod: Json, isolation: Isolation) -> Iterator[str]:
+def _check_containers(pod: Json, isolation: Isolation) -> Iterator[str]:
     for kind, group in (("initContainers", init_containers(pod)), ("containers", containers(pod))):
         for container in group:
             where = f"spec.{kind}[{container['name']}]"
-            for complaint in (*_container(container), *_security(container, isolation)):
-                yield f"{where}.{complaint}"
+            for problem in (*_check_container(container), *_check_security_context(container, isolation)):
+                yield f"{where}.{problem}"
 
 
-def _container(container: Json) -> Iterator[str]:
+def _check_container(container: Json) -> Iterator[str]:
     if not container.get("command"):
         yield "command must be given on a process node, which reads no image and so knows no entry point"
     if container.get("restartPolicyRules"):
@@ -121,7 +120,7 @@ def _container(container: Json) -> Iterator[str]:
             yield f"volumeMounts[{mount['mountPath']}].mountPropagation is not supported by the process node"
 
 
-def _security(container: Json, isolation: Isolation) -> Iterator[str]:
+def _check_security_context(container: Json, isolation: Isolation) -> Iterator[str]:
     context = container.get("securityContext") or {}
     if context.get("privileged"):
         yield "securityContext.privileged is not supported by the process node"

@@ -1,1 +1,1 @@
-"""The volumes of pods: made, kept up to date, removed."""
+"""Create, update and remove the volumes of pods."""

@@ -1,9 +1,8 @@
-"""Directories of files that change all at once, in the layout that a kubelet uses.
+"""Write directories whose files change atomically, in the layout of a kubelet.
 
-The files live in a directory with a time in its name; `..data` is a symlink to it and every visible entry a symlink
-through `..data`.
-Invariants: a reader that opens `..data` once sees one version of all files; a change is one rename; nothing is
-written when nothing changed.
+The files are in a directory with a time in its name; `..data` is a symlink to it and every visible entry a symlink
+through `..data`. Invariants: a reader that opens `..data` once sees one version of all files; a change is one rename;
+nothing is written when nothing changed.
 """
 
 import os
@@ -12,14 +11,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainium_devcluster.node.spec.config_data import FileContent
+from trainium_devcluster.node.spec.config_data import ProjectedFile
 
 _DATA = "..data"
 _NEW_DATA = "..data_tmp"
 
 
-def write(folder: Path, files: Mapping[str, FileContent]) -> bool:
-    """Make `folder` hold exactly `files` (by relative path); returns whether anything changed."""
+def write(folder: Path, files: Mapping[str, ProjectedFile]) -> bool:
+    """Write exactly `files` (by relative path) to `folder`; return whether anything changed."""
     folder.mkdir(parents=True, exist_ok=True)
     current = folder / _DATA
     if current.is_symlink() and _read(current) == dict(files):
@@ -36,13 +35,13 @@ def write(folder: Path, files: Mapping[str, FileContent]) -> bool:
     link.unlink(missing_ok=True)
     link.symlink_to(fresh.name)
     link.replace(current)
-    _show(folder, {path.split("/", 1)[0] for path in files})
+    _update_links(folder, {path.split("/", 1)[0] for path in files})
     if old is not None:
         shutil.rmtree(folder / old, ignore_errors=True)
     return True
 
 
-def _show(folder: Path, names: set[str]) -> None:
+def _update_links(folder: Path, names: set[str]) -> None:
     for entry in folder.iterdir():
         if not entry.name.startswith("..") and entry.name not in names:
             entry.unlink()
@@ -52,10 +51,10 @@ def _show(folder: Path, names: set[str]) -> None:
             entry.symlink_to(f"{_DATA}/{name}")
 
 
-def _read(folder: Path) -> dict[str, FileContent]:
-    files: dict[str, FileContent] = {}
+def _read(folder: Path) -> dict[str, ProjectedFile]:
+    files: dict[str, ProjectedFile] = {}
     base = folder.resolve()
     for path in base.rglob("*"):
         if path.is_file():
-            files[str(path.relative_to(base))] = FileContent(path.read_bytes(), path.stat().st_mode & 0o7777)
+            files[str(path.relative_to(base))] = ProjectedFile(path.read_bytes(), path.stat().st_mode & 0o7777)
     return files

@@ -1,8 +1,9 @@
-"""PersistentVolumeClaims: the path behind a bound claim, and the provisioner of the cluster's storage class.
+"""Resolve bound PersistentVolumeClaims to paths, and provision those of the cluster's storage class.
 
-Invariants: a provisioned volume is a directory of the cluster's claims folder, reachable from every node; only the
-node that the scheduler chose provisions a claim, so that no two nodes do; the directory goes when the volume is
-deleted (reclaim policy Delete).
+Guarantees:
+- A provisioned volume is a directory of the cluster's claims folder, reachable from every node.
+- Only the node that the scheduler chose provisions a claim.
+- The directory is removed with the volume (reclaim policy Delete).
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import logging
 from pathlib import Path
 
 from trainium_devcluster.controlplane.bootstrap import PROVISIONER
-from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
+from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
 from trainium_devcluster.node.api.objects import Json, name, namespace, uid
 from trainium_devcluster.node.api.reflector import Reflector
 from trainium_devcluster.processes.cleanup import remove_tree
@@ -22,12 +23,12 @@ _PROVISIONED_BY = "pv.kubernetes.io/provisioned-by"
 _CONFLICT = 409
 
 
-async def backing(api: Api, space: str, claim_name: str) -> Json:
+async def backing_host_path(api: Api, space: str, claim_name: str) -> Json:
     """Return the host path source behind a claim.
 
     Raises:
         OSError: when the claim is not bound, or its volume is of a kind that this node cannot show.
-        ApiError, Unreachable: when it cannot be read.
+        ApiError, UnreachableError: when it cannot be read.
     """
     claim = await api.get(f"/api/v1/namespaces/{space}/persistentvolumeclaims/{claim_name}")
     volume_name = claim["spec"].get("volumeName")
@@ -44,7 +45,7 @@ async def backing(api: Api, space: str, claim_name: str) -> Json:
 
 
 class Provisioner:
-    """Makes volumes for claims of our storage classes that wait for a pod on this node, and removes released ones."""
+    """Creates volumes for claims of our storage classes that wait for a pod on this node, and removes released ones."""
 
     def __init__(self, api: Api, node: str, folder: Path) -> None:
         self._api = api
@@ -59,13 +60,13 @@ class Provisioner:
         self._changed.set()
 
     async def run(self) -> None:
-        """Serve claims until cancelled, or not at all where the node may not."""
+        """Serve claims until cancelled; return at once if the node lacks the permission."""
         try:
             await self._api.get("/apis/storage.k8s.io/v1/storageclasses", {"limit": "1"})
         except ApiError as error:
             _log.info("claims are not provisioned by this node: %s", error)
             return
-        except Unreachable:
+        except UnreachableError:
             pass
         async with asyncio.TaskGroup() as group:
             for reflector in (self._classes, self._claims, self._volumes):
@@ -82,7 +83,7 @@ class Provisioner:
                         await self._provision(claim)
                 for volume in list(self._volumes.objects.values()):
                     await self._reclaim(volume)
-            except (ApiError, Unreachable) as error:
+            except (ApiError, UnreachableError) as error:
                 _log.warning("provisioner: %s", error)
 
     def _is_ours(self, claim: Json) -> bool:

@@ -1,13 +1,15 @@
-"""Projected service account tokens: bound to the pod, with the audience asked for, renewed before they expire.
+"""Request projected service account tokens, bound to the pod and an audience, and renew them before they expire.
 
-Invariants: a token is requested from the API server, never made here; it is renewed after 80 % of its life or 24
-hours, as by a kubelet; when renewal fails the old token stays in use.
+Guarantees:
+- The API server issues all tokens.
+- It is renewed after 80 % of its life or 24 hours, as by a kubelet.
+- If a renewal fails the old token is kept.
 """
 
 import time
 from dataclasses import dataclass, field
 
-from trainium_devcluster.node.api.client import Api, ApiError, Unreachable
+from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
 from trainium_devcluster.node.api.objects import Json, name, namespace, parse_time, uid
 
 _RENEW_SHARE = 0.8
@@ -18,7 +20,7 @@ _DEFAULT_LIFE = 3600  # seconds
 
 @dataclass(slots=True)
 class TokenSource:
-    """One serviceAccountToken source of a projected volume."""
+    """A serviceAccountToken source of a projected volume."""
 
     api: Api
     pod: Json
@@ -27,27 +29,27 @@ class TokenSource:
     _renew_at: float = field(default=0.0)
 
     async def get(self) -> str:
-        """Return the token, renewed when it is due.
+        """Return the token, after a renewal if it is due.
 
         Raises:
-            ApiError, Unreachable: when there is no token yet and none can be had.
+            ApiError, UnreachableError: when there is no token yet and none can be had.
         """
         if self._token and time.time() < self._renew_at:
             return self._token
         try:
             await self._request()
-        except (ApiError, Unreachable):
+        except (ApiError, UnreachableError):
             if not self._token:
                 raise
             self.postpone()
         return self._token
 
     def renew_in(self) -> float:
-        """Seconds until the token is due for renewal."""
+        """Return the seconds until the next renewal."""
         return max(0.1, self._renew_at - time.time())
 
     def postpone(self) -> None:
-        """Do not try again for some seconds."""
+        """Delay the next renewal by some seconds."""
         self._renew_at = max(self._renew_at, time.time() + _RETRY)
 
     async def _request(self) -> None:

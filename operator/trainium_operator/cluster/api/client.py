@@ -1,11 +1,12 @@
-"""The Kubernetes API as this operator uses it: raw JSON, typed errors, and every retry in one place.
+"""A client of the Kubernetes API: raw JSON, typed errors, and every retry in one place.
 
-Retried for a while: 429 and 503 (after `Retry-After`), other 5xx, and connection errors, with jittered exponential
-back-off. POST is retried too, because every name that we create is deterministic: the second attempt then raises
-AlreadyExistsError, and callers check who owns the object. Other errors are raised at once (see `errors`).
+Retried for a while, with jittered exponential back-off: 429 and 503 (after `Retry-After`), other 5xx, and connection
+errors. POST is retried too, because every name that the operator creates is deterministic: the second attempt then
+raises AlreadyExistsError, and callers check who owns the object. Other errors are raised at once (see `errors`).
 Objects and status are written by server-side apply with one field manager.
-Before each attempt of a write `may_write` is asked: an operator that has lost its Lease sends nothing any more, not
-even the repetition of what it began while it led.
+
+Each attempt of a write first calls `may_write`, so an operator that has lost its Lease sends nothing more, not even a
+retry of a write that it began as the leader.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pydantic_core import from_json
 
 from trainium_contract.stored_json import read_json
 from trainium_contract.wire.worker_env import FIELD_MANAGER
-from trainium_operator.cluster.api.errors import ApiError, FencedError, UnavailableError, error_of
+from trainium_operator.cluster.api.errors import ApiError, FencedError, UnavailableError, build_error
 from trainium_operator.cluster.api.transport import ConnectionFailedError, HttpResponse, Transport
 
 if TYPE_CHECKING:
@@ -31,15 +32,16 @@ Json = dict[str, Any]
 
 REQUEST_SECONDS = 30.0
 CALL_SECONDS = 15.0
-"""No further attempt starts after this time: the caller decides what to do next."""
+"""No further attempt starts after this time; the caller then decides what to do."""
 ATTEMPTS = 6
 FIRST_BACKOFF = 0.1
 LONGEST_BACKOFF = 5.0
 LONGEST_RETRY_AFTER = 30.0
 LONGEST_REFUSAL = 8192
-"""Characters that are kept of why something was refused: webhooks of others write it."""
+"""Characters of a refusal that are kept; webhooks of others may write it."""
 PAGE = 50
-"""Objects: a pod is 12 kB of JSON and 45 kB once it is parsed, and what a page needs the process keeps for good."""
+"""Objects in a page. A pod is 12 kB of JSON and 45 kB parsed, and the process never returns the memory that a page
+needs."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
@@ -59,21 +61,19 @@ class Api:
         on_request: Callable[[str, int, float], None] = _ignore,
         may_write: Callable[[], bool] = lambda: True,
         jitter: Callable[[], float] = random.random,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_request(verb, status, seconds)` sees every answer; status 0 stands for none. `now` in seconds."""
+        """`on_request(verb, status, seconds)` receives every response; status 0 means none."""
         self._transport = transport
         self._on_request = on_request
         self._may_write = may_write
         self._jitter = jitter
-        self._now = now
 
     async def get(self, resource: Resource, namespace: str, name: str, *, attempts: int = ATTEMPTS) -> Json:
         """Get one object. Raises NotFoundError."""
         return await self._call("GET", resource.path(namespace, name), attempts=attempts)
 
     async def read(self, path: str) -> Json:
-        """Read a document of the API server itself, for instance of its discovery. Raises NotFoundError."""
+        """Read a document of the API server, for instance of its discovery. Raises NotFoundError."""
         return await self._call("GET", path)
 
     async def list_page(
@@ -86,7 +86,7 @@ class Api:
         continue_token: str = "",
         limit: int = PAGE,
     ) -> Json:
-        """List one page; `metadata.continue` leads to the next. Raises GoneError when the token is too old."""
+        """List one page; `metadata.continue` identifies the next. Raises ExpiredError when the token is too old."""
         query = {"limit": str(limit)}
         if labels:
             query["labelSelector"] = labels
@@ -134,11 +134,9 @@ class Api:
         resource_version: str = "",
         grace_seconds: int | None = None,
     ) -> Json:
-        """Delete in the background; with `uid`, only that incarnation, with `resource_version` only that state of it.
+        """Delete in the background; with `uid`, only that incarnation, with `resource_version` only that version.
 
-        Raises NotFoundError and ConflictError.
-
-        Answers the object when it stays for its grace period, else a Status.
+        Returns the object if it stays for its grace period, else a Status. Raises NotFoundError and ConflictError.
         """
         options: Json = {"propagationPolicy": "Background"}
         preconditions = {"uid": uid, "resourceVersion": resource_version}
@@ -160,7 +158,7 @@ class Api:
     ) -> AsyncGenerator[Json]:
         """Yield events after `resource_version`, with bookmarks, for at most `seconds` (the server ends the stream).
 
-        Raises GoneError when the version is too old, UnavailableError when the stream breaks or is silent for
+        Raises ExpiredError when the version is too old, UnavailableError when the stream breaks or is silent for
         `silence` seconds.
         """
         query = {
@@ -172,12 +170,12 @@ class Api:
         if labels:
             query["labelSelector"] = labels
         path = resource.path(namespace)
-        began = self._now()
+        began = time.monotonic()
         try:
             async with self._transport.stream(path, query=query, silence=silence) as stream:
-                self._on_request("WATCH", stream.status, self._now() - began)
+                self._on_request("WATCH", stream.status, time.monotonic() - began)
                 if stream.status >= 400:
-                    raise error_of(stream.status, "", f"watch {path}: HTTP {stream.status}")
+                    raise build_error(stream.status, "", f"watch {path}: HTTP {stream.status}")
                 async for line in stream.lines:
                     if not line.strip():
                         continue
@@ -186,10 +184,10 @@ class Api:
                     if not isinstance(found, dict) or not isinstance(event.get("type"), str):
                         raise UnavailableError(f"watch {path}: what came is no event")
                     if event["type"] == "ERROR":
-                        raise _error(f"watch {path}", found)
+                        raise _watch_error(f"watch {path}", found)
                     yield event
         except ConnectionFailedError as error:
-            self._on_request("WATCH", 0, self._now() - began)
+            self._on_request("WATCH", 0, time.monotonic() - began)
             raise UnavailableError(str(error)) from error
 
     async def _call(
@@ -210,16 +208,16 @@ class Api:
             if method != "GET" and not self._may_write():
                 raise FencedError(f"{method} {path} was not sent: another operator may lead by now")
             error: ApiError
-            began = self._now()
+            began = time.monotonic()
             try:
                 answer = await self._transport.request(
                     method, path, query=query or {}, body=body, content_type=content_type, timeout=REQUEST_SECONDS
                 )
             except ConnectionFailedError as failed:
-                self._on_request(method, 0, self._now() - began)
+                self._on_request(method, 0, time.monotonic() - began)
                 error = UnavailableError(str(failed))
             else:
-                self._on_request(method, answer.status, self._now() - began)
+                self._on_request(method, answer.status, time.monotonic() - began)
                 if answer.status < 400:
                     return _object(path, answer.body) if answer.body else {}
                 error = _refusal(method, path, answer)
@@ -237,7 +235,7 @@ def _quickly(body: bytes) -> Any:
 
 
 def _object(path: str, body: bytes) -> Json:
-    """Parse a JSON object. Raises UnavailableError for anything else: a proxy answered, or it was cut short."""
+    """Parse a JSON object. Raises UnavailableError for anything else, such as a proxy's or a truncated response."""
     try:
         found = read_json(body, _quickly)
     except ValueError as error:
@@ -250,7 +248,7 @@ def _object(path: str, body: bytes) -> Json:
 def _retry_after(answer: HttpResponse) -> float:
     try:
         return min(LONGEST_RETRY_AFTER, max(0.0, float(answer.headers.get("retry-after", "0"))))
-    except ValueError:  # an HTTP date; our own back-off will do
+    except ValueError:  # an HTTP date; the client's own back-off applies
         return 0.0
 
 
@@ -263,11 +261,10 @@ def _refusal(method: str, path: str, answer: HttpResponse) -> ApiError:
         status = {}
     message = status.get("message") or answer.body[:200].decode(errors="replace") or "no message"
     text = f"{method} {path}: HTTP {answer.status}: {message}"
-    return error_of(answer.status, str(status.get("reason", "")), text[:LONGEST_REFUSAL])
+    return build_error(answer.status, str(status.get("reason", "")), text[:LONGEST_REFUSAL])
 
 
-def _error(what: str, status: Json) -> ApiError:
-    """Return the error of a watch event."""
+def _watch_error(what: str, status: Json) -> ApiError:
     code = status.get("code")
     message = str(status.get("message", "")) or what
-    return error_of(code if isinstance(code, int) else 500, str(status.get("reason", "")), message[:LONGEST_REFUSAL])
+    return build_error(code if isinstance(code, int) else 500, str(status.get("reason", "")), message[:LONGEST_REFUSAL])

@@ -1,4 +1,4 @@
-"""Errors of the API server: small classes, one per reaction of a caller."""
+"""Define the errors of the API server: one class for each reaction of a caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ApiError(Exception):
 
 
 class UnavailableError(ApiError):
-    """No answer, or overloaded (429) or failing (5xx), after all retries: try again later."""
+    """No answer, overloaded (429) or failing (5xx) after all retries: try again later."""
 
 
 class NotFoundError(ApiError):
@@ -29,7 +29,7 @@ class ConflictError(ApiError):
 
 
 class NotOursError(ConflictError):
-    """An object of a name that we need belongs to somebody else: it is never taken over."""
+    """An object with a needed name has another owner; the operator never takes it over."""
 
 
 class ExpiredError(ApiError):
@@ -41,19 +41,19 @@ class ForbiddenError(ApiError):
 
 
 class UnauthorizedError(ApiError):
-    """401: our own credentials are not valid."""
+    """401: the operator's own credentials are not valid."""
 
 
 class FencedError(UnavailableError):
-    """Not sent: this process may not write (any more)."""
+    """Not sent: this process may not write now, or no longer."""
 
 
 class InvalidError(ApiError):
-    """400 or 422: the object itself is wrong; repeating does not help."""
+    """400 or 422: the object is invalid; a retry is useless."""
 
 
 class UndeclaredFieldError(ApiError):
-    """500 to a server-side apply: it has a field that the installed definition lacks; repeating does not help."""
+    """500 to a server-side apply: the object has a field that the installed definition lacks; a retry is useless."""
 
 
 _UNDECLARED = "field not declared in schema"
@@ -69,8 +69,8 @@ _BY_STATUS: dict[int, type[ApiError]] = {
 }
 
 
-def error_of(status: int, reason: str, message: str) -> ApiError:
-    """Return the error of an HTTP status >= 400 and the `reason` of the `Status` object that came with it."""
+def build_error(status: int, reason: str, message: str) -> ApiError:
+    """Return the error of an HTTP status >= 400 and the `reason` of the returned `Status` object."""
     if status == 409 and reason == "AlreadyExists":
         return AlreadyExistsError(message, status=status, reason=reason)
     if status == 500 and _UNDECLARED in message:

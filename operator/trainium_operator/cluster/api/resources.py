@@ -40,11 +40,11 @@ class Resource:
 GANGS = frozenset(
     {("scheduling.k8s.io", "podgroups"), ("scheduling.k8s.io", "workloads"), ("scheduling.x-k8s.io", "podgroups")}
 )
-"""Group and plural of the objects of gang APIs; which versions there are is found by discovery."""
+"""Group and plural of the objects of gang APIs; discovery finds the version that is served."""
 
 
-def resource_of(manifest: Mapping[str, Any]) -> Resource:
-    """Return the namespaced kind of a manifest whose plural follows the rule."""
+def find_resource(manifest: Mapping[str, Any]) -> Resource:
+    """Return the namespaced kind of a manifest whose plural is regular."""
     group, _, version = manifest["apiVersion"].rpartition("/")
     return Resource(group, version, f"{manifest['kind'].lower()}s", manifest["kind"])
 
@@ -56,9 +56,9 @@ TEMPLATES = Resource("resource.k8s.io", "v1", "resourceclaimtemplates", "Resourc
 CLAIMS = Resource("resource.k8s.io", "v1", "resourceclaims", "ResourceClaim")
 SLICES = Resource("resource.k8s.io", "v1", "resourceslices", "ResourceSlice", namespaced=False)
 CLAIMING = (TEMPLATES, CLAIMS, SLICES)
-"""Kinds that are read and written only where jobs may claim devices."""
+"""Kinds that the operator reads and writes only where jobs may claim devices."""
 QUEUEING = (WORKLOADS, FLAVORS, PRIORITIES)
-"""Kinds that are read and written only where the operator works with Kueue."""
+"""Kinds that the operator reads and writes only where it works with Kueue."""
 
 JOBS = Resource(GROUP, VERSION, PLURAL, KIND)
 PODS = Resource("", "v1", "pods", "Pod")
@@ -68,12 +68,12 @@ CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
 SECRETS = Resource("", "v1", "secrets", "Secret")
 DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
 NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
-"""Read and written only where the operator makes one for each job."""
+"""Read and written only where the operator creates one for each job."""
 EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
 CORE_EVENTS = Resource("", "v1", "events", "Event")
-"""The same objects as `kubectl get events` reads them; only read, for pages of jobs."""
+"""The same objects as `kubectl get events` reads; only read, for the pages of jobs."""
 DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
-"""Only read, and only the operator's own."""
+"""Only read, and only the operator's own Deployment."""
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 TOKEN_REVIEWS = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False)
 ACCESS_REVIEWS = Resource("authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", namespaced=False)

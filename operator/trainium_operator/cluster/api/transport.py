@@ -1,9 +1,9 @@
-"""HTTP to the API server: the one place that holds credentials and connections.
+"""HTTP to the API server: the only module with credentials and connections.
 
 Guarantees:
 - TLS is always verified.
-- POST and PATCH are never sent twice here; `client.py` decides what is repeated.
-- Credentials never reach a log line; those of the pod are read again every minute, others before they expire.
+- POST and PATCH are never sent twice here; `client.py` decides what is retried.
+- Credentials never reach a log line. Those of the pod are read again every minute, others before they expire.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["ConnectionFailedError", "HttpResponse", "KubernetesTransport", "Resp
 
 AGENT = "trainium-operator"
 CONNECTIONS = 128
-"""Above the executor's 64 in flight, the watches and the elector: nobody waits for a connection."""
+"""Above the executor's 64 writes in flight, the watches and the elector, so nothing waits for a connection."""
 
 
 class Transport(Protocol):
-    """The requests of `Api`; tests put an in-memory server behind it."""
+    """The HTTP requests of `Api`; tests use an in-memory server."""
 
     async def request(
         self,
@@ -40,7 +40,7 @@ class Transport(Protocol):
         content_type: str,
         timeout: float,
     ) -> HttpResponse:
-        """One exchange; `timeout` in seconds. Raises ConnectionFailedError."""
+        """Send a request and return the response; `timeout` in seconds. Raises ConnectionFailedError."""
         ...
 
     def stream(
@@ -51,7 +51,7 @@ class Transport(Protocol):
 
 
 class KubernetesTransport(HttpClient):
-    """Transport with the credentials of the operator; made by `connect`."""
+    """Transport with the credentials of the operator; `connect` creates it."""
 
     @property
     def namespace(self) -> str:
@@ -64,9 +64,9 @@ class KubernetesTransport(HttpClient):
 
 
 async def connect(kubeconfig: str | None) -> KubernetesTransport:
-    """Credentials from a kubeconfig file, else from the pod's ServiceAccount, else from KUBECONFIG or ~/.kube/config.
+    """Load credentials from a kubeconfig file, else from the pod's ServiceAccount, KUBECONFIG or ~/.kube/config.
 
-    Raises NoClusterError with what to set.
+    Raises NoClusterError, which names what to set.
     """
 
     def find() -> Access:

@@ -1,7 +1,9 @@
-"""From raw JSON of resource.k8s.io, and of pods as far as they claim devices, to small frozen views.
+"""Parse resource.k8s.io objects, and the claims of pods, into small frozen views.
 
-Invariants: nobody else knows the shape of that JSON; what is malformed is left out; everything kept is bounded, for a
-driver, a kubelet or a tenant wrote it.
+Invariants:
+- No other module reads that JSON.
+- Malformed parts are left out.
+- Every view is bounded, because a driver, a kubelet or a tenant wrote the object.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from datetime import datetime
 from sys import intern
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.faults.classify import cause_of_claim_health
+from trainium_contract.faults.classify import find_claim_health_cause
 from trainium_contract.spec.claim import DRIVER
-from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of, whole_of
+from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_mappings, as_text
 from trainium_operator.plan.model.names import CLAIM
 from trainium_operator.plan.model.observed import DeviceTaint
 
@@ -26,7 +28,7 @@ LONGEST_TEXT = 256
 MOST_DEVICES, MOST_TAINTS, MOST_PODS = 128, 16, 256
 """Limits of the API itself for a slice, a device and a claim."""
 _HOLDING_BACK = frozenset({"NoSchedule", "NoExecute"})
-"""Effects of taints that keep a device from being given out."""
+"""Effects of taints that keep a device from being allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class SliceView:
     """Device -> its taints."""
 
     def free(self) -> Iterator[str]:
-        """Yield devices that could be allocated, as far as taints allow."""
+        """Yield the devices without a taint that prevents allocation."""
         for device, taints in self.devices.items():
             if not any(taint.effect in _HOLDING_BACK for taint in taints):
                 yield device
@@ -48,15 +50,15 @@ class SliceView:
 
 @dataclass(frozen=True, slots=True)
 class ClaimView:
-    """One ResourceClaim: for which pods it is reserved, and the devices of the Neuron driver that it holds.
+    """One ResourceClaim: the pods that reserve it, and the devices of the Neuron driver that it holds.
 
     Its owners are ignored: the creator of an object sets them, while the scheduler writes reservations.
     """
 
     pods: tuple[str, ...]
-    """uids."""
+    """Pod uids."""
     held: tuple[tuple[str, str], ...]
-    """Pool and device."""
+    """Each device as (pool, device)."""
 
 
 def template_view(raw: Json) -> str:
@@ -67,58 +69,58 @@ def template_view(raw: Json) -> str:
 
 def slice_view(raw: Json) -> SliceView:
     """Parse a ResourceSlice."""
-    spec = mapping_of(raw.get("spec"))
-    pool = mapping_of(spec.get("pool"))
-    name = intern(text_of(pool.get("name")))
-    node = intern(text_of(spec.get("nodeName"))) if spec.get("driver") == DRIVER else ""
-    devices = items_of(spec.get("devices"))[:MOST_DEVICES] if node else ()
+    spec = as_mapping(raw.get("spec"))
+    pool = as_mapping(spec.get("pool"))
+    name = intern(as_text(pool.get("name")))
+    node = intern(as_text(spec.get("nodeName"))) if spec.get("driver") == DRIVER else ""
+    devices = as_mappings(spec.get("devices"))[:MOST_DEVICES] if node else ()
     return SliceView(
         node=node,
         pool=name,
-        generation=whole_of(pool.get("generation")) or 0,
-        devices={intern(text_of(each.get("name"))): _taints(name, each) for each in devices},
+        generation=as_integer(pool.get("generation")) or 0,
+        devices={intern(as_text(each.get("name"))): _taints(name, each) for each in devices},
     )
 
 
 def claim_view(raw: Json) -> ClaimView:
     """Parse a ResourceClaim."""
-    status = mapping_of(raw.get("status"))
-    allocation = mapping_of(status.get("allocation"))
-    results = items_of(mapping_of(allocation.get("devices")).get("results"))[:MOST_DEVICES]
+    status = as_mapping(raw.get("status"))
+    allocation = as_mapping(status.get("allocation"))
+    results = as_mappings(as_mapping(allocation.get("devices")).get("results"))[:MOST_DEVICES]
     return ClaimView(
         pods=tuple(
-            text_of(each.get("uid"))
-            for each in items_of(status.get("reservedFor"))[:MOST_PODS]
+            as_text(each.get("uid"))
+            for each in as_mappings(status.get("reservedFor"))[:MOST_PODS]
             if each.get("resource") == "pods"
         ),
-        # What is asked for with administrator's access is held by nobody.
+        # Requests with administrator access hold no device.
         held=tuple(
-            (intern(text_of(each.get("pool"))), intern(text_of(each.get("device"))))
+            (intern(as_text(each.get("pool"))), intern(as_text(each.get("device"))))
             for each in results
             if each.get("driver") == DRIVER and each.get("adminAccess") is not True
         ),
     )
 
 
-def claim_template_of(raw: Json) -> str:
-    """Return the template by which a pod of ours claims its devices; empty without a claim."""
-    claims = items_of(mapping_of(raw.get("spec")).get("resourceClaims"))
-    return next((text_of(each.get("resourceClaimTemplateName")) for each in claims if each.get("name") == CLAIM), "")
+def read_claim_template(raw: Json) -> str:
+    """Return the template by which a worker pod claims its devices; empty without a claim."""
+    claims = as_mappings(as_mapping(raw.get("spec")).get("resourceClaims"))
+    return next((as_text(each.get("resourceClaimTemplateName")) for each in claims if each.get("name") == CLAIM), "")
 
 
-def device_health_of(raw: Json) -> tuple[str, str] | None:
-    """Return the health of the first claimed device that is not healthy, with its name and message.
+def read_device_health(raw: Json) -> tuple[str, str] | None:
+    """Return the health of the first unhealthy claimed device, and its name with its message.
 
     The kubelet names a claim's resource `claim:<claim>/<request>`, and a device `<driver>/<pool>/<device>`.
     """
-    for container in items_of(mapping_of(raw.get("status")).get("containerStatuses")):
-        for claimed in items_of(container.get("allocatedResourcesStatus")):
-            if text_of(claimed.get("name")).partition("/")[0] != f"claim:{CLAIM}":
+    for container in as_mappings(as_mapping(raw.get("status")).get("containerStatuses")):
+        for claimed in as_mappings(container.get("allocatedResourcesStatus")):
+            if as_text(claimed.get("name")).partition("/")[0] != f"claim:{CLAIM}":
                 continue
-            for device in items_of(claimed.get("resources"))[:MOST_DEVICES]:
-                health = text_of(device.get("health"))
-                if cause_of_claim_health(health) is not None:
-                    reported = (text_of(device.get("resourceID")), text_of(device.get("message")))
+            for device in as_mappings(claimed.get("resources"))[:MOST_DEVICES]:
+                health = as_text(device.get("health"))
+                if find_claim_health_cause(health) is not None:
+                    reported = (as_text(device.get("resourceID")), as_text(device.get("message")))
                     return health, ": ".join(filter(None, reported))[:LONGEST_TEXT]
     return None
 
@@ -126,13 +128,13 @@ def device_health_of(raw: Json) -> tuple[str, str] | None:
 def _taints(pool: str, device: Json) -> tuple[DeviceTaint, ...]:
     return tuple(
         DeviceTaint(
-            device=f"{pool}/{text_of(device.get('name'))}"[:LONGEST_TEXT],
-            key=intern(text_of(each.get("key"))[:LONGEST_TEXT]),
-            effect=intern(text_of(each.get("effect"))[:LONGEST_TEXT]),
-            value=text_of(each.get("value"))[:LONGEST_TEXT],
+            device=f"{pool}/{as_text(device.get('name'))}"[:LONGEST_TEXT],
+            key=intern(as_text(each.get("key"))[:LONGEST_TEXT]),
+            effect=intern(as_text(each.get("effect"))[:LONGEST_TEXT]),
+            value=as_text(each.get("value"))[:LONGEST_TEXT],
             since=_seconds(each.get("timeAdded")),
         )
-        for each in items_of(device.get("taints"))[:MOST_TAINTS]
+        for each in as_mappings(device.get("taints"))[:MOST_TAINTS]
     )
 
 

@@ -33,7 +33,7 @@ FIRST_RETRY_SECONDS = 2.0
 
 _NATIVE, _COSCHEDULING = "scheduling.k8s.io", "scheduling.x-k8s.io"
 _SOURCES: tuple[tuple[GangApi, str, tuple[str, ...], str], ...] = (
-    # API, group, versions whose fields are known (the best first), the kind that must be served
+    # API, group, known versions (the best first), required kind
     (GangApi.SCHEDULING_GROUP, _NATIVE, ("v1beta1", "v1alpha3", "v1alpha2"), "PodGroup"),
     (GangApi.WORKLOAD_REF, _NATIVE, ("v1alpha1",), "Workload"),
     (GangApi.COSCHEDULING, _COSCHEDULING, ("v1alpha1",), "PodGroup"),
@@ -54,7 +54,7 @@ async def discover_gang_apis(api: Api) -> dict[GangApi, str]:
 
 
 async def serves(api: Api, resource: Resource) -> bool:
-    """Return whether the kind is served in the version whose fields are known here. Raises ApiError."""
+    """Return whether the kind is served in a known version. Raises ApiError."""
     groups = (await api.read("/apis")).get("groups") or ()
     served = {each["version"] for group in groups if group["name"] == resource.group for each in group["versions"]}
     if resource.version not in served:
@@ -68,14 +68,15 @@ async def name_of_cluster(api: Api) -> str:
         uid: str = (await api.get(NAMESPACES, "", "kube-system"))["metadata"]["uid"]
     except (ForbiddenError, NotFoundError) as error:
         logger.warning(
-            "the cluster's name is not known, so jobs of one name in two clusters are one to storage: %s", error
+            "the cluster's identity is not known, so storage cannot distinguish jobs of one name in two clusters: %s",
+            error,
         )
         return ""
     return uid
 
 
 async def _kinds(api: Api, path: str) -> set[str]:
-    """Kinds that can be created; a group that has just gone, or whose server is away, has none."""
+    """Return the kinds that can be created; none for a group that was removed or whose server does not answer."""
     try:
         resources = (await api.read(path)).get("resources") or ()
     except NotFoundError:
@@ -89,11 +90,11 @@ class Discovery:
     def __init__(self, api: Api, nodes: IndexedCache[NodeView] | None, *, on_change: Callable[[], None]) -> None:
         self.gang_apis: Mapping[GangApi, str] = {}
         self.kueue = False
-        """Whether Kueue is there."""
+        """Whether Kueue is served."""
         self.claims = False
         """Whether devices can be claimed."""
         self.cluster = ""
-        """uid of the namespace kube-system, which is the cluster's own among all clusters."""
+        """uid of the namespace kube-system, which identifies the cluster."""
         self.topology_layers: frozenset[str] = frozenset()
         self.known = asyncio.Event()
         self._api = api
@@ -102,14 +103,14 @@ class Discovery:
             nodes.listen(self._node_changed)
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Refresh periodically until cancelled."""
         while True:
             await self.refresh()
             pause = REFRESH_SECONDS * random.uniform(0.8, 1.2)  # noqa: S311 - spreads load, no secret
             await asyncio.sleep(pause if self.known.is_set() else FIRST_RETRY_SECONDS)
 
     async def refresh(self) -> None:
-        """Look once; what could not be read stays as it was."""
+        """Refresh once; a result that could not be read stays as it was."""
         try:
             cluster = self.cluster or await name_of_cluster(self._api)
             found, kueue = await discover_gang_apis(self._api), await serves(self._api, WORKLOADS)

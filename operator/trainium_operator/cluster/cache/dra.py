@@ -1,7 +1,9 @@
-"""Devices that can be claimed, kept: what there are, who holds them, and the templates of our jobs.
+"""Cache device slices, claims, and the claim templates of jobs.
 
-Invariants: nothing here holds anybody up: nothing is read before a job claims devices, nor where the cluster does not
-serve the API, and every other job is planned; only templates that a job controls are kept.
+Invariants:
+- Nothing is read before a job claims devices, nor where the cluster does not serve the API.
+- No other job waits for these objects.
+- Only templates that a job controls are kept.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Dra:
         namespaces: tuple[str, ...] = (),
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called when everything has been read; no `namespaces`: of all."""
+        """`on_change` is called when everything has been read; without `namespaces`, those of all are read."""
         self._wanted = asyncio.Event()
         self._on_change = on_change
         self.templates: Reflector[str] = Reflector(
@@ -54,7 +56,7 @@ class Dra:
         self.inventory = Inventory(self.slices.store, self.claims.store)
 
     async def run(self) -> None:
-        """Read from when it is served and wanted, until cancelled."""
+        """Wait until the API is served and a job claims devices, then read until cancelled."""
         await self.offered.served()
         await self._wanted.wait()
         async with asyncio.TaskGroup() as group:
@@ -62,9 +64,9 @@ class Dra:
             self._on_change()
 
     def devices(self, job: JobView, pods: tuple[PodView, ...], usable: Callable[[str], bool]) -> DevicesView | None:
-        """Return what is known of the devices of a job; None where it claims none, or nothing is known.
+        """Return the devices of a job; None if it claims none or nothing is known.
 
-        `usable(node)` returns whether a worker of the job could run there, whatever its devices.
+        `usable(node)` returns whether a worker of the job could run on that node, devices aside.
         """
         accelerator = job.spec.workers.accelerator
         if accelerator.claim is not None:
@@ -74,7 +76,7 @@ class Dra:
             return None
         nodes = [name for name in self.inventory.nodes() if usable(name)]
         count = accelerator.claimed_devices()
-        taints = ((pod.uid, self.inventory.taints_of(pod.uid)) for pod in pods)
+        taints = ((pod.uid, self.inventory.find_taints(pod.uid)) for pod in pods)
         return DevicesView(
             templates={name: uid for (_, name), uid in owned.items()},
             taints={uid: found for uid, found in taints if found},

@@ -1,7 +1,7 @@
-"""Which devices of which node are free, kept as slices and claims change: a plan asks, and nothing is counted then.
+"""Count the free devices of each node as slices and claims change, so that a plan only looks them up.
 
-A device is free that the newest generation of its pool publishes, that no taint holds back, and that no claim holds.
-Where only some namespaces are served, claims of others are not seen, and what is counted is the most there may be.
+A device is free if the newest generation of its pool publishes it, no taint prevents its allocation, and no claim holds
+it. Where only some namespaces are served, claims of others are invisible, and the count is an upper bound.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import DeviceTaint
 
 Device = tuple[str, str]
-"""Pool and device."""
+"""(pool, device)."""
 
 
 class Inventory:
-    """Fed by the two stores that it listens to."""
+    """Free devices and taints, updated by the two stores that it listens to."""
 
     def __init__(self, slices: IndexedCache[SliceView], claims: IndexedCache[ClaimView]) -> None:
         self._slices: dict[str, dict[Key, SliceView]] = defaultdict(dict)
         self._holders: dict[Device, int] = defaultdict(int)
         self._held: dict[str, dict[Key, tuple[Device, ...]]] = {}
-        """Pod (uid) -> what each of its claims holds."""
+        """By pod uid: the devices that each of its claims holds."""
         self._node_of: dict[str, str] = {}
         """Pool -> node."""
         self._free: dict[str, int] = {}
         self._tainted: set[str] = set()
-        """Nodes with a tainted device; nearly none, and each plan asks for the taints of all its pods."""
+        """Nodes with a tainted device. Almost none, and each plan asks for the taints of all its pods."""
         slices.listen(self._slice_changed)
         claims.listen(self._claim_changed)
 
     def nodes(self) -> Iterator[str]:
-        """Nodes that publish devices."""
+        """Return an iterator over the nodes that publish devices."""
         return iter(self._free)
 
     def free_on(self, node: str) -> int:
         """Return how many devices of a node are free."""
         return self._free.get(node, 0)
 
-    def taints_of(self, pod: str) -> tuple[DeviceTaint, ...]:
-        """Taints of the devices that a pod (uid) holds."""
+    def find_taints(self, pod: str) -> tuple[DeviceTaint, ...]:
+        """Return the taints of the devices that a pod (uid) holds."""
         if not self._tainted:
             return ()
         return tuple(
@@ -86,7 +86,7 @@ class Inventory:
             self._count(node)
 
     def _newest(self, node: str) -> list[SliceView]:
-        """Slices of a node, without those of a pool that a newer generation has replaced."""
+        """Return the slices of a node, without those of a pool that a newer generation has replaced."""
         views = self._slices.get(node, {}).values()
         newest: dict[str, int] = {}
         for view in views:

@@ -1,8 +1,10 @@
-"""Kueue's objects, kept: what plans know of a job's quota.
+"""Cache Kueue's objects, from which plans learn a job's quota.
 
-Invariants: nothing here holds anybody up: without Kueue in the cluster nothing is read, and every other job is planned,
-also while Workloads cannot be read; Workloads that are not known are not taken for none; only those that the job
-controls are kept.
+Invariants:
+- Without Kueue in the cluster nothing is read.
+- Jobs without a queue are planned while Workloads cannot be read.
+- Unknown Workloads are not treated as absent.
+- Only Workloads that a job controls are kept.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CATCH_UP_SECONDS = 5.0
-"""Pause after a list of the Workloads that failed at a take-over."""
+"""Pause after a failed list of the Workloads when this process takes over."""
 
 
 class Kueue:
-    """The cached objects of Kueue; `run` fills them from the moment that the cluster serves it."""
+    """The cached objects of Kueue; `run` fills them once the cluster serves them."""
 
     def __init__(
         self,
@@ -43,13 +45,13 @@ class Kueue:
         namespaces: tuple[str, ...] = (),
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called when what every job may depend on has changed; no `namespaces`: of all.
+        """`on_change` is called when something that every job may depend on has changed.
 
-        Where Workloads cannot be read the quota is unknown (`quota`); everything else is planned there as well.
+        Without `namespaces`, those of all are read. Where Workloads cannot be read only the quota is unknown (`quota`).
         """
         self._on_change = on_change
         self._since = 0.0
-        """Lists that are older (loop time) may miss what the last leader wrote."""
+        """Lists that are older (loop time) may miss writes of the previous leader."""
         self._behind = asyncio.Event()
         self._namespaces = Namespaces(namespaces or EVERYWHERE)
         self.workloads: Reflector[WorkloadView] = Reflector(
@@ -68,7 +70,7 @@ class Kueue:
         self._namespaces.listen(self._changed)
 
     async def run(self) -> None:
-        """Read from when it is served, until cancelled."""
+        """Wait until the API is served, then read until cancelled."""
         await self.offered.served()
         async with asyncio.TaskGroup() as group:
             await self.offered.read(group)
@@ -79,7 +81,7 @@ class Kueue:
                 await self._reread()
 
     def catch_up(self, since: float) -> None:
-        """Go by no list of Workloads that is older than `since` (loop time), and have a younger one soon."""
+        """Ignore lists of Workloads that are older than `since` (loop time), and request a newer one."""
         self._since = since
         self._behind.set()
 
@@ -95,10 +97,10 @@ class Kueue:
                 return
 
     def quota(self, job: JobView) -> QuotaView | None:
-        """Return what is known of a job's quota; None when Kueue cannot be asked, or the job has no part in it."""
+        """Return a job's quota; None when Kueue is not available or the job has no queue."""
         owned = self.workloads.store.owned_by(job.id).values()
         listed = self._namespaces.is_open(job.namespace) and self.workloads.is_listed_since(job.namespace, self._since)
-        known = self.offered.state is ApiState.READY and listed  # an absent list is no empty list
+        known = self.offered.state is ApiState.READY and listed  # a missing list is not an empty list
         if not known or not (owned or job.spec.scheduling.queue_name):
             return None
         workloads = sorted(owned, key=lambda each: (each.part, each.name))

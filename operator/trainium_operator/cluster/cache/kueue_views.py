@@ -1,14 +1,14 @@
-"""From raw JSON of Kueue's objects to the plan's small frozen views, and a plan's conditions back to JSON.
+"""Parse Kueue's objects into small frozen views, and convert a plan's conditions back to JSON.
 
-Invariant: nobody else knows the shape of that JSON. Field names were read from kueue.x-k8s.io/v1beta2 and from objects
-of a real controller.
+Invariant: no other module reads that JSON. Field names are those of kueue.x-k8s.io/v1beta2, checked with objects of a
+real controller.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of, texts_of, whole_of
+from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_mappings, as_text, as_texts
 from trainium_operator.plan.model import names, quota
 
 if TYPE_CHECKING:
@@ -23,33 +23,33 @@ _TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 
 
 def workload_view(raw: Json) -> quota.WorkloadView:
-    """Parse a Workload. Raises ValueError when it lacks the part of the job's quota that it asks for."""
-    metadata, spec, status = raw["metadata"], mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
-    annotations = mapping_of(metadata.get("annotations"))
-    grants = items_of(mapping_of(status.get("admission")).get("podSetAssignments"))
+    """Parse a Workload. Raises ValueError when the part with the job's quota request is missing."""
+    metadata, spec, status = raw["metadata"], as_mapping(raw.get("spec")), as_mapping(raw.get("status"))
+    annotations = as_mapping(metadata.get("annotations"))
+    grants = as_mappings(as_mapping(status.get("admission")).get("podSetAssignments"))
     return quota.WorkloadView(
         name=metadata["name"],
         uid=metadata["uid"],
         version=metadata["resourceVersion"],
         part=int(annotations[names.ANNOTATION_PART]),
-        asked={text_of(each.get("name")): _count(each, default=1) for each in items_of(spec.get("podSets"))},
-        content_hash=text_of(annotations.get(names.ANNOTATION_CONTENT_HASH)),
+        asked={as_text(each.get("name")): _count(each, default=1) for each in as_mappings(spec.get("podSets"))},
+        content_hash=as_text(annotations.get(names.ANNOTATION_CONTENT_HASH)),
         active=spec.get("active") is not False,
         deleting="deletionTimestamp" in metadata,
         conditions=tuple(
-            _condition(each) for each in items_of(status.get("conditions")) if text_of(each.get("type")) in _KNOWN
+            _condition(each) for each in as_mappings(status.get("conditions")) if as_text(each.get("type")) in _KNOWN
         ),
         grants=tuple(map(_grant, grants)),
-        updates=_updates(items_of(status.get("admissionChecks"))),
+        updates=_updates(as_mappings(status.get("admissionChecks"))),
     )
 
 
 def flavor_view(raw: Json) -> quota.Placement:
-    """Parse a ResourceFlavor: what it requires of pods."""
-    spec = mapping_of(raw.get("spec"))
+    """Parse a ResourceFlavor: the node labels and tolerations that it requires of pods."""
+    spec = as_mapping(raw.get("spec"))
     return quota.Placement(
-        node_selector=texts_of(spec.get("nodeLabels")),
-        tolerations=tuple(map(_toleration, items_of(spec.get("tolerations")))),
+        node_selector=as_texts(spec.get("nodeLabels")),
+        tolerations=tuple(map(_toleration, as_mappings(spec.get("tolerations")))),
     )
 
 
@@ -59,10 +59,10 @@ def priority_view(raw: Json) -> tuple[int, bool]:
 
 
 def with_conditions(old: Iterable[Json], conditions: Iterable[quota.WorkloadConditionView], now: str) -> list[Json]:
-    """Return the conditions with these set; the time changes only with the status. `now` is RFC 3339."""
+    """Return the conditions with these set; a transition time changes only with the status. `now` is RFC 3339."""
     found = {each["type"]: each for each in old}
     for each in conditions:
-        status = "True" if each.true else "False"
+        status = "True" if each.is_true else "False"
         before = found.get(each.type.value, {})
         found[each.type.value] = {
             "type": each.type.value,
@@ -77,34 +77,34 @@ def with_conditions(old: Iterable[Json], conditions: Iterable[quota.WorkloadCond
 def _condition(raw: Json) -> quota.WorkloadConditionView:
     return quota.WorkloadConditionView(
         _KNOWN[raw["type"]],
-        true=raw.get("status") == "True",
-        reason=text_of(raw.get("reason"))[:64],
-        message=text_of(raw.get("message"))[:LONGEST_MESSAGE],
+        is_true=raw.get("status") == "True",
+        reason=as_text(raw.get("reason"))[:64],
+        message=as_text(raw.get("message"))[:LONGEST_MESSAGE],
     )
 
 
 def _grant(raw: Json) -> quota.PodSetGrant:
-    flavors = tuple(dict.fromkeys(texts_of(raw.get("flavors")).values()))
-    return quota.PodSetGrant(name=text_of(raw.get("name")), count=_count(raw, default=0), flavors=flavors)
+    flavors = tuple(dict.fromkeys(as_texts(raw.get("flavors")).values()))
+    return quota.PodSetGrant(name=as_text(raw.get("name")), count=_count(raw, default=0), flavors=flavors)
 
 
 def _count(raw: Json, *, default: int) -> int:
-    found = whole_of(raw.get("count"))
+    found = as_integer(raw.get("count"))
     return default if found is None else found
 
 
 def _updates(checks: Iterable[Json]) -> dict[str, quota.Placement]:
-    """Return one update for each pod set, of all ready checks; Kueue refuses contradictory ones."""
+    """Return one update for each pod set from all ready checks; Kueue rejects contradictory ones."""
     found: dict[str, quota.Placement] = {}
     for check in checks:
-        for each in items_of(check.get("podSetUpdates")) if check.get("state") == "Ready" else ():
-            name = text_of(each.get("name"))
+        for each in as_mappings(check.get("podSetUpdates")) if check.get("state") == "Ready" else ():
+            name = as_text(each.get("name"))
             before = found.get(name, quota.Placement())
             found[name] = quota.Placement(
-                labels={**before.labels, **texts_of(each.get("labels"))},
-                annotations={**before.annotations, **texts_of(each.get("annotations"))},
-                node_selector={**before.node_selector, **texts_of(each.get("nodeSelector"))},
-                tolerations=(*before.tolerations, *map(_toleration, items_of(each.get("tolerations")))),
+                labels={**before.labels, **as_texts(each.get("labels"))},
+                annotations={**before.annotations, **as_texts(each.get("annotations"))},
+                node_selector={**before.node_selector, **as_texts(each.get("nodeSelector"))},
+                tolerations=(*before.tolerations, *map(_toleration, as_mappings(each.get("tolerations")))),
             )
     return found
 

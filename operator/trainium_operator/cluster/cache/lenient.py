@@ -1,8 +1,10 @@
-"""Reading what somebody has edited by hand, or a newer version wrote: what cannot be read is left out.
+"""Read objects that a person has edited or a newer version wrote, without the parts that cannot be read.
 
-Invariant: one unreadable entry never hides the others; a condition that can be read is never lost with its neighbours.
-The next status write puts the whole in order again. Of a spec and of a message only what a newer version may have added
-is left out (fields, and values of an enumeration); everything else that is wrong with them is an error as before.
+Invariants:
+- One unreadable entry never hides the others: a readable condition is never lost with its neighbours.
+- The next status write repairs the whole.
+- Of a spec or a message, only parts that a newer version may have added are left out (fields and enumeration values).
+  Everything else that is invalid is an error.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from trainium_contract.wire.messages import LATEST_GENERATION
 
 logger = logging.getLogger(__name__)
 _ROUNDS = 8
-"""Each round removes all that is wrong; what is wrong with the whole of a part shows only when its pieces are gone."""
+"""Each round removes all invalid parts. Errors of a whole part appear only after the errors inside it are removed."""
 
 LARGEST = 2**53
-"""Largest number in a status: the API server keeps 64 bits, and refuses a status with more for ever."""
+"""Largest number in a status. The API server stores 64 bits and would refuse a larger one forever."""
 _MANY_DIGITS = re.compile(r"[\s\d_.+-]{16,}")
-"""A text that may be read as a number beyond that."""
+"""A text that may parse as a larger number."""
 _ENDS = (ConditionType.COMPLETE, ConditionType.FAILED)
 _NEWER = frozenset({"extra_forbidden", "enum"})
-"""Errors that a field or a value of a newer version makes."""
+"""Errors that a field or a value of a newer version causes."""
 
 
 def readable_spec(raw: Any) -> tuple[TrainingJobSpec, tuple[str, ...]]:
-    """Return the spec, and where something was left out that this version does not know. Raises ValidationError."""
+    """Return the spec, and the places that were left out as unknown to this version. Raises ValidationError."""
     unknown: set[str] = set()
     left = raw if isinstance(raw, dict) else {}
     while True:
@@ -50,17 +52,17 @@ def _without_newer(raw: Any, error: ValidationError) -> tuple[Any, set[str]]:
     found = error.errors(include_url=False, include_input=False)
     if any(each["type"] not in _NEWER for each in found):
         raise error
-    # A field that is not known goes alone; a value that is not known takes its list entry with it.
+    # An unknown field is removed alone; an unknown value is removed with its list entry.
     places = {tuple(each["loc"]) if each["type"] == "extra_forbidden" else optional_part(each["loc"]) for each in found}
     left = copy.deepcopy(raw)
     remove_places(left, places)
-    if left == raw:  # the place leads nowhere, as that of a member of a union
+    if left == raw:  # the location does not exist in the input, as for a member of a union
         raise error
     return left, {".".join(map(str, place)) for place in places}
 
 
 def readable_status(raw: Any, name: str) -> TrainingJobStatus:
-    """Return the status, without what cannot be read; `name` is the job's, for the log."""
+    """Return the status without its unreadable parts; `name` is the job's, for the log."""
     if not isinstance(raw, dict):
         return TrainingJobStatus()
     beyond = _is_beyond_count(raw)
@@ -68,7 +70,7 @@ def readable_status(raw: Any, name: str) -> TrainingJobStatus:
     for _ in range(_ROUNDS):
         try:
             found = TrainingJobStatus.model_validate(left)
-            if beyond:  # now texts that were read as numbers are numbers, and other texts are none
+            if beyond:  # replaces texts that were parsed as numbers
                 found = TrainingJobStatus.model_validate(_countable(found.to_wire()))
             return _corrected(found)
         except ValidationError as error:
@@ -84,7 +86,7 @@ def readable_status(raw: Any, name: str) -> TrainingJobStatus:
 
 
 def _is_beyond_count(value: Any) -> bool:
-    """Return whether a number in it is beyond any count, so that one more might overflow; or its digits."""
+    """Return whether the value contains a number beyond the limit, or the digits of one."""
     if isinstance(value, int):
         return not -LARGEST <= value <= LARGEST
     if isinstance(value, str):
@@ -94,7 +96,7 @@ def _is_beyond_count(value: Any) -> bool:
 
 
 def _countable(value: Any) -> Any:
-    """Return the same with such numbers at the bound."""
+    """Return the value with such numbers set to the limit."""
     if isinstance(value, int):
         return max(-LARGEST, min(LARGEST, value))
     if isinstance(value, dict):
@@ -103,9 +105,9 @@ def _countable(value: Any) -> Any:
 
 
 def _corrected(status: TrainingJobStatus) -> TrainingJobStatus:
-    """Return the status with each condition once, without an end or a generation that it cannot have.
+    """Return the status with unique conditions, and without an impossible end or generation.
 
-    There is room then for what is written, and for the generations that follow.
+    This leaves room for the next writes and the next generations.
     """
     reported: dict[ConditionType, Condition] = {}
     for condition in status.conditions:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.messages import LATEST_GENERATION, Membership
-from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY, recorded_text
+from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY, unpack_membership
 from trainium_operator.plan.model.cached_property import cached_property
 
 if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Json
 
 _SHORTEST = {b",": 8, b"{": 32, b"[": 32}
-"""Bytes of a membership for each of these, at least; a member is never shorter than 85, with six commas."""
+"""Least bytes of a membership for each value; a member has at least 85 bytes, with six commas."""
 _FEW = 64
 
 
@@ -30,29 +30,29 @@ class MembershipRecord:
     packed: str
     """Base64 of gzip."""
     holds_more: bool = False
-    """Somebody has put something else beside it."""
+    """Whether the object has content besides the record."""
 
     @cached_property
     def membership(self) -> Membership | None:
-        """Membership that it holds; None when that cannot be parsed."""
+        """Return the recorded membership; None when it cannot be parsed."""
         try:
-            text = recorded_text(self.content())
-            found = None if _is_crowded(text) else Membership.model_validate_json(text).lean()
+            text = unpack_membership(self.content())
+            found = None if _is_crowded(text) else Membership.model_validate_json(text).share_fields_set()
         except ValueError:
             return None
         return found if found is not None and found.generation <= LATEST_GENERATION else None
 
-    def reads_as(self, membership: Membership) -> None:
-        """Set the membership that was just written: it need not be parsed, and is not kept twice."""
-        self.__dict__["membership"] = membership  # where the property keeps what it has read
+    def set_parsed(self, membership: Membership) -> None:
+        """Set the membership that was just written, so that it is not parsed again or kept twice."""
+        self.__dict__["membership"] = membership  # the cached property's storage
 
     def content(self) -> Json:
-        """Its part of the ConfigMap."""
+        """Return its part of the ConfigMap."""
         return {"binaryData": {MEMBERSHIP_KEY: self.packed}}
 
 
 def membership_record(raw: Json) -> MembershipRecord | None:
-    """Return what a ConfigMap holds, unread; None when it holds no membership."""
+    """Return the record in a ConfigMap without parsing it; None when there is none."""
     data, packed = raw.get("data"), raw.get("binaryData")
     if not isinstance(packed, dict) or packed.get(MEMBERSHIP_KEY) is None:
         return None
@@ -60,12 +60,15 @@ def membership_record(raw: Json) -> MembershipRecord | None:
     return MembershipRecord(str(packed[MEMBERSHIP_KEY]), holds_more=written > 1)
 
 
-def membership_of(raw: Json) -> Membership | None:
-    """Return the membership in a ConfigMap; None when it holds none, or none that can be read."""
+def read_membership(raw: Json) -> Membership | None:
+    """Return the membership in a ConfigMap; None when there is none, or none that can be parsed."""
     record = membership_record(raw)
     return record.membership if record is not None else None
 
 
 def _is_crowded(text: bytes) -> bool:
-    """More values than a membership of this length has: a million empty members take seconds to refuse one by one."""
+    """Return whether it has more values than a membership of its length can have.
+
+    Refusing a million empty members one by one would take seconds.
+    """
     return any(text.count(sign) > len(text) // length + _FEW for sign, length in _SHORTEST.items())

@@ -37,7 +37,7 @@ class Namespaces:
     """The served namespaces and the kinds that are read in each."""
 
     def __init__(self, names: tuple[str, ...] = EVERYWHERE, *, clock: Callable[[], float] = lambda: 0.0) -> None:
-        """`clock` is that of plans, in Unix seconds."""
+        """`clock` returns the plans' time in Unix seconds."""
         self.names = names
         self._clock = clock
         self._states: dict[str, dict[str, ListState]] = {name: {} for name in names}
@@ -66,15 +66,15 @@ class Namespaces:
         return ListState.UNKNOWN if ListState.UNKNOWN in states else ListState.LISTED
 
     def is_open(self, namespace: str) -> bool:
-        """Return whether everything that a plan reads there is known."""
+        """Return whether everything that a plan reads in the namespace is known."""
         return self._scope(namespace) in self._open_since
 
     def open_since(self, namespace: str) -> float:
-        """Since when (Unix seconds); 0 while it is not."""
+        """Return since when the namespace is open (Unix seconds); 0 while it is not."""
         return self._open_since.get(self._scope(namespace), 0.0)
 
     def counts(self) -> dict[ListState, int]:
-        """Return how many served namespaces are in which state."""
+        """Return the number of served namespaces in each state."""
         seen = [self.state(name) for name in self.names]
         return {state: seen.count(state) for state in ListState}
 
@@ -83,7 +83,7 @@ class Namespaces:
         before = self.state(name)
         self._states[name][kind] = state
         after = self.state(name)
-        if after is ListState.FORBIDDEN and before is not after and self._listeners:  # else nobody plans by it
+        if after is ListState.FORBIDDEN and before is not after and self._listeners:  # otherwise no plan depends on it
             logger.warning(
                 "%s: %s cannot be read (%s); its jobs are left as they are until it can. Is the namespace gone, or the "
                 "operator's RoleBinding in it?",

@@ -1,6 +1,6 @@
-"""Objects of an API that not every cluster serves, read from when this one does.
+"""Objects of an API that not every cluster serves, read once it is served.
 
-Invariant: nobody waits for it: without it nothing is read, and every job that does not need it is planned.
+Invariant: nothing waits for it. Without it nothing is read, and every job that does not need it is planned.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class OptionalApi:
 
     @property
     def state(self) -> ApiState:
-        """Return whether plans may use it."""
+        """Return the state of the API."""
         if not self._enabled:
             return ApiState.OFF
         if not self._served.is_set():
             return ApiState.ABSENT
         return ApiState.READY if all(each.synced.is_set() for each in self._reflectors) else ApiState.READING
 
-    def is_served(self, served: bool) -> None:
+    def set_served(self, served: bool) -> None:
         """Record whether discovery found the API."""
         if served and self._enabled:
             self._served.set()
@@ -43,7 +43,7 @@ class OptionalApi:
         await self._served.wait()
 
     async def read(self, group: asyncio.TaskGroup) -> None:
-        """Keep its objects with tasks of the group; returns when each kind has been listed once."""
+        """Start tasks of the group that watch its objects; return when each kind has been listed once."""
         for reflector in self._reflectors:
             group.create_task(reflector.run())
         for reflector in self._reflectors:

@@ -1,8 +1,8 @@
-"""To which job an object of the cluster belongs: read off the object here, and nowhere else.
+"""Determine which job controls an object.
 
-Invariant: all of namespace, group, kind, name and uid of the controller count. The namespace is the object's own, as
-for the garbage collector: an owner never is in another one. Any version of our group counts, so that an object of an
-older operator stays the job's.
+Invariant: namespace, group, kind, name and uid of the controller must all match. The namespace is the object's own, as
+for the garbage collector, because an owner is never in another one. Any version of the group counts, so an object of an
+older operator still belongs to its job.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.worker_env import GROUP, KIND, LABEL_JOB
-from trainium_operator.cluster.cache.parts import mapping_of
+from trainium_operator.cluster.cache.parts import as_mapping
 from trainium_operator.plan.model.names import JobId
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def controlling_job(raw: Json) -> JobId | None:
     """Return the job that controls an object; None when no job does."""
-    metadata = mapping_of(raw.get("metadata"))
+    metadata = as_mapping(raw.get("metadata"))
     references = metadata.get("ownerReferences")
     for reference in references if isinstance(references, list) else ():
         if not isinstance(reference, dict) or reference.get("controller") is not True:
@@ -33,5 +33,5 @@ def controlling_job(raw: Json) -> JobId | None:
 
 
 def is_labelled(raw: Json, job: JobId) -> bool:
-    """Return whether the job's label agrees with the controller: views take the name from it."""
-    return bool(mapping_of(mapping_of(raw.get("metadata")).get("labels")).get(LABEL_JOB) == job.name)
+    """Return whether the job's label agrees with the controller, because views take the job's name from it."""
+    return bool(as_mapping(as_mapping(raw.get("metadata")).get("labels")).get(LABEL_JOB) == job.name)

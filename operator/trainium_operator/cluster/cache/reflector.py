@@ -1,11 +1,14 @@
-"""Keeps a store equal to the objects of one kind in the API server: list, replace, watch.
+"""Keep a store equal to the objects of one kind in the API server: list, replace, watch.
 
-Invariants: whatever happens to the connection, the store converges; nothing that was deleted while we did not look
-stays (a list replaces the store's content); a stream that is silent for longer than the server's bookmarks is given up;
-and the list is repeated every ten minutes or so, so that not even a lost event lasts.
-Pages keep the memory of a large list small; a view is what is kept, never the object.
-Where single namespaces are served each is listed and watched by itself, into one store: a refusal of one (403) neither
-stops the others nor empties what is known of it (`namespaces`).
+Guarantees:
+- The store converges after any failure of the connection.
+- An object that was deleted unseen does not stay, because a list replaces the store's content.
+- A stream that is silent for longer than the interval of bookmarks is closed.
+- The list is repeated about every ten minutes, so a lost event has no lasting effect.
+- Where single namespaces are served, each is listed and watched separately into one store. A refusal of one (403)
+  neither stops the others nor removes its objects (`namespaces`).
+
+Lists are paged, and only views are kept, so a large list needs little memory.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 240
 """The server ends a watch after this; with jitter, so that not all end at once."""
 SILENCE_SECONDS = 90.0
-"""Well above the minute between a server's bookmarks, which come late on a busy one."""
+"""Well above the minute between bookmarks, which are late on a busy server."""
 RELIST_SECONDS = 600.0
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """Errors that reading an object of another shape may raise."""
@@ -45,23 +48,23 @@ LONGEST_BACKOFF = 15.0
 
 @dataclass(slots=True)
 class _Scope:
-    """One list and watch: of one namespace, or of all."""
+    """One list and watch, of one namespace or of all."""
 
     namespace: str
     known: bool = False
-    """It has been listed, or refused where others are served too."""
+    """It has been listed, or refused where other namespaces are served too."""
     refused: bool = False
-    """A list was answered with 403, the last time."""
+    """The last list was answered with 403."""
     last_seen: float = 0.0
     listed: float = 0.0
     version: str = ""
-    """Where the watch goes on; empty before the first list and after a refusal."""
+    """Resource version where the watch continues; empty before the first list and after a refusal."""
     stale: bool = False
-    """A list was refused beside the watch, which can no longer be trusted."""
+    """A list was refused while the watch continued, so the watch is no longer trusted."""
 
 
 class Lister(Generic[V]):
-    """Fills a store from lists, and from single objects that others read; `Reflector` adds the watch."""
+    """Fill a store from lists and from single reads; `Reflector` adds the watch."""
 
     def __init__(
         self,
@@ -75,12 +78,12 @@ class Lister(Generic[V]):
         relist_seconds: float = RELIST_SECONDS,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`of_jobs`: only objects that a job controls are kept; others cost nothing, whatever their labels.
+        """`of_jobs`: keep only objects that a job controls; others cost nothing, whatever their labels.
 
-        `namespaces` has the served ones and records their states; None means all.
+        `namespaces` has the served namespaces and records their states; None means all.
         """
         self.synced = asyncio.Event()
-        """Each namespace has been listed once, or is known to be out of reach."""
+        """Each namespace has been listed once, or is known to be unreadable."""
         self.resource = resource
         self._api = api
         self._parse = parse
@@ -95,7 +98,7 @@ class Lister(Generic[V]):
 
     @property
     def last_seen(self) -> float:
-        """Loop time of the last answer of the server, of the namespace with the oldest; 0 before the first."""
+        """Loop time of the server's last response, for the namespace with the oldest; 0 before the first."""
         return min(scope.last_seen for scope in self._scopes)
 
     @property
@@ -109,10 +112,10 @@ class Lister(Generic[V]):
         return any(scope.namespace == served and scope.listed and scope.listed >= since for scope in self._scopes)
 
     async def refresh(self, since: float | None = None) -> str:
-        """Make the store equal to the server; returns the last list's resource version. Raises ApiError.
+        """Make the store equal to the server; return the last list's resource version. Raises ApiError.
 
-        With `since` (loop time) only what was last listed before it. Where single namespaces are served a refused one
-        is passed over: nothing that is known of it counts until it is listed.
+        With `since` (loop time), only namespaces that were last listed before it. Where single namespaces are served, a
+        refused one is skipped: its objects are not used until it is listed.
         """
         version = ""
         for scope in self._scopes:
@@ -132,9 +135,9 @@ class Lister(Generic[V]):
         scope.refused = True
         self._namespaces.record(self.resource.plural, scope.namespace, ListState.FORBIDDEN, str(error))
         if not self._namespaces.single:
-            self._know(scope)
+            self._mark_known(scope)
 
-    def _know(self, scope: _Scope) -> None:
+    def _mark_known(self, scope: _Scope) -> None:
         scope.known = True
         if all(each.known for each in self._scopes):
             self.synced.set()
@@ -159,55 +162,56 @@ class Lister(Generic[V]):
                 break
         self.store.replace(entries, made_at, scope.namespace)
         scope.listed, scope.stale, scope.refused = began, False, False
-        self._know(scope)
+        self._mark_known(scope)
         self._namespaces.record(self.resource.plural, scope.namespace, ListState.LISTED)
         return version
 
     def _add_page(self, page: Json, entries: dict[Key, Entry[V]]) -> None:
-        """Add the entries of a page of a list."""
         for raw in page.get("items") or ():
-            key = _key(raw)
+            key, version = _key_and_version(raw)
             known = self.store.entry(key)
             # A version identifies one state of one object, so it need not be parsed again.
-            same = known is not None and known.version == int(raw["metadata"]["resourceVersion"])
+            same = known is not None and known.version == version
             entry = known if same else self._entry(raw)
             if entry is not None:
                 entries[key] = entry
 
     def observe(self, raw: Json, *, deleted: bool) -> None:
         """Apply an object from a watch."""
+        key, version = _key_and_version(raw)
         if deleted:
-            self.store.remove(_key(raw), int(raw["metadata"]["resourceVersion"]))
+            self.store.remove(key, version)
             return
-        if self.store.knows(_key(raw), int(raw["metadata"]["resourceVersion"])):
-            return  # mostly what a write of this process has stored already
+        if self.store.has_version(key, version):
+            return  # mostly the result of a write of this process, which is stored already
         entry = self._entry(raw)
         if entry is not None:
-            self.store.put(_key(raw), entry)
-        elif self._of_jobs and self._job_of(raw) is None:
-            self.store.remove(_key(raw), int(raw["metadata"]["resourceVersion"]))  # it was a job's, perhaps
+            self.store.put(key, entry)
+        elif self._of_jobs and self._find_job(raw) is None:
+            self.store.remove(key, version)  # the job may have controlled it before
 
     def write_through(self, raw: Json) -> None:
         """Apply an object that a write of this process returned."""
-        if self.store.has_passed(_key(raw), int(raw["metadata"]["resourceVersion"])):
+        key, version = _key_and_version(raw)
+        if self.store.is_outdated(key, version):
             return
         entry = self._entry(raw)
         if entry is not None:
-            self.store.write_through(_key(raw), entry)
+            self.store.write_through(key, entry)
 
-    def _job_of(self, raw: Json) -> JobId | None:
+    def _find_job(self, raw: Json) -> JobId | None:
         owner = controlling_job(raw) if self._of_jobs else None
         return owner if owner is not None and is_labelled(raw, owner) else None
 
     def _entry(self, raw: Json) -> Entry[V] | None:
         metadata = raw["metadata"]
-        owner = self._job_of(raw)
+        owner = self._find_job(raw)
         if self._of_jobs and owner is None:
             return None
         try:
             view = self._parse(raw)
         except UNREADABLE:
-            # One object that we cannot read must not hide all the others.
+            # One unreadable object must not hide all the others.
             name = f"{metadata.get('namespace', '')}/{metadata['name']}"
             logger.exception("%s %s is not readable", self.resource.kind, name)
             return None
@@ -215,16 +219,16 @@ class Lister(Generic[V]):
 
 
 class Reflector(Lister[V]):
-    """One kind of object into one store; `run` never returns."""
+    """Keep one kind of object in one store; `run` never returns."""
 
     async def run(self) -> None:
         """List and watch until cancelled."""
         async with asyncio.TaskGroup() as group:
             for scope in self._scopes:
-                group.create_task(self._keep(scope))
+                group.create_task(self._list_and_watch(scope))
 
-    async def _keep(self, scope: _Scope) -> None:
-        failures, creation_backoff = 0, 0
+    async def _list_and_watch(self, scope: _Scope) -> None:
+        failures, refusals = 0, 0
         relist_at = 0.0
         while True:
             loop = asyncio.get_running_loop()
@@ -237,13 +241,13 @@ class Reflector(Lister[V]):
                 if await self._watch(scope, until=relist_at):
                     failures = 0
                 elif loop.time() - started < 1.0:
-                    failures += 1  # a server that closes every stream at once must not be hammered
-                creation_backoff = 0
+                    failures += 1  # a server that closes every stream at once is not called without a pause
+                refusals = 0
             except ExpiredError:
                 scope.version = ""
             except ForbiddenError as error:
-                creation_backoff += 1
-                failures = creation_backoff  # a list that succeeds before each refused watch does not shorten the pause
+                refusals += 1
+                failures = refusals  # a list that succeeds before each refused watch does not shorten the pause
                 scope.version = ""
                 self._refused(scope, error)
             except ApiError as error:
@@ -251,7 +255,7 @@ class Reflector(Lister[V]):
                 if failures in (1, 10) or failures % 100 == 0:
                     logger.warning("%s: %s (%d in a row)", self.resource.plural, error, failures)
             except UNREADABLE:
-                # Not a valid event: the next list has the state.
+                # The event is invalid; the next list has the state.
                 failures += 1
                 scope.version = ""
                 logger.exception("an event of %s cannot be read (%d in a row)", self.resource.plural, failures)
@@ -260,7 +264,7 @@ class Reflector(Lister[V]):
                 await asyncio.sleep(ceiling * (0.5 + 0.5 * self._jitter()))
 
     async def _watch(self, scope: _Scope, *, until: float) -> bool:
-        """Run one stream; return whether it had an event."""
+        """Read one stream; return whether it had an event."""
         loop = asyncio.get_running_loop()
         seconds = min(WATCH_SECONDS * (1.0 + 0.25 * self._jitter()), max(1.0, until - loop.time()))
         received = False
@@ -282,10 +286,10 @@ class Reflector(Lister[V]):
                 scope.version = raw["metadata"]["resourceVersion"]
                 if scope.stale:
                     break
-        scope.last_seen = loop.time()  # an orderly end shows that the server is alive as well
+        scope.last_seen = loop.time()  # an orderly end also shows that the server is alive
         return received
 
 
-def _key(raw: Json) -> Key:
+def _key_and_version(raw: Json) -> tuple[Key, int]:
     metadata = raw["metadata"]
-    return metadata.get("namespace", ""), metadata["name"]
+    return (metadata.get("namespace", ""), metadata["name"]), int(metadata["resourceVersion"])

@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 V = TypeVar("V")
 Key = tuple[str, str]
-"""Namespace and name; the namespace is empty for objects without one."""
+"""(namespace, name); the namespace is empty for cluster-scoped objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[V]):
-    """One object: its view, and what identifies the incarnation and its version."""
+    """One object: its view, uid and version."""
 
     view: V
     uid: str
     version: int
     owner: JobId | None = None
-    """The job that controls it; None for kinds that belong to no job."""
+    """The job that controls it; None for kinds that no job controls."""
 
 
 class IndexedCache(Generic[V]):
     """Objects of one kind by key, with one secondary index."""
 
     def __init__(self, *, by_namespace: bool = False) -> None:
-        """`by_namespace`: lists and watches are of one namespace each, not of all."""
+        """`by_namespace`: each list and watch covers one namespace, not all."""
         self._by_namespace = by_namespace
         self._entries: dict[Key, Entry[V]] = {}
         self._owned: dict[JobId, dict[Key, Entry[V]]] = {}
@@ -49,7 +49,7 @@ class IndexedCache(Generic[V]):
         self._seen: dict[str, int] = {}
         """Newest version that each watch has seen."""
         self._deleted: dict[Key, int] = {}
-        """Versions up to which objects are known to be deleted, until a younger list confirms it."""
+        """Versions up to which objects are known to be deleted, until a newer list confirms it."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -68,33 +68,33 @@ class IndexedCache(Generic[V]):
         return self._entries.get(key)
 
     def snapshot(self) -> dict[Key, Entry[V]]:
-        """Return all entries at this moment."""
+        """Return all current entries."""
         return dict(self._entries)
 
     def owned_by(self, job: JobId) -> dict[Key, V]:
         """Return views of the objects that this incarnation of a job controls."""
         return {key: entry.view for key, entry in self._owned.get(job, {}).items()}
 
-    def knows(self, key: Key, version: int) -> bool:
-        """Return whether this version of an object is not new; it counts as seen then."""
+    def has_version(self, key: Key, version: int) -> bool:
+        """Return whether the store already has this version of an object; the version counts as seen."""
         old = self._entries.get(key)
         if old is None or old.version < version:
             return False
         self._saw(key, version)
         return True
 
-    def has_passed(self, key: Key, version: int) -> bool:
-        """Return whether the watch is past this version: then the answer to a write is late."""
+    def is_outdated(self, key: Key, version: int) -> bool:
+        """Return whether the watch has passed this version, so that the response to a write is outdated."""
         return version <= self._seen.get(self._scope(key), 0)
 
     def put(self, key: Key, entry: Entry[V]) -> bool:
-        """Take an object from the watch; False when we know a newer version."""
+        """Store an object from the watch; return False if a newer version is stored."""
         self._saw(key, entry.version)
         return self._put(key, entry)
 
     def write_through(self, key: Key, entry: Entry[V]) -> bool:
-        """Take an object from the answer to our own write, unless the watch has passed that version already."""
-        return not self.has_passed(key, entry.version) and self._put(key, entry, notify=False)
+        """Store an object from the response to a write, unless the watch has passed that version."""
+        return not self.is_outdated(key, entry.version) and self._put(key, entry, notify=False)
 
     def remove(self, key: Key, version: int) -> None:
         """Remove an object that the watch reported as deleted, at `version`."""

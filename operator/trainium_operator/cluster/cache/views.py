@@ -1,6 +1,6 @@
-"""From raw JSON of the API server to the plan's small frozen views.
+"""Parse objects of the API server into the small frozen views of plans.
 
-Invariant: nobody else knows the shape of that JSON.
+Invariant: no other module reads that JSON.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pydantic import ValidationError
 
 from trainium_contract.spec.managed_by import MAX_MANAGER, is_managed_here
 from trainium_contract.wire import worker_env
-from trainium_contract.wire.log_line import LINE_BYTES, readable
-from trainium_operator.cluster.cache.device_views import claim_template_of, device_health_of
+from trainium_contract.wire.log_line import LINE_BYTES, format_log_text
+from trainium_operator.cluster.cache.device_views import read_claim_template, read_device_health
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
 from trainium_operator.cluster.cache.membership_record import MembershipRecord, membership_record
-from trainium_operator.cluster.cache.parts import items_of, mapping_of, name_of, text_of, whole_of
+from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_mappings, as_name, as_text
 from trainium_operator.plan.faults.node_signals import bad_status
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
 from trainium_operator.plan.model import names, observed
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_REASON, LONGEST_MESSAGE = 64, 256
 LONGEST_REASON_OF_A_POD, LONGEST_WORDS = 256, 8192
-"""Limits for a pod: twice what a kubelet keeps of a container's last output."""
+"""Limits for a pod: twice the size of a container's last output that a kubelet keeps."""
 left_out: Counter[str] = Counter()
 """Counts of malformed parts of pods and nodes, by the kind of part."""
 _CHANGED = "lastTransitionTime"
@@ -44,9 +44,10 @@ _READINESS = {readiness.value: readiness for readiness in observed.NodeReadiness
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """One TrainingJob: its view, or why there is none.
+    """One TrainingJob: its view, or the reason why it has none.
 
-    It cannot be read (an object from before the CRD's rules, or a newer one), or somebody else controls it.
+    Either it cannot be parsed (an object from before the CRD's rules, or a newer one), or another controller manages
+    it.
     """
 
     namespace: str
@@ -54,8 +55,9 @@ class JobRecord:
     uid: str
     view: observed.JobView | None
     error: str = ""
-    elsewhere: str = ""
-    """Who else controls it (`spec.managedBy`): then nothing here reads or writes it, or answers its pods."""
+    managed_elsewhere: str = ""
+    """The other controller (`spec.managedBy`). The operator then neither reads nor writes the job, nor answers its
+    pods."""
 
     @property
     def id(self) -> JobId:
@@ -69,11 +71,11 @@ class ChildRecord:
 
     content_hash: str
     record: MembershipRecord | None = None
-    """Not parsed: only the plan of its job needs the content."""
+    """Not parsed yet: only the plan of its job needs the content."""
 
     @property
     def membership(self) -> Membership | None:
-        """The membership that it records; None when it records none, or none that can be read."""
+        """The recorded membership; None when there is none, or none that can be parsed."""
         return self.record.membership if self.record is not None else None
 
 
@@ -84,22 +86,22 @@ def job_record(raw: Json) -> JobRecord:
     """
     metadata = raw["metadata"]
     identity = (metadata["namespace"], metadata["name"], metadata["uid"])
-    manager = mapping_of(raw.get("spec")).get("managedBy")
+    manager = as_mapping(raw.get("spec")).get("managedBy")
     if not is_managed_here(manager):
-        return JobRecord(*identity, None, elsewhere=str(manager)[:MAX_MANAGER])
+        return JobRecord(*identity, None, managed_elsewhere=str(manager)[:MAX_MANAGER])
     try:
         spec, unknown = readable_spec(raw.get("spec"))
         view = observed.JobView(
             namespace=metadata["namespace"],
             name=metadata["name"],
             uid=metadata["uid"],
-            generation=whole_of(metadata.get("generation")) or 0,
+            generation=as_integer(metadata.get("generation")) or 0,
             deleting="deletionTimestamp" in metadata,
             spec=spec,
             status=readable_status(raw.get("status"), f"{metadata['namespace']}/{metadata['name']}"),
             created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
             resource_version=metadata["resourceVersion"],
-            finalizers=tuple(filter(None, map(text_of, metadata.get("finalizers") or ()))),
+            finalizers=tuple(filter(None, map(as_text, metadata.get("finalizers") or ()))),
             unknown=unknown,
         )
     except ValidationError as error:
@@ -114,7 +116,8 @@ def job_record(raw: Json) -> JobRecord:
 def pod_view(raw: Json) -> observed.PodView:
     """Parse a worker pod without malformed parts. Raises ValueError when its name is not a worker's."""
     metadata = raw["metadata"]
-    ordinal = names.ordinal_of(text_of(mapping_of(metadata.get("labels")).get(worker_env.LABEL_JOB)), metadata["name"])
+    job = as_text(as_mapping(metadata.get("labels")).get(worker_env.LABEL_JOB))
+    ordinal = names.parse_ordinal(job, metadata["name"])
     if ordinal is None:
         raise ValueError(f"pod {metadata['name']} carries a worker's labels, but not a worker's name")
     return _pod_view(raw, ordinal)
@@ -126,47 +129,47 @@ def evaluation_view(raw: Json) -> observed.PodView:
 
 
 def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
-    metadata, spec, status = raw["metadata"], mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
-    labels, annotations = mapping_of(metadata.get("labels")), mapping_of(metadata.get("annotations"))
-    conditions = {text_of(each.get("type")): each for each in _items(status.get("conditions"), "condition")}
+    metadata, spec, status = raw["metadata"], as_mapping(raw.get("spec")), as_mapping(raw.get("status"))
+    labels, annotations = as_mapping(metadata.get("labels")), as_mapping(metadata.get("annotations"))
+    conditions = {as_text(each.get("type")): each for each in _items(status.get("conditions"), "condition")}
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
     statuses = _items(status.get("containerStatuses"), "container status")
-    worker = next((mapping_of(each.get("state")) for each in statuses if each.get("name") == WORKER_CONTAINER), {})
-    terminated = mapping_of(worker.get("terminated"))
+    worker = next((as_mapping(each.get("state")) for each in statuses if each.get("name") == WORKER_CONTAINER), {})
+    terminated = as_mapping(worker.get("terminated"))
     init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
     reason, message = _reason_and_message(status, scheduled, worker, init)
-    phase, node = text_of(status.get("phase")), name_of(spec.get("nodeName"))
+    phase, node = as_text(status.get("phase")), as_name(spec.get("nodeName"))
     return observed.PodView(
         name=metadata["name"],
         uid=metadata["uid"],
         ordinal=ordinal,
         phase=_PHASES.get(phase, observed.PodPhase.UNKNOWN if phase else observed.PodPhase.PENDING),
-        ip=text_of(status.get("podIP")),
+        ip=as_text(status.get("podIP")),
         node=node,
         ready=conditions.get("Ready", {}).get("status") == "True",
         reason=reason[:LONGEST_REASON_OF_A_POD],
-        message=readable(message[:LINE_BYTES])[:LONGEST_WORDS],
-        exit_code=whole_of(terminated.get("exitCode")),
+        message=format_log_text(message[:LINE_BYTES])[:LONGEST_WORDS],
+        exit_code=as_integer(terminated.get("exitCode")),
         deleting="deletionTimestamp" in metadata,
         disrupted=disruption.get("status") == "True",
-        disruption=text_of(disruption.get("reason"))[:LONGEST_REASON],
+        disruption=as_text(disruption.get("reason"))[:LONGEST_REASON],
         created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
         scheduled=scheduled.get("status") == "True" or bool(node),
-        unschedulable_message=text_of(scheduled.get("message"))[:LONGEST_WORDS] if unschedulable else "",
+        unschedulable_message=as_text(scheduled.get("message"))[:LONGEST_WORDS] if unschedulable else "",
         finished=_seconds_or_none(terminated, "finishedAt"),
-        template_hash=text_of(annotations.get(worker_env.ANNOTATION_TEMPLATE_HASH)),
-        avoided_nodes=frozenset(filter(None, text_of(annotations.get(worker_env.ANNOTATION_AVOIDED_NODES)).split(","))),
-        image=intern(text_of(annotations.get(worker_env.ANNOTATION_IMAGE))),
+        template_hash=as_text(annotations.get(worker_env.ANNOTATION_TEMPLATE_HASH)),
+        avoided_nodes=frozenset(filter(None, as_text(annotations.get(worker_env.ANNOTATION_AVOIDED_NODES)).split(","))),
+        image=intern(as_text(annotations.get(worker_env.ANNOTATION_IMAGE))),
         init_container=init.name,
         init_since=init.since,
         init_exit_code=init.exit_code,
-        gang=text_of(annotations.get(ANNOTATION_GROUP)),
-        pod_set=text_of(labels.get(LABEL_POD_SET)),
+        gang=as_text(annotations.get(ANNOTATION_GROUP)),
+        pod_set=as_text(labels.get(LABEL_POD_SET)),
         extra=worker_env.LABEL_EXTRA in labels,
-        claim_template=claim_template_of(raw),
-        evaluates=text_of(annotations.get(names.ANNOTATION_EVALUATES)),
-        device_health=device_health_of(raw),
+        claim_template=read_claim_template(raw),
+        evaluates=as_text(annotations.get(names.ANNOTATION_EVALUATES)),
+        device_health=read_device_health(raw),
     )
 
 
@@ -175,27 +178,27 @@ def node_view(raw: Json) -> observed.NodeView:
 
     Kubelets and detectors write to it every few seconds: the view changes only with what a plan reads.
     """
-    metadata, spec, status = mapping_of(raw["metadata"]), mapping_of(raw.get("spec")), mapping_of(raw.get("status"))
-    conditions = [each for each in _items(status.get("conditions"), "condition") if text_of(each.get("type"))]
+    metadata, spec, status = as_mapping(raw["metadata"]), as_mapping(raw.get("spec")), as_mapping(raw.get("status"))
+    conditions = [each for each in _items(status.get("conditions"), "condition") if as_text(each.get("type"))]
     ready_condition: Json = next((each for each in conditions if each["type"] == "Ready"), {})
-    ready = _READINESS.get(text_of(ready_condition.get("status")), observed.NodeReadiness.UNKNOWN)
-    labels = mapping_of(metadata.get("labels"))
+    ready = _READINESS.get(as_text(ready_condition.get("status")), observed.NodeReadiness.UNKNOWN)
+    labels = as_mapping(metadata.get("labels"))
     return observed.NodeView(
         name=raw["metadata"]["name"],
         ready=ready,
         schedulable=spec.get("unschedulable") is not True,
-        taints=tuple(_taint(each) for each in _items(spec.get("taints"), "taint") if text_of(each.get("key"))),
+        taints=tuple(_taint(each) for each in _items(spec.get("taints"), "taint") if as_text(each.get("key"))),
         unready_since=None if ready is observed.NodeReadiness.TRUE else _seconds_or_none(ready_condition, _CHANGED),
         conditions=tuple(_condition(each) for each in conditions if _is_bad(each)),
         deleting="deletionTimestamp" in metadata,
-        provider_id=name_of(spec.get("providerID")),
+        provider_id=as_name(spec.get("providerID")),
         labels={key: intern(labels[key]) for key in LABELS_READ if isinstance(labels.get(key), str)},
-        capacity=_capacity(mapping_of(status.get("allocatable"))),
+        capacity=_capacity(as_mapping(status.get("allocatable"))),
     )
 
 
 def _is_bad(condition: Json) -> bool:
-    """Return whether a condition is bad; others are dropped, so that all healthy nodes have equal views."""
+    """Return whether a condition is bad. Others are dropped, so that all healthy nodes have equal views."""
     return condition["type"] != "Ready" and condition.get("status") == bad_status(condition["type"]).value
 
 
@@ -203,14 +206,14 @@ def _condition(raw: Json) -> observed.NodeCondition:
     return observed.NodeCondition(
         type=intern(raw["type"]),
         status=_READINESS[raw["status"]],
-        reason=text_of(raw.get("reason"))[:LONGEST_REASON],
-        message=text_of(raw.get("message"))[:LONGEST_MESSAGE],
+        reason=as_text(raw.get("reason"))[:LONGEST_REASON],
+        message=as_text(raw.get("message"))[:LONGEST_MESSAGE],
         since=_seconds_or_none(raw, _CHANGED),
     )
 
 
 def _taint(raw: Json) -> observed.Taint:
-    return observed.Taint(intern(raw["key"]), intern(text_of(raw.get("value"))), intern(text_of(raw.get("effect"))))
+    return observed.Taint(intern(raw["key"]), intern(as_text(raw.get("value"))), intern(as_text(raw.get("effect"))))
 
 
 def _capacity(allocatable: Json) -> dict[str, int]:
@@ -237,7 +240,7 @@ def _items(value: Any, what: str) -> list[Json]:
     found = value if isinstance(value, list) else []
     if any(not isinstance(each, dict) for each in found):
         _leave_out(what, next(each for each in found if not isinstance(each, dict)))
-    return items_of(found)
+    return as_mappings(found)
 
 
 def _leave_out(what: str, value: Any) -> None:
@@ -251,8 +254,8 @@ def _leave_out(what: str, value: Any) -> None:
 def child_record(raw: Json) -> ChildRecord:
     """Parse a ConfigMap or PodDisruptionBudget of a job."""
     metadata = raw["metadata"]
-    content_hash = mapping_of(metadata.get("annotations")).get(names.ANNOTATION_CONTENT_HASH)
-    return ChildRecord(text_of(content_hash), membership_record(raw))
+    content_hash = as_mapping(metadata.get("annotations")).get(names.ANNOTATION_CONTENT_HASH)
+    return ChildRecord(as_text(content_hash), membership_record(raw))
 
 
 def seconds(timestamp: Any) -> float | None:
@@ -262,7 +265,7 @@ def seconds(timestamp: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class InitState:
-    """The init container that holds the worker back: it runs, waits or has failed."""
+    """The init container that delays the worker: it runs, waits or has failed."""
 
     name: str = ""
     since: float | None = None
@@ -272,37 +275,37 @@ class InitState:
 
 
 def _init_state(spec: Json, status: Json) -> InitState:
-    """Return the first init container that holds the worker back. A sidecar (restartPolicy Always) fails no pod."""
+    """Return the first init container that delays the worker. A failed sidecar (restartPolicy Always) fails no pod."""
     sidecars = {
-        text_of(each.get("name"))
+        as_text(each.get("name"))
         for each in _items(spec.get("initContainers"), "container")
         if each.get("restartPolicy") == "Always"
     }
     for container in _items(status.get("initContainerStatuses"), "container status"):
-        state, name = mapping_of(container.get("state")), text_of(container.get("name"))[:LONGEST_REASON]
-        ended, held = mapping_of(state.get("terminated")), mapping_of(state.get("waiting"))
+        state, name = as_mapping(container.get("state")), as_text(container.get("name"))[:LONGEST_REASON]
+        ended, held = as_mapping(state.get("terminated")), as_mapping(state.get("waiting"))
         running = state.get("running")
-        code = whole_of(ended.get("exitCode"))
+        code = as_integer(ended.get("exitCode"))
         if name not in sidecars and code not in (None, 0):
-            message = f"init container {name} ended with exit code {code}: {text_of(ended.get('message'))}"
-            reason = text_of(ended.get("reason")) or "Error"
+            message = f"init container {name} ended with exit code {code}: {as_text(ended.get('message'))}"
+            reason = as_text(ended.get("reason")) or "Error"
             return InitState(name, exit_code=code, reason=reason, message=message.removesuffix(": "))
-        if (reason := text_of(held.get("reason"))) not in ("", "PodInitializing"):
-            return InitState(name, reason=reason, message=f"init container {name}: {text_of(held.get('message'))}")
+        if (reason := as_text(held.get("reason"))) not in ("", "PodInitializing"):
+            return InitState(name, reason=reason, message=f"init container {name}: {as_text(held.get('message'))}")
         if running is not None and (name not in sidecars or container.get("started") is not True):
-            return InitState(name, since=_seconds_or_none(mapping_of(running), "startedAt"))
+            return InitState(name, since=_seconds_or_none(as_mapping(running), "startedAt"))
     return InitState()
 
 
 def _reason_and_message(status: Json, scheduled: Json, worker: Json, init: InitState) -> tuple[str, str]:
-    """Return reason and message of the pod, of the worker, or of what holds the worker back."""
-    if reason := text_of(status.get("reason")):
-        return reason, text_of(status.get("message"))
+    """Return reason and message of the pod, of the worker, or of the container that delays the worker."""
+    if reason := as_text(status.get("reason")):
+        return reason, as_text(status.get("message"))
     if init.reason:
         return init.reason, init.message
-    for state in (mapping_of(worker.get("terminated")), mapping_of(worker.get("waiting"))):
-        if reason := text_of(state.get("reason")):
-            return reason, text_of(state.get("message"))
+    for state in (as_mapping(worker.get("terminated")), as_mapping(worker.get("waiting"))):
+        if reason := as_text(state.get("reason")):
+            return reason, as_text(state.get("message"))
     if scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated":
-        return "SchedulingGated", text_of(scheduled.get("message"))
+        return "SchedulingGated", as_text(scheduled.get("message"))
     return "", ""

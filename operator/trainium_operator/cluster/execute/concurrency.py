@@ -1,8 +1,8 @@
-"""Bound how many writes of pods run at once, of all jobs and of one; no write is left running unobserved.
+"""Limit how many writes of pods run at once, in total and for one job; wait for every write that was started.
 
 Guarantees:
 - At most `ALL` writes run together and `OF_ONE` for one job, so a slow job leaves capacity.
-- A slot that becomes free goes to the job that holds fewest, so that several slow jobs delay a quick one by one write.
+- A free slot goes to the job that holds fewest, so several slow jobs delay a quick one by one write.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WriteSlots:
 
     @asynccontextmanager
     async def of(self, job: JobId) -> AsyncIterator[None]:
-        """Hold a place for one write of this job."""
+        """Hold a slot for one write of this job."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(job, deque()).append(turn)
         self._assign()
@@ -71,16 +71,16 @@ class WriteSlots:
 
 
 async def run_all(calls: Iterable[Awaitable[None]]) -> None:
-    """Run all, to their end, then raise the first error: a failed one must not leave others running unseen."""
+    """Run all to their end, then raise the first error, so that no write continues unobserved."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
-    # An error that is not the API server's is a defect, which must not hide behind one that is.
+    # An error of another class is a defect, so it is raised before errors of the API server.
     for error in sorted(errors, key=lambda each: (isinstance(each, ApiError), isinstance(each, ForceDeleteLimitError))):
         raise error
 
 
 async def run_growing(calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
-    """Run calls, more and more of them at a time while they succeed; after an error none begins, and it is raised."""
+    """Run calls with growing concurrency while they succeed. After an error no call starts, and the error is raised."""
     waiting, errors, size = iter(calls), list[BaseException](), 1
 
     async def work(group: asyncio.TaskGroup) -> None:

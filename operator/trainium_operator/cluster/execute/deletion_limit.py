@@ -1,8 +1,11 @@
-"""Limit pods that are deleted without their nodes' confirmation, by all plans together.
+"""Limit forced deletions of pods, which their nodes have not confirmed, over all plans.
 
 Such a deletion cannot be undone: the state in the worker's memory is lost. Plans have separate limits
-(`plan/view/workers.py`, the fleet's breaker); this one also holds when a plan is wrong, and for all jobs together.
-Guarantee: within any `WINDOW_SECONDS` no more than `LEAST` pods or `PART` of all worker pods, whichever is more.
+(`plan/view/workers.py`, the fleet's circuit breaker); this one also holds if a plan is wrong, and for all jobs
+together.
+
+Guarantee: within any `WINDOW_SECONDS`, at most `LEAST` pods or `PART` of all worker pods are deleted, whichever is
+more.
 """
 
 from __future__ import annotations
@@ -21,20 +24,20 @@ PART = 0.2
 
 
 class ForceDeleteLimitError(ApiError):
-    """The deletion is not done now, so that no more is lost than one fault explains; it is retried."""
+    """The deletion is postponed, so that no more is lost than one fault explains."""
 
 
 class ForceDeleteLimiter:
-    """One per process; times in seconds of the clock, pods by uid."""
+    """Permits forced deletions, one limiter for each process; times in seconds of the clock, pods by uid."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._done: deque[tuple[float, str]] = deque()
 
     def permit(self, pod_uid: str, pods: int) -> None:
-        """Count a forced deletion; `pods` is how many worker pods there are. Raises HeldBackError.
+        """Count a forced deletion; `pods` is the number of worker pods. Raises ForceDeleteLimitError.
 
-        A deletion that is repeated counts once.
+        A repeated deletion counts once.
         """
         now = self._clock()
         while self._done and self._done[0][0] <= now - WINDOW_SECONDS:
@@ -44,7 +47,7 @@ class ForceDeleteLimiter:
         most = max(LEAST, int(PART * (pods + len(self._done))))
         if len(self._done) >= most:
             raise ForceDeleteLimitError(
-                f"{len(self._done)} pods were deleted by force within {WINDOW_SECONDS:g} s, as many as may be; "
-                "the others wait: look whether their nodes are lost, or only out of reach"
+                f"{len(self._done)} pods were deleted by force within {WINDOW_SECONDS:g} s, the limit; "
+                "the others wait: check whether their nodes are lost or only unreachable"
             )
         self._done.append((now, pod_uid))

@@ -3,7 +3,7 @@
 Guarantees:
 - Recording never blocks and never fails a reconcile.
 - The same event again within ten minutes becomes a series of one Event.
-- A token bucket limits the events of a job. Notes are below 1,024 bytes.
+- A token bucket limits the events of a job. Notes have at most 1,023 bytes.
 - Names are deterministic, so a repeated POST is harmless.
 """
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, NotFoundError
 from trainium_operator.cluster.api.resources import EVENTS, JOBS
-from trainium_operator.newest import Newest
 from trainium_operator.plan.model.actions import EventIntent, EventKind, EventType
 from trainium_operator.plan.model.reasons import Reason
 
@@ -45,8 +45,8 @@ _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """One thing that happened; `regarding` and `related` are object references (apiVersion, kind, namespace, ...)."""
+class Event:
+    """One event to record; `regarding` and `related` are object references (apiVersion, kind, namespace, ...)."""
 
     namespace: str
     regarding: Mapping[str, str]
@@ -56,23 +56,23 @@ class Note:
     warning: bool = False
     related: Mapping[str, str] | None = None
     series: str = ""
-    """Notes of one object, reason and series are the same event; empty: those with the same text."""
+    """Events with the same object, reason and series are one event; if empty, those with the same text."""
 
     def identity(self) -> tuple[str, str, str]:
-        """Return what makes two notes the same event."""
+        """Return the key by which two are the same event."""
         return self.regarding.get("uid", ""), self.reason, self.series or self.text
 
 
-def note_of(job: JobView, intent: EventIntent) -> Note:
+def event_of_intent(job: JobView, intent: EventIntent) -> Event:
     """Return the Event of a plan's intent."""
     related = None
     if intent.related_kind is not None:
         related = {"apiVersion": "v1", "kind": intent.related_kind.value, "name": intent.related_name}
         if intent.related_kind is EventKind.POD:
             related["namespace"] = job.namespace
-    return Note(
+    return Event(
         namespace=job.namespace,
-        regarding=reference_to(job.namespace, job.name, job.uid),
+        regarding=job_reference(job.namespace, job.name, job.uid),
         reason=intent.reason,
         text=intent.note,
         warning=intent.type is EventType.WARNING,
@@ -81,11 +81,11 @@ def note_of(job: JobView, intent: EventIntent) -> Note:
     )
 
 
-def write_failed(job: JobView | JobRecord, text: str) -> Note:
-    """Return the Event of a write that the API server refused; texts that differ in a pod's ordinal are one series."""
-    return Note(
+def write_failed_event(job: JobView | JobRecord, text: str) -> Event:
+    """Return the Event of a refused write; texts that differ only in a pod's ordinal are one series."""
+    return Event(
         job.namespace,
-        reference_to(job.namespace, job.name, job.uid),
+        job_reference(job.namespace, job.name, job.uid),
         Reason.WRITE_FAILED.value,
         text,
         warning=True,
@@ -93,8 +93,8 @@ def write_failed(job: JobView | JobRecord, text: str) -> Note:
     )
 
 
-def reference_to(namespace: str, name: str, uid: str) -> dict[str, str]:
-    """Object reference to a TrainingJob, for events."""
+def job_reference(namespace: str, name: str, uid: str) -> dict[str, str]:
+    """Return the object reference to a TrainingJob, for events."""
     return {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "namespace": namespace, "name": name, "uid": uid}
 
 
@@ -113,42 +113,42 @@ class _Bucket:
 
 
 class EventRecorder:
-    """`record` puts, `run` writes; made once per process."""
+    """Queues events with `record` and writes them with `run`; one for each process."""
 
     def __init__(self, api: Api, instance: str, *, wall_clock: Callable[[], float]) -> None:
         self.dropped = 0
         self._api = api
         self._instance = instance[:128]
         self._wall_clock = wall_clock
-        self._queue: asyncio.Queue[Note] = asyncio.Queue(QUEUED)
-        self._series: Newest[tuple[str, str, str], _Series] = Newest(REMEMBERED)
-        self._buckets: Newest[str, _Bucket] = Newest(REMEMBERED)
+        self._queue: asyncio.Queue[Event] = asyncio.Queue(QUEUED)
+        self._series: BoundedDict[tuple[str, str, str], _Series] = BoundedDict(REMEMBERED)
+        self._buckets: BoundedDict[str, _Bucket] = BoundedDict(REMEMBERED)
 
-    def record(self, note: Note) -> None:
+    def record(self, event: Event) -> None:
         """Queue the event, unless the job's limit is used up."""
-        if not self._allowed(note.regarding.get("uid", "")):
+        if not self._allowed(event.regarding.get("uid", "")):
             self.dropped += 1
             return
         try:
-            self._queue.put_nowait(note)
+            self._queue.put_nowait(event)
         except asyncio.QueueFull:
             self.dropped += 1
 
     async def run(self) -> None:
-        """Write notes until cancelled."""
+        """Write events until cancelled."""
         while True:
-            note = await self._queue.get()
+            event = await self._queue.get()
             try:
-                await self._write(note)
+                await self._write(event)
             except ApiError as error:
-                name = note.regarding.get("name")
-                about = {"namespace": note.namespace, "job": name}
-                logger.warning("event %s about %s was not written: %s", note.reason, name, error, extra=about)
+                name = event.regarding.get("name")
+                about = {"namespace": event.namespace, "job": name}
+                logger.warning("event %s about %s was not written: %s", event.reason, name, error, extra=about)
             finally:
                 self._queue.task_done()
 
     async def flush(self, seconds: float) -> None:
-        """Wait at most `seconds` until everything that was recorded is written."""
+        """Wait at most `seconds` until all recorded events are written."""
         try:
             async with asyncio.timeout(seconds):
                 await self._queue.join()
@@ -165,9 +165,9 @@ class EventRecorder:
         bucket.tokens -= 1
         return True
 
-    async def _write(self, note: Note) -> None:
+    async def _write(self, event: Event) -> None:
         now = self._wall_clock()
-        identity = note.identity()
+        identity = event.identity()
         series = self._series.get(identity)
         if series is not None and now - series.last <= SERIES_SECONDS:
             series.count += 1
@@ -177,35 +177,35 @@ class EventRecorder:
             series.written = now
             try:
                 body = {"series": {"count": series.count, "lastObservedTime": _micro_time(now)}}
-                await self._api.merge(EVENTS, note.namespace, series.name, body)
-            except NotFoundError:  # its time to live is over
+                await self._api.merge(EVENTS, event.namespace, series.name, body)
+            except NotFoundError:  # its time to live has expired
                 del self._series[identity]
             else:
                 return
-        digest = hashlib.sha256(repr((*note.identity(), round(now, 3))).encode()).hexdigest()[:16]
-        name = f"{note.regarding.get('name', 'object')[:200]}.{digest}"
+        digest = hashlib.sha256(repr((*event.identity(), round(now, 3))).encode()).hexdigest()[:16]
+        name = f"{event.regarding.get('name', 'object')[:200]}.{digest}"
         self._series[identity] = _Series(name, 1, now, now)
         try:
-            await self._api.create(EVENTS, note.namespace, self._body(note, name, now))
+            await self._api.create(EVENTS, event.namespace, self._body(event, name, now))
         except AlreadyExistsError:
             return
 
-    def _body(self, note: Note, name: str, now: float) -> Json:
+    def _body(self, event: Event, name: str, now: float) -> Json:
         body: Json = {
             "apiVersion": EVENTS.api_version,
             "kind": EVENTS.kind,
-            "metadata": {"name": name, "namespace": note.namespace},
+            "metadata": {"name": name, "namespace": event.namespace},
             "eventTime": _micro_time(now),
             "reportingController": CONTROLLER,
             "reportingInstance": self._instance,
-            "action": note.action,
-            "reason": note.reason,
-            "type": "Warning" if note.warning else "Normal",
-            "regarding": dict(note.regarding),
-            "note": note.text.encode()[:LONGEST_NOTE].decode(errors="ignore"),
+            "action": event.action,
+            "reason": event.reason,
+            "type": "Warning" if event.warning else "Normal",
+            "regarding": dict(event.regarding),
+            "note": event.text.encode()[:LONGEST_NOTE].decode(errors="ignore"),
         }
-        if note.related:
-            body["related"] = dict(note.related)
+        if event.related:
+            body["related"] = dict(event.related)
         return body
 
 

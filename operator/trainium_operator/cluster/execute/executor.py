@@ -26,13 +26,13 @@ from trainium_operator.cluster.api.resources import (
     NETWORK_POLICIES,
     PODS,
     WORKLOADS,
-    resource_of,
+    find_resource,
 )
 from trainium_operator.cluster.cache.kueue_views import with_conditions
 from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.execute.concurrency import OF_ONE, WriteSlots, run_all, run_growing
 from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter, ForceDeleteLimitError
-from trainium_operator.cluster.execute.events import EventRecorder, note_of, write_failed
+from trainium_operator.cluster.execute.events import EventRecorder, event_of_intent, write_failed_event
 from trainium_operator.cluster.execute.membership_writes import MembershipWrites
 from trainium_operator.cluster.execute.merge_patch import replace_content
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
@@ -67,16 +67,19 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import JobView, PodView
 
 REPORT_FROM_PAUSE = 2.0
-"""Pause in seconds from which on refused creations show as an event."""
+"""Pause in seconds from which refused creations show as an event."""
 BESIDE_A_START = 8
-"""Deletions at a time of what has ended: they come behind the new pods, and take their time to bind and start."""
+"""Concurrent deletions of ended pods behind creations, so that they do not delay the binding and start of new pods."""
 LONGEST_REFUSAL = 1024
 _FORBIDDEN = re.compile(r'^(?:[A-Z]+ \S+: HTTP \d+: )?(?:\w+ "[^"]*" is (?:forbidden|invalid): )?')
-"""Request and object, which come before the reason itself."""
+"""The request and the object, which precede the reason itself."""
 
 
 class Executor:
-    """One per process; `execute` may run for several jobs at once, never twice for the same."""
+    """Executes plans; one for each process.
+
+    `execute` may run for several jobs at once, never twice for one.
+    """
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class Executor:
         if plan.status != job.status:
             await self._write_status(job, plan)
         for intent in plan.events:
-            self._recorder.record(note_of(job, intent))
+            self._recorder.record(event_of_intent(job, intent))
         held: ForceDeleteLimitError | None = None
         refused: errors.ApiError | None = None
         started = False
@@ -116,7 +119,7 @@ class Executor:
                 try:
                     await self._delete_pods(job, actions, BESIDE_A_START if started else OF_ONE)
                 except ForceDeleteLimitError as error:
-                    held = error  # what is lost is replaced, also while it may not be deleted
+                    held = error  # lost pods are replaced even if they may not be deleted
             elif kind is ApplyPolicy:
                 for action in actions:
                     await self._optional.write("NetworkPolicy", job.uid, self._apply(job, action.manifest))
@@ -133,19 +136,19 @@ class Executor:
                     )
                     await self._creating(job, (PODS.kind, creations))
                 except errors.ApiError as error:
-                    refused = error  # what has ended goes, also while nothing may be created
+                    refused = error  # ended pods are deleted even if nothing may be created
             elif kind is ApplyObject:
-                await self._creating(job, *((_place(each), self._single(job, each)) for each in actions))
+                await self._creating(job, *((_format_target(each), self._single(job, each)) for each in actions))
             else:
                 for action in actions:
-                    await self._creating(job, (_place(action), self._single(job, action)))
+                    await self._creating(job, (_format_target(action), self._single(job, action)))
         if refused is not None:
             raise refused
         if held is not None:
             raise held
 
     async def _creating(self, job: JobView, *works: tuple[str, Awaitable[None]]) -> None:
-        """Do it side by side, by place, and remember what is refused: it is not tried again at every event then."""
+        """Run the creations in parallel; record refusals by place, so that not each event repeats them."""
         pauses: list[float] = []
 
         async def at(place: str, work: Awaitable[None]) -> None:
@@ -153,7 +156,8 @@ class Executor:
                 await work
             except errors.ApiError as error:
                 if _is_refusal(error):
-                    pauses.append(self._creation_backoff.record_refusal(job.uid, place, refusal_of(job, str(error))))
+                    refusal = format_refusal(job, str(error))
+                    pauses.append(self._creation_backoff.record_refusal(job.uid, place, refusal))
                 raise
             self._creation_backoff.record_success(job.uid, place)
 
@@ -161,7 +165,7 @@ class Executor:
             await run_all(at(place, work) for place, work in works)
         except errors.ApiError as error:
             if _is_refusal(error) and max(pauses) >= REPORT_FROM_PAUSE:
-                self._recorder.record(write_failed(job, str(error)))
+                self._recorder.record(write_failed_event(job, str(error)))
             raise
 
     async def _write_status(self, job: JobView, plan: Plan) -> None:
@@ -174,7 +178,7 @@ class Executor:
         self._caches.jobs.write_through(raw)
 
     async def _apply_status(self, job: JobView, status: Json) -> Json:
-        """Apply the status without undeclared fields: a refusal names some of them, not always all."""
+        """Apply the status without undeclared fields; a refusal may name only some of them."""
         version = {"resourceVersion": job.resource_version}
         while True:
             body = {"metadata": version, "status": self._undeclared.without(status)}
@@ -185,7 +189,7 @@ class Executor:
                     raise
 
     async def _refresh(self, job: JobView) -> None:
-        """Our copy of the job was old: the next plan must not work from it again."""
+        """Read the job again, because the cached copy is old and the next plan must not work from it."""
         try:
             self._caches.jobs.observe(await self._api.get(JOBS, job.namespace, job.name), deleted=False)
         except errors.NotFoundError:
@@ -198,10 +202,10 @@ class Executor:
             await self._apply(job, action.manifest)
         elif isinstance(action, ApplyGroup):
             manifest = action.manifest
-            await self._api.apply(resource_of(manifest), job.namespace, manifest["metadata"]["name"], manifest)
+            await self._api.apply(find_resource(manifest), job.namespace, manifest["metadata"]["name"], manifest)
         elif isinstance(action, ApplyWorkload):
             workloads = self._caches.kueue.workloads
-            workloads.write_through(await self._own(job, WORKLOADS, action.manifest, workloads.store))
+            workloads.write_through(await self._create_or_replace(job, WORKLOADS, action.manifest, workloads.store))
         elif isinstance(action, SetQuotaConditions):
             await self._set_quota_conditions(job, action)
         elif isinstance(action, DeleteWorkload):
@@ -217,16 +221,18 @@ class Executor:
             caches.config_maps, caches.disruption_budgets, caches.dra.templates, caches.network_policies,
         )  # fmt: skip
         lister = next(each for each in listers if each is not None and each.resource.kind == manifest["kind"])
-        lister.write_through(await self._own(job, lister.resource, manifest, lister.store))
+        lister.write_through(await self._create_or_replace(job, lister.resource, manifest, lister.store))
 
-    async def _own(self, job: JobView, resource: Resource, manifest: Json, store: IndexedCache[Any]) -> Json:
+    async def _create_or_replace(
+        self, job: JobView, resource: Resource, manifest: Json, store: IndexedCache[Any]
+    ) -> Json:
         """Create an object, or replace the content of the job's existing one. Raises NotOursError."""
         name = manifest["metadata"]["name"]
         if store.entry((job.namespace, name)) is None:
             try:
                 made = await self._api.create(resource, job.namespace, manifest)
             except errors.AlreadyExistsError:
-                pass  # ours, of before this process, or another's
+                pass  # ours, from before this process, or another's
             else:
                 self._check_ours(job, resource, made)
                 return made
@@ -243,7 +249,7 @@ class Executor:
             raise errors.ConflictError(f"{resource.kind} {name} was deleted meanwhile", status=409) from error
 
     def _check_ours(self, job: JobView, resource: Resource, current: Json) -> None:
-        """Note whose an object is. Raises NotOursError."""
+        """Record whose object it is. Raises NotOursError."""
         name = current["metadata"]["name"]
         place = f"{resource.kind}/{name}"
         owner = controlling_job(current)
@@ -258,15 +264,15 @@ class Executor:
             f"{resource.kind} {name} exists and does not belong to this job; it is left alone: delete it, or give the "
             "job another name"
         )
-        if resource not in (PODS, NETWORK_POLICIES):  # the next try gives a pod another name, and no policy is needed
+        if resource not in (PODS, NETWORK_POLICIES):  # a new attempt renames the pod; a policy is optional
             self._creation_backoff.record_name_conflict(job.uid, place, sentence)
         raise errors.NotOursError(sentence, status=409)
 
     async def _set_quota_conditions(self, job: JobView, action: SetQuotaConditions) -> None:
         """Write conditions of a Workload, and release its quota if the plan decides so. Raises ConflictError.
 
-        A merge patch replaces the whole list and removes the admission, whichever manager wrote them; the version keeps
-        it from overwriting anything that the plan did not see.
+        A merge patch replaces the whole list and removes the admission, whichever manager wrote them. The resource
+        version ensures that it overwrites nothing that the plan did not see.
         """
         workloads = self._caches.kueue.workloads
         try:
@@ -283,13 +289,13 @@ class Executor:
         status = {"conditions": with_conditions(old, action.conditions, now)}
         body = {
             "metadata": {"resourceVersion": action.version, "uid": action.uid},
-            "status": {**status, "admission": None} if action.returns else status,
+            "status": {**status, "admission": None} if action.returns_quota else status,
         }
         raw = await self._api.merge(WORKLOADS, job.namespace, action.name, body, subresource="status")
         workloads.write_through(raw)
 
     async def _delete(self, job: JobView, lister: Lister[Any], action: DeletionAction) -> None:
-        """Delete an object that is no worker; one that is gone, or another incarnation, counts as done."""
+        """Delete an object other than a worker; one that is gone, or another incarnation, counts as deleted."""
         try:
             raw = await self._api.delete(lister.resource, job.namespace, action.name, uid=action.uid)
         except (errors.NotFoundError, errors.ConflictError):
@@ -315,7 +321,7 @@ class Executor:
         """Compare and swap the record of the membership, then serve it; see PublishMembership."""
         await self._memberships.write(job, action)
         known = self._caches.jobs.store.entry((job.namespace, job.name))
-        if known is not None and known.uid == job.uid:  # else it was deleted meanwhile, and must leave nothing behind
+        if known is not None and known.uid == job.uid:  # otherwise the job was deleted meanwhile
             self._publisher.publish(job.id, action.membership)
 
     async def _evaluation(self, job: JobView, action: CreateEvaluation | DeleteEvaluation) -> None:
@@ -357,7 +363,7 @@ class Executor:
                 if await self._exists(job, action):
                     raise
                 raw = {}
-        # Without a resourceVersion it is the last state of a pod that somebody else removed at the same moment.
+        # Without a resourceVersion it is the last state of a pod that another client removed at the same moment.
         if raw.get("kind") == PODS.kind and {"deletionTimestamp", "resourceVersion"} <= raw["metadata"].keys():
             self._caches.pods.write_through(raw)
         else:
@@ -372,20 +378,20 @@ class Executor:
         return bool(raw["metadata"]["uid"] == action.uid)
 
 
-def _place(action: Action) -> str:
-    """Return where it writes: `Kind/name` of its object, else what it does."""
+def _format_target(action: Action) -> str:
+    """Return where the action writes: `Kind/name` of its object, else what it does."""
     manifest: Json | None = getattr(action, "manifest", None)
     return type(action).__name__ if manifest is None else f"{manifest['kind']}/{manifest['metadata']['name']}"
 
 
-def refusal_of(job: JobView, text: str) -> str:
-    """Return why the API server refused, without the names of single pods, so that each try gives the same sentence."""
+def format_refusal(job: JobView, text: str) -> str:
+    """Return why the API server refused, without names of single pods: attempts give the same sentence."""
     text = _FORBIDDEN.sub("", text)
     return re.sub(rf"\b{re.escape(job.name)}-w-\d+\b", f"{job.name}-w-N", text)[:LONGEST_REFUSAL]
 
 
 def _is_refusal(error: errors.ApiError) -> bool:
-    """Return whether an immediate retry is useless: 500 is a webhook that fails, 504 one that does not answer."""
+    """Return whether an immediate retry is useless: 500 is a failing webhook, 504 one that does not answer."""
     return isinstance(error, errors.ForbiddenError | errors.InvalidError | errors.NotOursError) or error.status in (
         500,
         504,

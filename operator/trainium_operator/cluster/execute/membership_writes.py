@@ -1,9 +1,9 @@
 """Write the record of a membership to its ConfigMap, by compare and swap.
 
 Guarantees:
-- One generation number never has two memberships: a write replaces only the record of the generation before.
-- The cached copy saves a read where the API server confirms that it is current (its version is part of the write), and
-  decides nothing.
+- One generation number never has two memberships: a write replaces only the record of the previous generation.
+- The cached copy saves a read only if the API server confirms that it is current, because its version is part of the
+  write. It decides nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ConflictError, NotFoundError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS
-from trainium_operator.cluster.cache.membership_record import membership_of
+from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.cluster.execute.merge_patch import replace_content
 
 if TYPE_CHECKING:
@@ -35,21 +35,21 @@ class MembershipWrites:
     api: Api
     records: Lister[ChildRecord]
     check_ours: Callable[[JobView, Json], None]
-    """Raises NotOursError, or ConflictError while an earlier job's object is still there."""
+    """Check the owner. Raises NotOursError, or ConflictError while an earlier job's object still exists."""
 
     async def write(self, job: JobView, action: PublishMembership) -> None:
-        """Write the record. Raises ConflictError when it holds another generation than the one to replace."""
-        raw = await self._swap_unread(job, action) or await self._swap(job, action)
+        """Write the record. Raises ConflictError when the object holds a generation other than the one to replace."""
+        raw = await self._swap_cached(job, action) or await self._swap(job, action)
         self.records.write_through(raw)
         name = action.manifest["metadata"]["name"]
         kept = self.records.store.get((job.namespace, name))
         record = kept.record if kept is not None else None
         written = {part: action.manifest[part] for part in _PARTS & action.manifest.keys()}
         if record is not None and record.content() == written:
-            record.reads_as(action.membership)
+            record.set_parsed(action.membership)
 
-    async def _swap_unread(self, job: JobView, action: PublishMembership) -> Json | None:
-        """Over the very state that we know; None when it is another one by now, or not known well enough."""
+    async def _swap_cached(self, job: JobView, action: PublishMembership) -> Json | None:
+        """Replace the cached version without a read; return None if it has changed or is not cached completely."""
         name = action.manifest["metadata"]["name"]
         known = self.records.store.entry((job.namespace, name))
         record = known.view.record if known is not None and known.owner == job.id else None
@@ -69,11 +69,11 @@ class MembershipWrites:
         except NotFoundError:
             return await self._create(job, action)
         self.check_ours(job, current)
-        recorded = membership_of(current)
+        recorded = read_membership(current)
         if recorded == action.membership:
             return current
         if recorded is not None and recorded.generation != action.replaces:
-            # Our cache was behind: let the next plan see what is there.
+            # The cache was old: let the next plan read the current state.
             self.records.observe(current, deleted=False)
             raise ConflictError(
                 f"ConfigMap {name} holds generation {recorded.generation}, not {action.replaces}", status=409
@@ -81,7 +81,7 @@ class MembershipWrites:
         return await self._merge(job, action, current, current["metadata"]["resourceVersion"])
 
     async def _create(self, job: JobView, action: PublishMembership) -> Json:
-        # Also when `replaces` names a generation: the record was deleted by hand, and status knows the generation.
+        # Also when `replaces` names a generation: a person deleted the record, and the status has the generation.
         try:
             raw = await self.api.create(CONFIG_MAPS, job.namespace, action.manifest)
         except AlreadyExistsError as error:

@@ -1,4 +1,4 @@
-"""Build merge patches that replace the whole content: a plain one keeps what it does not name."""
+"""Build merge patches that replace the whole content; a plain merge patch keeps fields that it does not name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CONTENT = frozenset({"data", "binaryData", "spec"})
 def replace_content(current: Json, manifest: Json) -> Json:
     """Return a merge patch after which an object's content is the manifest's and nothing else, at any depth.
 
-    What the API server adds by itself is taken out too, and added again by it.
+    Fields that the API server defaults are removed too, and it adds them again.
     """
     patch: Json = {}
     for part in (current.keys() | manifest.keys()) & _CONTENT:
@@ -23,7 +23,7 @@ def replace_content(current: Json, manifest: Json) -> Json:
 
 
 def _replacement(old: Json, new: Json) -> Json:
-    """Return the patch that makes one object the other; lists and plain values are replaced whole in any case."""
+    """Return the patch that changes one object into the other; lists and scalars are always replaced whole."""
     patch: Json = dict.fromkeys(old.keys() - new.keys())
     for name, value in new.items():
         before = old.get(name)

@@ -1,11 +1,12 @@
-"""Writes that nothing waits for: a refusal is remembered for the plan, and stops nothing else.
+"""Make writes that nothing waits for: the plan sees a refusal, which stops no other write.
 
-Those of the job's NetworkPolicy and of the pod of an evaluation. What refuses them is a right that an older ClusterRole
-does not give, a quota, a webhook, or another's object of the same name.
+These are the writes of a job's NetworkPolicy and of the pod of an evaluation. Causes of a refusal are a right that an
+older ClusterRole does not grant, a quota, a webhook, or another owner's object of the same name.
 
 Guarantees:
-- One try takes `SECONDS` at most. Pauses between tries grow up to `LONGEST_PAUSE`; no other write waits for them.
-- What a new plan may answer (a conflict, an API server that is away) is an error as of any write.
+- One attempt takes `SECONDS` at most. Pauses between attempts grow up to `LONGEST_PAUSE`, and no other write waits for
+  them.
+- An error that a new plan can resolve (a conflict, an unavailable API server) is raised as for any write.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.errors import ApiError, ConflictError, NotOursError, UnavailableError
-from trainium_operator.newest import Newest
 from trainium_operator.plan.model.observed import WriteRefusal
 
 if TYPE_CHECKING:
@@ -27,20 +28,20 @@ REMEMBERED = 4_096
 
 
 class OptionalWrites:
-    """Objects by kind and uid of their job; times in Unix seconds of the clock."""
+    """Optional writes by kind and job uid; times in Unix seconds of the clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._refusals: Newest[tuple[str, str], tuple[WriteRefusal, float]] = Newest(REMEMBERED)
-        """With the pause that was given."""
+        self._refusals: BoundedDict[tuple[str, str], tuple[WriteRefusal, float]] = BoundedDict(REMEMBERED)
+        """Each with the pause before the next attempt."""
 
     def refusal(self, kind: str, job_uid: str) -> WriteRefusal | None:
-        """Return why the job's object could not be written, and when it may be tried again; None when it could."""
+        """Return why the job's object could not be written and when it may be tried again; None if it was written."""
         known = self._refusals.get((kind, job_uid))
         return known[0] if known is not None else None
 
     async def write(self, kind: str, job_uid: str, work: Awaitable[None]) -> None:
-        """Do the work. Raises ConflictError and UnavailableError where a new plan is the answer."""
+        """Run the write. Raises ConflictError and UnavailableError, which a new plan resolves."""
         try:
             async with asyncio.timeout(SECONDS) as budget:
                 await work
@@ -49,17 +50,17 @@ class OptionalWrites:
                 raise
             self._refused(kind, job_uid, f"the API server did not take the {kind} within {SECONDS:.0f} s")
         except NotOursError as error:
-            self._refused(kind, job_uid, str(error), taken=True)
+            self._refused(kind, job_uid, str(error), name_in_use=True)
         except ConflictError:
             raise
         except ApiError as error:
-            if isinstance(error, UnavailableError) and error.status not in (500, 504):  # those are webhooks
+            if isinstance(error, UnavailableError) and error.status not in (500, 504):  # webhooks answer with these
                 raise
             self._refused(kind, job_uid, str(error))
         else:
             self._refusals.pop((kind, job_uid), None)
 
-    def _refused(self, kind: str, job_uid: str, sentence: str, *, taken: bool = False) -> None:
+    def _refused(self, kind: str, job_uid: str, sentence: str, *, name_in_use: bool = False) -> None:
         known = self._refusals.get((kind, job_uid))
         pause = FIRST_PAUSE if known is None else min(LONGEST_PAUSE, 2.0 * known[1])
-        self._refusals[kind, job_uid] = WriteRefusal(sentence, taken, self._clock() + pause), pause
+        self._refusals[kind, job_uid] = WriteRefusal(sentence, name_in_use, self._clock() + pause), pause

@@ -1,8 +1,10 @@
-"""Fields of a status that the installed definition does not have: an older one, or one from which they are gone.
+"""Leave out fields of a status that the installed definition does not declare, because it is older or has dropped them.
 
-The API server refuses the whole of a server-side apply that names such a field, and without its status a job is planned
-no further. So what it names is left out and the rest is written. The whole is tried again now and then, because a
-newer definition may have come. Invariant: nothing is left out that no refusal named.
+The API server refuses the whole server-side apply that names such a field, and without its status a job is planned no
+further. So the fields that it names are left out and the rest is written. From time to time the whole is tried again,
+because a newer definition may be installed.
+
+Invariant: no field is left out unless a refusal named it.
 """
 
 from __future__ import annotations
@@ -23,18 +25,18 @@ FOR_SECONDS = 60.0
 _NAMED = re.compile(r"\.status((?:\.\w+|\[[^\]\n]*\])+): field not declared in schema")
 _ENTRY = re.compile(r"\[[^\]\n]*\]")
 _MOST = 256
-"""Places that are remembered; a definition that lacks more is none of ours."""
+"""Most places that are remembered; a definition that lacks more is not one of this project."""
 
 _Place = tuple[str, ...]
 
 
 def places_in(refusal: str) -> frozenset[_Place]:
-    """Return the fields that the API server's sentence names, entries of a list taken together."""
+    """Return the fields that the API server's sentence names, with the entries of a list as one."""
     return frozenset(tuple(_ENTRY.sub("", found).split(".")[1:]) for found in _NAMED.findall(refusal))
 
 
 class UndeclaredFields:
-    """The fields that are left out of every status for now."""
+    """The fields that are left out of every status at present."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -43,7 +45,7 @@ class UndeclaredFields:
         self._reported: frozenset[_Place] = frozenset()
 
     def without(self, status: Json) -> Json:
-        """Return the status without them; it is not changed itself."""
+        """Return a copy of the status without them."""
         if self._clock() >= self._until:
             self._places = frozenset()
         for place in self._places:
@@ -51,7 +53,7 @@ class UndeclaredFields:
         return status
 
     def learn(self, error: UndeclaredFieldError) -> bool:
-        """Add the fields that the refusal names; return False when none is new and a retry is useless."""
+        """Add the fields that the refusal names; return False if none is new, so that a retry is useless."""
         places = self._places | places_in(str(error))
         if places == self._places or len(places) > _MOST:
             return False

@@ -1,1 +1,1 @@
-"""The memory of bad machines, reconciled over all jobs."""
+"""Reconcile the memory of bad machines over all jobs."""

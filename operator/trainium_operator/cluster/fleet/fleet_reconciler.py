@@ -1,10 +1,11 @@
 """Reconcile the fleet: record failures of all jobs and nodes in the memory of bad machines, and derive the jobs' view.
 
 Guarantees:
-- Only the leader writes. It is level-triggered, so a crash between any two writes only delays.
-- The memory is written (compare and swap) before any job acts on it. A person's change of it is read before each
-  decision. A view is never replaced by an older one.
-- While the API server is away jobs use the last view.
+- Only the leader writes. Reconciling is level-triggered, so a crash between any two writes only delays.
+- The memory is written (compare and swap) before any job acts on it.
+- A person's edit of it is read before each decision.
+- An older view never replaces a newer one.
+- While the API server is unavailable jobs use the last view.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 15.0
-"""At least this often the memory is read again: a person may have changed it."""
+"""Longest time between two reads of the memory, which a person may have changed."""
 SETTLE_SECONDS = 0.2
-"""Signals of one fault come together; also the shortest time between two looks."""
+"""Shortest time between two reconciles, because the signals of one fault arrive together."""
 RETRY_SECONDS = 5.0
 ATTEMPTS = 5
 MAX_DELETED = 4_096
@@ -44,7 +45,7 @@ _LABELS = {"app.kubernetes.io/part-of": "trainium-operator", "app.kubernetes.io/
 
 @dataclass(eq=False)
 class FleetReconciler:
-    """`prime()` before the first plan of a leader, then `run()`; `current()` is what jobs go by."""
+    """Reconciles the fleet: call `prime()` before the first plan of a leader, then `run()`; jobs use `current()`."""
 
     api: Api
     caches: Caches
@@ -55,19 +56,19 @@ class FleetReconciler:
     taints_nodes: bool
     wall_clock: Callable[[], float]
     on_change: Callable[[], None]
-    """Called when the view is another one, so every job should be planned."""
+    """Called when the view has changed, so that every job is planned."""
     owners: Callable[[], list[Json]] = list
     """`ownerReferences` of the ConfigMap."""
     view: FleetView = field(default_factory=FleetView, init=False)
     _woken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _nodes_changed: bool = field(default=False, init=False)
-    """Since the newest look at them."""
+    """Since the last reconcile."""
     _rounds: int = field(default=0, init=False)
     _deleted: dict[str, str] = field(default_factory=dict, init=False)
     """Provider IDs of nodes that no longer exist, oldest first."""
     _memory: Memory | None = field(default=None, init=False)
     _written: bool = field(default=False, init=False)
-    """The ConfigMap existed, as far as this process knows."""
+    """The ConfigMap existed when this process last read or wrote it."""
 
     def __post_init__(self) -> None:
         if self.caches.nodes is not None:
@@ -76,31 +77,31 @@ class FleetReconciler:
 
     @property
     def machines(self) -> Collection[Machine]:
-        """Return what is remembered, as this process last saw it."""
+        """Return the recorded machines, as last read by this process."""
         return self._memory.machines.values() if self._memory is not None else ()
 
     def current(self) -> FleetView:
-        """Return the view, with the nodes as they are known at this moment.
+        """Return the view, with the present state of the nodes.
 
-        Of many that turn bad at once none may be acted on before it is seen how many they are.
+        If many nodes turn bad at once, none may be acted on before the number is known.
         """
         if self._nodes_changed and self._memory is not None:
             self._adopt(self._plan(self._memory))
         return self.view
 
     def wake(self) -> None:
-        """Something that the fleet's plan can see has changed."""
+        """Record that something which the fleet's plan can see has changed."""
         self._woken.set()
 
     async def prime(self) -> None:
-        """Read the memory and compute the view of jobs, without writing. Raises ApiError."""
+        """Read the memory and compute the jobs' view, without writing. Raises ApiError."""
         self._memory, _ = await self._read()
         plan = self._plan(self._memory)
         self._memory = plan.memory
         self._adopt(plan)
 
     async def run(self) -> None:
-        """Set owners while this process leads."""
+        """Reconcile while this process leads, until cancelled."""
         await self.leading.wait()
         while self.leading.is_set():
             self._woken.clear()
@@ -119,29 +120,29 @@ class FleetReconciler:
             await asyncio.sleep(SETTLE_SECONDS)
 
     async def _reconcile(self) -> float:
-        """Look once; seconds until the next look. Raises ApiError."""
+        """Reconcile once; return the seconds until the next time. Raises ApiError."""
         for _ in range(ATTEMPTS):
             try:
                 memory, raw = await self._read()
             except ApiError:
                 self._adopt(self._plan(self._memory or Memory()))
                 raise
-            # Before there is any, what was seen as the leader began counts; one that is gone later was deleted.
+            # Without earlier nodes, those seen when the leader started count; one that is missing later was deleted.
             plan = self._plan(memory if memory is not None or self._written else self._memory)
             poll = self._rounds
             try:
                 if plan.memory != memory:
                     await self._write(plan.memory, raw)
             except (ConflictError, AlreadyExistsError):
-                continue  # a person, or the last leader: what they wrote counts
-            for sentence in plan.news:
+                continue  # a person or the previous leader wrote it: their version counts
+            for sentence in plan.changes:
                 logger.warning("%.1000s", sentence)
             self._memory, self._written = plan.memory, True
-            if self._nodes_changed or self._rounds != poll:  # while it was written: others may know more by now
+            if self._nodes_changed or self._rounds != poll:  # other changes may have arrived during the write
                 plan = self._plan(self._memory)
             self._adopt(plan)
             if plan.memory != self._memory:
-                return SETTLE_SECONDS  # it is written before anything else follows from it
+                return SETTLE_SECONDS  # written before anything follows from it
             for write in plan.taints:
                 await self._taint(write)
             return (
@@ -162,7 +163,7 @@ class FleetReconciler:
         return plan_fleet(
             FleetObserved(
                 nodes=nodes,
-                carrying=carrying,
+                worker_nodes=carrying,
                 jobs=tuple(
                     _records(entry.view.view)
                     for entry in self.caches.jobs.store.snapshot().values()
@@ -201,7 +202,7 @@ class FleetReconciler:
             await self.api.replace(CONFIG_MAPS, self.namespace, self.name, {**raw, "data": data})
 
     async def _taint(self, write: TaintNode) -> None:
-        """Compare and swap: the list of taints can only be written as a whole."""
+        """Compare and swap the taints, because the list can only be written as a whole."""
         try:
             raw = await self.api.get(NODES, "", write.node)
             others = [
@@ -212,7 +213,7 @@ class FleetReconciler:
             version = {"resourceVersion": raw["metadata"]["resourceVersion"]}
             await self.api.merge(NODES, "", write.node, {"metadata": version, "spec": {"taints": [*others, *added]}})
         except (ConflictError, NotFoundError):
-            return  # the next look sees what is there
+            return  # the next reconcile reads the current state
         done = "taint taken off" if ours is None else f"tainted ({ours.value})"
         logger.warning("node %s: %s", write.node, done, extra={"node": write.node})
 

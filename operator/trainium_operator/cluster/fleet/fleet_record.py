@@ -1,7 +1,7 @@
-"""The fleet's memory as a ConfigMap that a person can read and edit.
+"""Encode the fleet's memory as a ConfigMap that a person can read and edit, with one entry of YAML per machine.
 
-One entry per machine, as a few lines of YAML. Invariants: what cannot be read is left out with a warning and never
-stops the operator; writing what was read gives the same text.
+Invariants: an unreadable entry is left out with a warning and never stops the operator. Encoding what was decoded gives
+the same text.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ABOUT = (
 )
 _LONGEST_KEY = 200
 _MOST_NODES = 10_000
-"""Values and keys of one entry: a machine's has some thirty, and two for each job that was accounted for."""
+"""Values and keys of one entry. A machine's entry has about thirty, and two for each job that it counted."""
 
 
 def encode(memory: Memory) -> dict[str, str]:
     """Return `data` of the ConfigMap."""
     data = {ABOUT: _ABOUT}
     if memory.accounted:
-        # Exact: rounded down, the newest failure of a job would count again for the next reader.
+        # Exact: rounded down, the next reader would count the newest failure of a job again.
         data[ACCOUNTED] = _dump(dict(sorted(memory.accounted.items())))
     for machine, entry in sorted(memory.machines.items()):
         key = re.sub(r"[^-._a-zA-Z0-9]+", ".", machine).strip(".")[:_LONGEST_KEY] or "unnamed"
@@ -70,7 +70,7 @@ def decode(data: Mapping[str, Any]) -> Memory:
 
 
 class _PlainLoader(Composer, yaml.CSafeLoader):
-    """A SafeLoader without aliases, a few lines of which expand to gigabytes, and with the size limits of an entry.
+    """A SafeLoader with the size limits of an entry, and without aliases, a few lines of which expand to gigabytes.
 
     Scanning is C code, five times as fast; composing is Python code, which can limit the depth.
     """
@@ -109,7 +109,7 @@ def _dump(fields: dict[str, Any]) -> str:
 def _fields(entry: Machine) -> dict[str, Any]:
     fields: dict[str, Any] = {"machine": entry.machine, "node": entry.node, "state": entry.state.value}
     if entry.suspected_by and entry.state is not MachineState.WATCHED:
-        fields["for"] = f"namespace {entry.suspected_by}"  # for people: it follows from the strikes
+        fields["for"] = f"namespace {entry.suspected_by}"  # for people only: it follows from the strikes
     if entry.until is not None:
         fields["until"] = rfc3339(entry.until)
     if entry.quarantines:
@@ -152,7 +152,7 @@ def _strike(line: str) -> Strike:
 
 
 def _time(value: Any) -> float | None:
-    """YAML reads an unquoted time stamp as a time, so both are taken."""
+    """Parse a time; YAML reads an unquoted time stamp as a time, so both types are accepted."""
     if value is None:
         return None
     stamp = getattr(value, "timestamp", None)

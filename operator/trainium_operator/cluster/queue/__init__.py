@@ -1,1 +1,1 @@
-"""Changes, the jobs that they concern, and when a job is planned."""
+"""Map changes to the jobs that they concern, and decide when a job is planned."""

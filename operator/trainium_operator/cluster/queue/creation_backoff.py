@@ -1,10 +1,10 @@
 """Delay creations after a refusal (a quota, admission, a namespace that is deleted), and record name conflicts.
 
 Guarantees:
-- After a refusal nothing is created for that job until its pause is over, whatever happens meanwhile. Otherwise each
-  event about the job would try again, and each try would use up ordinals of pods.
-- Pauses grow up to a minute and start again once the refused object is accepted: that another object of the job is
-  written means nothing for a quota of pods.
+- After a refusal nothing is created for that job until its pause is over. Otherwise each event about the job would
+  trigger another attempt, and each attempt uses up ordinals of pods.
+- Pauses grow up to a minute and start again once the refused object is accepted. A write of another object of the job
+  does not reset the pause.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.resources import PODS
-from trainium_operator.newest import Newest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 FIRST_SECONDS = 1.0
-LONGEST_SECONDS = 60.0
+MAX_SECONDS = 60.0
 REMEMBERED = 4_096
 """Jobs."""
-PLACES = 32
-"""Limit for a job: it has no more objects that are named differently."""
+MAX_PLACES = 32
+"""Most objects with a conflict in one job, which has no more objects with fixed names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,23 @@ class CreationBackoff:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._pauses: Newest[str, Newest[str, _Pause]] = Newest(REMEMBERED)
-        """By job and place: `Kind/name`, and all pods as one."""
-        self._name_conflicts: Newest[str, dict[str, str]] = Newest(REMEMBERED)
+        self._pauses: BoundedDict[str, BoundedDict[str, _Pause]] = BoundedDict(REMEMBERED)
+        """By job and place: `Kind/name`, with all pods as one."""
+        self._name_conflicts: BoundedDict[str, dict[str, str]] = BoundedDict(REMEMBERED)
 
     def blocked_until(self, job_uid: str) -> float:
-        """Return when something may be created for the job again; 0 when nothing was refused."""
+        """Return when something may next be created for the job; 0 if nothing was refused."""
         return max((pause.until for pause in self._pauses.get(job_uid, {}).values()), default=0.0)
 
     def refusal(self, job_uid: str) -> str:
-        """Return why the API server refuses what the job needs, of pods first; empty when nothing was refused."""
+        """Return why the API server refuses an object of the job, pods first; empty if nothing was refused."""
         places: dict[str, _Pause] = self._pauses.get(job_uid, {})
         return next((places[place].message for place in sorted(places, key=lambda place: place != PODS.kind)), "")
 
     def name_conflicts(self, job_uid: str) -> Mapping[str, str]:
-        """Return the objects of others that have a name that the job needs: `Kind/name` -> a sentence."""
-        known = self._name_conflicts.get(job_uid)
-        return dict(known) if known is not None else {}
+        """Return other owners' objects with a name that the job needs: `Kind/name` -> a sentence."""
+        conflicts = self._name_conflicts.get(job_uid)
+        return dict(conflicts) if conflicts is not None else {}
 
     def record_name_conflict(self, job_uid: str, place: str, refusal: str) -> None:
         """Record that the object at `place` (`Kind/name`) is not the job's."""
@@ -62,23 +62,23 @@ class CreationBackoff:
 
     def clear_name_conflict(self, job_uid: str, place: str) -> None:
         """Record that the object at `place` is the job's."""
-        known = self._name_conflicts.get(job_uid)
-        if known is not None and place in known:
-            del known[place]
+        conflicts = self._name_conflicts.get(job_uid)
+        if conflicts is not None and place in conflicts:
+            del conflicts[place]
 
     def record_refusal(self, job_uid: str, place: str, refusal: str) -> float:
-        """Record that a creation was refused; several of one moment count once. Return the pause in seconds."""
-        places, now = self._pauses.setdefault(job_uid, Newest(PLACES)), self._clock()
-        known = places.get(place)
-        if known is None or now >= known.until:
-            seconds = FIRST_SECONDS if known is None else min(LONGEST_SECONDS, 2.0 * known.seconds)
-            known = _Pause(now + seconds, seconds, "")
+        """Record a refused creation; several at one moment count once. Return the pause in seconds."""
+        places, now = self._pauses.setdefault(job_uid, BoundedDict(MAX_PLACES)), self._clock()
+        pause = places.get(place)
+        if pause is None or now >= pause.until:
+            seconds = FIRST_SECONDS if pause is None else min(MAX_SECONDS, 2.0 * pause.seconds)
+            pause = _Pause(now + seconds, seconds, "")
             self._pauses.move_to_end(job_uid)
-        places[place] = replace(known, message=refusal)
-        return known.seconds
+        places[place] = replace(pause, message=refusal)
+        return pause.seconds
 
     def record_success(self, job_uid: str, place: str) -> None:
-        """End the pause of `place`: the object was written."""
+        """End the pause of `place`, because the object was written."""
         places: dict[str, _Pause] = self._pauses.get(job_uid, {})
         places.pop(place, None)
         if not places:

@@ -1,4 +1,4 @@
-"""From the caches to one job's frozen `Observed`, and from changes in the caches to the jobs that they concern."""
+"""Build one job's frozen `Observed` from the caches, and map changes in the caches to the jobs that they concern."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
     from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
-    from trainium_operator.cluster.queue.pace import Pace
     from trainium_operator.cluster.queue.pod_warnings import PodWarnings
     from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
-    from trainium_operator.cluster.queue.work_queue import WorkQueue
+    from trainium_operator.cluster.queue.work_queue import PlanRateLimiter, WorkQueue
     from trainium_operator.coordinator.state import CoordinatorState
     from trainium_operator.plan.model.observed import JobView, PodView, WriteRefusal
 
@@ -43,7 +42,7 @@ Watching: TypeAlias = "Reflector[PodView] | Reflector[ChildRecord] | Reflector[N
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """Everything that is kept of the cluster; `nodes` is None where nodes may not be read (a namespaced install)."""
+    """All cached objects of the cluster; `nodes` is None where they may not be read (a namespaced install)."""
 
     jobs: Lister[JobRecord]
     pods: Reflector[PodView]
@@ -51,15 +50,15 @@ class Caches:
     nodes: Reflector[NodeView] | None
     disruption_budgets: Reflector[ChildRecord]
     kueue: Kueue
-    """Nobody waits for it: jobs without a queue do not need it."""
+    """Jobs without a queue do not wait for it."""
     dra: Dra
-    """Nobody waits for it either: jobs that claim no devices do not need it."""
+    """Jobs that claim no devices do not wait for it."""
     namespaces: Namespaces
-    """Those that are served, and where all of the above but the nodes is known."""
+    """The namespaces that are served, and those in which all of the above except the nodes is known."""
     evaluations: Reflector[PodView]
-    """The pods that measure models of milestones; nobody waits for them."""
+    """Pods that measure the models of milestones; no job waits for them."""
     network_policies: Reflector[ChildRecord] | None = None
-    """Nobody waits for them either; None where none are made."""
+    """No job waits for them; None where the operator creates none."""
 
     def reflectors(self) -> tuple[Watching, ...]:
         """Return all that have a `run`; the jobs only where single namespaces are served, else kopf watches them."""
@@ -77,9 +76,10 @@ class Caches:
             await reflector.synced.wait()
 
     async def catch_up(self, since: float, *, records_only: bool = False) -> None:
-        """Have lists that are younger than `since` (loop time): watches may lag behind what the last leader wrote.
+        """Refresh lists that are older than `since` (loop time), because watches may lag behind.
 
-        `records_only`: of the jobs and their memberships, which are few. Raises ApiError.
+        The previous leader may have written more. `records_only`: only jobs and their memberships, which are few.
+        Raises ApiError.
         """
         records = (self.jobs, self.config_maps)
         others = tuple(each for each in self.reflectors() if each not in records)
@@ -87,7 +87,7 @@ class Caches:
         if not records_only:
             self.kueue.catch_up(since)
 
-    def membership_of(self, job: JobView) -> ChildRecord | None:
+    def find_membership(self, job: JobView) -> ChildRecord | None:
         """Return the membership ConfigMap of this incarnation of the job."""
         key = (job.namespace, names.membership_name(job.name))
         return self.config_maps.store.owned_by(job.id).get(key)
@@ -104,12 +104,12 @@ class Observer:
     creation_backoff: CreationBackoff
     warnings: PodWarnings
     refusal: Callable[[str, str], WriteRefusal | None]
-    """Refusal of an object that nothing waits for, by kind and uid of its job."""
+    """Refusal of an optional write, by kind and uid of its job."""
     fleet: Callable[[], FleetView]
     gangs: WaitingGangs
 
     def observe(self, job: JobView, *, status_written: float = 0.0) -> Observed:
-        """Observe one job as it is known now; children and pods of an earlier job of the same name are left out.
+        """Observe one job as it is cached now, without children and pods of an earlier job of the same name.
 
         `status_written` is when this process last wrote the job's status; 0 when it has not.
         """
@@ -125,8 +125,8 @@ class Observer:
             if lister is not None
             for (_, name), record in lister.store.owned_by(job.id).items()
         }
-        membership = caches.membership_of(job)
-        pods = self.warnings.applied_to(job, pods)
+        membership = caches.find_membership(job)
+        pods = self.warnings.with_warnings(job, pods)
         return Observed(
             job=job,
             pods=pods,
@@ -136,18 +136,18 @@ class Observer:
             published=self.agents.published(job.id),
             children=children,
             ca_bundle=self.ca_bundle(),
-            # Agents of unknown pods could not send anything either: their silence counts from then on.
+            # Agents of unknown pods could not send anything, so their silence counts only from then on.
             coordinator_since=max(self.agents.since, caches.namespaces.open_since(job.namespace)),
             now=self.wall_clock(),
-            creations_from=self.creation_backoff.blocked_until(job.uid),
+            create_after=self.creation_backoff.blocked_until(job.uid),
             creation_refusal=self.creation_backoff.refusal(job.uid),
-            in_the_way=self.creation_backoff.name_conflicts(job.uid),
-            policies_known=caches.network_policies is not None and caches.network_policies.answered,
+            name_conflicts=self.creation_backoff.name_conflicts(job.uid),
+            policies_listed=caches.network_policies is not None and caches.network_policies.answered,
             policy_refusal=self.refusal("NetworkPolicy", job.uid),
             evaluation=self._evaluation(job),
-            fleet=self.fleet().seen_from(job.namespace),
+            fleet=self.fleet().for_namespace(job.namespace),
             quota=caches.kueue.quota(job),
-            wanted_elsewhere=self.gangs.nodes_wanted(job),
+            nodes_wanted_by_gangs=self.gangs.wanted_nodes(job),
             devices=caches.dra.devices(job, pods, self._usable(job)),
             status_written=status_written,
         )
@@ -172,15 +172,15 @@ class Observer:
 
     def _nodes(self, wanted: set[str]) -> dict[str, NodeView]:
         if self.caches.nodes is None:
-            # Nodes are not watched: pods and heartbeats alone show what failed.
+            # Nodes are not watched; only pods and heartbeats show failures.
             return {name: NodeView(name=name) for name in wanted}
         store = self.caches.nodes.store
         found = ((name, store.get(("", name))) for name in wanted)
         return {name: view for name, view in found if view is not None}
 
 
-def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None:
-    """Have a job reconciled whenever something that its plan can see has changed."""
+def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], limiter: PlanRateLimiter) -> None:
+    """Enqueue a job whenever something that its plan can see has changed."""
 
     def job_changed(key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
         if old is None or new is None or not _is_unchanged_for_plans(old.view, new.view):
@@ -188,20 +188,20 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
 
     def child_changed(_key: Key, old: Entry[Any] | None, new: Entry[Any] | None) -> None:
         if (job := _changed_job(old, new)) is not None:
-            pace.put(job)
+            limiter.put(job)
 
     def owned_changed(_key: Key, old: Entry[Any] | None, new: Entry[Any] | None) -> None:
         entry = new or old
         if entry is not None and entry.owner is not None:
-            pace.put((entry.owner.namespace, entry.owner.name))
+            limiter.put((entry.owner.namespace, entry.owner.name))
 
     def pod_changed(_key: Key, old: Entry[PodView] | None, new: Entry[PodView] | None) -> None:
         if (job := _changed_job(old, new)) is None:
             return
         namespace, name = job
         has_generation = caches.config_maps.store.get((namespace, names.membership_name(name))) is not None
-        # Until the first generation nobody trains, and nobody waits for a count of the pods that have come up.
-        pace.put(job, hurry=has_generation or not _only_starts(old, new))
+        # Until the first generation nothing trains, and the exact count of started pods is not urgent.
+        limiter.put(job, urgent=has_generation or not _only_starts(old, new))
 
     on_node: dict[str, dict[Key, Key]] = {}  # node -> worker pod -> job
 
@@ -218,14 +218,14 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
         if old is not None and new is not None and old.view == new.view:
             return
         for job in on_node.get(key[1], {}).values():
-            pace.put(job)
+            limiter.put(job)
 
     def slice_changed(_key: Key, old: Entry[SliceView] | None, new: Entry[SliceView] | None) -> None:
         if old is not None and new is not None and old.view == new.view:
             return
         for node in {entry.view.node for entry in (old, new) if entry is not None}:
             for job in on_node.get(node, {}).values():
-                pace.put(job)
+                limiter.put(job)
 
     caches.jobs.store.listen(job_changed)
     caches.pods.store.listen(pod_moved)
@@ -245,7 +245,7 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], pace: Pace) -> None
 def _changed_job(
     old: Entry[PodView] | Entry[ChildRecord] | None, new: Entry[PodView] | Entry[ChildRecord] | None
 ) -> Key | None:
-    """Return the job whose plan sees a difference; None when none does."""
+    """Return the job whose plan sees a difference; None if there is none."""
     entry = new or old
     if entry is None or entry.owner is None or (old is not None and new is not None and old.view == new.view):
         return None
@@ -253,7 +253,7 @@ def _changed_job(
 
 
 def _only_starts(old: Entry[PodView] | None, new: Entry[PodView] | None) -> bool:
-    """Return whether all that happened is that a pod was created, bound to a node or started, as it should."""
+    """Return whether the only change is that a pod was created, bound to a node or started, as expected."""
     if new is None or new.view.deleting or new.view.disrupted or new.view.unschedulable_message:
         return False
     if new.view.reason and new.view.reason not in STARTING_REASONS:
@@ -264,7 +264,7 @@ def _only_starts(old: Entry[PodView] | None, new: Entry[PodView] | None) -> bool
 
 
 def _is_unchanged_for_plans(old: JobRecord, new: JobRecord) -> bool:
-    """Return whether a plan would find nothing new: progress is written by plans, which know it from the agents."""
+    """Return whether a plan would see nothing new: plans write the progress, which they know from the agents."""
     if old == new:
         return True
     if old.view is None or new.view is None:

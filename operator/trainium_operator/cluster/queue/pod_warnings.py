@@ -1,10 +1,10 @@
-"""Read why pods that have a node do not start, where only an event has the reason: a volume, a sandbox, a network.
+"""Read why pods that have a node do not start, if only an event has the reason: a volume, a sandbox, a network.
 
 Guarantees:
-- Events are listed only for a job with a pod that has waited on its node for `SLOW_SECONDS`, for one pod of it, and not
-  more often than every `PAUSE_SECONDS`.
-- A warning older than `FRESH_SECONDS` is not shown: the kubelet repeats what still holds.
-- Without the right to list events, or without an answer, plans go on as before.
+- Events are listed only for a job with a pod that has waited on its node for `SLOW_SECONDS`, for one of its pods, and
+  at most every `PAUSE_SECONDS`.
+- A warning older than `FRESH_SECONDS` is not shown, because the kubelet repeats warnings that still hold.
+- Without the right to list events, or without an answer, plans continue without warnings.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.wire.log_line import readable
+from trainium_contract.wire.log_line import format_log_text
+from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.errors import ApiError
 from trainium_operator.cluster.api.resources import CORE_EVENTS
-from trainium_operator.cluster.cache.parts import items_of, mapping_of, text_of
+from trainium_operator.cluster.cache.parts import as_mapping, as_mappings, as_text
 from trainium_operator.cluster.cache.views import seconds
-from trainium_operator.newest import Newest
 from trainium_operator.plan.model.observed import STARTING_REASONS, JobView, PodPhase, PodView
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ class _Warning:
 
 
 class PodWarnings:
-    """Jobs by uid; times in Unix seconds of the clock."""
+    """Warnings by job uid; times in Unix seconds of the clock."""
 
     def __init__(self, api: Api, pods: Reflector[PodView], clock: Callable[[], float]) -> None:
         self._api = api
         self._pods = pods
         self._clock = clock
-        self._read: Newest[str, tuple[float, _Warning]] = Newest(REMEMBERED)
+        self._read: BoundedDict[str, tuple[float, _Warning]] = BoundedDict(REMEMBERED)
 
     async def refresh(self, job: JobView) -> None:
         """Read the newest warning about the first pod of the job that starts slowly."""
@@ -68,8 +68,8 @@ class PodWarnings:
         pod = min(slow, key=lambda pod: pod.ordinal)
         self._read[job.uid] = (now, await self._warning_about(job.namespace, pod, now))
 
-    def next_in(self, job: JobView) -> float | None:
-        """Return after how many seconds `refresh` should be called again; None when nothing starts."""
+    def seconds_until_refresh(self, job: JobView) -> float | None:
+        """Return the seconds until the next `refresh`; None if no pod is starting."""
         starting = self._starting(job)
         if not starting:
             return None
@@ -78,8 +78,8 @@ class PodWarnings:
             return max(0.0, self._read[job.uid][0] + PAUSE_SECONDS - now)
         return max(0.0, min(pod.created for pod in starting) + SLOW_SECONDS - now)
 
-    def applied_to(self, job: JobView, pods: tuple[PodView, ...]) -> tuple[PodView, ...]:
-        """Return the pods with the warning in place of a reason that means only that they start."""
+    def with_warnings(self, job: JobView, pods: tuple[PodView, ...]) -> tuple[PodView, ...]:
+        """Return the pods, with the warning as the reason of those that only show that they are starting."""
         _, warning = self._read.get(job.uid, (0.0, _Warning("")))
         if not warning.reason:
             return pods
@@ -101,7 +101,7 @@ class PodWarnings:
         except (ApiError, TimeoutError) as error:
             logger.info("events of pod %s are not read: %s", pod.name, error or "no answer")
             return _Warning(pod.uid)
-        return _newest(pod, items_of(page.get("items")), now)
+        return _newest_warning(pod, as_mappings(page.get("items")), now)
 
 
 def _is_starting(pod: PodView) -> bool:
@@ -110,20 +110,20 @@ def _is_starting(pod: PodView) -> bool:
     return waits and pod.reason in {"", *STARTING_REASONS} and not pod.init_container
 
 
-def _newest(pod: PodView, events: Iterable[Json], now: float) -> _Warning:
-    """Return the newest of them; those from before the pod had a node are about what is over."""
+def _newest_warning(pod: PodView, events: Iterable[Json], now: float) -> _Warning:
+    """Return the newest warning since the pod got its node."""
     found = [(at, event) for event in events if (at := _last_seen(event)) > now - FRESH_SECONDS]
     found = [(at, event) for at, event in found if event.get("reason") != "FailedScheduling"]
     if not found:
         return _Warning(pod.uid)
     event = max(found, key=lambda item: item[0])[1]
-    message = readable(text_of(event.get("message"))[:LONGEST_MESSAGE])
-    return _Warning(pod.uid, text_of(event.get("reason"))[:64], message)
+    message = format_log_text(as_text(event.get("message"))[:LONGEST_MESSAGE])
+    return _Warning(pod.uid, as_text(event.get("reason"))[:64], message)
 
 
 def _last_seen(event: Json) -> float:
     stamps = (
-        mapping_of(event.get("series")).get("lastObservedTime"),
+        as_mapping(event.get("series")).get("lastObservedTime"),
         event.get("lastTimestamp"),
         event.get("eventTime"),
     )

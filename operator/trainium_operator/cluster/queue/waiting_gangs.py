@@ -1,7 +1,7 @@
-"""Which jobs wait for nodes as whole gangs: those for which a scheduler preempts nobody, so that others must give way.
+"""Track which jobs wait for nodes as whole gangs. A scheduler preempts no extra for a gang, so extras must yield.
 
-Of single pods the scheduler itself takes an extra's node. Invariant: kept up by changes alone, so that asking costs
-nothing while nobody waits.
+For a single pod the scheduler itself preempts an extra. The record is updated by changes only, so a query costs nothing
+while no gang waits.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class WaitingGangs:
-    """Pods of gangs that no node is found for, by job."""
+    """Pods of gangs that no node was found for, by job."""
 
     def __init__(self, jobs: Lister[JobRecord], pods: Reflector[PodView], *, wake: Callable[[Key], None]) -> None:
-        """`wake(key)`: a job that holds extras should be looked at, for somebody begins or ceases to wait."""
+        """`wake(key)` enqueues a job that holds extras when the waiting gangs change."""
         self._jobs = jobs
         self._waiting: dict[Key, set[Key]] = {}
-        """Job -> its pods that wait."""
+        """Job -> its waiting pods."""
         self._wake = wake
         pods.store.listen(self._pod_changed)
 
-    def nodes_wanted(self, job: JobView) -> int:
-        """Nodes like those of this job that gangs of other jobs wait for."""
+    def wanted_nodes(self, job: JobView) -> int:
+        """Return the number of this job's kind of nodes for which gangs of other jobs wait."""
         wanted = 0
         for key, pods in self._waiting.items():
             record = self._jobs.store.get(key)

@@ -4,13 +4,13 @@ Guarantees, each with a test:
 1. A waiting key is in the queue once, however often it is put.
 2. A key is never given to two workers at the same time.
 3. A key that is put while a worker has it is given out again after `done`: no change is missed.
-4. Keys are given out in the order in which they first came, except for guarantee 7.
+4. Keys are given out in the order in which they were first put, except for guarantee 7.
 5. `put_after` puts the key once its delay is over; of several delays the earliest wins. A key that is given out loses
    its delay: its reconcile sees everything, and returns when to run again.
 6. `retry` puts the key after a separate exponential delay; `forget` resets that delay.
 7. Slow keys are given out while fewer than `most_slow` of them are with workers; the others pass them.
-8. After `close`, `get` raises ClosedError at once, delays are dropped, and `drained` returns when the last worker is
-   done.
+8. After `close`, `get` raises ClosedError at once, delays are dropped, and `wait_until_idle` returns when the
+   last worker is done.
 
 Times are those of the running event loop. Not for use from other threads.
 """
@@ -24,7 +24,16 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from trainium_operator.cluster.cache.store import Key
+
 K = TypeVar("K", bound="Hashable")
+
+PLANNING_SHARE = 0.2
+"""Share of the time in which a job may be planned; see `PlanRateLimiter`."""
+LONGEST_PAUSE = 1.0
+BACKGROUND_SHARE = 0.05
+LONGEST_BACKGROUND_PAUSE = 5.0
+"""While thousands of pods start, each plan would only count a few more."""
 
 
 class ClosedError(Exception):
@@ -50,11 +59,11 @@ class WorkQueue(Generic[K]):
         self._closed = False
 
     def __len__(self) -> int:
-        """Keys that could be given out now."""
+        """Return the number of keys that `get` could return now."""
         return len(self._ready)
 
     def put(self, key: K) -> None:
-        """Have the key reconciled soon."""
+        """Enqueue the key."""
         if self._closed or key in self._waiting:
             return
         self._waiting.add(key)
@@ -63,7 +72,7 @@ class WorkQueue(Generic[K]):
             self._wake()
 
     def put_after(self, key: K, seconds: float) -> None:
-        """Have the key reconciled after a delay, or earlier when something else puts it."""
+        """Enqueue the key after a delay, or earlier if something else enqueues it."""
         if self._closed:
             return
         if seconds <= 0:
@@ -78,7 +87,7 @@ class WorkQueue(Generic[K]):
         self._delayed[key] = loop.call_later(seconds, self._put_delayed, key)
 
     def retry(self, key: K) -> float:
-        """Have a failed key reconciled again after its back-off; returns the delay in seconds."""
+        """Enqueue a failed key after its back-off; return the delay in seconds."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         delay = min(self._longest_delay, self._first_delay * 2.0 ** min(failures, 32))
@@ -89,11 +98,11 @@ class WorkQueue(Generic[K]):
         """Reset the back-off of a key that succeeded."""
         self._failures.pop(key, None)
 
-    def slow(self, key: K) -> None:
-        """Mark a key that occupies its worker for long: others must not wait for it."""
+    def mark_slow(self, key: K) -> None:
+        """Mark a key whose reconcile takes long, so that others do not wait for it."""
         self._slow.add(key)
 
-    def quick(self, key: K) -> None:
+    def mark_fast(self, key: K) -> None:
         """Unmark a key that is quick again, or deleted."""
         self._slow.discard(key)
 
@@ -113,7 +122,7 @@ class WorkQueue(Generic[K]):
             try:
                 await wakeup
             except asyncio.CancelledError:
-                # The wake-up that this worker will not use belongs to the next one.
+                # The wake-up that this worker does not use belongs to the next one.
                 if wakeup.done() and not wakeup.cancelled():
                     self._wake()
                 elif wakeup in self._wakeups:
@@ -131,7 +140,7 @@ class WorkQueue(Generic[K]):
         return key
 
     def done(self, key: K) -> None:
-        """Take the key back: its worker has finished."""
+        """Mark the key as done by its worker."""
         self._active.discard(key)
         if key in self._waiting and not self._closed:
             self._ready.append(key)
@@ -141,7 +150,7 @@ class WorkQueue(Generic[K]):
             self._idle.set()
 
     def close(self) -> None:
-        """Give out nothing more."""
+        """Stop handing out keys, and drop all delays."""
         self._closed = True
         for handle in self._delayed.values():
             handle.cancel()
@@ -149,7 +158,7 @@ class WorkQueue(Generic[K]):
         while self._wakeups:
             self._wake()
 
-    async def drained(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no worker has a key."""
         await self._idle.wait()
 
@@ -163,3 +172,33 @@ class WorkQueue(Generic[K]):
             if not wakeup.done():
                 wakeup.set_result(None)
                 return
+
+
+class PlanRateLimiter:
+    """Decides how soon a job is planned after a change, by the measured duration of its plans.
+
+    - The first change after a quiet period is planned at once, so a fault never waits.
+    - During many changes (a thousand workers start and register) planning takes at most `PLANNING_SHARE` of the
+      time, or `BACKGROUND_SHARE` if none of the changes is urgent.
+    - The last change is never missed.
+    """
+
+    def __init__(self, queue: WorkQueue[Key]) -> None:
+        self._queue = queue
+        self._next: dict[Key, float] = {}
+        self._next_background: dict[Key, float] = {}
+
+    def put(self, key: Key, *, urgent: bool = True) -> None:
+        """Enqueue the job now, or as soon as the limit allows; after a longer pause if it is not urgent."""
+        is_pending = (self._next if urgent else self._next_background).get(key, 0.0)
+        self._queue.put_after(key, is_pending - asyncio.get_running_loop().time())
+
+    def record_plan(self, key: Key, spent: float, ended: float) -> None:
+        """Record a plan that ended at `ended` (loop time) and took `spent` seconds."""
+        self._next[key] = ended + min(LONGEST_PAUSE, spent * (1.0 / PLANNING_SHARE - 1.0))
+        self._next_background[key] = ended + min(LONGEST_BACKGROUND_PAUSE, spent * (1.0 / BACKGROUND_SHARE - 1.0))
+
+    def forget(self, key: Key) -> None:
+        """Forget a deleted job."""
+        self._next.pop(key, None)
+        self._next_background.pop(key, None)

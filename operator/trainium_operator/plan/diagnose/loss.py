@@ -1,4 +1,4 @@
-"""One member that cannot go on, as `losses`, `process_failures` and `stragglers` return it."""
+"""Define the failure or departure of one member, as `diagnosis` returns it."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """One member that cannot go on."""
+    """One member that cannot continue."""
 
     member: Member
     worker: Worker | None
     """None when its pod is gone."""
     cause: Cause
     failed_at: float
-    """Unix seconds, as well as it is known; for a silent worker when it was last seen, see `losses.failed_since`."""
+    """Unix seconds, as precisely as it is known; for a silent worker when it was last seen, see
+    `silence.failed_since`."""
     message: str
-    force: bool = False
+    force_delete: bool = False
     """Its node cannot confirm a deletion."""
-    saves: bool = False
+    can_save: bool = False
     """It is leaving on request and still answers: all ranks may save before they leave."""
-    stays: bool = False
-    """Its pod is deleted only after its rank has gone to another worker."""
+    keeps_pod: bool = False
+    """Its pod is deleted only after another worker has its rank."""
 
-    missed: bool = True
-    """False: the others go on without it at once, and nobody on such a node is waited for."""
+    awaits_replacement: bool = True
+    """Whether the others must wait for a replacement; if False, they continue without it, and no replacement on such a
+    node is awaited."""
     blames_node: bool | None = None
-    """Whether its node is suspected, where a rule of the job decides it; None: as its cause does."""
+    """Whether a rule of the job suspects its node; None: as the cause decides."""
 
     @property
     def suspect(self) -> str:
-        """The node to keep away from; empty when none is suspected."""
+        """The node to avoid; empty when none is suspected."""
         blamed = suspects_node(self.cause) if self.blames_node is None else self.blames_node
         return self.member.node_name if blamed else ""

@@ -1,11 +1,11 @@
-"""Find members that failed because of what their processes report, and the member that caused an interruption.
+"""Find members that failed because of their processes' reports, and the member that caused an interruption.
 
-A member whose process failed for a reason is the cause, then one whose kernel log reports a fault at that
-time, then the only one that reports what a healthy node may report because of another, then the only one that lagged.
+The cause is, in this order: a member whose process failed for its own reason; one whose kernel log reports a fault at
+that time; the only one with a report that a healthy node may also give because of another; the only one that lagged.
 
 Guarantees:
-- A member that only lost a peer or waited in a collective is never named, also when its agent gave up; of many that
-  report the same time-out none is. If none is known, all start again and no node is suspected.
+- A member that only lost a peer or waited in a collective is never named, also when its agent gave up. If many members
+  report the same time-out, none is named. If no cause is known, all start again and no node is suspected.
 - No decision compares the clocks of two machines, except for the order of failures that each have their own reason.
 """
 
@@ -24,7 +24,7 @@ from trainium_contract.faults.classify import (
 )
 from trainium_contract.faults.responses import Response
 from trainium_operator.plan.diagnose.loss import Loss
-from trainium_operator.plan.faults.ends import meaning_of_failure
+from trainium_operator.plan.faults.exits import meaning_of_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.workers import Worker
 
 
-_FEWEST_TO_COMPARE = 3
-"""Members whose last steps are compared to find one that lagged behind."""
-_TIMES = 2
-"""Attempts in which a member must report something alone before that is no accident."""
-_NOBODYS = (Cause.PEER_LOST, Cause.YIELDED, Cause.HANG)
+_MIN_MEMBERS_TO_COMPARE = 3
+"""Fewest members whose last steps are compared to find one that lagged."""
+_MIN_ATTEMPTS = 2
+"""Attempts in which a member must be the only one with a report before it is not a coincidence."""
+_AMBIGUOUS_CAUSES = (Cause.PEER_LOST, Cause.YIELDED, Cause.HANG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """The member that began it."""
+    """The member that caused the interruption."""
 
     member: Member
     cause: Cause
     why: str
-    """Observation, as the end of a sentence whose subject is the member's process."""
+    """The observation, as the end of a sentence whose subject is the member's process."""
     failure: ProcessFailure | None = None
     record: RestartRecord | None = None
 
@@ -63,72 +63,74 @@ class _Report:
 
 
 def find_culprit(facts: Facts, attempt: int, *, all_reported: bool) -> Culprit | None:
-    """Return who began the interruption of this attempt of the generation in force; None when nobody is known to.
+    """Return the culprit of this attempt's interruption; None if it is unknown.
 
-    What only the comparison of all reports shows is looked at when no report is missing any more.
+    Comparisons of all reports wait until no report is missing.
     """
-    records = {member.pod_uid: record for member, record in records_of(facts, attempt + 1)}
-    reports = tuple(_reports(facts, attempt))
+    records = {member.pod_uid: record for member, record in find_restarts(facts, attempt + 1)}
+    reports = tuple(_first_failures(facts, attempt))
     certain = (
         _own_failure(reports, records)
         or _kernel_event(facts, reports, records)
-        or _own_account(reports, records, facts)
+        or _recorded_cause(reports, records, facts)
     )
     if certain is not None or not all_reported:
         return certain
     return _only_reporter(reports, records) or _laggard(reports, records)
 
 
-def records_of(facts: Facts, attempt: int) -> Iterator[tuple[Member, RestartRecord]]:
-    """Yield what the members recorded about the restart that started `attempt` of the generation in force."""
+def find_restarts(facts: Facts, attempt: int) -> Iterator[tuple[Member, RestartRecord]]:
+    """Yield the members' records of the restart that started `attempt` of the current generation."""
     for member, beat in facts.beats:
         for record in beat.restarts:
             if record.generation == beat.generation and record.attempt == attempt:
                 yield member, record
 
 
-def reported_alone(facts: Facts, member: Member, beat: HeartbeatRequest) -> tuple[ProcessFailure, Verdict] | None:
-    """Return the newest failure that this member alone reported in two attempts of the generation."""
+def only_reporter_failure(
+    facts: Facts, member: Member, beat: HeartbeatRequest
+) -> tuple[ProcessFailure, Verdict] | None:
+    """Return the newest failure that only this member reported in two attempts of the generation."""
     rules = facts.job.spec.recovery.rules
-    if len(beat.failures) < _TIMES:
+    if len(beat.failures) < _MIN_ATTEMPTS:
         return None
     suspicious = {
         failure.attempt
         for failure in beat.failures
         if failure.generation == beat.generation and _is_ambiguous(meaning_of_failure(beat, failure, rules))
     }
-    if len(suspicious) < _TIMES:  # checked before the other members are looked at
+    if len(suspicious) < _MIN_ATTEMPTS:  # checked before the other members' reports
         return None
-    found = [_only_reporter(tuple(_reports(facts, attempt)), {}) for attempt in sorted(suspicious)]
-    alone = [each.failure for each in found if each is not None and each.member.pod_uid == member.pod_uid]
-    failure = alone[-1] if len(alone) >= _TIMES else None
+    culprits = [_only_reporter(tuple(_first_failures(facts, attempt)), {}) for attempt in sorted(suspicious)]
+    failures = [each.failure for each in culprits if each is not None and each.member.pod_uid == member.pod_uid]
+    failure = failures[-1] if len(failures) >= _MIN_ATTEMPTS else None
     return None if failure is None else (failure, meaning_of_failure(beat, failure, rules))
 
 
-def _reports(facts: Facts, attempt: int) -> Iterator[_Report]:
-    """Yield one failure of each member, one first."""
+def _first_failures(facts: Facts, attempt: int) -> Iterator[_Report]:
+    """Yield one failure of each member, the first one first."""
     rules = facts.job.spec.recovery.rules
     for member, beat in facts.beats:
-        found = [
+        reports = [
             _Report(member, failure, meaning_of_failure(beat, failure, rules))
             for failure in beat.failures
             if failure.generation == beat.generation and failure.attempt == attempt
         ]
-        found = [report for report in found if report.meaning.cause is not Cause.YIELDED]
-        if found:
-            yield min(found, key=lambda report: (report.meaning.indirect, report.failure.at))
+        reports = [report for report in reports if report.meaning.cause is not Cause.YIELDED]
+        if reports:
+            yield min(reports, key=lambda report: (report.meaning.indirect, report.failure.at))
 
 
 def _is_ambiguous(meaning: Verdict) -> bool:
-    """Return whether it may be the reporter's fault, or another's."""
+    """Return whether the failure may be the fault of the reporter or of another member."""
     return meaning.indirect and meaning.cause is not Cause.PEER_LOST
 
 
 def _own_failure(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
-    own = [report for report in reports if not report.meaning.indirect]
-    if not own:
+    direct = [report for report in reports if not report.meaning.indirect]
+    if not direct:
         return None
-    return _named(min(own, key=lambda report: (report.member.pod_uid not in records, report.failure.at)), records)
+    return _culprit(min(direct, key=lambda report: (report.member.pod_uid not in records, report.failure.at)), records)
 
 
 def _kernel_event(facts: Facts, reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
@@ -148,15 +150,15 @@ def _kernel_event(facts: Facts, reports: tuple[_Report, ...], records: dict[str,
     return None
 
 
-def _own_account(reports: tuple[_Report, ...], records: dict[str, RestartRecord], facts: Facts) -> Culprit | None:
+def _recorded_cause(reports: tuple[_Report, ...], records: dict[str, RestartRecord], facts: Facts) -> Culprit | None:
     """Return a member that recorded a cause, whose failure is no longer among the newest.
 
-    A hang without a failure is one of all ranks alike: any that stalled alone has one.
+    A hang without a failure is one of all ranks together, because a rank that stalls alone has one.
     """
     indirect = {report.member.pod_uid for report in reports}
     for member, _ in facts.beats:
         record = records.get(member.pod_uid)
-        if record is None or member.pod_uid in indirect or record.cause in _NOBODYS:
+        if record is None or member.pod_uid in indirect or record.cause in _AMBIGUOUS_CAUSES:
             continue
         return Culprit(member=member, cause=record.cause, why=f"stopped ({record.cause.value})", record=record)
     return None
@@ -164,12 +166,12 @@ def _own_account(reports: tuple[_Report, ...], records: dict[str, RestartRecord]
 
 def _only_reporter(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
     ambiguous = [report for report in reports if _is_ambiguous(report.meaning)]
-    return _named(ambiguous[0], records) if len(ambiguous) == 1 else None
+    return _culprit(ambiguous[0], records) if len(ambiguous) == 1 else None
 
 
 def _laggard(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
-    """Return the only member that had completed fewer steps than all others, when enough members report."""
-    if len(reports) < _FEWEST_TO_COMPARE:
+    """Return the only member that had completed fewer steps than all others, if enough members report."""
+    if len(reports) < _MIN_MEMBERS_TO_COMPARE:
         return None
     ordered = sorted(reports, key=lambda report: report.failure.step)
     last, others = ordered[0], ordered[1:]
@@ -180,9 +182,9 @@ def _laggard(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) ->
     return Culprit(member=last.member, cause=Cause.HANG, why=why, failure=last.failure, record=record)
 
 
-def _named(report: _Report, records: dict[str, RestartRecord]) -> Culprit:
+def _culprit(report: _Report, records: dict[str, RestartRecord]) -> Culprit:
     failure = report.failure
-    why = f"{report.meaning.sentence} ({signs_of(failure)}); {failure.message}"
+    why = f"{report.meaning.sentence} ({format_signs(failure)}); {failure.message}"
     return Culprit(
         member=report.member,
         cause=report.meaning.cause,
@@ -192,7 +194,7 @@ def _named(report: _Report, records: dict[str, RestartRecord]) -> Culprit:
     )
 
 
-def signs_of(failure: ProcessFailure) -> str:
+def format_signs(failure: ProcessFailure) -> str:
     """`exit code 1, runtime status 1202`."""
     status = "" if failure.runtime_status is None else f", runtime status {failure.runtime_status}"
     return f"exit code {failure.exit_code}{status}"
@@ -201,26 +203,26 @@ def signs_of(failure: ProcessFailure) -> str:
 _REPLACES = (Response.REPLACE_NODE, Response.REPLACE_WORKER)
 
 
-def reported(facts: Facts, member: Member, worker: Worker) -> Loss | None:
+def detect_process_failure(facts: Facts, member: Member, worker: Worker) -> Loss | None:
     """Return a member whose agent gave up, or that reported a fault which only another node can fix."""
     beat = worker.heartbeat
     if beat is None or not (beat.failures or beat.verdict):
         return None
-    given_up = given_up_with(facts, worker)
+    given_up = give_up_failure(facts, worker)
     if given_up is not None and not given_up[1].indirect:
         return _loss(facts, member, worker, *given_up)
-    broken = _broken(facts, beat)
-    if broken is not None:
-        return _loss(facts, member, worker, *broken)
-    alone = reported_alone(facts, member, beat)
-    if alone is None:
+    node_failure = _failure_of_node_or_pod(facts, beat)
+    if node_failure is not None:
+        return _loss(facts, member, worker, *node_failure)
+    repeated = only_reporter_failure(facts, member, beat)
+    if repeated is None:
         return None
-    failure, meaning = alone
+    failure, meaning = repeated
     return _loss(facts, member, worker, failure, meaning, again=", and no other worker did, more than once")
 
 
-def accused(facts: Facts) -> list[Loss]:
-    """Return the culprit where an agent gave up that had only lost its peers; empty when nobody is known to be."""
+def find_culprit_losses(facts: Facts) -> list[Loss]:
+    """Return the culprit if an agent gave up that had only lost its peers; empty if nobody is known to be."""
     for _, beat in facts.beats:
         failure = beat.verdict
         if failure is None or not meaning_of_failure(beat, failure, facts.job.spec.recovery.rules).indirect:
@@ -235,33 +237,33 @@ def accused(facts: Facts) -> list[Loss]:
                 member=culprit.member,
                 worker=worker,
                 cause=culprit.cause,
-                failed_at=_seen(facts, worker),
+                failed_at=_last_seen(facts, worker),
                 message=message,
             )
         ]
     return []
 
 
-def given_up_with(facts: Facts, worker: Worker) -> tuple[ProcessFailure, Verdict] | None:
-    """Return the failure that made a worker's agent give up, and what it stands for."""
+def give_up_failure(facts: Facts, worker: Worker) -> tuple[ProcessFailure, Verdict] | None:
+    """Return the failure that made a worker's agent give up, and its meaning."""
     beat = worker.heartbeat
     if beat is None or beat.verdict is None or not worker.gave_up:
         return None
     return beat.verdict, meaning_of_failure(beat, beat.verdict, facts.job.spec.recovery.rules)
 
 
-def cause_of_standstill(facts: Facts) -> Cause:
+def cause_of_stop(facts: Facts) -> Cause:
     """Return the cause of a generation that stopped although no member reported a failure.
 
-    When the agents state that they gave up because their peers were lost to them, that is what connects them.
+    If the agents state that they gave up because they lost their peers, that is the cause.
     """
     rules = facts.job.spec.recovery.rules
     verdicts = [meaning_of_failure(beat, beat.verdict, rules) for _, beat in facts.beats if beat.verdict is not None]
     return Cause.NETWORK if verdicts and all(meaning.indirect for meaning in verdicts) else Cause.CRASH
 
 
-def _broken(facts: Facts, beat: HeartbeatRequest) -> tuple[ProcessFailure, Verdict] | None:
-    """Return a failure of the generation in force that asks for another worker at once."""
+def _failure_of_node_or_pod(facts: Facts, beat: HeartbeatRequest) -> tuple[ProcessFailure, Verdict] | None:
+    """Return a failure in the current generation that asks for another worker at once."""
     if facts.current is None:
         return None
     for failure in beat.failures:
@@ -277,17 +279,17 @@ def _loss(
 ) -> Loss:
     message = (
         f"rank {failure.rank} of pod {worker.pod.name} on node {worker.pod.node}: {meaning.sentence} "
-        f"({signs_of(failure)}){again}; {failure.message}"
+        f"({format_signs(failure)}){again}; {failure.message}"
     )
     return Loss(
         member=member,
         worker=worker,
         cause=meaning.cause,
-        failed_at=_seen(facts, worker),
+        failed_at=_last_seen(facts, worker),
         message=message,
         blames_node=meaning.response is Response.REPLACE_NODE if meaning.response in _REPLACES else None,
     )
 
 
-def _seen(facts: Facts, worker: Worker) -> float:
+def _last_seen(facts: Facts, worker: Worker) -> float:
     return worker.agent.last_seen if worker.agent is not None else facts.now

@@ -1,1 +1,1 @@
-"""Classify what is wrong with a process, a pod or a node by the contract's table of faults; count budgets."""
+"""Classify the problems of processes, pods and nodes by the contract's table of faults; count budgets."""

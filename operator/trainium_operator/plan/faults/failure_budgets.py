@@ -1,7 +1,7 @@
-"""Policy: failures are counted within sliding windows, by who is to blame; more than the budget stops the job.
+"""Policy: count failures within sliding windows, by who is to blame; more than the budget stops the job.
 
-Invariants: what the infrastructure did never uses the process budget; workers that are lost within seconds count as one
-failure, however many they are; a budget refills as its window moves on, by itself.
+Invariants: failures of the infrastructure never use the process budget. Workers that are lost within seconds count as
+one failure, however many they are. A budget refills as its window moves on.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Budget, Cause
-from trainium_contract.faults.classify import budget_of, default_responses
+from trainium_contract.faults.classify import default_responses, get_budget
 from trainium_contract.faults.responses import Response
 from trainium_contract.status.internal import FailureRecord, InternalStatus
-from trainium_operator.plan.model.text import listed
+from trainium_operator.plan.model.text import format_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,17 +21,19 @@ if TYPE_CHECKING:
     from trainium_contract.spec.recovery import BudgetSpec, RecoverySpec
 
 MAX_RECORDS = 128
+AVOID_NODE_SECONDS = 3600.0
+"""Time for which new workers avoid a node to which a failure was attributed."""
 _BACKOFF_WINDOW_SECONDS = 600.0
 _FREE_FAILURES = 3
 _ONE_INCIDENT_SECONDS = 5.0
-"""Losses within this time of the first are one: short enough that a pod that fails at every start still counts."""
+"""Failures within this time of the first are one; short enough that a pod that fails at every start still counts."""
 _LONGEST_BACKOFF_SECONDS = 300.0
 
 
 def record_failure(
     failures: tuple[FailureRecord, ...], *, at: float, cause: Cause, pod: str, node: str, recovery: RecoverySpec
 ) -> tuple[FailureRecord, ...]:
-    """Add a record, and drop those that no window reaches any longer."""
+    """Add a record, and drop those outside every window."""
     budgets = recovery.budgets
     windows = (budgets.process, budgets.infrastructure, *budgets.by_cause.values())
     longest = max(budget.window_seconds for budget in windows)
@@ -40,17 +42,17 @@ def record_failure(
 
 
 def is_recorded(cause: Cause, recovery: RecoverySpec) -> bool:
-    """Return whether a failure of this cause is kept in the status.
+    """Return whether the status keeps failures of this cause.
 
-    Some budget, or the pause before new pods, counts it.
+    It does if a budget or the pause before new pods counts them.
     """
-    return budget_of(cause) is not None or cause is Cause.STORAGE or cause in recovery.budgets.by_cause
+    return get_budget(cause) is not None or cause is Cause.STORAGE or cause in recovery.budgets.by_cause
 
 
 def exhausted_budget(failures: tuple[FailureRecord, ...], recovery: RecoverySpec, now: float) -> str | None:
-    """Return a sentence about the first budget that is used up; None while all hold.
+    """Return a sentence about the first exhausted budget; None while all hold.
 
-    A budget larger than the number of records that status keeps counts as used up when all of them are in the window.
+    A budget larger than the number of records that the status keeps is exhausted when all of them are in the window.
     """
     for name, what, causes, allowed in _budgets(recovery):
         within = [record for record in _within(failures, allowed, now) if record.cause in causes]
@@ -65,17 +67,20 @@ def exhausted_budget(failures: tuple[FailureRecord, ...], recovery: RecoverySpec
 
 
 def _budgets(recovery: RecoverySpec) -> Iterator[tuple[str, str, frozenset[Cause], BudgetSpec]]:
-    """Yield path below `spec.recovery.budgets`, name, causes and limit of each budget."""
+    """Yield the path below `spec.recovery.budgets`, name, causes and limit of each budget."""
     budgets = recovery.budgets
     for budget, allowed in ((Budget.PROCESS, budgets.process), (Budget.INFRASTRUCTURE, budgets.infrastructure)):
-        causes = frozenset(cause for cause in Cause if budget_of(cause) is budget)
+        causes = frozenset(cause for cause in Cause if get_budget(cause) is budget)
         yield budget.value, budget.value, causes, allowed
     for cause, allowed in budgets.by_cause.items():
         yield f"byCause.{cause.value}", cause.value, frozenset({cause}), allowed
 
 
 def _incidents(records: Sequence[FailureRecord]) -> int:
-    """Failures in these records: what takes several workers within seconds is one, restarts in place are one each."""
+    """Return the number of failures in these records.
+
+    Several workers that fail within seconds are one; each restart in place is one.
+    """
     taken = [record.at for record in records if _took_a_worker(record)]
     count, began = len(records) - len(taken), -_ONE_INCIDENT_SECONDS
     for at in sorted(taken):
@@ -89,15 +94,15 @@ def _took_a_worker(record: FailureRecord) -> bool:
 
 
 def _summary(records: Sequence[FailureRecord]) -> str:
-    """Return what failed where, most frequent first."""
+    """Return where which failures happened, most frequent first."""
     causes = Counter(record.cause.value for record in records)
     pods = Counter(record.pod for record in records if record.pod)
     nodes = Counter(record.node for record in records if record.node)
     parts = [", ".join(f"{count} {cause}" for cause, count in causes.most_common())]
     if pods:
-        parts.append(f"pods {listed(_counted(pods))}, the last {records[-1].pod or 'unknown'}")
+        parts.append(f"pods {format_names(_counted(pods))}, the last {records[-1].pod or 'unknown'}")
     if nodes:
-        parts.append(f"suspected nodes {listed(_counted(nodes))}")
+        parts.append(f"suspected nodes {format_names(_counted(nodes))}")
     return "; ".join(parts)
 
 
@@ -108,9 +113,9 @@ def _counted(names: Counter[str]) -> tuple[str, ...]:
 def backoff_until(failures: tuple[FailureRecord, ...], now: float) -> float:
     """Return when new pods may be created (Unix seconds); the first few failures in ten minutes cost no wait.
 
-    The pause is for pods that fail again and again. So what was attributed to a node does not count: new pods keep away
-    from it (and the fleet's circuit breaker allows only so many); nor does what was answered in place; and
-    what fails within seconds counts once, or a job that loses all of its pods at once would wait for minutes.
+    The pause is for pods that fail repeatedly. Failures attributed to a node do not count, because new pods avoid it
+    (and the fleet's circuit breaker limits their number), and neither do failures answered in place. Failures within
+    seconds count once, or a job that loses all of its pods at once would wait for minutes.
     """
     since = now - _BACKOFF_WINDOW_SECONDS
     recent = [record for record in failures if record.at > since and not record.node and _took_a_worker(record)]
@@ -120,11 +125,11 @@ def backoff_until(failures: tuple[FailureRecord, ...], now: float) -> float:
     return recent[-1].at + min(_LONGEST_BACKOFF_SECONDS, 2.0 ** min(excess, 16))
 
 
-def avoided_nodes(failures: tuple[FailureRecord, ...], now: float, seconds: float) -> tuple[str, ...]:
-    """Return nodes that a failure of the last `seconds` was attributed to, newest last; at most 32."""
+def avoided_nodes(failures: tuple[FailureRecord, ...], now: float) -> tuple[str, ...]:
+    """Return nodes that a failure in the last `AVOID_NODE_SECONDS` was attributed to, newest last; at most 32."""
     newest: dict[str, float] = {}
     for record in failures:
-        if record.node and record.at > now - seconds:
+        if record.node and record.at > now - AVOID_NODE_SECONDS:
             newest[record.node] = max(record.at, newest.get(record.node, 0.0))
     return tuple(sorted(newest, key=lambda node: newest[node]))[-32:]
 
@@ -133,6 +138,6 @@ def _within(failures: tuple[FailureRecord, ...], budget: BudgetSpec, now: float)
     return [record for record in failures if record.at > now - budget.window_seconds]
 
 
-def has_record_of(memory: InternalStatus, pod: str) -> bool:
-    """Return whether a failure of this pod is counted already."""
+def has_record(memory: InternalStatus, pod: str) -> bool:
+    """Return whether a failure of this pod is already counted."""
     return any(record.pod == pod for record in memory.failures)

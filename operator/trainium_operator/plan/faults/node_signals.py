@@ -1,13 +1,13 @@
 """Translate the signals of a node into problems: conditions, capacity, taints, labels, deletion, kernel lines.
 
-What each stands for, and which status is bad, is in the contract's table of faults (`signs`, `node_polarity`). A rule
-of `spec.recovery.rules` without exit codes applies to nodes too: its reason is compared with the reason of a bad
-condition and the key of a taint, its message with the text of a condition or a kernel line.
+The contract's table of faults (`signs`, `node_polarity`) has the meaning of each signal and the bad status of each
+condition. A rule of `spec.recovery.rules` without exit codes also applies to nodes: its reason is compared with the
+reason of a bad condition and the key of a taint, its message with the text of a condition or a kernel line.
 
 Guarantees:
 - A missing or Unknown signal is neither healthy nor bad; nothing here raises or depends on the time
   (`view.node_problems` debounces).
-- A rule takes precedence over the built-in rows. A kernel line is a problem only when the table calls it decisive.
+- A rule takes precedence over the built-in rows. A kernel line is a problem only if the table calls it decisive.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NodeProblem:
-    """One thing that is wrong with a node, from any source."""
+    """One problem of a node, from any source."""
 
     severity: Severity
     cause: Cause
     source: str
     """Its reporter: `condition NeuronHealth`, `capacity aws.amazon.com/neuron`, `taint karpenter.sh/disrupted`, ..."""
     reason: str
-    """Why, as the source words it."""
+    """The reason in the source's words."""
     since: float | None = None
-    """Unix seconds by the source's clock; None when it does not report."""
+    """Unix seconds by the source's clock; None if it does not report any."""
     message: str = ""
 
     def __str__(self) -> str:
@@ -49,31 +49,31 @@ class NodeProblem:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """Demands of a job on its nodes, as far as they decide what is a problem."""
+class PodRequirements:
+    """Demands of a job on its nodes that determine what is a problem."""
 
     resources: Mapping[str, int]
     """Extended resources per worker."""
     tolerations: tuple[Mapping[str, object], ...] = ()
     """Tolerations of its pods, as in a manifest."""
     claims: bool = False
-    """It claims its devices, which a node's allocatable resources do not count."""
+    """Whether it claims its devices, which a node's allocatable resources do not count."""
 
 
 _READ_ELSEWHERE = ("node.kubernetes.io/", names.TAINT_QUARANTINED)
-"""Beginnings of taints that only repeat what is read elsewhere (Ready, pressure, cordon, our own memory)."""
+"""Prefixes of taints that repeat other signals (Ready, pressure, cordon, the operator's own memory)."""
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 _STATUS = {True: NodeReadiness.TRUE, False: NodeReadiness.FALSE}
 
 
 def bad_status(kind: str) -> NodeReadiness:
-    """Return the status of a condition of this type that means trouble."""
+    """Return the bad status of a condition of this type."""
     return _STATUS[bad_when(kind)]
 
 
-def problems_of(node: NodeView, demand: Demand | None = None) -> tuple[NodeProblem, ...]:
-    """Return everything that is wrong with a node, the worst first; with a demand also what is wrong for that job."""
-    found = [
+def find_node_problems(node: NodeView, demand: PodRequirements | None = None) -> tuple[NodeProblem, ...]:
+    """Return all problems of a node, the worst first; with a demand, also those for that job."""
+    problems = [
         *_readiness(node),
         *(problem for condition in node.conditions for problem in _condition(condition)),
         *_capacity(node, demand),
@@ -81,32 +81,35 @@ def problems_of(node: NodeView, demand: Demand | None = None) -> tuple[NodeProbl
         *_labels(node),
     ]
     if node.deleting:
-        found.append(NodeProblem(Severity.DRAIN, Cause.PREEMPTED, "deletion", "the node is being deleted"))
-    if not found:
+        problems.append(NodeProblem(Severity.DRAIN, Cause.PREEMPTED, "deletion", "the node is being deleted"))
+    if not problems:
         return ()
-    return tuple(sorted(found, key=lambda problem: -problem.severity))
+    return tuple(sorted(problems, key=lambda problem: -problem.severity))
 
 
 def _readiness(node: NodeView) -> Iterator[NodeProblem]:
-    """Yield a node that is not ready as a suspect: it may train on, and the worker's silence decides."""
+    """Yield a suspicion of a node that is not ready: it may train on, and the worker's silence decides."""
     if node.ready is not NodeReadiness.TRUE:
         text = f"Ready is {node.ready.value}"
         yield NodeProblem(Severity.SUSPECT, Cause.NODE_LOST, "condition Ready", text, node.unready_since)
 
 
 def _condition(condition: NodeCondition) -> Iterator[NodeProblem]:
-    known = POLARITIES.get(condition.type)
-    if known is None or condition.status is not _STATUS[known.bad_when]:
+    polarity = POLARITIES.get(condition.type)
+    if polarity is None or condition.status is not _STATUS[polarity.bad_when]:
         return
-    cause = classify.cause_of_condition(condition.type, condition.reason)
+    cause = classify.find_condition_cause(condition.type, condition.reason)
     if cause is None:
         return
     source, reason = f"condition {condition.type}", condition.reason or condition.status.value
-    yield NodeProblem(known.severity, cause, source, reason, condition.since, condition.message)
+    yield NodeProblem(polarity.severity, cause, source, reason, condition.since, condition.message)
 
 
-def _capacity(node: NodeView, demand: Demand | None) -> Iterator[NodeProblem]:
-    """Yield None of a resource is a device plugin that is away, fewer than there must be are devices that are lost."""
+def _capacity(node: NodeView, demand: PodRequirements | None) -> Iterator[NodeProblem]:
+    """Yield problems of the capacity.
+
+    No device at all means that the device plugin is away; fewer than expected means lost devices.
+    """
     if not node.capacity:
         return
     instance = INSTANCES.get(node.labels.get(names.LABEL_INSTANCE_TYPE, ""))
@@ -114,52 +117,53 @@ def _capacity(node: NodeView, demand: Demand | None) -> Iterator[NodeProblem]:
     full = {names.NEURON: instance.devices} if counted and instance is not None else {}
     needed = demand.resources if demand is not None else {}
     for resource in sorted(full.keys() | needed.keys()):
-        has = node.capacity.get(resource)
-        wanted = max(full.get(resource, 0), needed.get(resource, 0))
-        if has is None or has >= wanted:
+        available = node.capacity.get(resource)
+        expected = max(full.get(resource, 0), needed.get(resource, 0))
+        if available is None or available >= expected:
             continue
-        short = has < (needed.get(resource, 0) if demand is not None else wanted)
-        severity = Severity.DRAIN if short and has > 0 else Severity.SUSPECT
+        is_short = available < (needed.get(resource, 0) if demand is not None else expected)
+        severity = Severity.DRAIN if is_short and available > 0 else Severity.SUSPECT
         cause = Cause.NETWORK if resource == names.EFA else Cause.DEVICE
-        yield NodeProblem(severity, cause, f"capacity {resource}", f"{has} of {wanted}")
+        yield NodeProblem(severity, cause, f"capacity {resource}", f"{available} of {expected}")
 
 
-def _taint(taint: Taint, demand: Demand | None) -> Iterator[NodeProblem]:
+def _taint(taint: Taint, demand: PodRequirements | None) -> Iterator[NodeProblem]:
     source, reason = f"taint {taint.key}", taint.value or taint.effect
     if taint.key.startswith(_READ_ELSEWHERE) and taint.key != _OUT_OF_SERVICE:
         return
     if demand is not None and tolerates(demand.tolerations, taint):
         return
-    cause = classify.cause_of_taint(taint.key)
+    cause = classify.find_taint_cause(taint.key)
     if taint.key == names.LABEL_HYPERPOD_HEALTH:
-        known = classify.cause_of_label(taint.key, taint.value)
-        yield NodeProblem(Severity.DRAIN if known else Severity.SUSPECT, known or Cause.HOST, source, reason)
+        label_cause = classify.find_label_cause(taint.key, taint.value)
+        severity = Severity.DRAIN if label_cause else Severity.SUSPECT
+        yield NodeProblem(severity, label_cause or Cause.HOST, source, reason)
     elif cause is not None:
         yield NodeProblem(Severity.DRAIN, cause, source, reason)
     elif taint.effect == "NoExecute" and demand is not None:
-        # The pods that do not tolerate it are about to be evicted, at once or when their time is over.
+        # Pods that do not tolerate it are about to be evicted, at once or after their toleration time.
         yield NodeProblem(Severity.DRAIN, Cause.PREEMPTED, source, reason)
 
 
 def tolerates(tolerations: tuple[Mapping[str, object], ...], taint: Taint) -> bool:
-    """Return whether pods with these tolerations may stay on a node with this taint for good."""
-    for each in tolerations:
-        exists, key = each.get("operator") == "Exists", each.get("key") or ""
+    """Return whether pods with these tolerations may stay on a node with this taint indefinitely."""
+    for toleration in tolerations:
+        exists, key = toleration.get("operator") == "Exists", toleration.get("key") or ""
         same_key = key == taint.key or (exists and not key)
-        same_value = exists or (each.get("value") or "") == taint.value
-        same_effect = each.get("effect") in (None, "", taint.effect)
-        if same_key and same_value and same_effect and each.get("tolerationSeconds") is None:
+        same_value = exists or (toleration.get("value") or "") == taint.value
+        same_effect = toleration.get("effect") in (None, "", taint.effect)
+        if same_key and same_value and same_effect and toleration.get("tolerationSeconds") is None:
             return True
     return False
 
 
 def _labels(node: NodeView) -> Iterator[NodeProblem]:
-    """HyperPod's verdicts; a node in its deep check is merely not for new workers."""
+    """Yield the verdicts of HyperPod; a node in its deep check only takes no new workers."""
     status = node.labels.get(names.LABEL_HYPERPOD_HEALTH, "Schedulable")
     if status.startswith("Unschedulable"):
-        known = classify.cause_of_label(names.LABEL_HYPERPOD_HEALTH, status)
-        severity = Severity.DRAIN if known else Severity.SUSPECT
-        yield NodeProblem(severity, known or Cause.HOST, f"label {names.LABEL_HYPERPOD_HEALTH}", status)
+        cause = classify.find_label_cause(names.LABEL_HYPERPOD_HEALTH, status)
+        severity = Severity.DRAIN if cause else Severity.SUSPECT
+        yield NodeProblem(severity, cause or Cause.HOST, f"label {names.LABEL_HYPERPOD_HEALTH}", status)
     if node.labels.get(names.LABEL_HYPERPOD_DEEP_CHECK) == "Failed":
         yield NodeProblem(Severity.DRAIN, Cause.DEVICE, f"label {names.LABEL_HYPERPOD_DEEP_CHECK}", "Failed")
 
@@ -170,16 +174,16 @@ KERNEL_LOG = "kernel log"
 def with_rules(
     node: NodeView, problems: Sequence[NodeProblem], rules: Sequence[RecoveryRule]
 ) -> tuple[NodeProblem, ...]:
-    """Return the problems of a node as the job's rules see them, the worst first."""
+    """Return the problems of a node after the job's rules, the worst first."""
     if not rules:
         return tuple(problems)
-    ruled = {
+    matched = {
         source: (verdict, reason, message, since) for verdict, source, reason, message, since in _signs(node, rules)
     }
-    kept = [problem for problem in problems if problem.source not in ruled]
+    kept = [problem for problem in problems if problem.source not in matched]
     added = [
         NodeProblem(Severity.DRAIN, verdict.cause, source, reason, since, f"{message} ({verdict.sentence})".strip())
-        for source, (verdict, reason, message, since) in ruled.items()
+        for source, (verdict, reason, message, since) in matched.items()
         if verdict.response is not Response.RESTART_IN_PLACE
     ]
     return tuple(sorted([*kept, *added], key=lambda problem: -problem.severity))
@@ -216,10 +220,10 @@ def _signs(
     for condition in node.conditions:
         if condition.status is not bad_status(condition.type):
             continue
-        found = classify.match_rules(rules, reason=condition.reason, texts=(condition.message,))
-        if found is not None:
-            yield found, f"condition {condition.type}", condition.reason, condition.message, condition.since
+        verdict = classify.match_rules(rules, reason=condition.reason, texts=(condition.message,))
+        if verdict is not None:
+            yield verdict, f"condition {condition.type}", condition.reason, condition.message, condition.since
     for taint in node.taints:
-        found = classify.match_rules(rules, reason=taint.key)
-        if found is not None:
-            yield found, f"taint {taint.key}", taint.value or taint.effect, "", None
+        verdict = classify.match_rules(rules, reason=taint.key)
+        if verdict is not None:
+            yield verdict, f"taint {taint.key}", taint.value or taint.effect, "", None

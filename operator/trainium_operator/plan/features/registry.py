@@ -1,4 +1,4 @@
-"""List the optional features; a job enters those that it uses."""
+"""List the optional features; a plan runs those that its job uses."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The memory of bad machines across jobs: strikes, quarantine, circuit breaker."""
+"""Remember bad machines across jobs: strikes, quarantine, circuit breaker."""

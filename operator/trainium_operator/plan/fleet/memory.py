@@ -1,9 +1,11 @@
-"""Keep the strikes of each machine, and turn them into quarantine, probation and release. Pure.
+"""Keep the strikes of each machine, and derive quarantine, probation and release from them. Pure.
 
-What a job states of a machine is the report of its namespace, whose users decide what runs in its pods. It is a
-suspicion, for that namespace alone, until the node itself or another namespace reports it too. Invariants: nothing
-but time or a person makes a machine's state milder; strikes are forgotten after a day, a quarantine for good never
-is, and no namespace alone causes it; the memory is bounded, and what is forgotten first is what matters least.
+A job's statement about a machine counts as the report of its namespace, whose users decide what runs in its pods. It is
+a suspicion for that namespace alone, until the node itself or another namespace reports the machine too.
+
+Invariants: only time or a person makes a machine's state milder. Strikes expire after a day; a permanent quarantine
+never does, and no single namespace causes one. The memory is bounded, and the least important entries are dropped
+first.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ if TYPE_CHECKING:
 
 DAY = 86_400.0
 LEMON_STRIKES = 3
-"""So many strikes within a day are for good."""
+"""Strikes within a day that put a machine in quarantine permanently."""
 FIRST_QUARANTINE_SECONDS = 3600.0
 GROWTH = 4.0
-"""Each further quarantine is longer by this factor, up to a day."""
+"""Factor by which each further quarantine is longer, up to a day."""
 PROBATION_SECONDS = DAY
 SAME_FAULT_SECONDS = 600.0
 """Strikes within this time of an earlier one report the same fault."""
@@ -31,16 +33,17 @@ MOST_STRIKES = 8
 MOST_MACHINES = 512
 
 _CERTAIN = frozenset({Cause.DEVICE})
-"""Causes of which a single strike is enough."""
+"""Causes for which a single strike is enough."""
 _PERHAPS_THE_PROGRAM = frozenset({Cause.CRASH, Cause.HANG, Cause.RUNTIME})
-"""Causes that a program can have on any node: they count when more than one job, or something else, reports it too."""
+"""Causes that a program can produce on any node; they count if more than one job, or another signal, reports them
+too."""
 
 
 class MachineState(StrEnum):
-    """From mild to severe, but for Probation, which follows Quarantined."""
+    """From mild to severe, except Probation, which follows Quarantined."""
 
     WATCHED = "Watched"
-    """It was reported, not often enough."""
+    """It was reported, but not often enough."""
     PROBATION = "Probation"
     """It may be used again; the next strike counts at once."""
     QUARANTINED = "Quarantined"
@@ -55,40 +58,40 @@ class Strike:
     at: float
     cause: Cause
     by: str
-    """The jobs (`namespace/name`) and signals that report it, with `+` between them: the first of each namespace."""
+    """The jobs (`namespace/name`) and signals that report it, joined by `+`: the first of each namespace."""
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Return all that report it."""
+        """Return all its sources."""
         return tuple(self.by.split("+"))
 
     @property
     def namespaces(self) -> frozenset[str]:
-        """Return the namespaces of the reports; that of the node's own report is empty."""
+        """Return the namespaces of the reports; the node's own report has the empty one."""
         return frozenset("" if " " in source else source.partition("/")[0] for source in self.sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Memory of one machine."""
+    """The memory of one machine."""
 
     machine: str
     node: str
     """Its last known name."""
     state: MachineState = MachineState.WATCHED
     until: float | None = None
-    """When the quarantine or the probation is over."""
+    """When the quarantine or the probation ends."""
     quarantines: int = 0
     strikes: tuple[Strike, ...] = ()
     """Oldest first."""
     judged: float = 0.0
     """Time of the newest strike that the state takes into account."""
     reported: bool = False
-    """The node reports a broken device now, and got its strike for it."""
+    """Whether the node reports a broken device now, and got its strike for it."""
 
     @property
     def suspected_by(self) -> str:
-        """The only namespace that speaks against it; empty when it is confirmed, or was written by a person."""
+        """The only namespace that reports it; empty if it is confirmed, or if a person wrote it."""
         if self.state is MachineState.PERMANENT or not self.strikes:
             return ""
         accusers = frozenset[str]().union(*(strike.namespaces for strike in self.strikes))
@@ -96,27 +99,27 @@ class Machine:
 
     @property
     def cause(self) -> Cause:
-        """Cause of the newest strike; an entry that a person writes need not give one."""
+        """Return the cause of the newest strike; an entry written by a person may have none."""
         return self.strikes[-1].cause if self.strikes else Cause.HOST
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """All machines, by their identity, and how far the failure records of each job have been taken."""
+    """All machines by identity, and up to where the failure records of each job were processed."""
 
     machines: Mapping[str, Machine] = field(default_factory=dict)
     accounted: Mapping[str, float] = field(default_factory=dict)
-    """Job uid -> time of the newest record that was taken."""
+    """Job uid -> time of the newest processed record."""
 
 
-def quarantined(memory: Memory) -> frozenset[str]:
+def quarantined_machines(memory: Memory) -> frozenset[str]:
     """Return machines that no new worker may go to."""
     confined = (MachineState.QUARANTINED, MachineState.PERMANENT)
     return frozenset(machine for machine, entry in memory.machines.items() if entry.state in confined)
 
 
 def add_strike(entry: Machine, node: str, strike: Strike) -> Machine:
-    """Add a strike to the machine; one that reports the same fault as an earlier one only confirms that."""
+    """Add a strike to the machine; a strike for the same fault as an earlier one only confirms that."""
     for at, old in enumerate(entry.strikes):
         if abs(strike.at - old.at) < SAME_FAULT_SECONDS:
             joined = old if strike.namespaces <= old.namespaces else replace(old, by=f"{old.by}+{strike.by}")
@@ -126,7 +129,10 @@ def add_strike(entry: Machine, node: str, strike: Strike) -> Machine:
 
 
 def _newest(strikes: tuple[Strike, ...]) -> tuple[Strike, ...]:
-    """Return at most `MOST_STRIKES`; of those that state no more than others do the oldest goes first."""
+    """Return at most `MOST_STRIKES`.
+
+    Strikes without additional information are dropped first, the oldest before others.
+    """
     while len(strikes) > MOST_STRIKES:
         accusers = Counter(name for strike in strikes for name in strike.namespaces)
         spare = (at for at, strike in enumerate(strikes) if all(accusers[name] > 1 for name in strike.namespaces))
@@ -135,8 +141,8 @@ def _newest(strikes: tuple[Strike, ...]) -> tuple[Strike, ...]:
     return strikes
 
 
-def is_due(entry: Machine, now: float) -> Machine | None:
-    """Return the machine in the quarantine that its strikes ask for; None when they ask for nothing new."""
+def next_quarantine(entry: Machine, now: float) -> Machine | None:
+    """Return the machine in the quarantine that follows from its strikes; None if nothing new does."""
     recent = [strike for strike in entry.strikes if strike.at > now - DAY]
     new = [strike for strike in recent if strike.at > entry.judged]
     if entry.state is MachineState.PERMANENT or not new:
@@ -159,14 +165,14 @@ def is_due(entry: Machine, now: float) -> Machine | None:
 
 
 def _counted(strikes: list[Strike]) -> int:
-    """Return how many of the strikes count: those that a program may have caused do not when one job alone has them."""
+    """Return how many strikes count: those that a program may have caused do not if only one job reports them."""
     jobs = {source for strike in strikes for source in strike.sources}
     if len(jobs) == 1 and all(strike.cause in _PERHAPS_THE_PROGRAM for strike in strikes):
         return 0
     return len(strikes)
 
 
-def aged(memory: Memory, now: float) -> Memory:
+def expire_strikes(memory: Memory, now: float) -> Memory:
     """Apply the passing of time: quarantine becomes probation, probation ends, old strikes are dropped."""
     machines = {}
     for machine, entry in memory.machines.items():
@@ -180,7 +186,7 @@ def _aged(entry: Machine, now: float) -> Machine | None:
     if entry.state is MachineState.PERMANENT:
         return entry
     held = entry.state is MachineState.QUARANTINED and entry.until is not None and now < entry.until
-    # Who spoke against it is known for as long as that has consequences.
+    # The reporters are kept as long as the strikes have consequences.
     strikes = tuple(strike for strike in entry.strikes if held or strike.at > now - DAY)
     entry = entry if strikes == entry.strikes else replace(entry, strikes=strikes)
     over = entry.until is not None and now >= entry.until
@@ -193,8 +199,8 @@ def _aged(entry: Machine, now: float) -> Machine | None:
     return entry if keeps else None
 
 
-def bounded(memory: Memory) -> Memory:
-    """Return at most `MOST_MACHINES`; suspicions, then the mildest and oldest are forgotten first."""
+def limit_machines(memory: Memory) -> Memory:
+    """Return at most `MOST_MACHINES`; suspicions, then the mildest and oldest are dropped first."""
     if len(memory.machines) <= MOST_MACHINES:
         return memory
     severity = list(MachineState)

@@ -1,14 +1,16 @@
-"""The fleet's memory of bad machines, across jobs: strikes, quarantine, probation, and the circuit breaker. Pure.
+"""Decide on quarantine and probation of machines across jobs, with a circuit breaker. Pure.
 
 A machine (by provider ID, so that a node's new name hides nothing; by node name where there is none) gets a strike when
-a job's failure is attributed to its node, or when its node reports a broken device. Enough strikes: quarantine, and
-no new worker goes there. When that is over it is on probation, and the next strike puts it back at once and for longer;
-three strikes in a day are for good. A person releases a machine by deleting its entry. What only the jobs of one
-namespace state keeps the workers of that namespace away, and nobody else's.
-Invariants: level-triggered and idempotent (every failure record of a job is taken once, `Memory.accounted` states up to
-where); one fault is one strike, however many report it; never more than `CAP` of the fleet is put in quarantine for
-all, and no more for one namespace by its own word; while more than that is bad at once nothing is done to any node, and
-no machine is blamed: that many do not break by chance.
+a job's failure is attributed to its node, or when its node reports a broken device. With enough strikes it is in
+quarantine, and no new worker is placed there. Afterwards it is on probation, and the next strike puts it back at once
+and for longer; three strikes in a day are permanent. A person releases a machine by deleting its entry. Reports of the
+jobs of one namespace keep only the workers of that namespace away.
+
+Invariants:
+- Level-triggered and idempotent: every failure record of a job is processed once (`Memory.accounted`).
+- One fault is one strike, however many report it.
+- At most `CAP` of the fleet is in quarantine for all, and at most as much for one namespace by its own reports.
+- While more is bad at once, no node is acted on and no machine is blamed: so many do not break by chance.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.sizes import INSTANCES
-from trainium_operator.plan.faults.node_signals import NodeProblem, problems_of
+from trainium_operator.plan.faults.node_signals import NodeProblem, find_node_problems
 from trainium_operator.plan.fleet.memory import (
     LEMON_STRIKES,
     Machine,
@@ -27,14 +29,14 @@ from trainium_operator.plan.fleet.memory import (
     Memory,
     Strike,
     add_strike,
-    aged,
-    bounded,
-    is_due,
-    quarantined,
+    expire_strikes,
+    limit_machines,
+    next_quarantine,
+    quarantined_machines,
 )
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE, NEURON, TAINT_QUARANTINED
-from trainium_operator.plan.model.observed import CAP, FleetView, NodeReadiness, NodeView, Taint, cap_of
-from trainium_operator.plan.model.text import listed, rfc3339
+from trainium_operator.plan.model.observed import CAP, FleetView, NodeReadiness, NodeView, Taint, most_bad_nodes
+from trainium_operator.plan.model.text import format_names, rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,31 +53,31 @@ class JobRecords:
     """`namespace/name`."""
     failures: tuple[FailureRecord, ...]
     takes_part: bool = True
-    """Whether its records may be held against machines."""
+    """Whether its records may count against machines."""
     debounce_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetObserved:
-    """Everything that the fleet's plan depends on."""
+    """All inputs of the fleet's plan."""
 
     nodes: Mapping[str, NodeView]
-    carrying: frozenset[str]
-    """Names of nodes that carry a worker."""
+    worker_nodes: frozenset[str]
+    """Names of nodes with a worker."""
     jobs: tuple[JobRecords, ...]
     """Failures of all jobs."""
     memory: Memory | None
-    """None when there is none, as before the first time, and when a person deleted it."""
+    """None if there is none, as before the first time, or if a person deleted it."""
     now: float
     machines: Mapping[str, str] = field(default_factory=dict)
-    """Node name -> provider ID of nodes that are gone, as far as this process saw them."""
+    """Node name -> provider ID of deleted nodes, as far as this process saw them."""
     taints_nodes: bool = False
     """Whether the operator may write to nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaintNode:
-    """Set our taint on a node, or take it off."""
+    """Add the quarantine taint to a node, or remove it."""
 
     node: str
     taint: Taint | None
@@ -83,44 +85,44 @@ class TaintNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
-    """The memory to keep, the view for jobs, and the actions, in this order."""
+    """The memory to write, the view for jobs, and the actions, in this order."""
 
     memory: Memory
     view: FleetView
     taints: tuple[TaintNode, ...] = ()
     requeue_after: float | None = None
-    """Seconds after which something changes by itself."""
-    news: tuple[str, ...] = ()
+    """Seconds until something changes without a new signal."""
+    changes: tuple[str, ...] = ()
     """Changes of the memory, as sentences."""
 
 
 def plan_fleet(observed: FleetObserved) -> FleetPlan:
-    """Return the next state of the memory and what follows from it."""
-    # Without a memory what has been recorded so far counts as forgotten.
+    """Return the next state of the memory and its consequences."""
+    # Without a memory, failures recorded so far count as processed.
     before = observed.memory or Memory(
-        accounted={job.uid: newest for job in observed.jobs if (newest := _newest(job)) > 0.0}
+        accounted={job.uid: newest for job in observed.jobs if (newest := _newest_failure_at(job)) > 0.0}
     )
-    memory = aged(before, observed.now)
+    memory = expire_strikes(before, observed.now)
     fleet = _SortedNodes(observed, memory)
     memory = _with_present_names(observed, fleet, memory)
-    frozen = _breaker(len(fleet.unusable()), fleet.size)
-    memory = _take_faults(observed, fleet, memory, blame=not frozen)
+    frozen = _describe_freeze(len(fleet.unusable()), fleet.size)
+    memory = _record_faults(observed, fleet, memory, blame=not frozen)
     if not frozen:
-        memory = _confine(observed, fleet, memory)
-    memory = bounded(memory)
-    confined = _kept_out(fleet, memory, "")
-    accusers = sorted({memory.machines[machine].suspected_by for machine in quarantined(memory)} - {""})
+        memory = _put_in_quarantine(observed, fleet, memory)
+    memory = limit_machines(memory)
+    confined = _select_quarantined(fleet, memory, "")
+    accusers = sorted({memory.machines[machine].suspected_by for machine in quarantined_machines(memory)} - {""})
     live = frozenset() if frozen else fleet.broken
     return FleetPlan(
         memory=memory,
         view=FleetView(
             quarantined=confined | live,
             frozen=frozen,
-            suspected=tuple((namespace, _kept_out(fleet, memory, namespace)) for namespace in accusers),
+            suspected=tuple((namespace, _select_quarantined(fleet, memory, namespace)) for namespace in accusers),
         ),
-        taints=() if frozen or not observed.taints_nodes else _taints(observed, fleet, memory, confined),
+        taints=() if frozen or not observed.taints_nodes else _plan_taints(observed, fleet, memory, confined),
         requeue_after=_next_change(observed, fleet, memory),
-        news=_news(before, memory),
+        changes=_describe_changes(before, memory),
     )
 
 
@@ -136,18 +138,18 @@ class _SortedNodes:
         self.broken: frozenset[str] = frozenset()
         self._names: dict[str, set[str]] = {}
         for name in observed.nodes:
-            self._names.setdefault(self.machine_of(name), set()).add(name)
-        confined = self.names_of(quarantined(memory))
+            self._names.setdefault(self.find_machine(name), set()).add(name)
+        confined = self.find_names(quarantined_machines(memory))
         self.members = confined | {
-            name for name, node in observed.nodes.items() if name in observed.carrying or _has_devices(node)
+            name for name, node in observed.nodes.items() if name in observed.worker_nodes or _has_devices(node)
         }
         debounce = max((job.debounce_seconds for job in observed.jobs), default=0.0)
         broken = set()
         for name in self.members:
-            found = problems_of(observed.nodes[name])
-            if found:
-                self.problems[name] = found
-                if self._is_broken(found[0], observed.now, debounce):
+            problems = find_node_problems(observed.nodes[name])
+            if problems:
+                self.problems[name] = problems
+                if self._is_broken(problems[0], observed.now, debounce):
                     broken.add(name)
         self.broken = frozenset(broken)
 
@@ -164,25 +166,22 @@ class _SortedNodes:
             return False
         return True
 
-    def machine_of(self, name: str) -> str:
-        """Return the machine behind a node, also of a deleted one."""
+    def find_machine(self, name: str) -> str:
+        """Return the machine of a node, also of a deleted one."""
         node = self._nodes.get(name)
-        known = node.provider_id if node is not None else self._machines.get(name) or self._remembered.get(name)
-        return known or name
+        machine = node.provider_id if node is not None else self._machines.get(name) or self._remembered.get(name)
+        return machine or name
 
-    def names_of(self, machines: frozenset[str]) -> frozenset[str]:
-        """Return nodes that run on these machines now."""
+    def find_names(self, machines: frozenset[str]) -> frozenset[str]:
+        """Return the nodes that run on these machines now."""
         return frozenset(name for machine in machines for name in self._names.get(machine, ()))
 
     def unusable(self) -> frozenset[str]:
-        """Return nodes that cannot be used now.
-
-        Those that leave on purpose are not meant, nor those that were bad once.
-        """
+        """Return nodes that cannot be used now, except those that leave on purpose and those with past faults."""
         return frozenset(
             name
-            for name, found in self.problems.items()
-            if any(problem.severity >= Severity.DRAIN and problem.cause is not Cause.PREEMPTED for problem in found)
+            for name, problems in self.problems.items()
+            if any(problem.severity >= Severity.DRAIN and problem.cause is not Cause.PREEMPTED for problem in problems)
             or self._nodes[name].ready is not NodeReadiness.TRUE
         )
 
@@ -191,8 +190,8 @@ def _has_devices(node: NodeView) -> bool:
     return NEURON in node.capacity or node.labels.get(LABEL_INSTANCE_TYPE, "") in INSTANCES
 
 
-def _breaker(bad: int, fleet: int) -> str:
-    if bad <= cap_of(fleet):
+def _describe_freeze(bad: int, fleet: int) -> str:
+    if bad <= most_bad_nodes(fleet):
         return ""
     return (
         f"{bad} of {fleet} nodes are bad at once, more than {CAP:.0%}: no worker is moved away from a node and no node "
@@ -201,117 +200,116 @@ def _breaker(bad: int, fleet: int) -> str:
 
 
 def _with_present_names(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> Memory:
-    """Return the memory with the name of the node that each machine has now, where it came back under another one."""
+    """Return the memory with each machine's present node name, if it returned under another one."""
     renamed = {
         machine: replace(entry, node=min(names))
         for machine, entry in memory.machines.items()
-        if entry.node not in observed.nodes and (names := fleet.names_of(frozenset({machine})))
+        if entry.node not in observed.nodes and (names := fleet.find_names(frozenset({machine})))
     }
     return replace(memory, machines={**memory.machines, **renamed}) if renamed else memory
 
 
-def _newest(job: JobRecords) -> float:
-    """Return when a failure was last attributed to a node."""
+def _newest_failure_at(job: JobRecords) -> float:
     return max((record.at for record in job.failures if record.node), default=0.0)
 
 
-def _take_faults(observed: FleetObserved, fleet: _SortedNodes, memory: Memory, *, blame: bool) -> Memory:
-    """Strikes for what is new; without `blame` it is only noted as taken."""
+def _record_faults(observed: FleetObserved, fleet: _SortedNodes, memory: Memory, *, blame: bool) -> Memory:
+    """Add strikes for new failures; without `blame` they are only marked as processed."""
     machines = dict(memory.machines)
     accounted: dict[str, float] = {}
     for job in observed.jobs:
-        taken = memory.accounted.get(job.uid, 0.0)
+        processed_until = memory.accounted.get(job.uid, 0.0)
         for record in sorted(job.failures, key=lambda each: each.at):
-            if record.at > taken and record.node and blame and job.takes_part:
+            if record.at > processed_until and record.node and blame and job.takes_part:
                 strike = Strike(min(record.at, observed.now), record.cause, job.name)
-                _strike(machines, fleet.machine_of(record.node), record.node, strike)
-        if max(taken, _newest(job)) > 0.0:
-            accounted[job.uid] = max(taken, _newest(job))
-    _take_reports(observed, fleet, machines, blame=blame)
+                _add_strike(machines, fleet.find_machine(record.node), record.node, strike)
+        if max(processed_until, _newest_failure_at(job)) > 0.0:
+            accounted[job.uid] = max(processed_until, _newest_failure_at(job))
+    _record_reports(observed, fleet, machines, blame=blame)
     return Memory(machines=machines, accounted=accounted)
 
 
-def _take_reports(observed: FleetObserved, fleet: _SortedNodes, machines: dict[str, Machine], *, blame: bool) -> None:
+def _record_reports(observed: FleetObserved, fleet: _SortedNodes, machines: dict[str, Machine], *, blame: bool) -> None:
     """Add one strike for a device that a node reports as broken, for as long as it is reported."""
-    for name, found in fleet.problems.items():
-        fatal = next((problem for problem in found if problem.severity is Severity.FATAL), None)
-        machine = fleet.machine_of(name)
+    for name, problems in fleet.problems.items():
+        fatal = next((problem for problem in problems if problem.severity is Severity.FATAL), None)
+        machine = fleet.find_machine(name)
         known = machines.get(machine)
         if fatal is None or not blame or (known is not None and known.reported):
             continue
         at = fatal.since if fatal.since is not None and fatal.since <= observed.now else observed.now
-        _strike(machines, machine, name, Strike(at, fatal.cause, str(fatal)))
+        _add_strike(machines, machine, name, Strike(at, fatal.cause, str(fatal)))
         machines[machine] = replace(machines[machine], reported=True)
     for machine, entry in list(machines.items()):
         if entry.reported and not any(
             problem.severity is Severity.FATAL
-            for name in fleet.names_of(frozenset({machine}))
+            for name in fleet.find_names(frozenset({machine}))
             for problem in fleet.problems.get(name, ())
         ):
             machines[machine] = replace(entry, reported=False)
 
 
-def _strike(machines: dict[str, Machine], machine: str, node: str, strike: Strike) -> None:
+def _add_strike(machines: dict[str, Machine], machine: str, node: str, strike: Strike) -> None:
     machines[machine] = add_strike(machines.get(machine) or Machine(machine=machine, node=node), node, strike)
 
 
-def _confine(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> Memory:
-    """Put machines in quarantine whose strikes ask for it, the most often reported first, as many as the cap allows.
+def _put_in_quarantine(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> Memory:
+    """Put machines in quarantine by their strikes, the most often reported first, up to the cap.
 
-    Suspicions of a namespace have a cap: they take nobody else's room.
+    Suspicions of one namespace have a separate cap, so they take no capacity from others.
     """
     machines = dict(memory.machines)
     confined: dict[str, frozenset[str]] = {}
-    for machine in quarantined(memory):
+    for machine in quarantined_machines(memory):
         accuser = machines[machine].suspected_by
-        confined[accuser] = confined.get(accuser, frozenset()) | fleet.names_of(frozenset({machine}))
+        confined[accuser] = confined.get(accuser, frozenset()) | fleet.find_names(frozenset({machine}))
     for machine in sorted(machines, key=lambda each: (-len(machines[each].strikes), each)):
         entry = machines[machine]
-        verdict = is_due(entry, observed.now)
+        verdict = next_quarantine(entry, observed.now)
         if verdict is None:
             continue
-        names, taken = fleet.names_of(frozenset({machine})), confined.get(entry.suspected_by, frozenset())
-        if names <= taken or len(taken | names) <= cap_of(fleet.size):
+        names, quarantined = fleet.find_names(frozenset({machine})), confined.get(entry.suspected_by, frozenset())
+        if names <= quarantined or len(quarantined | names) <= most_bad_nodes(fleet.size):
             machines[machine] = verdict
-            confined[entry.suspected_by] = taken | names
+            confined[entry.suspected_by] = quarantined | names
     return replace(memory, machines=machines)
 
 
-def _kept_out(fleet: _SortedNodes, memory: Memory, accuser: str) -> frozenset[str]:
-    """Return nodes of the machines in quarantine by the report of one namespace, or for all (empty).
+def _select_quarantined(fleet: _SortedNodes, memory: Memory, accuser: str) -> frozenset[str]:
+    """Return nodes of the machines in quarantine by the reports of one namespace, or for all (empty).
 
-    The worst first, never more than the cap: nodes may have come or gone.
+    The worst come first, and never more than the cap, because nodes may have come or gone.
     """
     kept: frozenset[str] = frozenset()
-    entries = [memory.machines[machine] for machine in quarantined(memory)]
+    entries = [memory.machines[machine] for machine in quarantined_machines(memory)]
     entries = [entry for entry in entries if entry.suspected_by == accuser]
     for entry in sorted(entries, key=lambda each: (each.until is not None, -len(each.strikes), each.machine)):
-        names = fleet.names_of(frozenset({entry.machine}))
-        if len(kept | names) <= cap_of(fleet.size):
+        names = fleet.find_names(frozenset({entry.machine}))
+        if len(kept | names) <= most_bad_nodes(fleet.size):
             kept |= names
     return kept
 
 
-def _taints(
+def _plan_taints(
     observed: FleetObserved, fleet: _SortedNodes, memory: Memory, confined: frozenset[str]
 ) -> tuple[TaintNode, ...]:
-    found = []
+    changes = []
     for name, node in sorted(observed.nodes.items()):
-        cause = memory.machines[fleet.machine_of(name)].cause if name in confined else None
-        wanted = Taint(TAINT_QUARANTINED, cause.value) if cause is not None else None
+        cause = memory.machines[fleet.find_machine(name)].cause if name in confined else None
+        desired = Taint(TAINT_QUARANTINED, cause.value) if cause is not None else None
         present = next((taint for taint in node.taints if taint.key == TAINT_QUARANTINED), None)
-        if wanted != present and not node.deleting:
-            found.append(TaintNode(name, wanted))
-    return tuple(found)
+        if desired != present and not node.deleting:
+            changes.append(TaintNode(name, desired))
+    return tuple(changes)
 
 
 def _next_change(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> float | None:
     times = [*fleet.later, *(entry.until for entry in memory.machines.values() if entry.until is not None)]
-    ahead = [at for at in times if at > observed.now]
-    return min(ahead) - observed.now if ahead else None
+    future = [at for at in times if at > observed.now]
+    return min(future) - observed.now if future else None
 
 
-def _news(before: Memory, after: Memory) -> tuple[str, ...]:
+def _describe_changes(before: Memory, after: Memory) -> tuple[str, ...]:
     sentences = []
     for machine in sorted(before.machines.keys() | after.machines.keys()):
         old, new = before.machines.get(machine), after.machines.get(machine)
@@ -321,6 +319,6 @@ def _news(before: Memory, after: Memory) -> tuple[str, ...]:
             continue
         until = f" for namespace {new.suspected_by}" if new.suspected_by else ""
         until += f" until {rfc3339(new.until)}" if new.until is not None else ""
-        why = listed(tuple(f"{strike.cause.value} ({strike.by})" for strike in new.strikes[-LEMON_STRIKES:]))
-        sentences.append(f"node {new.node} ({machine}) is {new.state.value}{until}: {why}")
+        strikes = format_names(tuple(f"{strike.cause.value} ({strike.by})" for strike in new.strikes[-LEMON_STRIKES:]))
+        sentences.append(f"node {new.node} ({machine}) is {new.state.value}{until}: {strikes}")
     return tuple(sentences)

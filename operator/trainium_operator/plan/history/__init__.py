@@ -1,1 +1,1 @@
-"""Record interruptions: each is opened once, counted once and closed once."""
+"""Record interruptions: each is opened, counted and closed once."""

@@ -1,7 +1,7 @@
-"""Policy: take note of restarts in place, which the agents do by themselves, also while the operator is away.
+"""Policy: record restarts in place, which agents do by themselves, also while the operator is away.
 
-An attempt is taken into account once, when its culprit is known (`culprits`). Until then the other members' heartbeats
-may still name it; when all have reported and none names one, no worker is blamed.
+An attempt is recorded once, when its culprit is known (`find_culprit`). Until then the other members' heartbeats may
+still name it. If all have reported and none names one, no worker is blamed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import severity
 from trainium_contract.status.interruptions import Rung
-from trainium_operator.plan.diagnose.process_failures import Culprit, find_culprit, records_of
+from trainium_operator.plan.diagnose.process_failures import Culprit, find_culprit, find_restarts
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, open_interruption
 from trainium_operator.plan.model.actions import PolicyResult
+from trainium_operator.plan.model.observed import HEARTBEAT_SECONDS
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
 
 def record_restarts(facts: Facts, status: TrainingJobStatus, *, member_lost: bool) -> PolicyResult:
-    """Open an interruption for each attempt that is not known yet.
+    """Open an interruption for each attempt that is not recorded yet.
 
-    While a member is lost, the others restart because of it: what nobody else caused belongs to that interruption.
+    While a member is lost, the others restart because of it: their restarts belong to that interruption unless another
+    member caused them.
     """
     if facts.current is None or status.membership.generation != facts.current.generation:
         return PolicyResult(status=status)
@@ -35,16 +37,18 @@ def record_restarts(facts: Facts, status: TrainingJobStatus, *, member_lost: boo
         all_reported = not member_lost and _all_reported(facts, newest)
         culprit = find_culprit(facts, attempt, all_reported=all_reported)
         if culprit is None and not member_lost and not all_reported:
-            return PolicyResult(status=status, requeue_at=(facts.now + facts.settings.heartbeat_seconds,))
+            return PolicyResult(status=status, requeue_at=(facts.now + HEARTBEAT_SECONDS,))
         if culprit is not None or not member_lost:
-            status = _open(facts, status, attempt, culprit)
+            status = _open_interruption(facts, status, attempt, culprit)
         status = status.replaced(membership=status.membership.replaced(attempt=attempt + 1))
     return PolicyResult(status=status)
 
 
-def _open(facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culprit | None) -> TrainingJobStatus:
+def _open_interruption(
+    facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culprit | None
+) -> TrainingJobStatus:
     """Record that `attempt` was interrupted and the next one began."""
-    record = _dated(facts, attempt, culprit)
+    record = _failure_time(facts, attempt, culprit)
     cause, message = _describe(facts, attempt, culprit)
     return open_interruption(
         facts,
@@ -62,22 +66,22 @@ def _open(facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culpri
     )
 
 
-def _dated(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord | None:
-    """Return who reports when it was: the culprit's agent, else another one; nobody whose clock is wrong."""
+def _failure_time(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord | None:
+    """Return the member that reports the time: the culprit, else another one; none with a wrong clock."""
     right = {member.pod_uid for member, beat in facts.beats if is_clock_in_sync(beat)}
     if culprit is not None and (culprit.record is None or culprit.member.pod_uid in right):
         return culprit.record
-    return next((record for member, record in records_of(facts, attempt + 1) if member.pod_uid in right), None)
+    return next((record for member, record in find_restarts(facts, attempt + 1) if member.pod_uid in right), None)
 
 
 def _stalled(culprit: Culprit) -> bool:
-    """Return whether its agent reports the stall; a lag behind the others is too little to avoid its node."""
+    """Return whether its agent reports the stall; a lag behind the others is too little evidence to avoid its node."""
     return culprit.failure is not None and culprit.failure.exit_code == ExitCode.HUNG
 
 
 def _describe(facts: Facts, attempt: int, culprit: Culprit | None) -> tuple[Cause, str]:
     if culprit is None:
-        causes = {record.cause for _, record in records_of(facts, attempt + 1)}
+        causes = {record.cause for _, record in find_restarts(facts, attempt + 1)}
         victims = sum(
             any((failure.generation, failure.attempt) == (beat.generation, attempt) for failure in beat.failures)
             for _, beat in facts.beats
@@ -100,7 +104,7 @@ def _lost_peers(victims: int, members: int) -> str:
 
 
 def _all_reported(facts: Facts, attempt: int) -> bool:
-    """Return whether every member that is seen at all has reported from this attempt on."""
+    """Return whether every connected member has reported since this attempt."""
     beats = {member.pod_uid: beat for member, beat in facts.beats}
     return all(
         worker is None or worker.silent or (member.pod_uid in beats and beats[member.pod_uid].attempt >= attempt)

@@ -3,7 +3,7 @@
 Guarantees:
 - Each generation has at most one entry that ends it, which further failures join, and one per restart in place.
 - An entry is counted in the status write that opens it and never again, however many members failed.
-- The counts by cause are authoritative; their sum is the total, also after an edit of either.
+- The counts by cause are authoritative; their sum is the total, also after a person edited either.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, Interruption, Rung
 from trainium_operator.plan.faults.failure_budgets import is_recorded, record_failure
-from trainium_operator.plan.model.text import listed, rfc3339, sentence
+from trainium_operator.plan.model.text import format_names, format_sentence, rfc3339
 from trainium_operator.plan.view.progress import last_step
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def open_interruption(
         rung=rung,
         node=node,
         pod=pod,
-        message=sentence(message),
+        message=format_sentence(message),
         detected_seconds=round(max(0.0, facts.now - failed_at) if detected_seconds is None else detected_seconds, 3),
         step_before=last_step(facts) if step_before is None else step_before,
         failed_at=failed_at,
@@ -62,7 +62,7 @@ def open_interruption(
     failures = status.failures
     status = status.replaced(history=(*status.history, entry)[-HISTORY_LENGTH:])
     if rung not in (Rung.RESIZE, Rung.GROW):
-        status = _counted(status, cause)
+        status = _count_interruption(status, cause)
     recovery = facts.job.spec.recovery
     if not is_recorded(cause, recovery):
         return status
@@ -71,24 +71,23 @@ def open_interruption(
 
 
 def with_valid_counts(status: TrainingJobStatus) -> TrainingJobStatus:
-    """Return the status without counts below 0 and with their sum as the total, also after an edit."""
+    """Return the status without negative counts and with their sum as the total, also after an edit."""
     by_cause = {name: max(0, count) for name, count in status.restarts.by_cause.items()}
     valid = status.restarts.replaced(total=sum(by_cause.values()), by_cause=by_cause)
     return status if valid == status.restarts else status.replaced(restarts=valid)
 
 
-def _counted(status: TrainingJobStatus, cause: Cause) -> TrainingJobStatus:
-    """Count one more interruption of this cause."""
+def _count_interruption(status: TrainingJobStatus, cause: Cause) -> TrainingJobStatus:
     by_cause = dict(status.restarts.by_cause)
     if cause.value not in by_cause and len(by_cause) >= MAX_COUNTED_CAUSES:
-        # One key more than the definition allows would have every later status refused.
+        # The API server would refuse every later status with one key more than the definition allows.
         by_cause = {name: count for name, count in by_cause.items() if name in _CAUSES}
     by_cause[cause.value] = by_cause.get(cause.value, 0) + 1
     return with_valid_counts(status.replaced(restarts=status.restarts.replaced(by_cause=by_cause)))
 
 
 def first_rank(facts: Facts, pod: str) -> int | None:
-    """Return the first rank of this pod in the generation in force; None when it has none there."""
+    """Return the first rank of this pod in the current generation; None if it has none there."""
     if facts.current is None or not pod:
         return None
     places = (member.node_rank for member in facts.current.members if member.pod_name == pod)
@@ -102,7 +101,7 @@ def identity(entry: Interruption) -> tuple[int, int, str, str, bool]:
 
 
 def open_membership_entry(status: PublicStatus, generation: int) -> int | None:
-    """Return index of the open interruption that ends, or is to end, this generation; None when there is none."""
+    """Return the index of the open interruption that ends this generation, or is about to; None without one."""
     for index, entry in enumerate(status.history):
         ends_it = entry.generation == generation and entry.rung not in (Rung.IN_PLACE, Rung.STOP)
         if ends_it and entry.recovered_seconds is None:
@@ -117,11 +116,11 @@ def replace_entry(status: TrainingJobStatus, index: int, entry: Interruption) ->
 
 
 MOST_SUSPECTS = 16
-"""Workers lost at once whose nodes are remembered: enough for a rack's power, and the record stays small."""
+"""Most workers lost at once whose nodes are recorded; enough for a rack, and the record stays small."""
 
 
 def record_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> TrainingJobStatus:
-    """Open the interruption of the generation in force, unless it is open already or its successor is decided."""
+    """Open the interruption of the current generation, unless it is open or the next generation is decided."""
     if not losses or facts.current is None:
         return status
     generation = facts.current.generation
@@ -130,7 +129,7 @@ def record_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, .
     if status.membership.generation != generation:
         return status
     first = losses[0]
-    others = "" if len(losses) == 1 else f"; {len(losses)} workers: {listed(_names(losses))}"
+    others = "" if len(losses) == 1 else f"; {len(losses)} workers: {format_names(_names(losses))}"
     status = open_interruption(
         facts,
         status,
@@ -147,7 +146,7 @@ def record_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, .
 
 
 def _with_suspects(facts: Facts, memory: InternalStatus, losses: tuple[Loss, ...]) -> tuple[FailureRecord, ...]:
-    """Return the failures with the suspected nodes of all workers that failed together, each once."""
+    """Return the failures with the suspected nodes of all workers that failed together, without duplicates."""
     names = frozenset(_names(losses))
     recovery, recorded = facts.job.spec.recovery, {record.pod for record in memory.failures if record.node}
     failures = memory.failures

@@ -1,1 +1,1 @@
-"""The states of a job besides training: suspended, complete, failed, deleted after its time."""
+"""The states of a job besides training: suspended, complete, failed, deleted after its TTL."""

@@ -1,11 +1,11 @@
-"""Complete a job, fail it, clean up its pods, delete it after its TTL, and report what holds a deleted one.
+"""Complete or fail a job, clean up its pods, delete it after its TTL, and report what delays its deletion.
 
 Guarantees:
 - A job is complete only when every member finished; a terminal condition never changes back.
-- Nothing that may still write is killed when a job completes. Pods that show what happened are kept for their logs
-  unless the job states otherwise: those that have ended, and of a failed job the one that the verdict names and a few
-  whose agents end by themselves with the verdict. A pod that does not end in time is deleted.
-- A sidecar keeps no node after the end of the job, except in the pod of the failure.
+- A completed job kills nothing that may still write. Pods that show what happened are kept for their logs unless the
+  job states otherwise: those that have ended, and of a failed job the pod that the verdict names and a few whose agents
+  end by themselves with the verdict. A pod that does not end in time is deleted.
+- A sidecar holds no node after the end of the job, except in the pod of the failure.
 - Only the incarnation and version of the job that this plan observed are deleted.
 """
 
@@ -23,9 +23,9 @@ from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, first_r
 from trainium_operator.plan.model.actions import DeleteJob, DeletePod, PolicyResult, event
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import counted, parse_rfc3339, rfc3339
+from trainium_operator.plan.model.text import format_count, parse_rfc3339, rfc3339
 from trainium_operator.plan.view.progress import last_step
-from trainium_operator.plan.view.workers import deletion
+from trainium_operator.plan.view.workers import build_deletion
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _WITNESSES = 3
 """Pods of a failed job that may end by themselves."""
 _WITNESS_SECONDS = 15.0
-"""For an agent to end with its verdict, and for its kubelet to report it; one of an older version does not end."""
+"""Time for an agent to end with its verdict and for its kubelet to report it; older agents do not end."""
 
 
 _HOLDERS = {
@@ -47,7 +47,7 @@ _HOLDERS = {
 
 
 def all_finished(facts: Facts) -> bool:
-    """Return whether every member of the generation in force has finished."""
+    """Return whether every member of the current generation has finished."""
     return facts.current is not None and all(worker is not None and worker.finished for _, worker in facts.members)
 
 
@@ -91,11 +91,12 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Polic
 
 
 def termination_status(observed: Observed) -> TrainingJobStatus:
-    """Return the status of a job that is being deleted and still exists: what holds it, and no worker that is gone."""
+    """Return the status of a job that is being deleted: the reason for the delay, and only the workers that exist."""
     job, present = observed.job, {pod.uid for pod in observed.pods}
     held = [_HOLDERS.get(name, f"finalizer {name}") for name in job.finalizers]
     if observed.pods:
-        held.append(f"{counted(len(observed.pods), 'pod')} of it {'is' if len(observed.pods) == 1 else 'are'} left")
+        verb = "is" if len(observed.pods) == 1 else "are"
+        held.append(f"{format_count(len(observed.pods), 'pod')} of it {verb} left")
     message = f"the job is being deleted; it waits for: {', '.join(held) or 'the API server'}"
     status = job.status.replaced(phase=Phase.TERMINATING)
     for kind in (ConditionType.RUNNING, ConditionType.RECOVERING, ConditionType.RESIZING):
@@ -106,25 +107,25 @@ def termination_status(observed: Observed) -> TrainingJobStatus:
 
 
 def record_spec_change(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Report a change of an ended job's spec: nothing starts, and an event names what does."""
+    """Report a change of an ended job's spec: it starts nothing, and an event names the command that does."""
     seen = status.observed_generation == facts.job.generation
     status = status.replaced(observed_generation=facts.job.generation)
     if seen or status.phase is not Phase.FAILED:
         return PolicyResult(status=status)
-    status = status.replaced(failed_spec=_compared(facts, status.failed_spec))
+    status = status.replaced(failed_spec=_compare_spec(facts, status.failed_spec))
     text = f"The failed job was changed. What it says now counts when it runs again: kubectl trn retry {facts.job.name}"
     return PolicyResult(status=status, events=(event(Reason.SPEC_CHANGED, text),))
 
 
-def _compared(facts: Facts, record: FailedSpecStatus | None) -> FailedSpecStatus | None:
-    """Return what differs from the spec that failed; None where this version does not know a field."""
+def _compare_spec(facts: Facts, record: FailedSpecStatus | None) -> FailedSpecStatus | None:
+    """Return the difference to the spec that failed; None if this version does not know a field."""
     if record is None:
         return None
     return record.replaced(changes=None) if facts.job.unknown else compare_failed_spec(record, facts.job.spec.to_wire())
 
 
 def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Release what an ended job does not need, by `cleanPodPolicy`; the members of a completed job end first."""
+    """Delete what an ended job does not need, by `cleanPodPolicy`; members of a completed job end first."""
     policy = facts.job.spec.clean_pod_policy
     if policy is CleanPodPolicy.NONE and is_true(status, ConditionType.FAILURE_TARGET):
         policy = CleanPodPolicy.RUNNING  # a deadline leaves nothing running, whatever is kept
@@ -132,27 +133,24 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         return PolicyResult(status=status)
     completed = is_true(status, ConditionType.COMPLETE)
     deadline = 0.0 if completed or policy is CleanPodPolicy.ALL else _log_deadline(facts, status)
-    witnesses = _witnesses(facts, status) if facts.now < deadline else frozenset[str]()
-    named = "" if completed else _named(status)
+    witnesses = _pods_with_verdict(facts, status) if facts.now < deadline else frozenset[str]()
+    named = "" if completed else _pod_of_verdict(status)
     deletions: list[DeletePod] = []
     for uid, worker in facts.workers.items():
         ending = uid in witnesses or (completed and uid in facts.member_uids and not worker.node_bad)
-        if worker.ended:  # a sidecar that never ends must not hold the node; the log of the failure is worth one
+        if worker.ended:  # a sidecar that never ends must not hold the node; the log of a failure is worth one
             kept = worker.pod.name == named and not worker.node_bad
             goes = policy is CleanPodPolicy.ALL or (worker.holds_node and not kept)
         else:
             goes = not ending
         if goes:
-            deletions += deletion(worker, force=worker.node_bad)
+            deletions += build_deletion(worker, force=worker.node_bad)
     return PolicyResult(status=status, actions=tuple(deletions), requeue_at=(deadline,) if witnesses else ())
 
 
-def _witnesses(facts: Facts, status: PublicStatus) -> frozenset[str]:
-    """Return pods that end by themselves with a verdict, by uid.
-
-    The one that the job's verdict names first.
-    """
-    named = _named(status)
+def _pods_with_verdict(facts: Facts, status: PublicStatus) -> frozenset[str]:
+    """Return pods that end by themselves with a verdict, by uid; the one that the job's verdict names first."""
+    named = _pod_of_verdict(status)
     ending = [
         worker.pod
         for worker in facts.workers.values()
@@ -161,8 +159,7 @@ def _witnesses(facts: Facts, status: PublicStatus) -> frozenset[str]:
     return frozenset(pod.uid for pod in sorted(ending, key=lambda pod: (pod.name != named, pod.ordinal))[:_WITNESSES])
 
 
-def _named(status: PublicStatus) -> str:
-    """Return the pod that the verdict of a failed job names; empty for none."""
+def _pod_of_verdict(status: PublicStatus) -> str:
     return status.history[-1].pod if status.history else ""
 
 
@@ -175,7 +172,7 @@ def _ends_by_itself(beat: HeartbeatRequest | None) -> bool:
 def _log_deadline(facts: Facts, status: PublicStatus) -> float:
     """Return until when such pods may run (Unix seconds).
 
-    0 when the end lies in the future, by a clock that was set back.
+    0 if the end lies in the future, because a clock was set back.
     """
     ended = parse_rfc3339(status.completion_time)
     return 0.0 if ended is None or ended > facts.now else ended + _WITNESS_SECONDS
@@ -194,17 +191,17 @@ def _closed(facts: Facts, status: TrainingJobStatus, reason: Reason) -> Training
     )
 
 
-def expire(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Ask for the deletion of an ended job when it is due, else for a look at that time."""
+def delete_after_ttl(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+    """Delete an ended job when its TTL has passed, else requeue it for that time."""
     ttl = facts.job.spec.ttl_seconds_after_finished
     if ttl is None:
         return PolicyResult(status=status)
     ended = parse_rfc3339(status.completion_time)
     if ended is None:
-        # Lost, or edited by hand: the time restarts rather than the job going at once.
+        # Lost or edited: the time restarts, so that the job is not deleted at once.
         status = status.replaced(completion_time=rfc3339(facts.now))
         ended = facts.now
-    # A time from the future (a clock that was set back) delays the deletion by no more than the whole time.
+    # An end in the future (a clock that was set back) delays the deletion by at most the TTL.
     delete_at = min(ended, facts.now) + ttl
     if facts.now < delete_at or status != facts.job.status:
         return PolicyResult(status=status, requeue_at=(max(delete_at, facts.now),))

@@ -1,12 +1,12 @@
-"""Release the pods of a job that is suspended, that its queue does not admit, or that has reached a deadline.
+"""Release the pods of a job that is suspended, not admitted by its queue, or past a deadline.
 
-The ranks save and leave, the nodes are released, and the generation is over. The clock of the deadlines runs while
-the job is active and restarts with each resumption, as that of batch/v1 Job does; time in a queue does not count.
-When a deadline passes, the condition FailureTarget reports it first; Failed follows when the last worker has ended.
+The ranks save and leave, the nodes are released, and the generation ends. The clock of the deadlines runs while the job
+is active and restarts with each resumption, as for a batch/v1 Job; time in a queue does not count. When a deadline
+passes, the condition FailureTarget reports it first; Failed follows when the last worker has ended.
 
 Guarantees:
 - Clock and decision are in the status: neither a restart of the operator nor a later change of the spec reverts them.
-- Reports count until the last worker has ended, so the status shows what was saved last.
+- Reports count until the last worker has ended, so the status shows the last save.
 - A job whose ranks all finish meanwhile is complete.
 """
 
@@ -24,9 +24,9 @@ from trainium_operator.plan.lifecycle.completion import stop
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import AnyShown, find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import counted, sentence
+from trainium_operator.plan.model.text import format_count, format_sentence
 from trainium_operator.plan.view.progress import has_stepped
-from trainium_operator.plan.view.workers import deletion
+from trainium_operator.plan.view.workers import build_deletion
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -34,23 +34,25 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 
-def release(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+def delete_workers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Delete all pods; on SIGTERM the ranks save and leave."""
     membership = status.membership.replaced(size=0)
-    avoided = avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)  # without those that refused
+    avoided = avoided_nodes(status.failures, facts.now)  # without those that refused
     status = status.replaced(
         membership=membership, waiting_since=None, start_failures=StartFailuresStatus(), avoided_nodes=avoided
     )
-    deletions = tuple(action for worker in facts.workers.values() for action in deletion(worker, force=worker.node_bad))
+    workers = facts.workers.values()
+    deletions = tuple(action for worker in workers for action in build_deletion(worker, force=worker.node_bad))
     return PolicyResult(status=status, actions=deletions)
 
 
 def suspend(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Release everything, and report it."""
-    released = release(facts, status)
+    released = delete_workers(facts, status)
     status, workers, kind = released.status, facts.workers.values(), ConditionType.SUSPENDED
     if workers:
-        message = f"{counted(len(workers), 'worker')} {'saves and leaves' if len(workers) == 1 else 'save and leave'}"
+        verbs = "saves and leaves" if len(workers) == 1 else "save and leave"
+        message = f"{format_count(len(workers), 'worker')} {verbs}"
         status = with_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
     else:
         status = with_condition(status, kind, True, Reason.SUSPENDED, "all nodes are released", now=facts.now)
@@ -72,12 +74,12 @@ _ADVICE = {
 
 
 def is_ending(status: PublicStatus) -> bool:
-    """Return whether it is decided that the job ends for a deadline."""
+    """Return whether a deadline has decided the end of the job."""
     return is_true(status, ConditionType.FAILURE_TARGET)
 
 
 def watch_deadlines(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Keep the clock; decide on the end when a deadline is over, else look again when it will be."""
+    """Update the clock; decide on the end when a deadline has passed, else requeue for it."""
     status = status.replaced(activity=_activity(facts, status))
     since, spec = status.activity.since, facts.job.spec
     if since is None:
@@ -90,24 +92,24 @@ def watch_deadlines(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         if limit is None:
             continue
         if facts.now >= since + limit:
-            message = _over(status, reason, limit)
+            message = _deadline_message(status, reason, limit)
             kind = ConditionType.FAILURE_TARGET
             return PolicyResult(status=with_condition(status, kind, True, reason, message, now=facts.now))
         requeue_at.append(since + limit)
     return PolicyResult(status=status, requeue_at=tuple(requeue_at))
 
 
-def end(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Ask every worker to save and leave; the job has failed when none runs any more. Call when it `is_ending`."""
+def stop_after_deadline(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+    """Ask every worker to save and leave; fail the job when none runs any more. Call when it `is_ending`."""
     running = [worker for worker in facts.workers.values() if not worker.ended]
     if not running:
         return stop(facts, status, _verdict(status))
-    deletions = tuple(action for worker in running for action in deletion(worker, force=worker.node_bad))
+    deletions = tuple(action for worker in running for action in build_deletion(worker, force=worker.node_bad))
     return PolicyResult(status=status.replaced(phase=Phase.STOPPING, waiting_since=None), actions=deletions)
 
 
 def _activity(facts: Facts, status: TrainingJobStatus) -> ActivityStatus:
-    evicted = facts.grant is not None and facts.grant.releases
+    evicted = facts.grant is not None and facts.grant.releases_workers
     if facts.job.spec.suspend or evicted or _waits_for_queue(status):
         return ActivityStatus()
     since = facts.now if status.activity.since is None else status.activity.since
@@ -119,7 +121,7 @@ def _waits_for_queue(status: PublicStatus) -> bool:
     return status.membership.size == 0 and admitted is not None and admitted.reason == Reason.WAITING_FOR_QUEUE
 
 
-def _over(status: PublicStatus, reason: Reason, limit: int) -> str:
+def _deadline_message(status: PublicStatus, reason: Reason, limit: int) -> str:
     if reason is Reason.DEADLINE_EXCEEDED:
         return f"The job has been active for {limit} s, as long as activeDeadlineSeconds allows."
     kinds = (ConditionType.PODS_READY, ConditionType.ADMITTED, ConditionType.RUNNING)
@@ -132,10 +134,10 @@ def _over(status: PublicStatus, reason: Reason, limit: int) -> str:
 
 def _verdict(status: PublicStatus) -> StopVerdict:
     target = find_condition(status, ConditionType.FAILURE_TARGET)
-    # Edited by hand it may give any reason: the job ends all the same.
+    # A person may have edited the reason; the job ends in any case.
     reason = Reason.DEADLINE_EXCEEDED if target is None or target.reason not in _ADVICE else Reason(target.reason)
     text = "" if target is None else target.message
     step = status.checkpoint.durable_step
     saved = f"Its newest durable checkpoint is step {step}." if step >= 0 else "It has no durable checkpoint."
-    message = sentence(f"{text} {saved} {_ADVICE[reason]}")
+    message = format_sentence(f"{text} {saved} {_ADVICE[reason]}")
     return StopVerdict(reason=reason, cause=Cause.YIELDED, message=message)

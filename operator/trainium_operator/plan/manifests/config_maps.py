@@ -1,18 +1,21 @@
-"""The ConfigMaps of a job: the trainer's configuration, and the record of the membership. Pure construction."""
+"""Build the ConfigMaps of a job: the trainer's configuration, and the record of the membership. Pure."""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import json
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.base import Identical
 from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY
 from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT, NODES_NAME, RULES_NAME
 from trainium_operator.plan.manifests.owned_object import owned_object
 from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobSpec
     from trainium_contract.trainer.neuron import NeuronConfig
     from trainium_contract.wire.messages import Membership
     from trainium_operator.plan.model.observed import JobView
@@ -45,31 +48,35 @@ def membership_map(job: JobView, membership: Membership) -> Json:
 
 def trainer_configuration(job: JobView) -> str:
     """Return the text of trainer.yaml. Raises ValueError when the spec contradicts itself."""
-    config = job.spec.training_config()
-    path = checkpoint_path(job)
-    # What is appended to (metrics) needs a folder: the mount, which is the pod's own then.
+    return _configuration_text(Identical(job.spec), checkpoint_path(job))
+
+
+@lru_cache(maxsize=16)  # each plan of a job needs it; few, since specs may be large
+def _configuration_text(key: Identical[TrainingJobSpec], path: str) -> str:
+    spec = key.value
+    config = spec.training_config()
+    # Files that grow (metrics) need a folder: the mount, which is then the pod's own.
     checkpoint = config.checkpoint.replaced(path=path)
-    if job.spec.checkpoint.storage.uri is not None:
+    if spec.checkpoint.storage.uri is not None:
         checkpoint = checkpoint.replaced(records_path=CHECKPOINT_MOUNT)
-    wire = config.replaced(checkpoint=checkpoint, neuron=_neuron(config.neuron, job)).to_wire()
+    wire = config.replaced(checkpoint=checkpoint, neuron=_neuron(config.neuron, spec)).to_wire()
     return json.dumps(wire, indent=2, sort_keys=True) + "\n"
 
 
-def _neuron(neuron: NeuronConfig, job: JobView) -> NeuronConfig:
-    """Return the job's settings; compiled graphs are kept on the checkpoints' volume unless they name a folder."""
-    storage = job.spec.checkpoint.storage
+def _neuron(neuron: NeuronConfig, spec: TrainingJobSpec) -> NeuronConfig:
+    """Return the job's settings; compiled graphs are on the checkpoints' volume unless the settings name a folder."""
+    storage = spec.checkpoint.storage
     mounted = storage.kept and storage.uri is None
-    if not job.spec.precompile.enabled or not mounted or neuron.shared_cache_directory is not None:
+    if not spec.precompile.enabled or not mounted or neuron.shared_cache_directory is not None:
         return neuron
     return neuron.replaced(shared_cache_directory=f"{CHECKPOINT_MOUNT}/{_COMPILED}")
 
 
 def checkpoint_path(job: JobView) -> str:
-    """Return where this job's checkpoints are: below the mount point or the bucket's prefix.
+    """Return the path of this job's checkpoints, below the mount point or the bucket's prefix.
 
-    The pod's own volume as it is.
-
-    The trainer makes the folder itself, with its own user; a subPath mount would leave it to root.
+    The pod's own volume is used as it is. The trainer creates the folder with its own user; a subPath mount would
+    belong to root.
     """
     storage = job.spec.checkpoint.storage
     if not storage.kept:

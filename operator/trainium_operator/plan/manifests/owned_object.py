@@ -1,6 +1,6 @@
-"""Add to every object of a job its owner, its labels and, to ConfigMaps and budgets, a digest.
+"""Add owner and labels to every object of a job, and a digest to ConfigMaps and budgets.
 
-Invariant: the digest is of the object's own content, so it is applied once and again only when that changes.
+Invariant: the digest is of the object's content, so it is applied once and again only when that changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def content_hash(content: Any) -> str:
 
 
 def owned_object(job: JobView, api_version: str, kind: str, name: str, content: Json, component: str) -> Json:
-    """Build a complete manifest that carries the digest of its content."""
+    """Build a complete manifest with the digest of its content."""
     metadata = {
         "name": name,
         "namespace": job.namespace,

@@ -1,7 +1,7 @@
-"""Merging a user's partial pod template over the operator's pod, as kubectl's strategic merge does for these lists.
+"""Merge a user's partial pod template into the operator's pod, as kubectl's strategic merge does for these lists.
 
-Invariants: lists whose items have a key (containers by name, mounts by path, ...) are merged item by item, keeping the
-order of ours; any other list of the user's replaces ours; null removes a field.
+Invariants: lists whose items have a key (containers by name, mounts by path, ...) are merged item by item in the
+operator's order. Any other list of the user replaces the operator's; null removes a field.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LIST_KEYS: dict[str, tuple[str, ...]] = {
     "claims": ("name",),
 }
 _ONE_OF = frozenset({"volumes", "env", "resourceClaims"})
-"""Items that hold one of several alternatives: the user's item replaces ours as a whole."""
+"""Items with one of several alternatives: the user's item replaces the operator's as a whole."""
 
 
 def merge_template(ours: Json, theirs: Json) -> Json:
-    """Ours with theirs merged over it; neither is changed."""
+    """Return `ours` with `theirs` merged into it; neither is changed."""
     merged = dict(ours)
     for key, value in theirs.items():
         if value is None:

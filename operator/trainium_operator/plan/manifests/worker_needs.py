@@ -1,15 +1,14 @@
-"""Derive what a worker needs of its node: devices, tolerations, memory and CPU.
+"""Derive what a worker needs from its node: devices, tolerations, memory and CPU.
 
-Guarantees:
-- Requests of extended resources equal their limits. What a template states about a resource takes precedence; memory
-  and CPU are limited by people alone, because an estimate that is too low must not end a run.
+Guarantee: requests of extended resources equal their limits. A template takes precedence for each resource. Only users
+limit memory and CPU, because too low an estimate must not end a run.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.requirements.worker_requests import WorkerRequests, worker_requests
+from trainium_contract.requirements.worker_requests import WorkerRequests, compute_worker_requests
 from trainium_contract.spec.workers import AcceleratorSpec, Device
 
 if TYPE_CHECKING:
@@ -21,11 +20,11 @@ WORKER_CONTAINER = "worker"
 SHARED_MEMORY = "shared-memory"
 _MIB = 1 << 20
 _UNREACHABLE_SECONDS = 30
-"""Longest stay of a pod on a node that the control plane no longer reaches; the plan acts earlier."""
+"""Longest stay of a pod on a node that the control plane cannot reach; the plan acts earlier."""
 
 
 def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
-    """Return devices that a worker asks for: all of its node by the instance type, or what the spec states."""
+    """Return the devices that a worker requests: all of its node by the instance type, or those in the spec."""
     if accelerator.resources:
         return dict(accelerator.resources)
     if accelerator.device is Device.CUDA:
@@ -38,7 +37,7 @@ def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
 
 
 def expected_devices(accelerator: AcceleratorSpec) -> str | None:
-    """Neuron devices that a worker must find, claimed or handed out; None where nothing states how many."""
+    """Return the Neuron devices that a worker must find, claimed or allocated; None if the number is not known."""
     claim, instance = accelerator.claim, accelerator.instance()
     if claim is None:
         return extended_resources(accelerator).get("aws.amazon.com/neuron")
@@ -46,8 +45,8 @@ def expected_devices(accelerator: AcceleratorSpec) -> str | None:
     return str(count) if count else None
 
 
-def tolerations_of(spec: TrainingJobSpec) -> tuple[Json, ...]:
-    """Return tolerations of the worker pods, as far as the user's are readable."""
+def build_tolerations(spec: TrainingJobSpec) -> tuple[Json, ...]:
+    """Return the tolerations of the worker pods, without unreadable ones of the user."""
     pod = spec.workers.template.get("spec")
     theirs = pod.get("tolerations") if isinstance(pod, dict) else None
     given = theirs if isinstance(theirs, list) else []
@@ -55,10 +54,7 @@ def tolerations_of(spec: TrainingJobSpec) -> tuple[Json, ...]:
 
 
 def device_tolerations(accelerator: AcceleratorSpec) -> list[Json]:
-    """Return tolerations that the operator itself gives.
-
-    Of the device's taint, and for a while of a node that is lost.
-    """
+    """Return the operator's own tolerations: of the device's taint, and for a while of an unreachable node."""
     lost = [
         {
             "key": f"node.kubernetes.io/{taint}",
@@ -73,13 +69,13 @@ def device_tolerations(accelerator: AcceleratorSpec) -> list[Json]:
 
 
 def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
-    """Add what follows from the job's configuration to the merged spec, where no template sets it."""
+    """Add the needs that follow from the job's configuration to the merged spec, where no template sets them."""
     found = needs_of_workers(job)
     if found is None:
         return spec
     wanted = {"memory": _mebibytes(found.memory), "cpu": _cpus(found.milli_cpu)}
     containers = spec.get("containers") or []
-    if not spec.get("resources"):  # of the whole pod: a person who sets that means it
+    if not spec.get("resources"):  # requests of the whole pod: a user who sets them means it
         containers = [_asking(each, wanted) if each.get("name") == WORKER_CONTAINER else each for each in containers]
     volumes = spec.get("volumes") or []
     if found.shared_memory is not None:
@@ -89,10 +85,10 @@ def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
 
 
 def needs_of_workers(job: TrainingJobSpec) -> WorkerRequests | None:
-    """Return None while the spec contradicts itself, which is reported elsewhere."""
+    """Return the needs; None while the spec contradicts itself, which is reported elsewhere."""
     try:
         config = job.training_config() if job.program is None else None
-        return worker_requests(config, job.workers.accelerator, job.batch_shape())
+        return compute_worker_requests(config, job.workers.accelerator, job.batch_shape())
     except ValueError:
         return None
 

@@ -3,7 +3,7 @@
 Guarantees:
 - A pod has an ordinal and no rank. It holds no API credentials, only a token for the coordinator.
 - It passes the `restricted` pod security standard unless its storage is a host path.
-- The user's template cannot change what identifies the pod, and nothing depends on the size that the job has now.
+- The user's template cannot change the pod's identity, and nothing in the pod depends on the job's present size.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 _WEIGHTS = dict(zip(LAYERS, (10, 25, 50, 100), strict=True))
-"""Weights of the preferences for each layer; the scheduler adds up those that hold."""
+"""Weights of the preferences for each layer; the scheduler adds those that are met."""
 
 
 def with_affinity(spec: Json, job: JobView, settings: PlanSettings) -> Json:
-    """Add affinity between the job's workers, as far as nodes carry the labels and the job wants it.
+    """Add affinity between the job's workers, if nodes carry the labels and the job asks for it.
 
-    Required stands for one domain of the widest layer; the nearer layers are preferences in any case.
+    Required means one domain of the widest layer; the nearer layers are always preferences.
     """
     wanted = job.spec.scheduling.topology
     if wanted is Topology.IGNORED:
@@ -76,33 +76,33 @@ COPY_AGENT = (
     "import shutil, sys; source, copy = sys.argv[1:]; "
     "shutil.rmtree(copy, ignore_errors=True); shutil.copytree(source, copy, symlinks=True)"
 )
-"""Repeatable, because a kubelet may start an init container again."""
+"""Can be repeated, because a kubelet may run an init container again."""
 TEMPLATE_REVISION = 0
-"""Counts changes of this package by which the same job gets other pods (a test states when). No user caused them,
-so an upgrade of the operator replaces no pod for them, and reports none as outdated."""
+"""Counts changes of this package that give the same job other pods (a test states when). No user caused them, so after
+an upgrade of the operator no pod is replaced or reported as outdated for them."""
 _OF_A_RUNNING_WORKER = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
 _TOKEN_SECONDS = 3600
 _EXIT_MARGIN_SECONDS = 10
-"""Grace of the pod beyond that of the ranks, for the agent's own farewell."""
+"""Additional grace of the pod after that of the ranks, for the agent's last message."""
 _CACHE_DIRECTORY = "/var/cache/trainium"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Avoided:
-    """Nodes that new pods keep away from, by their label kubernetes.io/hostname."""
+    """Nodes that new pods avoid, by their label kubernetes.io/hostname."""
 
     required: tuple[str, ...] = ()
-    """In any case."""
+    """Nodes that are always avoided."""
     preferred: tuple[str, ...] = ()
-    """Unless no other is left."""
+    """Nodes that are used only if no other is left."""
 
 
 def worker_pods(
     job: JobView, settings: PlanSettings, ordinals: range, avoided: Avoided, *, extras: int = 0
 ) -> list[Json]:
-    """Complete manifests of the pods with these ordinals, kept away from the avoided nodes; the last ones are `extras`.
+    """Return complete manifests of the pods with these ordinals, without the avoided nodes; the last are `extras`.
 
-    They share what they have in common, so nobody may change them.
+    They share common parts, so callers must not change them.
     """
     body = pod_template(job, settings)
     plain = [_worker_pod(job, body, ordinal, avoided) for ordinal in ordinals[: len(ordinals) - extras]]
@@ -128,7 +128,7 @@ def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: Avoided) -> Jso
     }
     spec = dict(body["spec"])
     if avoided.required or avoided.preferred:
-        spec["affinity"] = _keeping_away(spec.get("affinity") or {}, avoided)
+        spec["affinity"] = _with_excluded_nodes(spec.get("affinity") or {}, avoided)
     if avoided.required:
         avoided_nodes = {env.ANNOTATION_AVOIDED_NODES: ",".join(avoided.required)}
         metadata["annotations"] = {**metadata["annotations"], **avoided_nodes}
@@ -136,9 +136,9 @@ def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: Avoided) -> Jso
 
 
 def pod_template(job: JobView, settings: PlanSettings, *, asks: bool = True) -> Json:
-    """Build what all workers of a job share, with the templates of chart and user merged in, and its digest.
+    """Build the parts that all workers of a job share, merged with the templates of chart and user, and their digest.
 
-    Without `asks` it has of memory and CPU only what people ask for.
+    Without `asks` memory and CPU are only those that users request.
     """
     ours = {
         "metadata": {
@@ -154,7 +154,7 @@ def pod_template(job: JobView, settings: PlanSettings, *, asks: bool = True) -> 
     metadata, spec = merged.get("metadata") or {}, merged.get("spec") or {}
     plain = _body(job, metadata, spec)
     revision = f"{TEMPLATE_REVISION}-" if TEMPLATE_REVISION else ""
-    # What the operator works out by itself is no part of the digest: no pod is outdated for it, in any version's eyes.
+    # The operator's own estimates are not part of the digest, so no version makes pods outdated by them.
     digest = revision + content_hash(plain)
     body = _body(job, metadata, with_worker_needs(spec, job.spec)) if asks else plain
     if "initContainers" in body["spec"]:
@@ -165,24 +165,27 @@ def pod_template(job: JobView, settings: PlanSettings, *, asks: bool = True) -> 
 
 
 def _image_of_agent(job: JobView, settings: PlanSettings) -> str:
-    """Return the image that has the agent: the trainer's, or of a program the one that its init container has."""
+    """Return the image with the agent: the trainer's, or for a program the one of its init container."""
     return settings.agent_image if job.spec.program is not None else job.spec.image or settings.image
 
 
 def _with_log_as_message(container: Json) -> Json:
-    """Return the container with the end of its log as the message of its failure: its pod is deleted, and its log."""
+    """Return the container with the end of its log as its termination message.
+
+    Its pod is deleted, and the log with it.
+    """
     return {"terminationMessagePolicy": "FallbackToLogsOnError", **container}
 
 
 def _body(job: JobView, metadata: Json, spec: Json) -> Json:
-    """Metadata and spec as merged, with what no template may change, and what follows from the containers."""
+    """Return metadata and spec as merged, with the fields that no template may change."""
     labels = {
         **{key: value for key, value in (metadata.get("labels") or {}).items() if key != env.LABEL_EXTRA},
         **names.object_labels(job.name, "worker"),
         **names.selector_labels(job.name),
     }
     if not _fills_its_node(job.spec.workers.accelerator):
-        spec = {**spec, "affinity": _one_per_node(job.name, spec.get("affinity") or {})}
+        spec = {**spec, "affinity": _with_anti_affinity(job.name, spec.get("affinity") or {})}
     if job.spec.precompile.enabled:
         spec = {**spec, "initContainers": [*(spec.get("initContainers") or []), *_precompiling(job, spec)]}
     return {
@@ -192,15 +195,15 @@ def _body(job: JobView, metadata: Json, spec: Json) -> Json:
 
 
 def template_hash(job: JobView, settings: PlanSettings) -> str:
-    """Return the digest that new pods carry."""
+    """Return the digest of new pods."""
     digest: str = pod_template(job, settings, asks=False)["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH]
     return digest
 
 
 def is_outdated(made_with: str, wanted: str) -> bool:
-    """Return whether a pod with this digest was created before the job, or the operator's settings, changed.
+    """Return whether a pod with this digest is older than the present job and operator settings.
 
-    Digests of two revisions differ though nobody changed anything, so they mean nothing.
+    Digests of two revisions differ without a user's change, so they mean nothing.
     """
     return bool(made_with) and made_with != wanted and _revision(made_with) == _revision(wanted)
 
@@ -210,7 +213,7 @@ def _revision(digest: str) -> str:
 
 
 def named_worker(template: Json) -> Json:
-    """Return the template with its only container, if it has no name, named as the worker's."""
+    """Return the template with its only container named as the worker's, if it has no name."""
     containers = (template.get("spec") or {}).get("containers")
     if not isinstance(containers, list) or len(containers) != 1:
         return template
@@ -332,10 +335,7 @@ def _sizes_for_spares(job: JobView) -> tuple[int, ...]:
 
 
 def _fills_its_node(accelerator: AcceleratorSpec) -> bool:
-    """Return whether the devices alone keep two workers from one node.
-
-    Anti-affinity makes scheduling several times slower.
-    """
+    """Return whether the devices alone keep two workers off one node; anti-affinity makes scheduling much slower."""
     instance = accelerator.instance()
     if instance is None or accelerator.resources:
         return False
@@ -343,8 +343,7 @@ def _fills_its_node(accelerator: AcceleratorSpec) -> bool:
     return claim is None or claim.ultra_server_node or accelerator.claimed_devices() == instance.devices
 
 
-def _one_per_node(job: str, affinity: Json) -> Json:
-    """Add anti-affinity between the workers of one job."""
+def _with_anti_affinity(job: str, affinity: Json) -> Json:
     key = "requiredDuringSchedulingIgnoredDuringExecution"
     term = {
         "labelSelector": {"matchLabels": names.selector_labels(job)},
@@ -354,12 +353,11 @@ def _one_per_node(job: str, affinity: Json) -> Json:
     return {**affinity, "podAntiAffinity": {**apart, key: [*(apart.get(key) or []), term]}}
 
 
-def _keeping_away(affinity: Json, avoided: Avoided) -> Json:
-    """Exclude these nodes from the affinity, beside what the user's template asks for."""
+def _with_excluded_nodes(affinity: Json, avoided: Avoided) -> Json:
     node_affinity = dict(affinity.get("nodeAffinity") or {})
     if avoided.required:
         key = "requiredDuringSchedulingIgnoredDuringExecution"
-        # Of several terms one must hold, so each must leave the nodes out.
+        # Only one of several terms must hold, so each must exclude the nodes.
         terms = (node_affinity.get(key) or {}).get("nodeSelectorTerms") or [{}]
         node_affinity[key] = {"nodeSelectorTerms": [_with_expression(term, avoided.required) for term in terms]}
     if avoided.preferred:
@@ -404,7 +402,7 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
     }
     values = {
         env.ENV_JOB: job.name,
-        # A job that is made again under the same name may take over its predecessor's checkpoints.
+        # A job that is created again under the same name may use its predecessor's checkpoints.
         env.ENV_RUN_ID: job.uid,
         env.ENV_COORDINATOR: settings.coordinator,
         env.ENV_PROCESSES_PER_NODE: str(job.spec.processes_per_node),
@@ -416,7 +414,7 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
         env.ENV_MEMORY_DIRECTORY: env.MEMORY_DIRECTORY,
         env.ENV_TOKEN_PATH: env.TOKEN_PATH,
         env.ENV_CA_PATH: env.CA_PATH,
-        # The image's user need not have a home; the cache is the pod's own, never shared between nodes.
+        # The image's user may have no home; the cache is the pod's own, never shared between nodes.
         "XDG_CACHE_HOME": _CACHE_DIRECTORY,
         **_device_environment(accelerator, job.spec.trainer),
     }
@@ -445,8 +443,8 @@ def _device_environment(accelerator: AcceleratorSpec, trainer: TrainerSpec | Non
     if accelerator.device is not Device.NEURON:
         return {}
     found = {}
-    # A compilation that was killed leaves a failed entry behind; a cache on shared storage gets corrupted. Where the
-    # job states otherwise, the trainer sets its own, and refuses a variable that contradicts it.
+    # A killed compilation leaves a failed entry behind; a cache on shared storage becomes corrupt. If the
+    # job sets otherwise, the trainer sets its own, and refuses a variable that contradicts it.
     if trainer is not None and trainer.neuron.retry_failed_compilation:
         found["NEURON_CC_FLAGS"] = "--retry_failed_compilation"
     if trainer is not None and trainer.neuron.cache_directory is None:

@@ -1,1 +1,1 @@
-"""Decide who trains: ranks, generations, sizes."""
+"""Decide which workers train: ranks, generations, sizes."""

@@ -1,8 +1,8 @@
-"""A new generation: its number, its record, and the order of its writes.
+"""Start a generation: its number, its record, and the order of its writes.
 
 Invariants: the status names the new generation before the ConfigMap holds it, and the ConfigMap holds it before the
-coordinator serves it. A number is never one that an agent has been in, so a repeated decision after a crash may take
-other members under the same number only while nobody has seen that number.
+coordinator serves it. A number is never one that an agent has been in. So a decision that is repeated after a crash may
+choose other members under the same number only while no agent has seen that number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainium_operator.plan.history.interruptions import open_membership_entry, 
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model.actions import EventIntent, PolicyResult, PublishMembership, event
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import counted
+from trainium_operator.plan.model.text import format_count
 
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _FARTHEST_AHEAD = 1_000
-"""A number that an agent claims to be in counts up to this distance: one faulty agent must not use them all up."""
+"""Largest lead of an agent's generation that counts, so that a faulty agent cannot use up all numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class Decision:
     """Result of a membership policy."""
 
     status: TrainingJobStatus
-    """With the interruption that a new generation ends."""
+    """The status with the interruption that a new generation ends."""
     new: NewGeneration | None = None
-    """None while the generation in force stays."""
+    """None while the current generation stays."""
     requeue_at: tuple[float, ...] = ()
-    """When to look again (Unix seconds)."""
+    """When to decide again (Unix seconds)."""
 
 
 def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration) -> PolicyResult:
@@ -73,16 +73,16 @@ def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
     )
     events: tuple[EventIntent, ...] = ()
     if number > facts.job.status.membership.generation:
-        # Decided again after a crash it has been reported already.
-        # The first one answers nothing, so it has no cause.
+        # A decision repeated after a crash was reported already.
+        # The first generation answers no interruption, so it has no cause.
         why = f" ({new.cause.value}, {new.transition.value})" if number > 1 else ""
-        note = f"Generation {number} begins on {counted(size, 'node')}{why}."
+        note = f"Generation {number} begins on {format_count(size, 'node')}{why}."
         events = (event(Reason.GENERATION_STARTED, note),)
     return PolicyResult(status=_with_date_of_decision(facts, status), actions=(publish,), events=events)
 
 
 def _with_date_of_decision(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    """Report the interruption that this generation answers when it was decided on."""
+    """Set in the interruption that this generation answers when it was decided."""
     index = None if facts.current is None else open_membership_entry(status, facts.current.generation)
     if index is None or status.history[index].decided_at is not None:
         return status
@@ -90,7 +90,7 @@ def _with_date_of_decision(facts: Facts, status: TrainingJobStatus) -> TrainingJ
 
 
 def republish_membership(facts: Facts) -> tuple[PublishMembership, ...]:
-    """Let the coordinator serve what the ConfigMap records, for instance after a restart of the operator."""
+    """Let the coordinator serve the generation in the ConfigMap, for instance after a restart of the operator."""
     current = facts.current
     if current is None or facts.observed.published >= current.generation:
         return ()
@@ -99,7 +99,7 @@ def republish_membership(facts: Facts) -> tuple[PublishMembership, ...]:
 
 
 def next_generation(facts: Facts) -> int:
-    """Return the number of the next generation; a number that was decided on but never recorded is taken again."""
+    """Return the number of the next generation; a number that was decided but never recorded is used again."""
     recorded = facts.observed.membership.generation if facts.observed.membership else 0
     known = max(recorded, facts.observed.published, facts.job.status.membership.generation)
     seen = [agent.heartbeat.generation for agent in facts.observed.agents.values() if agent.heartbeat is not None]

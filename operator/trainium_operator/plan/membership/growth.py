@@ -1,10 +1,12 @@
-"""Decide when growth that nobody requested pays, and which size to take until then.
+"""Decide when growth that nobody requested pays, and which size to use until then.
 
-A size whose graphs are not compiled costs its compilation. How long the job will stay at a size is unknown, so this is
-the ski rental problem: the job takes the fastest compiled size, and leaves it for a faster one when the time lost by
-waiting equals the cost of compiling. So no more than twice the least is lost. Growth must save more time in the steps
-that are left than the newest change of the membership took, and waits `rescaleAfterSeconds` after a recovery or a
-shrink, doubled for each further shrink in the last hour: capacity that comes and goes must not flap.
+A size without compiled graphs costs its compilation. How long the job will stay at a size is unknown, so this is the
+ski rental problem: the job uses the fastest compiled size, and leaves it for a faster one when the time lost by waiting
+equals the cost of compiling. The loss is at most twice the least possible.
+
+Growth must save more time in the remaining steps than the newest change of the membership took. It waits
+`rescaleAfterSeconds` after a recovery or a shrink, doubled for each further shrink in the last hour, so that
+intermittent capacity causes no flapping.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ if TYPE_CHECKING:
 
 
 _ASSUMED_SECONDS = 1200.0
-"""To compile one size, while none was compiled in the background: a 7B model on trn1 takes tens of minutes."""
+"""To compile one size, if none was compiled in the background: a 7B model on trn1 takes tens of minutes."""
 
 
 def compile_seconds(facts: Facts, status: PublicStatus, size: int) -> float:
-    """Return how much longer the first step at this size takes without compiled graphs."""
+    """Return by how much the first step at this size is longer without compiled graphs."""
     ready = _ready(facts, status)
     if not ready or size in ready:
         return 0.0
@@ -34,7 +36,10 @@ def compile_seconds(facts: Facts, status: PublicStatus, size: int) -> float:
 
 
 def available_size(facts: Facts, status: PublicStatus, nodes: int) -> int:
-    """Return the best size for so many nodes, or the best compiled one where compiling costs more; 0 for none."""
+    """Return the best size for this number of nodes; 0 for none.
+
+    It is the best compiled one where compiling costs more.
+    """
     best = facts.size.legal_at_most(nodes)
     if compile_seconds(facts, status, best) <= (resize_cost_seconds(status) or 0.0):
         return best
@@ -42,20 +47,20 @@ def available_size(facts: Facts, status: PublicStatus, nodes: int) -> int:
     return max(ready, key=lambda size: (facts.size.speed(size), -size), default=best)
 
 
-def pays_at(facts: Facts, status: PublicStatus, size: int, since: float) -> float:
-    """Return when growing from the current size, which it has had `since`, to an uncompiled one pays (Unix seconds)."""
+def worthwhile_at(facts: Facts, status: PublicStatus, size: int, since: float) -> float:
+    """Return when growing from the current size, used `since`, to an uncompiled one pays (Unix seconds)."""
     price = compile_seconds(facts, status, size)
     speed = facts.size.speed(len(facts.members), size)
     return since + price / (1 - speed) if price and 0 < speed < 1 else since
 
 
 def _ready(facts: Facts, status: PublicStatus) -> frozenset[int]:
-    """Return sizes that have their graphs; none where nobody knows."""
+    """Return the compiled sizes; empty if they are not known."""
     return frozenset((*facts.size.compiled_first, *status.compiled.sizes))
 
 
 def is_worth_growing(facts: Facts, status: PublicStatus, present: int, size: int, *, beside: float) -> bool:
-    """Return whether growing from `present` to `size` nodes saves more time than it costs, `beside` seconds besides."""
+    """Return whether growing from `present` to `size` nodes saves more time than it costs, plus `beside` seconds."""
     speed = facts.size.speed(present, size)
     step = next((each.step_seconds for each in status.goodput.sizes if each.size == present), None)
     price, total = resize_cost_seconds(status), status.progress.total_steps
@@ -70,7 +75,7 @@ _LONGEST_REST = 8.0
 
 
 def growth_resumes_at(facts: Facts, status: PublicStatus) -> float:
-    """Return until when growth that nobody asked for rests (Unix seconds).
+    """Return until when growth that nobody requested is paused (Unix seconds).
 
     `rescaleAfterSeconds` after the last recovery or shrink, doubled for each further shrink in the last hour, up to
     eightfold.
@@ -87,10 +92,10 @@ def growth_resumes_at(facts: Facts, status: PublicStatus) -> float:
 
 def _counts(entry: Interruption) -> bool:
     if entry.rung is Rung.RESIZE:
-        return entry.cause is Cause.CAPACITY  # released; the other ones were asked for by a person or a queue
+        return entry.cause is Cause.CAPACITY  # released; the others were requested by a user or a queue
     return entry.rung not in (Rung.GROW, Rung.STOP)
 
 
 def rescale_at(facts: Facts, memory: InternalStatus) -> float:
-    """Return when the job makes do with the workers that are there (Unix seconds)."""
+    """Return when the job continues with the available workers (Unix seconds)."""
     return (memory.waiting_since or facts.now) + facts.job.spec.recovery.rescale_after_seconds

@@ -1,8 +1,8 @@
 """Assign node ranks: survivors keep theirs, a newcomer takes a free one, and as few as possible move.
 
 Neighbouring ranks are near each other in the network. A place is the path from the widest domain to the node: network
-layers (the higher the number the nearer), zone, host name; two nodes are the nearer the longer their common prefix. A
-missing label is an empty step of the path, so clusters without labels keep the order of ordinals.
+layers (a higher number is nearer), zone, host name. The longer the common prefix of two nodes, the nearer they are. A
+missing label is an empty element of the path, so clusters without labels keep the order of ordinals.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Json = dict[str, Any]
 Place = tuple[str, ...]
 
 
-def place_of(name: str, node: NodeView | None) -> Place:
-    """Return the place of a node; of one that is not known, only its name."""
+def network_path(name: str, node: NodeView | None) -> Place:
+    """Return the place of a node; only its name if the node is not known."""
     labels = node.labels if node is not None else {}
     return (*(labels.get(layer, "") for layer in LAYERS), labels.get(LABEL_ZONE, ""), labels.get(LABEL_HOST, name))
 
 
 def nearest_first(workers: Sequence[Worker], nodes: Mapping[str, NodeView]) -> list[Worker]:
-    """Return workers in domains that hold many of them first, domain by domain; within the nearest one, oldest first.
+    """Return workers domain by domain, the domains with many of them first; in the nearest domain the oldest first.
 
-    So any beginning of the list is spread over few domains, and what is left over is scattered anyway.
+    So any prefix of the list spans few domains, and the rest is scattered in any case.
     """
-    placed = [(place_of(worker.pod.node, nodes.get(worker.pod.node)), worker) for worker in workers]
+    placed = [(network_path(worker.pod.node, nodes.get(worker.pod.node)), worker) for worker in workers]
     return [worker for _, worker in _flattened(placed, 0)]
 
 
@@ -53,15 +53,15 @@ def _flattened(placed: list[tuple[Place, Worker]], depth: int) -> list[tuple[Pla
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """Context of the choice among joiners; without it they are taken in their order."""
+    """The context of a choice among joiners; without it they are chosen in order."""
 
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     last_resort: frozenset[str] = frozenset()
-    """Pod uids of newcomers that are taken only when no other is left."""
+    """Pod uids of newcomers that are chosen only if no other is left."""
 
 
 def rank_context(facts: Facts) -> RankContext:
-    """Return the nodes, and the joiners on suspected ones."""
+    """Return the context: the nodes, and the joiners on suspected ones."""
     suspected = (worker.pod.uid for worker in facts.candidates if is_second_choice(facts, worker))
     return RankContext(facts.observed.nodes, frozenset(suspected))
 
@@ -81,12 +81,12 @@ def assign_ranks(
     """Return exactly `size` members, ascending by rank; needs at least `size` survivors and newcomers together.
 
     Survivors whose rank is below `size` keep it. The other survivors, then the newcomers, fill the free ranks from
-    below, each time the one that is nearest to the ranks beside it; any that is not needed is left out.
+    below, each with the one that is nearest to its neighbours; the rest is left out.
     """
     around = around or RankContext()
     placed = {member.node_rank: member for member in survivors if member.node_rank < size}
     movers = [member for member in survivors if member.node_rank >= size]
-    joining = [member_of(worker) for worker in newcomers]
+    joining = [build_member(worker) for worker in newcomers]
     good = [member for member in joining if member.pod_uid not in around.last_resort]
     suspected = [member for member in joining if member.pod_uid in around.last_resort]
     pools = [_Pool(members, around) for members in (movers, good, suspected)]
@@ -99,7 +99,7 @@ def assign_ranks(
 
 
 class _Pool:
-    """Members that wait for a rank, found by how much of their place they share; the order given breaks ties."""
+    """Members without a rank, found by the length of the shared prefix of their place; ties keep the given order."""
 
     def __init__(self, members: Sequence[Member], around: RankContext) -> None:
         self.left = len(members)
@@ -111,11 +111,14 @@ class _Pool:
                 self._by_start.setdefault(place[:length], deque()).append(member)
 
     def take(self, beside: Sequence[Place]) -> Member:
-        """Take the first member that shares the longest prefix with a neighbour's place; the pool must not be empty."""
+        """Remove and return the first member with the longest prefix shared with a neighbour's place.
+
+        The pool must not be empty.
+        """
         starts = {place[:length] for place in beside for length in range(len(place))} | {()}
         for start in sorted(starts, key=lambda each: (-len(each), each)):
             if start and not any(start):
-                continue  # labels that are missing on both sides mean nothing
+                continue  # labels that are missing on both sides match nothing
             waiting = self._by_start.get(start, deque())
             while waiting and waiting[0].pod_uid in self._taken:
                 waiting.popleft()
@@ -128,10 +131,10 @@ class _Pool:
 
 
 def _place(node: str, around: RankContext) -> Place:
-    return place_of(node, around.nodes.get(node))
+    return network_path(node, around.nodes.get(node))
 
 
-def member_of(worker: Worker, rank: int = 0) -> Member:
+def build_member(worker: Worker, rank: int = 0) -> Member:
     """Build a member from what its agent registered; the worker must have an agent."""
     assert worker.agent is not None
     registration = worker.agent.registration

@@ -1,1 +1,1 @@
-"""The words that all rooms share: what is seen, what is asked for, reasons, names, times, conditions."""
+"""Types that all policies share: the observation, actions, reasons, names, times, conditions."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from trainium_operator.plan.model.text import sentence
+from trainium_operator.plan.model.text import format_sentence
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ManifestAction:
-    """Write an object."""
+    """An action that writes an object."""
 
     manifest: dict[str, Any]
 
@@ -36,14 +36,14 @@ class ApplyObject(ManifestAction):
 
 
 class ApplyGroup(ManifestAction):
-    """Server-side apply of the object of a gang, of which no copy is kept: it is asked for with the pods, before them.
+    """Server-side apply of a gang's object, of which no copy is cached: each plan with new pods applies it before them.
 
-    Its name follows from its content, so one that exists is the same.
+    Its name follows from its content, so an existing object is the same.
     """
 
 
 class ApplyPolicy(ManifestAction):
-    """Create or update the job's NetworkPolicy. Nothing waits for it: refused, it stops nothing else."""
+    """Create or update the job's NetworkPolicy. Nothing waits for it, and a refusal stops no other write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class CreatePod(ManifestAction):
 
 
 class CreateEvaluation(ManifestAction):
-    """Create the pod that measures a milestone's model. Nothing waits for it: refused, it stops nothing else."""
+    """Create the pod that measures a milestone's model. Nothing waits for it, and a refusal stops no other write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class DeletePod:
     name: str
     uid: str
     grace_seconds: int | None
-    """None: the pod's own; 0: at once, without waiting for its node."""
+    """None: the pod's own; 0: at once, without the node's confirmation."""
 
 
 class ApplyWorkload(ManifestAction):
@@ -85,16 +85,16 @@ class ApplyWorkload(ManifestAction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetQuotaConditions:
-    """Write conditions of a Workload, and with `returns` give its quota back in the same write.
+    """Write conditions of a Workload, and with `returns_quota` release its quota in the same write.
 
-    Only of this incarnation, and only as it was observed (uid and version are preconditions).
+    Only of this incarnation and version (uid and resourceVersion are preconditions).
     """
 
     name: str
     uid: str
     version: str
     conditions: tuple[WorkloadConditionView, ...]
-    returns: bool = False
+    returns_quota: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class DeletionAction:
 
 
 class DeleteWorkload(DeletionAction):
-    """Delete a Workload, so that its quota is free."""
+    """Delete a Workload, which frees its quota."""
 
 
 class DeleteTemplate(DeletionAction):
@@ -119,7 +119,7 @@ class DeleteEvaluation(DeletionAction):
 
 @dataclass(frozen=True, slots=True)
 class DeleteJob:
-    """Delete the TrainingJob itself, in the background; only this incarnation, and only as it was observed."""
+    """Delete the TrainingJob itself, in the background; only this incarnation and version."""
 
     uid: str
     resource_version: str
@@ -177,7 +177,7 @@ def event(
     return EventIntent(
         type=EventType.WARNING if warning else EventType.NORMAL,
         reason=reason.value,
-        note=sentence(note),
+        note=format_sentence(note),
         related_kind=EventKind.POD if pod else EventKind.NODE if node else None,
         related_name=pod or node,
         series=series,
@@ -192,22 +192,22 @@ class Plan:
     actions: tuple[Action, ...] = ()
     events: tuple[EventIntent, ...] = ()
     requeue_after: float | None = field(default=None)
-    """Seconds after which the job must be planned again even when nothing changes; None: not by time."""
+    """Seconds after which the job must be planned again even if nothing changes; None for never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyResult:
-    """A status, and what is asked for besides."""
+    """A status, and the actions and events of one policy."""
 
     status: TrainingJobStatus
     actions: tuple[Action, ...] = ()
     """In order."""
     events: tuple[EventIntent, ...] = ()
     requeue_at: tuple[float, ...] = ()
-    """When the job must be looked at again (Unix seconds)."""
+    """When the job must be planned again (Unix seconds)."""
 
     def then(self, after: PolicyResult) -> PolicyResult:
-        """Join this result and that of a policy which was called with its status."""
+        """Join this result with that of a policy which was called with its status."""
         return PolicyResult(
             status=after.status,
             actions=self.actions + after.actions,

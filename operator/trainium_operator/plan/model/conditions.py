@@ -1,18 +1,18 @@
-"""Setting and reading metav1 conditions; the transition time changes only with the status."""
+"""Set and read metav1 conditions; the transition time changes only with the status."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
-from trainium_operator.plan.model.text import rfc3339, sentence
+from trainium_operator.plan.model.text import format_sentence, rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.reasons import Reason
 
 AnyShown = TypeVar("AnyShown", bound="PublicStatus")
-"""The status of any that sees no more of it than what people read, sets conditions, and hands the whole of it on."""
+"""Any view of a status with conditions, so that callers get the type back that they passed."""
 
 
 def find_condition(status: PublicStatus, kind: ConditionType) -> Condition | None:
@@ -21,13 +21,13 @@ def find_condition(status: PublicStatus, kind: ConditionType) -> Condition | Non
 
 
 def is_true(status: PublicStatus, kind: ConditionType) -> bool:
-    """Return whether the condition is there and True."""
+    """Return whether the condition exists and is True."""
     found = find_condition(status, kind)
     return found is not None and found.status is ConditionStatus.TRUE
 
 
 def is_terminal(status: PublicStatus) -> bool:
-    """Return whether the job has ended; both terminal conditions are sticky."""
+    """Return whether the job has ended; both terminal conditions are final."""
     return is_true(status, ConditionType.COMPLETE) or is_true(status, ConditionType.FAILED)
 
 
@@ -42,7 +42,7 @@ def with_condition(
         type=kind,
         status=state,
         reason=reason.value,
-        message=sentence(message),
+        message=format_sentence(message),
         observed_generation=status.observed_generation,
         last_transition_time=since,
     )

@@ -34,30 +34,30 @@ class AdmissionState(StrEnum):
     """State of a job in its queue."""
 
     UNKNOWN = "Unknown"
-    """The queue cannot be asked: what runs continues, and nothing new starts."""
+    """The queue cannot be read: running pods continue, and no pod starts."""
     WAITING = "Waiting"
     EVICTED = "Evicted"
-    """The queue wants the quota back; also after it was returned, until the next admission."""
+    """The queue requests its quota back; remains after it was returned, until the next admission."""
     CONTRADICTION = "Contradiction"
-    """The job was admitted to nodes that no pod could be put on."""
+    """The job was admitted to nodes that none of its pods can use."""
     ADMITTED = "Admitted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """Grant of a queue to the job."""
+    """A queue's grant to the job."""
 
     state: AdmissionState
     reason: Reason | None = None
     """Reason of the condition Admitted while no pod may exist."""
     message: str = ""
-    """Why no pod may exist, for people."""
+    """Why no pod may exist, as a sentence."""
     workers: int = 0
     spares: int = 0
 
     @property
-    def releases(self) -> bool:
-        """Whether no pod may stay."""
+    def releases_workers(self) -> bool:
+        """Whether all pods must leave."""
         return self.state not in (AdmissionState.ADMITTED, AdmissionState.UNKNOWN)
 
 
@@ -67,33 +67,33 @@ def _unchanged(_facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """Hooks of one optional feature; a hook that it does not set changes nothing."""
+    """Hooks of one optional feature; a hook that is not set changes nothing."""
 
     name: str
     is_used: Callable[[Observed, PlanSettings], bool]
-    """Whether the job uses it, or something of it is left to remove."""
+    """Return whether the job uses the feature, or has an object of it to remove."""
     admit: Callable[[Observed, PlanSettings], Grant | None] = lambda _observed, _settings: None
-    """Return what a queue grants; None where the job is in none."""
+    """Return the queue's grant; None for a job without a queue."""
     pod_fields: Callable[[JobView], tuple[Json, Json]] = lambda _job: ({}, {})
     """Return fields of each pod's spec, and of the resources of the worker container."""
     node_problems: Callable[[Observed, Worker], Iterable[NodeProblem]] = lambda _observed, _worker: ()
-    """Return problems of what a worker holds of its node."""
+    """Return problems of the devices of a worker."""
     reconcile_before_pods: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
     resize: Callable[[Facts, TrainingJobStatus, tuple[Loss, ...]], PolicyResult] = lambda _facts, status, _losses: (
         PolicyResult(status=status)
     )
     """Return the status with the size to work towards."""
     refuse_pods: Callable[[Facts], tuple[Reason, str] | None] = lambda _facts: None
-    """Return why no pod can be created now; None where pods can be."""
+    """Return why no pod can be created now; None if pods can."""
     describe_capacity: Callable[[Facts], str] = lambda _facts: ""
     """Return a sentence for pods that cannot be scheduled."""
     place_pods: Callable[[Facts, list[Json]], list[Json]] = lambda _facts, manifests: manifests
     group_pods: Callable[[Facts, PublicStatus, list[Json]], tuple[tuple[Action, ...], list[Json]]] = (
         lambda _facts, _status, manifests: ((), manifests)
     )
-    """Return what is applied before new pods, and the pods as members of their group."""
+    """Return the objects to apply before new pods, and the pods as members of their group."""
     creates_as_a_whole: Callable[[Facts, PublicStatus], bool] = lambda _facts, _status: False
-    """Return whether no new pod gets a node before all of its group exist."""
+    """Return whether a new pod gets no node before all of its group exist."""
     is_misplaced: Callable[[Facts, PublicStatus, Worker], bool] = lambda _facts, _status, _worker: False
     """Return whether a pod waits in a group that can no longer get it onto a node."""
     describe_wait: Callable[[Facts], str] = lambda _facts: ""

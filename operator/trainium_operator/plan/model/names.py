@@ -1,10 +1,10 @@
-"""Define how a job is identified, the names and labels of its objects, and the node labels that plans read.
+"""Define the identity of a job, the names and labels of its objects, and the node labels that plans read.
 
 Guarantees:
-- Every name follows from the job's name (and a pod's ordinal), so that a repeated write hits the same object.
+- Every name follows from the job's name (and a pod's ordinal), so a repeated write addresses the same object.
 - An ordinal is never used twice, so neither is a pod's name.
-- No object is found by a uid alone: any that may create an object writes its ownerReferences and can copy any uid into
-  them, and the namespace is the one part that the API server vouches for.
+- No object is found by a uid alone. Any client that may create an object writes its ownerReferences and can copy any
+  uid into them; only the namespace is certain.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from trainium_contract.wire.worker_env import FIELD_MANAGER, GROUP, LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 
 ANNOTATION_CONTENT_HASH = f"{GROUP}/content-hash"
-"""On the configuration ConfigMap, the budget and the NetworkPolicy: digest of what was wanted when it was applied."""
+"""On the configuration ConfigMap, the budget and the NetworkPolicy: digest of the content when it was applied."""
 ANNOTATION_PART = f"{GROUP}/part"
-"""On a Workload of Kueue: which part of the job's quota it asks for."""
+"""On a Workload of Kueue: the part of the job's quota that it requests."""
 ANNOTATION_EVALUATES = f"{GROUP}/evaluates"
 """On the pod of an evaluation: the model, and how many of its pods failed before."""
 TRAINER_KEY = "trainer.yaml"
 CA_KEY = "ca.crt"
 LAST_ORDINAL = 999_999
-"""Ordinals have at most six digits, or the longest job name would give host names that are too long."""
+"""Ordinals have at most six digits; otherwise the longest job name would give too long host names."""
 
 
 def pod_name(job: str, ordinal: int) -> str:
@@ -30,39 +30,39 @@ def pod_name(job: str, ordinal: int) -> str:
     return f"{job}-w-{ordinal}"
 
 
-def ordinal_of(job: str, pod: str) -> int | None:
+def parse_ordinal(job: str, pod: str) -> int | None:
     """Return the ordinal in a worker pod's name; None when the name is not one of this job's."""
     digits = pod.removeprefix(f"{job}-w-")
     return int(digits) if digits != pod and digits.isascii() and digits.isdigit() else None
 
 
 def evaluation_name(job: str) -> str:
-    """Return the pod that measures a milestone's model; its one name keeps a second one from running beside it."""
+    """Return the name of the pod that measures a milestone's model; one name means one pod at a time."""
     return f"{job}-evaluation"
 
 
 def config_name(job: str) -> str:
-    """Return the ConfigMap with the trainer's configuration and the coordinator's certificate authority."""
+    """Return the name of the ConfigMap with the trainer's configuration and the coordinator's certificate authority."""
     return f"{job}-config"
 
 
 def membership_name(job: str) -> str:
-    """Return the ConfigMap that records the current membership; only the operator reads and writes it."""
+    """Return the name of the ConfigMap that records the current membership; only the operator reads and writes it."""
     return f"{job}-membership"
 
 
 def workload_name(job: str, part: int) -> str:
-    """Return the Workload that asks Kueue for a part of the job's quota."""
+    """Return the name of the Workload that requests from Kueue a part of the job's quota."""
     return f"{job}-quota-{part}"
 
 
 def network_policy_name(job: str) -> str:
-    """Return the NetworkPolicy that keeps others away from the workers."""
+    """Return the name of the NetworkPolicy that restricts access to the workers."""
     return f"{job}-workers"
 
 
 def claim_template_name(job: str, digest: str) -> str:
-    """Return the ResourceClaimTemplate with this content; another content is another object."""
+    """Return the name of the ResourceClaimTemplate with this content; other content gives another name."""
     return f"{job}-devices-{digest[:8]}"
 
 
@@ -106,7 +106,7 @@ LABELS_READ = frozenset(
         "topology.k8s.aws/ultraserver-id",
     }
 )
-"""Labels of a node that plans read; a change of any other is nobody's business."""
+"""Labels of a node that plans read; a change of another one triggers nothing."""
 NEURON, EFA = "aws.amazon.com/neuron", "vpc.amazonaws.com/efa"
 RESOURCES_READ = frozenset({NEURON, EFA, "nvidia.com/gpu"})
 LABEL_POD_SET = "kueue.x-k8s.io/podset"
@@ -116,12 +116,12 @@ ANNOTATION_GROUP = f"{GROUP}/gang"
 CLAIM = "neuron"
 """Name of the claim in a pod, and of its one request."""
 TAINT_QUARANTINED = f"{GROUP}/quarantined"
-"""Our own taint; it follows from the fleet's memory and is never a reason for it."""
+"""The operator's own taint. It follows from the fleet's memory and is never a reason for an entry there."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class JobId:
-    """One incarnation of a TrainingJob. Raises ValueError when a part is missing."""
+    """One incarnation of a TrainingJob. Raises ValueError if a part is missing."""
 
     namespace: str
     name: str

@@ -1,10 +1,9 @@
 """Define the input of a plan (`Observed`) and the operator's configuration (`PlanSettings`): plain frozen data.
 
-Who fills it must hold to these rules:
-
-* It is built from stores that are in sync: a node that is not in `nodes` does not exist, a pod that is not in `pods`
-  does not exist. Own writes are put into the stores at once.
-* All times are Unix seconds of the operator's clock (`now`'s clock), also `AgentView.last_seen`; no other machine's
+Rules for callers that build it:
+- It is built from stores that are in sync: a node that is not in `nodes` does not exist, a pod that is not in `pods`
+  does not exist. The operator's own writes are in the stores at once.
+- All times are Unix seconds of the operator's clock (`now`'s clock), also `AgentView.last_seen`; no other machine's
   clock is compared with it.
 """
 
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 
 
 CAP = 0.2
-"""Part of a fleet, or of a job's workers, that may be bad at once."""
+"""Share of a fleet, or of a job's workers, that may be bad at once."""
 
 
-def cap_of(size: int) -> int:
-    """Return how many of so many may be bad at once, or in quarantine; always one."""
+def most_bad_nodes(size: int) -> int:
+    """Return how many of `size` may be bad or in quarantine at once; at least one."""
     return max(1, int(size * CAP))
 
 
@@ -39,11 +38,11 @@ class ApiState(StrEnum):
     """State of an optional API."""
 
     OFF = "Off"
-    """The operator was not reported to, so it has no rights to."""
+    """The operator is not configured to use it, so it has no rights."""
     ABSENT = "Absent"
-    """The cluster does not serve the version that is known here."""
+    """The cluster does not serve a known version."""
     READING = "Reading"
-    """Its objects are not read yet."""
+    """Its objects have not been read yet."""
     READY = "Ready"
 
 
@@ -57,12 +56,12 @@ class DeviceTaint:
     effect: str
     value: str = ""
     since: float | None = None
-    """When it was added (Unix seconds, by the API server's clock); None when that is not reported."""
+    """When it was added (Unix seconds, by the API server's clock); None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicesView:
-    """Devices of one job."""
+    """The devices of one job."""
 
     templates: Mapping[str, str] = field(default_factory=dict)
     """Name -> uid of each template that the job controls."""
@@ -71,7 +70,7 @@ class DevicesView:
     free_nodes: tuple[str, ...] = ()
     """Nodes with as many free devices as a worker claims: published by the driver, untainted, allocated to nobody."""
     nodes: int = 0
-    """Nodes that have such devices at all, free or not."""
+    """Nodes with such devices, free or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,7 @@ class JobView:
     finalizers: tuple[str, ...] = ()
     """Finalizers that a job waits for while it is being deleted."""
     unknown: tuple[str, ...] = ()
-    """Places in the spec that a newer version wrote and this one left out: running pods are not changed to match."""
+    """Places in the spec from a newer version that this one left out; running pods are not changed to match."""
 
     @property
     def id(self) -> JobId:
@@ -110,7 +109,7 @@ class PodPhase(StrEnum):
 
 
 STARTING_REASONS = frozenset({"ContainerCreating", "PodInitializing"})
-"""Why a container waits when nothing is wrong."""
+"""Reasons of a waiting container without a problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,17 +119,17 @@ class PodView:
     name: str
     uid: str
     ordinal: int
-    """From its name (`names.ordinal_of`)."""
+    """From its name (`names.parse_ordinal`)."""
     phase: PodPhase
     ip: str = ""
     node: str = ""
     """Empty until it is scheduled."""
     ready: bool = False
     reason: str = ""
-    """The most reporting one: the pod's own (Evicted, NodeLost, ...), else the worker container's terminated or waiting
-    reason (OOMKilled, Error, ImagePullBackOff, ...)."""
+    """The most specific reason: the pod's own (Evicted, NodeLost, ...), else the worker container's terminated or
+    waiting reason (OOMKilled, Error, ImagePullBackOff, ...)."""
     message: str = ""
-    """The message that belongs to it; for a terminated container its termination message."""
+    """The message of that reason; for a terminated container its termination message."""
     exit_code: int | None = None
     """Exit code of the worker container, once it has terminated."""
     deleting: bool = False
@@ -147,23 +146,23 @@ class PodView:
     template_hash: str = ""
     """Value of the annotation `worker_env.ANNOTATION_TEMPLATE_HASH`."""
     avoided_nodes: frozenset[str] = frozenset()
-    """Host names of the nodes that it may not be put on (`worker_env.ANNOTATION_AVOIDED_NODES`)."""
+    """Host names of the nodes that it must not be placed on (`worker_env.ANNOTATION_AVOIDED_NODES`)."""
     image: str = ""
-    """Value of the annotation `worker_env.ANNOTATION_IMAGE`: what was asked for, whatever admission made of it."""
+    """Value of the annotation `worker_env.ANNOTATION_IMAGE`: the requested image, even if admission changed it."""
     init_container: str = ""
-    """Init container that runs now, or that ended the pod."""
+    """Init container that runs now, or that failed the pod."""
     init_since: float | None = None
-    """When that one started, while it runs."""
+    """When it started, while it runs."""
     init_exit_code: int | None = None
-    """Exit code of the init container that ended the pod."""
+    """Exit code of the init container that failed the pod."""
     gang: str = ""
-    """Value of the annotation `names.ANNOTATION_GROUP`: the group that it was made for."""
+    """Value of the annotation `names.ANNOTATION_GROUP`: the group that it was created for."""
     pod_set: str = ""
-    """Pod set of Kueue that it was made for; empty without a queue."""
+    """Pod set of Kueue that it was created for; empty without a queue."""
     extra: bool = False
-    """It carries the label `worker_env.LABEL_EXTRA`: beyond what was asked for, on an idle node."""
+    """Whether it has the label `worker_env.LABEL_EXTRA`: it is beyond the requested ones, on an idle node."""
     claim_template: str = ""
-    """ResourceClaimTemplate that its devices are claimed by; empty without a claim."""
+    """ResourceClaimTemplate of its devices; empty without a claim."""
     evaluates: str = ""
     """Value of the annotation `names.ANNOTATION_EVALUATES`; empty for a worker."""
     device_health: tuple[str, str] | None = None
@@ -180,7 +179,7 @@ class NodeReadiness(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeCondition:
-    """One condition of a node besides Ready, as the API server gives it (polarity differs by type)."""
+    """One condition of a node besides Ready, as in the API server (polarity differs by type)."""
 
     type: str
     status: NodeReadiness
@@ -201,26 +200,25 @@ class Taint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """One node that exists; the mapping must hold every node that a pod of the job is bound to."""
+    """One existing node; the mapping must have every node that a pod of the job is bound to."""
 
     name: str
     ready: NodeReadiness = NodeReadiness.TRUE
     schedulable: bool = True
-    """Not cordoned."""
+    """Whether it is not cordoned."""
     taints: tuple[Taint, ...] = ()
     unready_since: float | None = None
-    """Last transition of Ready, when it is not True."""
+    """Last transition of Ready if it is not True."""
     conditions: tuple[NodeCondition, ...] = ()
-    """All but Ready."""
+    """All conditions except Ready."""
     deleting: bool = False
-    """It has a deletion time stamp."""
+    """Whether it has a deletion timestamp."""
     provider_id: str = ""
-    """`spec.providerID`: the machine, whatever the node is called; empty when unknown."""
+    """`spec.providerID`: identifies the machine, whatever the node's name; empty if unknown."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels that plans read: instance type, network topology, HyperPod health."""
     capacity: Mapping[str, int] = field(default_factory=dict)
-    """Allocatable extended resources (`aws.amazon.com/neuron`, `vpc.amazonaws.com/efa`); what is malformed is left
-    out."""
+    """Allocatable extended resources (`aws.amazon.com/neuron`, `vpc.amazonaws.com/efa`), without malformed ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,39 +227,39 @@ class AgentView:
 
     registration: RegisterRequest
     last_seen: float
-    """When its last message of any kind arrived."""
+    """When its last message of any kind was received."""
     first_seen: float
     heartbeat: HeartbeatRequest | None = None
     """The newest one."""
     progressed: float | None = None
-    """When a heartbeat last reported a higher step than the one before it; None while none has."""
+    """When a heartbeat last reported a higher step than the previous one; None before that."""
     step_seconds: float | None = None
-    """Seconds per step as the last two such heartbeats of an attempt show it: (time - previous) / (step - previous)."""
+    """Seconds per step from the last two such heartbeats of an attempt: (time - previous) / (step - previous)."""
     joining_since: float | None = None
-    """When it was first seen to wait for others in its present generation and attempt; None while it does not."""
+    """When it was first seen to wait for others in its present generation and attempt; None while it does not wait."""
     refused: float | None = None
-    """When its port, which had answered before, refused a connection while it was silent; None since it was seen."""
+    """When its port, which had accepted before, refused a connection while it was silent; None since it was seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetView:
-    """Nodes as known across jobs (`plan/fleet` decides it, one job's plan reads it)."""
+    """Nodes as known across jobs (`plan/fleet` decides, one job's plan reads)."""
 
     quarantined: frozenset[str] = frozenset()
-    """Names of nodes that no new worker should be put on."""
+    """Names of nodes that take no new worker."""
     frozen: str = ""
-    """Why nothing may be done to nodes now: too many are bad at once; empty while nodes may be acted on."""
+    """Why no node may be acted on now: too many are bad at once; empty otherwise."""
     suspected: tuple[tuple[str, frozenset[str]], ...] = ()
-    """By namespace: further nodes that only the jobs of that namespace speak against, so only they keep away."""
+    """By namespace: further nodes that only jobs of that namespace reported, so only its workers avoid them."""
 
-    def seen_from(self, namespace: str) -> FleetView:
-        """Return what applies to a job of this namespace."""
+    def for_namespace(self, namespace: str) -> FleetView:
+        """Return the part that applies to a job of this namespace."""
         own = next((nodes for name, nodes in self.suspected if name == namespace), frozenset[str]())
         return replace(self, quarantined=self.quarantined | own, suspected=())
 
 
 class GangApi(StrEnum):
-    """Gang scheduling that the cluster serves, found at start-up."""
+    """Gang scheduling that the cluster serves, discovered at start-up."""
 
     NONE = "None"
     WORKLOAD_REF = "WorkloadRef"
@@ -272,11 +270,13 @@ class GangApi(StrEnum):
     """scheduling.x-k8s.io PodGroup."""
 
 
+HEARTBEAT_SECONDS = 1.0
+"""Interval of the heartbeats of agents."""
 SILENCE_REPORTED_SECONDS = 2.0
-"""Two heartbeats; the coordinator reports who has fallen silent, so a member seen more recently needs no look."""
+"""Two heartbeats. The coordinator reports silent members, so a member that was seen within this time is not checked."""
 
 _EVERY_INTERVAL_WORKERS = 256
-"""Jobs of up to so many workers write their status every `status_interval_seconds`; their plan takes about 10 ms."""
+"""Jobs of up to this many workers write their status every `status_interval_seconds`; their plan takes about 10 ms."""
 _LARGEST_FACTOR = 6.0
 
 
@@ -293,13 +293,13 @@ class WorkerIngress:
 
 @dataclass(frozen=True, slots=True)
 class WriteRefusal:
-    """Reason why an object that nothing waits for could not be written."""
+    """Why an optional object could not be written."""
 
     sentence: str
-    taken: bool
-    """Somebody else's has its name."""
-    again_from: float
-    """It is not tried before (Unix seconds)."""
+    name_in_use: bool
+    """Whether another owner's object has its name."""
+    retry_at: float
+    """When it may be tried again (Unix seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,97 +307,91 @@ class EvaluationView:
     """The pod that measures a milestone's model."""
 
     pod: PodView | None = None
-    """Its ordinal means nothing."""
+    """Its ordinal has no meaning."""
     refusal: WriteRefusal | None = None
-    """Reason that it could not be created."""
+    """Why it could not be created."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """The operator's own configuration, as far as plans depend on it."""
+    """The part of the operator's configuration that plans depend on."""
 
     image: str
     """Worker image of jobs that name none."""
     coordinator: str
-    """`host:port` that workers reach the coordinator at."""
+    """`host:port` of the coordinator for workers."""
     agent_image: str = "trainium-agent:latest"
     """Image of the agent, which is copied into the pods of programs."""
     status_interval_seconds: float = 15.0
-    """Shortest time between two status writes that only contains progress."""
-    count_interval_seconds: float = 2.0
-    """Shortest time between two status writes that only count how many workers are there or train."""
-    heartbeat_seconds: float = 1.0
-    reconnect_seconds: float = 10.0
-    """Time for agents to find a coordinator that has just started; silence counts only after it."""
-    avoid_node_seconds: float = 3600.0
-    """Time for which new workers avoid a node that a failure was attributed to."""
+    """Shortest time between two status writes that only report progress."""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
     worker_user: int = 1000
     """uid, gid and fsGroup of worker processes."""
     worker_template: Mapping[str, Any] = field(default_factory=dict)
-    """Pod template for the workers of every job, below the job's own; not changed by anybody."""
+    """Pod template for the workers of every job, which the job's own overrides; never modified."""
     gang_apis: Mapping[GangApi, str] = field(default_factory=dict)
-    """Gang scheduling that the cluster serves, each with its `apiVersion`."""
+    """Gang APIs that the cluster serves, each with its `apiVersion`."""
     cluster: str = ""
-    """uid of the namespace kube-system; empty while it is not known, or may not be."""
+    """uid of the namespace kube-system; empty while it is not known, or not readable."""
     topology_layers: frozenset[str] = frozenset()
     """Labels of network layers that nodes of the cluster carry."""
     kueue: ApiState = ApiState.OFF
     """Whether the operator works with Kueue."""
     extra_priority_class: str = ""
-    """PriorityClass of workers on idle nodes, below that of any other pod; without one idle nodes are left alone."""
+    """PriorityClass of workers on idle nodes, below that of any other pod; without one idle nodes are not used."""
     dra: ApiState = ApiState.OFF
     """Whether jobs may claim their devices."""
     worker_ingress: WorkerIngress | None = None
-    """Rules of the NetworkPolicy of each job; None: none is made."""
+    """Rules of the NetworkPolicy of each job; None: no policy is created."""
     features: tuple[Feature, ...] = ()
     """Optional features that the job uses; `plan.plan` sets it."""
     worker_log_format: LogFormat = LogFormat.TEXT
     """Log format of agents and training processes."""
 
     def status_interval(self, workers: int) -> float:
-        """`status_interval_seconds` for a job of so many workers: a large one takes longer to plan and to step."""
+        """Return the interval for this number of workers, because a large job takes longer to plan and to step."""
         return self.status_interval_seconds * min(_LARGEST_FACTOR, max(1.0, workers / _EVERY_INTERVAL_WORKERS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Everything that one plan may depend on, besides `PlanSettings`."""
+    """All inputs of one plan, besides `PlanSettings`."""
 
     job: JobView
     pods: tuple[PodView, ...]
     nodes: Mapping[str, NodeView]
     agents: Mapping[str, AgentView]
-    """By pod uid: of every pod in `pods`, and of each member whose pod is gone, as far as this process seen of it."""
+    """By pod uid: of every pod in `pods`, and of each member whose pod is gone, as far as this process has seen
+    them."""
     membership: Membership | None
-    """Read from the ConfigMap `names.membership_name`, see `cluster.membership_record`; None when there is none."""
+    """Read from the ConfigMap `names.membership_name`, see `cluster.membership_record`; None if there is none."""
     published: int
-    """Generation that the coordinator serves for this job now; 0 for none (for instance after a restart)."""
+    """Generation that the coordinator serves for this job now; 0 for none, as after a restart."""
     children: Mapping[str, str]
     """`Kind/name` -> value of `names.ANNOTATION_CONTENT_HASH`, of each ConfigMap, budget and NetworkPolicy."""
     ca_bundle: str
     """PEM of the certificate authorities that agents must trust."""
     coordinator_since: float
-    """When this operator process began to answer agents as the leader."""
+    """When this operator process started to answer agents as the leader."""
     now: float
-    creations_from: float = 0.0
-    """Nothing may be created before: the API server refused the last creation (Unix seconds)."""
+    create_after: float = 0.0
+    """Nothing may be created before this time, because the API server refused the last creation (Unix seconds)."""
     creation_refusal: str = ""
-    """Why the API server refused the last creation; empty once it was accepted."""
-    in_the_way: Mapping[str, str] = field(default_factory=dict)
-    """Objects of others that bear a name that the job needs: `Kind/name` -> a sentence."""
-    policies_known: bool = False
-    """Whether the NetworkPolicies were read, or may not be: one that is not in `children` is missing."""
+    """Why the API server refused the last creation; empty after a success."""
+    name_conflicts: Mapping[str, str] = field(default_factory=dict)
+    """Other owners' objects with a name that the job needs: `Kind/name` -> a sentence."""
+    policies_listed: bool = False
+    """Whether the NetworkPolicies were read, or may not be read: then one that is not in `children` is missing."""
     policy_refusal: WriteRefusal | None = None
     evaluation: EvaluationView | None = None
-    """None while it is not known whether such a pod exists."""
+    """None while it is not known whether the pod exists."""
     fleet: FleetView = FleetView()
     quota: QuotaView | None = None
-    """The job's quota in Kueue; None when it cannot be asked."""
-    wanted_elsewhere: int = 0
-    """Nodes like those of this job that whole gangs of other jobs wait for: no scheduler preempts an extra for them."""
+    """The job's quota in Kueue; None if it cannot be read."""
+    nodes_wanted_by_gangs: int = 0
+    """Nodes of this job's kind that whole gangs of other jobs wait for; no scheduler preempts an extra for a gang."""
     devices: DevicesView | None = None
-    """Claimed devices; None for a job without, and where nothing can be read of them."""
+    """Claimed devices; None for a job without any, and if they cannot be read."""
     status_written: float = 0.0
     """When this process last wrote the job's status; 0 when it has not."""

@@ -1,7 +1,9 @@
 """Define a job's quota in Kueue as plans see it: Workloads, flavors, priorities. Plain frozen data.
 
-Field names and reasons are those of kueue.x-k8s.io/v1beta2, read from its sources and from objects of a real
-controller (0.19.2). Invariant: only Workloads that the job controls are here, so none of another's is ever touched.
+Field names and reasons are those of kueue.x-k8s.io/v1beta2, from its sources and from objects of a real controller
+(0.19.2).
+
+Invariant: only Workloads that the job controls are here, so none of another job is ever changed.
 """
 
 from __future__ import annotations
@@ -35,24 +37,24 @@ class WorkloadConditionView:
     """One condition of a Workload."""
 
     type: WorkloadCondition
-    true: bool
+    is_true: bool
     reason: str = ""
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodSetGrant:
-    """Admitted part of one pod set."""
+    """The admitted part of one pod set."""
 
     name: str
     count: int
     flavors: tuple[str, ...] = ()
-    """Names of the ResourceFlavors of its resources, each once."""
+    """Names of the ResourceFlavors of its resources, without duplicates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Placement that pods of a pod set get beside their template."""
+    """Placement of the pods of a pod set, in addition to their template."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
@@ -67,9 +69,9 @@ class WorkloadView:
     name: str
     uid: str
     version: str
-    """Its resource version: what was decided from an older one is not written over a newer one."""
+    """Its resource version: a decision from an older version does not overwrite a newer one."""
     part: int
-    """Which part of the job's quota it asks for: 0 for what the job needs, 1 and more for quota steps beyond it."""
+    """The part of the job's quota: 0 for what the job needs, 1 and more for quota steps beyond it."""
     asked: Mapping[str, int]
     """Pods by pod set."""
     content_hash: str = ""
@@ -79,30 +81,33 @@ class WorkloadView:
     grants: tuple[PodSetGrant, ...] = ()
     """Empty while it holds no quota."""
     updates: Mapping[str, Placement] = field(default_factory=dict)
-    """Additions of admission checks, by pod set."""
+    """Updates of admission checks, by pod set."""
 
     def find(self, kind: WorkloadCondition) -> WorkloadConditionView | None:
         """Return the condition of that type; None when it was never set."""
         return next((each for each in self.conditions if each.type is kind), None)
 
     def is_true(self, kind: WorkloadCondition) -> bool:
-        """Return whether the condition is there and True."""
+        """Return whether the condition exists and is True."""
         found = self.find(kind)
-        return found is not None and found.true
+        return found is not None and found.is_true
 
     @property
     def holds(self) -> bool:
-        """Quota is counted against it, whether or not its pods may run."""
+        """Return whether quota is counted against it, whether or not its pods may run."""
         return (bool(self.grants) or self.is_true(WorkloadCondition.QUOTA_RESERVED)) and not self.finished
 
     @property
     def finished(self) -> bool:
-        """It is over for Kueue."""
+        """Return whether Kueue has finished it."""
         return self.is_true(WorkloadCondition.FINISHED)
 
     @property
     def admitted(self) -> bool:
-        """Its pods may run. An eviction counts for more than an admission, which stays until we return the quota."""
+        """Return whether its pods may run.
+
+        An eviction takes precedence over an admission, which stays until quota is returned.
+        """
         leaving = self.is_true(WorkloadCondition.EVICTED) or not self.active or self.deleting or self.finished
         return self.is_true(WorkloadCondition.ADMITTED) and bool(self.grants) and not leaving
 
@@ -114,6 +119,6 @@ class QuotaView:
     workloads: tuple[WorkloadView, ...] = ()
     """By part."""
     flavors: Mapping[str, Placement] = field(default_factory=dict)
-    """By name; of those that the Workloads name, as far as they exist."""
+    """By name: those that the Workloads refer to and that exist."""
     priority: int | None = None
-    """Value of the job's PriorityClass, or the cluster's default; None when the class does not exist."""
+    """Value of the job's PriorityClass, or the cluster's default; None if the class does not exist."""

@@ -1,4 +1,4 @@
-"""Reasons of conditions and events, each spelt once: people write alerts against them."""
+"""Define the reasons of conditions and events in one place, because people write alerts for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """UpperCamelCase reasons; a name once published is not changed."""
+    """UpperCamelCase reasons; a published name never changes."""
 
     # Sizes
     AS_REQUESTED = "AsRequested"
@@ -49,7 +49,7 @@ class Reason(StrEnum):
     LOSS_SPIKE = "LossSpike"
     LOSS_ALARM = "LossAlarm"
     STEP_SKIPPED = "StepSkipped"
-    # What the run leaves behind
+    # Artifacts of the run
     ARTIFACT_WRITTEN = "ArtifactWritten"
     EVALUATED = "Evaluated"
     EVALUATION_FAILED = "EvaluationFailed"

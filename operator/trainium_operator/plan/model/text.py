@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from trainium_contract.redaction import redact_secrets
 
+if TYPE_CHECKING:
+    from trainium_contract.status.results import EvaluationFigure
+
 SENTENCE_LIMIT = 1000
-"""Longest sentence: status fields hold 1,024 characters, an event note must stay below that."""
+"""Longest sentence: status fields hold 1,024 characters, and an event note less."""
 
 
-def sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
-    """Return the text on one line, cut in the middle when longer than `limit`: cause and advice are at its ends.
+@lru_cache(maxsize=256)
+def format_sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
+    """Return the text on one line, cut in the middle if longer than `limit`, because cause and advice are at its ends.
 
-    Lines of a program's output stay apart, so that its last line is apart from those before.
+    Lines of a program's output are joined with a separator, so that its last line stays distinguishable.
     """
     lines = (" ".join(line.split()) for line in text.splitlines())
     line = redact_secrets(" | ".join(line for line in lines if line))
@@ -23,15 +29,22 @@ def sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
     return f"{line[: limit - tail - 5]} ... {line[-tail:]}"
 
 
-def counted(number: int, thing: str) -> str:
+def format_count(number: int, thing: str) -> str:
     """Format a count as `1 pod`, `2 pods`."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def listed(names: tuple[str, ...], most: int = 3) -> str:
+def format_names(names: tuple[str, ...], most: int = 3) -> str:
     """Format names as `a, b, c and 4 more`."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def format_figure(figure: EvaluationFigure) -> str:
+    """Return the name with the value, and with the one before if both were measured."""
+    after = "none" if figure.after is None else f"{figure.after:.4g}"
+    after += "" if figure.standard_error is None else f" ± {figure.standard_error:.2g}"
+    return f"{figure.name} {after}" if figure.before is None else f"{figure.name} {figure.before:.4g} -> {after}"
 
 
 def rfc3339(seconds: float) -> str:
@@ -39,8 +52,9 @@ def rfc3339(seconds: float) -> str:
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+@lru_cache(maxsize=1024)
 def parse_rfc3339(text: str) -> float | None:
-    """Return Unix seconds of such a text; None for an empty or foreign one."""
+    """Return the Unix seconds of such a text; None for an empty text or another format."""
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
     except ValueError:

@@ -1,1 +1,1 @@
-"""Which pods and budgets there should be, on which nodes, all at once or none."""
+"""Decide which pods and budgets exist, on which nodes, all at once or none."""

@@ -1,12 +1,12 @@
-"""Policy: how many workers a drain may evict now, as a PodDisruptionBudget; none while too much work is at risk.
+"""Policy: set how many workers a drain may evict now, as a PodDisruptionBudget; none while too much work is at risk.
 
 An eviction saves before it leaves, but a drain that goes wrong, or meets a fault, falls back to the newest durable
-checkpoint. So none is let through while that is older than `recovery.disruption.maxDurableAgeSeconds`, or while the job
-recovers. The budget counts pods that must stay (`minAvailable`, an integer): `maxUnavailable` would have the disruption
-controller ask the job's scale, which knows nothing of spares, and let one through for each of them.
+checkpoint. So none is allowed while that is older than `recovery.disruption.maxDurableAgeSeconds`, or while the job
+recovers. The budget counts pods that must stay (`minAvailable`, an integer): `maxUnavailable` would make the disruption
+controller read the job's scale, which excludes spares, and allow one more for each of them.
 
-Invariants: there is no budget before the first step, so nothing is refused then; the object changes only when the
-answer does. Pods that this operator deletes itself, as at the end and on a suspension, are none of its business.
+Invariants: there is no budget before the first step, so nothing is refused then. The object changes only when the
+answer does. It does not affect pods that this operator deletes itself, as at the end and on a suspension.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 KIND = "PodDisruptionBudget"
 ALL_STAY = 2**31 - 1
-"""`minAvailable` of a budget that lets nothing through, however many pods there are."""
+"""`minAvailable` of a budget that allows no eviction, however many pods there are."""
 
 
-def budget(job: JobView, stay: int) -> dict[str, Any]:
+def budget_manifest(job: JobView, stay: int) -> dict[str, Any]:
     """Return the budget that keeps at least `stay` workers; pods that are not ready may always be evicted."""
     spec = {
         "minAvailable": stay,
@@ -50,7 +50,7 @@ class _Judgement:
     allowed: bool
     why: str
     requeue_at: tuple[float, ...] = ()
-    """When it changes by itself (Unix seconds)."""
+    """When the answer changes by time alone (Unix seconds)."""
 
 
 def limit_disruptions(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
@@ -70,13 +70,13 @@ def limit_disruptions(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         status = with_condition(status, kind, judgement.allowed, reason, judgement.why, now=facts.now)
     if facts.job.spec.suspend and not ended:
         return PolicyResult(status=status, requeue_at=requeue_at)
-    taken = facts.observed.in_the_way.get(f"{KIND}/{facts.job.name}")
+    taken = facts.observed.name_conflicts.get(f"{KIND}/{facts.job.name}")
     if taken is not None and not ended:
         kind = ConditionType.DISRUPTION_ALLOWED
         status = with_condition(status, kind, None, Reason.NAME_TAKEN, taken, now=facts.now)
-    if taken is not None and facts.now < facts.observed.creations_from:
-        return PolicyResult(status=status, requeue_at=(*requeue_at, facts.observed.creations_from))
-    manifest = budget(facts.job, stay)
+    if taken is not None and facts.now < facts.observed.create_after:
+        return PolicyResult(status=status, requeue_at=(*requeue_at, facts.observed.create_after))
+    manifest = budget_manifest(facts.job, stay)
     if applied == manifest["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]:
         return PolicyResult(status=status, requeue_at=requeue_at)
     return PolicyResult(status=status, actions=(ApplyObject(manifest),), requeue_at=requeue_at)
@@ -94,7 +94,7 @@ def _must_stay(facts: Facts, status: PublicStatus, judgement: _Judgement) -> int
 def _judge(facts: Facts, status: PublicStatus) -> _Judgement:
     if facts.job.spec.suspend or facts.current is None:
         return _Judgement(True, "the job holds no work that is not saved")
-    # A restart in place is over in a moment and not worth two writes.
+    # A restart in place is short and not worth two writes.
     brief = (Rung.RESIZE, Rung.GROW, Rung.IN_PLACE)
     recovering = [entry for entry in status.history if entry.is_open and entry.rung not in brief]
     if recovering:
@@ -103,7 +103,7 @@ def _judge(facts: Facts, status: PublicStatus) -> _Judgement:
 
 
 def _judge_checkpoints(facts: Facts, status: PublicStatus) -> _Judgement:
-    """Return whether the newest durable checkpoint is young enough, and when it will not be."""
+    """Return whether the newest durable checkpoint is recent enough, and when it will no longer be."""
     limit = facts.job.spec.recovery.disruption.max_durable_age_seconds
     program = facts.job.spec.program
     if program is not None and program.checkpoints is None:
@@ -123,7 +123,7 @@ def _judge_checkpoints(facts: Facts, status: PublicStatus) -> _Judgement:
 
 
 def _resumed(status: PublicStatus) -> float:
-    """Return when the job was last resumed: what it had done before was saved then."""
+    """Return when the job was last resumed: earlier work was saved then."""
     found = find_condition(status, ConditionType.SUSPENDED)
     return 0.0 if found is None else _time(found.last_transition_time)
 

@@ -1,14 +1,15 @@
-"""Policy: all workers start or none. Until the first step of a run nobody should hold nodes that do not suffice.
+"""Policy: start all workers or none.
 
-Where the cluster serves a gang API, the pods that a job starts with are one group of it; a running job's newcomers are
-not: those they join hold their nodes already, and a group's least number could hold a single newcomer back for ever.
-With a queue nothing of this begins before Kueue has admitted the job (`quota/`).
+Until the first step of a run no worker should hold a node while others are missing. Where the cluster serves a gang
+API, the pods that a job starts with are one group of it. Newcomers of a running job are not in a group: the members
+hold their nodes already, and the group's minimum could block a single newcomer forever. With a queue this starts only
+after Kueue has admitted the job.
 
-In any case a time-out is the net below: workers that hold nodes, but too few for any legal size, give them back after
-`gangTimeoutSeconds`, and new ones are made after a pause that grows and differs from job to job, so that two jobs that
-hold one half each do not meet again. An elastic job whose workers suffice for a smaller size never gives them back: it
-begins at that size after `rescaleAfterSeconds` (`first_generation`), so the two limits never compete. Spares do not
-count.
+In any case a time-out applies: workers that hold nodes, but too few for any legal size, release them after
+`gangTimeoutSeconds`. New ones are created after a pause that grows and differs from job to job, so that two jobs with
+half of the nodes each do not collide again. An elastic job whose workers suffice for a smaller size never releases
+them: it starts at that size after `rescaleAfterSeconds` (`form_first_generation`), so the two limits never compete.
+Spares do not count.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from trainium_operator.plan.model.text import rfc3339
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
 from trainium_operator.plan.view.facts import Facts, creation_refused, refuse_pods
 from trainium_operator.plan.view.size import needed_workers
-from trainium_operator.plan.view.workers import Worker, deletion
+from trainium_operator.plan.view.workers import Worker, build_deletion
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -37,7 +38,7 @@ _LONGEST_PAUSE_SECONDS = 600.0
 
 
 def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, PolicyResult]:
-    """Return whether no pod may be made now; releases what a partial gang has held for too long."""
+    """Return whether no pod may be created now; release nodes that a partial gang has held for too long."""
     gang = status.gang
     if facts.grant is not None and facts.grant.state is not AdmissionState.ADMITTED:
         return True, PolicyResult(status=status)
@@ -46,7 +47,7 @@ def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Policy
         return False, PolicyResult(status=status.replaced(gang=gang))
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return True, _release_workers(facts, status, gang.retry_at)
-    if not 0 < len(_bound(facts)) < needed_workers(facts.size):  # nothing is held, or enough for a start
+    if not 0 < len(_bound(facts)) < needed_workers(facts.size):  # no node is held, or enough for a start
         return False, PolicyResult(status=status.replaced(gang=gang.replaced(holding_since=None)))
     since = facts.now if gang.holding_since is None else gang.holding_since
     deadline = since + facts.job.spec.scheduling.gang_timeout_seconds
@@ -62,23 +63,23 @@ def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Policy
 
 
 def pause_seconds(uid: str, times: int) -> float:
-    """Return how long a job waits after it gave its nodes back for the n-th time.
+    """Return how long a job waits after it released its nodes for the n-th time.
 
-    Spread by its uid, the same each time.
+    Jitter by its uid, so the pause is the same each time.
     """
     spread = int(hashlib.sha256(f"{uid}/{times}".encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
     return min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16)) * (0.5 + spread)
 
 
 def set_admitted(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    """Report whether the workers have their nodes, and who decides it. Never how many: that changes with each pod."""
+    """Report whether the workers have their nodes, and who decides it. Never how many, which changes with each pod."""
     admitted, reason, message = _admission(facts, status)
     return with_condition(status, ConditionType.ADMITTED, admitted, reason, message, now=facts.now)
 
 
 def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, str]:
     gang, grant = status.gang, facts.grant
-    if grant is not None and not facts.job.spec.suspend and grant.releases:
+    if grant is not None and not facts.job.spec.suspend and grant.releases_workers:
         reason = grant.reason or Reason.WAITING_FOR_QUEUE
         leaving = f"; {len(facts.workers)} workers save and leave" if facts.workers else ""
         return False, reason, f"{grant.message}{leaving}"
@@ -98,14 +99,14 @@ def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, s
         return False, Reason.WORKER_NOT_STARTING, failing
     how = "".join(feature.describe_wait(facts) for feature in facts.settings.features)
     limit = facts.job.spec.scheduling.gang_timeout_seconds
-    message = f"not all workers have a node{how}; if after {limit} s too few have one to begin, they give them back"
+    message = f"not all workers have a node{how}; if too few have one after {limit} s, the job releases these nodes"
     return False, Reason.WAITING_FOR_GANG, message
 
 
 def _timed_out(facts: Facts, gang: GangStatus) -> str:
     limit = facts.job.spec.scheduling.gang_timeout_seconds
     return (
-        f"Too few workers for any size that the job may begin at held nodes for {limit} s; they were given back "
+        f"Too few workers for any size that the job may begin at held nodes for {limit} s; the job released them "
         f"({gang.releases} times since it last trained). The next attempt begins at {rfc3339(gang.retry_at or 0.0)}. "
         "Free or add nodes, lower spec.workers.minReplicas, or raise spec.scheduling.gangTimeoutSeconds."
     )
@@ -118,5 +119,5 @@ def _bound(facts: Facts) -> list[Worker]:
 def _release_workers(facts: Facts, status: TrainingJobStatus, retry_at: float) -> PolicyResult:
     """Delete every worker that holds a node or could; the wait for missing ones restarts with the next attempt."""
     workers = (worker for worker in facts.workers.values() if worker.holds_node)
-    deletions = tuple(action for worker in workers for action in deletion(worker, force=worker.node_bad))
+    deletions = tuple(action for worker in workers for action in build_deletion(worker, force=worker.node_bad))
     return PolicyResult(status=status.replaced(waiting_since=None), actions=deletions, requeue_at=(retry_at,))

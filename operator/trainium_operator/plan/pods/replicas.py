@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.classify import budget_of, suspects_node
+from trainium_contract.faults.classify import get_budget, suspects_node
 from trainium_contract.faults.responses import Response
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.failure_policy import START_ATTEMPTS, start_failures
-from trainium_operator.plan.diagnose.losses import members_to_move
+from trainium_operator.plan.diagnose.node_failures import members_to_move
 from trainium_operator.plan.faults import failure_budgets
-from trainium_operator.plan.faults.ends import classify_pod_failure, died_by_itself, meaning_of_failure
+from trainium_operator.plan.faults.exits import classify_pod_failure, failed_by_itself, meaning_of_failure
 from trainium_operator.plan.manifests.config_maps import config_map
 from trainium_operator.plan.manifests.worker_pod import Avoided, is_outdated, template_hash, with_affinity, worker_pods
 from trainium_operator.plan.model import names
@@ -34,7 +34,7 @@ from trainium_operator.plan.pods.node_avoidance import forbidden_nodes, released
 from trainium_operator.plan.pods.refused_pods import limit_batch, next_creation_at, record_start_failures, with_refusing
 from trainium_operator.plan.view.facts import Facts, is_unfit, refuse_pods
 from trainium_operator.plan.view.progress import is_settled
-from trainium_operator.plan.view.workers import Worker, deletion, ended_last
+from trainium_operator.plan.view.workers import Worker, build_deletion, delete_ended_last
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -47,73 +47,74 @@ _NUMBER = re.compile(r"\d+")
 
 
 def reconcile_configuration(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Apply the configuration where it is missing or stale."""
-    if facts.now < facts.observed.creations_from:
-        return PolicyResult(status=status, requeue_at=(facts.observed.creations_from,))
+    """Apply the configuration if it is missing or stale."""
+    if facts.now < facts.observed.create_after:
+        return PolicyResult(status=status, requeue_at=(facts.observed.create_after,))
     if facts.size.shape is None:
         return PolicyResult(status=status)
     manifest = config_map(facts.job, facts.observed.ca_bundle)
     metadata = manifest["metadata"]
-    wanted = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
-    present = facts.observed.children.get(f"{manifest['kind']}/{metadata['name']}")
-    if present == wanted or (present is not None and facts.job.unknown):
+    desired_hash = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
+    current_hash = facts.observed.children.get(f"{manifest['kind']}/{metadata['name']}")
+    if current_hash == desired_hash or (current_hash is not None and facts.job.unknown):
         return PolicyResult(status=status)
     return PolicyResult(status=status, actions=(ApplyObject(manifest),))
 
 
 def reconcile_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
-    """Delete and create pods until they match what is wanted."""
-    answer = _converged(facts, status, losses)
+    """Delete and create pods until they match the desired ones."""
+    result = _reconcile_pods(facts, status, losses)
     deleted = (*facts.outsiders, *(loss.worker for loss in losses if loss.worker is not None))
-    return replace(answer, actions=ended_last(answer.actions, deleted))
+    return replace(result, actions=delete_ended_last(result.actions, deleted))
 
 
-def _converged(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
+def _reconcile_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
     lost = {loss.member.pod_uid for loss in losses}
     deletions: list[DeletePod] = []
     for loss in losses:
-        if loss.worker is not None and not loss.stays:
-            deletions += deletion(loss.worker, force=loss.force)
-    outsiders, answer = _sort_outsiders(facts, status)
-    answer = PolicyResult(status=status, actions=tuple(deletions)).then(answer)
-    status = answer.status.replaced(start_failures=record_start_failures(facts, answer.status))
-    # Failures that this very plan has counted: their nodes must not get the replacements.
-    avoid = failure_budgets.avoided_nodes(status.failures, facts.now, facts.settings.avoid_node_seconds)
+        if loss.worker is not None and not loss.keeps_pod:
+            deletions += build_deletion(loss.worker, force=loss.force_delete)
+    outsiders, result = _sort_outsiders(facts, status)
+    result = PolicyResult(status=status, actions=tuple(deletions)).then(result)
+    status = result.status.replaced(start_failures=record_start_failures(facts, result.status))
+    # Failures that this plan has counted: replacements must avoid their nodes.
+    avoid = failure_budgets.avoided_nodes(status.failures, facts.now)
     status = status.replaced(avoided_nodes=with_refusing(avoid, status, facts.now))
     # Members that a smaller generation leaves out still count: they become its spares, or surplus once it trains.
     staying = len(facts.member_uids - lost)
     moving = sum(member.pod_uid not in lost for member, _ in members_to_move(facts))
-    beyond = _extras_of(facts, status)
-    wanted = status.desired - status.idle_nodes.taken + _spares_of(facts) + moving
+    wanted_extras = _extras_to_keep(facts, status)
+    requested = status.desired - status.idle_nodes.taken + _spares_to_keep(facts) + moving
     extras = sum(worker.pod.extra for worker in outsiders) + sum(
         worker is not None and worker.pod.extra for member, worker in facts.members if member.pod_uid not in lost
     )
-    # An extra more than is wanted stands for a worker that was asked for.
-    others = staying + len(outsiders) - min(extras, beyond)
-    missing, more = max(0, wanted - others), max(0, beyond - extras)
-    if missing + more > 0:
-        return answer.then(_create(facts, status, missing, more))
-    surplus = _surplus(facts, status, outsiders, others - wanted)
-    return answer.then(PolicyResult(status=status, actions=surplus))
+    # An extra beyond the wanted ones counts as a requested worker.
+    others = staying + len(outsiders) - min(extras, wanted_extras)
+    missing, missing_extras = max(0, requested - others), max(0, wanted_extras - extras)
+    if missing + missing_extras > 0:
+        return result.then(_create_pods(facts, status, missing, missing_extras))
+    surplus = _delete_surplus(facts, status, outsiders, others - requested)
+    return result.then(PolicyResult(status=status, actions=surplus))
 
 
-def _is_left(facts: Facts, status: PublicStatus) -> bool:
-    """Return whether the generation in force is about to be left."""
+def _is_superseded(facts: Facts, status: PublicStatus) -> bool:
+    """Return whether the current generation is about to be left."""
     return facts.current is not None and status.membership.generation > facts.current.generation
 
 
 def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worker], PolicyResult]:
-    """Return outsiders that count; the others are deleted, except the evidence of workers that do not start."""
-    evidence = _kept_for_logs(facts)
+    """Return outsiders that count; delete the others, except the evidence of workers that do not start."""
+    evidence = _workers_kept_for_logs(facts)
     usable: list[Worker] = []
     deletions: list[DeletePod] = []
     events: list[EventIntent] = []
-    wanted = template_hash(facts.job, facts.settings) if facts.outsiders else ""
+    current_hash = template_hash(facts.job, facts.settings) if facts.outsiders else ""
     released = released_nodes(facts)
     for worker in facts.outsiders:
         if worker in evidence:
             continue
-        outdated = (not facts.job.unknown and _outdated(worker, wanted)) or _cannot_be_scheduled(worker, released)
+        outdated = not facts.job.unknown and _is_outdated_pod(worker, current_hash)
+        outdated = outdated or _cannot_be_scheduled(worker, released)
         if (
             worker.alive
             and not outdated
@@ -122,23 +123,26 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
             if not is_unfit(facts, worker):
                 usable.append(worker)
             elif _has_left(facts, status, worker):
-                deletions += deletion(worker)
+                deletions += build_deletion(worker)
             continue
-        failure = _failure_of(facts, status, worker)
+        failure = _detect_failure(facts, status, worker)
         if failure is not None:
-            if failure.node or not worker.pod.extra:  # a job does not end for want of what it need not have
-                status = status.replaced(failures=_counted(facts, status, failure))
+            if failure.node or not worker.pod.extra:  # a missing optional worker does not end a job
+                status = status.replaced(failures=_count_failure(facts, status, failure))
             events.append(
                 event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name, series=failure.series)
             )
             if failure_budgets.exhausted_budget(status.failures, facts.job.spec.recovery, facts.now) is not None:
                 continue  # the next plan ends the job and names this pod, and its log states why
-        deletions += deletion(worker, force=worker.node_bad and (worker.pod.deleting or worker.holds_node))
+        deletions += build_deletion(worker, force=worker.node_bad and (worker.pod.deleting or worker.holds_node))
     return usable, PolicyResult(status=status, actions=tuple(deletions), events=tuple(events))
 
 
-def _kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
-    """Return the newest workers that failed before any step, but none that keeps the next attempt from a node."""
+def _workers_kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
+    """Return the newest workers that failed before any step.
+
+    None of them holds a node that the next attempt needs.
+    """
     failed = start_failures(facts)[-START_ATTEMPTS:]
     if any(worker.pod.unschedulable_message for worker in facts.outsiders):
         return tuple(worker for worker in failed if not worker.holds_node)
@@ -146,74 +150,74 @@ def _kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
 
 
 def _has_left(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
-    """Return whether an outsider on a bad node runs no process of a generation any more, or never did."""
+    """Return whether an outsider on a bad node no longer runs a process of a generation, or never did."""
     beat = worker.heartbeat
     idle = beat is None or beat.phase is WorkerPhase.STANDBY
-    return idle or facts.current is None or (is_settled(facts) and not _is_left(facts, status))
+    return idle or facts.current is None or (is_settled(facts) and not _is_superseded(facts, status))
 
 
-def _outdated(worker: Worker, wanted: str) -> bool:
-    """Return whether it never ran and has another template: a corrected image or selector must reach it."""
+def _is_outdated_pod(worker: Worker, current_hash: str) -> bool:
+    """Return whether it never ran and has an old template: a corrected image or selector must reach it."""
     pod = worker.pod
-    return pod.phase is PodPhase.PENDING and worker.agent is None and is_outdated(pod.template_hash, wanted)
+    return pod.phase is PodPhase.PENDING and worker.agent is None and is_outdated(pod.template_hash, current_hash)
 
 
 def _cannot_be_scheduled(worker: Worker, released: frozenset[str]) -> bool:
-    """Return whether it finds no node, and excludes one that may be used again."""
+    """Return whether it finds no node, and avoids one that may be used again."""
     pod = worker.pod
     return pod.phase is PodPhase.PENDING and bool(pod.unschedulable_message) and bool(pod.avoided_nodes & released)
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Failure of a worker that never became a member; it counts once, by the pod's name."""
+    """The failure of a worker that never became a member; it counts once, by the pod's name."""
 
     cause: Cause
     pod: str
     node: str
-    """The node to keep away from; empty when none is to blame."""
+    """The node to avoid; empty if none is to blame."""
     note: str
     series: str = ""
-    """Failures of one series are one event with a count. Numbers in a message (ordinals, times) make no series."""
+    """Failures with the same series are one event with a count; numbers in a message (ordinals, times) are ignored."""
 
 
-def _failure_of(facts: Facts, memory: InternalStatus, worker: Worker) -> _Failure | None:
+def _detect_failure(facts: Facts, memory: InternalStatus, worker: Worker) -> _Failure | None:
     failed = worker.pod.phase is PodPhase.FAILED
-    if not (failed or worker.gave_up) or failure_budgets.has_record_of(memory, worker.pod.name):
+    if not (failed or worker.gave_up) or failure_budgets.has_record(memory, worker.pod.name):
         return None
-    if failed and _was_asked_to_go(facts, worker):
+    if failed and _was_deleted(facts, worker):
         return None
-    return _ended(facts, worker) if failed else _unfit(facts, worker)
+    return _ended_pod_failure(facts, worker) if failed else _preflight_failure(facts, worker)
 
 
-def _was_asked_to_go(facts: Facts, worker: Worker) -> bool:
+def _was_deleted(facts: Facts, worker: Worker) -> bool:
     """Return whether it ended because a user or a plan deleted it, not because of a broken device."""
     pod = worker.pod
     return pod.deleting and classify_pod_failure(pod, facts.job.spec.recovery.rules).cause is not Cause.DEVICE
 
 
-def _counted(facts: Facts, memory: InternalStatus, failure: _Failure) -> tuple[FailureRecord, ...]:
+def _count_failure(facts: Facts, memory: InternalStatus, failure: _Failure) -> tuple[FailureRecord, ...]:
     recovery = facts.job.spec.recovery
     return failure_budgets.record_failure(
         memory.failures, at=facts.now, cause=failure.cause, pod=failure.pod, node=failure.node, recovery=recovery
     )
 
 
-def _ended(facts: Facts, worker: Worker) -> _Failure:
+def _ended_pod_failure(facts: Facts, worker: Worker) -> _Failure:
     pod = worker.pod
-    found = classify_pod_failure(pod, facts.job.spec.recovery.rules).cause
-    blamed = pod.node if died_by_itself(pod) else ""
-    kind, message = _how(pod, found)
+    cause = classify_pod_failure(pod, facts.job.spec.recovery.rules).cause
+    blamed_node = pod.node if failed_by_itself(pod) else ""
+    kind, message = _describe_end(pod, cause)
     return _Failure(
-        cause=found if budget_of(found) is None else Cause.POD_LOST,
+        cause=cause if get_budget(cause) is None else Cause.POD_LOST,
         pod=pod.name,
-        node=blamed,
+        node=blamed_node,
         note=f"Pod {pod.name} on node {pod.node} ended before it could join{kind}: {message}",
-        series=f"{blamed}{kind} {pod.init_exit_code} {_NUMBER.sub('0', message)}",
+        series=f"{blamed_node}{kind} {pod.init_exit_code} {_NUMBER.sub('0', message)}",
     )
 
 
-def _how(pod: PodView, cause: Cause) -> tuple[str, str]:
+def _describe_end(pod: PodView, cause: Cause) -> tuple[str, str]:
     """Return the cause with its exit code, and the message; that of an init container has its code."""
     if pod.init_exit_code is not None:
         return "", pod.message
@@ -221,8 +225,7 @@ def _how(pod: PodView, cause: Cause) -> tuple[str, str]:
     return f" ({cause.value}{code})", pod.message or pod.reason
 
 
-def _unfit(facts: Facts, worker: Worker) -> _Failure | None:
-    """Its preflight failed."""
+def _preflight_failure(facts: Facts, worker: Worker) -> _Failure | None:
     pod, beat = worker.pod, worker.heartbeat
     if beat is None or beat.verdict is None:
         return None
@@ -238,14 +241,14 @@ def _unfit(facts: Facts, worker: Worker) -> _Failure | None:
     )
 
 
-def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) -> PolicyResult:
-    """Return so many workers that were asked for, and so many beyond them."""
+def _create_pods(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) -> PolicyResult:
+    """Create this many requested workers, and this many beyond them."""
     if refuse_pods(facts) is not None:
         return PolicyResult(status=status)
-    paused = max(failure_budgets.backoff_until(status.failures, facts.now), next_creation_at(status, facts.now))
-    allowed = max(paused, facts.observed.creations_from)
-    if facts.now < allowed:
-        return PolicyResult(status=status, requeue_at=(allowed,))
+    resume_at = max(failure_budgets.backoff_until(status.failures, facts.now), next_creation_at(status, facts.now))
+    create_at = max(resume_at, facts.observed.create_after)
+    if facts.now < create_at:
+        return PolicyResult(status=status, requeue_at=(create_at,))
     missing, requeue_at = limit_batch(facts, status, missing)
     if missing + extras == 0:
         return PolicyResult(status=status, requeue_at=requeue_at)
@@ -266,29 +269,27 @@ def _create(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) 
     return PolicyResult(status=status, actions=(*actions, *map(CreatePod, manifests)))
 
 
-def _spares_of(facts: Facts) -> int:
-    """Return how many pods to keep beside the desired size."""
+def _spares_to_keep(facts: Facts) -> int:
     wanted = facts.size.reserve + facts.job.spec.workers.spares
     return wanted if facts.grant is None else min(wanted, facts.grant.spares)
 
 
-def _extras_of(facts: Facts, status: PublicStatus) -> int:
-    """Return how many extras to keep beside what was asked for."""
+def _extras_to_keep(facts: Facts, status: PublicStatus) -> int:
     wanted = status.idle_nodes.wanted
     return wanted if facts.grant is None else max(0, min(wanted, facts.grant.workers - facts.size.desired))
 
 
-def _surplus(facts: Facts, status: PublicStatus, outsiders: list[Worker], surplus: int) -> tuple[DeletePod, ...]:
-    """Return those that never ran go at once.
+def _delete_surplus(facts: Facts, status: PublicStatus, outsiders: list[Worker], surplus: int) -> tuple[DeletePod, ...]:
+    """Return the pods to delete: those that never ran at once.
 
-    Others only when the generation in force trains, so that none still saves.
+    Others only when the current generation trains, so that none is still saving.
     """
-    steady = facts.current is None or (is_settled(facts) and not _is_left(facts, status))
+    is_steady = facts.current is None or (is_settled(facts) and not _is_superseded(facts, status))
     at_size = facts.current is None or len(facts.current.members) == status.desired
 
     def order(worker: Worker) -> tuple[bool, bool, bool, int]:
         return not worker.pod.extra, not worker.never_ran, worker.warm, -worker.pod.ordinal
 
-    victims = sorted(outsiders, key=order)
-    going = (worker for worker in victims[:surplus] if worker.never_ran or (steady and at_size))
-    return tuple(action for worker in going for action in deletion(worker))
+    candidates = sorted(outsiders, key=order)
+    deleted = (worker for worker in candidates[:surplus] if worker.never_ran or (is_steady and at_size))
+    return tuple(action for worker in deleted for action in build_deletion(worker))

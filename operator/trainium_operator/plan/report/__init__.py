@@ -1,1 +1,1 @@
-"""Report to people and machines: status, conditions, events, ledger."""
+"""Report to people and tools: status, conditions, events, ledger."""

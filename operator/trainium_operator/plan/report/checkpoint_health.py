@@ -1,12 +1,12 @@
-"""Policy: whether durable checkpoints can be relied on: storage answers, and saves end about as often as they are due.
+"""Policy: report whether durable checkpoints are reliable: storage answers, and saves complete about as often as due.
 
-A store that refuses makes the processes end (81); one that merely stalls stops nothing, because saves run in the
-background, so it is noticed by the commits that do not come.
+A store that refuses makes the processes end (81). One that merely stalls stops nothing, because saves run in the
+background, so it is detected by missing commits.
 
 Guarantees:
-- Nothing becomes overdue while the job does not make steps.
-- A commit alone ends the alarm: neither a recovery nor a moment in which the job does not run does.
-- The sentence gives the ranks' own error where they report one, and stays the same while the alarm lasts.
+- Nothing becomes overdue while the job makes no steps.
+- Only a commit ends the alarm, not a recovery or a pause of the job.
+- The sentence has the ranks' own error if they report one, and stays the same during the alarm.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 OVERDUE_INTERVALS = 3
-"""Saves that may fail to come before the alarm: one may be skipped while another is still being written."""
+"""Missing saves before the alarm: one may be skipped while another is still being written."""
 SHORTEST_OVERDUE_SECONDS = 10.0
 _ALARMS = (Reason.CHECKPOINT_OVERDUE, Reason.STORAGE_UNAVAILABLE)
 _OF_STORE = "checkpoint storage"
-"""Prefix of each sentence of the trainer about its store."""
+"""Prefix of each of the trainer's sentences about its store."""
 
 
 def set_checkpoint_health(facts: Facts, status: AnyShown) -> tuple[AnyShown, tuple[float, ...]]:
-    """Set the condition; call when progress and the history are complete. Also when to look again (Unix seconds)."""
+    """Set the condition and return when to check again (Unix seconds); call when progress and history are complete."""
     troubled = [entry for entry in status.history if entry.cause is Cause.STORAGE]
     kind, now = ConditionType.CHECKPOINT_HEALTHY, facts.now
     if troubled and troubled[-1].recovered_seconds is None:
@@ -65,7 +65,7 @@ def _lasts(facts: Facts, status: PublicStatus) -> bool:
     if alarm is None or alarm.reason not in _ALARMS or alarm.status is not ConditionStatus.FALSE:
         return False
     if durable.every_seconds is None and durable.every_steps is None:
-        return False  # no commit is to come
+        return False  # no further commit is expected
     if status.checkpoint.durable_step > facts.job.status.checkpoint.durable_step:
         return False
     began, committed = parse_rfc3339(alarm.last_transition_time), parse_rfc3339(status.checkpoint.durable_time)
@@ -73,7 +73,7 @@ def _lasts(facts: Facts, status: PublicStatus) -> bool:
 
 
 def _own_error(facts: Facts, status: PublicStatus) -> str:
-    """Return what the ranks report about the store since the newest commit; empty where they report nothing."""
+    """Return the ranks' report about the store since the newest commit; empty if they report nothing."""
     since = parse_rfc3339(status.checkpoint.durable_time) or 0.0
     for entry in reversed(status.history):
         if entry.cause is Cause.STORAGE and entry.message and (entry.failed_at or 0.0) > since:
@@ -108,7 +108,7 @@ def _overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]
 
 
 def _since(facts: Facts, status: PublicStatus) -> float | None:
-    """Return when saves last ended, or training last began; None before the first step."""
+    """Return when saves last completed, or training last began; None before the first step."""
     times = [parse_rfc3339(status.start_time), parse_rfc3339(status.checkpoint.durable_time)]
     running = find_condition(facts.job.status, ConditionType.RUNNING)
     if running is not None:

@@ -1,4 +1,4 @@
-"""Events: what changed between the old status and the new one, reported once, after the new one is written."""
+"""List the events between the old status and the new one; each is recorded once, after the new one is written."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from trainium_operator.plan.history.interruptions import identity
 from trainium_operator.plan.model.actions import EventIntent, event
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import counted
-from trainium_operator.plan.report.run_results import artifact_sentence, evaluation_sentence, place_of
+from trainium_operator.plan.model.text import format_count
+from trainium_operator.plan.report.run_results import artifact_key, artifact_sentence, evaluation_sentence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,11 +49,11 @@ def _began(entry: Interruption) -> Iterator[EventIntent]:
 
 
 def _ended(old: PublicStatus, entry: Interruption) -> Iterator[EventIntent]:
-    lost = "" if entry.steps_lost is None else f", {counted(entry.steps_lost, 'step')} lost"
+    lost = "" if entry.steps_lost is None else f", {format_count(entry.steps_lost, 'step')} lost"
     yield event(
         Reason.RESIZED if entry.rung in (Rung.RESIZE, Rung.GROW) else Reason.RECOVERED,
         f"Training goes on after {entry.recovered_seconds} s ({entry.cause.value}, {entry.rung.value}{lost}, "
-        f"{counted(entry.pods_replaced, 'pod')} replaced).",
+        f"{format_count(entry.pods_replaced, 'pod')} replaced).",
     )
     durable = old.checkpoint.durable_step
     if entry.resume_step is not None and entry.resume_step < durable:
@@ -106,9 +106,9 @@ def _transitions(old: PublicStatus, new: PublicStatus) -> Iterator[EventIntent]:
     for alert in new.alerts:
         if alert not in old.alerts:
             yield event(Reason(alert.kind), alert.message, warning=True)
-    known = {place_of(artifact) for artifact in old.artifacts}
+    known = {artifact_key(artifact) for artifact in old.artifacts}
     for artifact in new.artifacts:
-        if place_of(artifact) not in known:
+        if artifact_key(artifact) not in known:
             yield event(Reason.ARTIFACT_WRITTEN, artifact_sentence(artifact))
     if new.evaluation and new.evaluation != old.evaluation:
         yield event(Reason.EVALUATED, evaluation_sentence(new.evaluation))

@@ -1,13 +1,13 @@
-"""Account where the time of a job went, by the definitions of docs/goodput.md.
+"""Account for the time of a job, by the definitions of docs/goodput.md.
 
-Wall time runs while a generation is in force. Productive are the steps of the final history at the reference step time
-(`step_time`). The time of an interruption, from the failure to the first new step less that step's reference time, is
-lost to its cause and stages; time before the first step is start-up; the rest is overhead. Time in the stages after the
-last step (Export, Evaluate) is set aside, less what faults took of it.
+Wall time runs while a generation is in force. Productive time is the steps of the final history at the reference step
+time (`step_time`). The time of an interruption, from the failure to the first new step less that step's reference time,
+is lost to its cause and stages. Time before the first step is start-up; the rest is overhead. Time in the stages after
+the last step (Export, Evaluate) is set aside, less the time that faults took of it.
 
 Guarantees:
 - Productive and lost seconds together are the wall time; overlapping interruptions lose their time once.
-- The ends of an interruption's stages never go back; what is not known belongs to the stage before it.
+- The ends of an interruption's stages never decrease; an unknown one belongs to the stage before it.
 - Everything follows from the status and the observation: another operator continues where the last one stopped, and a
   repeated plan adds nothing.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
 from trainium_operator.plan.history.interruptions import identity
-from trainium_operator.plan.report.step_time import count_steps, productive, reference_seconds, sample_step_time
+from trainium_operator.plan.report.step_time import count_steps, productive_seconds, reference_seconds, sample_step_time
 from trainium_operator.plan.view.progress import newest_progress, past_steps, steady_at
 
 if TYPE_CHECKING:
@@ -31,33 +31,32 @@ STAGES = ("detect", "decide", "restart", "load", "replay")
 """In order; fields of `StageSeconds`."""
 
 
-def split(facts: Facts, entry: Interruption, start: float, end: float) -> StageSeconds:
-    """Return the seconds from `start` to `end` (Unix seconds), which lie in this interruption, by stage."""
+def split_by_stage(facts: Facts, entry: Interruption, start: float, end: float) -> StageSeconds:
+    """Return the seconds of this interruption from `start` to `end` (Unix seconds), by stage."""
     seconds, at = {}, start
-    for stage, ended in zip(STAGES, (*_ends(facts, entry, end), end), strict=True):
+    for stage, ended in zip(STAGES, (*_stage_ends(facts, entry, end), end), strict=True):
         until = min(max(at, ended), end)
         seconds[stage] = round(until - at, 3)
         at = until
     return StageSeconds(**seconds)
 
 
-def _ends(facts: Facts, entry: Interruption, end: float) -> tuple[float, float, float, float]:
-    """Return when the first four stages ended; `end` for one that has not, or of which nothing is known."""
+def _stage_ends(facts: Facts, entry: Interruption, end: float) -> tuple[float, float, float, float]:
+    """Return when the first four stages ended; `end` for one that has not, or whose end is unknown."""
     failed_at = entry.failed_at if entry.failed_at is not None else end
     detected = failed_at + (entry.detected_seconds or 0.0)
     decided = detected if entry.rung is Rung.IN_PLACE else entry.decided_at
     if decided is None:
         return detected, end, end, end
-    started, loaded = _reported(facts, entry)
+    started, loaded = _start_and_load_times(facts, entry)
     return detected, decided, started or loaded or end, loaded or end
 
 
-def _reported(facts: Facts, entry: Interruption) -> tuple[float, float]:
-    """Return when the slowest member's processes were up, and had loaded, in a later attempt.
+def _start_and_load_times(facts: Facts, entry: Interruption) -> tuple[float, float]:
+    """Return when the slowest member's processes had started, and had loaded, in a later attempt.
 
-    0 while not all have reported it.
-
-    Of an interruption that is over, each report counts: the heartbeat that ended it was the first of several.
+    0 while not all have reported it. Once an interruption is over, each report counts, because the heartbeat that ended
+    it was the first of several.
     """
     later = [
         beat.progress
@@ -76,11 +75,11 @@ def _last(times: list[float], *, over: bool) -> float:
 
 _MOST_STAGES = 8
 _DOWN = ("Detect", "Decide", "Restart", "Load", STARTUP)
-"""Stages in which nothing trains; steps that are computed again, and slow ones, count as up."""
+"""Stages in which nothing trains; repeated and slow steps count as up."""
 
 
-def account(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    """Update the ledger; call when the history is as this plan leaves it."""
+def update_goodput(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """Update the ledger; call when this plan's changes of the history are complete."""
     goodput = status.goodput
     held, running = _held_nodes(facts), facts.current is not None
     if not running and not held:
@@ -90,25 +89,26 @@ def account(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     nodes = goodput.node_seconds + passed * held
     goodput = goodput.replaced(accounted_until=facts.now, node_seconds=round(nodes, 3))
     if not running:
-        return status.replaced(goodput=_totalled(facts, goodput.replaced(starting=True), pending=0.0))
+        return status.replaced(goodput=_with_totals(facts, goodput.replaced(starting=True), pending=0.0))
     old = facts.job.status
-    # A fault that is known late began in what was set aside for a stage, so that is open until all is charged.
+    # A fault that is detected late began in the time set aside for a stage, which stays open until all is charged.
     aside = sum(goodput.stage_seconds.values()) if past_steps(old) else 0.0
     wall = round(goodput.wall_seconds + aside + passed, 3)
     goodput = goodput.replaced(wall_seconds=wall)
-    interrupted, starting = _any_open(status.history), goodput.starting
+    interrupted, starting = any(entry.is_open for entry in status.history), goodput.starting
     recent = 0.0 if interrupted else _recent_stage_seconds(facts, passed)
     goodput = _charge_startup(facts, goodput, 0.0 if interrupted else passed - recent)
-    before = _lost(goodput)
+    before = _lost_seconds(goodput)
     goodput, history = _charge_interruptions(facts, status.history, goodput, passed if starting else None)
-    stages = aside + passed - (_lost(goodput) - before)
-    if starting or not past_steps(old) or _any_open(old.history):
+    stages = aside + passed - (_lost_seconds(goodput) - before)
+    if starting or not past_steps(old) or any(entry.is_open for entry in old.history):
         stages = min(stages, aside + recent)
     goodput = _set_aside(goodput, old.stage if past_steps(old) else _stage(facts), max(0.0, stages), aside, held)
-    undisturbed = not interrupted and not starting and not _any_open(old.history) and not _stage(facts)
+    was_interrupted = any(entry.is_open for entry in old.history)
+    undisturbed = not (interrupted or was_interrupted or starting or _stage(facts))
     goodput = sample_step_time(facts, goodput, clean=undisturbed)
-    pending = _step_in_hand(facts, goodput) if undisturbed else 0.0
-    return status.replaced(goodput=_totalled(facts, goodput, pending=pending), history=history)
+    pending = _current_step_seconds(facts, goodput) if undisturbed else 0.0
+    return status.replaced(goodput=_with_totals(facts, goodput, pending=pending), history=history)
 
 
 def _stage(facts: Facts) -> str:
@@ -118,7 +118,7 @@ def _stage(facts: Facts) -> str:
 
 
 def _recent_stage_seconds(facts: Facts, passed: float) -> float:
-    """Return how much of the last `passed` seconds the ranks were in the stage that they are in now."""
+    """Return how much of the last `passed` seconds the ranks were in their present stage."""
     progress = newest_progress(facts)
     if progress is None or progress.training:
         return 0.0
@@ -126,7 +126,10 @@ def _recent_stage_seconds(facts: Facts, passed: float) -> float:
 
 
 def _set_aside(goodput: GoodputStatus, stage: str, seconds: float, before: float, held: int) -> GoodputStatus:
-    """Take the stages' seconds, `before` of them known, out of the wall time: more go to `stage`, fewer from all."""
+    """Subtract the stages' seconds, of which `before` are known, from the wall time.
+
+    More go to `stage`, fewer from all.
+    """
     stages = dict(goodput.stage_seconds)
     if seconds < before:
         stages = {name: each * seconds / before for name, each in stages.items()}
@@ -142,31 +145,27 @@ def _set_aside(goodput: GoodputStatus, stage: str, seconds: float, before: float
 
 
 def _held_nodes(facts: Facts) -> int:
-    """Return nodes that this job's pods hold, spares included, and those that are quarantined for what it saw there."""
+    """Return the nodes that this job's pods hold, spares included, and those in quarantine because of it."""
     held = {worker.pod.node for worker in facts.workers.values() if worker.pod.node and worker.holds_node}
     return len(held | (facts.observed.fleet.quarantined & set(facts.job.status.avoided_nodes)))
 
 
-def _any_open(history: tuple[Interruption, ...]) -> bool:
-    return any(entry.is_open for entry in history)
-
-
 def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> GoodputStatus:
-    """Charge time to start-up until a new step is seen, without what came after the end of that step.
+    """Charge time to start-up until a new step is seen, without the time after the end of that step.
 
-    A program without steps has started when all of its processes run. Where steps follow later, as after a compilation,
-    all that was not lost until then was start-up.
+    A program without steps has started when all of its processes run. If steps follow later, as after a compilation,
+    all time that was not lost until then was start-up.
     """
     starting, first = goodput.starting, not any(each.steps for each in goodput.sizes) and not goodput.earlier_seconds
     goodput, steps, ended = count_steps(facts, goodput)
     if not starting and first and steps and facts.job.spec.program is not None:
-        starting, passed = True, max(passed, goodput.wall_seconds - _lost(goodput))
+        starting, passed = True, max(passed, goodput.wall_seconds - _lost_seconds(goodput))
     if not starting:
         return goodput
     lost = goodput.lost_seconds.get(STARTUP, 0.0) + passed
     if steps and passed:
         after = min(passed, max(0.0, facts.now - ended)) if ended else 0.0
-        lost -= after + steps * _reference(facts, goodput)
+        lost -= after + steps * _reference_step_seconds(facts, goodput)
     return _set_loss(goodput, STARTUP, max(0.0, lost), StageSeconds(), startup=True).replaced(
         starting=not steps and not _stage(facts) and steady_at(facts) is None
     )
@@ -175,9 +174,9 @@ def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> Good
 def _charge_interruptions(
     facts: Facts, history: tuple[Interruption, ...], goodput: GoodputStatus, starting: float | None
 ) -> tuple[GoodputStatus, tuple[Interruption, ...]]:
-    """Charge what each interruption lost so far; one that was closed by an earlier plan is settled.
+    """Charge the loss of each interruption so far; one that an earlier plan closed is settled.
 
-    `starting`: seconds since the last account, when no step had been made by then.
+    `starting`: seconds since the last account, if no step had been made by then.
     """
     status = facts.job.status
     closed = [each for each in status.history if not each.is_open]
@@ -191,7 +190,7 @@ def _charge_interruptions(
         ended = facts.now if entry.is_open else entry.failed_at + (entry.recovered_seconds or 0.0)
         if identity(entry) not in settled:
             start = max(entry.failed_at, covered)
-            stages = split(facts, entry, start, max(start, ended - _first_step(facts, goodput, entry)))
+            stages = split_by_stage(facts, entry, start, max(start, ended - _first_step(facts, goodput, entry)))
             goodput, stages = _charge(goodput, entry, stages, starting)
             charged[index] = entry.replaced(stages=stages)
         covered = max(covered, ended)
@@ -199,23 +198,23 @@ def _charge_interruptions(
 
 
 def _first_step(facts: Facts, goodput: GoodputStatus, entry: Interruption) -> float:
-    """Return reference time of the step that ended an interruption: it is productive. Others end without a step."""
+    """Return the reference time of the step that ended an interruption: it is productive; 0 without such a step."""
     if entry.is_open or facts.job.spec.suspend or _stage(facts):
         return 0.0
-    return _reference(facts, goodput)
+    return _reference_step_seconds(facts, goodput)
 
 
 def _charge(
     goodput: GoodputStatus, entry: Interruption, stages: StageSeconds, starting: float | None
 ) -> tuple[GoodputStatus, StageSeconds]:
-    """Add what an interruption lost more than was charged before; never more than there is wall time for."""
+    """Add the uncharged loss of an interruption; never more than the wall time allows."""
     before = entry.stages or StageSeconds()
     more = stages.total - before.total
     startup = goodput.lost_seconds.get(STARTUP, 0.0)
     if starting is not None and startup > 0 and more > starting:
-        # Until it was known, its time was taken for start-up.
+        # Until it was known, its time counted as start-up.
         goodput = _set_loss(goodput, STARTUP, startup - (more - starting), StageSeconds(), startup=True)
-    left = goodput.wall_seconds - _lost(goodput)
+    left = goodput.wall_seconds - _lost_seconds(goodput)
     if more > left + 0.001 and stages.total > 0:
         share = max(0.0, left + before.total) / stages.total
         stages = StageSeconds(**{name: round(getattr(stages, name) * share, 3) for name in STAGES})
@@ -244,29 +243,29 @@ def _present(seconds: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in seconds.items() if value > 0}
 
 
-def _lost(goodput: GoodputStatus) -> float:
+def _lost_seconds(goodput: GoodputStatus) -> float:
     return sum(value for key, value in goodput.lost_seconds.items() if key != OVERHEAD)
 
 
-def _reference(facts: Facts, goodput: GoodputStatus) -> float:
-    """Return reference step time at the size in force; 0 while there is none."""
+def _reference_step_seconds(facts: Facts, goodput: GoodputStatus) -> float:
+    """Return the reference step time at the current size; 0 while there is none."""
     return reference_seconds(goodput, len(facts.members), facts.job.spec.batch_shape()) or 0.0
 
 
-def _step_in_hand(facts: Facts, goodput: GoodputStatus) -> float:
-    """Return the seconds of the current step, up to the reference."""
+def _current_step_seconds(facts: Facts, goodput: GoodputStatus) -> float:
+    """Return the seconds of the current step, at most the reference."""
     ended = goodput.window.at
     if goodput.starting or ended is None or _stage(facts):
         return 0.0
-    return min(max(0.0, facts.now - ended), _reference(facts, goodput))
+    return min(max(0.0, facts.now - ended), _reference_step_seconds(facts, goodput))
 
 
-def _totalled(facts: Facts, goodput: GoodputStatus, *, pending: float) -> GoodputStatus:
-    """Derive sums and ratios; `pending` seconds belong to the current step."""
-    wall, lost = goodput.wall_seconds, _lost(goodput)
+def _with_totals(facts: Facts, goodput: GoodputStatus, *, pending: float) -> GoodputStatus:
+    """Compute sums and ratios; `pending` seconds belong to the current step."""
+    wall, lost = goodput.wall_seconds, _lost_seconds(goodput)
     available = max(0.0, wall - lost)
     size = len(facts.members)
-    counted = productive(goodput, facts.job.spec.batch_shape())
+    counted = productive_seconds(goodput, facts.job.spec.batch_shape())
     if counted is None:
         useful, node_useful = available, available * size
     else:

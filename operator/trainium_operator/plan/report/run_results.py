@@ -1,7 +1,7 @@
 """Report the results of the run in the status: the stage, the artifacts, the figures of the evaluation.
 
-Invariants: a stage is until ranks that are past their load report another one, so a recovery does not show as a step
-back; an artifact is kept once, any that reports it and however often; the list keeps the newest steps and stays short.
+Invariants: a stage lasts until ranks that have loaded report another one, so a recovery does not show as a step back.
+An artifact is listed once, however often it is reported. The list keeps the newest steps and stays short.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
+from trainium_operator.plan.model.text import format_figure
 from trainium_operator.plan.view.progress import newest_progress
 
 if TYPE_CHECKING:
@@ -37,32 +38,26 @@ def record_results(facts: Facts, status: TrainingJobStatus, reports: list[Progre
 
 
 def describe_activity(status: PublicStatus) -> str:
-    """Return what the workers do, as a participle."""
+    """Return the workers' activity as a participle."""
     return _DOING.get(status.stage, "training")
 
 
-def place_of(artifact: ArtifactReport) -> tuple[str, int, str]:
-    """Return what identifies an artifact."""
+def artifact_key(artifact: ArtifactReport) -> tuple[str, int, str]:
+    """Return the identity of an artifact."""
     return artifact.kind, artifact.step, artifact.path
 
 
 def artifact_sentence(artifact: ArtifactReport) -> str:
-    """`Model of step 500 is complete: /checkpoints/... (13,476,839,424 bytes)`."""
+    """Return `Model of step 500 is complete: /checkpoints/... (13,476,839,424 bytes)`."""
     return f"{artifact.kind} of step {artifact.step} is complete: {artifact.path} ({artifact.bytes:,} bytes)."
 
 
 def evaluation_sentence(figures: Iterable[EvaluationFigure]) -> str:
-    """`perplexity 12.4 -> 5.1, rougeL 0.11 -> 0.37`."""
-    return "The result was measured: " + ", ".join(_format_figure(figure) for figure in figures) + "."
-
-
-def _format_figure(figure: EvaluationFigure) -> str:
-    after = "none" if figure.after is None else f"{figure.after:.4g}"
-    after += "" if figure.standard_error is None else f" ± {figure.standard_error:.2g}"
-    return f"{figure.name} {after}" if figure.before is None else f"{figure.name} {figure.before:.4g} -> {after}"
+    """Return `perplexity 12.4 -> 5.1, rougeL 0.11 -> 0.37`."""
+    return "The result was measured: " + ", ".join(format_figure(figure) for figure in figures) + "."
 
 
 def _merged(old: tuple[ArtifactReport, ...], reported: list[ArtifactReport]) -> tuple[ArtifactReport, ...]:
-    """Return each once with its newest figures, the newest steps, oldest first."""
-    known = {place_of(each): each for each in (*old, *reported)}
+    """Return each artifact once with its newest figures: the newest steps, oldest first."""
+    known = {artifact_key(each): each for each in (*old, *reported)}
     return tuple(sorted(known.values(), key=lambda each: each.step)[-MAX_ARTIFACTS:])

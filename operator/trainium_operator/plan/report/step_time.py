@@ -1,8 +1,8 @@
-"""The reference step time, and the steps of the final history that are counted at it.
+"""Measure the reference step time, and count the steps of the final history at that time.
 
-Invariants: a step counts once, at the size at which it was first completed; the reference of a size is the median of a
-window without interruptions, and falls only when a later window is clearly faster (the first one was slow), so that
-noise does not drag it down; the number of sizes and samples that are kept is bounded.
+Invariants: a step counts once, at the size at which it was first completed. The reference of a size is the median of a
+window without interruptions, and falls only when a later window is clearly faster (the first one was slow), so noise
+does not lower it. The number of stored sizes and samples is bounded.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 _CLEARLY_FASTER = 0.95
 _TIMED_STEPS = 5
-"""Steps that an agent's median must stand for."""
+"""Steps that an agent's median must cover."""
 
 
 def count_steps(facts: Facts, goodput: GoodputStatus) -> tuple[GoodputStatus, int, float]:
-    """Count the steps that are new: the ledger with them, how many, and when the newest ended (agent's clock)."""
+    """Count the new steps: return the ledger with them, their number, and when the newest ended (agent's clock)."""
     progress = newest_progress(facts)
     if progress is None:
         return goodput, 0, 0.0
     counted = goodput.counted_step
     if counted < 0:
-        # A job may go on from a checkpoint of an earlier one: those steps are not its own.
+        # A job may resume from the checkpoint of an earlier one, whose steps are not its own.
         counted = min(progress.step, progress.resume_step or 0)
     new = max(0, progress.step - counted)
     if new:
@@ -40,7 +40,7 @@ def count_steps(facts: Facts, goodput: GoodputStatus) -> tuple[GoodputStatus, in
 
 
 def reference_seconds(goodput: GoodputStatus, size: int, shape: BatchShape) -> float | None:
-    """Return reference step time at this size; from another size's by the passes of a step, were there none."""
+    """Return the reference step time at this size; without one, scaled from another size by the passes of a step."""
     exact = next((each.step_seconds for each in goodput.sizes if each.size == size), None)
     if exact is not None or size == 0:
         return exact
@@ -51,15 +51,12 @@ def reference_seconds(goodput: GoodputStatus, size: int, shape: BatchShape) -> f
 def _relative_time(known: int, size: int, shape: BatchShape) -> float:
     """Return how much longer a step takes at `size` than at `known`."""
     before, after = shape.passes(known), shape.passes(size)
-    # A size that the batch of today does not allow was trained at with the batch of another day.
+    # A size that the present batch does not allow was used with an earlier batch.
     return after / before if before and after else known / size
 
 
-def productive(goodput: GoodputStatus, shape: BatchShape) -> tuple[float, float] | None:
-    """Return counted steps at their reference in seconds and in node seconds.
-
-    None while there is no reference at all.
-    """
+def productive_seconds(goodput: GoodputStatus, shape: BatchShape) -> tuple[float, float] | None:
+    """Return the counted steps at their reference in seconds and in node seconds; None without any reference."""
     seconds, node_seconds = goodput.earlier_seconds, goodput.earlier_node_seconds
     for each in goodput.sizes:
         reference = reference_seconds(goodput, each.size, shape)
@@ -71,7 +68,7 @@ def productive(goodput: GoodputStatus, shape: BatchShape) -> tuple[float, float]
 
 
 def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> GoodputStatus:
-    """Take a sample of the step time since the last one, when nothing interrupted training in between."""
+    """Add a sample of the step time since the last one, if nothing interrupted training in between."""
     window, size, progress = goodput.window, len(facts.members), newest_progress(facts)
     if not clean or progress is None or progress.updated <= 0:
         kept = window.samples if window.size == size else ()
@@ -82,7 +79,7 @@ def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> Go
         return goodput.replaced(window=started)
     if progress.step == window.step or progress.updated <= window.at:
         return goodput
-    sample = _timed(facts) or (progress.updated - window.at) / (progress.step - window.step)
+    sample = _median_step_seconds(facts) or (progress.updated - window.at) / (progress.step - window.step)
     samples = (*window.samples, round(sample, 6))
     goodput = _with_reference(goodput, size, samples, facts.job.spec.batch_shape())
     kept = () if len(samples) >= WINDOW else samples
@@ -90,8 +87,8 @@ def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> Go
     return goodput.replaced(window=moved)
 
 
-def _timed(facts: Facts) -> float | None:
-    """Return the median step time as the agents measure it; None where they do not."""
+def _median_step_seconds(facts: Facts) -> float | None:
+    """Return the agents' median step time; None if they do not measure it."""
     known = [beat.timing.step_seconds for _, beat in facts.beats if beat.timing and beat.timing.steps >= _TIMED_STEPS]
     return median(known) if known and min(known) > 0 else None
 

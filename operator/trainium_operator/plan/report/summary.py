@@ -28,12 +28,12 @@ from trainium_operator.plan.model.actions import EventIntent, PolicyResult, even
 from trainium_operator.plan.model.conditions import AnyShown, find_condition, is_true, with_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import counted, listed, rfc3339
+from trainium_operator.plan.model.text import format_count, format_names, rfc3339
 from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
 from trainium_operator.plan.pods.gang_policy import set_admitted
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
 from trainium_operator.plan.report.checkpoint_health import set_checkpoint_health
-from trainium_operator.plan.report.goodput import account
+from trainium_operator.plan.report.goodput import update_goodput
 from trainium_operator.plan.report.run_results import describe_activity, record_results
 from trainium_operator.plan.view.facts import Facts, creation_refused, current_heartbeats, refuse_pods
 from trainium_operator.plan.view.progress import (
@@ -44,13 +44,14 @@ from trainium_operator.plan.view.progress import (
     steady_at,
     total_steps,
 )
+from trainium_operator.plan.view.workers import RECONNECT_SECONDS
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.faults.node_signals import NodeProblem
 
 
-_SHOWN = 3
+_MAX_NODES_SHOWN = 3
 _DIGITS = {
     "loss": 6,
     "tokens_per_second": 1,
@@ -62,49 +63,49 @@ _DIGITS = {
 
 
 def set_nodes_healthy(facts: Facts, status: AnyShown) -> AnyShown:
-    """Set the condition; it stays as it was while no node is known."""
+    """Set the condition; it stays unchanged while no node is known."""
     if facts.lost_contact:
         kind, reason = ConditionType.NODES_HEALTHY, Reason.CONTACT_LOST
         return with_condition(status, kind, None, reason, facts.lost_contact, now=facts.now)
     if not facts.observed.nodes:
         return status
     frozen = facts.observed.fleet.frozen
-    found: dict[str, NodeProblem] = {}
+    problems: dict[str, NodeProblem] = {}
     for uid, problem in facts.node_problems.items():
-        found.setdefault(facts.workers[uid].pod.node, problem)
-    if not found:
+        problems.setdefault(facts.workers[uid].pod.node, problem)
+    if not problems:
         reason = Reason.NODE_ACTIONS_FROZEN if frozen else Reason.NODES_HEALTHY
         message = frozen or "nothing is wrong with the nodes in use"
         return with_condition(status, ConditionType.NODES_HEALTHY, True, reason, message, now=facts.now)
-    worst = sorted(found, key=lambda node: (-found[node].severity, node))
-    text = "; ".join(_format_problem(node, found[node]) for node in worst[:_SHOWN])
-    more = f"; and {len(worst) - _SHOWN} more nodes" if len(worst) > _SHOWN else ""
+    nodes = sorted(problems, key=lambda node: (-problems[node].severity, node))
+    described = "; ".join(_format_problem(node, problems[node]) for node in nodes[:_MAX_NODES_SHOWN])
+    more = f"; and {len(nodes) - _MAX_NODES_SHOWN} more nodes" if len(nodes) > _MAX_NODES_SHOWN else ""
     reason = Reason.NODE_ACTIONS_FROZEN if frozen else Reason.NODE_UNHEALTHY
-    message = f"{text}{more}. {frozen}" if frozen else text + more
+    message = f"{described}{more}. {frozen}" if frozen else described + more
     return with_condition(status, ConditionType.NODES_HEALTHY, False, reason, message, now=facts.now)
 
 
 def _format_problem(node: str, problem: NodeProblem) -> str:
     since = f" since {rfc3339(problem.since)}" if problem.since is not None else ""
-    answer = {
+    reactions = {
         Severity.FATAL: "its workers are replaced",
         Severity.DRAIN: "its workers are handed over",
         Severity.SUSPECT: "other nodes are preferred",
     }
-    return f"{node}: {problem}{since} ({problem.cause.value}; {answer[problem.severity]})"
+    return f"{node}: {problem}{since} ({problem.cause.value}; {reactions[problem.severity]})"
 
 
 def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    """Update the sizes; the status as it is where nothing is new."""
+    """Update the compiled sizes; return the same status if none is new."""
     if not facts.job.spec.precompile.enabled or not facts.workers:
         return status.replaced(compiled=public.CompiledStatus()) if status.compiled.sizes else status
-    text = [each for worker in facts.workers.values() if worker.heartbeat for each in worker.heartbeat.compiled]
+    reports = [each for worker in facts.workers.values() if worker.heartbeat for each in worker.heartbeat.compiled]
     known = dict.fromkeys((*status.compiled.sizes, *_compiled_by_job(facts)))
     workers = facts.job.spec.workers
-    most = max(workers.replicas, workers.max_replicas or 0)
-    fresh = [each for each in text if each.nodes not in known and each.nodes <= most and facts.size.passes(each.nodes)]
-    sizes = tuple(dict.fromkeys((*known, *(each.nodes for each in fresh))))[:MAX_COMPILED]
-    seconds = max((*(each.seconds for each in fresh if each.nodes in sizes), status.compiled.seconds or 0.0))
+    cap = max(workers.replicas, workers.max_replicas or 0)
+    new = [each for each in reports if each.nodes not in known and each.nodes <= cap and facts.size.passes(each.nodes)]
+    sizes = tuple(dict.fromkeys((*known, *(each.nodes for each in new))))[:MAX_COMPILED]
+    seconds = max((*(each.seconds for each in new if each.nodes in sizes), status.compiled.seconds or 0.0))
     return status.replaced(compiled=public.CompiledStatus(sizes=sizes, seconds=round(seconds, 1) if seconds else None))
 
 
@@ -118,15 +119,15 @@ def _compiled_by_job(facts: Facts) -> tuple[int, ...]:
 
 
 def count_outdated_pods(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Count them; reported when there are some for the first time since there were none."""
+    """Count outdated pods; report them when there are some for the first time since there were none."""
     running = [worker for worker in facts.workers.values() if not worker.ended and worker.pod.template_hash]
-    wanted = template_hash(facts.job, facts.settings) if running else ""
-    outdated = sum(is_outdated(worker.pod.template_hash, wanted) for worker in running)
+    current_hash = template_hash(facts.job, facts.settings) if running else ""
+    outdated = sum(is_outdated(worker.pod.template_hash, current_hash) for worker in running)
     events: tuple[EventIntent, ...] = ()
     if outdated and not status.outdated_pods:
         note = (
-            f"{outdated} of {len(running)} workers were made from an earlier pod template and run on as they are; pods "
-            "made from now on have the new one. To bring all up to date suspend the job and resume it."
+            f"{outdated} of {len(running)} workers have an earlier pod template and continue unchanged; new pods have "
+            "the new one. To update all, suspend the job and resume it."
         )
         events = (event(Reason.TEMPLATE_CHANGED, note),)
     return PolicyResult(status=status.replaced(outdated_pods=outdated), events=events)
@@ -142,7 +143,7 @@ _NOT_READY: dict[Phase, Reason] = {
     Phase.STOPPING: Reason.STOPPING,
     Phase.TERMINATING: Reason.TERMINATING,
 }
-_NEEDS_A_PERSON = frozenset(
+_BLOCKING_REASONS = frozenset(
     {Reason.NO_LEGAL_SIZE, Reason.INVALID_SPEC, Reason.GANG_API_MISSING, Reason.DEVICE_API_MISSING, Reason.NAME_TAKEN}
 )
 
@@ -163,27 +164,27 @@ def set_standard_conditions(status: AnyShown, now: float) -> AnyShown:
     reason = _NOT_READY.get(status.phase, Reason.TRAINING)
     ready = reason is Reason.TRAINING
     status = with_condition(status, ConditionType.READY, ready, reason, "" if ready else "see the phase", now=now)
-    blocked = next((each for each in status.conditions if _blocks(each.status, each.reason)), None)
+    blocked = next((each for each in status.conditions if _blocking_condition(each.status, each.reason)), None)
     why, message = (Reason(blocked.reason), blocked.message) if blocked else (Reason.PROGRESSING, "")
     status = with_condition(status, ConditionType.STALLED, blocked is not None, why, message, now=now)
     return with_condition(status, ConditionType.FINISHED, False, Reason.PROGRESSING, "", now=now)
 
 
-def _blocks(state: ConditionStatus, reason: str) -> bool:
-    return state is ConditionStatus.FALSE and reason in _NEEDS_A_PERSON
+def _blocking_condition(state: ConditionStatus, reason: str) -> bool:
+    return state is ConditionStatus.FALSE and reason in _BLOCKING_REASONS
 
 
 _ALERTS = frozenset(AlertKind)
 SLOW_INIT_SECONDS = 120.0
-"""An init container of the user's that runs for longer is reported as what keeps the worker from starting."""
+"""A user's init container that runs for longer is reported as the reason why the worker does not start."""
 
 
 def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Derive the status; call after the policies."""
+    """Compute the status; call after the policies."""
     if not _all_members_reported(facts):
         return PolicyResult(status=status)
-    status = _counts(facts, status)
-    status = _progress(facts, status)
+    status = _set_counts(facts, status)
+    status = _set_progress(facts, status)
     status = _pods_ready(facts, status)
     status = set_admitted(facts, status)
     status = _running(facts, status)
@@ -194,36 +195,36 @@ def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     if steady is not None and not status.start_time:
         requeue_at = (*requeue_at, steady)
     requeue_at = (*requeue_at, *_slow_inits_at(facts))
-    return PolicyResult(status=status.replaced(phase=_phase(facts, status)), requeue_at=requeue_at)
+    return PolicyResult(status=status.replaced(phase=_derive_phase(facts, status)), requeue_at=requeue_at)
 
 
 def _slow_inits_at(facts: Facts) -> tuple[float, ...]:
-    """Return when init containers that run now have run for too long."""
+    """Return when the running init containers will have run for too long."""
     starts = (worker.pod.init_since for worker in facts.workers.values())
     return tuple(at + SLOW_INIT_SECONDS for at in starts if at is not None and at + SLOW_INIT_SECONDS > facts.now)
 
 
 def _all_members_reported(facts: Facts) -> bool:
     """Return False just after a start of the operator, while members have not reported yet."""
-    if facts.current is None or facts.now >= facts.observed.coordinator_since + facts.settings.reconnect_seconds:
+    if facts.current is None or facts.now >= facts.observed.coordinator_since + RECONNECT_SECONDS:
         return True
     agents = facts.observed.agents
     return all(uid in agents and agents[uid].heartbeat is not None for uid in facts.member_uids)
 
 
-def _counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def _set_counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     training = sum(beat.phase is WorkerPhase.TRAINING for _, beat in facts.beats)
     return status.replaced(
         replicas=len(facts.current.members) if facts.current else 0,
         ready_replicas=training,
         spares=len(facts.candidates),
-        membership=_worth(facts, status),
+        membership=_relative_throughput(facts, status),
         selector=names.selector(facts.job.name),
     )
 
 
-def _worth(facts: Facts, status: public.PublicStatus) -> public.MembershipStatus:
-    """Return what the current size is worth, and how many warm workers it leaves out beside the spares."""
+def _relative_throughput(facts: Facts, status: public.PublicStatus) -> public.MembershipStatus:
+    """Return the relative throughput of the current size, and the warm workers that it leaves out."""
     size, reserve = status.membership.size, status.membership.reserve
     if facts.current is not None and facts.current.generation == status.membership.generation:
         reserve = max(0, len(facts.candidates) - facts.job.spec.workers.spares)
@@ -231,12 +232,12 @@ def _worth(facts: Facts, status: public.PublicStatus) -> public.MembershipStatus
     return status.membership.replaced(passes=passes, batch=batch, speed=speed, reserve=reserve)
 
 
-def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def _set_progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     beats = in_order_of_steps(facts, _newest_heartbeats(facts))
     reports = [beat.progress for _, beat in beats if beat.progress is not None]
     if reports:
         newest = reports[0]
-        # A program that was started again has reported no step yet, and may end without one more.
+        # A program that was restarted has reported no step yet, and may end without one more.
         if facts.job.spec.program is None or newest.step > 0:
             status = status.replaced(progress=_progress_status(facts, status, newest))
         status = status.replaced(
@@ -250,7 +251,7 @@ def _progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     stepped = any(report.step > 0 for report in reports) or (steady is not None and facts.now >= steady)
     if not status.start_time and stepped:
         status = status.replaced(start_time=rfc3339(facts.now))
-    return account(facts, status)
+    return update_goodput(facts, status)
 
 
 def _progress_status(facts: Facts, status: public.PublicStatus, newest: Progress) -> public.ProgressStatus:
@@ -264,7 +265,7 @@ def _progress_status(facts: Facts, status: public.PublicStatus, newest: Progress
 
 
 def _program_progress(facts: Facts, status: AnyShown, reports: list[Progress]) -> AnyShown:
-    """Report whether the progress of a program can be read."""
+    """Set the condition whether the progress of a program can be read."""
     if facts.job.spec.program is None:
         return status
     kind, problem = ConditionType.PROGRESS_REPORTED, next((each.problem for each in reports if each.problem), "")
@@ -295,7 +296,7 @@ def _newest_alerts(old: tuple[Alert, ...], newest: Progress) -> tuple[Alert, ...
 
 
 def _newest_checkpoints(facts: Facts, old: public.CheckpointStatus, reports: list[Progress]) -> public.CheckpointStatus:
-    """Return the step that every member holds in memory, and the newest committed one, which never goes back."""
+    """Return the step that every member holds in memory, and the newest committed one, which never decreases."""
     complete = facts.current is not None and len(reports) == len(facts.current.members)
     memory = min(report.memory_step for report in reports) if complete else old.memory_step
     total = total_steps(facts, reports[0])
@@ -317,15 +318,16 @@ def _pods_ready(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     ) + sum(worker.finished for uid, worker in facts.workers.items() if uid in members)
     kind = ConditionType.PODS_READY
     if there >= desired:
-        message = f"{counted(desired, 'worker')} {'is' if desired == 1 else 'are'} registered"
+        message = f"{format_count(desired, 'worker')} {'is' if desired == 1 else 'are'} registered"
         return with_condition(status, kind, True, Reason.ALL_READY, message, now=facts.now)
-    reason, why = _missing(facts, status)
-    message = f"{there} of {counted(desired, 'worker')} {'is' if desired == 1 else 'are'} registered. {why}"
+    reason, why = _missing_workers(facts, status)
+    message = f"{there} of {format_count(desired, 'worker')} {'is' if desired == 1 else 'are'} registered. {why}"
     return with_condition(status, kind, False, reason, message, now=facts.now)
 
 
-def _missing(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
-    taken = [text for place, text in sorted(facts.observed.in_the_way.items()) if not place.startswith(f"{BUDGET}/")]
+def _missing_workers(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
+    conflicts = sorted(facts.observed.name_conflicts.items())
+    taken = [text for place, text in conflicts if not place.startswith(f"{BUDGET}/")]
     if taken:
         return Reason.NAME_TAKEN, taken[0]
     if (refused := creation_refused(facts)) is not None:
@@ -334,7 +336,7 @@ def _missing(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
         return unclaimed
     unschedulable = [worker.pod for worker in facts.workers.values() if worker.pod.unschedulable_message]
     if unschedulable:
-        pods = listed(tuple(pod.name for pod in unschedulable))
+        pods = format_names(tuple(pod.name for pod in unschedulable))
         return (
             Reason.UNSCHEDULABLE,
             f"{pods} cannot be scheduled: {unschedulable[0].unschedulable_message}{_capacity(facts)}",
@@ -347,18 +349,18 @@ def _missing(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
     troubled = [pod for pod in waiting if pod.reason not in STARTING_REASONS]
     if troubled:
         pod = troubled[-1]
-        return Reason.WORKER_NOT_STARTING, f"{_place(pod)}: {pod.reason} {pod.message}"
+        return Reason.WORKER_NOT_STARTING, f"{_pod_location(pod)}: {pod.reason} {pod.message}"
     if (failing := describe_start_failures(status, facts.now)) is not None:
         return Reason.WORKER_NOT_STARTING, failing
     return _held_by_init_containers(facts) or (Reason.WAITING_FOR_WORKERS, "")
 
 
-def _place(pod: PodView) -> str:
+def _pod_location(pod: PodView) -> str:
     return f"{pod.name} on node {pod.node}" if pod.node else pod.name
 
 
 def _held_by_init_containers(facts: Facts) -> tuple[Reason, str] | None:
-    """Return which init container runs; after `SLOW_INIT_SECONDS` it is a problem, unless it is the operator's."""
+    """Return which init container runs; after `SLOW_INIT_SECONDS` it is a problem, except the operator's."""
     held = [
         worker.pod
         for worker in facts.workers.values()
@@ -368,7 +370,7 @@ def _held_by_init_containers(facts: Facts) -> tuple[Reason, str] | None:
         return None
     pod = min(held, key=lambda pod: (pod.init_since or facts.now, pod.ordinal))
     seconds = facts.now - (pod.init_since or facts.now)
-    text = f"{_place(pod)}: init container {pod.init_container} is running"
+    text = f"{_pod_location(pod)}: init container {pod.init_container} is running"
     if pod.init_container == PRECOMPILE_CONTAINER or seconds < SLOW_INIT_SECONDS:
         return Reason.WAITING_FOR_WORKERS, text
     return Reason.WORKER_NOT_STARTING, (
@@ -384,7 +386,7 @@ def _capacity(facts: Facts) -> str:
 def _running(facts: Facts, status: AnyShown) -> AnyShown:
     kind = ConditionType.RUNNING
     if is_settled(facts):
-        message = f"{describe_activity(status)} on {counted(status.replicas, 'node')}"
+        message = f"{describe_activity(status)} on {format_count(status.replicas, 'node')}"
         return with_condition(status, kind, True, Reason.TRAINING, message, now=facts.now)
     if facts.current is None:
         return with_condition(status, kind, False, Reason.NOT_STARTED, "no generation is in force", now=facts.now)
@@ -409,14 +411,14 @@ def _resizing(facts: Facts, status: AnyShown) -> AnyShown:
     kind, present, desired = ConditionType.RESIZING, len(facts.current.members), status.desired
     requested = is_true(status, kind)
     if present == desired and not any(entry.rung is Rung.RESIZE for entry in _open_entries(status)):
-        return with_condition(status, kind, False, Reason.AT_SIZE, counted(present, "node"), now=facts.now)
+        return with_condition(status, kind, False, Reason.AT_SIZE, format_count(present, "node"), now=facts.now)
     if requested or present >= desired:
         return status
     message = f"training on {present} of {desired} nodes until more workers are there"
     return with_condition(status, kind, False, Reason.CAPACITY_MISSING, message, now=facts.now)
 
 
-def _phase(facts: Facts, status: public.PublicStatus) -> Phase:
+def _derive_phase(facts: Facts, status: public.PublicStatus) -> Phase:
     if is_true(status, ConditionType.FAILURE_TARGET):
         return Phase.STOPPING
     if facts.job.spec.suspend:

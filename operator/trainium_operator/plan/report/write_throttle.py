@@ -1,4 +1,4 @@
-"""Policy: a status that only contains progress or counts is written less often; anything else is written at once."""
+"""Policy: delay a status write that only contains progress or counts; write any other change at once."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
 
+COUNT_INTERVAL_SECONDS = 2.0
+"""Shortest time between two status writes that only change the counts of workers."""
+
 
 def next_write_at(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatus) -> float:
-    """Return when the status may be written.
-
-    One that only contains progress or counts waits a while after the last one.
-    """
+    """Return when the status may be written; one with only progress or counts waits after the last write."""
     if status == old:
         return 0.0
     if status.progress.step < old.progress.step:
-        return 0.0  # training went back, or somebody else wrote the step
+        return 0.0  # training went back, or another client wrote the step
     if only_progress_differs(old, status):
         written = max(parse_rfc3339(old.progress.updated) or 0.0, old.goodput.accounted_until or 0.0)
         return written + facts.status_interval
     if only_counts_differ(old, status):
-        return facts.observed.status_written + facts.settings.count_interval_seconds
+        return facts.observed.status_written + COUNT_INTERVAL_SECONDS
     return 0.0
 
 
 def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
-    """Return whether nothing but counts of workers, with the sentences that report them, and progress has changed."""
+    """Return whether only counts of workers, the sentences about them, and progress have changed."""
     before = {condition.type: condition for condition in old.conditions}
     new_conditions = tuple(
         condition.replaced(message=before[condition.type].message) if condition.type in before else condition
@@ -40,7 +40,7 @@ def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
         or not (condition.type is ConditionType.NODES_HEALTHY and condition.reason == Reason.NODES_HEALTHY.value)
     )
     membership = new.membership.replaced(reserve=old.membership.reserve)
-    # Since when nodes are held by too few: nobody reads it but the time-out, which comes later by as much.
+    # Since when too few hold nodes: only the time-out reads it, which is late by the same time.
     holds = old.gang.holding_since is None and new.gang.holding_since is not None
     gang = new.gang.replaced(holding_since=None) if holds else new.gang
     return only_progress_differs(
@@ -56,7 +56,7 @@ def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
 
 
 def only_progress_differs(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
-    """Return whether a status write could wait: nothing but progress, checkpoints and goodput has changed."""
+    """Return whether a status write could wait: only progress, checkpoints and goodput have changed."""
     same = len(old.history) == len(new.history)
     history = zip(old.history, new.history, strict=True) if same else ()
     charged = tuple(now.replaced(stages=before.stages) for before, now in history)

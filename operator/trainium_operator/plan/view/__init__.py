@@ -1,1 +1,1 @@
-"""Sort the observation: workers, members, their nodes, the size that is asked for, how far the run has come."""
+"""Sort the observation: workers, members, their nodes, the requested size, the progress of the run."""

@@ -1,9 +1,8 @@
-"""Policy: correct what the operator knows better than the status before any other policy reads it.
+"""Policy: correct the status where the operator has better information, before any other policy reads it.
 
-An operator whose clock was ahead, another manager or a person may have written it. A time in the future counts as now:
-else a deadline would wait, and a back-off and a throttle hold, until the clock has caught up, which may be hours. The
-membership is the recorded one, unless a newer one was decided on. The newest durable checkpoint is the one that members
-reported.
+An operator with a fast clock, another manager or a person may have written it. A future time counts as now: otherwise
+deadlines, back-offs and throttles would wait until the clock has caught up, possibly for hours. The membership is the
+recorded one, unless a newer one was decided. The newest durable checkpoint is the one that members reported.
 
 Guarantees:
 - A corrected status is written at once, whatever else is throttled.
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
 
 _TOLERANCE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 900.0
-"""No policy puts off longer than this what it tries again: a later time was not written by this clock."""
+"""No policy delays a retry for longer than this, so a later time was not written by this clock."""
 
 
 def correct_status(observed: Observed, size: SizeDecision) -> Observed:
     """Return the observation with a corrected status."""
     job = observed.job
-    status = _with_recorded_membership(_present(job.status, observed.now), observed, size)
+    status = _with_recorded_membership(_clamp_times(job.status, observed.now), observed, size)
     checkpoint = status.checkpoint
     if 0 <= status.committed_step != checkpoint.durable_step:
         status = status.replaced(checkpoint=checkpoint.replaced(durable_step=status.committed_step))
@@ -49,7 +48,7 @@ def _with_recorded_membership(status: TrainingJobStatus, observed: Observed, siz
     newer = known.generation > recorded.generation
     if (newer or known.size == 0) and not _members_remain(observed, recorded):
         return status
-    if newer and not _is_nobodys_decision(status, observed, recorded):
+    if newer and not _is_undecided(status, observed, recorded):
         return status
     attempt, count = 0, len(recorded.members)
     if known.generation == recorded.generation:
@@ -71,10 +70,10 @@ def _members_remain(observed: Observed, recorded: Membership) -> bool:
     return all(member.pod_uid in present for member in recorded.members)
 
 
-def _is_nobodys_decision(status: PublicStatus, observed: Observed, recorded: Membership) -> bool:
-    """Return whether no operator decided on the newer generation that the status names, and no agent is in it.
+def _is_undecided(status: PublicStatus, observed: Observed, recorded: Membership) -> bool:
+    """Return whether no operator decided on the newer generation in the status, and no agent is in it.
 
-    A decision is in the history, dated, in the same write as the number.
+    A decision is in the history, with its time, in the same write as the number.
     """
     if any(
         entry.generation == recorded.generation and entry.decided_at is not None and entry.recovered_seconds is None
@@ -85,8 +84,8 @@ def _is_nobodys_decision(status: PublicStatus, observed: Observed, recorded: Mem
     return max((observed.published, *seen)) <= recorded.generation
 
 
-def _present(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
-    """Replace future times; return the same object when there are none."""
+def _clamp_times(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
+    """Replace future times; return the same object if there are none."""
     present = status
     if _late(status.waiting_since, now):
         present = present.replaced(waiting_since=now)
@@ -98,16 +97,15 @@ def _present(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
         failures = (record.replaced(at=now) if _late(record.at, now) else record for record in status.failures)
         present = present.replaced(failures=tuple(failures))
     if any(_late(entry.failed_at, now) or _late(entry.decided_at, now) for entry in status.history):
-        present = present.replaced(history=tuple(_present_entry(entry, now) for entry in status.history))
+        present = present.replaced(history=tuple(_clamp_entry(entry, now) for entry in status.history))
     if _late(status.goodput.accounted_until, now):
         present = present.replaced(goodput=status.goodput.replaced(accounted_until=now))
     if _late(parse_rfc3339(status.progress.updated), now):
         present = present.replaced(progress=status.progress.replaced(updated=rfc3339(now)))
-    return _with_present_pauses(present, now)
+    return _clamp_backoffs(present, now)
 
 
-def _with_present_pauses(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
-    """Replace future times of back-offs."""
+def _clamp_backoffs(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
     gang, idle = status.gang, status.idle_nodes
     if _late(gang.holding_since, now):
         gang = gang.replaced(holding_since=now)
@@ -120,12 +118,12 @@ def _with_present_pauses(status: TrainingJobStatus, now: float) -> TrainingJobSt
     same = gang is status.gang and idle is status.idle_nodes
     status = status if same else status.replaced(gang=gang, idle_nodes=idle)
     if _late(status.start_failures.at, now):
-        # A pause that is counted from now in each plan would never end.
+        # A pause that starts now in each plan would never end.
         status = status.replaced(start_failures=StartFailuresStatus(next_ordinal=status.start_failures.next_ordinal))
     return status
 
 
-def _present_entry(entry: Interruption, now: float) -> Interruption:
+def _clamp_entry(entry: Interruption, now: float) -> Interruption:
     if _late(entry.failed_at, now):
         entry = entry.replaced(failed_at=now)
     return entry.replaced(decided_at=now) if _late(entry.decided_at, now) else entry

@@ -1,10 +1,9 @@
 """Sort the observation into workers and members (`Facts`), and select the workers that may join.
 
-Ranks of two versions of the trainer must not meet, nor agents of two versions: what they exchange while they start has
-no version. So the image of an earlier default stays with a job until no worker of it runs, unless the job names one.
+Ranks of two versions of the trainer must not meet, nor agents of two versions, because their messages during the start
+have no version. So a job keeps the image of an earlier default until no worker of it runs, unless the job names one.
 
-Guarantees:
-- `Facts` never changes during a plan.
+Guarantee: `Facts` never changes during a plan.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership, WorkerPhase
+from trainium_operator.plan.faults.failure_budgets import AVOID_NODE_SECONDS
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
 from trainium_operator.plan.manifests.worker_pod import named_worker
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, JobView, Observed, PlanSettings, PodPhase
@@ -23,9 +23,9 @@ from trainium_operator.plan.view.node_problems import problems_by_pod
 from trainium_operator.plan.view.workers import (
     Worker,
     any_lost_contact,
+    build_workers,
     judge_workers_contact,
     with_contact,
-    workers_of,
 )
 
 if TYPE_CHECKING:
@@ -47,21 +47,21 @@ class Facts:
     workers: Mapping[str, Worker]
     """By pod uid, ascending by ordinal."""
     current: Membership | None
-    """The generation in force; None before the first and while the job is suspended."""
+    """The current generation; None before the first and while the job is suspended."""
     members: tuple[tuple[Member, Worker | None], ...]
-    """The members of the generation in force, by rank, each with its worker unless its pod is gone."""
+    """The members of the current generation, by rank, each with its worker unless its pod is gone."""
     outsiders: tuple[Worker, ...]
-    """Workers that are not in the generation in force, by ordinal."""
+    """Workers that are not in the current generation, by ordinal."""
     beats: tuple[tuple[Member, HeartbeatRequest], ...]
-    """The newest heartbeats of the members that are in the generation in force by their own account."""
+    """The newest heartbeats of the members that report to be in the current generation."""
     node_problems: Mapping[str, NodeProblem]
     """The worst problem of the node of each worker, by pod uid; see `node_problems`."""
     counts_from: tuple[float, ...] = ()
-    """When problems of nodes that are too young to count will count (Unix seconds)."""
+    """When problems of nodes that are too recent to count will count (Unix seconds)."""
     lost_contact: str = ""
-    """Why silence means nothing now, as a sentence for people; see `contact`. Empty while workers merely start."""
+    """Why silence is no evidence now, as a sentence; see `contact`. Empty while workers merely start."""
     grant: Grant | None = None
-    """Grant of a queue to the job; None for a job without a queue."""
+    """A queue's grant to the job; None for a job without a queue."""
 
     @property
     def job(self) -> JobView:
@@ -70,29 +70,29 @@ class Facts:
 
     @property
     def now(self) -> float:
-        """Unix seconds."""
+        """Return the time of the observation in Unix seconds."""
         return self.observed.now
 
     @property
     def status_interval(self) -> float:
-        """Shortest time in seconds between two status writes that only contains progress."""
+        """Return the shortest time in seconds between two status writes that only report progress."""
         return self.settings.status_interval(self.job.status.desired)
 
     @property
     def member_uids(self) -> frozenset[str]:
-        """Pod uids of the generation in force."""
+        """Return the pod uids of the current generation."""
         return frozenset(member.pod_uid for member, _ in self.members)
 
     @property
     def candidates(self) -> tuple[Worker, ...]:
-        """Outsiders on good nodes that can join at once, by ordinal."""
+        """Return outsiders on good nodes that can join at once, by ordinal."""
         return tuple(worker for worker in self.outsiders if worker.warm and not is_unfit(self, worker))
 
 
-def sort_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -> Facts:
+def build_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -> Facts:
     """Sort an observation. A membership of size 0 in the status means that the recorded one was given up."""
     current = observed.membership if observed.job.status.membership.size > 0 else None
-    workers = workers_of(observed, settings)
+    workers = build_workers(observed)
     contact = judge_workers_contact(workers.values(), observed.fleet.frozen)
     workers = with_contact(workers, contact)
     listed = current.members if current is not None else ()
@@ -134,7 +134,7 @@ def current_heartbeats(observed: Observed, current: Membership) -> tuple[tuple[M
 
 
 def _in_step(beats: list[tuple[Member, HeartbeatRequest]]) -> tuple[tuple[Member, HeartbeatRequest], ...]:
-    """Let members of a program whose ranks print no steps train with the one that reports them."""
+    """Treat members of a program whose ranks report no steps as training with the one that reports them."""
     stepping = {
         beat.attempt
         for _, beat in beats
@@ -154,15 +154,15 @@ def list_joiners(facts: Facts) -> tuple[Worker, ...]:
 
 
 def healthy_joiners(facts: Facts) -> tuple[Worker, ...]:
-    """Return newcomers that a job may grow onto by itself: none on a node that was too slow a while ago."""
-    since = facts.now - facts.settings.avoid_node_seconds
+    """Return newcomers that a job may grow onto by itself, without those on a node that was too slow recently."""
+    since = facts.now - AVOID_NODE_SECONDS
     records = facts.job.status.failures
     slow = {each.node for each in records if each.cause is Cause.STRAGGLER and each.node and each.at > since}
     return tuple(worker for worker in list_joiners(facts) if worker.pod.node not in slow)
 
 
 def is_unfit(facts: Facts, worker: Worker) -> bool:
-    """Return whether a worker must not get a rank: its node is bad, or in quarantine."""
+    """Return whether a worker must not get a rank because its node is bad, or in quarantine."""
     problem = facts.node_problems.get(worker.pod.uid)
     if problem is not None and problem.severity >= Severity.DRAIN:
         return True
@@ -170,7 +170,7 @@ def is_unfit(facts: Facts, worker: Worker) -> bool:
 
 
 def is_second_choice(facts: Facts, worker: Worker) -> bool:
-    """Return whether another worker should rather get a rank: something is not as it should be with its node."""
+    """Return whether another worker is preferred because of a problem of its node."""
     if worker.pod.uid in facts.node_problems or worker.pod.node in facts.job.status.avoided_nodes:
         return True
     return worker.heartbeat is not None and any(not check.passed for check in worker.heartbeat.checks)
@@ -183,8 +183,8 @@ def quarantined_nodes(facts: Facts) -> frozenset[str]:
 
 
 def creation_refused(facts: Facts) -> tuple[Reason, str] | None:
-    """Return why the API server creates nothing for the job now; None when it does, or when a name is taken."""
-    if not facts.observed.creation_refusal or facts.observed.in_the_way:
+    """Return why the API server creates nothing for the job now; None if it does, or if a name is in use."""
+    if not facts.observed.creation_refusal or facts.observed.name_conflicts:
         return None
     return Reason.CREATION_REFUSED, (
         f"The API server refuses to create what the job needs: {facts.observed.creation_refusal.rstrip('. ')}. Correct "
@@ -193,14 +193,14 @@ def creation_refused(facts: Facts) -> tuple[Reason, str] | None:
 
 
 def refuse_pods(facts: Facts) -> tuple[Reason, str] | None:
-    """Return why a feature that the job uses allows no new pod now, and what to do; None where pods can be created."""
+    """Return why a feature of the job allows no new pod now, and what to do; None if pods can be created."""
     return next(filter(None, (feature.refuse_pods(facts) for feature in facts.settings.features)), None)
 
 
 def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSettings:
     """Return the settings with the image of the running workers: of the lowest rank, else of the oldest pod.
 
-    Of a program it is the agent's image.
+    For a program it is the agent's image.
     """
     running = {pod.uid: pod.image for pod in observed.pods if pod.phase is PodPhase.RUNNING and pod.image}
     if not running or _names_image(observed.job.spec):

@@ -1,8 +1,8 @@
 """Find the problems of the nodes of a job's workers, debounced, for all other policies.
 
-Invariants: a fatal problem counts at once; any other after `spec.health.quarantine.debounceSeconds`, by the age that
-its source reports (one without an age, or from the future, is taken for old); nothing counts for more than a suspicion
-while the fleet is frozen.
+Invariants: a fatal problem counts at once. Any other counts after `spec.health.quarantine.debounceSeconds`, by the age
+that its source reports (one without an age, or from the future, counts as old). While the fleet is frozen nothing
+counts for more than a suspicion.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.spec.health import PreflightCheck
-from trainium_operator.plan.faults.node_signals import Demand, NodeProblem, kernel_problem, problems_of, with_rules
-from trainium_operator.plan.manifests.worker_needs import extended_resources, tolerations_of
+from trainium_operator.plan.faults.node_signals import (
+    NodeProblem,
+    PodRequirements,
+    find_node_problems,
+    kernel_problem,
+    with_rules,
+)
+from trainium_operator.plan.manifests.worker_needs import build_tolerations, extended_resources
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -27,7 +33,7 @@ if TYPE_CHECKING:
 
 _DETAIL_CHARACTERS = 200
 _CLOCK_SKEW_SECONDS = 60.0
-"""Clocks of nodes may be ahead of ours by this much."""
+"""Clocks of nodes may be ahead of the operator's by this much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,57 +43,61 @@ class NodeProblems:
     by_pod: Mapping[str, NodeProblem]
     """The worst problem of the node of each worker, by pod uid; workers on nodes without one are left out."""
     counts_from: tuple[float, ...]
-    """When problems that are still too young will count (Unix seconds)."""
+    """When problems that are too recent will count (Unix seconds)."""
 
 
 def problems_by_pod(observed: Observed, workers: Mapping[str, Worker], features: Collection[Feature]) -> NodeProblems:
-    """Look at the node of each worker."""
+    """Return the problems of the node of each worker."""
     found: dict[str, NodeProblem] = {}
     later: set[float] = set()
-    demand: Demand | None = None
+    demand: PodRequirements | None = None
     seen: dict[str, NodeProblem | None] = {}
     for uid, worker in workers.items():
         node = worker.node
         if node is None:
             continue
         if node.name not in seen:
-            demand = demand or demand_of(observed.job.spec)
-            seen[node.name] = _worst(node, demand, observed, later)
-        known = _worse(_with_kernel(worker, seen[node.name], observed), _of_features(worker, observed, features))
-        problem = known or _of_clock(worker)
+            demand = demand or build_pod_requirements(observed.job.spec)
+            seen[node.name] = _worst_problem(node, demand, observed, later)
+        known = _worse(
+            _with_kernel(worker, seen[node.name], observed), _worst_device_problem(worker, observed, features)
+        )
+        problem = known or _clock_problem(worker)
         if problem is not None:
             found[uid] = problem
     return NodeProblems(found, tuple(sorted(later)))
 
 
-def problem_of(observed: Observed, node: NodeView) -> NodeProblem | None:
+def find_worst_problem(observed: Observed, node: NodeView) -> NodeProblem | None:
     """Return the worst problem of a node that counts now, whether or not it has a worker of the job."""
-    return _worst(node, demand_of(observed.job.spec), observed, set())
+    return _worst_problem(node, build_pod_requirements(observed.job.spec), observed, set())
 
 
-def demand_of(spec: TrainingJobSpec) -> Demand:
-    """Return what the job asks of its nodes; a quantity that is not a number is left out."""
+def build_pod_requirements(spec: TrainingJobSpec) -> PodRequirements:
+    """Return the job's demands on its nodes, without quantities that are not numbers."""
     accelerator = spec.workers.accelerator
     resources = {name: int(text) for name, text in extended_resources(accelerator).items() if text.isdecimal()}
-    return Demand(resources, tolerations_of(spec), claims=accelerator.claim is not None)
+    return PodRequirements(resources, build_tolerations(spec), claims=accelerator.claim is not None)
 
 
-def _worst(node: NodeView, demand: Demand, observed: Observed, later: set[float]) -> NodeProblem | None:
+def _worst_problem(
+    node: NodeView, demand: PodRequirements, observed: Observed, later: set[float]
+) -> NodeProblem | None:
     debounce = observed.job.spec.health.quarantine.debounce_seconds
-    for problem in with_rules(node, problems_of(node, demand), observed.job.spec.recovery.rules):
+    for problem in with_rules(node, find_node_problems(node, demand), observed.job.spec.recovery.rules):
         counts_from = _counts_from(problem, observed.now, debounce)
         if counts_from > observed.now:
             later.add(counts_from)
             continue
-        return _as_it_counts(problem, observed)
+        return _cap_while_frozen(problem, observed)
     return None
 
 
-def _of_features(worker: Worker, observed: Observed, features: Collection[Feature]) -> NodeProblem | None:
-    """Return the worst problem of what the worker holds of its node."""
+def _worst_device_problem(worker: Worker, observed: Observed, features: Collection[Feature]) -> NodeProblem | None:
+    """Return the worst problem of the devices that a feature gives to the worker."""
     found = (problem for feature in features for problem in feature.node_problems(observed, worker))
     worst = max(found, key=lambda problem: problem.severity, default=None)
-    return None if worst is None else _as_it_counts(worst, observed)
+    return None if worst is None else _cap_while_frozen(worst, observed)
 
 
 def _worse(one: NodeProblem | None, other: NodeProblem | None) -> NodeProblem | None:
@@ -97,22 +107,19 @@ def _worse(one: NodeProblem | None, other: NodeProblem | None) -> NodeProblem | 
 
 
 def _with_kernel(worker: Worker, known: NodeProblem | None, observed: Observed) -> NodeProblem | None:
-    """Return the worse of what is known of the node and what its kernel log reports."""
+    """Return the worse of a node's known problem and of its kernel log's."""
     kernel = kernel_problem(worker.heartbeat, observed.job.spec.recovery.rules)
     if kernel is None:
         return known
-    return _worse(known, _as_it_counts(kernel, observed))
+    return _worse(known, _cap_while_frozen(kernel, observed))
 
 
 def is_clock_in_sync(beat: HeartbeatRequest) -> bool:
-    """Return whether the clock of its node is right, as far as its agent knows.
-
-    The times of another one date nothing.
-    """
+    """Return whether the clock of its node is right, as far as its agent knows; otherwise its times date nothing."""
     return all(check.passed for check in beat.checks if check.check is PreflightCheck.CLOCK)
 
 
-def _of_clock(worker: Worker) -> NodeProblem | None:
+def _clock_problem(worker: Worker) -> NodeProblem | None:
     """Return a suspicion of a node's clock: its times mislead readers, and certificates may not verify."""
     for check in worker.heartbeat.checks if worker.heartbeat is not None else ():
         if check.check is PreflightCheck.CLOCK and not check.passed:
@@ -122,9 +129,9 @@ def _of_clock(worker: Worker) -> NodeProblem | None:
     return None
 
 
-def _as_it_counts(problem: NodeProblem, observed: Observed) -> NodeProblem:
-    """Return no more than a suspicion while nodes may not be acted on."""
-    # A node that announces that it leaves will leave, and so will a pod whose device is tainted.
+def _cap_while_frozen(problem: NodeProblem, observed: Observed) -> NodeProblem:
+    """Return at most a suspicion while nodes may not be acted on."""
+    # A node that announces its end will leave, and so will a pod whose device is tainted.
     judged = problem.cause not in (Cause.PREEMPTED, Cause.DEVICE_TAINTED)
     if not observed.fleet.frozen or not judged or problem.severity <= Severity.SUSPECT:
         return problem
@@ -132,7 +139,7 @@ def _as_it_counts(problem: NodeProblem, observed: Observed) -> NodeProblem:
 
 
 def _counts_from(problem: NodeProblem, now: float, debounce: float) -> float:
-    """Return when it counts; now or earlier when it does already."""
+    """Return when it counts; now or earlier if it already does."""
     if problem.severity is Severity.FATAL or problem.since is None or problem.since > now + _CLOCK_SKEW_SECONDS:
         return now
     return min(problem.since, now) + debounce

@@ -1,4 +1,4 @@
-"""Read how far the run has come, and what a change of the membership costs, from heartbeats and the status."""
+"""Read the progress of the run, and the cost of a change of the membership, from heartbeats and the status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def newest_progress(facts: Facts) -> Progress | None:
-    """Return the lowest rank's newest report, once its processes train; of a program that of the rank with steps."""
+    """Return the lowest rank's newest report, once its processes train; for a program that of the rank with steps."""
     for _, beat in in_order_of_steps(facts, facts.beats):
         if beat.progress is not None:
             trains = beat.phase in (WorkerPhase.TRAINING, WorkerPhase.FINISHED, WorkerPhase.YIELDED)
@@ -25,7 +25,10 @@ def newest_progress(facts: Facts) -> Progress | None:
 
 
 def in_order_of_steps(facts: Facts, beats: Beats) -> Beats:
-    """Return the heartbeats by rank; of a program those with the most steps first, because any rank may report them."""
+    """Return the heartbeats by rank; for a program those with the most steps first.
+
+    Any of its ranks may report them.
+    """
     if facts.job.spec.program is None:
         return beats
     return tuple(sorted(beats, key=lambda each: -(each[1].progress.step if each[1].progress else -1)))
@@ -34,7 +37,7 @@ def in_order_of_steps(facts: Facts, beats: Beats) -> Beats:
 def total_steps(facts: Facts, newest: Progress) -> int:
     """Return the steps of the whole run: those of the spec, or those that the trainer or program reports.
 
-    The latter follow from the data where epochs decide (0: not yet), and from the size where steps differ in samples.
+    The latter follow from the data if epochs decide (0: not yet), and from the size if steps differ in samples.
     """
     trainer = facts.job.spec.trainer
     if trainer is None:
@@ -69,7 +72,7 @@ def steady_at(facts: Facts) -> float | None:
 
 
 def has_stepped(facts: Facts) -> bool:
-    """Return whether the generation in force has made a step, or is past the last one."""
+    """Return whether the current generation has made a step, or is past the last one."""
     steady = steady_at(facts)
     if steady is not None:
         return facts.now >= steady
@@ -83,16 +86,13 @@ def has_stepped(facts: Facts) -> bool:
 
 
 def last_step(facts: Facts) -> int:
-    """Return the last step that any member reported in the generation in force, else the status's.
-
-    -1 when there is none.
-    """
+    """Return the last step that any member reported in the current generation, else the status's; -1 without one."""
     reported = [beat.progress.step for _, beat in facts.beats if beat.progress is not None]
     return max([*reported, facts.job.status.progress.step]) or -1
 
 
 def is_settled(facts: Facts) -> bool:
-    """Return whether every member trains in the generation in force."""
+    """Return whether every member trains in the current generation."""
     if facts.current is None:
         return False
     training = sum(beat.phase is WorkerPhase.TRAINING for _, beat in facts.beats)
@@ -108,7 +108,7 @@ _NO_CHANGE = (Rung.IN_PLACE, Rung.STOP)
 
 
 def resize_cost_seconds(status: PublicStatus) -> float | None:
-    """Return seconds from the newest decision on a membership to its first new step; None where none was measured."""
+    """Return the seconds from the newest decision on a membership to its first new step; None without a measurement."""
     for entry in reversed(status.history):
         if entry.rung not in _NO_CHANGE and entry.recovered_seconds is not None and entry.decided_at is not None:
             waited = max(0.0, entry.decided_at - (entry.failed_at or entry.decided_at))

@@ -1,8 +1,8 @@
-"""Combine a worker's pod, its agent and its node, and judge whether the silence of many workers counts.
+"""Combine a worker's pod, its agent and its node, and decide whether the silence of many workers is evidence.
 
-A partition and the failure of a zone look alike from here. The node controller of Kubernetes stops evicting when too
-much of a cluster is unreachable at once; so does this operator. Above the bound no worker is replaced because of what
-the control plane reports (a node that is not ready, or not there), nor because of its port when as many ports refuse.
+A partition and the failure of a zone look alike from the operator. The node controller of Kubernetes stops evicting
+when too much of a cluster is unreachable at once; so does this operator. Above the bound no worker is replaced because
+of the control plane's reports (a node that is not ready, or deleted), nor because of its port if as many ports refuse.
 Two signals still count: members that report and wait for the silent ones, because training does not progress anyway,
 and a person or the cloud that declares a node out of service.
 
@@ -21,27 +21,27 @@ from typing import TYPE_CHECKING
 from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
 from trainium_operator.plan.model.actions import Action, DeletePod
 from trainium_operator.plan.model.cached_property import cached_property
-from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, NodeReadiness, PodPhase, cap_of
+from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, NodeReadiness, PodPhase, most_bad_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from trainium_operator.plan.model.observed import AgentView, NodeView, Observed, PlanSettings, PodView
+    from trainium_operator.plan.model.observed import AgentView, NodeView, Observed, PodView
 
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """Judgement of the silence and of the ports that refuse."""
+    """The verdict on silence and on refusing ports."""
 
     lost: str = ""
-    """Why silence means nothing now, as a sentence; empty while it does."""
-    ports_believed: bool = True
-    """Whether a port that refuses still states that its agent is gone."""
+    """Why silence is no evidence now, as a sentence; empty if it is."""
+    ports_count: bool = True
+    """Whether a port that refuses is evidence that its agent has ended."""
 
 
 def judge_contact(*, running: int, silent: int, refusing: int, frozen: str) -> Contact:
-    """Judge the silence from counts of workers; `frozen` is why nodes may not be acted on (`FleetView`)."""
-    bound = cap_of(running)
+    """Return the verdict from counts of workers; `frozen` is why nodes may not be acted on (`FleetView`)."""
+    bound = most_bad_nodes(running)
     if silent == 0 or (silent <= bound and not frozen):
         return Contact()
     why = f"while {frozen}" if frozen else "more than fail by chance"
@@ -51,7 +51,7 @@ def judge_contact(*, running: int, silent: int, refusing: int, frozen: str) -> C
             "that still report wait for them. If their machines are gone, delete their nodes or taint them "
             "node.kubernetes.io/out-of-service"
         ),
-        ports_believed=refusing <= bound,
+        ports_count=refusing <= bound,
     )
 
 
@@ -62,32 +62,34 @@ _JOINABLE = (
     WorkerPhase.YIELDED,
     WorkerPhase.FAILED,  # stopped because of another member: `gave_up` excludes the one that failed
 )
+RECONNECT_SECONDS = 10.0
+"""Time for agents to find a new coordinator; silence counts only after it."""
 _SPARE_SILENCE_FACTOR = 10.0
 _WRITTEN_OFF = frozenset({"node.kubernetes.io/out-of-service", "node.cloudprovider.kubernetes.io/shutdown"})
-"""Set by a person after a power loss, and by the cloud's controller for an instance that was stopped."""
+"""Taints set by a person after a power loss, and by the cloud's controller for a stopped instance."""
 _ENDED = (PodPhase.SUCCEEDED, PodPhase.FAILED)
 _IN_CONTACT = Contact()
 _MISSING_FRACTION = 0.1
-"""Share of the members that may still be missing, but always one, when the others' calls end the waiting."""
+"""Share of the members that may be missing when the others' messages end the wait, but always one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """One worker pod that exists in the API; without slots, because what is asked of each again and again is kept."""
+    """One worker pod that exists in the API; without slots, because its properties are cached."""
 
     pod: PodView
-    """Its phase is that of the worker container once that has terminated: a sidecar may run on for ever."""
+    """Its phase is that of the worker container once that has terminated, because a sidecar may run on."""
     agent: AgentView | None
     node: NodeView | None
-    """None when it is not scheduled, and when its node is gone."""
+    """None if it is not scheduled, or if its node is gone."""
     silent_seconds: float
-    """Since its agent was last seen, not counting the time in which it had no coordinator to talk to."""
+    """Seconds since its agent was last seen, without the time in which it had no coordinator."""
     timeout: float
-    """Silence in seconds from which on it matters."""
+    """Silence in seconds from which it matters."""
     contact: Contact = _IN_CONTACT
-    """Whether what the control plane and its port state against it counts."""
+    """Whether signals of the control plane and of its port against it count."""
     holds_node: bool = True
-    """Some container of its pod runs, or may still start: its node and its devices are not free."""
+    """Whether a container of its pod runs or may still start, so that its node and devices are not free."""
 
     @property
     def heartbeat(self) -> HeartbeatRequest | None:
@@ -98,7 +100,7 @@ class Worker:
     def node_deleted(self) -> bool:
         """Whether the pod is bound to a node that no longer exists, or that was declared out of service.
 
-        A copy of the nodes may be old: any that was seen a moment ago has a node.
+        The cached nodes may be old: an agent that was seen a moment ago has a node.
         """
         if self.node is None:
             return bool(self.pod.node) and not self.contact.lost and not self.recently_seen
@@ -106,60 +108,63 @@ class Worker:
 
     @property
     def recently_seen(self) -> bool:
-        """Its agent missed no more than one heartbeat."""
+        """Return whether its agent missed at most one heartbeat."""
         return self.agent is not None and self.silent_seconds < SILENCE_REPORTED_SECONDS
 
     @property
     def node_bad(self) -> bool:
-        """Its node is gone, or its kubelet does not report or reports trouble."""
+        """Return whether its node was deleted, or its kubelet does not report or reports a problem."""
         return self.node_deleted or (
             self.node is not None and self.node.ready is not NodeReadiness.TRUE and not self.contact.lost
         )
 
     @property
     def silent(self) -> bool:
-        """Its agent should have been seen and was not."""
+        """Return whether its agent should have been seen and was not."""
         return self.silent_seconds >= self.timeout
 
     @property
     def answers(self) -> bool:
-        """Its agent reports from a healthy node, so that it can save before it leaves."""
+        """Return whether its agent reports from a healthy node, so that it can save before it leaves."""
         return not self.silent and not self.node_bad and self.agent is not None
 
     @property
     def refuses(self) -> bool:
-        """Nobody listens on its agent's port any more."""
-        return self.agent is not None and self.agent.refused is not None and self.contact.ports_believed
+        """Return whether its agent's port refuses connections."""
+        return self.agent is not None and self.agent.refused is not None and self.contact.ports_count
 
     @property
     def ended(self) -> bool:
-        """The worker container has terminated, whatever else runs in its pod."""
+        """Return whether the worker container has terminated, even if other containers run."""
         return self.pod.phase in _ENDED
 
     @property
     def never_ran(self) -> bool:
-        """Its agent was never seen, and not merely since the operator started a moment ago."""
+        """Return whether its agent was never seen, not merely since the operator started a moment ago."""
         return self.agent is None and (self.silent or self.pod.phase is PodPhase.PENDING)
 
     @cached_property
     def alive(self) -> bool:
-        """Whether it is, or may become, a working worker."""
+        """Return whether it is, or may become, a working worker."""
         if self.pod.deleting or self.ended or self.node_deleted:
             return False
         if self.agent is None:
-            # Not seen yet is not the same as gone: after an outage of the API server no node is ready.
+            # Not seen yet does not mean gone: after an outage of the API server no node is ready.
             return not (self.node_bad and self.silent)
         stale = self.silent and (self.node_bad or (not self.contact.lost and self.silent_seconds >= self.stale_after))
         return not stale and not self.gave_up
 
     @property
     def stale_after(self) -> float:
-        """Silence after which a worker outside the membership is given up although its node seems healthy."""
+        """Return the silence after which a worker outside the membership is given up.
+
+        Its node may seem healthy.
+        """
         return max(60.0, _SPARE_SILENCE_FACTOR * self.timeout)
 
     @cached_property
     def gave_up(self) -> bool:
-        """Its agent does not restart its processes any more, and it is the one that failed.
+        """Return whether its agent no longer restarts its processes, and it is the one that failed.
 
         The other members of a generation that was given up are Failed too, without a verdict.
         """
@@ -168,7 +173,7 @@ class Worker:
 
     @cached_property
     def warm(self) -> bool:
-        """Whether it can join a generation now; a pod without a node cannot."""
+        """Return whether it can join a generation now; a pod without a node cannot."""
         beat = self.heartbeat
         if not self.alive or self.silent or self.node_bad or beat is None:
             return False
@@ -178,16 +183,16 @@ class Worker:
 
     @cached_property
     def finished(self) -> bool:
-        """All its ranks ended with code 0."""
+        """Return whether all its ranks ended with code 0."""
         if self.heartbeat is not None and self.heartbeat.phase is WorkerPhase.FINISHED:
             return True
         return self.pod.phase is PodPhase.SUCCEEDED and not self.pod.deleting
 
 
-def workers_of(observed: Observed, settings: PlanSettings) -> dict[str, Worker]:
+def build_workers(observed: Observed) -> dict[str, Worker]:
     """Return every worker by pod uid, in the order of their ordinals."""
     timeout = observed.job.spec.recovery.heartbeat_timeout_seconds
-    expected = _audible_since(observed, settings)
+    expected = _expected_since(observed)
     workers: dict[str, Worker] = {}
     for pod in sorted(observed.pods, key=lambda view: view.ordinal):
         agent = observed.agents.get(pod.uid)
@@ -204,26 +209,26 @@ def workers_of(observed: Observed, settings: PlanSettings) -> dict[str, Worker]:
 
 
 def _as_its_worker(pod: PodView) -> PodView:
-    """Return the pod with the phase of its worker container, where other containers hide it."""
+    """Return the pod with the phase of its worker container, which other containers may hide."""
     if pod.exit_code is None or pod.phase is PodPhase.SUCCEEDED:
         return pod
-    if pod.phase is PodPhase.FAILED:  # by another container, or by the kubelet, which names its own reason
+    if pod.phase is PodPhase.FAILED:  # by another container, or by the kubelet, which gives its own reason
         hidden = pod.exit_code == 0 and pod.reason == "Completed" and not pod.disrupted
         return replace(pod, phase=PodPhase.SUCCEEDED) if hidden else pod
     return replace(pod, phase=PodPhase.FAILED if pod.exit_code or pod.disrupted else PodPhase.SUCCEEDED)
 
 
 def with_contact(workers: dict[str, Worker], contact: Contact) -> dict[str, Worker]:
-    """Return the workers with the contact, which decides whether signs against silent ones count."""
+    """Return the workers with the contact, which decides whether signals against silent ones count."""
     if not contact.lost:
         return workers
     return {uid: replace(worker, contact=contact) if worker.silent else worker for uid, worker in workers.items()}
 
 
 def judge_workers_contact(workers: Collection[Worker], frozen: str) -> Contact:
-    """Return whether so many are silent at once that it means nothing; see `contact`."""
+    """Return whether the silence of many workers at once is evidence; see `Contact`."""
     if not any(worker.silent_seconds >= worker.timeout for worker in workers):
-        return Contact()  # the usual case, of thousands of workers
+        return Contact()  # the usual case, even for thousands of workers
     running = _running(workers)
     return judge_contact(
         running=len(running),
@@ -234,9 +239,9 @@ def judge_workers_contact(workers: Collection[Worker], frozen: str) -> Contact:
 
 
 def any_lost_contact(workers: Collection[Worker], coordinator_since: float) -> bool:
-    """Return whether a worker went silent after contact with this coordinator, or one older than it is silent.
+    """Return whether a worker fell silent after contact with this coordinator, or an older one is silent.
 
-    A new pod that has not called yet does not count: it is silent too, as the first pods of each job are.
+    A new pod that has not registered yet does not count: the first pods of each job are silent too.
     """
     silent = [worker for worker in _running(workers) if worker.silent]
     return any(worker.agent is not None or worker.pod.created <= coordinator_since for worker in silent)
@@ -246,13 +251,13 @@ def _running(workers: Collection[Worker]) -> list[Worker]:
     return [worker for worker in workers if worker.pod.phase is PodPhase.RUNNING and not worker.pod.deleting]
 
 
-def _audible_since(observed: Observed, settings: PlanSettings) -> float:
+def _expected_since(observed: Observed) -> float:
     """Return when an agent that was not seen yet should have been (Unix seconds).
 
-    Agents need a while to find a coordinator that took over, so silence counts only after it. That while ends early
-    once nearly all members have called: what they could do, the missing one could too.
+    Agents need time to find a new coordinator, so silence counts only after it. That time ends early once nearly all
+    members have sent a message, because the missing one could have sent one too.
     """
-    latest = observed.coordinator_since + settings.reconnect_seconds
+    latest = observed.coordinator_since + RECONNECT_SECONDS
     if observed.membership is None:
         return latest
     members = observed.membership.members
@@ -263,17 +268,18 @@ def _audible_since(observed: Observed, settings: PlanSettings) -> float:
     return min(latest, max(called))
 
 
-def deletion(worker: Worker, *, force: bool = False) -> tuple[DeletePod, ...]:
-    """Delete a pod, once; by force again when its node cannot confirm an earlier deletion."""
+def build_deletion(worker: Worker, *, force: bool = False) -> tuple[DeletePod, ...]:
+    """Return the deletion of a pod, once; forced if its node cannot confirm an earlier deletion."""
     if force:
         return (DeletePod(worker.pod.name, worker.pod.uid, 0),)
     return () if worker.pod.deleting else (DeletePod(worker.pod.name, worker.pod.uid, None),)
 
 
-def ended_last(actions: tuple[Action, ...], workers: Iterable[Worker]) -> tuple[Action, ...]:
-    """Sort the deletions of pods that have ended behind all other actions.
+def delete_ended_last(actions: tuple[Action, ...], workers: Iterable[Worker]) -> tuple[Action, ...]:
+    """Move the deletions of pods that have ended behind all other actions.
 
-    Such a pod holds no device, so nothing waits for its deletion: where a whole gang has failed, new pods come first.
+    Such a pod holds no device, so nothing waits for its deletion: after the failure of a whole gang new pods come
+    first.
     """
     ended = {worker.pod.uid for worker in workers if not worker.holds_node}
     return tuple(sorted(actions, key=lambda each: isinstance(each, DeletePod) and each.uid in ended))

@@ -3,8 +3,6 @@
 Workers run this in place of the plain entry point; losses are those of the plain trainer.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

@@ -1,54 +1,52 @@
-"""The checks before a worker may join: each one's finding, and that nothing else than wrong numbers fails a node."""
-
-from __future__ import annotations
+"""Checks before a worker may join: what each finds, and that only wrong numbers fail a node."""
 
 import json
+import shutil
 import threading
+from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pod_environment import environment
 
+from tests.unit.agent.pod_environment import environment
 from trainium_agent.checks import node_checks, preflight
 from trainium_agent.checks.node_checks import NodeChecks, NodeTask
-from trainium_agent.checks.preflight import driver_version, mismatch, runtime_version
-from trainium_agent.ranks.standby_keeper import StandbyLostError
+from trainium_agent.checks.preflight import driver_version, explain_version_mismatch, runtime_version
+from trainium_agent.ranks.standby import StartRequest
+from trainium_agent.ranks.standby_manager import StandbyLostError
 from trainium_agent.settings import QUICK_CHECKS, AgentSettings, settings_from
+from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
-from trainium_contract.spec.health import PreflightCheck as Check
-from trainium_trainer.checks.node_test import product_is_right
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from trainium_agent.ranks.standby import StartRequest
-    from trainium_contract.wire.messages import CheckResult
+from trainium_contract.wire.messages import CheckResult
+from trainium_trainer.checks import pair_test
+from trainium_trainer.checks.pair_test import has_exact_product
 
 
 def settings(tmp_path: Path, **changes: Any) -> AgentSettings:
-    given = {"TRAINIUM_NODE_NAME": "node-3", **{key: value for key, value in changes.items() if key.isupper()}}
-    made = settings_from(environment(tmp_path, **given))
+    variables = {"TRAINIUM_NODE_NAME": "node-3", **{key: value for key, value in changes.items() if key.isupper()}}
+    made = settings_from(environment(tmp_path, **variables))
     return replace(made, **{key: value for key, value in changes.items() if not key.isupper()})
 
 
 def passed(found: AgentSettings) -> dict[str, bool]:
     findings = preflight.preflight(found)
-    return {result.check.value: result.passed for result in preflight.results(found, findings, 0.01)}
+    return {result.check.value: result.passed for result in preflight.check_results(found, findings, 0.01)}
 
 
-def test_the_checks_are_those_that_the_operator_names(tmp_path: Path) -> None:
+def test_the_environment_selects_the_checks(tmp_path: Path) -> None:
     assert settings(tmp_path).checks == QUICK_CHECKS
     assert settings(tmp_path, TRAINIUM_PREFLIGHT="").checks == frozenset()
     named = settings(tmp_path, TRAINIUM_PREFLIGHT="Devices,Matmul,OfTheFuture", TRAINIUM_PREFLIGHT_SECONDS="7")
-    assert named.checks == {Check.DEVICES, Check.MATMUL}
+    assert named.checks == {PreflightCheck.DEVICES, PreflightCheck.MATMUL}
     assert named.check_seconds == 7.0
 
 
-def test_a_fit_pod_passes_every_quick_check(tmp_path: Path) -> None:
+def test_a_healthy_pod_passes_every_quick_check(tmp_path: Path) -> None:
     assert passed(settings(tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))) == {
         "Devices": True,
         "Memory": True,
@@ -56,16 +54,16 @@ def test_a_fit_pod_passes_every_quick_check(tmp_path: Path) -> None:
     }
 
 
-def test_a_check_that_is_not_asked_for_is_not_made(tmp_path: Path) -> None:
+def test_a_check_that_is_not_selected_does_not_run(tmp_path: Path) -> None:
     found = settings(tmp_path, TRAINIUM_PREFLIGHT="Memory", TRAINIUM_NEURON_DEVICES="99")
     assert passed(found) == {"Memory": True}
-    assert not [finding for finding in preflight.preflight(found) if finding.check is Check.DEVICES]
+    assert not [finding for finding in preflight.preflight(found) if finding.check is PreflightCheck.DEVICES]
 
 
-def test_a_scratch_folder_that_cannot_be_written_stops_nothing_but_is_reported(tmp_path: Path) -> None:
+def test_a_read_only_scratch_folder_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = settings(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file" / "cache"))
-    (finding,) = [each for each in preflight.preflight(found) if each.check is Check.DISK]
+    (finding,) = [each for each in preflight.preflight(found) if each.check is PreflightCheck.DISK]
     assert finding.code is None
     assert "not writable" in finding.sentence
     assert passed(found)["Disk"] is False
@@ -93,7 +91,7 @@ def test_host_memory_that_cannot_be_read_reports_nothing(tmp_path: Path, text: s
     ("theirs", "asked", "answered", "good"),
     [(100.0, 99.9, 100.1, True), (107.0, 99.9, 100.1, False), (93.0, 99.9, 100.1, False), (106.0, 98.0, 102.0, True)],
 )
-def test_clocks_may_be_seconds_apart_and_half_the_round_trip(
+def test_clocks_may_differ_by_seconds_and_half_the_round_trip(
     theirs: float, asked: float, answered: float, good: bool
 ) -> None:
     result = preflight.compare_clocks(theirs, asked, answered)
@@ -101,18 +99,18 @@ def test_clocks_may_be_seconds_apart_and_half_the_round_trip(
     assert ("NTP" in result.detail) is not good
 
 
-def test_a_product_of_whole_numbers_is_exact_and_a_wrong_one_is_seen() -> None:
-    assert product_is_right(0)
+def test_a_wrong_matrix_product_is_detected() -> None:
+    assert has_exact_product(0)
 
     def flipped(left: Any, right: Any) -> Any:
         product = left @ right
         product[3, 5] += 1.0
         return product
 
-    assert not product_is_right(0, flipped)
+    assert not has_exact_product(0, flipped)
 
 
-class Process:
+class FakeProcess:
     def __init__(self, on_kill: Callable[[], None], *, ends: bool) -> None:
         self.alive = not ends
         self._on_kill = on_kill
@@ -122,36 +120,36 @@ class Process:
         self._on_kill()
 
 
-class Keeper:
-    """A standby whose processes leave the given outcomes in place of real ones."""
+class FakeStandbyManager:
+    """A manager whose processes write the given results."""
 
     def __init__(self, texts: list[str | None], *, ends: bool = True, warm: bool = True) -> None:
         self.texts, self.ends, self.warm = texts, ends, warm
         self.killed = 0
 
-    def start(self, request: StartRequest, **_: Any) -> Process:
+    def start(self, request: StartRequest, **_: Any) -> FakeProcess:
         task = NodeTask(**json.loads(request.argv[0]))
         if not self.texts:
             raise StandbyLostError("gone")
         text = self.texts[task.index]
         if text is not None:
             task.result.write_text(text)
-        return Process(self._kill, ends=self.ends)
+        return FakeProcess(self._kill, ends=self.ends)
 
     def _kill(self) -> None:
         self.killed += 1
 
 
-def checked(found: AgentSettings, keeper: Keeper) -> tuple[str, dict[str, CheckResult]]:
+def run_checks(found: AgentSettings, manager: FakeStandbyManager) -> tuple[str, dict[str, CheckResult]]:
     reported: dict[str, CheckResult] = {}
-    checks = NodeChecks(found, keeper, report=lambda result: reported.update({result.check.value: result}))
+    checks = NodeChecks(found, manager, report=lambda result: reported.update({result.check.value: result}))
     return checks.run(), reported
 
 
 GOOD = '{"matmul": true, "loopback": true}'
 
 
-def active(tmp_path: Path, seconds: float = 5.0, processes: int = 2) -> AgentSettings:
+def with_active_checks(tmp_path: Path, seconds: float = 5.0, processes: int = 2) -> AgentSettings:
     return settings(
         tmp_path,
         TRAINIUM_PREFLIGHT="Matmul,Loopback",
@@ -160,8 +158,8 @@ def active(tmp_path: Path, seconds: float = 5.0, processes: int = 2) -> AgentSet
     )
 
 
-def test_right_numbers_make_a_node_fit(tmp_path: Path) -> None:
-    unfit, reported = checked(active(tmp_path), Keeper([GOOD, GOOD]))
+def test_a_node_with_correct_results_passes(tmp_path: Path) -> None:
+    unfit, reported = run_checks(with_active_checks(tmp_path), FakeStandbyManager([GOOD, GOOD]))
     assert unfit == ""
     assert {name: (result.passed, result.detail) for name, result in reported.items()} == {
         "Matmul": (True, ""),
@@ -170,8 +168,10 @@ def test_right_numbers_make_a_node_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "memory" / "preflight").exists()
 
 
-def test_wrong_numbers_name_the_core(tmp_path: Path) -> None:
-    unfit, reported = checked(active(tmp_path), Keeper([GOOD, '{"matmul": false, "loopback": null}']))
+def test_a_wrong_result_names_its_core(tmp_path: Path) -> None:
+    unfit, reported = run_checks(
+        with_active_checks(tmp_path), FakeStandbyManager([GOOD, '{"matmul": false, "loopback": null}'])
+    )
     assert unfit == "node node-3: a matrix product is wrong on core 1"
     assert not reported["Matmul"].passed
     assert reported["Loopback"].passed
@@ -180,15 +180,15 @@ def test_wrong_numbers_name_the_core(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", [None, "", "{", "[]", "null", '{"matmul": "false"}', '{"matmul": 0}', '{"matmul": null}', "\x00"]
 )
-def test_an_outcome_that_cannot_be_read_counts_as_passed_and_is_reported(tmp_path: Path, text: str | None) -> None:
-    unfit, reported = checked(active(tmp_path), Keeper([GOOD, text]))
+def test_an_unreadable_result_counts_as_passed_and_is_reported(tmp_path: Path, text: str | None) -> None:
+    unfit, reported = run_checks(with_active_checks(tmp_path), FakeStandbyManager([GOOD, text]))
     assert unfit == ""
     assert reported["Matmul"].passed
     assert "counts as passed" in reported["Matmul"].detail
 
 
 @given(st.text('{}[]:,"matmul 019.eE-\\', max_size=40))
-def test_no_text_in_a_result_fails_a_node_or_the_agent(text: str) -> None:
+def test_any_text_of_a_result_is_parsed(text: str) -> None:
     assert isinstance(node_checks._read(_Task(text)), dict)
 
 
@@ -201,43 +201,43 @@ class _Task:
         return self.text
 
 
-def test_what_does_not_end_within_the_budget_is_ended_and_counts_as_passed(tmp_path: Path) -> None:
-    keeper = Keeper([None, None], ends=False)
-    unfit, reported = checked(active(tmp_path, seconds=0.1), keeper)
+def test_a_check_beyond_its_time_limit_is_killed_and_counts_as_passed(tmp_path: Path) -> None:
+    manager = FakeStandbyManager([None, None], ends=False)
+    unfit, reported = run_checks(with_active_checks(tmp_path, seconds=0.1), manager)
     assert unfit == ""
-    assert keeper.killed == 2
+    assert manager.killed == 2
     assert "did not end in time" in reported["Matmul"].detail
 
 
-@pytest.mark.parametrize("keeper", [Keeper([]), Keeper([GOOD, GOOD], warm=False)])
-def test_a_standby_that_is_lost_or_never_warm_fails_no_node(tmp_path: Path, keeper: Keeper) -> None:
-    unfit, reported = checked(active(tmp_path, seconds=0.1), keeper)
+@pytest.mark.parametrize("manager", [FakeStandbyManager([]), FakeStandbyManager([GOOD, GOOD], warm=False)])
+def test_a_standby_that_is_lost_or_never_warm_fails_no_node(tmp_path: Path, manager: FakeStandbyManager) -> None:
+    unfit, reported = run_checks(with_active_checks(tmp_path, seconds=0.1), manager)
     assert unfit == ""
     assert all(result.passed for result in reported.values())
 
 
-def test_one_process_alone_has_nobody_to_sum_with(tmp_path: Path) -> None:
-    _, reported = checked(active(tmp_path, processes=1), Keeper([GOOD]))
+def test_one_process_runs_no_loopback_check(tmp_path: Path) -> None:
+    _, reported = run_checks(with_active_checks(tmp_path, processes=1), FakeStandbyManager([GOOD]))
     assert set(reported) == {"Matmul"}
 
 
-def test_without_such_checks_a_node_is_fit_at_once(tmp_path: Path) -> None:
-    checks = NodeChecks(settings(tmp_path), Keeper([]), report=lambda _: None)
+def test_a_node_without_active_checks_passes_at_once(tmp_path: Path) -> None:
+    checks = NodeChecks(settings(tmp_path), FakeStandbyManager([]), report=lambda _: None)
     assert checks.run() == ""
 
 
 def test_a_pod_that_ends_does_not_wait_for_its_checks(tmp_path: Path) -> None:
-    keeper = Keeper([None, None], ends=False)
-    checks = NodeChecks(active(tmp_path, seconds=60), keeper, report=lambda _: None)
+    manager = FakeStandbyManager([None, None], ends=False)
+    checks = NodeChecks(with_active_checks(tmp_path, seconds=60), manager, report=lambda _: None)
     thread = threading.Thread(target=checks.run)
     thread.start()
     checks.cancel()
     thread.join(5)
     assert not thread.is_alive()
-    assert keeper.killed in (0, 2)
+    assert manager.killed in (0, 2)
 
 
-def test_a_worker_that_may_open_too_few_files_for_the_jobs_size_reports_what_is_needed(
+def test_a_limit_of_open_files_below_the_need_of_the_job_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "read_limit", lambda: 1024)
@@ -246,7 +246,7 @@ def test_a_worker_that_may_open_too_few_files_for_the_jobs_size_reports_what_is_
     def wrong() -> list[preflight.PreflightFinding]:
         return [finding for finding in preflight.preflight(found) if finding.code is not None]
 
-    assert not wrong(), "the operator does not say how large the job is"
+    assert not wrong(), "the operator does not send the size of the job"
     (tmp_path / "nodes").write_text("4\n")
     assert not wrong()
     (tmp_path / "nodes").write_text("500\n")
@@ -256,7 +256,7 @@ def test_a_worker_that_may_open_too_few_files_for_the_jobs_size_reports_what_is_
     assert "are needed with 1,000 training processes: raise LimitNOFILE" in finding.sentence
 
 
-def test_a_channel_beyond_the_first_1024_descriptors_can_be_waited_for() -> None:
+def test_a_socket_beyond_descriptor_1024_can_be_polled() -> None:
     import fcntl
     import os
     import socket
@@ -309,15 +309,15 @@ Version: 1:1.3
         ((2, 26), None, ""),
     ],
 )
-def test_pairs_that_do_not_work_together_are_reported_with_what_to_do(
+def test_incompatible_driver_and_runtime_versions_have_a_remedy(
     driver: tuple[int, int] | None, runtime: tuple[int, int] | None, advice: str
 ) -> None:
-    sentence = mismatch(driver, runtime)
+    sentence = explain_version_mismatch(driver, runtime)
     assert bool(sentence) is bool(advice)
     assert advice in sentence
 
 
-def test_versions_are_read_of_the_module_and_of_the_package(tmp_path: Path) -> None:
+def test_versions_are_read_from_the_module_and_the_package(tmp_path: Path) -> None:
     (tmp_path / "version").write_text("2.26.10.0\n")
     (tmp_path / "status").write_text(STATUS)
     assert driver_version(tmp_path / "version") == (2, 26)
@@ -327,17 +327,72 @@ def test_versions_are_read_of_the_module_and_of_the_package(tmp_path: Path) -> N
 
 
 @given(st.text(max_size=300))
-def test_any_content_is_no_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_any_content_of_a_version_file_is_parsed(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "odd"
     path.write_text(text, encoding="utf-8", errors="replace")
     assert driver_version(path) is None or "." in text
     runtime_version(path)
 
 
-def test_a_pair_that_does_not_work_is_reported_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incompatible_versions_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "driver_version", lambda: (2, 26))
     monkeypatch.setattr(preflight, "runtime_version", lambda: (2, 32))
     (finding,) = preflight._versions(16)
     assert (finding.code, finding.check) == (None, PreflightCheck.DEVICES)
     assert finding.sentence.startswith("The node's Neuron driver 2.26 and the image's runtime 2.32")
     assert list(preflight._versions(0)) == [], "a worker without devices does not ask"
+
+
+Usage = namedtuple("Usage", "total used free")  # noqa: PYI024 - as shutil's
+
+
+def test_a_full_memory_volume_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_file_system_of", lambda _: "tmpfs")
+    assert list(preflight._memory_directory(tmp_path)) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 30, 1 << 30, 100))
+    (finding,) = preflight._memory_directory(tmp_path)
+    assert finding.code is ExitCode.USER_ERROR
+    assert "has 100 bytes left" in finding.sentence
+
+
+def test_snapshots_on_a_disk_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_file_system_of", lambda _: "ext4")
+    (finding,) = preflight._memory_directory(tmp_path)
+    assert finding.code is None
+    assert "is on a disk" in finding.sentence
+
+
+def test_a_full_scratch_volume_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(preflight._disk(None)) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 1 << 40, 3 << 20))
+    (finding,) = preflight._disk(tmp_path)
+    assert finding.code is None
+    assert "has 3 MiB left" in finding.sentence
+
+
+NCCOM = """#!/bin/sh
+for last; do :; done
+{report}
+exit {code}
+"""
+
+
+@pytest.mark.parametrize(
+    ("report", "code", "healthy"),
+    [
+        ('echo \'{"results": [{"check": "passed"}]}\' >$last', 0, True),
+        ('echo \'{"results": [{"check": "failed"}]}\' >$last', 1, False),
+        ('echo \'{"results": [{"check": "failed"}]}\' >$last', 0, True),
+        ("echo '{\"results\": [{}]}' >$last", 1, True),
+        ("echo no JSON >$last", 1, True),
+        ("true", 1, True),
+    ],
+)
+def test_nccom_test_fails_a_node_only_with_a_failed_check_and_exit_code(
+    report: str, code: int, healthy: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nccom-test"
+    program.write_text(NCCOM.format(report=report, code=code))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert pair_test.check_collectives()[0] is healthy

@@ -1,52 +1,42 @@
-"""The coordinator's frames as the agent reads them: answers, refusals, and unknown messages."""
-
-from __future__ import annotations
+"""The agent's end of a stream: addresses, acknowledgements, memberships, errors and unknown frames."""
 
 import asyncio
 import gzip
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from trainium_agent.coordinator import session as session_module
-from trainium_agent.coordinator import stream as stream_module
-from trainium_agent.coordinator.connection import CoordinatorUnavailableError
-from trainium_agent.coordinator.session import Session
-from trainium_agent.coordinator.stream import Stream, StreamEndedError
-from trainium_contract.faults.causes import Cause
+from tests.testing.operator.coordinator_fixture import register
+from tests.unit.agent.shared_store import membership_at
+from trainium_agent.coordinator import connection
+from trainium_agent.coordinator.client import StreamSession, _Sent
+from trainium_agent.coordinator.connection import (
+    Address,
+    Connector,
+    CoordinatorUnavailableError,
+    Stream,
+    StreamEndedError,
+    StreamRefusedError,
+)
+from trainium_agent.settings import Endpoint
 from trainium_contract.wire.membership_change import MembershipChange, diff_memberships
 from trainium_contract.wire.messages import (
     ErrorResponse,
     HeartbeatRequest,
     HeartbeatResponse,
-    Member,
     Membership,
     RegisterRequest,
     RegisterResponse,
-    Transition,
     WorkerPhase,
 )
-from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, frame, head_of
+from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, encode_frame, parse_frame_header
 
-MEMBERSHIP = Membership(
-    generation=3,
-    transition=Transition.IMMEDIATE,
-    cause=Cause.RESIZE,
-    processes_per_node=1,
-    members=(
-        Member(pod_uid="u", pod_name="w-0", pod_ip="10.0.0.1", node_name="n", node_rank=0, rendezvous_port=29500),
-    ),
-)
-REQUEST = RegisterRequest(
-    namespace="team",
-    job="llama",
-    pod_name="w-0",
-    pod_uid="u",
-    pod_ip="10.0.0.1",
-    node_name="n",
-    rendezvous_port=29500,
-    agent_version="1",
-)
+MEMBERSHIP = membership_at(29500, nodes=1, generation=3)
+REQUEST = RegisterRequest.model_validate(register())
 
 
 def encoded(message: Any) -> bytes:
@@ -54,7 +44,7 @@ def encoded(message: Any) -> bytes:
 
 
 class Writer:
-    """The sending half of a connection."""
+    """The sending half of a connection, which records what is sent."""
 
     def __init__(self) -> None:
         self.sent = b""
@@ -74,7 +64,7 @@ class Writer:
 
 
 def connected(*reported: bytes, ended: bool = False) -> tuple[Stream, Writer]:
-    """Return a stream on which the coordinator has sent this."""
+    """Return a stream that has received these frames."""
     reader, writer = asyncio.StreamReader(limit=1 << 12), Writer()
     reader.feed_data(b"".join(reported))
     if ended:
@@ -86,26 +76,28 @@ REFUSAL = encoded(ErrorResponse(error="the pod is gone", status=403))
 CONFLICT = encoded(ErrorResponse(error="generation 2 is over", status=409))
 
 
-async def test_a_registration_is_answered_with_a_welcome_whatever_comes_before_it() -> None:
+async def test_a_registration_skips_frames_before_its_reply() -> None:
     welcome = RegisterResponse(heartbeat_seconds=3.0, time=7.0)
-    stream, writer = connected(frame(FrameKind.HEARTBEAT_ACK, b"{}"), frame(FrameKind.REGISTERED, encoded(welcome)))
+    stream, writer = connected(
+        encode_frame(FrameKind.HEARTBEAT_ACK, b"{}"), encode_frame(FrameKind.REGISTERED, encoded(welcome))
+    )
     assert await stream.register(REQUEST, 5.0) == welcome
-    assert head_of(writer.sent[:HEAD_BYTES])[0] == FrameKind.REGISTER
+    assert parse_frame_header(writer.sent[:HEAD_BYTES])[0] == FrameKind.REGISTER
     assert not writer.aborted
 
 
 @pytest.mark.parametrize(
     ("reported", "sentence"),
     [
-        ((frame(FrameKind.ERROR, REFUSAL),), "the coordinator answered 403: the pod is gone"),
-        ((frame(FrameKind.ERROR, b"no JSON"),), "refused with something that is not understood"),
-        ((frame(FrameKind.REGISTERED, b"no JSON"),), r"was not answered \(ValidationError\)"),
-        ((frame(FrameKind.REGISTERED)[:3],), "the coordinator closed the stream"),
-        ((frame(FrameKind.PACKED_MEMBERSHIP, b"no gzip"),), "the connection broke"),
+        ((encode_frame(FrameKind.ERROR, REFUSAL),), "the coordinator answered 403: the pod is gone"),
+        ((encode_frame(FrameKind.ERROR, b"no JSON"),), "refused with something that is not understood"),
+        ((encode_frame(FrameKind.REGISTERED, b"no JSON"),), r"was not answered \(ValidationError\)"),
+        ((encode_frame(FrameKind.REGISTERED)[:3],), "the coordinator closed the stream"),
+        ((encode_frame(FrameKind.PACKED_MEMBERSHIP, b"no gzip"),), "the connection broke"),
         ((b"\x02\xff\xff\xff\xff",), "a frame of 4294967295 bytes"),
     ],
 )
-async def test_a_registration_that_fails_is_one_sentence_and_closes_the_stream(
+async def test_a_failed_registration_raises_one_sentence_and_closes_the_stream(
     reported: tuple[bytes, ...], sentence: str
 ) -> None:
     stream, writer = connected(*reported, ended=True)
@@ -114,28 +106,28 @@ async def test_a_registration_that_fails_is_one_sentence_and_closes_the_stream(
     assert writer.aborted
 
 
-async def test_a_registration_that_nobody_answers_ends() -> None:
+async def test_a_registration_without_reply_times_out() -> None:
     stream, writer = connected()
     with pytest.raises(StreamEndedError, match=r"was not answered \(TimeoutError\)"):
         await stream.register(REQUEST, 0.01)
     assert writer.aborted
 
 
-async def test_a_connection_that_breaks_while_we_send_is_one_sentence() -> None:
+async def test_a_broken_connection_raises_one_sentence() -> None:
     stream, writer = connected()
     writer.broken = True
     with pytest.raises(StreamEndedError, match=r"the connection broke \(reset by peer\)"):
         await stream.send(FrameKind.KEEPALIVE, b"")
 
 
-async def test_a_packed_membership_comes_unpacked() -> None:
-    stream, _ = connected(frame(FrameKind.PACKED_MEMBERSHIP, gzip.compress(encoded(MEMBERSHIP))))
+async def test_a_packed_membership_is_unpacked() -> None:
+    stream, _ = connected(encode_frame(FrameKind.PACKED_MEMBERSHIP, gzip.compress(encoded(MEMBERSHIP))))
     kind, payload = await stream.receive()
     assert (kind, Membership.model_validate_json(payload)) == (FrameKind.MEMBERSHIP, MEMBERSHIP)
 
 
-class Ears:
-    """Record what came of the coordinator's messages."""
+class RecordingSession:
+    """A session that records the callbacks of received frames."""
 
     def __init__(self, *reported: bytes, ended: bool = True) -> None:
         self.acknowledged: list[HeartbeatRequest] = []
@@ -143,7 +135,7 @@ class Ears:
         self.changes: list[MembershipChange] = []
         self.answers = 0
         self.stream, self.writer = connected(*reported, ended=ended)
-        self.session = Session(
+        self.session = StreamSession(
             self.stream,
             self.heartbeat,
             asyncio.Event(),
@@ -162,8 +154,8 @@ class Ears:
         )
 
     def report(self) -> None:
-        """A heartbeat is on its way."""
-        self.session._unanswered.append(session_module._Sent(self.heartbeat(), 0.0, 0.0))
+        """Report that a heartbeat is sent."""
+        self.session._unanswered.append(_Sent(self.heartbeat(), 0.0, 0.0))
 
     async def listen(self) -> str:
         with pytest.raises(CoordinatorUnavailableError) as caught:
@@ -171,76 +163,156 @@ class Ears:
         return str(caught.value)
 
 
-ACKNOWLEDGED = frame(
+ACKNOWLEDGED = encode_frame(
     FrameKind.HEARTBEAT_ACK, encoded(HeartbeatResponse(generation=3, full_heartbeat_seconds=9.0, time=1.0))
 )
 
 
-async def test_each_answer_acknowledges_the_oldest_heartbeat_and_one_too_many_does_no_harm() -> None:
-    ears = Ears(ACKNOWLEDGED, ACKNOWLEDGED)
-    ears.report()
-    assert await ears.listen() == "the coordinator closed the stream"
-    assert (len(ears.acknowledged), ears.answers) == (1, 2)
-    assert ears.session._detail_seconds == 9.0
+async def test_each_reply_acknowledges_the_oldest_heartbeat_and_extra_replies_none() -> None:
+    recorded = RecordingSession(ACKNOWLEDGED, ACKNOWLEDGED)
+    recorded.report()
+    assert await recorded.listen() == "the coordinator closed the stream"
+    assert (len(recorded.acknowledged), recorded.answers) == (1, 2)
+    assert recorded.session._detail_seconds == 9.0
 
 
-async def test_a_membership_is_passed_on_and_a_kind_of_a_later_version_is_passed_over() -> None:
-    ears = Ears(frame(FrameKind.MEMBERSHIP, encoded(MEMBERSHIP)), b"\x63\x00\x00\x00\x01x", ACKNOWLEDGED)
-    await ears.listen()
-    assert (ears.memberships, ears.answers) == ([MEMBERSHIP], 1)
+async def test_a_membership_is_handled_and_an_unknown_frame_skipped() -> None:
+    recorded = RecordingSession(
+        encode_frame(FrameKind.MEMBERSHIP, encoded(MEMBERSHIP)), b"\x63\x00\x00\x00\x01x", ACKNOWLEDGED
+    )
+    await recorded.listen()
+    assert (recorded.memberships, recorded.answers) == ([MEMBERSHIP], 1)
 
 
-async def test_a_change_is_passed_on_as_one() -> None:
+async def test_a_membership_change_is_handled() -> None:
     change = diff_memberships(MEMBERSHIP, MEMBERSHIP.replaced(generation=4, processes_per_node=2))
     assert change is not None
-    ears = Ears(frame(FrameKind.MEMBERSHIP_CHANGE, encoded(change)))
-    await ears.listen()
-    assert (ears.memberships, ears.changes) == ([], [change])
+    recorded = RecordingSession(encode_frame(FrameKind.MEMBERSHIP_CHANGE, encoded(change)))
+    await recorded.listen()
+    assert (recorded.memberships, recorded.changes) == ([], [change])
 
 
-async def test_a_heartbeat_of_a_generation_that_is_over_is_answered_but_not_acknowledged() -> None:
-    ears = Ears(frame(FrameKind.ERROR, CONFLICT), ACKNOWLEDGED, frame(FrameKind.ERROR, CONFLICT))
-    ears.report()
-    ears.report()
-    assert await ears.listen() == "the coordinator closed the stream"
-    assert (len(ears.acknowledged), ears.answers) == (1, 3)
+async def test_a_conflict_reply_acknowledges_no_heartbeat() -> None:
+    recorded = RecordingSession(
+        encode_frame(FrameKind.ERROR, CONFLICT), ACKNOWLEDGED, encode_frame(FrameKind.ERROR, CONFLICT)
+    )
+    recorded.report()
+    recorded.report()
+    assert await recorded.listen() == "the coordinator closed the stream"
+    assert (len(recorded.acknowledged), recorded.answers) == (1, 3)
 
 
 @pytest.mark.parametrize(
     ("reported", "sentence"),
     [
-        (frame(FrameKind.ERROR, REFUSAL), "the coordinator answered 403: the pod is gone"),
-        (frame(FrameKind.MEMBERSHIP, b"{}"), "validation error"),
+        (encode_frame(FrameKind.ERROR, REFUSAL), "the coordinator answered 403: the pod is gone"),
+        (encode_frame(FrameKind.MEMBERSHIP, b"{}"), "validation error"),
     ],
 )
-async def test_a_refusal_or_a_word_that_makes_no_sense_ends_the_stream(reported: bytes, sentence: str) -> None:
-    assert sentence in await Ears(reported).listen()
+async def test_an_error_or_an_invalid_frame_ends_the_stream(reported: bytes, sentence: str) -> None:
+    assert sentence in await RecordingSession(reported).listen()
 
 
-async def test_a_coordinator_that_answers_no_heartbeat_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    ears = Ears(ended=False)
-    ears.report()  # at monotonic time 0: long ago
+async def test_an_unanswered_heartbeat_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = RecordingSession(ended=False)
+    recorded.report()  # at monotonic time 0: long ago
     with pytest.raises(CoordinatorUnavailableError, match="a heartbeat was not answered within"):
-        await ears.session.send_heartbeats(1.0)
+        await recorded.session.send_heartbeats(1.0)
 
 
 async def test_a_heartbeat_that_cannot_be_sent_ends_the_stream() -> None:
-    ears = Ears(ended=False)
-    ears.writer.broken = True
+    recorded = RecordingSession(ended=False)
+    recorded.writer.broken = True
     with pytest.raises(CoordinatorUnavailableError, match="reset by peer"):
-        await ears.session.send_heartbeats(1.0)
+        await recorded.session.send_heartbeats(1.0)
 
 
 @pytest.mark.parametrize(
     ("head", "error", "sentence"),
     [
-        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 5\r\n\r\nno it", stream_module.StreamRefusedError, "404"),
-        (b"HTTP/1.1 503 Later\r\n\r\n", stream_module.StreamRefusedError, "503"),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 5\r\n\r\nno it", StreamRefusedError, "404"),
+        (b"HTTP/1.1 503 Later\r\n\r\n", StreamRefusedError, "503"),
         (b"x" * 5000, ValueError, "no HTTP"),
-        (b"nonsense\r\n\r\n", stream_module.StreamRefusedError, "0"),
+        (b"nonsense\r\n\r\n", StreamRefusedError, "0"),
     ],
 )
-async def test_what_is_no_stream_is_an_error(head: bytes, error: type[Exception], sentence: str) -> None:
+async def test_a_refused_upgrade_is_an_error(head: bytes, error: type[Exception], sentence: str) -> None:
     stream, _ = connected(head)
     with pytest.raises(error, match=sentence):
-        await stream._upgraded()
+        await stream._await_upgrade()
+
+
+NAME = "coordinator.svc"
+
+
+class FakeResolver:
+    """A replacement of the host's resolver."""
+
+    def __init__(self) -> None:
+        self.answer: list[str] | None = ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+        """None: there is no such name."""
+        self.lookups = 0
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def __call__(self, host: str, port: int, *, type: int) -> list[tuple[object, ...]]:  # noqa: A002
+        assert (host, type) == (NAME, socket.SOCK_STREAM)
+        self.lookups += 1
+        self.answers.wait()
+        if self.answer is None:
+            raise OSError("no such name")
+        return [(2, 1, 6, "", (ip, port)) for ip in self.answer]
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeResolver]:
+    found = FakeResolver()
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    yield found
+    found.answers.set()
+
+
+@pytest.fixture
+def connector() -> Connector:
+    return Connector(SimpleNamespace(coordinator=(Endpoint(NAME, 8443),)))
+
+
+async def test_each_address_of_a_name_is_listed_once(resolver: FakeResolver, connector: Connector) -> None:
+    assert await connector.addresses() == [Address(NAME, "10.0.0.1", 8443), Address(NAME, "10.0.0.2", 8443)]
+    assert resolver.lookups == 1
+
+
+async def test_a_name_that_does_not_resolve_is_an_error(resolver: FakeResolver, connector: Connector) -> None:
+    resolver.answer = None
+    with pytest.raises(CoordinatorUnavailableError, match=r"coordinator\.svc does not resolve"):
+        await connector.addresses()
+
+
+async def test_an_invalid_name_is_an_error() -> None:
+    connector = Connector(SimpleNamespace(coordinator=(Endpoint("." * 300, 8443),)))
+    with pytest.raises(CoordinatorUnavailableError, match="does not resolve"):
+        await connector.addresses()
+
+
+async def test_a_failed_lookup_returns_the_last_addresses(resolver: FakeResolver, connector: Connector) -> None:
+    before = await connector.addresses()
+    resolver.answer = None
+    assert await connector.addresses() == before
+    resolver.answer = ["10.0.0.3"]
+    assert [address.ip for address in await connector.addresses()] == ["10.0.0.3"]
+
+
+async def test_a_silent_name_server_leaves_the_known_addresses_and_one_pending_lookup(
+    resolver: FakeResolver, connector: Connector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "LOOKUP_SECONDS", 0.01)
+    before = await connector.addresses()
+    resolver.answers.clear()
+    resolver.answer = ["10.0.0.3"]
+    for _ in range(3):
+        assert await connector.addresses() == before
+    assert resolver.lookups == 2
+    monkeypatch.setattr(connection, "LOOKUP_SECONDS", 30)
+    resolver.answers.set()
+    assert [address.ip for address in await connector.addresses()] == ["10.0.0.3"]
+    assert resolver.lookups == 2

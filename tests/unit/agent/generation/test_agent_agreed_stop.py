@@ -1,25 +1,21 @@
-"""All ranks stop after the same step, or are signalled together."""
-
-from __future__ import annotations
+"""Ranks agree on the step after which they stop, or are signalled together."""
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from shared_store import Shared
 
 import trainium_worker
 from tests.testing.suite.timeouts import scaled
+from tests.unit.agent.shared_store import Shared
 from trainium_agent.generation.agreed_stop import AgreedStop
 from trainium_agent.generation.store import StoreLostError
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-class Store(Shared):
-    """The store as the agents of a generation reach it."""
+class AgreementStore(Shared):
+    """The shared store, with checks for several keys at once."""
 
     def has(self, *keys: str) -> bool:  # type: ignore[override]
         return all(key in self.values for key in keys)
@@ -29,10 +25,10 @@ class Store(Shared):
 
 
 class Job:
-    """Nodes with one rank each; a rank trains in step with the others and asks after each step."""
+    """Nodes with one rank each; the ranks train in step and check for a stop after each step."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
-        self.store: Any = Store()
+        self.store: Any = AgreementStore()
         self.records = [folder / f"g1-r{node}" for node in range(nodes)]
         self.programs = [
             trainium_worker._Program(trainium_worker.ProgressWriter(path, generation=1, attempt=2))
@@ -45,7 +41,7 @@ class Job:
 
     def stop(self, node: int, *, attempt: int = 2, timeout: float = 30.0) -> AgreedStop:
         stop = AgreedStop(self._membership, node, attempt, [self.records[node]], timeout=timeout, store=self.store)
-        stop.or_signal(lambda: self.signalled.append(node))
+        stop.signal_on_failure(lambda: self.signalled.append(node))
         return stop
 
     def train(self, node: int) -> None:
@@ -69,7 +65,7 @@ def run(*parts: Any) -> None:
         thread.join(scaled(60))
 
 
-def test_ranks_in_the_middle_of_training_stop_after_one_step(job: Job) -> None:
+def test_training_ranks_stop_after_the_same_step(job: Job) -> None:
     for program in job.programs:
         program.should_stop()
     run(*(lambda node=node: job.train(node) for node in range(3)), *(job.stop(node).run for node in range(3)))
@@ -78,36 +74,36 @@ def test_ranks_in_the_middle_of_training_stop_after_one_step(job: Job) -> None:
     assert job.signalled == []
 
 
-def test_ranks_that_never_asked_are_signalled_on_all_nodes(job: Job) -> None:
+def test_ranks_that_never_check_for_a_stop_are_signalled_on_all_nodes(job: Job) -> None:
     job.programs[0].should_stop()
     run(*(job.stop(node).run for node in range(3)))
     assert sorted(job.signalled) == [0, 1, 2]
-    assert not job.programs[0].should_stop(), "who asked goes on"
+    assert not job.programs[0].should_stop(), "the rank that checked continues"
 
 
-def test_what_an_earlier_attempt_asked_does_not_count(job: Job) -> None:
+def test_checks_of_an_earlier_attempt_do_not_count(job: Job) -> None:
     for program in job.programs:
         program.should_stop()
     run(*(job.stop(node, attempt=3).run for node in range(3)))
     assert sorted(job.signalled) == [0, 1, 2]
 
 
-def test_without_the_other_agents_the_ranks_are_signalled_and_no_rank_waits(job: Job) -> None:
+def test_ranks_are_signalled_when_no_other_agent_answers(job: Job) -> None:
     job.programs[0].should_stop()
     job.stop(0, timeout=0.0).run()
     assert job.signalled == [0]
     assert not job.programs[0].should_stop()
 
 
-def test_an_agent_that_has_to_leave_later_signals_its_ranks_then(job: Job) -> None:
+def test_an_agent_signals_its_ranks_when_it_leaves_later(job: Job) -> None:
     stop = AgreedStop(job._membership, 0, 2, [job.records[0]], timeout=0.0, store=job.store)
     stop.run()
     assert job.signalled == []
-    stop.or_signal(lambda: job.signalled.append(0))
+    stop.signal_on_failure(lambda: job.signalled.append(0))
     assert job.signalled == [0]
 
 
-def test_without_the_store_the_ranks_are_signalled(job: Job) -> None:
+def test_ranks_are_signalled_when_the_store_is_lost(job: Job) -> None:
     def lost(key: str, value: str) -> None:
         raise StoreLostError("gone")
 

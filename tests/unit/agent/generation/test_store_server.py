@@ -1,21 +1,19 @@
-"""The store's server on a real port: what each operation answers, who waits, and bytes that no agent sends."""
-
-from __future__ import annotations
+"""The store's server on a real port: its operations, waiting clients, invalid requests, and signed values."""
 
 import logging
 import socket
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shared_store import membership_at
 
+from tests.unit.agent.shared_store import membership_at
 from trainium_agent.exits.restart_policy import GenerationState
-from trainium_agent.generation.server import LONGEST_FRAME, StoreClient, StoreServer, frame
+from trainium_agent.generation.server import LONGEST_FRAME, Answer, StoreClient, StoreServer, frame
 from trainium_agent.generation.state_watcher import StateWatcher
 from trainium_agent.generation.store import (
     LONGEST_VALUE,
@@ -27,12 +25,7 @@ from trainium_agent.generation.store import (
 from trainium_agent.rendezvous import GenerationRendezvous
 from trainium_agent.workload.program import ReservedPort
 from trainium_contract.exit_codes import ExitCode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from trainium_agent.generation.server import Answer
-    from trainium_contract.wire.messages import Membership
+from trainium_contract.wire.messages import Membership
 
 
 @pytest.fixture
@@ -45,12 +38,12 @@ def server() -> Iterator[StoreServer]:
 def ask(server: StoreServer, *request: str | float) -> Answer:
     client = StoreClient(socket.create_connection(("127.0.0.1", server.port), timeout=5))
     try:
-        return client.ask(request, lambda: 5.0)
+        return client.request(request, lambda: 5.0)
     finally:
         client.close()
 
 
-def test_each_operation_answers_what_the_store_holds(server: StoreServer) -> None:
+def test_each_operation_returns_the_content_of_the_store(server: StoreServer) -> None:
     assert ask(server, "has", "a") is False
     assert ask(server, "set", "a", "1") is None
     assert ask(server, "has", "a") is True
@@ -64,7 +57,7 @@ def test_each_operation_answers_what_the_store_holds(server: StoreServer) -> Non
     assert ask(server, "delete", "a") is False
 
 
-def test_a_swap_succeeds_only_on_the_value_that_was_seen(server: StoreServer) -> None:
+def test_a_swap_succeeds_only_on_the_expected_value(server: StoreServer) -> None:
     assert ask(server, "swap", "state", "", "one") == "one"
     assert ask(server, "swap", "state", "", "two") == "one"
     assert ask(server, "swap", "state", "one", "two") == "two"
@@ -72,7 +65,7 @@ def test_a_swap_succeeds_only_on_the_value_that_was_seen(server: StoreServer) ->
     assert ask(server, "has", "gone") is False
 
 
-def test_who_waits_for_a_key_gets_it_when_it_is_set(server: StoreServer) -> None:
+def test_waiting_clients_receive_a_key_once_it_is_set(server: StoreServer) -> None:
     found: list[Answer] = []
     waiting = [threading.Thread(target=lambda: found.append(ask(server, "get", "late", 4.0))) for _ in range(8)]
     for thread in waiting:
@@ -86,7 +79,7 @@ def test_who_waits_for_a_key_gets_it_when_it_is_set(server: StoreServer) -> None
     assert time.monotonic() - began < 2
 
 
-def test_a_key_that_does_not_come_is_answered_with_none_and_nobody_is_remembered(server: StoreServer) -> None:
+def test_a_request_for_a_missing_key_times_out_with_none(server: StoreServer) -> None:
     assert ask(server, "get", "never", 0.05) is None
     assert server._waiting == {}
 
@@ -106,43 +99,43 @@ def test_a_key_that_does_not_come_is_answered_with_none_and_nobody_is_remembered
         b"",
     ],
 )
-def test_what_no_agent_sends_closes_its_own_connection_only(server: StoreServer, sent: bytes) -> None:
+def test_an_invalid_request_closes_only_its_own_connection(server: StoreServer, sent: bytes) -> None:
     other = StoreClient(socket.create_connection(("127.0.0.1", server.port), timeout=5))
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
         stranger.sendall(sent)
         stranger.shutdown(socket.SHUT_WR)
         assert stranger.recv(1) == b""
-    assert other.ask(("set", "key", "value"), lambda: 5.0) is None
-    assert other.ask(("get", "key", 1.0), lambda: 5.0) == "value"
+    assert other.request(("set", "key", "value"), lambda: 5.0) is None
+    assert other.request(("get", "key", 1.0), lambda: 5.0) == "value"
     other.close()
 
 
-def test_a_server_that_answers_nothing_is_given_up_in_time() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        client = StoreClient(socket.create_connection(("127.0.0.1", deaf.getsockname()[1]), timeout=5))
+def test_a_request_to_a_silent_server_times_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = StoreClient(socket.create_connection(("127.0.0.1", silent.getsockname()[1]), timeout=5))
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            client.ask(("has", "key"), lambda: began + 0.3 - time.monotonic())
+            client.request(("has", "key"), lambda: began + 0.3 - time.monotonic())
         assert time.monotonic() - began < 2
         client.close()
 
 
-def test_an_address_that_is_not_here_is_refused() -> None:
+def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(OSError, match="assign"):
         StoreServer("192.0.2.1")
 
 
-class Stranger:
-    """A client that reaches the port and knows how the store is used."""
+class UnsignedClient:
+    """A client of the store's protocol that cannot sign values."""
 
     def __init__(self, server: StoreServer) -> None:
         self._client = StoreClient(socket.create_connection(("127.0.0.1", server.port), timeout=5))
 
     def get(self, key: str) -> str:
-        return str(self._client.ask(("get", key, 1.0), lambda: 5.0))
+        return str(self._client.request(("get", key, 1.0), lambda: 5.0))
 
     def set(self, key: str, value: str) -> None:
-        self._client.ask(("set", key, value), lambda: 5.0)
+        self._client.request(("set", key, value), lambda: 5.0)
 
 
 def connected(membership: Membership) -> GenerationStore:
@@ -151,42 +144,39 @@ def connected(membership: Membership) -> GenerationStore:
     return store
 
 
-def test_agents_of_a_generation_understand_each_other(server: StoreServer) -> None:
+def test_agents_of_a_generation_share_values_state_and_counters(server: StoreServer) -> None:
     one, two = (connected(membership_at(server.port)) for _ in range(2))
-    one.begin(GenerationState())
+    one.create_state(GenerationState())
     one.set(one.key(0, "port"), "29500")
     assert two.get(two.key(0, "port")) == "29500"
-    after = two.change(lambda state: GenerationState(attempt=state.attempt + 1))
+    after = two.update_state(lambda state: GenerationState(attempt=state.attempt + 1))
     assert after.attempt == one.state().attempt == 1
-    assert one.change(lambda state: state).attempt == 1
+    assert one.update_state(lambda state: state).attempt == 1
     assert one.count(one.key("left"), 2) == 2
 
 
-def test_a_stop_that_a_stranger_writes_is_refused_and_reported_once(
-    server: StoreServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unsigned_state_is_rejected_and_logged_once(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
     membership = membership_at(server.port)
     ours = connected(membership)
-    ours.begin(GenerationState())
-    signed = Stranger(server).get(ours.key("state"))
+    ours.create_state(GenerationState())
+    signed = UnsignedClient(server).get(ours.key("state"))
     stopped = GenerationState(attempt=5, stopped=int(ExitCode.USER_ERROR)).encode()
     for forged in (stopped, "x" * 32 + stopped, "", "\xff" * 40, signed[:-1], "["):
-        Stranger(server).set(ours.key("state"), forged)
-        for ask in (ours.state, lambda: ours.change(lambda state: state)):
-            if not ours.connected:
-                ours.connect()
+        UnsignedClient(server).set(ours.key("state"), forged)
+        for ask in (ours.state, lambda: ours.update_state(lambda state: state)):
+            ours.connect()
             with pytest.raises(StoreLostError, match="was not written by an agent of this generation"):
                 ask()
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
-    Stranger(server).set(ours.key("state"), signed)
+    UnsignedClient(server).set(ours.key("state"), signed)
     assert ours.state() == GenerationState()
 
 
-def test_a_signed_value_counts_for_its_own_name_and_generation_only(server: StoreServer) -> None:
+def test_a_signature_is_valid_for_one_key_and_generation(server: StoreServer) -> None:
     ours = connected(membership_at(server.port))
     ours.set(ours.key(0, "port"), "29500")
-    signed = Stranger(server).get(ours.key(0, "port"))
-    Stranger(server).set(ours.key(1, "port"), signed)
+    signed = UnsignedClient(server).get(ours.key(0, "port"))
+    UnsignedClient(server).set(ours.key(1, "port"), signed)
     with pytest.raises(StoreLostError):
         ours.get(ours.key(1, "port"))
     next_one = ValueSigner(membership_at(generation=2))
@@ -196,13 +186,13 @@ def test_a_signed_value_counts_for_its_own_name_and_generation_only(server: Stor
         ValueSigner(membership_at(uid="other")).verify(ours.key(0, "port"), signed)
 
 
-def test_a_value_beyond_all_bounds_is_not_read() -> None:
+def test_a_value_above_the_longest_length_is_rejected() -> None:
     with pytest.raises(ForgedValueError, match="longer than anything"):
         ValueSigner(membership_at()).verify("state", "x" * (LONGEST_VALUE + 1))
 
 
 @given(name=st.text(max_size=40), value=st.text(max_size=200), at=st.integers(0, 250), to=st.characters(codec="utf-8"))
-def test_any_change_of_a_signed_value_is_noticed(name: str, value: str, at: int, to: str) -> None:
+def test_any_change_of_a_signed_value_is_detected(name: str, value: str, at: int, to: str) -> None:
     signature = ValueSigner(membership_at())
     signed = signature.sign(name, value)
     assert signature.verify(name, signed) == value
@@ -217,16 +207,16 @@ NODES = 100
 
 
 class CountingStore(GenerationStore):
-    """Counts its questions whether something is there."""
+    """A store that counts its `has` requests."""
 
-    asked = 0
+    requests = 0
 
     def has(self, *keys: str) -> bool:
-        self.asked += 1
+        self.requests += 1
         return super().has(*keys)
 
 
-def test_the_first_node_asks_for_all_others_at_once_and_names_who_is_missing() -> None:
+def test_the_first_node_checks_all_others_in_one_request_and_names_the_missing() -> None:
     server = StoreServer("127.0.0.1")
     membership = membership_at(server.port, nodes=NODES)
     listed = threading.Event()
@@ -253,16 +243,16 @@ def test_the_first_node_asks_for_all_others_at_once_and_names_who_is_missing() -
     others.connect()
     joined.start()
     assert listed.wait(30), missing
-    asked = store.asked
-    # Two questions a look until it is time to name them, then one for each of 64: never each of them at each look.
-    assert asked < 2 * NODES, asked
+    requests = store.requests
+    # Two requests per check, until missing ranks are named: then one request for each of 64, once.
+    assert requests < 2 * NODES, requests
     for rank in range(1, NODES):
         others.set(others.key(0, "joined", rank))
     joined.join(30)
     assert not joined.is_alive()
     assert missing[-1] == ()
     assert others.has(others.key(0, "go"))
-    caller = handler._caller
+    caller = handler._publisher
     assert caller is not None
     handler.shutdown()
     caller._thread.join(10)

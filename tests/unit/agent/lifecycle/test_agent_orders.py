@@ -1,6 +1,4 @@
-"""The owners' decisions through random orders of events, in virtual time; a failure names its seed."""
-
-from __future__ import annotations
+"""State machines of a pod and of a generation in random orders of events; a failure names its seed."""
 
 import random
 from collections import Counter
@@ -8,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from virtual_generation import Generation
 
 import trainium_trainer
+from tests.unit.agent.virtual_generation import Generation
 from trainium_agent.exits.restart_policy import GenerationState
-from trainium_agent.lifecycle import actions as do
-from trainium_agent.lifecycle import events as on
-from trainium_agent.lifecycle import pod
-from trainium_agent.lifecycle.events import GenerationEnd
+from trainium_agent.lifecycle import actions, events, pod
+from trainium_agent.lifecycle.events import GenerationOutcome
 from trainium_agent.lifecycle.generation import step, wake_at
 from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 from trainium_contract.exit_codes import ExitCode
@@ -29,7 +25,7 @@ PARTS = 4
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, PARTS))])
 def test_a_generation_keeps_its_invariants_in_ten_thousand_random_orders_of_events(part: int) -> None:
     stages: Counter[Stage] = Counter()
-    outcomes: Counter[GenerationEnd] = Counter()
+    outcomes: Counter[GenerationOutcome] = Counter()
     restarts = 0
     for seed in range(part, HISTORIES, PARTS):
         history = Generation(seed)
@@ -43,12 +39,12 @@ def test_a_generation_keeps_its_invariants_in_ten_thousand_random_orders_of_even
         restarts += len(history.restarts)
     # The histories are worth something: every stage, both ends and many restarts are among them.
     assert set(stages) >= set(Stage) - {Stage.NEW}
-    assert all(outcomes[outcome] > HISTORIES / PARTS / 100 for outcome in GenerationEnd)
+    assert all(outcomes[outcome] > HISTORIES / PARTS / 100 for outcome in GenerationOutcome)
     assert restarts > HISTORIES / PARTS / 2
 
 
 class VirtualPod:
-    """A pod in random orders of events; its generations, checks and compiler end when the seed decides."""
+    """A pod whose generations, checks and compiler end at random times."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -63,15 +59,15 @@ class VirtualPod:
         self.launched: list[int] = []
         self.exits: list[int | None] = []
 
-    def take(self, event: pod.Event) -> None:
-        self.pod, actions = pod.step(self.pod, event, self.now)
-        for action in actions:
-            self.carry_out(action)
+    def apply_event(self, event: pod.Event) -> None:
+        self.pod, requested = pod.step(self.pod, event, self.now)
+        for action in requested:
+            self.execute(action)
 
-    def carry_out(self, action: pod.Action) -> None:
+    def execute(self, action: pod.Action) -> None:
         assert not self.exits, "nothing follows the end"
         match action:
-            case pod.BeginGeneration(generation):
+            case pod.StartGeneration(generation):
                 assert not self.running, "two generations at once"
                 assert not self.compiling, "ranks beside the compiler"
                 assert not self.pod.unfit
@@ -80,51 +76,53 @@ class VirtualPod:
                 assert generation == self.pod.newest.generation > max(self.launched, default=0)
                 self.running, self.leave_requested, self.gave_up = generation, False, False
                 self.launched.append(generation)
-            case pod.Idle(generation):
+            case pod.BecomeSpare(generation):
                 assert not self.running
                 assert generation == self.pod.newest.generation
                 self.compiling = True
             case pod.LeaveGeneration():
-                assert self.running, "nobody is there to leave"
+                assert self.running, "no generation runs"
                 self.leave_requested = True
-            case pod.LeavePod(code):
+            case pod.ExitPod(code):
                 assert not self.running or self.gave_up, "the pod is left while ranks are alive"
                 self.exits.append(code)
 
-    def anything(self) -> None:
+    def random_event(self) -> None:
         newest, pick = self.pod.newest.generation, self.random.random()
         if pick < 0.25:
             if self.waits_since is None:
                 self.waits_since = self.now
             number = newest + self.random.choice((0, 1, 1, 2))
             self.gave_up = self.gave_up and number == newest
-            self.take(pod.MembershipReceived(number, immediate=pick < 0.1, member=self.random.random() < 0.7))
+            self.apply_event(pod.MembershipReceived(number, immediate=pick < 0.1, member=self.random.random() < 0.7))
         elif pick < 0.4 and self.checking:
             self.checking = False
-            self.take(pod.Notice.NODE_UNFIT if pick < 0.27 else pod.Notice.NODE_CHECKED)
+            self.apply_event(pod.SimpleEvent.NODE_UNFIT if pick < 0.27 else pod.SimpleEvent.NODE_CHECKED)
         elif pick < 0.6 and self.running:
-            over, self.running, self.gave_up = self.random.choice(tuple(GenerationEnd)), 0, False
-            self.take(pod.GenerationOver(over, yielded=self.random.random() < 0.3))
+            over, self.running, self.gave_up = self.random.choice(tuple(GenerationOutcome)), 0, False
+            self.apply_event(pod.GenerationEnded(over, yielded=self.random.random() < 0.3))
         elif pick < 0.75 and self.compiling:
             self.compiling = False
-            self.take(pod.Notice.COMPILER_ENDED)
+            self.apply_event(pod.SimpleEvent.COMPILER_ENDED)
         elif pick < 0.8 and self.running == newest and not self.leave_requested:
             self.gave_up = True
-            self.take(pod.VerdictAcknowledged(self.random.choice((newest, newest - 1))))
+            self.apply_event(pod.VerdictAcknowledged(self.random.choice((newest, newest - 1))))
         elif pick < 0.85:
-            self.take(pod.Acknowledged(newest))
+            self.apply_event(pod.FinishAcknowledged(newest))
         elif pick < 0.88:
-            self.take(self.random.choice((pod.Notice.TERMINATE, pod.Notice.TERMINATE, pod.Notice.JOB_DELETED)))
+            self.apply_event(
+                self.random.choice((pod.SimpleEvent.TERMINATE, pod.SimpleEvent.TERMINATE, pod.SimpleEvent.JOB_DELETED))
+            )
         else:
             self.now += 4 * self.random.random()
-            self.take(pod.Notice.TICK)
+            self.apply_event(pod.SimpleEvent.TICK)
         self.check()
 
     def check(self) -> None:
         newest = self.pod.newest.generation
         if self.running and newest > self.running:
             assert self.leave_requested, "a newer generation was lost"
-        if self.running or self.exits or self.compiling or newest <= self.pod.done or self.pod.unfit:
+        if self.running or self.exits or self.compiling or newest <= self.pod.last_handled or self.pod.unfit:
             return
         assert self.pod.deadline is not None, "it waits for nothing"
 
@@ -135,7 +133,7 @@ def test_a_pod_keeps_its_invariants_in_ten_thousand_random_orders_of_events() ->
         history = VirtualPod(seed)
         try:
             for _ in range(40):
-                history.anything()
+                history.random_event()
         except AssertionError as error:
             error.add_note(f"seed {seed}, {history.pod}")
             raise
@@ -143,38 +141,40 @@ def test_a_pod_keeps_its_invariants_in_ten_thousand_random_orders_of_events() ->
     assert set(exits) == {None, ExitCode.FINISHED, ExitCode.YIELDING}
 
 
-def test_a_pod_ends_with_its_verdict_once_that_is_known_unless_the_job_goes_on() -> None:
-    came = pod.MembershipReceived(1, member=True)
-    launched, _ = pod.step(replace(pod.Pod(check_seconds=5.0), checked=True), came, 0.0)
+def test_a_pod_exits_after_its_verdict_is_acknowledged_unless_a_generation_follows() -> None:
+    received = pod.MembershipReceived(1, member=True)
+    launched, _ = pod.step(replace(pod.Pod(check_seconds=5.0), checked=True), received, 0.0)
     assert launched.running == 1
-    waiting, actions = pod.step(launched, pod.VerdictAcknowledged(1), 10.0)
-    assert actions == (), "the others read in its store why it stopped"
+    waiting, requested = pod.step(launched, pod.VerdictAcknowledged(1), 10.0)
+    assert requested == (), "the others read in its store why it stopped"
     assert waiting.wake_at == pytest.approx(13.0)
-    assert pod.step(waiting, pod.Notice.TICK, 12.9)[1] == ()
-    ended, actions = pod.step(pod.step(waiting, pod.VerdictAcknowledged(1), 12.0)[0], pod.Notice.TICK, 13.0)
-    assert (ended.left, actions) == (True, (pod.LeavePod(None),))
+    assert pod.step(waiting, pod.SimpleEvent.TICK, 12.9)[1] == ()
+    ended, requested = pod.step(pod.step(waiting, pod.VerdictAcknowledged(1), 12.0)[0], pod.SimpleEvent.TICK, 13.0)
+    assert (ended.has_exited, requested) == (True, (pod.ExitPod(None),))
     going_on, _ = pod.step(waiting, pod.MembershipReceived(2, member=True), 11.0)
     assert going_on.wake_at is None
     assert pod.step(going_on, pod.VerdictAcknowledged(1), 11.5)[0] == going_on, "it was about the generation before"
 
 
-def test_the_report_of_a_standstill_is_withdrawn_though_the_next_attempt_is_not_joined_yet() -> None:
+def test_a_hang_report_is_cleared_before_the_next_attempt_joins() -> None:
     limits = GenerationLimits(1, grace_seconds=10.0, sample_seconds=0.5)
-    local = LocalGeneration(stage=Stage.RUNNING, attempt=2, started=1, busy=do.SimpleTask.CONCLUDE_INQUIRY)
+    local = LocalGeneration(limits, stage=Stage.RUNNING, attempt=2, started=1, busy=actions.SimpleTask.CONCLUDE_INQUIRY)
     stuck = (StuckRank(rank=0, phase=TrainerPhase.STEP, step=7, seconds=9.0, waiting=False),)
-    found = on.HangFound(GenerationState(attempt=3, cause=Cause.HANG), Cause.HANG, 1.0, named=True, stuck=stuck)
-    local, reported = step(limits, local, found, 100.0)
-    assert do.ReportStuck(stuck) in reported
-    local, _ = step(limits, local, on.RankEnded(2, 0, 0, 137, asked=True), 100.1)
-    assert local.busy == do.SimpleTask.JOIN
+    found = events.HangFound(
+        GenerationState(attempt=3, cause=Cause.HANG), Cause.HANG, 1.0, culprit_known=True, stuck=stuck
+    )
+    local, reported = step(local, found, 100.0)
+    assert actions.ReportStuck(stuck) in reported
+    local, _ = step(local, events.RankExited(2, 0, 0, 137, requested=True), 100.1)
+    assert local.busy == actions.SimpleTask.JOIN
     wake_time = wake_at(local)
     assert wake_time == 102.5, "a heartbeat carries it first"
-    local, reported = step(limits, local, on.Notice.TICK, wake_time)
-    assert reported == (do.ReportStuck(()),)
+    local, reported = step(local, events.SimpleEvent.TICK, wake_time)
+    assert reported == (actions.ReportStuck(()),)
     assert wake_at(local) is None
 
 
-def test_nothing_of_torchs_elastic_agent_is_used() -> None:
+def test_the_trainer_uses_no_module_of_torch_elastic() -> None:
     """Ranks follow from the membership, attempts from the shared state; its private methods change with torch."""
     package = Path(trainium_trainer.__file__).parent
     used = [path.name for path in package.rglob("*.py") if "distributed.elastic" in path.read_text(encoding="utf-8")]

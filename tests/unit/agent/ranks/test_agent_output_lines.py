@@ -1,43 +1,27 @@
-"""Lines of a process in the pod's log, and those that are kept, in both forms."""
-
-from __future__ import annotations
+"""Output of a process in the pod's log, the lines that are kept of it, and statuses of the Neuron runtime in it."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.testing.operator.agent_settings import agent_settings
 from trainium_agent.exits.diagnosis import describe_exit
-from trainium_agent.ranks.output import Speaker, Tail, form_of
+from trainium_agent.ranks import output
+from trainium_agent.ranks.output import OutputSource, OutputTail, line_formatter
 from trainium_agent.ranks.processes import RankProcess
-from trainium_agent.settings import AgentSettings
-from trainium_contract.wire.log_line import EXIT_LOGGER, LINE_BYTES, LogFormat, log_line, read_log_line
+from trainium_agent.ranks.runtime_status import RuntimeMessages, find_status
+from trainium_contract.faults.signs import RUNTIME_STATUSES, Sign
+from trainium_contract.wire.log_line import EXIT_LOGGER, LINE_BYTES, LogFormat, LogLine, build_log_line, read_log_line
 
-if TYPE_CHECKING:
-    from trainium_contract.wire.log_line import LogLine
-
-SETTINGS = AgentSettings(
-    coordinator=(),
-    namespace="team",
-    job="job",
-    pod_name="job-w-0",
-    pod_uid="uid",
-    pod_ip="127.0.0.1",
-    node_name="node",
-    processes_per_node=4,
-    max_in_place_restarts=3,
-    grace_seconds=30,
-    config_path=Path("trainer.yaml"),
-    memory_directory=Path("memory"),
-    token_path=Path("token"),
-    ca_path=Path("ca"),
-)
+SETTINGS = agent_settings(Path("agent"))
 JSON = replace(SETTINGS, log_format=LogFormat.JSON)
-RANK = Speaker("rank 3", 3, 2, 1)
+RANK = OutputSource("rank 3", 3, 2, 1)
 
 
 def lines(log: bytes) -> list[LogLine]:
@@ -46,21 +30,21 @@ def lines(log: bytes) -> list[LogLine]:
     return [line for line in found if line is not None]
 
 
-def of_a_rank(message: str, **fields: Any) -> bytes:
+def trainer_line(message: str, **fields: Any) -> bytes:
     about = {"time": "2026-11-24T08:09:10Z", "level": "warning", "source": "trainer", "logger": "trainium.loop"}
-    return log_line(message, **{**about, "rank": 3, **fields}).to_line().encode()
+    return build_log_line(message, **{**about, "rank": 3, **fields}).to_line().encode()
 
 
-def test_as_text_a_line_has_its_speaker_in_front() -> None:
-    assert form_of(SETTINGS, RANK)(b"any {words}").log == b"[rank 3] any {words}\n"
-    assert form_of(SETTINGS, Speaker("precompile"))(b"").log == b"[precompile] \n"
+def test_a_text_line_is_prefixed_with_its_process() -> None:
+    assert line_formatter(SETTINGS, RANK)(b"any {words}").log == b"[rank 3] any {words}\n"
+    assert line_formatter(SETTINGS, OutputSource("precompile"))(b"").log == b"[precompile] \n"
 
 
-def test_what_a_program_printed_is_wrapped_and_what_the_trainer_logged_is_passed_on() -> None:
-    show = form_of(JSON, RANK)
+def test_printed_lines_are_wrapped_and_logged_lines_keep_their_fields() -> None:
+    show = line_formatter(JSON, RANK)
     (printed,) = lines(show(b'{"my": "own json"}\r').log)
     assert (printed.message, printed.source, printed.logger) == ('{"my": "own json"}', "output", "program")
-    (logged,) = lines(show(of_a_rank("step 3/9: loss 2.5")).log)
+    (logged,) = lines(show(trainer_line("step 3/9: loss 2.5")).log)
     assert (logged.message, logged.level, logged.time) == ("step 3/9: loss 2.5", "warning", "2026-11-24T08:09:10Z")
     for line in (printed, logged):
         assert (line.namespace, line.job, line.pod, line.node) == (
@@ -71,51 +55,51 @@ def test_what_a_program_printed_is_wrapped_and_what_the_trainer_logged_is_passed
 
 
 def test_a_line_that_claims_another_source_is_attributed_to_its_writer() -> None:
-    show = form_of(JSON, RANK)
-    (line,) = lines(show(of_a_rank("m", rank=0, job="other", namespace="prod", generation=9, pod="p")).log)
+    show = line_formatter(JSON, RANK)
+    (line,) = lines(show(trainer_line("m", rank=0, job="other", namespace="prod", generation=9, pod="p")).log)
     assert (line.rank, line.job, line.namespace, line.generation) == (3, SETTINGS.job, SETTINGS.namespace, 2)
     assert line.pod == SETTINGS.pod_name
-    claimed = of_a_rank("all is well", source="operator")
+    claimed = trainer_line("all is well", source="operator")
     (line,) = lines(show(claimed).log)
     assert (line.source, line.message) == ("output", claimed.decode())
 
 
-def test_another_program_of_the_pod_writes_under_its_own_name_and_has_no_rank() -> None:
-    (line,) = lines(form_of(JSON, Speaker("precompile"))(b"2 nodes: ready").log)
+def test_another_program_of_the_pod_is_logged_without_a_rank() -> None:
+    (line,) = lines(line_formatter(JSON, OutputSource("precompile"))(b"2 nodes: ready").log)
     assert (line.logger, line.rank, line.generation, line.message) == ("precompile", None, None, "2 nodes: ready")
 
 
 @given(st.text(st.characters(exclude_characters="\r\n"), max_size=20_000))
-def test_nothing_that_a_program_printed_is_lost_however_long_it_is(text: str) -> None:
-    log = form_of(JSON, RANK)(text.encode(errors="replace")).log
+def test_a_line_of_any_length_is_logged_completely(text: str) -> None:
+    log = line_formatter(JSON, RANK)(text.encode(errors="replace")).log
     reported = "".join(line.message for line in lines(log))
     assert reported == text.encode(errors="replace").decode() or not text.strip()
     assert all(len(line) <= LINE_BYTES for line in log.splitlines())
 
 
-def test_bytes_that_are_no_text_are_logged_too() -> None:
-    (line,) = lines(form_of(JSON, RANK)(b"\xff\x00 \xe2\x82").log)
+def test_bytes_that_are_not_utf_8_are_escaped() -> None:
+    (line,) = lines(line_formatter(JSON, RANK)(b"\xff\x00 \xe2\x82").log)
     assert line.message == "\\xff\x00 \\xe2\\x82"
 
 
 def ended(settings: Any, code: int, *output: bytes) -> RankProcess:
-    process = RankProcess(0, 3, 1, 12345, Tail("[rank 3] ", form_of(settings, RANK)))
+    process = RankProcess(0, 3, 1, 12345, OutputTail("[rank 3] ", line_formatter(settings, RANK)))
     process.output.feed(b"".join(line + b"\n" for line in output))
     process.output.close()
-    process.ended(code)
+    process.record_exit(code)
     return process
 
 
 @pytest.mark.parametrize("code", [1, 64, 137])
-def test_the_diagnosis_of_an_end_is_the_same_in_both_forms(code: int) -> None:
+def test_a_diagnosis_is_the_same_from_text_and_json(code: int) -> None:
     steps = [f"step {number}/9: loss 2.5, 10 tokens/s" for number in range(1, 4)]
     trace = 'Traceback (most recent call last):\n  File "a.py", line 1\nKeyError: 1'
     printed = b"nrt_execute: status=1004 from the user's own code"
     as_text = [*(f"08:09:10 rank 3 INFO {step}".encode() for step in steps), printed, *trace.encode().split(b"\n")]
     as_json = [
-        *(of_a_rank(step, level="info") for step in steps),
+        *(trainer_line(step, level="info") for step in steps),
         printed,
-        of_a_rank("KeyError: 1 (the sentence)", error=trace, logger=EXIT_LOGGER),
+        trainer_line("KeyError: 1 (the sentence)", error=trace, logger=EXIT_LOGGER),
     ]
     one = ended(SETTINGS, code, *as_text, b"KeyError: 1 (the sentence)")
     other = ended(JSON, code, *as_json)
@@ -125,17 +109,17 @@ def test_the_diagnosis_of_an_end_is_the_same_in_both_forms(code: int) -> None:
     assert [word.status if word else None for word in words] == [1004, 1004]
 
 
-def test_half_a_line_waits_for_its_other_half() -> None:
-    tail = Tail("", form_of(JSON, RANK))
-    whole = of_a_rank("m")
+def test_a_partial_line_is_held_until_it_is_complete() -> None:
+    tail = OutputTail("", line_formatter(JSON, RANK))
+    whole = trainer_line("m")
     assert tail.feed(whole[:40]) == b""
     assert json.loads(tail.feed(whole[40:] + b"\nrest"))["message"] == "m"
     assert json.loads(tail.close())["message"] == "rest"
 
 
-def test_who_follows_the_output_gets_lines_and_what_a_progress_bar_overwrites() -> None:
+def test_lines_end_at_newlines_and_carriage_returns() -> None:
     lines: list[bytes] = []
-    tail = Tail("", on_line=lines.append)
+    tail = OutputTail("", on_line=lines.append)
     for chunk in (b"load", b"ing\n\r 1/9 [", b"00:01]\r 2/9 [00:02]\r\n", b"\n" + b"x" * 40_000, b"end"):
         tail.feed(chunk)
     tail.close()
@@ -143,3 +127,103 @@ def test_who_follows_the_output_gets_lines_and_what_a_progress_bar_overwrites() 
     assert len(lines) == 4
     assert lines[3].endswith(b"xend")
     assert len(lines[3]) <= (1 << 14) + 3
+
+
+def test_a_line_that_never_ends_is_shown_in_pieces() -> None:
+    tail = OutputTail("[rank 0] ")
+    assert tail.feed(b"x" * output._LONGEST_LINE) == b""
+    assert tail.feed(b"y").count(b"x") > 0
+    assert tail.feed(b"z\n") == b"[rank 0] z\n"
+
+
+def test_the_newest_lines_are_kept() -> None:
+    tail = OutputTail("[rank 3] ")
+    assert tail.feed(b"one\ntw") == b"[rank 3] one\n"
+    assert tail.feed(b"o\n\n") == b"[rank 3] two\n[rank 3] \n"
+    assert tail.feed(b"rest") == b""
+    assert tail.close() == b"[rank 3] rest\n"
+    assert tail.text(100) == "one\ntwo\nrest"
+    for number in range(100):
+        tail.feed(f"{number}\n".encode())
+    assert tail.text(1000).split("\n") == [str(number) for number in range(40, 100)]
+
+
+NOW = 1_800_000_000.0
+
+
+STAMP = "2026-Jul-30 14:22:31.305961 65191:69012"
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("RuntimeError: Nrt::Load failed on NeuronCores 0-0(2): nrt_load status=1, error message=...", 1),
+        ('Execute failed: nrt_execute: status=1004, error message="other errors".', 1004),
+        ('nrt::infer_wait failed with grpc status code 0; nrt status code 1004, details "..."', 1004),
+        (f"{STAMP} ERROR   NRT:nrt_infodump                   Failure: NRT_RESOURCE in nrt_load()", 4),
+        (f"{STAMP} ERROR  NMGR:kmgr_load_nn_post_metrics      Failed to load NN: /tmp/x/file.neff, err: 4", 4),
+        ("XlaRuntimeError: UNKNOWN: nrt_execute failed with status 1202", 1202),
+        ("status_code=101 message=NRT_EXEC_UNIT_UNRECOVERABLE", 101),
+        ("(FATAL-RT-UNDEFINED-STATE) missing collectives status on Neuron Device 0 NC 0, model 0", 1200),
+        ("(FATAL-RT-UNDEFINED-STATE) execution timeout (30000 ms) on Neuron Device 0 NC 0, model x.neff", 5),
+        ("(FATAL-RT-UNDEFINED-STATE) [ND 0][NC 0] Uncorrectable memory error is detected, metadata: 0x16.", 1202),
+        ("Uncorrectable HBM memory error is detected. Please terminate this instance", 1201),
+        ("Uncorrectable HBM memory error is detected. Please reload the neuron driver or reboot", 1205),
+        ("[MLA 0][NC 0] DMA TX engine 0 is in an abort state", 1203),
+    ],
+)
+def test_a_runtime_status_is_parsed_from_a_line(line: str, status: int) -> None:
+    assert find_status(line) == status
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 1200/5000: loss 5.1, 1202 tokens/s",
+        f"{STAMP} INFO   NRT:nrt_init      Neuron Runtime 2.22.14.0, error code 5 is documented",
+        f"{STAMP} ERROR   NRT:nrt_close     Unexpected runtime state: NRT_STATE_START",
+        "nrt_execute status=0",
+        "nrt_execute status=77777",
+        "exit status 5",
+        "NRT_SUCCESS",
+    ],
+)
+def test_a_line_without_a_runtime_status_has_none(line: str) -> None:
+    assert find_status(line) is None
+
+
+@given(st.sampled_from(RUNTIME_STATUSES))
+def test_every_status_of_the_table_is_found_by_name_and_by_number(sign: Sign) -> None:
+    assert find_status(f"RuntimeError: {sign.key}") == sign.number
+    assert find_status(f"nrt_execute failed with status {sign.number}") == sign.number
+
+
+@given(st.binary(max_size=6000))
+def test_any_bytes_are_parsed_in_half_a_second(data: bytes) -> None:
+    words = RuntimeMessages()
+    began = time.perf_counter()
+    words.read(b"nrt " + data, NOW)
+    assert time.perf_counter() - began < 0.5
+    word = words.last(NOW)
+    assert word is None or word.status in {sign.number for sign in RUNTIME_STATUSES}
+
+
+def test_the_most_specific_of_several_statuses_counts() -> None:
+    words = RuntimeMessages()
+    words.read(b"Uncorrectable HBM memory error is detected. Please terminate this instance", NOW - 3)
+    words.read(b"nrt_execute status=5", NOW - 2)
+    words.read(b"NRT_CLOSED", NOW - 1)
+    assert words.last(NOW).status == 1201
+
+
+def test_an_old_status_does_not_count() -> None:
+    words = RuntimeMessages()
+    words.read(b"nrt_execute status=1202", NOW - 600)
+    assert words.last(NOW) is None
+
+
+def test_a_status_before_a_long_dump_counts() -> None:
+    tail = OutputTail("[rank 0] ")
+    tail.feed(b"ERROR NRT:nrt_infodump Failure: NRT_EXEC_HW_ERR_NC_UE in nrt_execute()\n")
+    tail.feed(b"ERROR NRT:nrt_infodump Environment:\n" * 200)
+    assert tail.last_message(time.time()).status == 1202

@@ -1,7 +1,5 @@
 """The start of a program's rank: its environment, its port, and Python commands in a warm standby."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,20 +7,18 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
-from pod_environment import environment
 
+from tests.unit.agent.pod_environment import environment
 from trainium_agent.settings import SettingsError, settings_from
 from trainium_agent.workload import program as module
 from trainium_agent.workload.base import AttemptLayout
 from trainium_agent.workload.program import Program, ReservedPort, neuron_environment
 from trainium_contract.faults.causes import Cause
 from trainium_trainer.configuration.config import read_launch
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LAYOUT = AttemptLayout(3, 1, 1, 2, 4, "10.0.0.1", 29500, accumulation=8)
 
@@ -34,29 +30,29 @@ def program(tmp_path: Path, given: dict[str, str], **spec: Any) -> Program:
     return Program(settings, settings.program, given)
 
 
-def test_a_rank_gets_the_environment_of_torchrun_and_what_the_job_set_stays(tmp_path: Path) -> None:
+def test_a_rank_has_the_environment_of_torchrun_and_of_the_job(tmp_path: Path) -> None:
     made = program(tmp_path, {"OMP_NUM_THREADS": "7", "RANK": "99"}, workingDirectory="/work")
     request = made.request(LAYOUT, 2)
     assert (request.argv, request.directory, request.image) == (("python", "train.py", "--x"), "/work", "team/train:1")
-    found = request.environment
-    assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("6", "2", "8", "4")
-    assert (found["GROUP_RANK"], found["GROUP_WORLD_SIZE"], found["MASTER_ADDR"]) == ("1", "2", "10.0.0.1")
-    assert (found["MASTER_PORT"], found["TORCHELASTIC_USE_AGENT_STORE"]) == ("29500", "False")
-    assert (found["TORCHELASTIC_RESTART_COUNT"], found["TRAINIUM_GENERATION"]) == ("1", "3")
-    assert found["TRAINIUM_ACCUMULATION"] == "8"
-    assert "OMP_NUM_THREADS" not in found, "the job has set it"
-    assert found["PYTHONUNBUFFERED"] == "1"
-    assert not [name for name in found if name.startswith("NEURON")], "the node has no device"
+    env = request.environment
+    assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("6", "2", "8", "4")
+    assert (env["GROUP_RANK"], env["GROUP_WORLD_SIZE"], env["MASTER_ADDR"]) == ("1", "2", "10.0.0.1")
+    assert (env["MASTER_PORT"], env["TORCHELASTIC_USE_AGENT_STORE"]) == ("29500", "False")
+    assert (env["TORCHELASTIC_RESTART_COUNT"], env["TRAINIUM_GENERATION"]) == ("1", "3")
+    assert env["TRAINIUM_ACCUMULATION"] == "8"
+    assert "OMP_NUM_THREADS" not in env, "the job has set it"
+    assert env["PYTHONUNBUFFERED"] == "1"
+    assert not [name for name in env if name.startswith("NEURON")], "the node has no device"
 
 
-def test_a_rank_gets_the_cause_of_the_interruption_that_its_start_follows(tmp_path: Path) -> None:
+def test_a_restarted_rank_has_the_cause_of_its_interruption(tmp_path: Path) -> None:
     made = program(tmp_path, {})
     assert "TRAINIUM_CAUSE" not in made.request(LAYOUT, 0).environment
     later = made.request(replace(LAYOUT, cause=Cause.NODE_LOST), 0).environment
     assert read_launch(later).cause == "NodeLost"
 
 
-def test_the_library_is_added_behind_the_modules_of_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_library_is_appended_to_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LIBRARY", tmp_path)
     assert program(tmp_path, {}).request(LAYOUT, 0).environment["PYTHONPATH"] == str(tmp_path)
     made = program(tmp_path, {"PYTHONPATH": "/app"})
@@ -68,8 +64,8 @@ def test_neuron_cores_are_divided_among_the_ranks_of_a_node(tmp_path: Path, monk
     monkeypatch.setattr(module, "_INFINIBAND", tmp_path)
     for number in range(8):
         (tmp_path / f"neuron0/neuron_core{number}").mkdir(parents=True)
-    found = neuron_environment(LAYOUT, 2, 2)
-    assert found == {
+    environment = neuron_environment(LAYOUT, 2, 2)
+    assert environment == {
         "NEURON_RT_ROOT_COMM_ID": "10.0.0.1:62182",
         "NEURON_RT_VISIBLE_CORES": "8-11",
         "NEURON_PJRT_PROCESSES_NUM_DEVICES": "4,4,4,4,4,4,4,4",
@@ -85,7 +81,7 @@ def test_neuron_cores_are_divided_among_the_ranks_of_a_node(tmp_path: Path, monk
     assert neuron_environment(LAYOUT, 2, 0) == {}
 
 
-def test_a_reserved_port_is_given_to_nobody_else_and_can_be_listened_at_by_rank_0() -> None:
+def test_a_reserved_port_is_exclusive_and_can_be_listened_on_by_rank_0() -> None:
     reserved = ReservedPort("127.0.0.1")
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", reserved.port))
@@ -98,7 +94,7 @@ def test_a_reserved_port_is_given_to_nobody_else_and_can_be_listened_at_by_rank_
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"image": "i"}', '{"image": "i", "command": []}'])
-def test_a_program_that_the_operator_would_not_write_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_program_in_the_environment_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(SettingsError, match=r"TRAINIUM_PROGRAM must be spec.program as JSON: "):
         settings_from(environment(tmp_path, TRAINIUM_PROGRAM=text))
 
@@ -115,7 +111,7 @@ RUN = "from trainium_agent.ranks.standby import _run_python; import sys; _run_py
     ],
     ids=["text", "script", "module"],
 )
-def test_a_command_of_python_runs_in_a_fork_as_it_does_by_itself(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_python_command_behaves_the_same_in_a_fork(tmp_path: Path, arguments: list[str]) -> None:
     show = "import sys, os; print(sys.argv, __name__, sys.path[0] or os.getcwd(), file_of())\n"
     show = f"def file_of(): return globals().get('__file__')\n{show}import helper; print(helper.__name__)\n"
     for name in ("script.py", "pack.py"):
@@ -130,7 +126,7 @@ def test_a_command_of_python_runs_in_a_fork_as_it_does_by_itself(tmp_path: Path,
     assert "__main__" in alone
 
 
-def test_python_without_a_script_is_refused_with_a_sentence() -> None:
+def test_a_python_command_without_a_script_is_an_error() -> None:
     done = subprocess.run([sys.executable, "-c", RUN, "-u"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         64,

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -7,30 +5,26 @@ import re
 import resource
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from checkpoint_world import SOLO, HookedStorage, Run, SlowStorage, position, solo
 from safetensors import safe_open
 
+from tests.testing.suite.timeouts import until
+from tests.testing.trainer.base_models import flip_bit, with_flipped_bit
+from tests.unit.checkpoint.checkpoint_builders import SOLO, HookedStorage, Run, SlowStorage, position, run_alone
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.durable.save_policy import Save
-from trainium_trainer.checkpoint.errors import StaleGenerationError, UnusableCheckpointError
+from trainium_trainer.checkpoint.errors import StaleGenerationError, TooSlowError
 from trainium_trainer.exits import find_exit_code
 from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-# The first test pays for importing torch in the server that ranks are forked from.
-pytestmark = pytest.mark.timeout(180)
 
 
 def folders(root: Any) -> list[str]:
@@ -38,16 +32,16 @@ def folders(root: Any) -> list[str]:
 
 
 def trained(root: Any, *steps: int, **settings: Any) -> Run:
-    run = solo(root, **settings)
+    run = run_alone(root, **settings)
     for step in steps:
-        run.to(step, save_at=(step,)).settle()
+        run.run_to(step, save_at=(step,)).flush()
     run.manager.close()
     return run
 
 
-def test_a_saved_state_comes_back(tmp_path: Path) -> None:
+def test_a_saved_state_is_resumed(tmp_path: Path) -> None:
     trained(tmp_path, 3)
-    again = solo(tmp_path)
+    again = run_alone(tmp_path)
     report = again.report()
     assert (report["position"], report["wrong"], report["source"], report["durable"]) == (position(3), [], "durable", 3)
     assert folders(tmp_path) == ["step-3"]
@@ -69,56 +63,53 @@ def test_any_safetensors_reader_opens_the_files(tmp_path: Path) -> None:
 
 
 def test_steps_taken_while_a_slow_store_writes_do_not_leak_into_the_checkpoint(tmp_path: Path) -> None:
-    run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.2))
-    run.settle()
-    run.to(1, save_at=(1,))
+    run = run_alone(tmp_path, storage=SlowStorage(tmp_path, 0.2))
+    run.flush()
+    run.run_to(1, save_at=(1,))
     started = time.monotonic()
-    run.to(20)
+    run.run_to(20)
     assert run.manager._durable.busy
     assert time.monotonic() - started < 0.2
-    run.settle()
+    run.flush()
     assert run.manager.durable_step == 1
-    again = solo(tmp_path)
+    again = run_alone(tmp_path)
     assert (again.resumed.step, again.wrong) == (1, [])
 
 
 def test_a_save_that_is_due_while_one_is_under_way_is_skipped(tmp_path: Path) -> None:
-    run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.1), durable={"everySteps": 1})
-    run.settle()
+    run = run_alone(tmp_path, storage=SlowStorage(tmp_path, 0.1), durable={"everySteps": 1})
+    run.flush()
     decisions = [run.advance() for _ in range(30)]
     assert decisions[0] is Save.STATE
     assert sum(map(bool, decisions)) < 10
-    run.settle()
+    run.flush()
     assert run.advance() is Save.STATE
-    run.settle()
+    run.flush()
     assert run.manager.durable_step == 31
 
 
-def test_saves_follow_the_clock(tmp_path: Path) -> None:
+def test_a_save_is_due_when_its_interval_has_passed(tmp_path: Path) -> None:
     now = [0.0]
-    run = solo(tmp_path, durable={"everySeconds": 60})
+    run = run_alone(tmp_path, durable={"everySeconds": 60})
     run.manager._clock = lambda: now[0]
     run.manager._policy.saved_at = 0.0
-    run.settle()
+    run.flush()
     assert run.advance() is Save.NOTHING
     now[0] = 59.0
     assert run.advance() is Save.NOTHING
     now[0] = 60.0
     assert run.advance() is Save.STATE
-    run.settle()
+    run.flush()
     now[0] = 100.0
     assert run.advance() is Save.NOTHING
     assert run.manager.durable_step == 3
 
 
 def test_a_checkpoint_is_committed_when_its_write_ends_and_not_at_the_next_save(tmp_path: Path) -> None:
-    run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.01))
-    run.to(1, save_at=(1,))
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "step-1" / "COMMITTED").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    run.settle()
+    run = run_alone(tmp_path, storage=SlowStorage(tmp_path, 0.01))
+    run.run_to(1, save_at=(1,))
+    until((tmp_path / "step-1" / "COMMITTED").exists, "the save is committed", pause=0.01)
+    run.flush()
 
 
 class StoppingStorage(HookedStorage):
@@ -149,162 +140,99 @@ class StoppingStorage(HookedStorage):
 )
 def test_a_process_that_dies_at_any_point_of_a_save_leaves_the_checkpoint_before_it(tmp_path: Path, stop: str) -> None:
     trained(tmp_path, 3)
-    run = solo(tmp_path, storage=(storage := StoppingStorage(tmp_path, stop)))
-    run.to(6, save_at=(6,))
+    run = run_alone(tmp_path, storage=(storage := StoppingStorage(tmp_path, stop)))
+    run.run_to(6, save_at=(6,))
     assert storage.reached.wait(20)
-    again = solo(tmp_path)
+    again = run_alone(tmp_path)
     assert (again.resumed.step, again.wrong, again.manager.warnings) == (3, [], [])
-    again.settle()
+    again.flush()
     assert folders(tmp_path) == ["step-3"]
-    again.to(6, save_at=(6,)).settle()
-    third = solo(tmp_path)
+    again.run_to(6, save_at=(6,)).flush()
+    third = run_alone(tmp_path)
     assert (third.resumed.step, third.wrong) == (6, [])
 
 
-def test_a_process_that_dies_right_after_the_commit_leaves_the_new_checkpoint(tmp_path: Path) -> None:
-    trained(tmp_path, 3)
-    run = solo(tmp_path)
-    run.to(6, save_at=(6,)).settle()
-    again = solo(tmp_path)
-    assert (again.resumed.step, again.wrong) == (6, [])
+SHARD = "*/shard-00000.safetensors"
 
 
 def shard_of(folder: Path) -> Path:
-    return next(folder.glob("*/shard-00000.safetensors"))
+    return next(folder.glob(SHARD))
 
 
-def damage_cut(folder: Path) -> None:
-    path = shard_of(folder)
-    os.truncate(path, path.stat().st_size - 10)
+def altered_tokens(data: bytes) -> bytes:
+    manifest = json.loads(data)
+    return json.dumps(manifest | {"tokens": manifest["tokens"] + 1}).encode()
 
 
-def damage_bit(folder: Path) -> None:
-    path = shard_of(folder)
-    data = bytearray(path.read_bytes())
-    data[-100] ^= 8
-    path.write_bytes(data)
-
-
-def damage_lost_file(folder: Path) -> None:
-    next(folder.glob("*/index.json")).unlink()
-
-
-def damage_manifest(folder: Path) -> None:
-    path = next(folder.glob("*/manifest.json"))
-    raw = json.loads(path.read_text())
-    raw["tokens"] += 1
-    path.write_text(json.dumps(raw))
-
-
-def damage_index(folder: Path) -> None:
-    path = next(folder.glob("*/index.json"))
-    path.write_text(path.read_text().replace('"shape":[12', '"shape":[11', 1))
-
-
-def damage_blocks(folder: Path) -> None:
-    path = next(folder.glob("*/blocks-00000.json"))
-    digest = json.loads(path.read_text())["files"]["shard-00000.safetensors"]["blocks"]
-    path.write_text(path.read_text().replace(digest, digest[::-1]))
-
-
-def damage_receipt(folder: Path) -> None:
-    (folder / "COMMITTED").write_text("{")
-
-
-def shard_of_another_step(folder: Path) -> None:
-    shard_of(folder).write_bytes(shard_of(folder.parent / "step-2").read_bytes())
+def reversed_digests(data: bytes) -> bytes:
+    digests = json.loads(data)["files"]["shard-00000.safetensors"]["blocks"].encode()
+    return data.replace(digests, digests[::-1])
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("file", "damage"),
     [
-        damage_cut,
-        damage_bit,
-        damage_lost_file,
-        damage_manifest,
-        damage_index,
-        damage_blocks,
-        damage_receipt,
-        shard_of_another_step,
+        pytest.param(SHARD, lambda data: data[:-10], id="a truncated shard"),
+        pytest.param(SHARD, with_flipped_bit, id="a flipped bit"),
+        pytest.param("*/index.json", lambda _: None, id="a missing file"),
+        pytest.param("*/manifest.json", altered_tokens, id="an altered manifest"),
+        pytest.param("*/index.json", lambda data: data.replace(b'"shape":[12', b'"shape":[11', 1), id="another shape"),
+        pytest.param("*/blocks-00000.json", reversed_digests, id="altered digests"),
+        pytest.param("COMMITTED", lambda _: b"{", id="a receipt that is not JSON"),
     ],
 )
 def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(
-    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, file: str, damage: Callable[[bytes], bytes | None], caplog: pytest.LogCaptureFixture
 ) -> None:
     trained(tmp_path, 2, 4)
-    damage(tmp_path / "step-4")
-    again = solo(tmp_path)
+    (path,) = (tmp_path / "step-4").glob(file)
+    data = damage(path.read_bytes())
+    path.unlink() if data is None else path.write_bytes(data)
+    again = run_alone(tmp_path)
     assert (again.resumed.step, again.wrong, again.manager.durable_step) == (2, [], 2)
     assert len(again.manager.warnings) == 1
     assert "checkpoint of step 4 is damaged and not used" in again.manager.warnings[0]
     ours = [record.message for record in caplog.records if record.name == "trainium_trainer.checkpoint.manager"]
     assert ours == again.manager.warnings
-    again.to(4, save_at=(4,)).settle()
-    third = solo(tmp_path)
+    again.run_to(4, save_at=(4,)).flush()
+    third = run_alone(tmp_path)
     assert (third.resumed.step, third.wrong, third.manager.warnings) == (4, [], [])
-
-
-def test_when_no_checkpoint_is_whole_a_person_decides(tmp_path: Path) -> None:
-    trained(tmp_path, 2, 4)
-    damage_bit(tmp_path / "step-2")
-    damage_cut(tmp_path / "step-4")
-    with pytest.raises(UnusableCheckpointError, match=r"none is whole.*restore one from a backup") as caught:
-        solo(tmp_path)
-    assert find_exit_code(caught.value) == ExitCode.USER_ERROR
-    assert folders(tmp_path) == ["step-2", "step-4"]
-
-
-def test_other_settings_are_refused_instead_of_started_over(tmp_path: Path) -> None:
-    trained(tmp_path, 2)
-    with pytest.raises(UnusableCheckpointError, match=r"other settings \(model is one there and two here\)") as caught:
-        solo(tmp_path, settings="two")
-    assert find_exit_code(caught.value) == ExitCode.USER_ERROR
 
 
 def test_the_newest_are_kept_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
     trained(tmp_path, 1, 2, 3, 4, durable={"keepLast": 2})
     assert folders(tmp_path) == ["step-3", "step-4"]
-    damage_bit(tmp_path / "step-4")
-    run = solo(tmp_path, durable={"keepLast": 1})
+    flip_bit(shard_of(tmp_path / "step-4"))
+    run = run_alone(tmp_path, durable={"keepLast": 1})
     assert run.resumed.step == 3
-    run.to(5, save_at=(5,)).settle()
+    run.run_to(5, save_at=(5,)).flush()
     assert folders(tmp_path) == ["step-5"]
 
 
 def test_a_damaged_checkpoint_is_kept_as_long_as_a_good_one_of_its_age_would_be(tmp_path: Path) -> None:
     trained(tmp_path, 1, 2)
-    damage_bit(tmp_path / "step-2")
-    run = solo(tmp_path)
+    flip_bit(shard_of(tmp_path / "step-2"))
+    run = run_alone(tmp_path)
     assert run.resumed.step == 1
-    run.to(3, save_at=(3,)).settle()
+    run.run_to(3, save_at=(3,)).flush()
     assert folders(tmp_path) == ["step-1", "step-2", "step-3"]
-    run.to(4, save_at=(4,)).settle()
+    run.run_to(4, save_at=(4,)).flush()
     assert folders(tmp_path) == ["step-1", "step-2", "step-3", "step-4"]
-    run.to(5, save_at=(5,)).settle()
+    run.run_to(5, save_at=(5,)).flush()
     assert folders(tmp_path) == ["step-3", "step-4", "step-5"]
 
 
-def test_a_checkpoint_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
-    trained(tmp_path, 1, 2)
-    receipt = tmp_path / "step-2" / "COMMITTED"
-    receipt.write_text(json.dumps(json.loads(receipt.read_text()) | {"formatVersion": 9, "novelty": 1}))
-    with pytest.raises(UnusableCheckpointError, match=r"step-2 was written by a newer version .*format 9") as caught:
-        solo(tmp_path)
-    assert find_exit_code(caught.value) == ExitCode.USER_ERROR
-    assert folders(tmp_path) == ["step-1", "step-2"]
-
-
 def test_another_start_of_the_run_that_committed_the_step_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
-    run = solo(tmp_path).settle()
+    run = run_alone(tmp_path).flush()
     (tmp_path / "step-2").mkdir()
     (tmp_path / "step-2" / "COMMITTED").write_text("theirs")
-    run.to(2, save_at=(2,))
+    run.run_to(2, save_at=(2,))
     with pytest.raises(StaleGenerationError, match="another start of the run"):
-        run.settle()
+        run.flush()
     assert (tmp_path / "step-2" / "COMMITTED").read_text() == "theirs"
 
 
-def test_a_store_that_cannot_be_read_condemns_no_checkpoint_in_it(tmp_path: Path) -> None:
+def test_an_unreadable_store_marks_no_checkpoint_as_damaged(tmp_path: Path) -> None:
     trained(tmp_path, 1, 2)
 
     class Unreadable(PosixStorage):
@@ -312,14 +240,14 @@ def test_a_store_that_cannot_be_read_condemns_no_checkpoint_in_it(tmp_path: Path
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with pytest.raises(StorageError, match="Input/output error") as caught:
-        solo(tmp_path, storage=Unreadable(tmp_path))
+        run_alone(tmp_path, storage=Unreadable(tmp_path))
     assert find_exit_code(caught.value) == ExitCode.STORAGE_UNAVAILABLE
-    assert solo(tmp_path).resumed.step == 2
+    assert run_alone(tmp_path).resumed.step == 2
 
 
 def test_nothing_is_removed_before_the_next_commit(tmp_path: Path) -> None:
     trained(tmp_path, 1, 2, 3)
-    run = solo(tmp_path, durable={"keepLast": 1}).settle()
+    run = run_alone(tmp_path, durable={"keepLast": 1}).flush()
     assert folders(tmp_path) == ["step-1", "step-2", "step-3"]
     run.manager.close()
 
@@ -332,45 +260,36 @@ def test_leftovers_of_saves_that_never_ended_are_removed(tmp_path: Path) -> None
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "shard-00000.safetensors").write_text("half")
     (tmp_path / "notes").mkdir()
-    solo(tmp_path).settle()
+    run_alone(tmp_path).flush()
     assert folders(tmp_path) == ["notes", "step-1"]
     assert len(folders(tmp_path / "step-1")) == 1
 
 
 def test_an_older_generation_cannot_commit(tmp_path: Path) -> None:
-    old = solo(tmp_path, generation=1).settle()
-    new = solo(tmp_path, generation=2).settle()
-    new.to(1, save_at=(1,)).settle()
-    old.to(2, save_at=(2,))
+    old = run_alone(tmp_path, generation=1).flush()
+    new = run_alone(tmp_path, generation=2).flush()
+    new.run_to(1, save_at=(1,)).flush()
+    old.run_to(2, save_at=(2,))
     with pytest.raises(StaleGenerationError, match="generation 2") as caught:
-        old.settle()
+        old.flush()
     assert find_exit_code(caught.value) == ExitCode.PEER_LOST
     assert folders(tmp_path) == ["step-1"]
     with pytest.raises(StaleGenerationError):
-        solo(tmp_path, generation=1)
-
-
-def test_an_earlier_attempt_of_the_same_generation_cannot_commit(tmp_path: Path) -> None:
-    old = solo(tmp_path).settle()
-    solo(tmp_path).settle()
-    old.to(2, save_at=(2,))
-    with pytest.raises(StaleGenerationError):
-        old.settle()
-    assert folders(tmp_path) == []
+        run_alone(tmp_path, generation=1)
 
 
 def test_a_recreated_job_takes_over_its_folder_at_generation_one(tmp_path: Path) -> None:
     trained(tmp_path, 3, generation=7, run="first")
-    again = solo(tmp_path, generation=1, run="second")
+    again = run_alone(tmp_path, generation=1, run="second")
     assert (again.resumed.step, again.wrong) == (3, [])
-    again.to(4, save_at=(4,)).settle()
+    again.run_to(4, save_at=(4,)).flush()
     assert again.manager.durable_step == 4
 
 
 def test_a_rank_that_was_stopped_for_long_learns_that_the_run_went_on_without_it(tmp_path: Path) -> None:
-    stopped = solo(tmp_path)
+    stopped = run_alone(tmp_path)
     stopped.manager.check_owner(time.monotonic() - 60)
-    successor = solo(tmp_path)
+    successor = run_alone(tmp_path)
     stopped.manager.check_owner(time.monotonic())
     with pytest.raises(StaleGenerationError):
         stopped.manager.check_owner(time.monotonic() - 60)
@@ -378,30 +297,31 @@ def test_a_rank_that_was_stopped_for_long_learns_that_the_run_went_on_without_it
 
 
 def test_a_store_that_fails_does_not_hold_up_a_step_that_took_long(tmp_path: Path) -> None:
-    run = solo(tmp_path).settle()
+    run = run_alone(tmp_path).flush()
     (tmp_path / "GENERATION").unlink()
     (tmp_path / "GENERATION").mkdir()
     run.manager.check_owner(time.monotonic() - 60)
+    assert run.manager._ownership_check._thread is not None, "the store was asked"
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"file/inside: .*choose another checkpoint\.path") as caught:
-        solo(tmp_path / "file" / "inside")
+        run_alone(tmp_path / "file" / "inside")
     assert find_exit_code(caught.value) == ExitCode.STORAGE_UNAVAILABLE
     if os.getuid() != 0:
         (tmp_path / "locked").mkdir(mode=0o500)
         with pytest.raises(StorageError, match=f"user {os.getuid()} cannot write there: make it writable"):
-            solo(tmp_path / "locked")
+            run_alone(tmp_path / "locked")
 
 
 def test_a_full_disk_is_tried_again_and_then_a_clear_sentence_at_the_next_step(tmp_path: Path) -> None:
     waits = []
-    run = solo(tmp_path, retry=Retry(delays=(0.5, 2.0), sleep=waits.append)).settle()
+    run = run_alone(tmp_path, retry=Retry(delays=(0.5, 2.0), sleep=waits.append)).flush()
     trained_before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, trained_before[1]))
     try:
-        run.to(1, save_at=(1,))
+        run.run_to(1, save_at=(1,))
         run.manager._durable._thread.join()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, trained_before)
@@ -409,7 +329,7 @@ def test_a_full_disk_is_tried_again_and_then_a_clear_sentence_at_the_next_step(t
         run.advance()
     assert waits == []  # a file-size limit does not pass
     assert folders(tmp_path) == []
-    run.to(3, save_at=(3,)).settle()
+    run.run_to(3, save_at=(3,)).flush()
     assert run.manager.durable_step == 3
 
 
@@ -426,21 +346,12 @@ class FullStorage(HookedStorage):
             raise OSError(28, os.strerror(28))
 
 
-def test_a_store_that_is_full_for_a_moment_costs_a_retry(tmp_path: Path) -> None:
-    waits = []
-    retry = Retry(delays=(0.5, 2.0), sleep=waits.append)
-    run = solo(tmp_path, storage=FullStorage(tmp_path, 2), retry=retry).settle()
-    run.to(1, save_at=(1,)).settle()
-    assert waits == [0.5, 2.0]
-    assert solo(tmp_path).resumed.step == 1
-
-
 def test_a_store_that_stays_full_stops_the_run_and_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     trained(tmp_path, 1)
     waits = []
     retry = Retry(delays=(0.5, 2.0), sleep=waits.append)
-    run = solo(tmp_path, storage=FullStorage(tmp_path, 99), retry=retry).settle()
-    run.to(2, save_at=(2,))
+    run = run_alone(tmp_path, storage=FullStorage(tmp_path, 99), retry=retry).flush()
+    run.run_to(2, save_at=(2,))
     run.manager._durable._thread.join()
     with pytest.raises(StorageError, match=r"the store is full.*free space") as caught:
         run.advance()
@@ -452,10 +363,10 @@ def test_a_store_that_stays_full_stops_the_run_and_keeps_the_old_checkpoint(tmp_
 def test_training_continues_with_a_warning_until_too_many_saves_have_failed(tmp_path: Path) -> None:
     now = [0.0]
     storage = FullStorage(tmp_path, 99)
-    run = solo(tmp_path, storage=storage, durable={"everySeconds": 300, "failureTolerance": 2})
+    run = run_alone(tmp_path, storage=storage, durable={"everySeconds": 300, "failureTolerance": 2})
     run.manager._clock = lambda: now[0]
     run.manager._policy.saved_at = 0.0
-    run.settle()
+    run.flush()
 
     def save_starts_after(seconds: float) -> bool:
         now[0] += seconds
@@ -489,19 +400,19 @@ def test_training_continues_with_a_warning_until_too_many_saves_have_failed(tmp_
 
 
 def test_a_save_that_does_not_end_stops_the_run_in_time_and_blocks_no_step(tmp_path: Path) -> None:
-    run = solo(tmp_path, storage=StoppingStorage(tmp_path, ".*index.json"), durable={"saveTimeoutSeconds": 1})
-    run.settle()
-    run.to(3, save_at=(1,))
+    run = run_alone(tmp_path, storage=StoppingStorage(tmp_path, ".*index.json"), durable={"saveTimeoutSeconds": 1})
+    run.flush()
+    run.run_to(3, save_at=(1,))
     assert run.manager.warnings == []
-    with pytest.raises(StorageError, match=r"has not ended after 1 s .*newest durable checkpoint: none") as caught:
+    with pytest.raises(TooSlowError, match=r"has not ended after 1 s .*newest durable checkpoint: none") as caught:
         run.manager.finish(position(3))
     assert find_exit_code(caught.value) == ExitCode.STORAGE_UNAVAILABLE
-    with pytest.raises(StorageError, match="saveTimeoutSeconds"):
+    with pytest.raises(TooSlowError, match="saveTimeoutSeconds"):
         run.advance()
 
 
 def test_the_last_save_is_tried_as_often_as_failures_are_borne(tmp_path: Path) -> None:
-    run = solo(tmp_path, storage=FullStorage(tmp_path, 2), durable={"failureTolerance": 2}).to(3)
+    run = run_alone(tmp_path, storage=FullStorage(tmp_path, 2), durable={"failureTolerance": 2}).run_to(3)
     run.manager.finish(position(3))
     assert run.manager.durable_step == 3
     beginnings = [warning[:18] for warning in run.manager.warnings]
@@ -514,10 +425,12 @@ def test_a_rank_that_leaves_does_not_wait_for_space_on_a_full_store(
 ) -> None:
     storage = FullStorage(tmp_path / "root", 99)
     hourly = Retry(delays=(3600.0, 3600.0))
-    run = solo(tmp_path / "root", tmp_path / "memory", storage=storage, retry=hourly, durable={"failureTolerance": 9})
-    run.settle()
+    run = run_alone(
+        tmp_path / "root", tmp_path / "memory", storage=storage, retry=hourly, durable={"failureTolerance": 9}
+    )
+    run.flush()
     monkeypatch.setattr(run.manager, "_mesh", replace(SOLO, dp_mode=DataParallelMode.FULLY_SHARDED))
-    run.to(3, save_at=(3,))  # a save of an earlier step waits for space already
+    run.run_to(3, save_at=(3,))  # a save of an earlier step waits for space already
     run.advance(save=False)
     if memory_ends:
         with pytest.raises(StorageError, match="the store is full"):
@@ -532,39 +445,39 @@ def test_a_rank_that_leaves_does_not_wait_for_space_on_a_full_store(
 
 def test_milestones_hold_the_weights_alone_and_are_never_removed(tmp_path: Path) -> None:
     settings = {"durable": {"everySteps": 1, "keepLast": 1}, "milestones": {"everyTokens": 2500}}
-    run = solo(tmp_path, **settings).settle()
+    run = run_alone(tmp_path, **settings).flush()
     for _ in range(9):  # of 1,000 tokens each
         run.advance()
-        run.settle()
+        run.flush()
     run.manager.finish(position(9))
     run.manager.close()
     assert folders(tmp_path) == ["milestone-3", "milestone-5", "milestone-8", "step-9"]
     with safe_open(shard_of(tmp_path / "milestone-3"), framework="pt") as file:
         assert sorted(file.keys()) == ["model.norm", "model.tall", "model.wide"]
-        assert file.get_tensor("model.norm").equal(run.state._whole("model.norm", 3))
-    again = solo(tmp_path, **settings).settle()
+        assert file.get_tensor("model.norm").equal(run.state._full_tensor("model.norm", 3))
+    again = run_alone(tmp_path, **settings).flush()
     assert (again.resumed.step, again.wrong) == (9, [])
     again.advance()
-    again.settle()
+    again.flush()
     assert folders(tmp_path) == ["milestone-10", "milestone-3", "milestone-5", "milestone-8", "step-10"]
 
 
 def test_a_milestone_that_falls_into_a_save_follows_it(tmp_path: Path) -> None:
-    run = solo(tmp_path, storage=SlowStorage(tmp_path, 0.05), milestones={"everyTokens": 2000}).settle()
+    run = run_alone(tmp_path, storage=SlowStorage(tmp_path, 0.05), milestones={"everyTokens": 2000}).flush()
     run.advance(save=True)
     while run.manager._durable.busy:
         run.advance()
     late = run.step + 1
     assert late > 2
     run.advance()
-    run.settle()
+    run.flush()
     assert folders(tmp_path) == [f"milestone-{late}", "step-1"]
     run.manager.finish(position(late))
     assert [name for name in folders(tmp_path) if name.startswith("milestone")] == [f"milestone-{late}"]
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not Path("/dev/shm").is_dir(), reason="needs root to mount a small tmpfs")
-def test_a_really_full_file_system(tmp_path: Path) -> None:
+def test_a_full_tmpfs_stops_the_save_and_disables_memory_snapshots(tmp_path: Path) -> None:
     import subprocess
 
     small = tmp_path / "small"
@@ -572,20 +485,20 @@ def test_a_really_full_file_system(tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(small)], check=False).returncode:
         pytest.skip("mounting is not allowed here")
     try:
-        run = solo(small, scale=300).settle()
-        run.to(1, save_at=(1,))
+        run = run_alone(small, scale=300).flush()
+        run.run_to(1, save_at=(1,))
         run.manager._durable._thread.join()
         with pytest.raises(StorageError, match="No space left on device: the store is full"):
             run.advance()
         assert folders(small) == []
-        tiny = solo(tmp_path / "root", small, scale=300)
+        tiny = run_alone(tmp_path / "root", small, scale=300)
         assert any("memory snapshots are off" in warning for warning in tiny.manager.warnings)
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
 
 def test_finishing_commits_the_last_step_and_only_once(tmp_path: Path) -> None:
-    run = solo(tmp_path).to(3)
+    run = run_alone(tmp_path).run_to(3)
     run.manager.finish(position(3))
     assert run.manager.durable_step == 3
     written = (tmp_path / "step-3" / "COMMITTED").stat().st_mtime_ns
@@ -593,39 +506,39 @@ def test_finishing_commits_the_last_step_and_only_once(tmp_path: Path) -> None:
     assert (tmp_path / "step-3" / "COMMITTED").stat().st_mtime_ns == written
 
 
-def test_yielding_without_a_memory_folder_saves_durably(tmp_path: Path) -> None:
-    run = solo(tmp_path).to(3)
+def test_a_run_that_yields_without_a_memory_folder_saves_durably(tmp_path: Path) -> None:
+    run = run_alone(tmp_path).run_to(3)
     run.manager.save_before_exit(position(3))
     assert run.manager.durable_step == 3
 
 
 def test_the_newer_of_memory_and_storage_is_resumed(tmp_path: Path) -> None:
-    run = solo(tmp_path / "root", tmp_path / "memory").to(6, save_at=(4,)).settle()
+    run = run_alone(tmp_path / "root", tmp_path / "memory").run_to(6, save_at=(4,)).flush()
     run.manager.close()
-    again = solo(tmp_path / "root", tmp_path / "memory")
+    again = run_alone(tmp_path / "root", tmp_path / "memory")
     assert (again.resumed.step, again.report()["source"], again.manager.durable_step) == (6, "memory", 4)
     again.manager.close()
-    later = solo(tmp_path / "root").to(8, save_at=(8,)).settle()
+    later = run_alone(tmp_path / "root").run_to(8, save_at=(8,)).flush()
     later.manager.close()
-    third = solo(tmp_path / "root", tmp_path / "memory")
+    third = run_alone(tmp_path / "root", tmp_path / "memory")
     assert (third.resumed.step, third.wrong, third.report()["source"]) == (8, [], "durable")
     third.manager.close()
 
 
 def test_a_state_with_something_other_than_tensors_is_refused(tmp_path: Path) -> None:
-    run = solo(tmp_path).settle()
+    run = run_alone(tmp_path).flush()
     run.state.state_dict = lambda: {"lr": 0.1}
     with pytest.raises(TypeError, match="lr is float"):
-        run.to(1, save_at=(1,))
+        run.run_to(1, save_at=(1,))
 
 
 def test_a_state_that_changed_its_layout_is_planned_again(tmp_path: Path) -> None:
-    run = solo(tmp_path).to(2, save_at=(2,)).settle()
-    planned = run.manager._durable._planner
-    run.to(3, save_at=(3,)).settle()
-    assert run.manager._durable._planner is planned
+    run = run_alone(tmp_path).run_to(2, save_at=(2,)).flush()
+    planned = run.manager._durable._plans
+    run.run_to(3, save_at=(3,)).flush()
+    assert run.manager._durable._plans is planned
     run.state.tensors["model.more"] = torch.ones(5)
-    run.to(4, save_at=(4,)).settle()
-    assert run.manager._durable._planner is not planned
+    run.run_to(4, save_at=(4,)).flush()
+    assert run.manager._durable._plans is not planned
     with safe_open(shard_of(tmp_path / "step-4"), framework="pt") as file:
         assert file.get_tensor("model.more").equal(torch.ones(5))

@@ -1,32 +1,25 @@
 """Digests on their way to the coordinator: whatever ranks write them, a reader finds each file's in one table."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle
 import random
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from trainium_contract.wire.checkpoint_manifest import digest_of
-from trainium_trainer.checkpoint.collectives import pack
-from trainium_trainer.checkpoint.format.shards import (
+from trainium_contract.wire.checkpoint_manifest import blocks_name, digest_bytes, shard_name
+from trainium_trainer.checkpoint.collectives import pack_values
+from trainium_trainer.checkpoint.format.writer import (
     DigestReport,
     WrittenFile,
     WrittenTable,
-    blocks_name,
     fold_reports,
-    shard_name,
     write_digests,
 )
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def written(place: int, blocks: int) -> WrittenFile:
@@ -46,7 +39,7 @@ class Tree:
         while distance < len(files):
             for rank in range(distance, len(files), 2 * distance):
                 passed = fold_reports(reports.pop(rank), self.write)
-                self.received[rank - distance] += len(pack([pickle.dumps(each) for each in passed]))
+                self.received[rank - distance] += len(pack_values([pickle.dumps(each) for each in passed]))
                 reports[rank - distance] += passed
             distance *= 2
         left = {place: file for each in reports[0] for place, file in each.files}
@@ -58,7 +51,7 @@ class Tree:
         return write_digests(self.storage, "step", files, others, Retry(()))
 
     def check(self, expected: dict[int, WrittenFile]) -> None:
-        """Every file is in the table in which a reader looks for it, and in the manifest's entries, once."""
+        """Check that every file is in the table in which a reader looks for it, and once in the manifest's entries."""
         firsts = sorted(table.first for table in self.tables)
         assert len(set(firsts)) == len(firsts)
         entries = [entry for table in self.tables for entry in table.files]
@@ -70,7 +63,7 @@ class Tree:
             name = blocks_name(firsts[bisect_right(firsts, place) - 1])
             data = self.storage.read(f"step/{name}")
             (table,) = (one for one in self.tables if blocks_name(one.first) == name)
-            assert (table.size, table.digest.hex()) == (len(data), digest_of(data))
+            assert (table.size, table.digest.hex()) == (len(data), digest_bytes(data))
             entry = json.loads(data)["files"][shard_name(place)]
             assert entry == {"size": file.size, "header": file.header.hex(), "blocks": file.blocks.hex()}
 

@@ -1,30 +1,25 @@
 """Boxes with boundaries that DTensor has no words for: how they are saved and read, and what is staged of them."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from checkpoint_world import written
 
-from trainium_trainer.checkpoint.dividing import Axis, Cut
-from trainium_trainer.checkpoint.format import contents
-from trainium_trainer.checkpoint.format.live_state import Staging, local_of, scheme_of
-from trainium_trainer.checkpoint.format.part import TensorPart
+from tests.unit.checkpoint.checkpoint_builders import write_checkpoint
+from trainium_trainer.checkpoint.format.live_state import StagingBuffers, TensorPart, build_layout, to_local
+from trainium_trainer.checkpoint.format.reader import load_checkpoint
+from trainium_trainer.checkpoint.sharding import Axis, Cut
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 WHOLE = torch.arange(84.0).view(14, 6)
 
 
 def cut(rows: int, start: int, ranks: int, values: torch.Tensor = WHOLE) -> list[dict[str, Any]]:
-    """One state per rank: the whole lies from row `start` on in a stack, of which each rank has so many rows."""
+    """Return a state per rank: the whole is from row `start` on in a stack, of which each rank has so many rows."""
     division = (Cut(0, Axis.DATA, rows, start),)
     states: list[dict[str, Any]] = []
     for rank in range(ranks):
@@ -37,7 +32,7 @@ def cut(rows: int, start: int, ranks: int, values: torch.Tensor = WHOLE) -> list
 
 
 class Held:
-    """A state as `contents.load` takes it."""
+    """A state as `load_checkpoint` takes it."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self.tensors = tensors
@@ -49,7 +44,7 @@ class Held:
         assert state.keys() == self.tensors.keys()
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
-        return {name: local_of(value) for name, value in self.tensors.items()}
+        return {name: to_local(value) for name, value in self.tensors.items()}
 
 
 def places(ranks: int) -> Iterator[Any]:
@@ -60,11 +55,11 @@ def places(ranks: int) -> Iterator[Any]:
 
 def moved(folder: Path, source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     """Save the one, load the other, with real files."""
-    schemes = [scheme_of(state, place) for state, place in zip(source, places(len(source)), strict=True)]
-    assert len({scheme.digest for scheme in schemes}) == 1
-    checkpoint = written(folder, schemes[0], lambda rank, item: local_of(source[rank][item.name]))
+    layouts = [build_layout(state, place) for state, place in zip(source, places(len(source)), strict=True)]
+    assert len({layout.digest for layout in layouts}) == 1
+    checkpoint = write_checkpoint(folder, layouts[0], lambda rank, item: to_local(source[rank][item.name]))
     for state in target:
-        contents.load(PosixStorage(folder), checkpoint, Held(state), Retry(()))
+        load_checkpoint(PosixStorage(folder), checkpoint, Held(state), Retry(()))
 
 
 @pytest.mark.parametrize("saved", [(14, 0, 1), (5, 0, 3), (3, 4, 6), (9, 8, 3)])
@@ -89,7 +84,7 @@ def test_parts_and_whole_tensors_are_read_from_each_other(tmp_path: Path) -> Non
 def test_a_part_without_the_division_of_the_whole_is_not_saved() -> None:
     part = TensorPart(lambda: WHOLE, whole=(14, 6), offsets=(0, 0), sizes=(14, 6), dtype=torch.float32)
     with pytest.raises(TypeError, match="needs the division of the whole"):
-        scheme_of({"weight": part}, next(places(1)))
+        build_layout({"weight": part}, next(places(1)))
 
 
 def test_staging_asks_for_values_only_when_it_copies_them() -> None:
@@ -100,7 +95,7 @@ def test_staging_asks_for_values_only_when_it_copies_them() -> None:
         return WHOLE[2:5]
 
     state = {"weight": TensorPart(values, whole=(14, 6), offsets=(2, 0), sizes=(3, 6), dtype=torch.float32)}
-    staging = Staging(state)
+    staging = StagingBuffers(state)
     assert staging.fits(state)
     assert not asked
     staged = staging.fill(state)["weight"]
@@ -108,8 +103,8 @@ def test_staging_asks_for_values_only_when_it_copies_them() -> None:
     assert staged.data_ptr() != WHOLE[2:5].data_ptr()
 
 
-def test_staging_does_not_fit_another_layout() -> None:
-    staging = Staging(cut(5, 0, 3)[0])
+def test_staging_fits_its_own_layout_alone() -> None:
+    staging = StagingBuffers(cut(5, 0, 3)[0])
     assert staging.fits(cut(5, 0, 3)[0])
     assert not staging.fits(cut(5, 0, 3)[1])
     assert not staging.fits(cut(5, 1, 3)[0])
@@ -117,7 +112,7 @@ def test_staging_does_not_fit_another_layout() -> None:
     assert not staging.fits({})
 
 
-def test_a_part_has_the_size_of_the_whole_and_computes_nothing() -> None:
+def test_a_tensor_part_has_the_size_of_the_whole_tensor_and_refuses_to_compute() -> None:
     state = cut(5, 0, 3)[0]
     assert state["weight"].size() == (14, 6)
     with pytest.raises(TypeError, match="use its local tensor"):

@@ -1,28 +1,22 @@
 """Hand snapshots to the thread that copies them to another node."""
 
-from __future__ import annotations
-
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from queue import Queue
-from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.memory.buddy import Copying
-from trainium_trainer.checkpoint.memory.snapshot import Header, Moment, ShardKey, SnapshotFile
+from trainium_trainer.checkpoint.memory.buddy import SnapshotCopier
+from trainium_trainer.checkpoint.memory.snapshot import Header, ShardKey, SnapshotFile, StateVersion
 from trainium_worker.snapshot import parse_page
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import torch
 
 
 @pytest.fixture
 def threads_without_timeout() -> Iterator[None]:
-    """A thread goes on until it waits for something."""
+    """Let a thread run until it waits."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(10)
     yield
@@ -47,15 +41,14 @@ class Network:
 def test_a_snapshot_that_is_overwritten_before_the_copy_begins_goes_out_under_its_own_page(tmp_path: Path) -> None:
     """Else the page would be empty, which is the farewell: its keeper would leave, and there would be no copy more."""
     network = Network()
-    copying = Copying(network)
+    copying = SnapshotCopier(network)
     slot = SnapshotFile.create(tmp_path / "a.snapshot", 4096)
-    moment = Moment(Position(step=7, samples=0, tokens=0), 1, "session")
-    claim = slot.finalize(moment, ShardKey(0, 1), "layout", "settings")
+    version = StateVersion(Position(step=7, samples=0, tokens=0), 1, "session")
+    claim = slot.finalize(version, ShardKey(0, 1), "layout", "settings")
     copying.offer(slot, 7)
     slot.invalidate(slot.path)  # as its writer does when it has waited without effect for an earlier copy
     assert copying.wait(10)
     text = parse_page(network.pages[0], "sent")
-    assert text is not None
     assert Header.from_text(text, "sent").claim == claim
     copying.close()
 
@@ -79,15 +72,17 @@ class SlowNetwork(Network):
         self.farewells += 1
 
 
-def offered(copying: Copying, folder: Path, step: int) -> None:
+def offered(copying: SnapshotCopier, folder: Path, step: int) -> None:
     slot = SnapshotFile.create(folder / f"{step}.snapshot", 4096)
-    slot.finalize(Moment(Position(step=step, samples=0, tokens=0), 1, "session"), ShardKey(0, 1), "layout", "settings")
+    slot.finalize(
+        StateVersion(Position(step=step, samples=0, tokens=0), 1, "session"), ShardKey(0, 1), "layout", "settings"
+    )
     copying.offer(slot, step)
 
 
 def test_a_snapshot_that_comes_while_another_is_under_way_is_not_copied(tmp_path: Path) -> None:
     network = SlowNetwork()
-    copying = Copying(network)
+    copying = SnapshotCopier(network)
     offered(copying, tmp_path, 1)
     offered(copying, tmp_path, 2)
     network.answers.put(True)
@@ -101,11 +96,11 @@ def test_a_snapshot_that_comes_while_another_is_under_way_is_not_copied(tmp_path
     assert network.farewells == 1
 
 
-def test_a_missing_buddy_ends_the_copying_and_gets_no_farewell(
+def test_a_missing_buddy_ends_the_copying_without_a_closing_message(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     network = SlowNetwork()
-    copying = Copying(network)
+    copying = SnapshotCopier(network)
     offered(copying, tmp_path, 1)
     network.answers.put(RuntimeError("connection reset by peer"))
     assert copying.wait(10)

@@ -1,28 +1,21 @@
-from __future__ import annotations
-
 import multiprocessing
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoint_scenarios import train_until_killed
-from checkpoint_world import SOLO, State, position, solo
 
+from tests.testing.trainer.base_models import flip_bit, with_flipped_bit
+from tests.unit.checkpoint.checkpoint_builders import SOLO, State, position, run_alone
+from tests.unit.checkpoint.checkpoint_scenarios import train_until_killed
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
-from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, Moment, ShardKey
+from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, ShardKey, StateVersion
 from trainium_trainer.checkpoint.root.commit_lease import settings_digest
 from trainium_worker.snapshot import checksum, directory_of_run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-
-# The first test pays for importing torch in the server that ranks are forked from.
-pytestmark = pytest.mark.timeout(180)
 
 
 def snapshots(memory: Any) -> list[Path]:
@@ -34,15 +27,15 @@ def newest(memory: Any, step: int) -> Path:
 
     for path in snapshots(memory):
         header = read_header(path)
-        if header is not None and header.claim.moment.position.step == step:
+        if header is not None and header.claim.version.position.step == step:
             return path
     raise AssertionError(f"no snapshot of step {step}")
 
 
 def test_a_restarted_process_resumes_the_step_that_it_had_completed(tmp_path: Path) -> None:
-    run = solo(tmp_path / "root", tmp_path / "memory").to(5)
+    run = run_alone(tmp_path / "root", tmp_path / "memory").run_to(5)
     run.manager.close()
-    again = solo(tmp_path / "root", tmp_path / "memory")
+    again = run_alone(tmp_path / "root", tmp_path / "memory")
     assert again.report() | {"warnings": []} == {
         "step": 5,
         "position": position(5),
@@ -56,7 +49,7 @@ def test_a_restarted_process_resumes_the_step_that_it_had_completed(tmp_path: Pa
 
 
 def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) -> None:
-    run = solo(tmp_path / "root", tmp_path / "memory").to(9)
+    run = run_alone(tmp_path / "root", tmp_path / "memory").run_to(9)
     run.manager.close()
     assert len(snapshots(tmp_path / "memory")) == 3
     state = State(SOLO)
@@ -68,7 +61,7 @@ def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) 
         session="s",
         config_digest=settings_digest({"model": "one"}),
     )
-    assert sorted(claim.moment.position.step for claim in tier.claims()) == [7, 8, 9]
+    assert sorted(claim.version.position.step for claim in tier.claims()) == [7, 8, 9]
     tier.close()
 
 
@@ -89,7 +82,7 @@ def test_a_process_killed_at_any_instant_loses_at_most_one_step(tmp_path: Path, 
     process.close()
     steps = completed.value
     assert steps >= 3
-    again = solo(tmp_path / "root", tmp_path / "memory", scale=4000)
+    again = run_alone(tmp_path / "root", tmp_path / "memory", scale=4000)
     again.manager.close()
     assert again.resumed.step >= steps - 1
     assert again.wrong == []
@@ -100,56 +93,56 @@ def test_a_process_killed_at_any_instant_loses_at_most_one_step(tmp_path: Path, 
     ("harm", "sentence"),
     [
         (lambda data: data[: len(data) // 2], "bytes where"),
-        (lambda data: data[:5000] + bytes([data[5000] ^ 4]) + data[5001:], "checksum"),
-        (lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:], "header is altered"),
+        (lambda data: with_flipped_bit(data, 5000), "checksum"),
+        (lambda data: with_flipped_bit(data, 40), "header is altered"),
     ],
 )
 def test_a_torn_or_altered_snapshot_is_named_and_the_one_before_it_is_used(
     tmp_path: Path, harm: Callable[[bytes], bytes], sentence: str
 ) -> None:
-    run = solo(tmp_path / "root", tmp_path / "memory").to(6)
+    run = run_alone(tmp_path / "root", tmp_path / "memory").run_to(6)
     run.manager.close()
     path = newest(tmp_path / "memory", 6)
     path.write_bytes(harm(path.read_bytes()))
-    again = solo(tmp_path / "root", tmp_path / "memory")
+    again = run_alone(tmp_path / "root", tmp_path / "memory")
     assert (again.resumed.step, again.wrong) == (5, [])
     assert any(sentence in warning for warning in again.manager.warnings)
-    again.to(9)
+    again.run_to(9)
     again.manager.close()
-    third = solo(tmp_path / "root", tmp_path / "memory")
+    third = run_alone(tmp_path / "root", tmp_path / "memory")
     assert (third.resumed.step, third.wrong, third.manager.warnings) == (9, [], [])
     third.manager.close()
 
 
 def test_a_snapshot_whose_header_was_not_written_yet_is_no_damage(tmp_path: Path) -> None:
-    run = solo(tmp_path / "root", tmp_path / "memory").to(6)
+    run = run_alone(tmp_path / "root", tmp_path / "memory").run_to(6)
     run.manager.close()
     path = newest(tmp_path / "memory", 6)
     path.write_bytes(bytes(8) + path.read_bytes()[8:])
-    again = solo(tmp_path / "root", tmp_path / "memory")
+    again = run_alone(tmp_path / "root", tmp_path / "memory")
     assert (again.resumed.step, again.wrong, again.manager.warnings) == (5, [], [])
     again.manager.close()
 
 
 def test_a_newer_generation_reads_older_snapshots_and_stops_their_writer(tmp_path: Path) -> None:
-    old = solo(tmp_path / "root", tmp_path / "memory", generation=3).to(4)
+    old = run_alone(tmp_path / "root", tmp_path / "memory", generation=3).run_to(4)
     old.manager.before_update()
-    new = solo(tmp_path / "root", tmp_path / "memory", generation=4)
+    new = run_alone(tmp_path / "root", tmp_path / "memory", generation=4)
     assert (new.resumed.step, new.wrong) == (4, [])
     with pytest.raises(StaleGenerationError, match="belongs to generation 4"):
         old.advance()
-    new.to(8)
+    new.run_to(8)
     new.manager.close()
     assert {path.name.split("-")[0] for path in snapshots(tmp_path / "memory")} == {"g4"}
     old.manager.close()
     with pytest.raises(StaleGenerationError):
-        solo(tmp_path / "root", tmp_path / "memory", generation=3)
+        run_alone(tmp_path / "root", tmp_path / "memory", generation=3)
 
 
 def test_snapshots_of_other_settings_are_not_used(tmp_path: Path) -> None:
-    run = solo(tmp_path / "root", tmp_path / "memory", run="one").to(4)
+    run = run_alone(tmp_path / "root", tmp_path / "memory", run="one").run_to(4)
     run.manager.close()
-    other = solo(tmp_path / "other", tmp_path / "memory", run="one", settings="two")
+    other = run_alone(tmp_path / "other", tmp_path / "memory", run="one", settings="two")
     assert other.resumed is None
     assert any("other settings" in warning for warning in other.manager.warnings)
     other.manager.close()
@@ -169,32 +162,30 @@ def test_leftovers_of_another_layout_are_removed(tmp_path: Path) -> None:
         )
         tier.claim_fence()
         assert tier.open_slots()
-        tier.stage(Moment(position(2), 1, "old"), state.local_tensors())
+        tier.stage(StateVersion(position(2), 1, "old"), state.local_tensors())
         tier.close()
-    run = solo(tmp_path / "root", tmp_path / "memory", generation=2).to(1)
+    run = run_alone(tmp_path / "root", tmp_path / "memory", generation=2).run_to(1)
     run.manager.close()
     assert run.resumed is None
     assert {path.name.split("-")[1] for path in snapshots(memory)} == {"t0of1"}
 
 
-def test_an_abandoned_future_is_forgotten_at_resume(tmp_path: Path) -> None:
-    run = solo(tmp_path / "root", tmp_path / "memory").to(6)
+def test_snapshots_after_the_resumed_step_are_ignored_by_later_resumes(tmp_path: Path) -> None:
+    run = run_alone(tmp_path / "root", tmp_path / "memory").run_to(6)
     run.manager.close()
     path = newest(tmp_path / "memory", 5)
     for step in (5, 6):
-        data = bytearray(newest(tmp_path / "memory", step).read_bytes())
-        data[-1] ^= 1
-        newest(tmp_path / "memory", step).write_bytes(data)
-    again = solo(tmp_path / "root", tmp_path / "memory")
+        flip_bit(newest(tmp_path / "memory", step))
+    again = run_alone(tmp_path / "root", tmp_path / "memory")
     assert again.resumed.step == 4
     again.manager.close()
     assert path.exists()
-    third = solo(tmp_path / "root", tmp_path / "memory")
+    third = run_alone(tmp_path / "root", tmp_path / "memory")
     assert (third.resumed.step, third.manager.warnings) == (4, [])
     third.manager.close()
 
 
-def test_no_space_in_memory_switches_the_tier_off_with_a_sentence(
+def test_a_memory_folder_without_space_disables_the_tier_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import errno
@@ -204,12 +195,12 @@ def test_no_space_in_memory_switches_the_tier_off_with_a_sentence(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    run = solo(tmp_path / "root", tmp_path / "memory")
+    run = run_alone(tmp_path / "root", tmp_path / "memory")
     assert any("memory snapshots are off" in w and "MiB are needed" in w for w in run.manager.warnings)
-    run.to(3)
+    run.run_to(3)
     run.manager.save_before_exit(position(3))
     run.manager.close()
-    again = solo(tmp_path / "root")
+    again = run_alone(tmp_path / "root")
     assert (again.resumed.step, again.wrong, again.report()["source"]) == (3, [], "durable")
 
 
@@ -227,27 +218,27 @@ def test_every_single_bit_changes_the_checksum() -> None:
     assert checksum(blocks[[1, 0, 2]].reshape(-1)) != before
 
 
-def test_snapshots_every_few_steps(tmp_path: Path) -> None:
-    run = solo(tmp_path / "root", tmp_path / "memory", memory_every=3).to(8)
+def test_snapshots_are_taken_every_few_steps(tmp_path: Path) -> None:
+    run = run_alone(tmp_path / "root", tmp_path / "memory", memory_every=3).run_to(8)
     run.manager.close()
-    again = solo(tmp_path / "root", tmp_path / "memory", memory_every=3)
+    again = run_alone(tmp_path / "root", tmp_path / "memory", memory_every=3)
     assert (again.resumed.step, again.wrong) == (6, [])
     again.manager.close()
 
 
-def test_yielding_snapshots_also_between_intervals(tmp_path: Path) -> None:
-    run = solo(tmp_path / "root", tmp_path / "memory", memory_every=3).to(8)
+def test_a_run_that_yields_takes_a_snapshot_between_intervals(tmp_path: Path) -> None:
+    run = run_alone(tmp_path / "root", tmp_path / "memory", memory_every=3).run_to(8)
     run.manager.save_before_exit(position(8))
     assert run.manager.memory_step == 8
     run.manager.close()
-    again = solo(tmp_path / "root", tmp_path / "memory", memory_every=3)
+    again = run_alone(tmp_path / "root", tmp_path / "memory", memory_every=3)
     assert (again.resumed.step, again.wrong, again.manager.durable_step) == (8, [], -1)
     again.manager.close()
 
 
-def test_a_memory_folder_that_cannot_be_made_switches_the_tier_off_with_a_sentence(tmp_path: Path) -> None:
+def test_a_memory_folder_that_cannot_be_created_disables_the_tier_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    run = solo(tmp_path / "root", tmp_path / "file" / "inside").to(2)
+    run = run_alone(tmp_path / "root", tmp_path / "file" / "inside").run_to(2)
     assert ["memory snapshots are off" in warning for warning in run.manager.warnings] == [True]
     run.manager.save_before_exit(position(2))
     assert run.manager.durable_step == 2
@@ -270,11 +261,10 @@ def test_a_snapshot_of_a_cuda_device_holds_the_state_of_its_step_whatever_is_com
     for step in range(1, 7):
         tier.wait_for_snapshot()
         state["w"].fill_(step)
-        tier.stage(Moment(position(step), 1, "s"), state)
+        tier.stage(StateVersion(position(step), 1, "s"), state)
         noise = torch.tanh(noise @ noise)
     tier.wait_for_snapshot()
     for claim in tier.claims():
         payload = tier.open_claim(claim)
-        assert payload is not None
-        assert (tier.layout.views(payload)[0] == claim.moment.position.step).all()
+        assert (tier.layout.views(payload)[0] == claim.version.position.step).all()
     tier.close()

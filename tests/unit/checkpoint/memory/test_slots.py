@@ -1,45 +1,41 @@
 """The snapshot files of one shard, and what is kept of them when memory is full or a peer's copy arrives altered."""
 
-from __future__ import annotations
-
 import errno
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from checkpoint_world import SOLO, State, position
 
+from tests.unit.checkpoint.checkpoint_builders import SOLO, State, position
 from trainium_trainer.checkpoint.memory import memory_tier
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
 from trainium_trainer.checkpoint.memory.snapshot import (
     BufferLayout,
     Claim,
-    Moment,
     ShardKey,
-    Slots,
     SnapshotFile,
+    SnapshotSlots,
+    StateVersion,
     read_header,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 KEY = ShardKey(0, 1)
 BYTES = 4096
 
 
-def slots(folder: Path, count: int = 3) -> Slots:
-    return Slots(folder, KEY, generation=1, count=count)
+def slots(folder: Path, count: int = 3) -> SnapshotSlots:
+    return SnapshotSlots(folder, KEY, generation=1, count=count)
 
 
-def finalized(opened: Slots, step: int) -> SnapshotFile:
+def finalized(opened: SnapshotSlots, step: int) -> SnapshotFile:
     slot = opened.next()
-    slot.finalize(Moment(position(step), 1, "session"), KEY, "layout", "settings")
+    slot.finalize(StateVersion(position(step), 1, "session"), KEY, "layout", "settings")
     return slot
 
 
-def open_all(opened: Slots, folder: Path) -> None:
+def open_all(opened: SnapshotSlots, folder: Path) -> None:
     headers = {path: header for path in folder.glob("*.snapshot") if (header := read_header(path)) is not None}
     opened.open(layout="layout", payload_bytes=BYTES, headers=headers)
 
@@ -67,8 +63,9 @@ def test_files_that_are_open_are_not_opened_again(tmp_path: Path) -> None:
     open_all(opened, tmp_path)
     finalized(opened, 7)
     open_all(opened, tmp_path)
-    assert [claim.moment.position.step for claim in opened.claims()] == [7]
-    assert len(list(tmp_path.glob("*.snapshot"))) == 3
+    headers = [read_header(path) for path in tmp_path.glob("*.snapshot")]
+    assert len(headers) == 3
+    assert [header.claim.version.position.step for header in headers if header is not None] == [7]
 
 
 def test_memory_that_is_full_takes_no_finished_snapshot_away_and_leaves_no_unfinished_file(
@@ -82,7 +79,8 @@ def test_memory_that_is_full_takes_no_finished_snapshot_away_and_leaves_no_unfin
     full(1)
     with pytest.raises(OSError, match="No space left"):
         open_all(again, tmp_path)
-    assert not again.is_open
+    with pytest.raises(ValueError, match="empty"):
+        again.next()
     assert list(tmp_path.glob("*.snapshot")) == [kept.path]
     assert read_header(kept.path) is not None
 
@@ -99,10 +97,10 @@ def test_a_snapshot_that_arrives_altered_is_not_kept(tier: MemoryTier) -> None:
     assert tier.open_slots()
     slot = tier.receiving_slot()
     slot.payload.fill_(7)
-    sent = Claim(Moment(position(3), 1, "s"), KEY, tier.layout.digest, 12345)
+    sent = Claim(StateVersion(position(3), 1, "s"), KEY, tier.layout.digest, 12345)
     assert tier.finalize_received(slot, sent) is False
     assert tier.claims() == frozenset()
-    whole = slot.finalize(sent.moment, KEY, tier.layout.digest, "c")
+    whole = slot.finalize(sent.version, KEY, tier.layout.digest, "c")
     assert tier.finalize_received(slot, whole) is True
     assert tier.claims() == {whole}
 

@@ -1,34 +1,32 @@
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any
 
-from checkpoint_world import position
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_agreement_law import STEPS, plainly, worlds
 
 from tests.testing.suite.trials import trials
+from tests.unit.checkpoint.checkpoint_builders import position
+from tests.unit.checkpoint.resume.test_agreement_law import STEPS, decide_plainly, worlds
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.memory.snapshot import Claim, Moment, ShardKey
+from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey, StateVersion
 from trainium_trainer.checkpoint.resume.agreement import (
-    FromMemory,
     RankView,
+    ResumeFromMemory,
     SnapshotInventory,
     choose_buddies,
     cleanup_ranks,
     decide,
-    writers,
+    snapshot_writers,
 )
 
 
-def moment(step: int, session: str = "a", generation: int = 1) -> Moment:
-    return Moment(Position(step, step * 8, step * 100), generation, session)
+def version(step: int, session: str = "a", generation: int = 1) -> StateVersion:
+    return StateVersion(Position(step, step * 8, step * 100), generation, session)
 
 
 def claim(step: int, key: ShardKey | None = None, session: str = "a", layout: str = "L") -> Claim:
-    return Claim(moment(step, session), key or ShardKey(0, 1), layout, f"sum-{step}")
+    return Claim(version(step, session), key or ShardKey(0, 1), layout, f"sum-{step}")
 
 
 def view(
@@ -39,10 +37,10 @@ def view(
 
 def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it() -> None:
     views = [view(rank, [], store=f"node-{rank // 4}") for rank in range(8)]
-    assert writers(views) == {0, 4}
+    assert snapshot_writers(views) == {0, 4}
     assert cleanup_ranks(views) == {0, 4}
     sharded = [view(rank, [], store="node", key=ShardKey(rank, 4)) for rank in range(4)]
-    assert writers(sharded) == {0, 1, 2, 3}
+    assert snapshot_writers(sharded) == {0, 1, 2, 3}
     assert cleanup_ranks(sharded) == {0}
 
 
@@ -52,10 +50,10 @@ def test_every_combination_of_two_shards_over_three_ranks_and_two_steps() -> Non
     options.append(frozenset(claim(s, k) for s in (1, 2) for k in keys))
     for needs, held, durable in product(product(keys, repeat=3), product(options, repeat=3), ([], [1], [2])):
         views = [view(r, held[r], key=needs[r]) for r in range(3)]
-        assert decide(views, durable) == plainly(views, durable)
+        assert decide(views, durable) == decide_plainly(views, durable)
 
 
-@settings(max_examples=trials(100))
+@settings(max_examples=trials(50))
 @given(worlds(), STEPS, st.randoms())
 def test_the_order_of_the_reports_does_not_matter(views: Any, durable: Any, random: Any) -> None:
     shuffled = list(views)
@@ -65,23 +63,23 @@ def test_the_order_of_the_reports_does_not_matter(views: Any, durable: Any, rand
 
 def test_a_snapshot_reaches_a_hundred_new_nodes_in_seven_rounds() -> None:
     decision = decide([view(0, [claim(1)]), *(view(rank, []) for rank in range(1, 101))], [])
-    assert isinstance(decision, FromMemory)
+    assert isinstance(decision, ResumeFromMemory)
     assert len(decision.rounds) == 7
 
 
-def test_what_is_only_recorded_does_not_divide_the_ranks() -> None:
+def test_recorded_losses_do_not_distinguish_snapshots() -> None:
     left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
-    with_loss = Moment(Position(4, 32, 400, loss=1.5, grad_norm=float("nan")), 1, "a")
+    with_loss = StateVersion(Position(4, 32, 400, loss=1.5, grad_norm=float("nan")), 1, "a")
     views = [
         view(0, [claim(4, left)], key=left),
         view(1, [Claim(with_loss, right, "L", "sum")], key=right),
     ]
     decision = decide(views, [])
-    assert isinstance(decision, FromMemory)
-    assert decision.moment.position.step == 4
+    assert isinstance(decision, ResumeFromMemory)
+    assert decision.version.position.step == 4
 
 
-def test_what_every_node_holds_needs_no_guard() -> None:
+def test_shards_that_every_node_holds_need_no_copy() -> None:
     replicas = [view(rank, [], store=f"node-{rank // 2}", key=ShardKey(rank % 2, 2)) for rank in range(8)]
     assert choose_buddies(replicas, {v.store for v in replicas}) == ()
     alone = [view(rank, [], store="node", key=ShardKey(0, 1, rank, 4)) for rank in range(4)]
@@ -100,7 +98,7 @@ def test_an_odd_node_makes_a_ring_of_three() -> None:
     assert pairs == {(0, 2), (2, 0), (1, 3), (3, 4), (4, 1)}
 
 
-@settings(max_examples=trials(200))
+@settings(max_examples=trials(50))
 @given(worlds(), st.sets(st.integers(0, 4), max_size=2))
 def test_each_shard_of_a_single_node_has_one_guard_on_another(views: Any, without_capacity: set[int]) -> None:
     stores = {v.store for v in views}
@@ -112,7 +110,7 @@ def test_each_shard_of_a_single_node_has_one_guard_on_another(views: Any, withou
     assert len({guard.key for guard in found}) == len(found)
     store = {v.rank: v.store for v in views}
     for guard in found:
-        assert guard.source in writers(views)
+        assert guard.source in snapshot_writers(views)
         assert store[guard.source] != store[guard.target]
         assert {store[guard.source], store[guard.target]} <= usable
     per_keeper = [sum(guard.target == v.rank for guard in found) for v in views]
@@ -121,16 +119,16 @@ def test_each_shard_of_a_single_node_has_one_guard_on_another(views: Any, withou
 
 
 KEY = ShardKey(0, 1)
-CLAIM = Claim(Moment(position(3), 1, "s"), KEY, "layout", 7)
+CLAIM = Claim(StateVersion(position(3), 1, "s"), KEY, "layout", 7)
 
 
 def holdings() -> SnapshotInventory:
-    """Ranks 0 and 1 share a node, rank 2 has one to itself."""
+    """Return the snapshots of ranks 0 and 1, which share a node, and of rank 2."""
     views = [RankView(rank, store, KEY, "layout") for rank, store in enumerate(("a", "a", "b"))]
     return SnapshotInventory(views, [[CLAIM], [], []])
 
 
-def test_of_ranks_that_share_a_store_one_reports_it() -> None:
+def test_one_of_the_ranks_that_share_a_store_reports_it() -> None:
     assert [(view.store, set(view.claims)) for view in holdings().views()] == [
         ("a", {CLAIM}),
         ("a", set()),
@@ -148,7 +146,7 @@ def test_ranks_that_share_a_store_without_capacity_are_planned_for_one_by_one() 
     ]
 
 
-def test_a_moment_that_could_not_be_exchanged_is_out_of_the_question_in_every_store() -> None:
+def test_a_step_whose_exchange_failed_is_excluded_in_every_store() -> None:
     found = holdings()
-    found.exclude(CLAIM.moment)
+    found.exclude(CLAIM.version)
     assert all(not view.claims for view in found.views())

@@ -1,26 +1,22 @@
 """Several real gloo ranks: resharding, replicas that help each other, damage that one rank sees."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_scenarios import (
+
+from tests.testing.trainer.base_models import flip_bit
+from tests.unit.checkpoint.checkpoint_builders import run_world
+from tests.unit.checkpoint.checkpoint_scenarios import (
     gather_texts,
     reduce_with_failures,
     report_after,
     save_as_a_peer_dies,
     scatter_with_failures,
 )
-from checkpoint_world import run_world
-
 from trainium_trainer.checkpoint.memory.snapshot import read_header
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.storage.posix import PosixStorage
-
-# The first test pays for importing torch in the server that ranks are forked from.
-pytestmark = pytest.mark.timeout(180)
 
 
 def memories(folder: Path, count: int, *, prefix: str = "node") -> list[Path]:
@@ -33,7 +29,7 @@ def steps_of(reports: list[dict[str, Any]]) -> set[int | None]:
 
 def step_in(path: Path) -> int:
     header = read_header(path)
-    return -1 if header is None else header.claim.moment.position.step
+    return -1 if header is None else header.claim.version.position.step
 
 
 def assert_right(reports: list[dict[str, Any]], step: int) -> None:
@@ -95,10 +91,8 @@ def test_the_newest_step_that_every_shard_has_is_resumed(tmp_path: Path, buddies
     settings = {"buddies": buddies}
     run_world(2, report_after, root, nodes, 5, settings, mode="FullySharded")
     for path in nodes[1].rglob("*-d1of2-*.snapshot"):
-        data = bytearray(path.read_bytes())
-        if b'"step": 5,' in bytes(data[:200]):
-            data[4200] ^= 1
-            path.write_bytes(data)
+        if step_in(path) == 5:
+            flip_bit(path, 4200)
     reports = run_world(2, report_after, root, nodes, 6, settings, mode="FullySharded")
     assert_right(reports, resumed)
     assert reports[1]["source"] == ("peer" if buddies else "memory")
@@ -117,7 +111,7 @@ def test_sharded_ranks_that_changed_places_exchange_their_snapshots(tmp_path: Pa
     assert [len(list(node.rglob("*.snapshot"))) for node in nodes] == [3 + 2 * buddies] * 2
 
 
-def test_a_lost_shard_without_a_copy_means_the_durable_tier(tmp_path: Path) -> None:
+def test_without_a_copy_of_a_lost_shard_the_durable_checkpoint_is_resumed(tmp_path: Path) -> None:
     root, nodes = tmp_path / "root", memories(tmp_path, 2)
     alone = {"buddies": 0}
     run_world(2, report_after, root, nodes, 5, {"save_at": (3,), **alone}, mode="FullySharded")
@@ -150,9 +144,7 @@ def test_a_damaged_copy_on_a_node_of_two_ranks_turns_all_ranks_to_the_step_befor
     reports = run_world(4, report_after, root, both, 5, {}, mode="FullySharded")
     assert [report["guarded"] for report in reports] == [5] * 4
     (copy,) = (path for path in nodes[0].rglob("*-d2of4-*") if step_in(path) == 5)
-    data = bytearray(copy.read_bytes())
-    data[-1] ^= 1
-    copy.write_bytes(data)
+    flip_bit(copy)
     reports = run_world(4, report_after, root, [nodes[0], nodes[0], nodes[2], nodes[2]], 7, {}, mode="FullySharded")
     assert_right(reports, 4)
     assert [report["source"] for report in reports] == ["memory", "memory", "peer", "peer"]
@@ -170,16 +162,13 @@ def test_a_node_without_capacity_for_copies_warns_and_continues(tmp_path: Path) 
 def test_damage_that_one_rank_finds_turns_all_ranks_to_the_previous_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "root"
     run_world(2, report_after, root, None, 4, {"save_at": (2, 4)}, tp=2)
-    path = next(Path(root / "step-4").glob("*/shard-00001.safetensors"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_bit(next((root / "step-4").glob("*/shard-00001.safetensors")))
     reports = run_world(2, report_after, root, None, 5, {"save_at": (5,)}, tp=2)
     assert_right(reports, 2)
     assert all(len(report["warnings"]) == 1 for report in reports)
 
 
-def test_a_peer_that_dies_before_it_receives_the_commit_takes_nothing_of_the_checkpoint_away(tmp_path: Path) -> None:
+def test_a_peer_that_dies_before_it_receives_the_commit_does_not_damage_the_checkpoint(tmp_path: Path) -> None:
     (failure,) = run_world(2, save_as_a_peer_dies, tmp_path / "root", killed=1)
     assert failure, "rank 0 has not noticed"
     found = survey(PosixStorage(tmp_path / "root"))
@@ -203,7 +192,7 @@ def test_tensor_parallel_replicas_resume_from_memory_and_peers(tmp_path: Path) -
     assert len(list(nodes[0].rglob("*"))) == 1 + 2 * 3 + 2
 
 
-@pytest.mark.parametrize("sizes", [[3, 0], [0, 100_000, 7], [1, 2, 3, 4], [5, 0, 1, 70_000, 2]])
+@pytest.mark.parametrize("sizes", [[0, 100_000, 7, 3], [5, 0, 1, 70_000, 2]])
 def test_every_rank_receives_the_texts_of_all_ranks_in_order_of_any_length(sizes: list[int]) -> None:
     expected = ["abcde"[rank] * size for rank, size in enumerate(sizes)]
     assert run_world(len(sizes), gather_texts, sizes) == [expected] * len(sizes)
@@ -219,7 +208,7 @@ def test_all_ranks_receive_what_the_first_decides_and_the_first_error_with_a_sen
         "OSError: [Errno 28] full",
         "StorageError: no room",
     ]
-    assert "Unspeakable" in first[5]
+    assert "Unpicklable" in first[5]
     assert "lost at sea" in first[5]
     assert first[6] == "RuntimeError: ranks are at different points: same and late"
     assert first[7] == "3"
@@ -228,7 +217,7 @@ def test_all_ranks_receive_what_the_first_decides_and_the_first_error_with_a_sen
     assert first[10] == "ValueError: one"
 
 
-@pytest.mark.parametrize("size", [3, 5, 8])
+@pytest.mark.parametrize("size", [3, 8])
 def test_each_rank_gets_its_own_answer_and_all_get_the_same_error(size: int) -> None:
     letters = "abcdefgh"[:size]
     results = run_world(size, scatter_with_failures)
@@ -243,5 +232,5 @@ def test_each_rank_gets_its_own_answer_and_all_get_the_same_error(size: int) -> 
     assert results[0][4].startswith("RuntimeError")  # what cannot travel is an error of all, no silence
 
 
-def test_no_search_for_circles_of_objects_while_the_first_rank_decides_and_one_afterwards() -> None:
+def test_garbage_collection_is_disabled_while_the_first_rank_decides() -> None:
     assert [found[6] for found in run_world(2, scatter_with_failures)] == ["FalseTrue"] * 2

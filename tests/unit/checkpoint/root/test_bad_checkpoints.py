@@ -1,17 +1,17 @@
 """Bad checkpoints and bad stores: a sentence, the contract's exit code, and nothing that was there is touched."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
-from checkpoint_world import HookedStorage, solo
 
-from tests.testing.trainer.s3_gateway import Fault, serving
+from tests.testing.trainer.s3_gateway import Fault, run_gateway
+from tests.unit.checkpoint.checkpoint_builders import HookedStorage, run_alone
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_trainer import cli
@@ -19,17 +19,9 @@ from trainium_trainer.exits import TrainerError, find_exit_code
 from trainium_trainer.storage.object_store import Limits, ObjectStorage
 from trainium_trainer.storage.protocol import Retry
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-
-# The first test pays for importing torch in the server that ranks are forked from.
-pytestmark = pytest.mark.timeout(180)
-
 
 def contents(root: Path) -> dict[str, bytes]:
-    """All files below a root but the fence, which each start takes."""
+    """Read all files below a root but the fence, which each start claims."""
     files = (path for path in root.rglob("*") if path.is_file())
     return {name: path.read_bytes() for path in files if (name := str(path.relative_to(root))) != "GENERATION"}
 
@@ -48,7 +40,7 @@ def shards_of_each_other(root: Path) -> None:
 
 def newer_format(root: Path) -> None:
     receipt = root / "step-4" / "COMMITTED"
-    receipt.write_text(json.dumps(json.loads(receipt.read_text()) | {"formatVersion": 9}))
+    receipt.write_text(json.dumps(json.loads(receipt.read_text()) | {"formatVersion": 9, "novelty": 1}))
 
 
 def nothing(_: Path) -> None:
@@ -59,22 +51,22 @@ def nothing(_: Path) -> None:
     ("spoil", "settings", "sentence"),
     [
         (nothing, "another", r"other settings \(model is one there and another here\)"),
-        (newer_format, "one", r"step-4 was written by a newer version .*go on with that version"),
+        (newer_format, "one", r"step-4 was written by a newer version .*format 9.*go on with that version"),
         (half_deleted, "one", r"none is whole \(.*manifest.json is missing.*restore one from a backup"),
         (shards_of_each_other, "one", r"none is whole .*restore one from a backup"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused_and_left_as_it_was(
+def test_checkpoints_that_cannot_be_resumed_are_refused_and_not_changed(
     tmp_path: Path, spoil: Callable[[Path], None], settings: str, sentence: str
 ) -> None:
-    run = solo(tmp_path)
+    run = run_alone(tmp_path)
     for step in (2, 4):
-        run.to(step, save_at=(step,)).settle()
+        run.run_to(step, save_at=(step,)).flush()
     run.manager.close()
     spoil(tmp_path)
     before = contents(tmp_path)
     with pytest.raises(TrainerError, match=sentence) as caught:
-        solo(tmp_path, settings=settings)
+        run_alone(tmp_path, settings=settings)
     assert find_exit_code(caught.value) == ExitCode.USER_ERROR
     assert contents(tmp_path) == before
 
@@ -87,11 +79,11 @@ def test_a_store_that_fails_five_times_in_a_row_costs_time_and_nothing_else(tmp_
         if "before write step-" in what and failures:
             raise failures.pop()
 
-    run = solo(tmp_path, storage=HookedStorage(tmp_path, fail), retry=replace(Retry(), sleep=waits.append)).settle()
-    run.to(1, save_at=(1,)).settle()
+    run = run_alone(tmp_path, storage=HookedStorage(tmp_path, fail), retry=replace(Retry(), sleep=waits.append)).flush()
+    run.run_to(1, save_at=(1,)).flush()
     assert waits == list(Retry().delays[:5])
     assert (run.manager.durable_step, run.manager.warnings) == (1, [])
-    assert solo(tmp_path).resumed.step == 1
+    assert run_alone(tmp_path).resumed.step == 1
 
 
 def test_a_folder_that_stalls_and_recovers_stops_no_step(tmp_path: Path) -> None:
@@ -102,31 +94,31 @@ def test_a_folder_that_stalls_and_recovers_stops_no_step(tmp_path: Path) -> None
             stalled.set()
             assert back.wait(60)
 
-    run = solo(tmp_path, storage=HookedStorage(tmp_path, stall)).settle()
-    run.to(1, save_at=(1,))
+    run = run_alone(tmp_path, storage=HookedStorage(tmp_path, stall)).flush()
+    run.run_to(1, save_at=(1,))
     assert stalled.wait(60)
-    run.to(50)
+    run.run_to(50)
     assert (run.manager.durable_step, contents(tmp_path)) == (-1, {})
     back.set()
-    run.settle()
+    run.flush()
     assert run.manager.durable_step == 1
-    assert solo(tmp_path).wrong == []
+    assert run_alone(tmp_path).wrong == []
     # A stall of a minute is waited for.
     assert CheckpointConfig.model_validate({"path": "x"}).durable.save_timeout_seconds > 60
 
 
 def test_a_bucket_that_stalls_for_two_requests_is_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default a request is given up after 30 s, so that a store which stalls for 60 s costs two of them."""
-    with serving(tmp_path, monkeypatch) as server:
+    with run_gateway(tmp_path, monkeypatch) as server:
         limits = Limits(request_seconds=0.3, first_pause_seconds=0.01, longest_pause_seconds=0.02)
         assert Limits().request_seconds * 2 >= 60
         assert Limits().retry_seconds > 60
         storage = ObjectStorage("s3://bucket/run", limits)
-        run = solo("s3://bucket/run", storage=storage).settle()
+        run = run_alone("s3://bucket/run", storage=storage).flush()
         server.fail(Fault(stall=threading.Event(), times=2, method="PUT"))
-        run.to(1, save_at=(1,)).settle()
+        run.run_to(1, save_at=(1,)).flush()
         assert (run.manager.durable_step, run.manager.warnings) == (1, [])
-        assert solo("s3://bucket/run").resumed.step == 1
+        assert run_alone("s3://bucket/run").resumed.step == 1
 
 
 def test_commands_name_a_checkpoint_that_they_cannot_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +127,7 @@ def test_commands_name_a_checkpoint_that_they_cannot_take(tmp_path: Path, capsys
         return capsys.readouterr().err
 
     root = tmp_path / "root"
-    run = solo(root).to(1, save_at=(1,)).settle()
+    run = run_alone(root).run_to(1, save_at=(1,)).flush()
     run.manager.close()
     targets: list[Any] = [("export", str(root), str(tmp_path / "model"))]
     targets.append(("convert", "to-nxd", str(root), str(tmp_path / "tag"), "--tensor", "1"))

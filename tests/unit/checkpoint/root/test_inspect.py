@@ -1,57 +1,47 @@
 """`trainium-trainer inspect`, on folders and on S3: what it lists, verifies and sets aside, and how it exits."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from checkpoint_world import solo
 
-from tests.testing.trainer.s3_gateway import serving
+from tests.testing.trainer.base_models import flip_bit, with_flipped_bit
+from tests.testing.trainer.s3_gateway import run_gateway
+from tests.unit.checkpoint.checkpoint_builders import run_alone
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_trainer import cli
 from trainium_trainer.checkpoint import inspect
-from trainium_trainer.storage.opening import open_storage
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-
-# The first test pays for importing torch in the server that ranks are forked from.
-pytestmark = pytest.mark.timeout(180)
+from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
+from trainium_trainer.storage import open_storage
 
 
 @pytest.fixture(params=["posix", "s3"])
 def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where a run left checkpoints of steps 1, 2 and 3, of which the second has a flipped bit, and a save cut short."""
+    """Return a root with checkpoints of steps 1, 2 and 3, the second with a flipped bit, and an interrupted save."""
     if request.param == "posix":
         _train(str(tmp_path))
         path = next((tmp_path / "step-2").glob("*/shard-00000.safetensors"))
-        path.write_bytes(_flipped(path.read_bytes()))
+        flip_bit(path)
         (tmp_path / "step-9" / "g1-a").mkdir(parents=True)
         (tmp_path / "step-9" / "g1-a" / "shard-00000.safetensors").write_text("half")
         yield str(tmp_path)
         return
-    with serving(tmp_path, monkeypatch) as server:
+    with run_gateway(tmp_path, monkeypatch) as server:
         _train("s3://bucket/run")
         objects = server.objects("bucket")
         (key,) = (key for key in objects if key.startswith("run/step-2/") and key.endswith("shard-00000.safetensors"))
-        server.put("bucket", key, _flipped(objects[key]))
+        server.put("bucket", key, with_flipped_bit(objects[key]))
         server.put("bucket", "run/step-9/g1-a/shard-00000.safetensors", b"half")
         yield "s3://bucket/run"
 
 
 def _train(path: str) -> None:
-    run = solo(path)
+    run = run_alone(path)
     for step in (1, 2, 3):
-        run.to(step, save_at=(step,)).settle()
+        run.run_to(step, save_at=(step,)).flush()
     run.manager.close()
-
-
-def _flipped(data: bytes) -> bytes:
-    return data[:-100] + bytes([data[-100] ^ 8]) + data[-99:]
 
 
 def rows(root: str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, str]]:
@@ -73,17 +63,17 @@ def test_inspect_lists_verifies_and_sets_aside(root: str, capsys: pytest.Capture
     repaired = {"step-1": "verified", "step-2": "set aside", "step-3": "verified", "step-9": "set aside"}
     assert rows(root, capsys, "--verify") == (ExitCode.FINISHED, repaired)
 
-    run = solo(root)
+    run = run_alone(root)
     assert (run.resumed.step, run.wrong, run.manager.warnings) == (3, [], [])
-    run.to(4, save_at=(4,)).settle()
-    run.to(5, save_at=(5,)).settle()
+    run.run_to(4, save_at=(4,)).flush()
+    run.run_to(5, save_at=(5,)).flush()
     run.manager.close()
     kept = {"step-2": "set aside", "step-3": "verified", "step-4": "verified", "step-5": "verified"}
     assert rows(root, capsys, "--verify") == (ExitCode.FINISHED, kept | {"step-9": "set aside"})
 
 
 def test_a_save_that_ends_between_the_survey_and_the_repair_counts(tmp_path: Path) -> None:
-    run = solo(str(tmp_path)).to(1, save_at=(1,)).settle()
+    run = run_alone(str(tmp_path)).run_to(1, save_at=(1,)).flush()
     receipt = tmp_path / "step-1" / "COMMITTED"
     text = receipt.read_bytes()
     receipt.unlink()
@@ -98,18 +88,19 @@ def test_a_save_that_ends_between_the_survey_and_the_repair_counts(tmp_path: Pat
 
 def test_metrics_of_a_run_in_s3_are_beside_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = b'{"step":1}\n{"step":2}\n'
-    with serving(tmp_path, monkeypatch):
+    with run_gateway(tmp_path, monkeypatch):
         first, second = tmp_path / "first", tmp_path / "second"
-        run = solo("s3://bucket/run", records=first).settle()
+        run = run_alone("s3://bucket/run", records=first).flush()
         first.mkdir()
         (first / "metrics.jsonl").write_bytes(lines + b'{"step"')
-        run.to(2, save_at=(2,)).settle()
+        run.run_to(2, save_at=(2,)).flush()
         run.manager.close()
-        solo("s3://bucket/run", records=second).manager.close()
+        on_another_node = CheckpointConfig(path="s3://bucket/run", records_path=str(second))
+        RecordCopies(on_another_node, open_storage("s3://bucket/run")).fetch()
         assert (second / "metrics.jsonl").read_bytes() == lines
 
 
-def test_the_table_is_for_people(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_a_table(root: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["inspect", root, "--verify"]) == ExitCode.USER_ERROR
     out, err = capsys.readouterr()
     line = next(line for line in out.splitlines() if line.startswith("step-3"))

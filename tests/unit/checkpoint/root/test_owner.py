@@ -1,15 +1,14 @@
 """One owner per checkpoint folder: a second job is refused by name before it writes anything."""
 
-from __future__ import annotations
-
 import json
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from checkpoint_world import HookedStorage, solo
 
-from tests.testing.trainer.s3_gateway import serving
+from tests.testing.trainer.s3_gateway import run_gateway
+from tests.unit.checkpoint.checkpoint_builders import ALPHA, BETA, HookedStorage, run_alone
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.errors import StaleGenerationError
@@ -20,17 +19,8 @@ from trainium_trainer.storage.object_store import Limits, ObjectStorage
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry, Storage
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-
-pytestmark = pytest.mark.timeout(180)
-
-ALPHA = JobIdentity("cluster-1", "team-a", "alpha", "uid-alpha")
 ALPHA_AGAIN = JobIdentity("cluster-1", "team-a", "alpha", "uid-alpha-2")
 ALPHA_ELSEWHERE = JobIdentity("cluster-2", "team-a", "alpha", "uid-far")
-BETA = JobIdentity("cluster-1", "team-b", "beta", "uid-beta")
 
 
 @pytest.fixture(params=["posix", "s3"])
@@ -38,7 +28,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "posix":
         yield PosixStorage(tmp_path / "root")
         return
-    with serving(tmp_path, monkeypatch):
+    with run_gateway(tmp_path, monkeypatch):
         yield ObjectStorage("s3://bucket/runs/one", Limits(request_seconds=5.0))
 
 
@@ -47,102 +37,100 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 def test_a_second_job_is_refused_by_name_and_leaves_no_trace(tmp_path: Path) -> None:
-    first = solo(tmp_path, job=ALPHA)
-    first.to(2, save_at=(2,)).settle()
+    first = run_alone(tmp_path, job=ALPHA)
+    first.run_to(2, save_at=(2,)).flush()
     before = files(tmp_path)
     with pytest.raises(TrainerError, match=r"belongs to the job team-a/alpha: .*takeOver: team-a/alpha") as caught:
-        solo(tmp_path, job=BETA)
+        run_alone(tmp_path, job=BETA)
     assert find_exit_code(caught.value) == ExitCode.USER_ERROR
     assert files(tmp_path) == before
     # The innocent one has the fence still: its next save is committed.
-    first.to(4, save_at=(4,)).settle()
+    first.run_to(4, save_at=(4,)).flush()
     assert first.manager.durable_step == 4
     first.manager.close()
 
 
 def test_a_job_with_other_settings_does_not_take_the_fence_of_the_one_that_runs(tmp_path: Path) -> None:
-    first = solo(tmp_path)
-    first.to(2, save_at=(2,)).settle()
+    first = run_alone(tmp_path)
+    first.run_to(2, save_at=(2,)).flush()
     before = files(tmp_path)
     with pytest.raises(TrainerError, match="other settings"):
-        solo(tmp_path, settings="another")
+        run_alone(tmp_path, settings="another")
     assert files(tmp_path) == before
-    first.to(4, save_at=(4,)).settle()
+    first.run_to(4, save_at=(4,)).flush()
     first.manager.close()
 
 
-def test_the_same_job_goes_on_after_restarts_and_in_later_generations(tmp_path: Path) -> None:
-    solo(tmp_path, job=ALPHA).to(2, save_at=(2,)).settle().manager.close()
-    again = solo(tmp_path, job=ALPHA, generation=1)
-    assert again.resumed is not None
+def test_the_same_job_continues_after_restarts_and_in_later_generations(tmp_path: Path) -> None:
+    run_alone(tmp_path, job=ALPHA).run_to(2, save_at=(2,)).flush().manager.close()
+    again = run_alone(tmp_path, job=ALPHA, generation=1)
     assert again.resumed.step == 2
     again.manager.close()
-    assert solo(tmp_path, job=ALPHA, generation=5).resumed is not None
+    assert run_alone(tmp_path, job=ALPHA, generation=5).resumed is not None
     assert len(list(tmp_path.glob("OWNER-*"))) == 1
 
 
-def test_a_job_made_again_under_its_name_goes_on_and_its_predecessor_never_returns(tmp_path: Path) -> None:
-    old = solo(tmp_path, job=ALPHA)
-    old.to(2, save_at=(2,)).settle()
-    new = solo(tmp_path, job=ALPHA_AGAIN)
-    assert new.resumed is not None
+def test_a_recreated_job_continues_and_fences_out_its_predecessor(tmp_path: Path) -> None:
+    old = run_alone(tmp_path, job=ALPHA)
+    old.run_to(2, save_at=(2,)).flush()
+    new = run_alone(tmp_path, job=ALPHA_AGAIN)
     assert new.resumed.step == 2
     # What is left of the old one is fenced out at its next commit, and ended when its agent starts it again.
     with pytest.raises(StaleGenerationError):
-        old.to(4, save_at=(4,)).settle()
+        old.run_to(4, save_at=(4,)).flush()
     with pytest.raises(TrainerError, match="was taken over by the job team-a/alpha") as caught:
-        solo(tmp_path, job=ALPHA)
+        run_alone(tmp_path, job=ALPHA)
     assert find_exit_code(caught.value) == ExitCode.USER_ERROR
-    new.to(4, save_at=(4,)).settle()
+    new.run_to(4, save_at=(4,)).flush()
     new.manager.close()
 
 
 def test_a_job_of_the_same_name_in_another_cluster_is_another_job(tmp_path: Path) -> None:
-    solo(tmp_path, job=ALPHA).to(2, save_at=(2,)).settle().manager.close()
+    run_alone(tmp_path, job=ALPHA).run_to(2, save_at=(2,)).flush().manager.close()
     with pytest.raises(TrainerError, match="belongs to the job team-a/alpha of another cluster"):
-        solo(tmp_path, job=ALPHA_ELSEWHERE)
+        run_alone(tmp_path, job=ALPHA_ELSEWHERE)
 
 
-def test_a_folder_is_taken_over_on_request_once_and_not_in_turns(tmp_path: Path) -> None:
-    solo(tmp_path, job=ALPHA).to(2, save_at=(2,)).settle().manager.close()
+def test_a_folder_is_taken_over_on_request_once(tmp_path: Path) -> None:
+    run_alone(tmp_path, job=ALPHA).run_to(2, save_at=(2,)).flush().manager.close()
     with pytest.raises(TrainerError, match="belongs to the job team-a/alpha"):
-        solo(tmp_path, job=BETA, take_over="team-a/gamma")
-    taken = solo(tmp_path, job=BETA, take_over="team-a/alpha")
+        run_alone(tmp_path, job=BETA, take_over="team-a/gamma")
+    taken = run_alone(tmp_path, job=BETA, take_over="team-a/alpha")
     assert taken.resumed is not None
     taken.manager.close()
-    assert solo(tmp_path, job=BETA, take_over="team-a/alpha").resumed is not None
+    assert run_alone(tmp_path, job=BETA, take_over="team-a/alpha").resumed is not None
     with pytest.raises(TrainerError, match=r"taken over by the job team-b/beta.*recreate this job"):
-        solo(tmp_path, job=ALPHA, take_over="team-b/beta")
-    assert solo(tmp_path, job=ALPHA_AGAIN, take_over="team-b/beta").resumed is not None
+        run_alone(tmp_path, job=ALPHA, take_over="team-b/beta")
+    assert run_alone(tmp_path, job=ALPHA_AGAIN, take_over="team-b/beta").resumed is not None
 
 
 def test_a_request_with_other_settings_is_refused_before_the_folder_changes_hands(tmp_path: Path) -> None:
-    solo(tmp_path, job=ALPHA).to(2, save_at=(2,)).settle().manager.close()
+    run_alone(tmp_path, job=ALPHA).run_to(2, save_at=(2,)).flush().manager.close()
     with pytest.raises(TrainerError, match="other settings"):
-        solo(tmp_path, job=BETA, take_over="team-a/alpha", settings="another")
-    assert solo(tmp_path, job=ALPHA).resumed is not None
+        run_alone(tmp_path, job=BETA, take_over="team-a/alpha", settings="another")
+    assert run_alone(tmp_path, job=ALPHA).resumed is not None
 
 
-def test_a_folder_of_before_there_were_owners_is_adopted_by_the_first_job(tmp_path: Path) -> None:
-    solo(tmp_path, run="uid-old").to(2, save_at=(2,)).settle().manager.close()
-    adopted = solo(tmp_path, job=ALPHA)
+def test_a_folder_without_an_owner_is_adopted_by_the_first_job(tmp_path: Path) -> None:
+    run_alone(tmp_path, run="uid-old").run_to(2, save_at=(2,)).flush().manager.close()
+    adopted = run_alone(tmp_path, job=ALPHA)
     assert adopted.resumed is not None
     adopted.manager.close()
     owner = json.loads((tmp_path / "OWNER-1").read_bytes())
     assert (owner["namespace"], owner["name"], owner["uid"]) == ("team-a", "alpha", "uid-alpha")
     with pytest.raises(TrainerError, match="belongs to the job team-a/alpha"):
-        solo(tmp_path, job=BETA)
+        run_alone(tmp_path, job=BETA)
 
 
-def test_a_process_outside_of_kubernetes_keeps_out_of_a_job_s_folder(tmp_path: Path) -> None:
-    solo(tmp_path, job=ALPHA).to(2, save_at=(2,)).settle().manager.close()
+def test_a_process_outside_kubernetes_is_refused_in_the_folder_of_a_job(tmp_path: Path) -> None:
+    run_alone(tmp_path, job=ALPHA).run_to(2, save_at=(2,)).flush().manager.close()
     before = files(tmp_path)
     with pytest.raises(TrainerError, match=r"belongs to the job team-a/alpha: choose another checkpoint.path"):
-        solo(tmp_path)
+        run_alone(tmp_path)
     assert files(tmp_path) == before
 
 
-def test_of_many_jobs_that_begin_in_the_same_moment_one_has_the_folder(store: Storage) -> None:
+def test_one_of_many_jobs_that_start_together_owns_the_folder(store: Storage) -> None:
     jobs = [JobIdentity("c", "team", f"job-{number}", f"uid-{number}") for number in range(8)]
     began = threading.Barrier(len(jobs))
     outcomes: dict[str, str] = {}
@@ -172,7 +160,7 @@ def test_of_many_jobs_that_begin_in_the_same_moment_one_has_the_folder(store: St
 def test_the_owner_is_known_before_anything_else_is_written(tmp_path: Path) -> None:
     written: list[str] = []
     storage = HookedStorage(tmp_path, lambda what: written.append(what.removeprefix("before ")))
-    solo(tmp_path, job=ALPHA, storage=storage).manager.close()
+    run_alone(tmp_path, job=ALPHA, storage=storage).manager.close()
     started = [what for what in written if not what.startswith("after")]
     assert started[:2] == ["create OWNER-1", f"write {GENERATION_FENCE_NAME}"]
 
@@ -180,5 +168,5 @@ def test_the_owner_is_known_before_anything_else_is_written(tmp_path: Path) -> N
 def test_a_record_that_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "OWNER-3").write_text("{")
     with pytest.raises(TrainerError, match="OWNER-3, which names the owner of the folder, cannot be read: remove it"):
-        solo(tmp_path, job=ALPHA)
+        run_alone(tmp_path, job=ALPHA)
     assert read_fence(PosixStorage(tmp_path)) is None

@@ -1,29 +1,18 @@
 """Nothing is removed that the run did not write, and roots of two runs never lie one in the other."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from checkpoint_world import solo
 
-from tests.testing.trainer.s3_gateway import serving
+from tests.testing.trainer.s3_gateway import run_gateway
+from tests.unit.checkpoint.checkpoint_builders import ALPHA, BETA, run_alone
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.root.owner import JobIdentity
 from trainium_trainer.checkpoint.root.survey import survey
-from trainium_trainer.storage.opening import open_storage
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from trainium_trainer.storage.protocol import Storage
-
-pytestmark = pytest.mark.timeout(180)
-
-ALPHA = JobIdentity("cluster-1", "team-a", "alpha", "uid-alpha")
-BETA = JobIdentity("cluster-1", "team-b", "beta", "uid-beta")
+from trainium_trainer.storage import open_storage
+from trainium_trainer.storage.protocol import Storage
 
 
 @pytest.fixture(params=["posix", "s3"])
@@ -31,7 +20,7 @@ def top(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     if request.param == "posix":
         yield str(tmp_path / "top")
         return
-    with serving(tmp_path, monkeypatch):
+    with run_gateway(tmp_path, monkeypatch):
         yield "s3://bucket/top"
 
 
@@ -44,9 +33,9 @@ def contents(storage: Storage, folder: str = "") -> dict[str, bytes]:
 
 
 def train(root: str, job: JobIdentity, *steps: int, keep_last: int = 1) -> None:
-    run = solo(root, job=job, run=job.uid, durable={"keepLast": keep_last}).settle()
+    run = run_alone(root, job=job, run=job.uid, durable={"keepLast": keep_last}).flush()
     for step in steps:
-        run.to(step, save_at=(step,)).settle()
+        run.run_to(step, save_at=(step,)).flush()
     run.manager.close()
 
 
@@ -55,7 +44,7 @@ def test_a_root_inside_or_around_the_root_of_another_job_is_refused_by_name(top:
     train(f"{top}/{first}", ALPHA, 1)
     before = contents(open_storage(top))
     with pytest.raises(UnusableCheckpointError, match=f"{top}/{second} and {top}/{first}, .* lie one in the other"):
-        solo(f"{top}/{second}", job=BETA, run=BETA.uid)
+        run_alone(f"{top}/{second}", job=BETA, run=BETA.uid)
     assert contents(open_storage(top)) == before
 
 
@@ -109,9 +98,9 @@ def test_the_fence_names_every_start_that_held_it(tmp_path: Path) -> None:
 def test_runs_that_share_a_memory_volume_keep_their_snapshots(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     for job in (ALPHA, BETA):
-        run = solo(tmp_path / job.name, memory, job=job, run=job.uid).to(3).settle()
+        run = run_alone(tmp_path / job.name, memory, job=job, run=job.uid).run_to(3).flush()
         run.manager.close()
-    again = solo(tmp_path / "alpha", memory, job=ALPHA, run=ALPHA.uid)
+    again = run_alone(tmp_path / "alpha", memory, job=ALPHA, run=ALPHA.uid)
     assert again.report()["source"] == "memory"
     assert again.report()["step"] == 3
     again.manager.close()

@@ -1,6 +1,4 @@
-"""A pod template of the wrong shape is refused with its place: nobody who merges templates ever meets one."""
-
-from __future__ import annotations
+"""Malformed pod templates are refused with the path, so that no code that merges templates sees one."""
 
 import copy
 from typing import Any
@@ -28,7 +26,7 @@ from trainium_contract.spec.workers import WorkersSpec
         ({"spec": {"affinity": "near"}}, "spec.affinity is a text where an object belongs"),
     ],
 )
-def test_what_has_another_shape_is_reported_with_its_place(template: dict[str, Any], sentence: str) -> None:
+def test_a_malformed_template_is_reported_with_its_path(template: dict[str, Any], sentence: str) -> None:
     assert describe_shape_error(template) == sentence
     with pytest.raises(ValidationError, match="write it as in the template of a Deployment"):
         WorkersSpec(template=template)
@@ -43,5 +41,5 @@ def test_what_has_another_shape_is_reported_with_its_place(template: dict[str, A
         {"spec": {"containers": None, "unknownField": 7, "affinity": None}},
     ],
 )
-def test_what_has_the_shape_of_a_template_is_taken_as_it_is(template: dict[str, Any]) -> None:
+def test_a_valid_template_is_kept_unchanged(template: dict[str, Any]) -> None:
     assert WorkersSpec(template=copy.deepcopy(template)).template == template

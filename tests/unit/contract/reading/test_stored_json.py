@@ -1,6 +1,4 @@
-"""Whatever a tenant has the API server store, one object never keeps the others of a list from being read."""
-
-from __future__ import annotations
+"""Lists with objects that common JSON parsers reject."""
 
 import json
 
@@ -15,7 +13,7 @@ def nested(levels: int, inner: str = "1") -> str:
 
 
 def beside(part: bytes) -> bytes:
-    """A list of two objects, of which one holds the part."""
+    """Return a list of two objects, the first with this part."""
     return b'{"items":[{"name":"first","spec":' + part + b'},{"name":"second \\" [ {","spec":[[1],{}]}]}'
 
 
@@ -32,28 +30,28 @@ def beside(part: bytes) -> bytes:
     ],
     ids=["deep", "deepest", "lists", "half a pair", "no text", "long", "long and broken"],
 )
-def test_what_a_usual_parser_does_not_read_takes_nothing_else_of_a_list_with_it(part: bytes) -> None:
-    for found in (read_json(beside(part)), read_json(beside(part), from_json)):
-        assert [each["name"] for each in found["items"]] == ["first", 'second " [ {']
-        assert found["items"][1]["spec"] == [[1], {}]
-        json.dumps(found)  # nothing that is left is too deep for anybody
+def test_an_unparsable_object_does_not_hide_the_rest_of_a_list(part: bytes) -> None:
+    for parsed in (read_json(beside(part)), read_json(beside(part), from_json)):
+        assert [each["name"] for each in parsed["items"]] == ["first", 'second " [ {']
+        assert parsed["items"][1]["spec"] == [[1], {}]
+        json.dumps(parsed)  # nothing that is left is too deep for anybody
 
 
-def test_what_is_too_deep_is_left_out_and_reported() -> None:
-    found = read_json(nested(10_000).encode())
+def test_nesting_beyond_the_limit_is_replaced_by_a_marker() -> None:
+    parsed = read_json(nested(10_000).encode())
     for _ in range(DEEPEST):
-        found = found["a"]
+        parsed = parsed["a"]
 
-    assert found == LEFT_OUT
+    assert parsed == LEFT_OUT
 
 
-def test_what_is_not_too_deep_stays_as_it_was_byte_for_byte() -> None:
+def test_nesting_within_the_limit_is_kept_byte_for_byte() -> None:
     for inner in ("1", '"}]\\\\"', '"{\\"["', "1.50e3"):
         text = nested(DEEPEST, inner).encode()
         assert shallow(text) == text
 
 
 @pytest.mark.parametrize("text", [b"", b"<html>", b'{"a":', nested(300)[:-7].encode(), b'{"a":1}}', b'"', b"[" * 300])
-def test_what_is_no_json_is_an_error_and_nothing_else(text: bytes) -> None:
+def test_malformed_json_raises_value_error(text: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         read_json(text)

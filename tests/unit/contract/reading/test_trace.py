@@ -1,6 +1,4 @@
-"""Traces of torch.profiler: what is added up, what is put beside each other, and what cannot be read."""
-
-from __future__ import annotations
+"""Traces of torch.profiler: summaries, merged traces, and malformed files."""
 
 import gzip
 import json
@@ -12,9 +10,9 @@ import pytest
 from trainium_contract.views.trace import (
     SpanTotal,
     Trace,
+    format_summaries,
     merge_traces,
     parse_trace,
-    span_lines,
     summarize_trace,
 )
 
@@ -48,10 +46,10 @@ def trace(rank: int = 0, events: list[dict[str, Any]] = EVENTS, **content: Any) 
 
 
 def test_a_span_counts_without_the_spans_inside_it_on_each_thread() -> None:
-    found = summarize_trace(trace(3))
-    assert (found.rank, found.first, found.last, found.steps) == (3, 4, 5, 2)
-    assert found.step_seconds == pytest.approx(1500e-6)
-    assert {each.name: (each.calls, round(each.seconds * 1e6)) for each in found.spans} == {
+    summary = summarize_trace(trace(3))
+    assert (summary.rank, summary.first, summary.last, summary.steps) == (3, 4, 5, 2)
+    assert summary.step_seconds == pytest.approx(1500e-6)
+    assert {each.name: (each.calls, round(each.seconds * 1e6)) for each in summary.spans} == {
         "step, outside its parts": (2, 200 + 1500),
         "aten::mm": (3, 900),
         "gloo:all_reduce": (1, 400),
@@ -59,15 +57,15 @@ def test_a_span_counts_without_the_spans_inside_it_on_each_thread() -> None:
         "aten::linear": (1, 100),
         "wait for data, outside operators": (1, 100),
     }
-    assert [each.name for each in found.spans][:2] == ["step, outside its parts", "aten::mm"]
-    assert found.parts == (SpanTotal("wait for data", 1, 100e-6), SpanTotal("forward and backward", 1, 700e-6))
-    on_one_thread = sum(each.seconds for each in found.spans if each.name != "gloo:all_reduce")
+    assert [each.name for each in summary.spans][:2] == ["step, outside its parts", "aten::mm"]
+    assert summary.parts == (SpanTotal("wait for data", 1, 100e-6), SpanTotal("forward and backward", 1, 700e-6))
+    on_one_thread = sum(each.seconds for each in summary.spans if each.name != "gloo:all_reduce")
     assert on_one_thread == pytest.approx(3000e-6), "nothing is counted twice"
 
 
-def test_a_trace_of_another_program_has_its_steps_by_the_profilers_own_name() -> None:
-    found = summarize_trace(parse_trace(json.dumps({"traceEvents": [span("ProfilerStep#8", 0, 10)]}).encode()))
-    assert (found.first, found.last) == (8, 8)
+def test_steps_of_another_program_are_found_by_profilerstep_spans() -> None:
+    summary = summarize_trace(parse_trace(json.dumps({"traceEvents": [span("ProfilerStep#8", 0, 10)]}).encode()))
+    assert (summary.first, summary.last) == (8, 8)
     without = summarize_trace(parse_trace(json.dumps({"traceEvents": [span("aten::mm", 5, 10)]}).encode()))
     assert (without.first, without.steps, without.spans) == (0, 1, (SpanTotal("aten::mm", 1, 10e-6),))
     assert without.step_seconds == pytest.approx(10e-6)
@@ -92,7 +90,7 @@ def test_two_ranks_are_two_processes_of_one_trace_on_one_clock() -> None:
 def test_the_lines_compare_two_ranks_and_give_the_share_of_one() -> None:
     slow = summarize_trace(trace(2, [event | {"dur": 3 * event["dur"], "ts": 3 * event["ts"]}
                                      if event["ph"] == "X" else event for event in EVENTS]))  # fmt: skip
-    lines = list(span_lines([slow, summarize_trace(trace(0))]))
+    lines = list(format_summaries([slow, summarize_trace(trace(0))]))
     assert lines[:2] == ["rank 2: steps 4 to 5, 4.5 ms each", "rank 0: steps 4 to 5, 1.5 ms each"]
     assert lines[3].split() == [
         "MILLISECONDS",
@@ -111,11 +109,11 @@ def test_the_lines_compare_two_ranks_and_give_the_share_of_one() -> None:
     assert lines[5].split() == ["forward", "and", "backward", "0", "1.05", "0.35", "+0.70"]
     assert lines[7].split()[-5:] == ["RANK", "2", "RANK", "0", "DIFFERENCE"]
     assert lines[9].split() == ["aten::mm", "2", "1.35", "0.45", "+0.90"]
-    (alone,) = [line for line in span_lines([summarize_trace(trace(0))]) if line.startswith("aten::mm")]
+    (alone,) = [line for line in format_summaries([summarize_trace(trace(0))]) if line.startswith("aten::mm")]
     assert alone.split() == ["aten::mm", "2", "0.45", "30.0", "%"]
 
 
-def test_names_cannot_steer_a_terminal_and_odd_events_are_left_out() -> None:
+def test_control_characters_are_removed_and_malformed_events_left_out() -> None:
     odd: list[Any] = [
         span("a\x1b[2Jb\x07", 0, 10), {"ph": "X"}, 3, None, span("x", 0, 1) | {"ts": "now"}, {"ph": "M", "pid": 1},
         span("y", 0, 1) | {"dur": float("inf")},
@@ -125,7 +123,7 @@ def test_names_cannot_steer_a_terminal_and_odd_events_are_left_out() -> None:
     assert json.loads(gzip.decompress(merge_traces([given])))["traceEvents"]
 
 
-def test_what_is_no_trace_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_trace_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = gzip.compress(json.dumps({"traceEvents": EVENTS}).encode())
     for data, reason in (
         (b"{", "not JSON"),

@@ -1,7 +1,5 @@
 """The operator's internal status is apart from the public one: the two share no field, and no view reads it."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,7 @@ def test_the_parts_have_no_field_in_common_and_are_the_whole(whole: Any, public:
     assert public.model_fields.keys() | internal.model_fields.keys() == whole.model_fields.keys()
 
 
-def test_client_pages_and_views_name_no_internal_field() -> None:
+def test_client_pages_and_views_read_no_internal_field() -> None:
     """A view could still take the raw status; then it would have to name a field."""
     names = {name for name in internal_fields() if "." not in name}
     folders = ("client/trainium_client", "contract/trainium_contract/pages", "contract/trainium_contract/views")

@@ -1,6 +1,4 @@
-"""The schema of log lines: what is written is strict and bounded, what is read may be anything."""
-
-from __future__ import annotations
+"""The schema of log lines: strict and bounded for writers, lenient for readers."""
 
 import json
 import logging
@@ -11,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trainium_contract.wire.log_format import JsonFormatter, TextFormatter, choose_log_format, moment
+from trainium_contract.wire.log_format import JsonFormatter, TextFormatter, choose_log_format, format_time
 from trainium_contract.wire.log_line import (
     ERROR_CHARACTERS,
     EXIT_LOGGER,
@@ -21,9 +19,9 @@ from trainium_contract.wire.log_line import (
     LogLevel,
     LogLine,
     LogSource,
-    log_line,
+    build_log_line,
+    format_log_text,
     read_log_line,
-    readable,
 )
 
 TIME = "2026-11-24T08:09:10.123+00:00"
@@ -41,7 +39,7 @@ def record(message: str, *args: object, level: int = logging.INFO, **extra: Any)
 def test_any_message_becomes_one_line_of_ascii_that_reads_as_it_was_written(
     message: str, error: str, rank: int
 ) -> None:
-    line = log_line(message, error=error, rank=rank, **FIELDS)
+    line = build_log_line(message, error=error, rank=rank, **FIELDS)
     written = line.to_line()
     assert written.isascii()
     assert "\n" not in written
@@ -53,13 +51,13 @@ def test_any_message_becomes_one_line_of_ascii_that_reads_as_it_was_written(
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists), st.text(max_size=9))
-def test_a_line_of_others_is_none_of_ours_or_has_at_least_time_source_logger_and_message(value: Any, key: str) -> None:
+def test_any_json_line_is_rejected_or_has_time_and_source(value: Any, key: str) -> None:
     for text in (key, json.dumps(value), json.dumps({key: value}), json.dumps(FIELDS | {"message": "", key: value})):
         read = read_log_line(text)
         assert read is None or (read.time, read.source) == (TIME, LogSource.TRAINER)
 
 
-def test_a_reader_goes_on_with_what_it_knows_of_a_line_from_a_newer_or_a_careless_program() -> None:
+def test_a_reader_drops_unknown_and_malformed_fields_of_a_line() -> None:
     given = FIELDS | {"message": "m", "level": "fatal", "rank": "three", "job": "", "node": "n", "colour": "red"}
     read = read_log_line(json.dumps(given))
     assert read == LogLine(**FIELDS, message="m", node="n")
@@ -72,20 +70,20 @@ def test_a_reader_goes_on_with_what_it_knows_of_a_line_from_a_newer_or_a_careles
     assert read_log_line('{"a":' * 20_000) is None
 
 
-def test_a_writer_that_names_a_field_that_is_none_is_refused() -> None:
+def test_a_writer_of_an_unknown_field_is_refused() -> None:
     with pytest.raises(ValidationError):
-        LogLine(**FIELDS, message="m", colour="red")
+        LogLine(**FIELDS, message="m", colour="red")  # type: ignore[call-arg]
     with pytest.raises(ValidationError):
-        log_line("m", **{**FIELDS, "time": "now"})
+        build_log_line("m", **{**FIELDS, "time": "now"})
 
 
-def test_a_field_that_cannot_be_written_does_not_cost_the_line() -> None:
-    line = log_line("m", **FIELDS, rank=-1, job="x" * 300, namespace="team")
+def test_an_invalid_field_is_dropped_from_a_written_line() -> None:
+    line = build_log_line("m", **FIELDS, rank=-1, job="x" * 300, namespace="team")
     assert (line.rank, line.job, line.namespace) == (None, None, "team")
 
 
-def test_a_long_line_is_cut_at_the_end_of_its_message_and_at_the_beginning_of_its_traceback() -> None:
-    line = log_line("a" + "\x07" * 9_999, error="\x07" * 20_000 + "ValueError: the end", **FIELDS)
+def test_long_messages_are_cut_at_the_end_and_tracebacks_at_the_start() -> None:
+    line = build_log_line("a" + "\x07" * 9_999, error="\x07" * 20_000 + "ValueError: the end", **FIELDS)
     assert len(line.message) == MESSAGE_CHARACTERS
     assert line.error is not None
     assert len(line.error) == ERROR_CHARACTERS
@@ -96,7 +94,7 @@ def test_a_long_line_is_cut_at_the_end_of_its_message_and_at_the_beginning_of_it
     assert read.message.startswith("a\x07")
 
 
-def test_no_secret_is_written_in_either_form() -> None:
+def test_no_format_writes_a_secret() -> None:
     about = record("token %s, key %s", TOKEN, "AKIA" + "A" * 16, secret=TOKEN, job=f"job-{TOKEN}"[:3])
     about.exc_info = (ValueError, ValueError(f"password={TOKEN}"), None)
     for formatter in (JsonFormatter(LogSource.OPERATOR), TextFormatter("%(message)s")):
@@ -106,7 +104,7 @@ def test_no_secret_is_written_in_either_form() -> None:
         assert "***" in written
 
 
-def test_a_record_has_its_subject_and_its_own_value_wins_over_the_programs() -> None:
+def test_fields_of_a_record_override_the_defaults_of_the_program() -> None:
     formatter = JsonFormatter(
         LogSource.AGENT, lambda: {"namespace": "team", "job": "llama", "generation": 2, "rank": 0}
     )
@@ -134,12 +132,12 @@ def test_a_record_has_its_subject_and_its_own_value_wins_over_the_programs() -> 
     ],
 )
 def test_a_line_reads_as_the_program_would_have_written_it_as_text(fields: dict[str, Any], text: str) -> None:
-    line = log_line("said", **{**FIELDS, **fields})
+    line = build_log_line("said", **{**FIELDS, **fields})
     assert line.as_text() == text
-    assert readable(f"before\n{line.to_line()}\n{{after") == f"before\n{text}\n{{after"
+    assert format_log_text(f"before\n{line.to_line()}\n{{after") == f"before\n{text}\n{{after"
 
 
-def test_the_form_is_chosen_by_one_variable_and_a_wrong_word_gets_a_sentence() -> None:
+def test_the_log_format_is_chosen_by_an_environment_variable() -> None:
     assert choose_log_format({}) is LogFormat.TEXT
     assert choose_log_format({"TRAINIUM_LOG_FORMAT": ""}) is LogFormat.TEXT
     assert choose_log_format({"TRAINIUM_LOG_FORMAT": "Json"}) is LogFormat.JSON
@@ -148,4 +146,4 @@ def test_the_form_is_chosen_by_one_variable_and_a_wrong_word_gets_a_sentence() -
 
 
 def test_a_time_is_written_in_utc() -> None:
-    assert moment(0.25) == "1970-01-01T00:00:00.250+00:00"
+    assert format_time(0.25) == "1970-01-01T00:00:00.250+00:00"

@@ -1,7 +1,5 @@
 """A membership that is sent as the difference from the one before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -33,7 +31,7 @@ def reported(change: MembershipChange) -> MembershipChange:
 
 
 @given(PODS, PODS, st.sampled_from(Cause), st.integers(1, 64), st.integers(0, 9))
-def test_a_change_that_is_applied_to_what_it_was_made_from_gives_the_new_membership(
+def test_applying_a_change_to_its_base_gives_the_new_membership(
     before: list[int], after: list[int], cause: Cause, processes: int, accumulation: int
 ) -> None:
     old = membership(7, *before)
@@ -42,7 +40,7 @@ def test_a_change_that_is_applied_to_what_it_was_made_from_gives_the_new_members
     if change is not None:
         assert apply_change(reported(change), old) == new
     else:
-        assert sum(left != right for left, right in zip(old.members, new.members, strict=False)) > 0
+        assert set(new.members) - set(old.members)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ def test_a_change_that_is_applied_to_what_it_was_made_from_gives_the_new_members
     ],
     ids=["one is replaced", "smaller", "larger", "one of two"],
 )
-def test_only_ranks_with_another_member_are_reported(before: range, after: tuple[int, ...], ranks: list[int]) -> None:
+def test_a_change_has_only_ranks_with_another_member(before: range, after: tuple[int, ...], ranks: list[int]) -> None:
     change = diff_memberships(membership(1, *before), membership(2, *after))
     assert change is not None
     assert [member.node_rank for member in change.members] == ranks
@@ -67,7 +65,7 @@ def test_the_replacement_of_one_of_a_thousand_is_a_few_hundred_bytes() -> None:
     assert len(change.model_dump_json(by_alias=True, exclude_none=True)) < 500
 
 
-def test_where_most_members_are_others_the_whole_is_reported() -> None:
+def test_a_change_of_most_members_is_sent_as_a_whole() -> None:
     assert diff_memberships(membership(1, 0, 1, 2), membership(2, 0, 5, 6)) is None
     assert diff_memberships(membership(1, 0), membership(2, *range(10))) is None
 
@@ -89,21 +87,21 @@ def test_a_member_with_the_same_pod_and_another_port_is_reported() -> None:
         (membership(4, 0, 1), "generation 5 does not follow from what is known of 4"),
     ],
 )
-def test_a_change_of_something_else_is_refused(known: Membership | None, sentence: str) -> None:
+def test_a_change_of_another_base_is_refused(known: Membership | None, sentence: str) -> None:
     change = diff_memberships(membership(4, 0, 1, 2), membership(5, 0, 1, 2, 3))
     assert change is not None
     with pytest.raises(StaleChangeError, match=sentence):
         apply_change(change, known)
 
 
-def test_a_rank_that_nobody_has_is_refused() -> None:
+def test_a_change_that_leaves_a_rank_unassigned_is_refused() -> None:
     change = diff_memberships(membership(4, 0, 1, 2, 3), membership(5, 0, 1, 2))
     assert change is not None
     with pytest.raises(StaleChangeError, match="does not follow"):
         apply_change(change.replaced(size=0), membership(4, 0, 1, 2, 3))
 
 
-def test_what_a_later_version_knows_of_a_member_is_no_part_of_the_digest() -> None:
+def test_unknown_fields_of_a_member_do_not_change_the_digest() -> None:
     change = diff_memberships(membership(1, 0, 1), membership(2, 0, 3))
     assert change is not None
     reported = change.to_wire()

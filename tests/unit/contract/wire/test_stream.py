@@ -1,6 +1,4 @@
-"""Frames of an agent's stream, and the heartbeats that must be sent in full."""
-
-from __future__ import annotations
+"""Frames of the stream of an agent, and heartbeats that must be sent at once."""
 
 from itertools import pairwise
 from typing import Any
@@ -17,10 +15,10 @@ from trainium_contract.wire.stream import (
     FrameKind,
     FrameReader,
     FrameTooLongError,
-    frame,
-    head_of,
+    encode_frame,
     jitter_fraction,
     must_send_now,
+    parse_frame_header,
 )
 
 
@@ -28,10 +26,8 @@ from trainium_contract.wire.stream import (
     st.lists(st.tuples(st.sampled_from(FrameKind), st.binary(max_size=300)), max_size=8),
     st.lists(st.integers(1, 40), min_size=1, max_size=12),
 )
-def test_frames_come_out_as_they_went_in_however_they_were_cut(
-    reported: list[tuple[FrameKind, bytes]], cuts: list[int]
-) -> None:
-    wire, reader, received = b"".join(frame(kind, payload) for kind, payload in reported), FrameReader(300), []
+def test_frames_are_read_back_from_any_split(reported: list[tuple[FrameKind, bytes]], cuts: list[int]) -> None:
+    wire, reader, received = b"".join(encode_frame(kind, payload) for kind, payload in reported), FrameReader(300), []
     at = turn = 0
     while at < len(wire):
         piece = cuts[turn % len(cuts)]
@@ -41,7 +37,7 @@ def test_frames_come_out_as_they_went_in_however_they_were_cut(
 
 
 @given(st.binary(max_size=4_000), st.integers(0, 200))
-def test_whatever_comes_no_more_is_kept_than_one_frame_may_have(data: bytes, longest: int) -> None:
+def test_a_frame_reader_buffers_at_most_one_frame(data: bytes, longest: int) -> None:
     reader = FrameReader(longest)
     try:
         assert all(len(payload) <= longest for _, payload in reader.frames(data))
@@ -51,8 +47,8 @@ def test_whatever_comes_no_more_is_kept_than_one_frame_may_have(data: bytes, lon
 
 
 def test_a_frame_that_is_too_long_is_refused_before_its_payload_is_there() -> None:
-    head = frame(FrameKind.HEARTBEAT, b"x" * 11)[:HEAD_BYTES]
-    assert head_of(head) == (FrameKind.HEARTBEAT, 11)
+    head = encode_frame(FrameKind.HEARTBEAT, b"x" * 11)[:HEAD_BYTES]
+    assert parse_frame_header(head) == (FrameKind.HEARTBEAT, 11)
     with pytest.raises(FrameTooLongError):
         list(FrameReader(10).frames(head))
 
@@ -87,13 +83,13 @@ STEP_10: dict[str, Any] = STEP_9 | {"step": 10, "loss": 1.9, "memory_step": 10, 
         (beat(STEP_9 | {"stage": "Export"}), beat(STEP_9 | {"stage": "Export", "stage_progress": 0.5}), False),
     ],
 )
-def test_only_what_runs_on_with_the_steps_may_wait(
+def test_only_heartbeats_with_plain_progress_may_wait(
     reported: HeartbeatRequest | None, now: HeartbeatRequest, news: bool
 ) -> None:
     assert must_send_now(reported, now) is news
 
 
-def test_after_news_of_all_agents_the_newest_step_is_still_received() -> None:
+def test_the_newest_step_follows_a_delayed_heartbeat() -> None:
     """A job of 128 that reported everything at once: no second of the pause passes without some of them."""
     pauses = sorted(10.0 * jitter_fraction(number / 128, after_news=True) for number in range(128))
     assert max(later - before for before, later in pairwise(pauses)) < 1.0

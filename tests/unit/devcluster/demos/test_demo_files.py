@@ -1,35 +1,31 @@
-"""Conclusions of demos from the files of a run: whose samples were seen, and whether two curves are one."""
-
-from __future__ import annotations
+"""Checks of demos on the files of a run: steps, samples of each epoch, and equality of loss curves."""
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from trainium_devcluster.demos.curves import Curves, Fault
 from trainium_devcluster.demos.metrics import (
+    StepLog,
     every_sample_once,
     every_sample_once_an_epoch,
     every_sample_once_in_batches,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RESIZE = Fault("resize 3 to 2", 2, 0.1, 0.5, 0.5, 0, 0)
 LOSS = {1: 4.0, 2: 3.0, 3: 2.0}
 
 
 def record(folder: Path, batches: list[list[int]]) -> None:
-    """Two ranks' records; a batch is divided between them."""
+    """Write the records of two ranks, between which each batch is divided."""
     for rank in (0, 1):
         lines = [json.dumps({"step": step, "samples": batch[rank::2]}) for step, batch in enumerate(batches, start=1)]
         (folder / f"samples-{rank}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def test_epochs_are_whole_when_each_has_every_sample_once(tmp_path: Path) -> None:
+def test_an_epoch_with_every_sample_once_is_complete(tmp_path: Path) -> None:
     record(tmp_path, [[0, 3, 1, 4], [2], [4, 2, 0, 1], [3]])
     assert every_sample_once_an_epoch(tmp_path, steps=4, batch=4, epochs=2)
 
@@ -45,12 +41,12 @@ def test_epochs_are_whole_when_each_has_every_sample_once(tmp_path: Path) -> Non
         pytest.param([[0, 3, 1, 4], [2], [4, 2, 0, 1], [3], [0]], id="a step beyond the last"),
     ],
 )
-def test_an_epoch_that_is_not_whole_is_noticed(tmp_path: Path, batches: list[list[int]]) -> None:
+def test_an_incomplete_epoch_is_detected(tmp_path: Path, batches: list[list[int]]) -> None:
     record(tmp_path, batches)
     assert not every_sample_once_an_epoch(tmp_path, steps=4, batch=4, epochs=2)
 
 
-def test_a_run_without_records_saw_nothing(tmp_path: Path) -> None:
+def test_a_run_without_records_is_incomplete(tmp_path: Path) -> None:
     assert not every_sample_once_an_epoch(tmp_path, steps=0, batch=4, epochs=1)
     assert not every_sample_once_an_epoch(tmp_path, steps=4, batch=4, epochs=1)
 
@@ -62,7 +58,7 @@ def test_within_an_epoch_no_sample_is_seen_twice(tmp_path: Path) -> None:
     assert not every_sample_once(tmp_path, steps=2, batch=2)
 
 
-def test_steps_of_different_batches_have_as_many_samples_as_they_state_and_none_twice(tmp_path: Path) -> None:
+def test_batches_of_different_sizes_have_their_number_of_distinct_samples(tmp_path: Path) -> None:
     record(tmp_path, [[0, 1], [2, 3, 4]])
     assert every_sample_once_in_batches(tmp_path, {1: 2, 2: 3})
     assert not every_sample_once_in_batches(tmp_path, {1: 2, 2: 2})
@@ -71,12 +67,12 @@ def test_steps_of_different_batches_have_as_many_samples_as_they_state_and_none_
     assert not every_sample_once_in_batches(tmp_path, {1: 2, 2: 3})
 
 
-def test_curves_are_one_when_equal_at_equal_size_and_close_after_a_resize() -> None:
+def test_curves_are_equal_until_a_resize_and_close_after_it() -> None:
     curves = Curves(3, LOSS, {1: 4.0, 2: 3.0, 3: 2.0 * (1 + 1e-6)}, (RESIZE,))
     assert curves.first_resize_step == 2
-    assert curves.same
-    assert not replace(curves, faults=()).same, "at one size not a bit may differ"
-    assert replace(curves, faults=()).same_but_for_rounding
+    assert curves.is_identical
+    assert not replace(curves, faults=()).is_identical, "at one size the losses are bitwise equal"
+    assert replace(curves, faults=()).is_equal_within_rounding
 
 
 @pytest.mark.parametrize(
@@ -87,9 +83,24 @@ def test_curves_are_one_when_equal_at_equal_size_and_close_after_a_resize() -> N
         pytest.param({1: 4.0, 2: 3.0}, id="a step is missing"),
     ],
 )
-def test_curves_that_differ_are_two(reference: dict[int, float]) -> None:
-    assert not Curves(3, LOSS, reference, (RESIZE,)).same
+def test_different_curves_are_detected(reference: dict[int, float]) -> None:
+    assert not Curves(3, LOSS, reference, (RESIZE,)).is_identical
 
 
-def test_curves_of_nothing_are_not_one() -> None:
-    assert not Curves(0, {}, {}, ()).same
+def test_empty_curves_are_not_equal() -> None:
+    assert not Curves(0, {}, {}, ()).is_identical
+
+
+def test_a_repeated_step_counts_as_lost_and_its_first_end_is_kept(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "metrics.jsonl")
+
+    def write(times: dict[int, float]) -> None:
+        lines = ({"step": step, "time": time, "loss": 1.0} for step, time in times.items())
+        log.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        log.refresh()
+
+    write({1: 10.0, 2: 11.0, 3: 12.0})
+    write({1: 10.0, 2: 20.0, 3: 21.0, 4: 22.0})  # resumed after step 1
+    assert log.steps_lost_after(12.5) == 2
+    assert (log.time_of(3), log.first_times[3]) == (21.0, 12.0)
+    assert log.first_times[4] == log.time_of(4) == 22.0

@@ -1,21 +1,19 @@
-"""The second demo's judgement, tables and picture."""
-
-from __future__ import annotations
+"""Results of demos: checks, tables and plot of the second demo, and the view of a running job."""
 
 import io
 import json
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from trainium_devcluster.demos.curves import Curves, Fault
+from trainium_devcluster.demos.view import View
 from trainium_devcluster.tune import report
 from trainium_devcluster.tune.report import Evaluation, Figure, TuneResult
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DOCUMENT: dict[str, Any] = {
     "examples": 120,
@@ -56,7 +54,7 @@ def with_figure(name: str, **change: float | None) -> Evaluation:
     return Evaluation.from_json({**DOCUMENT, "figures": figures})
 
 
-def test_a_demo_that_went_well_has_no_problems(result: TuneResult) -> None:
+def test_a_successful_demo_has_no_problems(result: TuneResult) -> None:
     assert result.problems == []
 
 
@@ -70,7 +68,7 @@ def test_a_demo_that_went_well_has_no_problems(result: TuneResult) -> None:
         ("perplexity", {"after": float("nan")}),
     ],
 )
-def test_a_model_that_is_hardly_better_in_any_figure_fails_the_demo(
+def test_a_model_that_is_hardly_better_in_one_figure_fails_the_demo(
     result: TuneResult, name: str, change: dict[str, float | None]
 ) -> None:
     (problem,) = replace(result, evaluation=with_figure(name, **change)).problems
@@ -88,14 +86,14 @@ def test_most_preferred_answers_must_have_the_greater_reward(
     assert bool(problems) is not better
 
 
-def test_each_other_fault_of_the_result_is_a_separate_sentence(result: TuneResult) -> None:
+def test_each_other_problem_has_a_message(result: TuneResult) -> None:
     other = Curves(2, {1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.5}, ())
     assert "complete" in replace(result, completed=False).problems[0]
     assert "curve" in replace(result, curves=other).problems[0]
     assert "once an epoch" in replace(result, every_sample_once=False).problems[0]
 
 
-def test_the_tables_show_figures_and_short_answers_without_headings() -> None:
+def test_the_tables_show_figures_and_shortened_answers() -> None:
     screen = Console(width=110, file=io.StringIO(), record=True)
     evaluation = Evaluation.from_json(DOCUMENT)
     screen.print(report.figure_table(evaluation))
@@ -107,9 +105,49 @@ def test_the_tables_show_figures_and_short_answers_without_headings() -> None:
     assert "..." in shown
 
 
-def test_the_report_and_the_picture_are_written(result: TuneResult, tmp_path: Path) -> None:
+def test_the_report_and_the_plot_are_written(result: TuneResult, tmp_path: Path) -> None:
     report.write(result, tmp_path)
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["clearlyBetter"] is True
     assert written["faults"][0]["recoveredSeconds"] == 1.5
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
+
+
+RUNNING: dict[str, Any] = {"phase": "Running", "readyReplicas": 2, "membership": {"size": 3}, "spares": 1}
+
+
+def seen(status: dict[str, Any], newest: dict[str, Any], steps: int, *, terminal: bool) -> str:
+    output = io.StringIO()
+    console = Console(file=output, width=110, force_terminal=terminal)
+    with View(console) as view:
+        view.show("TrainingJob a/b", status, newest, steps)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_job_without_steps_is_shown(terminal: bool) -> None:
+    assert "?" in seen({}, {}, 0, terminal=terminal)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_step_loss_and_workers_are_shown(terminal: bool) -> None:
+    text = seen(RUNNING, {"step": 7, "loss": 2.5}, 20, terminal=terminal)
+    for part in ("Running", "7", "20", "2.5000", "2/3 training, 1 spare"):
+        assert part in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_stage_after_training_is_named_with_its_share(terminal: bool) -> None:
+    status = {**RUNNING, "stage": "Evaluate", "stageProgress": 0.4}
+    assert "Running (Evaluate 40%)" in seen(status, {"step": 20, "loss": 2.5}, 20, terminal=terminal)
+    assert "Train" not in seen({**RUNNING, "stage": "Train"}, {}, 20, terminal=terminal).replace("TrainingJob", "")
+
+
+def test_a_file_has_one_line_for_each_change_of_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    output = io.StringIO()
+    with View(Console(file=output, width=110)) as view:
+        for status in ({}, {}, {}, RUNNING, RUNNING, {}):
+            view.show("TrainingJob a/b", status, {}, 20)
+    assert [line.split()[2].rstrip(",") for line in output.getvalue().splitlines()] == ["Pending", "Running", "Pending"]

@@ -1,9 +1,8 @@
-"""A container's environment, command line, downward API and quantities."""
-
-from __future__ import annotations
+"""A container's image, environment, command line, downward API and quantities."""
 
 import base64
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 
 from trainium_devcluster.node.api import quantities
 from trainium_devcluster.node.spec import downward_api, environment
-from trainium_devcluster.node.spec.environment import ConfigError, ServiceView
+from trainium_devcluster.node.spec.environment import ConfigError, ServiceVariables
+from trainium_devcluster.node.spec.images import Image, PullError, read_image, write_image
 
 POD = {
     "metadata": {"name": "p", "namespace": "n", "uid": "u", "labels": {"b": "2", "a": 'x"y'}, "annotations": {}},
@@ -33,7 +33,7 @@ def lookup(plural: str, name: str) -> dict[str, Any] | None:
     return {("configmaps", "cm"): CONFIG, ("secrets", "sec"): SECRET}.get((plural, name))
 
 
-def build(**container: Any) -> dict[str, str]:
+def built_environment(**container: Any) -> dict[str, str]:
     return environment.build({"name": "c", **container}, FACTS, lookup, ())
 
 
@@ -50,22 +50,24 @@ def build(**container: Any) -> dict[str, str]:
         ("$$$(A)", "$1"),
     ],
 )
-def test_references_are_replaced_and_dollars_escaped(text: str, expected: str) -> None:
+def test_references_are_expanded_and_dollars_escaped(text: str, expected: str) -> None:
     assert environment.expand(text, {"A": "1"}) == expected
 
 
 @given(st.text(alphabet=st.characters(blacklist_characters="$")))
-def test_text_without_dollars_stays_as_it_is(text: str) -> None:
+def test_text_without_dollars_is_unchanged(text: str) -> None:
     assert environment.expand(text, {"A": "1"}) == text
 
 
-def test_a_variable_sees_only_those_before_it() -> None:
-    env = build(env=[{"name": "A", "value": "$(B)"}, {"name": "B", "value": "2"}, {"name": "C", "value": "$(B)"}])
+def test_a_variable_refers_only_to_earlier_ones() -> None:
+    env = built_environment(
+        env=[{"name": "A", "value": "$(B)"}, {"name": "B", "value": "2"}, {"name": "C", "value": "$(B)"}]
+    )
     assert env == {"A": "$(B)", "B": "2", "C": "2"}
 
 
-def test_env_wins_over_env_from_and_prefixes_apply() -> None:
-    env = build(
+def test_env_overrides_env_from_and_prefixes_apply() -> None:
+    env = built_environment(
         envFrom=[{"prefix": "P_", "configMapRef": {"name": "cm"}}, {"secretRef": {"name": "sec"}}],
         env=[{"name": "s", "value": "mine"}],
     )
@@ -74,12 +76,14 @@ def test_env_wins_over_env_from_and_prefixes_apply() -> None:
 
 def test_a_missing_reference_is_an_error_unless_it_is_optional() -> None:
     with pytest.raises(ConfigError, match='configmap "none" not found'):
-        build(envFrom=[{"configMapRef": {"name": "none"}}])
+        built_environment(envFrom=[{"configMapRef": {"name": "none"}}])
     with pytest.raises(ConfigError, match="couldn't find key x in secret n/sec"):
-        build(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "sec", "key": "x"}}}])
+        built_environment(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "sec", "key": "x"}}}])
     optional = {"secretKeyRef": {"name": "sec", "key": "x", "optional": True}}
     assert (
-        build(env=[{"name": "A", "valueFrom": optional}], envFrom=[{"secretRef": {"name": "no", "optional": True}}])
+        built_environment(
+            env=[{"name": "A", "valueFrom": optional}], envFrom=[{"secretRef": {"name": "no", "optional": True}}]
+        )
         == {}
     )
 
@@ -96,7 +100,7 @@ def test_references_are_listed_once() -> None:
 
 
 def test_services_become_variables() -> None:
-    env = environment.service_variables(ServiceView("my-svc", "127.1.2.3", (("web", 80, "TCP"), ("", 53, "UDP"))))
+    env = environment.service_variables(ServiceVariables("my-svc", "127.1.2.3", (("web", 80, "TCP"), ("", 53, "UDP"))))
     assert env["MY_SVC_SERVICE_HOST"] == "127.1.2.3"
     assert env["MY_SVC_SERVICE_PORT"] == env["MY_SVC_SERVICE_PORT_WEB"] == "80"
     assert env["MY_SVC_PORT"] == env["MY_SVC_PORT_80_TCP"] == "tcp://127.1.2.3:80"
@@ -118,15 +122,15 @@ def test_services_become_variables() -> None:
         ("status.hostIP", "127.20.0.1"),
     ],
 )
-def test_fields_of_the_pod(path: str, expected: str) -> None:
-    assert downward_api.field(FACTS, path) == expected
+def test_fields_of_the_pod_are_resolved(path: str, expected: str) -> None:
+    assert downward_api.field_value(FACTS, path) == expected
 
 
 def test_an_unknown_field_is_an_error() -> None:
     with pytest.raises(downward_api.UnknownFieldError, match=r"status\.phase"):
-        downward_api.field(FACTS, "status.phase")
+        downward_api.field_value(FACTS, "status.phase")
     with pytest.raises(downward_api.UnknownFieldError, match="does not have"):
-        downward_api.resource(FACTS, {"containerName": "x", "resource": "limits.cpu"}, "c")
+        downward_api.resource_value(FACTS, {"containerName": "x", "resource": "limits.cpu"}, "c")
 
 
 @pytest.mark.parametrize(
@@ -140,20 +144,20 @@ def test_an_unknown_field_is_an_error() -> None:
     ],
 )
 def test_resources_are_rounded_up_and_default_to_the_node(resource: str, divisor: str, expected: str) -> None:
-    assert downward_api.resource(FACTS, {"resource": resource, "divisor": divisor}, "c") == expected
+    assert downward_api.resource_value(FACTS, {"resource": resource, "divisor": divisor}, "c") == expected
 
 
 @pytest.mark.parametrize(("text", "value"), [("500m", "0.5"), ("32Gi", str(32 << 30)), ("1e3", "1000"), ("2k", "2000")])
-def test_quantities(text: str, value: str) -> None:
+def test_a_quantity_is_parsed(text: str, value: str) -> None:
     assert quantities.parse(text) == Decimal(value)
 
 
-def test_a_wrong_quantity_names_what_a_right_one_is() -> None:
+def test_an_invalid_quantity_is_an_error() -> None:
     with pytest.raises(ValueError, match="'8 GB' is not a quantity"):
         quantities.parse("8 GB")
 
 
-def test_a_pod_counts_its_containers_or_its_biggest_init_container() -> None:
+def test_a_pod_requests_the_sum_of_its_containers_or_its_largest_init_container() -> None:
     def asking(name: str, cpu: str, **more: Any) -> dict[str, Any]:
         return {"name": name, "resources": {"requests": {"cpu": cpu}}, **more}
 
@@ -164,3 +168,21 @@ def test_a_pod_counts_its_containers_or_its_biggest_init_container() -> None:
         }
     }
     assert quantities.pod_requests(pod) == {"pods": Decimal(1), "cpu": Decimal(6)}
+
+
+def test_an_image_can_have_modules_that_precede_others(tmp_path: Path) -> None:
+    folder, name = tmp_path / "images", "registry:5000/team/trainer:1"
+    assert read_image(folder, name) == Image()
+    assert Image().environment() == {}
+    write_image(folder, name, [tmp_path / "contract", tmp_path / "operator"])
+    found = read_image(folder, name)
+    assert found.environment() == {"PYTHONPATH": f"{tmp_path}/contract:{tmp_path}/operator"}
+    assert read_image(folder, "trainer:1") == read_image(folder, "") == Image()
+
+
+def test_a_missing_image_cannot_be_pulled_until_it_is_pushed(tmp_path: Path) -> None:
+    write_image(tmp_path, "trainer:2", None)
+    with pytest.raises(PullError, match="failed to pull and unpack image 'trainer:2': not found"):
+        read_image(tmp_path, "trainer:2")
+    write_image(tmp_path, "trainer:2", [])
+    assert read_image(tmp_path, "trainer:2") == Image()

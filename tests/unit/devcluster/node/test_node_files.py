@@ -1,12 +1,11 @@
-"""Atomic volumes, hosts files, logs and addresses of a node."""
-
-from __future__ import annotations
+"""Volumes, hosts files, logs, addresses and refused fields of a process node."""
 
 import asyncio
 import ipaddress
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,19 +14,16 @@ from trainium_devcluster.node.pods import logs
 from trainium_devcluster.node.pods.pod_setup import capabilities
 from trainium_devcluster.node.processes.isolation import Isolation, Namespaces
 from trainium_devcluster.node.spec import mounts, unsupported_fields
-from trainium_devcluster.node.spec.config_data import FileContent, MissingKeyError, select
+from trainium_devcluster.node.spec.config_data import MissingKeyError, ProjectedFile, project_keys
 from trainium_devcluster.node.spec.environment import ConfigError
 from trainium_devcluster.node.volumes import atomic_writer
 
-if TYPE_CHECKING:
-    from pathlib import Path
+
+def contents(**files: str) -> dict[str, ProjectedFile]:
+    return {name.replace("__", "/"): ProjectedFile(text.encode()) for name, text in files.items()}
 
 
-def contents(**files: str) -> dict[str, FileContent]:
-    return {name.replace("__", "/"): FileContent(text.encode()) for name, text in files.items()}
-
-
-def test_a_volume_changes_all_at_once_and_only_when_something_changed(tmp_path: Path) -> None:
+def test_a_volume_is_replaced_atomically_and_only_when_its_content_changed(tmp_path: Path) -> None:
     folder = tmp_path / "v"
     assert atomic_writer.write(folder, contents(a="1", deep__b="1"))
     first = (folder / "..data").resolve()
@@ -41,14 +37,16 @@ def test_a_volume_changes_all_at_once_and_only_when_something_changed(tmp_path: 
     assert not first.exists()
 
 
-def test_a_volume_of_modes_and_chosen_keys(tmp_path: Path) -> None:
+def test_a_volume_has_the_selected_keys_with_their_modes(tmp_path: Path) -> None:
     values = {"a": b"1", "b": b"2"}
-    files = select(values, [{"key": "a", "path": "x/y", "mode": 0o400}], 0o644, optional=False, what="configmap n/c")
+    files = project_keys(
+        values, [{"key": "a", "path": "x/y", "mode": 0o400}], 0o644, optional=False, what="configmap n/c"
+    )
     atomic_writer.write(tmp_path / "v", files)
     assert (tmp_path / "v/x/y").stat().st_mode & 0o777 == 0o400
     with pytest.raises(MissingKeyError, match="references non-existent config key: z"):
-        select(values, [{"key": "z", "path": "z"}], 0o644, optional=False, what="configmap n/c")
-    assert select(values, [{"key": "z", "path": "z"}], 0o644, optional=True, what="") == {}
+        project_keys(values, [{"key": "z", "path": "z"}], 0o644, optional=False, what="configmap n/c")
+    assert project_keys(values, [{"key": "z", "path": "z"}], 0o644, optional=True, what="") == {}
 
 
 def test_a_sub_path_cannot_lead_out_of_its_volume(tmp_path: Path) -> None:
@@ -75,7 +73,7 @@ def member(ip: str, *, ready: bool = True, phase: str = "Running", **spec: Any) 
     }
 
 
-def test_a_service_is_its_ready_pods_in_order_of_their_addresses() -> None:
+def test_endpoints_of_a_service_are_its_ready_pods_by_address() -> None:
     pods = [
         member("127.1.0.10"),
         member("127.1.0.9"),
@@ -89,7 +87,7 @@ def test_a_service_is_its_ready_pods_in_order_of_their_addresses() -> None:
     assert hosts.endpoints(service(selector=None), pods) == ()
 
 
-def test_names_are_short_only_in_their_own_namespace() -> None:
+def test_short_names_resolve_only_in_their_namespace() -> None:
     named = member("127.1.0.9", hostname="h", subdomain="s")
     names = [hosts.ServiceNames("n", "s", hosts.endpoints(service(), [named, member("127.1.0.10")]))]
     text = hosts.render("127.1.0.2", "me", {"metadata": {"namespace": "n"}, "spec": {}}, names)
@@ -108,42 +106,44 @@ def test_a_hosts_file_keeps_its_inode_when_it_changes(tmp_path: Path) -> None:
     assert (path.read_text(), path.stat().st_ino) == ("short\n", inode)
 
 
-def test_ports_that_differ_are_found() -> None:
+def test_a_target_port_that_differs_is_unreachable() -> None:
     ports = [{"port": 80, "targetPort": 8080}, {"port": 443, "targetPort": "web"}, {"port": 5}]
     assert hosts.unreachable_ports(service(ports=ports)) == ["80 -> 8080"]
     assert hosts.unreachable_ports(service(ports=ports, clusterIP="None")) == []
 
 
-def test_addresses_are_given_out_in_turn_and_kept_by_their_owner() -> None:
+def test_addresses_are_allocated_in_turn_and_kept_by_their_owner() -> None:
     pods = addresses.PodAddresses(ipaddress.IPv4Network("127.1.2.0/29"))
-    assert [pods.take(owner) for owner in "abab"] == ["127.1.2.2", "127.1.2.3", "127.1.2.2", "127.1.2.3"]
+    assert [pods.allocate(owner) for owner in "abab"] == ["127.1.2.2", "127.1.2.3", "127.1.2.2", "127.1.2.3"]
     pods.release("a")
-    assert pods.take("c") == "127.1.2.4"
-    assert pods.take("d", wanted="127.1.2.2") == "127.1.2.2"
-    assert pods.take("e", wanted="127.1.2.2") == "127.1.2.5"
-    assert pods.take("f") == "127.1.2.6"
-    with pytest.raises(addresses.NoAddressError, match="all 5"):
-        pods.take("g")
+    assert pods.allocate("c") == "127.1.2.4"
+    assert pods.allocate("d", wanted="127.1.2.2") == "127.1.2.2"
+    assert pods.allocate("e", wanted="127.1.2.2") == "127.1.2.5"
+    assert pods.allocate("f") == "127.1.2.6"
+    with pytest.raises(addresses.NoFreeAddressError, match="all 5"):
+        pods.allocate("g")
 
 
-def test_two_nodes_never_own_the_same_network() -> None:
+def test_two_nodes_claim_different_networks() -> None:
     def networks() -> Any:
         return iter([ipaddress.IPv4Network("127.213.7.0/24"), ipaddress.IPv4Network("127.213.8.0/24")])
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    first, one = addresses.claim(networks(), port)
-    second, two = addresses.claim(networks(), port)
+    first, one = addresses.reserve_network(networks(), port)
+    second, two = addresses.reserve_network(networks(), port)
     with one, two:
         assert (str(first), str(second)) == ("127.213.7.0/24", "127.213.8.0/24")
-        with pytest.raises(addresses.NoAddressError):
-            addresses.claim(networks(), port)
+        with pytest.raises(addresses.NoFreeAddressError):
+            addresses.reserve_network(networks(), port)
 
 
 def refused(container: dict[str, Any], namespaces: Namespaces = Namespaces.ROOT, **spec: Any) -> list[str]:
     body = {"containers": [{"name": "c", "command": ["x"], **container}], **spec}
-    return unsupported_fields.refusals({"metadata": {}, "spec": body}, Isolation(namespaces, own_pids=True))
+    return unsupported_fields.find_unsupported(
+        {"metadata": {}, "spec": body}, Isolation(namespaces, pid_namespace=True)
+    )
 
 
 def test_an_ordinary_pod_is_not_refused() -> None:
@@ -174,7 +174,7 @@ def test_mounts_are_refused_where_the_machine_has_no_namespaces() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_honoured_is_refused_by_name(container: dict[str, Any], spec: dict[str, Any], field: str) -> None:
+def test_an_unsupported_field_is_refused_by_name(container: dict[str, Any], spec: dict[str, Any], field: str) -> None:
     (found,) = refused(container, **spec)
     assert field in found
 
@@ -192,10 +192,10 @@ def test_capabilities_are_dropped_and_added() -> None:
 
 
 async def collect(path: Path, ended: Any = lambda: True, **query: Any) -> str:
-    return b"".join([piece async for piece in logs.read(path, logs.LogQuery(**query), ended)]).decode()
+    return b"".join([piece async for piece in logs.read(path, logs.LogOptions(**query), ended)]).decode()
 
 
-async def test_a_log_is_written_line_by_line_and_read_as_asked(tmp_path: Path) -> None:
+async def test_a_log_is_read_by_stream_tail_limit_and_time(tmp_path: Path) -> None:
     writer = logs.LogWriter(tmp_path / "1.log")
     out, err = writer.pipe("stdout"), writer.pipe("stderr")
     os.write(out, b"one\ntwo\nhalf")
@@ -214,9 +214,7 @@ async def test_a_log_is_written_line_by_line_and_read_as_asked(tmp_path: Path) -
     assert logs.last_lines(path, max_lines=1) in {"half", "bad\n"}
 
 
-async def test_following_a_log_crosses_the_moment_when_its_file_is_moved_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_following_a_log_continues_after_its_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_LIMIT", 200)
     writer = logs.LogWriter(tmp_path / "1.log")
     out = writer.pipe("stdout")
@@ -240,7 +238,7 @@ async def test_following_a_log_crosses_the_moment_when_its_file_is_moved_aside(
     assert writer.path.with_suffix(".old").exists()
 
 
-async def test_a_very_long_line_is_kept_whole_for_the_reader(tmp_path: Path) -> None:
+async def test_a_very_long_line_is_read_complete(tmp_path: Path) -> None:
     writer = logs.LogWriter(tmp_path / "1.log")
     out = writer.pipe("stdout")
     os.write(out, b"x" * 40000 + b"\n")

@@ -1,7 +1,5 @@
 """Container processes with real namespaces, as root and as an ordinary user."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,16 +13,16 @@ import pytest
 
 from trainium_devcluster.node.processes import isolation
 from trainium_devcluster.node.processes.isolation import Namespaces
-from trainium_devcluster.processes.process_families import with_command_line
+from trainium_devcluster.processes.process_tree import find_by_command_line
 
 PREAMBLE = """
 import asyncio, json, os, signal, sys
 from trainium_devcluster.node.processes import isolation, launcher
-found = isolation.find()
+found = isolation.detect()
 isolation.enter(found)
 sock, _ = launcher.fork_launcher(found)
-from trainium_devcluster.node.processes.container_root import Mount
-from trainium_devcluster.node.processes.launcher_client import Command, Launcher, LaunchError
+from trainium_devcluster.node.processes.command import ContainerCommand, Mount
+from trainium_devcluster.node.processes.launcher_client import Launcher, LaunchError
 
 STATE = sys.argv[1]
 os.makedirs(STATE + "/shm"); os.makedirs(STATE + "/vol")
@@ -36,7 +34,7 @@ def command(script, **more):
     os.makedirs(scratch)
     argv = script if isinstance(script, list) else ["sh", "-c", script]
     base = {"hostname": "pod-1", "scratch": scratch, "shm": STATE + "/shm", "hidden": STATE}
-    return Command(argv, {"PATH": os.environ["PATH"]}, **{**base, **more})
+    return ContainerCommand(argv, {"PATH": os.environ["PATH"]}, **{**base, **more})
 
 async def run(launch, cmd):
     read, write = os.pipe()
@@ -58,14 +56,14 @@ def unprivileged() -> list[str]:
 
 
 def possible(prefix: list[str]) -> str:
-    code = "from trainium_devcluster.node.processes import isolation; print(isolation.find().namespaces)"
+    code = "from trainium_devcluster.node.processes import isolation; print(isolation.detect().namespaces)"
     done = subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
 @pytest.fixture(params=["self", "unprivileged"], scope="module")
 def prefix(request: pytest.FixtureRequest) -> list[str]:
-    """Command words that make the node's user: the user who runs the tests, and an ordinary user."""
+    """Command prefix of the node's user: the user of the tests, and an unprivileged user."""
     words = unprivileged() if request.param == "unprivileged" else []
     if request.param == "unprivileged" and not words:
         pytest.skip("the tests run as an ordinary user already")
@@ -83,8 +81,8 @@ def state(tmp_path: Path) -> Path:
     return tmp_path / "state"
 
 
-def node(prefix: list[str], state: Path, work: str) -> Any:
-    """Return the result of the coroutine `work(launch)` in a process that is a node."""
+def run_in_node(prefix: list[str], state: Path, work: str) -> Any:
+    """Run the coroutine `work(launch)` in a node process and return its result."""
     script = PREAMBLE + textwrap.dedent(work) + "\nasyncio.run(main())\n"
     done = subprocess.run(
         [*prefix, sys.executable, "-c", script, str(state)], capture_output=True, text=True, check=False, timeout=50
@@ -93,8 +91,8 @@ def node(prefix: list[str], state: Path, work: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_container_sees_its_volumes_and_leaves_nothing_on_the_machine(prefix: list[str], state: Path) -> None:
-    code, text = node(
+def test_a_container_has_its_volumes_and_writes_nothing_to_the_host(prefix: list[str], state: Path) -> None:
+    code, text = run_in_node(
         prefix,
         state,
         """
@@ -115,8 +113,8 @@ def test_a_container_sees_its_volumes_and_leaves_nothing_on_the_machine(prefix: 
         assert not Path(path).exists()
 
 
-def test_a_command_that_cannot_start_reports_why(prefix: list[str], state: Path) -> None:
-    found = node(
+def test_a_failed_start_reports_its_stage_and_reason(prefix: list[str], state: Path) -> None:
+    found = run_in_node(
         prefix,
         state,
         """
@@ -137,10 +135,8 @@ def test_a_command_that_cannot_start_reports_why(prefix: list[str], state: Path)
     assert "/no/where" in found[1][2]
 
 
-def test_process_one_ignores_sigterm_unless_it_handles_it_and_takes_its_children_with_it(
-    prefix: list[str], state: Path
-) -> None:
-    found = node(
+def test_pid_1_ignores_sigterm_and_its_children_end_with_it(prefix: list[str], state: Path) -> None:
+    found = run_in_node(
         prefix,
         state,
         """
@@ -161,10 +157,10 @@ def test_process_one_ignores_sigterm_unless_it_handles_it_and_takes_its_children
     assert found[1][1].splitlines()[0] == "pod-1"
     assert int(found[1][1].splitlines()[1]) <= 6
     assert found[2:] == [137, 9]
-    assert with_command_line("sleep 765432") == []
+    assert find_by_command_line("sleep 765432") == []
 
 
-def test_a_killed_node_takes_every_process_of_its_containers_with_it(prefix: list[str], state: Path) -> None:
+def test_processes_of_containers_end_with_a_killed_node(prefix: list[str], state: Path) -> None:
     node_script = """
         async def work(launch):
             null = os.open("/dev/null", os.O_RDWR)
@@ -173,16 +169,16 @@ def test_a_killed_node_takes_every_process_of_its_containers_with_it(prefix: lis
             os.kill(os.getpid(), signal.SIGKILL)
     """
     with pytest.raises(AssertionError):
-        node(prefix, state, node_script)
+        run_in_node(prefix, state, node_script)
     end = time.monotonic() + 5
-    while with_command_line("sleep 876543"):
+    while find_by_command_line("sleep 876543"):
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
-def test_the_strongest_isolation_is_found_without_changing_this_process() -> None:
+def test_isolation_is_probed_without_changing_this_process() -> None:
     before = Path("/proc/self/ns/mnt").readlink()
-    found = isolation.find()
+    found = isolation.detect()
     assert Path("/proc/self/ns/mnt").readlink() == before
     if os.geteuid() != 0:
         assert found.namespaces is not Namespaces.ROOT

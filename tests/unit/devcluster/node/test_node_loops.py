@@ -1,24 +1,20 @@
-"""Background work of a node, against fakes: reflectors, status writer, tokens, probes."""
-
-from __future__ import annotations
+"""Reflectors, status writer, tokens, events and probes of a node, with a fake API server."""
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
-from trainium_devcluster.node.api.client import ApiError, Unreachable
+from trainium_devcluster.node.api.client import ApiError, UnreachableError
 from trainium_devcluster.node.api.events import EventSeverity, EventSink
 from trainium_devcluster.node.api.reflector import ObjectCache, Reflector
-from trainium_devcluster.node.api.waiting import until
+from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.pods import probes
 from trainium_devcluster.node.pods.probe_actions import ProbeResult, port_number
 from trainium_devcluster.node.pods.status_writer import StatusWriter
 from trainium_devcluster.node.volumes.service_account_tokens import TokenSource
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 
 def item(uid: str, version: int = 1) -> dict[str, Any]:
@@ -26,7 +22,7 @@ def item(uid: str, version: int = 1) -> dict[str, Any]:
 
 
 class FakeApi:
-    """Answers from scripts; an exception in a script is raised."""
+    """An API server with scripted responses; an exception in a script is raised."""
 
     def __init__(self) -> None:
         self.lists: list[Any] = []
@@ -71,7 +67,7 @@ def api() -> Any:
     return FakeApi()
 
 
-async def test_a_reflector_notices_deletions_that_it_did_not_watch(api: Any) -> None:
+async def test_a_reflector_detects_deletions_between_watches(api: Any) -> None:
     api.lists = [listed(item("a"), item("b")), listed(item("b"), item("c"))]
     api.watches = [[("MODIFIED", item("b", 2)), ApiError(410, "Expired", "too old")]]
     seen: list[tuple[str, bool]] = []
@@ -83,15 +79,15 @@ async def test_a_reflector_notices_deletions_that_it_did_not_watch(api: Any) -> 
     assert seen == [("a", False), ("b", False), ("b", False), ("a", True), ("b", False), ("c", False)]
 
 
-async def test_a_reflector_waits_for_an_api_server_that_is_away(api: Any) -> None:
-    api.lists = [Unreachable("no"), Unreachable("no"), listed()]
+async def test_a_reflector_waits_for_an_unreachable_api_server(api: Any) -> None:
+    api.lists = [UnreachableError("no"), UnreachableError("no"), listed()]
     reflector = Reflector(api, "/p", {}, lambda *_: None)
     task = asyncio.create_task(reflector.run())
-    assert await until(reflector.synced, 5)
+    assert await wait_for_event(reflector.synced, 5)
     task.cancel()
 
 
-async def test_an_object_is_watched_as_long_as_somebody_uses_it(api: Any) -> None:
+async def test_an_object_is_watched_while_it_is_used(api: Any) -> None:
     api.lists = [listed(item("cm")), listed()]
     cache, woken = ObjectCache(api), asyncio.Event()
     assert await cache.use("configmaps", "n", "cm", "pod-1", woken.set) == item("cm")
@@ -103,7 +99,7 @@ async def test_an_object_is_watched_as_long_as_somebody_uses_it(api: Any) -> Non
     cache.release("pod-3")
 
 
-async def test_status_writes_that_pile_up_become_one(api: Any) -> None:
+async def test_pending_status_writes_are_merged(api: Any) -> None:
     state = {"phase": "Pending"}
     writer = StatusWriter(api, lambda: item("u"), lambda _: dict(state), lambda _: None)
     task = asyncio.create_task(writer.run())
@@ -119,8 +115,8 @@ async def test_status_writes_that_pile_up_become_one(api: Any) -> None:
     task.cancel()
 
 
-async def test_a_status_write_is_tried_again_until_the_server_is_back(api: Any) -> None:
-    api.answers = [Unreachable("no"), ApiError(500, "", "oops"), item("u", 9)]
+async def test_a_status_write_is_retried_until_the_server_is_back(api: Any) -> None:
+    api.answers = [UnreachableError("no"), ApiError(500, "", "oops"), item("u", 9)]
     written: list[Any] = []
     writer = StatusWriter(api, lambda: item("u"), lambda _: {"phase": "Running"}, written.append)
     task = asyncio.create_task(writer.run())
@@ -138,7 +134,7 @@ async def test_the_status_of_a_pod_that_was_recreated_is_left_alone(api: Any) ->
     task.cancel()
 
 
-async def test_a_token_is_renewed_before_it_expires_and_kept_when_that_fails(
+async def test_a_token_is_renewed_before_its_expiry_and_kept_on_failure(
     api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answer(token: str, expires: str) -> dict[str, Any]:
@@ -148,7 +144,7 @@ async def test_a_token_is_renewed_before_it_expires_and_kept_when_that_fails(
     monkeypatch.setattr(time, "time", lambda: now)
     pod = item("u") | {"spec": {"serviceAccountName": "sa"}}
     source = TokenSource(api, pod, {"path": "token", "audience": "x", "expirationSeconds": 1000})
-    api.answers = [answer("one", "2001-09-09T02:03:20Z"), Unreachable("no"), answer("two", "2001-09-09T03:46:40Z")]
+    api.answers = [answer("one", "2001-09-09T02:03:20Z"), UnreachableError("no"), answer("two", "2001-09-09T03:46:40Z")]
     assert await source.get() == "one"
     assert api.calls[0][1] == "/api/v1/namespaces/n/serviceaccounts/sa/token"
     assert api.calls[0][2]["spec"]["boundObjectRef"]["uid"] == "u"
@@ -172,8 +168,8 @@ async def test_the_same_event_again_is_counted(api: Any) -> None:
     task.cancel()
 
 
-class Record:
-    """The verdicts of probes."""
+class ProbeLog:
+    """Callbacks of probes that record their calls."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -187,8 +183,8 @@ class Record:
         )
 
 
-async def probe(container: dict[str, Any], results: list[bool]) -> list[Any]:
-    record = Record()
+async def run_probe(container: dict[str, Any], results: list[bool]) -> list[Any]:
+    record = ProbeLog()
 
     async def check(_: Any, __: float) -> ProbeResult:
         if not results:
@@ -208,26 +204,26 @@ FAST = {"periodSeconds": 0.01}
 
 
 async def test_a_container_without_probes_is_ready_once_it_has_started() -> None:
-    assert await probe({}, []) == ["started", "ready=True"]
+    assert await run_probe({}, []) == ["started", "ready=True"]
 
 
 async def test_readiness_has_thresholds_both_ways() -> None:
     container = {"readinessProbe": {**FAST, "successThreshold": 2, "failureThreshold": 2}}
-    log = await probe(container, [True, False, True, True, False, True, False, False])
+    log = await run_probe(container, [True, False, True, True, False, True, False, False])
     bad = "readiness bad"
     assert log == ["started", bad, "ready=True", bad, bad, bad, "ready=False"]
 
 
 async def test_liveness_fails_after_its_threshold_only() -> None:
     container = {"livenessProbe": {**FAST, "failureThreshold": 2}}
-    log = await probe(container, [False, True, False, False])
+    log = await run_probe(container, [False, True, False, False])
     assert log[-1] == "liveness failed"
     assert log.count("liveness bad") == 3
 
 
-async def test_a_startup_probe_that_fails_asks_for_a_restart_and_starts_no_other() -> None:
+async def test_a_failed_startup_probe_requests_a_restart_and_starts_no_other_probe() -> None:
     container = {"startupProbe": {**FAST, "failureThreshold": 2}, "livenessProbe": FAST}
-    assert await probe(container, [False, False, True]) == ["startup bad", "startup bad", "startup failed"]
+    assert await run_probe(container, [False, False, True]) == ["startup bad", "startup bad", "startup failed"]
 
 
 def test_ports_are_numbers_or_names() -> None:
@@ -235,12 +231,12 @@ def test_ports_are_numbers_or_names() -> None:
     assert [port_number(port, container) for port in (1, "2", "web", "none")] == [1, 2, 80, None]
 
 
-async def test_a_waiting_task_can_be_cancelled_at_the_very_moment_it_is_woken() -> None:
+async def test_a_task_can_be_cancelled_as_it_is_woken() -> None:
     event = asyncio.Event()
 
     async def loop() -> None:
         while True:
-            await until(event, None)
+            await wait_for_event(event, None)
             event.clear()
 
     task = asyncio.create_task(loop())

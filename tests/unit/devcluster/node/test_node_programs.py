@@ -1,17 +1,24 @@
-"""Programs stay in reach when a volume is mounted over the folder that they lie in."""
+"""Programs of a process node: their folders, volumes mounted over them, and the agent's image."""
 
-from __future__ import annotations
+import json
+import subprocess
+import sys
+from pathlib import Path
 
-from typing import TYPE_CHECKING
+import pytest
 
-from trainium_devcluster.node.processes.container_root import Mount
-from trainium_devcluster.node.processes.programs import program_folders, shown_again
+from trainium_contract.wire.worker_env import AGENT_INTERPRETER, AGENT_MOUNT
+from trainium_devcluster.node.processes.command import Mount
+from trainium_devcluster.node.processes.programs import (
+    agent_mounts,
+    create_agent_image,
+    program_folders,
+    remount_hidden,
+)
+from trainium_operator.plan.manifests import worker_pod
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def test_the_programs_are_the_environment_its_interpreter_and_editable_sources(tmp_path: Path) -> None:
+def test_program_folders_are_the_environment_its_interpreter_and_editable_sources(tmp_path: Path) -> None:
     bin_folder, base, source = tmp_path / "venv/bin", tmp_path / "base/bin", tmp_path / "checkout/contract"
     for folder in (bin_folder, base, source, tmp_path / "venv/lib/site-packages"):
         folder.mkdir(parents=True)
@@ -23,13 +30,46 @@ def test_the_programs_are_the_environment_its_interpreter_and_editable_sources(t
     assert found == tuple(sorted(str(one) for one in (tmp_path / "venv", tmp_path / "base", source)))
 
 
-def test_what_an_own_volume_hides_is_shown_again_and_nothing_else() -> None:
+def test_a_program_folder_below_a_volume_of_the_node_is_mounted_again() -> None:
     volumes = [
         Mount("/state/pods/1/volumes/tmp", "/tmp"),
         Mount("/data", "/srv"),
         Mount("/state/pods/1/volumes/x", "/opt/venv/x"),
     ]
 
-    found = shown_again(volumes, ["/tmp/checkout/.venv", "/srv/venv", "/opt/venv"], "/state")
+    found = remount_hidden(volumes, ["/tmp/checkout/.venv", "/srv/venv", "/opt/venv"], "/state")
 
     assert found == (Mount("/tmp/checkout/.venv", "/tmp/checkout/.venv", read_only=True),)
+
+
+def test_a_copy_of_the_agent_folder_starts_its_interpreter(tmp_path: Path) -> None:
+    folder, copy = tmp_path / "agent", tmp_path / "pod" / "trainium"
+    create_agent_image(folder, Path(sys.executable).parent)
+    create_agent_image(folder, Path(sys.executable).parent)  # as at the second start of a node
+    prefix = [each.replace(AGENT_MOUNT, str(folder)) for each in AGENT_INTERPRETER]
+    command = [*prefix, "-c", worker_pod.COPY_AGENT, str(folder), str(copy)]
+    for _ in range(2):  # a kubelet may start an init container again
+        subprocess.run(command, check=True, env={}, timeout=60)
+    script = (
+        "import json, sys, trainium_agent, trainium_contract; print(json.dumps([sys.prefix, trainium_agent.__file__]))"
+    )
+    started = [each.replace(AGENT_MOUNT, str(copy)) for each in AGENT_INTERPRETER]
+    done = subprocess.run([*started, "-c", script], check=True, env={}, capture_output=True, text=True, timeout=60)
+    prefix_seen, module = json.loads(done.stdout)
+    assert prefix_seen == str(copy)
+    assert Path(module).name == "__init__.py"
+
+
+@pytest.mark.parametrize(
+    ("image", "mounted"),
+    [
+        ("trainium-agent:0.1.0", True),
+        ("registry:5000/team/trainium-agent@sha256:abc", True),
+        ("trainium-agent", True),
+        ("team/torchtitan:5", False),
+        ("trainium-agents:1", False),
+        ("", False),
+    ],
+)
+def test_only_containers_of_the_agent_image_mount_its_folder(image: str, mounted: bool) -> None:
+    assert [mount.target for mount in agent_mounts(image, Path("/node/agent"))] == [AGENT_MOUNT] * mounted

@@ -1,6 +1,4 @@
-"""From containers to the pod's status, and the back-off between restarts."""
-
-from __future__ import annotations
+"""The status of a pod from its containers, and the back-off between restarts."""
 
 from typing import Any
 
@@ -9,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainium_devcluster.node.api.objects import grace_seconds
-from trainium_devcluster.node.pods.backoff import Backoff
+from trainium_devcluster.node.pods.container import Backoff
 from trainium_devcluster.node.pods.status import (
     ContainerKind,
-    ContainerView,
-    PodView,
+    ContainerSnapshot,
+    PodSnapshot,
     Running,
     State,
     Terminated,
@@ -41,8 +39,8 @@ def pod(policy: str = "Never", *, init: str | None = None, main: int = 1, **meta
     return {"metadata": {"name": "p", "namespace": "n", "uid": "u", "generation": 1, **metadata}, "spec": spec}
 
 
-def view(name: str, state: State, kind: ContainerKind = ContainerKind.MAIN, **more: Any) -> ContainerView:
-    return ContainerView(name, "i", kind, state, **more)
+def view(name: str, state: State, kind: ContainerKind = ContainerKind.MAIN, **more: Any) -> ContainerSnapshot:
+    return ContainerSnapshot(name, "i", kind, state, **more)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,7 @@ def view(name: str, state: State, kind: ContainerKind = ContainerKind.MAIN, **mo
         ("Always", [ended(0)], "Running"),
     ],
 )
-def test_the_phase_follows_from_the_main_containers(policy: str, states: list[State], expected: str) -> None:
+def test_the_phase_is_computed_from_the_main_containers(policy: str, states: list[State], expected: str) -> None:
     views = [view(f"m{number}", state) for number, state in enumerate(states)]
     assert phase(pod(policy, main=len(states)), views, terminal=False) == expected
 
@@ -97,9 +95,9 @@ def test_a_successful_init_container_is_never_run_again() -> None:
     assert should_restart(spec, spec["spec"]["containers"][0], 0)
 
 
-def render(spec: dict[str, Any], views: list[ContainerView], **more: Any) -> dict[str, Any]:
-    fields = {"terminal": False, "verdict": None, "sandbox_ready": True} | more
-    return pod_status(PodView(spec, views, "127.1.0.1", "127.1.0.2", start_time=NOW, **fields), NOW)
+def render(spec: dict[str, Any], views: list[ContainerSnapshot], **more: Any) -> dict[str, Any]:
+    fields = {"terminal": False, "failure": None, "sandbox_ready": True} | more
+    return pod_status(PodSnapshot(spec, views, "127.1.0.1", "127.1.0.2", start_time=NOW, **fields), NOW)
 
 
 def conditions(status: dict[str, Any]) -> dict[str, tuple[str, str | None]]:
@@ -139,8 +137,8 @@ def test_a_pod_never_leaves_a_final_phase() -> None:
     assert (status["phase"], status["reason"], status["observedGeneration"]) == ("Failed", "Evicted", 1)
 
 
-def test_a_verdict_gives_phase_and_reason() -> None:
-    status = render(pod(), [view("m0", CREATING)], terminal=True, verdict=("Failed", "NotSupported", "because"))
+def test_a_failure_sets_phase_and_reason() -> None:
+    status = render(pod(), [view("m0", CREATING)], terminal=True, failure=("NotSupported", "because"))
     assert (status["phase"], status["reason"], status["message"]) == ("Failed", "NotSupported", "because")
 
 
@@ -170,8 +168,6 @@ def test_a_back_off_is_never_negative_nor_longer_than_five_minutes(finished: flo
 @pytest.mark.parametrize(
     ("asked", "own", "expected"), [(None, 30, 30), (5, 30, 5), (0, 7, 7), (None, 0, 1), (60, 30, 60)]
 )
-def test_the_grace_period_is_what_the_deletion_requests_or_the_pod_s_own(
-    asked: int | None, own: int, expected: int
-) -> None:
+def test_the_grace_period_is_that_of_the_deletion_or_of_the_pod(asked: int | None, own: int, expected: int) -> None:
     metadata = {} if asked is None else {"deletionGracePeriodSeconds": asked}
     assert grace_seconds({"metadata": metadata, "spec": {"terminationGracePeriodSeconds": own}}) == expected

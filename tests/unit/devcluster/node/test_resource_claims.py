@@ -1,16 +1,11 @@
-"""A pod with claims waits on its node until each is there, allocated, and reserved for it."""
+"""Resource claims of a pod: created, allocated, and reserved for it before it starts."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from trainium_devcluster.node.api.client import ApiError
+from trainium_devcluster.node.api.client import Api, ApiError
 from trainium_devcluster.node.pods.resource_claims import ClaimError, check_claims
-
-if TYPE_CHECKING:
-    from trainium_devcluster.node.api.client import Api
 
 
 class Claims:
@@ -42,7 +37,7 @@ async def checked(pod: dict[str, Any], **claims: dict[str, Any]) -> None:
     await check_claims(api, pod)
 
 
-async def test_a_pod_starts_with_claims_that_are_its_own_and_without_any() -> None:
+async def test_a_pod_starts_with_its_claims_and_without_any() -> None:
     await checked(pod(TEMPLATED, MADE), c=ALLOCATED)
     await checked(pod([{"name": "neuron", "resourceClaimName": "c"}]), c=ALLOCATED)
     await checked(pod([]))
@@ -51,7 +46,7 @@ async def test_a_pod_starts_with_claims_that_are_its_own_and_without_any() -> No
 @pytest.mark.parametrize(
     ("made", "status", "sentence"),
     [
-        ([], None, "the resource claim of neuron has not been made yet"),
+        ([], None, "the resource claim of neuron has not been created yet"),
         (MADE, None, 'resource claim c: .*"c" not found'),
         (MADE, {}, "resource claim c is not allocated"),
         (
@@ -61,7 +56,7 @@ async def test_a_pod_starts_with_claims_that_are_its_own_and_without_any() -> No
         ),
     ],
 )
-async def test_a_pod_waits_for_its_claims_with_a_sentence(
+async def test_a_pod_waits_for_its_claims_with_a_message(
     made: list[dict[str, str]], status: dict[str, Any] | None, sentence: str
 ) -> None:
     with pytest.raises(ClaimError, match=sentence):

@@ -1,7 +1,5 @@
 """Slices, claims and pods as Kubernetes 1.36 writes them, read into small views, and the count of what is free."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -9,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.any_json import SLOW_ALLOWED, as_sent, changed
+from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.cache import device_views
@@ -86,7 +84,7 @@ POD: dict[str, Any] = {
 }
 
 
-def test_a_slice_is_its_devices_and_their_taints() -> None:
+def test_a_resource_slice_lists_devices_and_taints() -> None:
     view = device_views.slice_view(SLICE)
     taint = DeviceTaint("n-0/neurondevice0", "neuron.aws.com/unhealthy", "NoExecute", "HBM", 1795437527.0)
     assert (view.node, view.pool, view.generation) == ("n-0", "n-0", 1)
@@ -94,13 +92,13 @@ def test_a_slice_is_its_devices_and_their_taints() -> None:
     assert list(view.free()) == ["neurondevice1"]
 
 
-def test_a_slice_of_another_driver_holds_nothing() -> None:
+def test_a_resource_slice_of_another_driver_is_empty() -> None:
     raw = copy.deepcopy(SLICE)
     raw["spec"]["driver"] = "gpu.example.com"
     assert (device_views.slice_view(raw).node, device_views.slice_view(raw).devices) == ("", {})
 
 
-def test_a_claim_belongs_to_the_pods_it_is_reserved_for_and_not_to_its_owner() -> None:
+def test_a_claim_belongs_to_the_pods_it_is_reserved_for() -> None:
     assert device_views.claim_view(CLAIM) == device_views.ClaimView(("pod-uid",), (("n-0", "neurondevice1"),))
     assert device_views.claim_view({"metadata": {}, "spec": {}}) == device_views.ClaimView((), ())
 
@@ -112,27 +110,27 @@ def test_a_claim_with_admin_access_holds_no_device() -> None:
 
 
 def test_a_pod_names_its_claim_template_and_its_unhealthy_device() -> None:
-    assert device_views.claim_template_of(POD) == "demo-devices-1"
-    assert device_views.device_health_of(POD) == ("Unhealthy", "neuron.aws.com/n-0/neurondevice1: HBM")
+    assert device_views.read_claim_template(POD) == "demo-devices-1"
+    assert device_views.read_device_health(POD) == ("Unhealthy", "neuron.aws.com/n-0/neurondevice1: HBM")
 
 
 def test_the_health_of_other_claims_and_of_unknown_devices_is_ignored() -> None:
     raw = copy.deepcopy(POD)
     (status,) = raw["status"]["containerStatuses"][0]["allocatedResourcesStatus"]
     status["resources"][1]["health"] = "Unknown"
-    assert device_views.device_health_of(raw) is None
+    assert device_views.read_device_health(raw) is None
     status["resources"][1]["health"] = "Unhealthy"
     for other in ("claim:fabric/efa", "claim:neuron-fabric", "nvidia.com/gpu"):
         status["name"] = other
-        assert device_views.device_health_of(raw) is None
+        assert device_views.read_device_health(raw) is None
     status["name"] = "claim:neuron"
-    assert device_views.device_health_of(raw) is not None
+    assert device_views.read_device_health(raw) is not None
 
 
-def test_what_a_kubelet_or_a_driver_writes_is_bounded() -> None:
+def test_device_texts_and_lists_are_bounded() -> None:
     raw = copy.deepcopy(POD)
     raw["status"]["containerStatuses"][0]["allocatedResourcesStatus"][0]["resources"][1]["message"] = "x" * 10_000
-    found = device_views.device_health_of(raw)
+    found = device_views.read_device_health(raw)
     assert found is not None
     assert len(found[1]) == device_views.LONGEST_TEXT
     many = copy.deepcopy(SLICE)
@@ -142,12 +140,12 @@ def test_what_a_kubelet_or_a_driver_writes_is_bounded() -> None:
 
 
 @SLOW_ALLOWED
-@given(changed(SLICE), changed(CLAIM), changed(POD))
-def test_malformed_parts_of_an_object_are_left_out(a_slice: Any, claim: Any, pod: Any) -> None:
-    device_views.slice_view(as_sent(a_slice))
-    device_views.claim_view(as_sent(claim))
-    device_views.device_health_of(as_sent(pod))
-    device_views.claim_template_of(as_sent(pod))
+@given(mutated(SLICE), mutated(CLAIM), mutated(POD))
+def test_malformed_objects_raise_no_error(a_slice: Any, claim: Any, pod: Any) -> None:
+    device_views.slice_view(as_json(a_slice))
+    device_views.claim_view(as_json(claim))
+    device_views.read_device_health(as_json(pod))
+    device_views.read_claim_template(as_json(pod))
 
 
 # --- what is free
@@ -213,7 +211,7 @@ def test_free_devices_and_taints_equal_a_count_from_scratch(timeline: list[tuple
     assert {node: inventory.free_on(node) for node in inventory.nodes()} == recounted(known, held)
     for pod in PODS:
         of_pod = [entry.view.held for entry in by_claim.snapshot().values() if pod in entry.view.pods]
-        assert len(inventory.taints_of(pod)) == taints_among(known, [device for held in of_pod for device in held])
+        assert len(inventory.find_taints(pod)) == taints_among(known, [device for held in of_pod for device in held])
 
 
 def test_taints_of_a_pod_are_those_of_the_devices_that_it_holds() -> None:
@@ -221,11 +219,11 @@ def test_taints_of_a_pod_are_those_of_the_devices_that_it_holds() -> None:
     by_claim: IndexedCache[device_views.ClaimView] = IndexedCache()
     inventory = Inventory(by_slice, by_claim)
     by_claim.put(("default", "c"), Entry(device_views.ClaimView(("p",), (("n-0", "neurondevice0"),)), "c", 1))
-    assert inventory.taints_of("p") == ()
+    assert inventory.find_taints("p") == ()
     by_slice.put(("", "s"), Entry(device_views.slice_view(SLICE), "s", 2))
-    assert [taint.value for taint in inventory.taints_of("p")] == ["HBM"]
+    assert [taint.value for taint in inventory.find_taints("p")] == ["HBM"]
     by_claim.put(("default", "c"), Entry(device_views.ClaimView(("p",), (("n-0", "neurondevice1"),)), "c", 3))
-    assert inventory.taints_of("p") == ()
+    assert inventory.find_taints("p") == ()
     assert inventory.free_on("n-0") == 0, "one is tainted, the other is held"
 
 
@@ -242,7 +240,7 @@ async def test_only_nodes_that_could_take_a_worker_count_as_free() -> None:
         created=0.0,
     )
     assert (dra.offered.state, dra.devices(view, (), bool)) == (ApiState.ABSENT, None)
-    dra.offered.is_served(True)
+    dra.offered.set_served(True)
     assert (dra.offered.state, dra.devices(view, (), bool)) == (ApiState.READING, None)
     for reflector in (dra.templates, dra.claims, dra.slices):
         reflector.synced.set()
@@ -252,5 +250,5 @@ async def test_only_nodes_that_could_take_a_worker_count_as_free() -> None:
     found = dra.devices(view, (), {"a", "c"}.__contains__)
     assert found is not None
     assert (found.free_nodes, found.nodes) == (("a",), 2), "b is cordoned, c has one free device"
-    dra.offered.is_served(False)
+    dra.offered.set_served(False)
     assert dra.devices(view, (), bool) is None

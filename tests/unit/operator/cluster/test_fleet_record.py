@@ -1,6 +1,4 @@
-"""The memory of bad machines as people see it."""
-
-from __future__ import annotations
+"""The memory of bad machines as a ConfigMap."""
 
 import string
 from typing import Any
@@ -11,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testing.fuzz.objects import MACHINE
-from tests.testing.suite.any_json import ANYTHING, SLOW_ALLOWED, as_sent, changed
+from tests.testing.suite.any_json import ANYTHING, SLOW_ALLOWED, as_json, mutated
 from trainium_contract.faults.causes import Cause
 from trainium_operator.cluster.fleet.fleet_record import ACCOUNTED, decode, encode
 from trainium_operator.plan.fleet.memory import Machine, MachineState, Memory, Strike
@@ -29,7 +27,7 @@ ENTRY = Machine(
 )
 
 
-def test_an_entry_reads_like_a_note() -> None:
+def test_an_entry_is_readable_yaml() -> None:
     data = encode(Memory(machines={ENTRY.machine: ENTRY}, accounted={"uid-1": AT + 0.8574047}))
     assert data["aws.us-west-2a.i-0abc"].splitlines() == [
         "machine: aws:///us-west-2a/i-0abc",
@@ -47,18 +45,18 @@ def test_an_entry_reads_like_a_note() -> None:
     assert accounted == {"uid-1": AT + 0.8574047}, "rounded down, a machine that was released would be blamed again"
 
 
-def test_what_was_written_is_what_is_read() -> None:
+def test_a_memory_round_trips() -> None:
     memory = Memory(machines={ENTRY.machine: ENTRY}, accounted={"uid-1": AT})
     assert decode(encode(memory)) == memory
     assert decode(encode(Memory())) == Memory()
 
 
-def test_machines_whose_keys_would_be_the_same_keep_an_entry_each() -> None:
+def test_machines_with_colliding_keys_keep_separate_entries() -> None:
     machines = {name: Machine(machine=name, node="n") for name in ("aws:///i-1", "aws/i-1", "aws.i-1", "about")}
     assert decode(encode(Memory(machines=machines))).machines == machines
 
 
-def test_an_entry_by_hand_may_be_short() -> None:
+def test_a_hand_written_entry_may_be_short() -> None:
     memory = decode({"node-3": "state: Permanent\n"})
     assert memory.machines == {"node-3": Machine(machine="node-3", node="", state=MachineState.PERMANENT)}
 
@@ -106,24 +104,22 @@ MACHINES = st.builds(
 
 
 @given(st.lists(MACHINES, max_size=4))
-def test_any_memory_survives_being_written(entries: list[Machine]) -> None:
+def test_any_memory_round_trips(entries: list[Machine]) -> None:
     memory = Memory(machines={entry.machine: entry for entry in entries})
     assert decode(encode(memory)) == memory
 
 
 @SLOW_ALLOWED
 @given(
-    st.dictionaries(st.sampled_from(["node-1", "aws.us-west-2a.i-0abc", ACCOUNTED]), changed(MACHINE) | ANYTHING),
+    st.dictionaries(st.sampled_from(["node-1", "aws.us-west-2a.i-0abc", ACCOUNTED]), mutated(MACHINE) | ANYTHING),
     st.dictionaries(st.sampled_from(["about", ACCOUNTED, "a", "b"]), st.text() | st.text("{}[]:-'\"!&*?|> \nax0")),
 )
-def test_whatever_is_noted_is_read_without_an_error_and_can_be_written_again(
-    notes: dict[str, Any], texts: dict[str, str]
-) -> None:
-    written = encode(decode({**{key: yaml.safe_dump(as_sent(note)) for key, note in notes.items()}, **texts}))
+def test_any_config_map_is_read_and_rewritten_stably(notes: dict[str, Any], texts: dict[str, str]) -> None:
+    written = encode(decode({**{key: yaml.safe_dump(as_json(note)) for key, note in notes.items()}, **texts}))
     assert encode(decode(written)) == written
 
 
-def test_numbers_without_an_end_are_left_out() -> None:
+def test_infinite_and_nan_numbers_are_left_out() -> None:
     memory = decode({"node": "quarantines: .inf", ACCOUNTED: "uid: .nan", "node-3": "state: Permanent\n"})
     assert set(memory.machines) == {"node-3"}
     assert memory.accounted == {}
@@ -134,10 +130,8 @@ def test_numbers_without_an_end_are_left_out() -> None:
     ["a: &x [1]\nb: *x", "[" * 5000, "- " * 5000, f"strikes: [{'a, ' * 20_000}]"],
     ids=["an alias", "nested", "nested in blocks", "too many values"],
 )
-def test_an_entry_that_would_unfold_or_takes_long_to_read_is_left_out_alone(
-    text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_expensive_entry_is_left_out_alone(text: str, caplog: pytest.LogCaptureFixture) -> None:
     kept = encode(Memory(machines={"good": Machine(machine="good", node="n", state=MachineState.PERMANENT)}))
-    found = decode({**kept, "bad": text})
-    assert list(found.machines) == ["good"]
+    decoded = decode({**kept, "bad": text})
+    assert list(decoded.machines) == ["good"]
     assert caplog.text.count("entry bad of the fleet's memory cannot be read") == 1

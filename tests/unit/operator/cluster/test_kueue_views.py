@@ -1,7 +1,5 @@
 """Kueue's objects as a real controller (0.19.2) wrote them: a Workload evicted, returned, and admitted again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,18 +7,18 @@ from typing import Any
 import pytest
 
 from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, with_conditions, workload_view
-from trainium_operator.plan.features.kueue.ask import _return
+from trainium_operator.plan.features.kueue.requests import return_quota
 from trainium_operator.plan.model.quota import PodSetGrant, WorkloadCondition, WorkloadConditionView
 
 NOW = "2026-11-23T09:20:00Z"
 
 
 def recorded(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(__file__).parent / "kueue_recorded" / f"{name}.json").read_text())
-    return found
+    workload: dict[str, Any] = json.loads((Path(__file__).parent / "kueue_recorded" / f"{name}.json").read_text())
+    return workload
 
 
-def test_an_eviction_counts_for_more_than_the_admission_beside_it() -> None:
+def test_an_eviction_overrides_the_admission() -> None:
     view = workload_view(recorded("evicted"))
     assert view.is_true(WorkloadCondition.ADMITTED)
     assert view.is_true(WorkloadCondition.EVICTED)
@@ -29,15 +27,15 @@ def test_an_eviction_counts_for_more_than_the_admission_beside_it() -> None:
     assert view.asked == {"workers": 2}
 
 
-def test_quota_that_was_returned_is_not_held_and_an_admission_ends_the_eviction() -> None:
+def test_returned_quota_is_not_held_and_readmission_ends_the_eviction() -> None:
     cleared, readmitted = workload_view(recorded("cleared")), workload_view(recorded("readmitted"))
     assert (cleared.admitted, cleared.holds, cleared.is_true(WorkloadCondition.EVICTED)) == (False, False, True)
     assert (readmitted.admitted, readmitted.is_true(WorkloadCondition.EVICTED)) == (True, False)
 
 
-def test_what_returns_quota_is_what_the_real_controller_took() -> None:
+def test_the_conditions_that_return_quota_equal_the_recorded_ones() -> None:
     raw = recorded("evicted")
-    written = with_conditions(raw["status"]["conditions"], _return(workload_view(raw)).conditions, NOW)
+    written = with_conditions(raw["status"]["conditions"], return_quota(workload_view(raw)).conditions, NOW)
     taken = recorded("cleared")["status"]["conditions"]
 
     def without_messages(conditions: list[dict[str, Any]]) -> set[tuple[str, str, str, str]]:
@@ -48,19 +46,19 @@ def test_what_returns_quota_is_what_the_real_controller_took() -> None:
 
 def test_the_time_of_a_condition_changes_only_with_its_status() -> None:
     old = [{"type": "PodsReady", "status": "True", "reason": "Started", "message": "", "lastTransitionTime": "then"}]
-    again = WorkloadConditionView(WorkloadCondition.PODS_READY, true=True, reason="Recovered", message="x" * 5000)
+    again = WorkloadConditionView(WorkloadCondition.PODS_READY, is_true=True, reason="Recovered", message="x" * 5000)
     (same,) = with_conditions(old, [again], NOW)
     assert (same["lastTransitionTime"], same["reason"], len(same["message"])) == ("then", "Recovered", 1024)
 
 
-def test_a_workload_without_a_part_is_none_of_ours() -> None:
+def test_a_workload_without_a_part_is_foreign() -> None:
     raw = recorded("evicted")
     del raw["metadata"]["annotations"]["trainium.dev/part"]
     with pytest.raises(KeyError):
         workload_view(raw)
 
 
-def test_checks_that_are_ready_add_to_pods() -> None:
+def test_ready_admission_checks_update_pod_sets() -> None:
     raw = recorded("readmitted")
     update = {"name": "workers", "nodeSelector": {"zone": "a"}, "tolerations": [{"key": "k", "operator": "Exists"}]}
     raw["status"]["admissionChecks"] = [

@@ -1,6 +1,4 @@
-"""A status that was edited by hand is read as far as it can be."""
-
-from __future__ import annotations
+"""Lenient parsing of edited statuses."""
 
 from typing import Any
 
@@ -48,7 +46,7 @@ GOOD = {
         ({"avoidedNodes": ["a"] * 100}, "avoided_nodes"),
     ],
 )
-def test_what_cannot_be_read_is_left_out_and_nothing_else(change: dict[str, Any], lost: str) -> None:
+def test_only_unreadable_fields_of_a_status_are_dropped(change: dict[str, Any], lost: str) -> None:
     status = readable_status({**GOOD, **change}, "default/demo")
     assert is_terminal(status)
     assert status.next_pod_ordinal == 7
@@ -60,7 +58,7 @@ def test_what_cannot_be_read_is_left_out_and_nothing_else(change: dict[str, Any]
         assert getattr(status, lost) == getattr(TrainingJobStatus(), lost)
 
 
-def test_good_entries_of_a_list_outlive_their_neighbours() -> None:
+def test_valid_entries_of_a_list_are_kept() -> None:
     history = [{"cause": "Weather"}, *GOOD["history"], 7]
     conditions = [{"type": "Sunny", "status": "True"}, COMPLETE]
     status = readable_status({**GOOD, "history": history, "conditions": conditions}, "default/demo")
@@ -86,14 +84,14 @@ def test_numbers_that_json_cannot_carry_are_left_out_of_a_status() -> None:
     assert (status.goodput.ratio, status.gang.holding_since, status.gang.releases) == (0.0, None, 2)
 
 
-def test_end_conditions_that_are_false_are_left_out_so_that_new_conditions_fit() -> None:
+def test_false_end_conditions_are_dropped() -> None:
     others = [{**COMPLETE, "type": kind.value, "status": "False"} for kind in ConditionType]
     status = readable_status({"conditions": others[:16]}, "team/llama")
     assert not {ConditionType.COMPLETE, ConditionType.FAILED} & {each.type for each in status.conditions}
     assert len({*(each.type for each in status.conditions), *ConditionType}) - 2 <= 16
 
 
-def test_a_condition_that_is_there_twice_counts_once() -> None:
+def test_duplicate_conditions_count_once() -> None:
     twice = [{**COMPLETE, "type": "Running", "reason": reason} for reason in ("First", "Second")]
     status = readable_status({"conditions": [*twice, COMPLETE]}, "team/llama")
     assert [(each.type.value, each.reason) for each in status.conditions] == [
@@ -103,7 +101,7 @@ def test_a_condition_that_is_there_twice_counts_once() -> None:
 
 
 @pytest.mark.parametrize("number", [2**63 - 1, -(2**63), 2**53 + 1])
-def test_a_number_that_nobody_has_counted_to_is_bounded_so_that_one_more_still_fits(number: int) -> None:
+def test_huge_integers_are_bounded(number: int) -> None:
     raw = {"restarts": {"total": number, "byCause": {"Crash": number}}, "desired": 2, "waitingSince": 1.5}
     status = readable_status(raw, "team/llama")
     assert abs(status.restarts.total) == abs(status.restarts.by_cause["Crash"]) == 2**53
@@ -112,7 +110,7 @@ def test_a_number_that_nobody_has_counted_to_is_bounded_so_that_one_more_still_f
 
 
 @pytest.mark.parametrize("digits", ["9" * 400, "-99999999999999999999", " 9_999_999_999_999_999_999 ", "+1" + "0" * 20])
-def test_digits_that_are_read_as_such_a_number_are_bounded_too_and_a_name_of_digits_stays(digits: str) -> None:
+def test_huge_digit_strings_are_bounded_in_integer_fields_only(digits: str) -> None:
     raw = {"membership": {"dataParallel": digits, "generation": 2}, "selector": "1" * 20, "desired": 2}
     status = readable_status(raw, "team/llama")
     assert abs(status.membership.data_parallel) == 2**53
@@ -120,6 +118,6 @@ def test_digits_that_are_read_as_such_a_number_are_bounded_too_and_a_name_of_dig
 
 
 @pytest.mark.parametrize(("generation", "kept"), [(-1, 0), (LATEST_GENERATION, LATEST_GENERATION), (2**31 - 1, 0)])
-def test_a_generation_after_which_there_could_be_no_other_is_left_to_the_record(generation: int, kept: int) -> None:
+def test_an_impossible_generation_is_reset_to_zero(generation: int, kept: int) -> None:
     status = readable_status({"membership": {"generation": generation, "size": 4}}, "team/llama")
     assert status.membership.generation == kept

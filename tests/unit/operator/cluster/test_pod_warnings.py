@@ -1,32 +1,27 @@
-"""Why a pod that has a node does not start, read from its events: seldom, for one pod, and only what still holds."""
+"""Warnings of pods that do not start: events are listed rarely, and only fresh ones are shown."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.api.fake_kubernetes import FakeCluster, http_error
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.operator_process import training_job
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CORE_EVENTS, JOBS, PODS
 from trainium_operator.cluster.queue.pod_warnings import FRESH_SECONDS, PAUSE_SECONDS, SLOW_SECONDS, PodWarnings
 from trainium_operator.plan.model import names
+from trainium_operator.plan.model.observed import JobView, PodView
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from trainium_operator.plan.model.observed import JobView, PodView
 
 CREATED = 1767225600.0
 """2026-01-01T00:00:00Z"""
 MISSING = 'MountVolume.SetUp failed for volume "s" : secret "not-there" not found'
 
 
-class World:
+class Harness:
     def __init__(self) -> None:
         self.cluster = FakeCluster()
         self.job_raw = self.cluster.add(JOBS, training_job("j"))
@@ -75,70 +70,70 @@ class World:
     async def read(self) -> PodView:
         await self.warnings.refresh(self.job)
         pods = tuple(self.caches.pods.store.owned_by(self.job.id).values())
-        return self.warnings.applied_to(self.job, pods)[0]
+        return self.warnings.with_warnings(self.job, pods)[0]
 
 
-def scenario(run: Callable[[World], Any]) -> None:
+def scenario(run: Callable[[Harness], Any]) -> None:
     async def whole() -> None:
-        world = World()
-        await world.caches.jobs.refresh()
-        await run(world)
+        harness = Harness()
+        await harness.caches.jobs.refresh()
+        await run(harness)
 
     run_virtual(whole())
 
 
-def test_a_volume_that_cannot_be_mounted_is_read_from_the_event_once_the_pod_starts_slowly() -> None:
-    async def run(world: World) -> None:
-        world.pod()
-        world.event("FailedScheduling", "0/3 nodes", "2026-01-01T00:00:09Z", "older")
-        world.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
-        world.now += SLOW_SECONDS - 1
-        assert (await world.read()).reason == "ContainerCreating"
-        assert world.warnings.next_in(world.job) == 1.0
-        assert world.lists() == 0
-        world.now += 1
-        seen = await world.read()
+def test_a_slow_pod_shows_its_mount_failure_from_events() -> None:
+    async def run(harness: Harness) -> None:
+        harness.pod()
+        harness.event("FailedScheduling", "0/3 nodes", "2026-01-01T00:00:09Z", "older")
+        harness.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
+        harness.now += SLOW_SECONDS - 1
+        assert (await harness.read()).reason == "ContainerCreating"
+        assert harness.warnings.seconds_until_refresh(harness.job) == 1.0
+        assert harness.lists() == 0
+        harness.now += 1
+        seen = await harness.read()
         assert (seen.reason, seen.message) == ("FailedMount", MISSING)
-        assert (await world.read()).reason == "FailedMount"
-        assert world.lists() == 1, "not at every plan"
-        assert world.warnings.next_in(world.job) == PAUSE_SECONDS
+        assert (await harness.read()).reason == "FailedMount"
+        assert harness.lists() == 1, "not at every plan"
+        assert harness.warnings.seconds_until_refresh(harness.job) == PAUSE_SECONDS
 
     scenario(run)
 
 
-def test_a_warning_that_is_not_repeated_is_not_shown_for_long() -> None:
-    async def run(world: World) -> None:
-        world.pod()
-        world.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
-        world.now += SLOW_SECONDS + FRESH_SECONDS
-        assert (await world.read()).reason == "ContainerCreating"
+def test_a_stale_warning_is_not_shown() -> None:
+    async def run(harness: Harness) -> None:
+        harness.pod()
+        harness.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
+        harness.now += SLOW_SECONDS + FRESH_SECONDS
+        assert (await harness.read()).reason == "ContainerCreating"
 
     scenario(run)
 
 
 @pytest.mark.parametrize("case", ["no node", "an init container runs"])
-def test_nothing_is_listed_for_a_pod_whose_status_names_its_problem(case: str) -> None:
-    async def run(world: World) -> None:
+def test_events_are_not_listed_if_the_status_names_the_problem(case: str) -> None:
+    async def run(harness: Harness) -> None:
         if case == "no node":
-            world.pod(node="")
+            harness.pod(node="")
         else:
-            world.pod(init={"name": "fetch", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}})
-        world.now += 100
-        await world.read()
-        assert world.lists() == 0
-        assert world.warnings.next_in(world.job) is None
+            harness.pod(init={"name": "fetch", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}})
+        harness.now += 100
+        await harness.read()
+        assert harness.lists() == 0
+        assert harness.warnings.seconds_until_refresh(harness.job) is None
 
     scenario(run)
 
 
-def test_without_the_right_to_list_events_plans_go_on() -> None:
-    async def run(world: World) -> None:
-        world.pod()
-        world.cluster.faults.append(
-            lambda _method, path: refuse(403, "Forbidden", "no") if path.endswith("/events") else None
+def test_without_permission_to_list_events_the_status_is_used() -> None:
+    async def run(harness: Harness) -> None:
+        harness.pod()
+        harness.cluster.faults.append(
+            lambda _method, path: http_error(403, "Forbidden", "no") if path.endswith("/events") else None
         )
-        world.now += SLOW_SECONDS
-        assert (await world.read()).reason == "ContainerCreating"
-        assert world.warnings.next_in(world.job) == PAUSE_SECONDS
+        harness.now += SLOW_SECONDS
+        assert (await harness.read()).reason == "ContainerCreating"
+        assert harness.warnings.seconds_until_refresh(harness.job) == PAUSE_SECONDS
 
     scenario(run)

@@ -1,17 +1,14 @@
-from __future__ import annotations
-
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.resources import PODS
 from trainium_operator.cluster.cache.reflector import Lister
 from trainium_operator.cluster.cache.store import Entry, IndexedCache
 from trainium_operator.plan.model.names import JobId
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 KEY = ("ns", "pod")
 OWNER = JobId("ns", "job", "job-uid")
@@ -47,7 +44,7 @@ def test_a_write_through_is_visible_at_once_and_notifies_nobody(store: IndexedCa
     assert received == []
 
 
-def test_an_answer_that_the_watch_has_passed_is_not_read_again() -> None:
+def test_a_stale_response_is_not_parsed_again() -> None:
     read: list[str] = []
     lister: Lister[str] = Lister(SimpleNamespace(), PODS, lambda raw: read.append(raw["metadata"]["name"]) or "v")
     pod = {"metadata": {"namespace": "ns", "name": "pod", "uid": "u", "resourceVersion": "5"}}
@@ -58,14 +55,14 @@ def test_an_answer_that_the_watch_has_passed_is_not_read_again() -> None:
     assert read == ["pod", "pod"]
 
 
-def test_a_list_keeps_what_was_written_after_it_was_made(store: IndexedCache[str]) -> None:
+def test_a_list_keeps_newer_writes(store: IndexedCache[str]) -> None:
     store.put(("ns", "old"), entry(3))
     store.write_through(("ns", "new"), entry(9))
     store.replace({}, 8)
     assert list(store.snapshot()) == [("ns", "new")]
 
 
-def test_a_list_notifies_once_of_what_was_deleted_added_or_changed(store: IndexedCache[str]) -> None:
+def test_a_list_notifies_once_of_each_difference(store: IndexedCache[str]) -> None:
     store.put(("ns", "a"), entry(1, "a"))
     store.put(("ns", "b"), entry(2, "b"))
     received = notifications(store)
@@ -73,7 +70,7 @@ def test_a_list_notifies_once_of_what_was_deleted_added_or_changed(store: Indexe
     assert received == [("a", None), (None, "c")]
 
 
-def test_only_the_incarnation_that_is_named_is_forgotten(store: IndexedCache[str]) -> None:
+def test_forget_removes_only_the_named_uid(store: IndexedCache[str]) -> None:
     store.put(KEY, entry(5, uid="second"))
     store.forget(KEY, "first")
     assert store.get(KEY) == "v"
@@ -142,3 +139,11 @@ async def test_a_pod_deleted_while_the_pods_are_listed_stays_deleted() -> None:
     lister.observe(pod(5), deleted=False)
     await lister.refresh()
     assert lister.store.get(("ns", "pod")) is None
+
+
+def test_the_oldest_entry_is_evicted() -> None:
+    kept: BoundedDict[str, int] = BoundedDict(2)
+    kept["a"], kept["b"], kept["a"], kept["c"] = 1, 2, 3, 4
+    assert list(kept.items()) == [("a", 3), ("c", 4)]
+    assert kept.setdefault("d", 5) == 5
+    assert list(kept) == ["c", "d"]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import base64
 import copy
 import gzip
@@ -13,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.testing.api.recorded_jobs import recorded
+from tests.testing.api.recorded_jobs import recorded_object
 from tests.testing.fuzz.invariants import check_type
 from tests.testing.fuzz.objects import NODE, POD
 from tests.testing.operator import wire_messages
-from tests.testing.suite.any_json import SLOW_ALLOWED, as_sent, changed
+from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.messages import LATEST_GENERATION, Membership
 from trainium_contract.wire.recorded_membership import LARGEST_TEXT, MEMBERSHIP_KEY
 from trainium_operator.cluster.cache import views
-from trainium_operator.cluster.cache.membership_record import membership_of
-from trainium_operator.plan.faults.node_signals import Demand, problems_of
+from trainium_operator.cluster.cache.membership_record import read_membership
+from trainium_operator.plan.faults.node_signals import PodRequirements, find_node_problems
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
@@ -50,7 +48,7 @@ def ended(name: str = "worker", **state: Any) -> dict[str, Any]:
     return {"name": name, "state": {"terminated": {"exitCode": 1, "reason": "Error", **state}}}
 
 
-def test_a_running_pod() -> None:
+def test_a_running_pod_is_read() -> None:
     view = views.pod_view(
         pod(
             {
@@ -71,7 +69,7 @@ def test_a_new_pod_without_any_status_is_pending() -> None:
     assert views.pod_view(pod()).phase is PodPhase.PENDING
 
 
-def test_the_worker_is_found_by_name_whatever_the_order_of_statuses() -> None:
+def test_the_worker_container_is_found_by_name() -> None:
     statuses = [ended("aside", exitCode=0), ended(exitCode=137, reason="OOMKilled", finishedAt=CREATED)]
     view = views.pod_view(pod({"phase": "Failed", "containerStatuses": statuses}))
     assert (view.exit_code, view.reason, view.finished) == (137, "OOMKilled", 1767225600.0)
@@ -107,7 +105,7 @@ PROXY = state("mesh-proxy", running={"startedAt": CREATED})
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_container_that_admission_adds_is_never_taken_for_the_worker(first: bool) -> None:
+def test_an_injected_container_is_not_the_worker(first: bool) -> None:
     killed = ended(exitCode=137, reason="OOMKilled", finishedAt=CREATED)
     raw = pod({"phase": "Running", "containerStatuses": [PROXY, killed] if first else [killed, PROXY]})
     ours, others = (
@@ -146,7 +144,7 @@ WAITS = state("worker", waiting={"reason": "PodInitializing"})
         pytest.param([state("mesh", running={})], WAITS, "PodInitializing", "mesh", None, id="a sidecar is not ready"),
     ],
 )
-def test_a_sidecar_never_hides_the_worker_and_a_blocking_init_container_is_named(
+def test_a_sidecar_never_hides_the_worker_container(
     inits: list[Any], worker: Any, reason: str, held_by: str, code: int | None
 ) -> None:
     raw = pod({"phase": "Pending", "initContainerStatuses": inits, "containerStatuses": [PROXY, worker]})
@@ -176,7 +174,7 @@ def test_disruption_deletion_and_lack_of_capacity_are_seen() -> None:
 
 
 @pytest.mark.parametrize(("length", "kept"), [(253, True), (254, False)])
-def test_a_text_longer_than_a_name_names_no_node_and_no_machine(length: int, kept: bool) -> None:
+def test_overlong_node_and_machine_names_are_dropped(length: int, kept: bool) -> None:
     raw = pod({"phase": "Pending"})
     raw["spec"]["nodeName"] = "n" * length
     assert bool(views.pod_view(raw).node) is kept
@@ -198,7 +196,9 @@ def test_a_pod_with_our_labels_and_a_foreign_name_is_refused() -> None:
         ([], NodeReadiness.UNKNOWN, None),
     ],
 )
-def test_nodes(conditions: list[Any], ready: NodeReadiness, since: float | None) -> None:
+def test_node_readiness_schedulability_and_taints_are_read(
+    conditions: list[Any], ready: NodeReadiness, since: float | None
+) -> None:
     raw = {
         "metadata": {"name": "n"},
         "spec": {"unschedulable": True, "taints": [{"key": "k"}]},
@@ -223,7 +223,7 @@ def test_an_invalid_job_reports_the_place_of_the_error() -> None:
 
 
 @pytest.mark.parametrize("wrong", [7, 1.5, True, [], {}, ["a"], {"a": "b"}, None])
-def test_a_part_of_another_type_is_left_out_of_a_pod(wrong: Any) -> None:
+def test_pod_fields_of_a_wrong_type_are_dropped(wrong: Any) -> None:
     whole = pod(
         {
             "phase": wrong, "podIP": wrong, "reason": wrong, "message": wrong,
@@ -249,18 +249,18 @@ def test_the_reason_and_message_of_a_pod_are_bounded() -> None:
 
 
 def recording(membership: Any) -> dict[str, Any]:
-    """The part of a ConfigMap that holds this."""
+    """Return the part of a ConfigMap with this membership."""
     return {"binaryData": {MEMBERSHIP_KEY: base64.b64encode(gzip.compress(json.dumps(membership).encode())).decode()}}
 
 
-def test_a_record_after_which_there_could_be_no_generation_counts_as_none() -> None:
+def test_a_membership_beyond_the_latest_generation_is_ignored() -> None:
     member = {"podUid": "u", "podName": "p", "podIp": "10.0.0.1", "nodeName": "n", "nodeRank": 0, "rendezvousPort": 1}
     wire = {"transition": "Immediate", "cause": "Resize", "members": [member], "processesPerNode": 1}
     for generation, known in ((LATEST_GENERATION, True), (LATEST_GENERATION + 1, False)):
-        assert (membership_of(recording({**wire, "generation": generation})) is not None) is known
+        assert (read_membership(recording({**wire, "generation": generation})) is not None) is known
 
 
-def test_a_membership_that_cannot_be_read_counts_as_none() -> None:
+def test_an_unreadable_membership_is_ignored() -> None:
     raw = {"metadata": {"name": "m", "annotations": {names.ANNOTATION_CONTENT_HASH: "h"}}}
     assert views.child_record(raw).content_hash == "h"
     assert views.child_record({"metadata": {"annotations": {names.ANNOTATION_CONTENT_HASH: ["h"]}}}).content_hash == ""
@@ -268,7 +268,7 @@ def test_a_membership_that_cannot_be_read_counts_as_none() -> None:
         assert views.child_record({**raw, **recording(record)}).membership is None
 
 
-def test_a_membership_of_any_size_is_packed_and_read_again() -> None:
+def test_a_large_membership_round_trips_compressed() -> None:
     many = (
         wire_messages.member(
             f"{'j' * 50}-w-{rank}",
@@ -287,22 +287,22 @@ def test_a_membership_of_any_size_is_packed_and_read_again() -> None:
     assert len(base64.b64decode(manifest["binaryData"][MEMBERSHIP_KEY])) < 400_000
     assert "data" not in manifest
     assert manifest == membership_map(job.view, membership)
-    assert membership_of(manifest) == membership
+    assert read_membership(manifest) == membership
     for text in ("!", "aGVsbG8=", manifest["binaryData"][MEMBERSHIP_KEY][:1000]):
-        assert membership_of({"binaryData": {MEMBERSHIP_KEY: text}}) is None
+        assert read_membership({"binaryData": {MEMBERSHIP_KEY: text}}) is None
 
 
-def test_a_membership_is_unpacked_no_further_than_the_longest_that_is_read() -> None:
+def test_decompression_of_a_membership_is_bounded() -> None:
     for blanks in (LARGEST_TEXT + 1, 200 * 2**20):
         packed = base64.b64encode(gzip.compress(b" " * blanks, 1)).decode()
         tracemalloc.start()
-        assert membership_of({"binaryData": {MEMBERSHIP_KEY: packed}}) is None
+        assert read_membership({"binaryData": {MEMBERSHIP_KEY: packed}}) is None
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert most < 4 * LARGEST_TEXT
 
 
-def test_a_record_of_more_values_than_a_membership_has_is_refused_without_reading_them(
+def test_a_record_with_too_many_values_is_refused_unparsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read: list[int] = []
@@ -310,11 +310,11 @@ def test_a_record_of_more_values_than_a_membership_has_is_refused_without_readin
     for value in ("{}", "[]", "0"):
         text = f'{{"members":[{f"{value}," * 1_000_000}{value}]}}'
         packed = base64.b64encode(gzip.compress(text.encode(), 1)).decode()
-        assert membership_of({"binaryData": {MEMBERSHIP_KEY: packed}}) is None
+        assert read_membership({"binaryData": {MEMBERSHIP_KEY: packed}}) is None
     assert read == []
 
 
-def test_a_record_is_unpacked_only_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_membership_is_decompressed_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = {"name": "m", "annotations": {names.ANNOTATION_CONTENT_HASH: "h"}}
     record = views.child_record({"metadata": metadata, "binaryData": {MEMBERSHIP_KEY: "x"}})
     read: list[str] = []
@@ -347,7 +347,7 @@ def node(**parts: Any) -> dict[str, Any]:
     return raw
 
 
-def test_a_node_view_holds_only_what_plans_read() -> None:
+def test_a_node_view_keeps_only_fields_of_the_plan() -> None:
     view = views.node_view(
         node(status={"conditions": [HEALTHY, DEVICE]}, metadata={"name": "n", "deletionTimestamp": CREATED})
     )
@@ -362,7 +362,7 @@ def test_a_node_view_holds_only_what_plans_read() -> None:
     assert whole.conditions == ()
 
 
-def test_a_heartbeat_of_a_kubelet_changes_no_view() -> None:
+def test_kubelet_heartbeats_do_not_change_a_node_view() -> None:
     later = {**HEALTHY, "lastHeartbeatTime": "2026-01-01T00:05:00Z", "message": "still well"}
     images = {"images": [{"names": ["trainer"]}], "conditions": [{"type": "Ready", "status": "True"}, later]}
     raw = node(status=images, metadata={"name": "n", "labels": node()["metadata"]["labels"], "annotations": {"a": "b"}})
@@ -373,7 +373,7 @@ def test_a_heartbeat_of_a_kubelet_changes_no_view() -> None:
     ("quantity", "capacity"),
     [("16", 16), (16, 16), ("0", 0), *((each, None) for each in ("16.5", "", None, "-1", "1e400", []))],
 )
-def test_a_quantity_that_is_no_whole_number_is_left_out(quantity: Any, capacity: int | None) -> None:
+def test_only_whole_quantities_are_kept(quantity: Any, capacity: int | None) -> None:
     view = views.node_view(node(status={"allocatable": {"aws.amazon.com/neuron": quantity}}))
     assert view.capacity.get("aws.amazon.com/neuron") == capacity
 
@@ -388,22 +388,25 @@ def test_malformed_parts_are_counted_and_logged_once(caplog: pytest.LogCaptureFi
 
 
 @SLOW_ALLOWED
-@given(changed({"data": {"theirs": "{}"}, "binaryData": recorded("membership")["binaryData"]}), st.text())
-def test_any_config_map_holds_a_membership_or_none(parts: Any, text: str) -> None:
+@given(mutated({"data": {"theirs": "{}"}, "binaryData": recorded_object("membership")["binaryData"]}), st.text())
+def test_any_config_map_is_read_as_a_membership_or_none(parts: Any, text: str) -> None:
     raw = {**parts, "metadata": {"annotations": {}}}  # which no object is without
     for packed in (None, text, base64.b64encode(gzip.compress(text.encode())).decode()):
         each = raw if packed is None else {**raw, "binaryData": {MEMBERSHIP_KEY: packed}}
-        membership_of(each)
+        read_membership(each)
         assert views.child_record(each).content_hash == ""
 
 
 @SLOW_ALLOWED
-@given(changed({**NODE, "metadata": {**NODE["metadata"], "deletionTimestamp": CREATED}}, most=6))
-def test_no_node_however_malformed_hides_itself_or_stops_a_plan(raw: dict[str, Any]) -> None:
+@given(mutated({**NODE, "metadata": {**NODE["metadata"], "deletionTimestamp": CREATED}}, most=6))
+def test_any_malformed_node_is_kept_by_name(raw: dict[str, Any]) -> None:
     metadata = raw["metadata"] if isinstance(raw.get("metadata"), dict) else {}
-    view = views.node_view(as_sent({**raw, "metadata": {**metadata, "name": "n"}}))
+    view = views.node_view(as_json({**raw, "metadata": {**metadata, "name": "n"}}))
     assert view.name == "n"
-    assert all(isinstance(problem.reason, str) for problem in problems_of(view, Demand({"aws.amazon.com/neuron": 16})))
+    assert all(
+        isinstance(problem.reason, str)
+        for problem in find_node_problems(view, PodRequirements({"aws.amazon.com/neuron": 16}))
+    )
     assert hash(view.conditions) is not None
 
 

@@ -1,15 +1,13 @@
-from __future__ import annotations
-
 import asyncio
 
 import pytest
 
-from tests.testing.suite.virtual_time import in_virtual_time, settle
+from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from trainium_operator.cluster.queue.work_queue import ClosedError, WorkQueue
 
 
 @in_virtual_time
-async def test_a_key_that_waits_is_there_once_however_often_it_is_put() -> None:
+async def test_a_queued_key_is_deduplicated() -> None:
     queue: WorkQueue[str] = WorkQueue()
     for _ in range(3):
         queue.put("a")
@@ -20,21 +18,21 @@ async def test_a_key_that_waits_is_there_once_however_often_it_is_put() -> None:
 
 
 @in_virtual_time
-async def test_a_key_is_never_given_to_two_workers_at_once() -> None:
+async def test_a_key_is_processed_by_one_worker_at_a_time() -> None:
     queue: WorkQueue[str] = WorkQueue()
     queue.put("a")
     await queue.get()
     queue.put("a")
     second = asyncio.create_task(queue.get())
-    await settle()
+    await run_pending_tasks()
     assert not second.done()
     queue.done("a")
-    await settle()
+    await run_pending_tasks()
     assert second.result() == "a"
 
 
 @in_virtual_time
-async def test_a_key_put_while_a_worker_has_it_is_given_out_again_once() -> None:
+async def test_a_key_put_during_processing_is_queued_once_more() -> None:
     queue: WorkQueue[str] = WorkQueue()
     queue.put("a")
     await queue.get()
@@ -47,7 +45,7 @@ async def test_a_key_put_while_a_worker_has_it_is_given_out_again_once() -> None
 
 
 @in_virtual_time
-async def test_keys_are_given_out_in_the_order_in_which_they_came() -> None:
+async def test_keys_are_first_in_first_out() -> None:
     queue: WorkQueue[str] = WorkQueue()
     for key in "cabac":
         queue.put(key)
@@ -70,7 +68,7 @@ async def test_of_several_delays_the_earliest_wins() -> None:
 
 
 @in_virtual_time
-async def test_a_key_that_is_given_out_loses_its_delay_but_not_one_that_is_set_meanwhile() -> None:
+async def test_get_clears_the_delay_of_a_key_but_not_a_later_one() -> None:
     loop = asyncio.get_running_loop()
     queue: WorkQueue[str] = WorkQueue()
     queue.put_after("a", 5)
@@ -100,7 +98,7 @@ async def test_the_back_off_grows_per_key_and_is_reset_by_a_success() -> None:
 
 
 @in_virtual_time
-async def test_a_closed_queue_gives_out_nothing_more_and_drains() -> None:
+async def test_a_closed_queue_raises_and_drains() -> None:
     queue: WorkQueue[str] = WorkQueue()
     queue.put("a")
     queue.put("b")
@@ -108,14 +106,14 @@ async def test_a_closed_queue_gives_out_nothing_more_and_drains() -> None:
     await queue.get()
     queue.done("b")
     waiting = asyncio.create_task(queue.get())
-    await settle()
+    await run_pending_tasks()
     queue.put_after("c", 1)
     queue.close()
     with pytest.raises(ClosedError):
         await waiting
     with pytest.raises(ClosedError):
         await queue.get()
-    drained = asyncio.create_task(queue.drained())
+    drained = asyncio.create_task(queue.wait_until_idle())
     await asyncio.sleep(2)
     assert not drained.done()
     queue.done("a")
@@ -124,10 +122,10 @@ async def test_a_closed_queue_gives_out_nothing_more_and_drains() -> None:
 
 
 @in_virtual_time
-async def test_a_cancelled_worker_does_not_take_the_wake_up_of_another() -> None:
+async def test_a_cancelled_get_does_not_lose_a_key() -> None:
     queue: WorkQueue[str] = WorkQueue()
     first, second = asyncio.create_task(queue.get()), asyncio.create_task(queue.get())
-    await settle()
+    await run_pending_tasks()
     queue.put("a")
     first.cancel()
     assert await second == "a"

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -38,13 +36,13 @@ def state(clock: Clock) -> CoordinatorState:
     return CoordinatorState(clock)
 
 
-def test_a_served_generation_never_goes_back(state: CoordinatorState) -> None:
+def test_a_published_generation_never_decreases(state: CoordinatorState) -> None:
     state.publish(JOB, membership(3, at("a")))
     state.publish(JOB, membership(2, at("a")))
     assert state.published(JOB) == 3
 
 
-def test_a_new_job_of_the_same_name_inherits_nothing(state: CoordinatorState) -> None:
+def test_state_is_kept_by_job_uid(state: CoordinatorState) -> None:
     state.publish(JobId("ns", "job", "old"), membership(7, at("a")))
     assert state.published(JobId("ns", "job", "new")) == 0
     state.forget_job(JobId("ns", "job", "old"))
@@ -64,7 +62,7 @@ def test_seconds_per_step_come_from_the_operators_own_clock(state: CoordinatorSt
     assert state.agents(JOB)["a"].progressed == clock.now - 1
 
 
-def test_signs_of_life_report_steps_as_heartbeats_do(state: CoordinatorState, clock: Clock) -> None:
+def test_keepalives_report_steps_like_heartbeats(state: CoordinatorState, clock: Clock) -> None:
     state.register(JOB, registration(at("a")))
     state.alive(JOB, "a", 7)
     assert state.agents(JOB)["a"].progressed is None, "no heartbeat has reported a step"
@@ -81,7 +79,7 @@ def test_signs_of_life_report_steps_as_heartbeats_do(state: CoordinatorState, cl
     assert (view.progressed, view.last_seen) == (moved, clock.now), "a step that is known already is no progress"
 
 
-def test_what_stopped_the_job_before_an_attempt_is_no_part_of_its_steps(state: CoordinatorState, clock: Clock) -> None:
+def test_downtime_before_an_attempt_does_not_count_as_step_time(state: CoordinatorState, clock: Clock) -> None:
     """A long fault would otherwise delay the detection of a hang after it."""
     state.register(JOB, registration(at("a")))
     for seconds, number in ((0, 10), (4, 12)):
@@ -96,7 +94,7 @@ def test_what_stopped_the_job_before_an_attempt_is_no_part_of_its_steps(state: C
     assert state.agents(JOB)["a"].step_seconds == 3
 
 
-def test_a_plan_sees_stages_and_results_at_once_and_the_progress_of_a_stage_as_that_of_steps(
+def test_stages_and_results_matter_at_once_and_stage_progress_like_steps(
     state: CoordinatorState,
 ) -> None:
     state.register(JOB, registration(at("a")))
@@ -105,7 +103,7 @@ def test_a_plan_sees_stages_and_results_at_once_and_the_progress_of_a_stage_as_t
         result = state.heartbeat(
             JOB, step("a", 10).model_copy(update={"progress": messages.Progress(step=10, **fields)})
         )
-        return result.matters, result.progressed
+        return result.is_urgent, result.progressed
 
     artifact = ArtifactReport(kind="Model", path="/out", step=10)
     accepted()
@@ -118,9 +116,7 @@ def test_a_plan_sees_stages_and_results_at_once_and_the_progress_of_a_stage_as_t
     assert view.step_seconds is None, "no step was made"
 
 
-def test_the_wait_of_an_agent_counts_from_its_first_report_of_joining_in_an_attempt(
-    state: CoordinatorState, clock: Clock
-) -> None:
+def test_joining_since_is_the_first_joining_report_of_an_attempt(state: CoordinatorState, clock: Clock) -> None:
     def since(attempt: int, phase: messages.WorkerPhase = messages.WorkerPhase.JOINING) -> float | None:
         clock.now += 1
         state.heartbeat(JOB, step("a", 1).model_copy(update={"phase": phase, "attempt": attempt}))

@@ -1,19 +1,14 @@
-"""A certificate that somebody else renews, as a kubelet mounts it."""
-
-from __future__ import annotations
+"""A mounted certificate that another controller renews."""
 
 import asyncio
 import ssl
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+import pytest
 
 from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.http.tls import CertificateFolder
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 
 def write(folder: Path, certificate: bytes, key: bytes) -> None:
@@ -22,11 +17,11 @@ def write(folder: Path, certificate: bytes, key: bytes) -> None:
 
 
 async def shown(port: int) -> str:
-    """The certificate that a new connection is shown, PEM."""
+    """Return the certificate that a new connection is shown, PEM."""
     return await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
 
 
-async def test_a_changed_certificate_serves_new_connections_and_a_half_changed_one_does_not(
+async def test_only_a_complete_new_certificate_serves_new_connections(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = (renew_material(None, ("localhost",), time.time()) for _ in range(2))

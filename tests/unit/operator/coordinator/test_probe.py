@@ -1,20 +1,15 @@
-"""Ports of silent members: a refusal is evidence, a time-out is not, and a firewall's refusal is not either."""
-
-from __future__ import annotations
+"""Probes of ports of silent members: only a refusal after an earlier answer is evidence."""
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.testing.operator.wire_messages import heartbeat, member, membership, registration
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
+from trainium_contract.wire.messages import Member
 from trainium_operator.coordinator.probe import Prober
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.model.names import JobId
-
-if TYPE_CHECKING:
-    from trainium_contract.wire.messages import Member
 
 JOB = JobId("ns", "job", "job-uid")
 
@@ -46,7 +41,7 @@ class Network:
             raise answer
 
 
-class World:
+class Harness:
     def __init__(self) -> None:
         self.now = 1000.0
         self.state = CoordinatorState(lambda: self.now)
@@ -58,7 +53,7 @@ class World:
             self.state,
             is_serving=lambda: True,
             notify=lambda *words: self.notified.append(words),
-            address_of=lambda target: self.addresses[target.pod],
+            find_address=lambda target: self.addresses[target.pod],
             connect=self.network.connect,
         )
         self.state.publish(JOB, membership(1, *map(at, PODS)))
@@ -83,109 +78,109 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def harness() -> Harness:
+    return Harness()
 
 
-def test_each_member_is_probed_once_when_it_is_new_and_then_only_while_it_is_silent(world: World) -> None:
-    assert world.probe() == ["a", "b"]
-    world.now += 1
-    world.beat("a", "b")
-    assert world.probe() == []
-    world.now += 2.5
-    world.beat("a")
-    assert world.probe() == ["b"]
+def test_members_are_probed_when_new_and_while_silent(harness: Harness) -> None:
+    assert harness.probe() == ["a", "b"]
+    harness.now += 1
+    harness.beat("a", "b")
+    assert harness.probe() == []
+    harness.now += 2.5
+    harness.beat("a")
+    assert harness.probe() == ["b"]
 
 
-def test_a_refusal_after_an_answer_is_evidence_and_notifies_the_plan_at_once(world: World) -> None:
-    world.probe()
-    world.network.does["b"] = ConnectionRefusedError()
-    world.now += 2.5
-    world.beat("a")
-    world.probe()
-    assert world.refused("b")
-    assert not world.refused("a")
-    assert world.notified == [("ns", "j", True)] * 2, "the silence, and the refusal"
-    assert world.probe() == [], "once is enough"
+def test_a_refusal_after_an_answer_is_evidence_and_notifies_the_plan_at_once(harness: Harness) -> None:
+    harness.probe()
+    harness.network.does["b"] = ConnectionRefusedError()
+    harness.now += 2.5
+    harness.beat("a")
+    harness.probe()
+    assert harness.refused("b")
+    assert not harness.refused("a")
+    assert harness.notified == [("ns", "j", True)] * 2, "the silence, and the refusal"
+    assert harness.probe() == [], "once is enough"
 
 
-def test_each_silence_notifies_the_plan_once(world: World) -> None:
-    world.probe()
-    world.now += 1.9
-    world.probe()
-    assert world.notified == []
-    world.now += 0.1
-    world.probe()
-    world.probe()
-    assert world.notified == [("ns", "j", True)], "once for all that fell silent"
-    world.beat("a", "b")
-    world.probe()
-    world.now += 2
-    world.beat("a")
-    world.probe()
-    assert world.notified == [("ns", "j", True)] * 2
+def test_each_silence_notifies_the_plan_once(harness: Harness) -> None:
+    harness.probe()
+    harness.now += 1.9
+    harness.probe()
+    assert harness.notified == []
+    harness.now += 0.1
+    harness.probe()
+    harness.probe()
+    assert harness.notified == [("ns", "j", True)], "once for all that fell silent"
+    harness.beat("a", "b")
+    harness.probe()
+    harness.now += 2
+    harness.beat("a")
+    harness.probe()
+    assert harness.notified == [("ns", "j", True)] * 2
 
 
 @pytest.mark.parametrize("answer", ["drop", TimeoutError(), OSError(113, "No route to host")])
-def test_an_error_other_than_a_refusal_is_no_evidence(world: World, answer: object) -> None:
-    world.probe()
-    world.network.does["b"] = answer
-    world.now += 30
-    world.probe()
-    assert not world.refused("b")
-    assert world.notified == SILENCE
+def test_an_error_other_than_a_refusal_is_no_evidence(harness: Harness, answer: object) -> None:
+    harness.probe()
+    harness.network.does["b"] = answer
+    harness.now += 30
+    harness.probe()
+    assert not harness.refused("b")
+    assert harness.notified == SILENCE
 
 
-def test_a_port_that_never_answered_may_be_behind_a_firewall(world: World) -> None:
-    world.network.does = {pod: ConnectionRefusedError() for pod in PODS}
-    world.probe()
-    world.now += 60
-    world.probe()
-    assert not world.refused("a")
-    assert world.notified == SILENCE
+def test_a_refusal_without_an_earlier_answer_is_no_evidence(harness: Harness) -> None:
+    harness.network.does = {pod: ConnectionRefusedError() for pod in PODS}
+    harness.probe()
+    harness.now += 60
+    harness.probe()
+    assert not harness.refused("a")
+    assert harness.notified == SILENCE
 
 
-def test_a_message_from_the_agent_clears_the_evidence(world: World) -> None:
-    world.probe()
-    world.network.does["b"] = ConnectionRefusedError()
-    world.now += 2.5
-    world.probe()
-    world.beat("b")
-    assert not world.refused("b")
-    world.now += 2.5
-    world.probe()
-    assert world.refused("b")
-    world.register("b")
-    assert not world.refused("b")
+def test_a_message_from_the_agent_clears_the_evidence(harness: Harness) -> None:
+    harness.probe()
+    harness.network.does["b"] = ConnectionRefusedError()
+    harness.now += 2.5
+    harness.probe()
+    harness.beat("b")
+    assert not harness.refused("b")
+    harness.now += 2.5
+    harness.probe()
+    assert harness.refused("b")
+    harness.register("b")
+    assert not harness.refused("b")
 
 
-def test_a_refusal_that_comes_after_a_newer_message_is_too_late(world: World) -> None:
-    world.probe()
-    world.now += 2.5
-    (target, _) = world.state.probe_targets()
-    world.beat("a")
-    assert not world.state.record_port_refused(target)
-    assert not world.refused("a")
+def test_a_refusal_older_than_a_message_is_ignored(harness: Harness) -> None:
+    harness.probe()
+    harness.now += 2.5
+    (target, _) = harness.state.probe_targets()
+    harness.beat("a")
+    assert not harness.state.record_port_refused(target)
+    assert not harness.refused("a")
 
 
 @pytest.mark.parametrize("address", ["169.254.169.254", "10.0.0.9", ""])
-def test_an_address_that_is_not_the_pods_own_is_never_connected_to(world: World, address: str) -> None:
-    world.addresses["b"] = address
-    assert world.probe() == ["a"]
-    world.now += 2.5
-    assert world.probe() == ["a"]
-    assert not world.refused("b")
+def test_only_the_address_of_the_pod_is_probed(harness: Harness, address: str) -> None:
+    harness.addresses["b"] = address
+    assert harness.probe() == ["a"]
+    harness.now += 2.5
+    assert harness.probe() == ["a"]
+    assert not harness.refused("b")
 
 
-def test_one_address_may_be_written_in_several_ways(world: World) -> None:
-    world.state.register(JOB, registration(at("b", "fd00::2")))
+def test_equal_ipv6_notations_are_one_address(harness: Harness) -> None:
+    harness.state.register(JOB, registration(at("b", "fd00::2")))
     PODS_OF["fd00:0:0::2"] = "b"
-    world.addresses["b"] = "fd00:0:0::2"
-    assert world.probe() == ["a", "b"]
+    harness.addresses["b"] = "fd00:0:0::2"
+    assert harness.probe() == ["a", "b"]
 
 
 class TwoJobs:
-    """A thousand members of one job fall silent behind a network that drops everything; another job has one member."""
+    """A job of a thousand members behind a network that drops everything, and a job of one member."""
 
     def __init__(self) -> None:
         self.clock = asyncio.get_running_loop().time
@@ -203,7 +198,7 @@ class TwoJobs:
             self.state,
             is_serving=lambda: True,
             notify=lambda _namespace, job, _urgent: self.notified.append((self.clock(), job)),
-            address_of=lambda target: target.host,
+            find_address=lambda target: target.host,
             connect=self.connect,
         )
         self.silent = False
@@ -222,7 +217,7 @@ class TwoJobs:
                 self.connected -= 1
 
     async def run(self) -> None:
-        """All ports answer; then the thousand fall silent; 5 s later the other job's agent has exited."""
+        """Let all ports answer, silence the thousand, and 5 s later end the agent of the other job."""
         task = asyncio.create_task(self.prober.run())
         await asyncio.sleep(1)
         self.silent = True
@@ -237,50 +232,50 @@ class TwoJobs:
 
 
 @in_virtual_time
-async def test_ports_that_do_not_answer_delay_neither_the_notification_nor_the_evidence_of_another_job() -> None:
-    world = TwoJobs()
-    began = world.clock()
-    await world.run()
-    dark, *_ = [round(when - began, 1) for when, job in world.notified if job == "dark"]
-    small = [round(when - began, 1) for when, job in world.notified if job == "small"]
+async def test_unresponsive_ports_of_one_job_do_not_delay_another() -> None:
+    harness = TwoJobs()
+    began = harness.clock()
+    await harness.run()
+    dark, *_ = [round(when - began, 1) for when, job in harness.notified if job == "dark"]
+    small = [round(when - began, 1) for when, job in harness.notified if job == "small"]
     assert dark <= 2.5, "silent for 2 s, reported by the next probe"
     assert small[0] <= 8.0, "last seen at 5.5 s: the next probe reports its silence"
     assert small[1] <= small[0] + 1.5, "and of the refusal a connection later"
-    assert world.at_once == 16, "one job's ports take a quarter of the slots"
-    assert world.connected == 0, "nothing is connected when the prober has ended"
+    assert harness.at_once == 16, "one job's ports take a quarter of the slots"
+    assert harness.connected == 0, "nothing is connected when the prober has ended"
 
 
 @in_virtual_time
-async def test_a_follower_probes_nobody() -> None:
-    world = World()
+async def test_a_follower_does_not_probe() -> None:
+    harness = Harness()
     prober = Prober(
-        world.state,
+        harness.state,
         is_serving=lambda: False,
         notify=lambda *_: None,
-        address_of=lambda target: target.host,
-        connect=world.network.connect,
+        find_address=lambda target: target.host,
+        connect=harness.network.connect,
     )
     task = asyncio.create_task(prober.run())
     await asyncio.sleep(5)
     task.cancel()
-    assert world.network.connected_to == []
+    assert harness.network.connected_to == []
 
 
-async def test_a_real_port_answers_while_it_is_open_and_refuses_afterwards() -> None:
+async def test_a_closed_real_port_refuses() -> None:
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    world = World()
-    world.state.register(JOB, registration(at("b", "127.0.0.1", port)))
+    harness = Harness()
+    harness.state.register(JOB, registration(at("b", "127.0.0.1", port)))
     prober = Prober(
-        world.state,
+        harness.state,
         is_serving=lambda: True,
-        notify=lambda *words: world.notified.append(words),
-        address_of=lambda target: target.host,
+        notify=lambda *words: harness.notified.append(words),
+        find_address=lambda target: target.host,
     )
-    world.state.forget_pod(JOB, "a")
+    harness.state.forget_pod(JOB, "a")
     await prober.probe_once()
     server.close()
     await server.wait_closed()
-    world.now += 2.5
+    harness.now += 2.5
     await prober.probe_once()
-    assert world.refused("b")
+    assert harness.refused("b")

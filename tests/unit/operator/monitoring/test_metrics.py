@@ -1,6 +1,4 @@
-"""Metrics: each transition counts once, sums come from the ledgers, and the number of time series is bounded."""
-
-from __future__ import annotations
+"""Metrics: each transition counts once, sums equal the ledgers, and the number of series is bounded."""
 
 import itertools
 from dataclasses import replace
@@ -8,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.operator.metric_builders import NOW, figures, view
+from tests.testing.operator.metric_builders import NOW, job_view, read_samples
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.spec.health import PreflightCheck
@@ -24,33 +22,33 @@ from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, 
 from trainium_operator.plan.model.text import rfc3339
 
 MOST_SERIES = 1_500
-"""Limit for one operator, whatever happens: about as many as one node exporter has."""
+"""Limit for one operator: about as many as one node exporter has."""
 
 
 def interruption(cause: Cause = Cause.CRASH, rung: Rung = Rung.IN_PLACE, **fields: Any) -> Interruption:
     return Interruption(generation=1, time=rfc3339(NOW), cause=cause, rung=rung, failed_at=NOW - 5, **fields)
 
 
-def test_a_recovery_counts_once_when_it_is_over() -> None:
+def test_a_recovery_is_counted_once_at_its_end() -> None:
     metrics = Metrics()
     open_status = TrainingJobStatus(history=(interruption(detected_seconds=1.0),))
     stages = StageSeconds(detect=1.0, restart=2.0, load=1.0, replay=0.5)
     over = TrainingJobStatus(
         history=(interruption(detected_seconds=1.0, recovered_seconds=5.0, steps_lost=2, stages=stages),)
     )
-    metrics.planned(view("a"), open_status)
+    metrics.planned(job_view("a"), open_status)
     for _ in range(3):  # the same plan again, also by another operator: the status is the memory
-        metrics.planned(view("a", open_status), open_status)
-    metrics.planned(view("a", open_status), over)
-    metrics.planned(view("a", over), over)
-    found = figures(metrics)
-    assert found['interruptions_total{cause="Crash"}'] == 1
-    assert found['restarts_total{cause="Crash",rung="InPlace"}'] == 1
-    assert found['recovery_seconds_sum{rung="InPlace"}'] == 5
-    assert found['recovery_steps_sum{rung="InPlace"}'] == 2
-    assert found["lost_steps_total"] == 2
-    assert found['recovery_stage_seconds_sum{stage="Restart"}'] == 2
-    assert found['recovery_stage_seconds_count{stage="Replay"}'] == 1
+        metrics.planned(job_view("a", open_status), open_status)
+    metrics.planned(job_view("a", open_status), over)
+    metrics.planned(job_view("a", over), over)
+    samples = read_samples(metrics)
+    assert samples['interruptions_total{cause="Crash"}'] == 1
+    assert samples['restarts_total{cause="Crash",rung="InPlace"}'] == 1
+    assert samples['recovery_seconds_sum{rung="InPlace"}'] == 5
+    assert samples['recovery_steps_sum{rung="InPlace"}'] == 2
+    assert samples["lost_steps_total"] == 2
+    assert samples['recovery_stage_seconds_sum{stage="Restart"}'] == 2
+    assert samples['recovery_stage_seconds_count{stage="Replay"}'] == 1
 
 
 def test_the_lowest_goodput_and_the_sums_of_the_ledgers_are_shown() -> None:
@@ -68,27 +66,27 @@ def test_the_lowest_goodput_and_the_sums_of_the_ledgers_are_shown() -> None:
             stage_seconds={"Export": 30.0},
         )
         checkpoint = CheckpointStatus(durable_step=1, durable_time=rfc3339(NOW - 100 * ratio))
-        metrics.planned(view(uid), TrainingJobStatus(phase=Phase.RUNNING, goodput=ledger, checkpoint=checkpoint))
-    found = figures(metrics)
-    assert found['goodput_ratio{measure="strict"}'] == 0.7
-    assert found['goodput_ratio{measure="uptime"}'] == 0.75
-    assert found['goodput_ratio{measure="fleet"}'] == 0.35
-    assert found["wall_seconds"] == 200
-    assert found["productive_seconds"] + found['lost_seconds{cause="Crash"}'] == pytest.approx(200)
-    assert found['lost_stage_seconds{stage="Load"}'] == pytest.approx(40)
-    assert found['stage_seconds{stage="Export"}'] == pytest.approx(60)
-    assert found["checkpoint_durable_age_seconds"] == pytest.approx(90, abs=1)
-    assert found['jobs{phase="Running"}'] == 2
-    assert found['workers{state="spare_wanted"}'] == 4
+        metrics.planned(job_view(uid), TrainingJobStatus(phase=Phase.RUNNING, goodput=ledger, checkpoint=checkpoint))
+    samples = read_samples(metrics)
+    assert samples['goodput_ratio{measure="strict"}'] == 0.7
+    assert samples['goodput_ratio{measure="uptime"}'] == 0.75
+    assert samples['goodput_ratio{measure="fleet"}'] == 0.35
+    assert samples["wall_seconds"] == 200
+    assert samples["productive_seconds"] + samples['lost_seconds{cause="Crash"}'] == pytest.approx(200)
+    assert samples['lost_stage_seconds{stage="Load"}'] == pytest.approx(40)
+    assert samples['stage_seconds{stage="Export"}'] == pytest.approx(60)
+    assert samples["checkpoint_durable_age_seconds"] == pytest.approx(90, abs=1)
+    assert samples['jobs{phase="Running"}'] == 2
+    assert samples['workers{state="spare_wanted"}'] == 4
     metrics.forget("b")
     metrics.forget("a")
-    found = figures(metrics)
-    assert (found['jobs{phase="Running"}'], found["wall_seconds"], found['goodput_ratio{measure="strict"}']) == (
+    samples = read_samples(metrics)
+    assert (samples['jobs{phase="Running"}'], samples["wall_seconds"], samples['goodput_ratio{measure="strict"}']) == (
         0,
         0,
         1,
     )
-    assert found['lost_seconds{cause="Crash"}'] == 0
+    assert samples['lost_seconds{cause="Crash"}'] == 0
 
 
 def test_sizes_pods_and_gangs_are_counted_by_their_changes() -> None:
@@ -97,14 +95,14 @@ def test_sizes_pods_and_gangs_are_counted_by_their_changes() -> None:
     large = TrainingJobStatus(
         membership=MembershipStatus(generation=2, size=4), next_pod_ordinal=5, gang=GangStatus(releases=1)
     )
-    metrics.planned(view("a"), small)
-    metrics.planned(view("a", small), large)
-    metrics.planned(view("a", large), small)
-    found = figures(metrics)
-    assert found['resizes_total{direction="grow"}'] == 1
-    assert found['resizes_total{direction="shrink"}'] == 1
-    assert found["worker_pods_total"] == 5
-    assert found["gangs_released_total"] == 1
+    metrics.planned(job_view("a"), small)
+    metrics.planned(job_view("a", small), large)
+    metrics.planned(job_view("a", large), small)
+    samples = read_samples(metrics)
+    assert samples['resizes_total{direction="grow"}'] == 1
+    assert samples['resizes_total{direction="shrink"}'] == 1
+    assert samples["worker_pods_total"] == 5
+    assert samples["gangs_released_total"] == 1
 
 
 def test_the_number_of_time_series_does_not_grow_with_jobs_pods_or_nodes() -> None:
@@ -129,7 +127,7 @@ def test_the_number_of_time_series_does_not_grow_with_jobs_pods_or_nodes() -> No
                 lost = dict.fromkeys([*(cause.value for cause in Cause), STARTUP, OVERHEAD], 1.0)
                 ledger = GoodputStatus(lost_seconds=lost, wall_seconds=1.0, lost_by_stage={STARTUP: 1.0})
                 status = TrainingJobStatus(history=history, goodput=ledger, phase=list(Phase)[number % len(Phase)])
-                metrics.planned(replace(view(str(number)), name=f"job-{number}"), status)
+                metrics.planned(replace(job_view(str(number)), name=f"job-{number}"), status)
         for code in (0, 200, 201, 404, 409, 422, 429, 500, 503):
             for verb in ("GET", "POST", "PUT", "PATCH", "DELETE", "WATCH"):
                 metrics.request(verb, code, 0.01)
@@ -139,12 +137,12 @@ def test_the_number_of_time_series_does_not_grow_with_jobs_pods_or_nodes() -> No
             metrics.message(kind, 200)
         text = metrics.exposition().decode()
         assert not any(f'{label}="' in text for label in ("pod", "node", "rank", "job", "name", "namespace"))
-        return len(figures(metrics))
+        return len(read_samples(metrics))
 
     assert series(9) == series(18) < MOST_SERIES
 
 
-def test_machines_are_counted_by_state_and_a_state_that_none_is_in_any_more_reads_zero() -> None:
+def test_machines_are_counted_by_state_and_empty_states_read_zero() -> None:
     metrics = Metrics()
     bad = Machine(machine="i-1", node="a", state=MachineState.QUARANTINED, until=NOW)
     watched = Machine(machine="i-2", node="b")
@@ -164,33 +162,33 @@ def heartbeat(**fields: Any) -> HeartbeatRequest:
     return HeartbeatRequest(**known, phase=WorkerPhase.TRAINING, **fields)
 
 
-def test_a_check_and_a_hang_count_once_when_a_heartbeat_reports_them() -> None:
+def test_preflight_checks_and_hangs_are_counted_once() -> None:
     metrics = Metrics()
     passed = CheckResult(check=PreflightCheck.MATMUL, passed=True, seconds=0.2)
     failed = CheckResult(check=PreflightCheck.DISK, passed=False, seconds=0.05, detail="full")
     still = StuckRank(rank=3, phase=TrainerPhase.SAVE, step=7, seconds=120.0)
-    heartbeat_changed = [heartbeat(), heartbeat(checks=(passed,)), heartbeat(checks=(passed, failed), stuck=(still,))]
-    for before, now in itertools.pairwise([*heartbeat_changed, heartbeat_changed[-1]]):
+    heartbeats = [heartbeat(), heartbeat(checks=(passed,)), heartbeat(checks=(passed, failed), stuck=(still,))]
+    for before, now in itertools.pairwise([*heartbeats, heartbeats[-1]]):
         metrics.heartbeat_changed(before, now)
-    found = figures(metrics)
-    assert found['preflight_seconds_count{check="Matmul"}'] == 1
-    assert found['preflight_seconds_sum{check="Disk"}'] == 0.05
-    assert found['preflight_failed_total{check="Disk"}'] == 1
-    assert 'preflight_failed_total{check="Matmul"}' not in found
-    assert found['hangs_total{phase="Save"}'] == 1
-    assert found['hangs_total{phase="Step"}'] == 0
-    metrics.heartbeat_changed(heartbeat_changed[-1], heartbeat())
-    metrics.heartbeat_changed(heartbeat(), heartbeat_changed[-1])
-    assert figures(metrics)['hangs_total{phase="Save"}'] == 2, "it stood still again"
+    samples = read_samples(metrics)
+    assert samples['preflight_seconds_count{check="Matmul"}'] == 1
+    assert samples['preflight_seconds_sum{check="Disk"}'] == 0.05
+    assert samples['preflight_failed_total{check="Disk"}'] == 1
+    assert 'preflight_failed_total{check="Matmul"}' not in samples
+    assert samples['hangs_total{phase="Save"}'] == 1
+    assert samples['hangs_total{phase="Step"}'] == 0
+    metrics.heartbeat_changed(heartbeats[-1], heartbeat())
+    metrics.heartbeat_changed(heartbeat(), heartbeats[-1])
+    assert read_samples(metrics)['hangs_total{phase="Save"}'] == 2, "it hangs again"
 
 
-def test_problems_of_nodes_are_counted_by_kind_of_source_and_read_zero_when_they_are_over() -> None:
+def test_node_problems_are_counted_by_source_and_reset_to_zero() -> None:
     metrics = Metrics()
     bad = NodeCondition(type="NeuronHealth", status=NodeReadiness.TRUE, reason="DeviceLost")
     leaving = Taint(key="karpenter.sh/disrupted", effect="NoSchedule")
     metrics.nodes([NodeView(name="a", conditions=(bad,)), NodeView(name="b", taints=(leaving,)), NodeView(name="c")])
-    found = {key: value for key, value in figures(metrics).items() if key.startswith("node_problems")}
-    assert set(found.values()) == {1.0}
-    assert {key.split('source="')[1].split('"')[0] for key in found} == {"condition", "taint"}
+    samples = {key: value for key, value in read_samples(metrics).items() if key.startswith("node_problems")}
+    assert set(samples.values()) == {1.0}
+    assert {key.split('source="')[1].split('"')[0] for key in samples} == {"condition", "taint"}
     metrics.nodes([])
-    assert {value for key, value in figures(metrics).items() if key.startswith("node_problems")} == {0.0}
+    assert {value for key, value in read_samples(metrics).items() if key.startswith("node_problems")} == {0.0}

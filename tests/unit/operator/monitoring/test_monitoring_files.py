@@ -1,20 +1,15 @@
-"""The chart's alerts and dashboards against the metrics that the operator really exposes."""
-
-from __future__ import annotations
+"""Alerts and dashboards of the chart use only metrics that the operator exposes."""
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.testing.operator.metric_builders import busy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.testing.operator.metric_builders import busy_metrics
 
 ROOT = Path(__file__).parents[4]
 ALERTS = ROOT / "helm/trainium-operator/files/alerts.yaml"
@@ -41,12 +36,12 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 def exposed() -> dict[str, list[dict[str, str]]]:
-    """Labels of every sample, by its name."""
-    found: dict[str, list[dict[str, str]]] = {}
-    for family in text_string_to_metric_families(busy().exposition().decode()):
+    """Return the labels of every sample by name."""
+    rules: dict[str, list[dict[str, str]]] = {}
+    for family in text_string_to_metric_families(busy_metrics().exposition().decode()):
         for sample in family.samples:
-            found.setdefault(sample.name, []).append(sample.labels)
-    return found
+            rules.setdefault(sample.name, []).append(sample.labels)
+    return rules
 
 
 EXPOSED = exposed()
@@ -70,10 +65,10 @@ def test_a_query_uses_only_existing_metrics_labels_and_values(place: str, query:
         assert {label.strip() for label in listed.split(",")} <= known, f"{place}: by {listed}"
 
 
-def test_every_legend_and_sentence_names_labels_that_the_query_keeps() -> None:
+def test_legends_and_annotations_use_labels_of_their_query() -> None:
     for rule in alerts():
-        heartbeat_changed = " ".join(rule["annotations"].values())  # type: ignore[attr-defined]
-        for label in re.findall(r"\$labels\.(\w+)", heartbeat_changed):
+        annotations = " ".join(rule["annotations"].values())  # type: ignore[attr-defined]
+        for label in re.findall(r"\$labels\.(\w+)", annotations):
             assert label in str(rule["expr"]) or label in ("job_namespace", "job_name"), rule["alert"]
     for panels in PANELS.values():
         for panel in panels:
@@ -98,7 +93,7 @@ def test_every_alert_has_a_section_in_the_runbook_and_a_severity() -> None:
     assert {section.lower() for section in sections} == targets, "a section that no alert leads to"
 
 
-def test_panels_do_not_lie_on_each_other() -> None:
+def test_dashboard_panels_do_not_overlap() -> None:
     assert PANELS.keys() == {"fleet", "job"}
     for board, panels in PANELS.items():
         cells: set[tuple[int, int]] = set()

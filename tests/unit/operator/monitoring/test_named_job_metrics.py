@@ -1,10 +1,8 @@
-"""Metrics of single jobs: bounded in number, true to the statuses, gone with the job."""
-
-from __future__ import annotations
+"""Metrics of single jobs: bounded in number, equal to the statuses, removed with the job."""
 
 from typing import Any
 
-from tests.testing.operator.metric_builders import NOW, figures, view
+from tests.testing.operator.metric_builders import NOW, job_view, read_samples
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import RestartsStatus
@@ -32,38 +30,38 @@ def status(**fields: Any) -> TrainingJobStatus:
 
 
 def of_jobs(metrics: Metrics) -> dict[str, float]:
-    return {key: value for key, value in figures(metrics).items() if "job_name=" in key}
+    return {key: value for key, value in read_samples(metrics).items() if "job_name=" in key}
 
 
 def test_no_job_has_named_metrics_by_default() -> None:
     metrics = Metrics()
-    metrics.planned(view("a"), status())
+    metrics.planned(job_view("a"), status())
     assert not of_jobs(metrics)
-    assert "jobs_left_out" not in figures(metrics)
+    assert "jobs_left_out" not in read_samples(metrics)
 
 
 def test_the_metrics_of_a_job_equal_its_status() -> None:
     metrics = Metrics(lambda: NOW, named_jobs=5)
-    metrics.planned(view("a"), status())
+    metrics.planned(job_view("a"), status())
     name = 'job_name="job-a",job_namespace="team"'
-    found = of_jobs(metrics)
-    assert found[f'job_phase{{{name},phase="Running"}}'] == 1
-    assert found[f"job_step{{{name}}}"] == 70
-    assert found[f"job_loss{{{name}}}"] == 4.25
-    assert found[f"job_tokens_per_second{{{name}}}"] == 1000
-    assert found[f"job_samples_per_second{{{name}}}"] == 2.5
-    assert found[f'job_goodput_ratio{{{name},measure="strict"}}'] == 0.9
-    assert found[f'job_lost_seconds{{cause="Crash",{name}}}'] == 10
-    assert found[f'job_interruptions_total{{cause="Crash",{name}}}'] == 2
-    assert found[f"job_checkpoint_durable_age_seconds{{{name}}}"] == 30
-    assert found[f"job_stalled{{{name}}}"] == 0
-    assert found[f"job_checkpoint_healthy{{{name}}}"] == 1
-    assert found[f'job_workers{{{name},state="spare_wanted"}}'] == 2
-    assert found[f'job_evaluation{{figure="mmlu acc",{name}}}'] == 0.3125
-    assert not [key for key in found if "made up" in key], "only causes that we know become series"
+    samples = of_jobs(metrics)
+    assert samples[f'job_phase{{{name},phase="Running"}}'] == 1
+    assert samples[f"job_step{{{name}}}"] == 70
+    assert samples[f"job_loss{{{name}}}"] == 4.25
+    assert samples[f"job_tokens_per_second{{{name}}}"] == 1000
+    assert samples[f"job_samples_per_second{{{name}}}"] == 2.5
+    assert samples[f'job_goodput_ratio{{{name},measure="strict"}}'] == 0.9
+    assert samples[f'job_lost_seconds{{cause="Crash",{name}}}'] == 10
+    assert samples[f'job_interruptions_total{{cause="Crash",{name}}}'] == 2
+    assert samples[f"job_checkpoint_durable_age_seconds{{{name}}}"] == 30
+    assert samples[f"job_stalled{{{name}}}"] == 0
+    assert samples[f"job_checkpoint_healthy{{{name}}}"] == 1
+    assert samples[f'job_workers{{{name},state="spare_wanted"}}'] == 2
+    assert samples[f'job_evaluation{{figure="mmlu acc",{name}}}'] == 0.3125
+    assert not [key for key in samples if "made up" in key], "only causes that we know become series"
 
 
-def test_a_job_that_waits_for_a_person_and_saves_nothing_shows_both() -> None:
+def test_stalled_and_checkpoint_conditions_are_exported() -> None:
     given = (
         (ConditionType.STALLED, ConditionStatus.TRUE, "NameTaken"),
         (ConditionType.CHECKPOINT_HEALTHY, ConditionStatus.FALSE, "StorageUnavailable"),
@@ -73,25 +71,25 @@ def test_a_job_that_waits_for_a_person_and_saves_nothing_shows_both() -> None:
         for kind, holds, reason in given
     )
     metrics = Metrics(named_jobs=5)
-    metrics.planned(view("a"), status(conditions=conditions))
+    metrics.planned(job_view("a"), status(conditions=conditions))
     name = 'job_name="job-a",job_namespace="team"'
     assert of_jobs(metrics)[f"job_stalled{{{name}}}"] == 1
     assert of_jobs(metrics)[f"job_checkpoint_healthy{{{name}}}"] == 0
 
 
-def test_only_so_many_jobs_have_series_and_those_that_run_come_first() -> None:
+def test_named_series_are_limited_and_prefer_running_jobs() -> None:
     metrics = Metrics(named_jobs=2)
     for number in range(40):
         phase = Phase.RUNNING if number in (7, 31) else Phase.COMPLETED
-        metrics.planned(view(f"{number:02}"), status(phase=phase))
+        metrics.planned(job_view(f"{number:02}"), status(phase=phase))
     shown = {key.split('job_name="')[1].split('"')[0] for key in of_jobs(metrics)}
     assert shown == {"job-07", "job-31"}
-    assert figures(metrics)["jobs_left_out"] == 38
+    assert read_samples(metrics)["jobs_left_out"] == 38
     assert len(of_jobs(metrics)) <= 2 * 25
 
 
 def test_a_deleted_job_leaves_no_series() -> None:
     metrics = Metrics(named_jobs=2)
-    metrics.planned(view("a"), status())
+    metrics.planned(job_view("a"), status())
     metrics.forget("a")
     assert not of_jobs(metrics)

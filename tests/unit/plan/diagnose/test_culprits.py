@@ -1,4 +1,4 @@
-"""Victim and culprit: who is named in an interruption, whose node is suspected, who is replaced."""
+"""Root cause among several failed members: the blamed pod, the suspected node, and the replaced worker."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_builders import (
+
+from tests.unit.plan.plan_builders import (
     NOW,
     agent,
     deleted,
@@ -20,9 +21,8 @@ from plan_builders import (
     spec,
     training,
 )
-
 from trainium_contract.faults.causes import USER_CAUSES, Budget, Cause
-from trainium_contract.faults.classify import budget_of
+from trainium_contract.faults.classify import get_budget
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import KernelEvent, WorkerPhase
@@ -43,7 +43,7 @@ def victim(code: int = 76, status: int | None = None, **changes: Any) -> dict[st
 
 
 def after_attempt_0(of: dict[int, dict[str, Any]], **kept: Any) -> Any:
-    """Members that are in attempt 1 of generation 1, each with its reports about attempt 0."""
+    """Return members in attempt 1 of generation 1, with their reports about attempt 0."""
     agents = {at: agent(at, WorkerPhase.LOADING, generation=1, attempt=1, **of.get(at, {})) for at in range(4)}
     return running(4, agents=agents, **kept)
 
@@ -54,13 +54,13 @@ def named(seen: Any) -> tuple[Cause, str]:
     return newest(result).cause, newest(result).pod
 
 
-def test_when_all_report_a_stuck_collective_nobody_is_blamed() -> None:
+def test_a_collective_stuck_on_all_members_blames_nobody() -> None:
     entry = newest(planned(after_attempt_0({at: victim(1, 1200) for at in range(4)})))
     assert (entry.cause, entry.pod, entry.node) == (Cause.PEER_LOST, "", "")
     assert "no worker is blamed" in entry.message
 
 
-def test_of_many_members_that_lost_a_peer_the_one_that_failed_itself_is_blamed() -> None:
+def test_among_members_that_lost_a_peer_the_one_that_failed_is_blamed() -> None:
     own = {"failures": (failure(1, runtime_status=1003),), "restarts": (restart(1, Cause.NUMERICAL),)}
     assert named(after_attempt_0({0: victim(), 1: victim(1, 1200), 2: own, 3: victim()})) == (
         Cause.NUMERICAL,
@@ -68,12 +68,12 @@ def test_of_many_members_that_lost_a_peer_the_one_that_failed_itself_is_blamed()
     )
 
 
-def test_of_many_lost_peers_the_one_whose_kernel_saw_a_fault_is_blamed() -> None:
+def test_among_lost_peers_the_one_with_a_kernel_fault_is_blamed() -> None:
     seen = after_attempt_0({0: victim(), 1: victim(), 2: {**victim(), "kernel": kernel(EFA)}, 3: victim()})
     assert named(seen) == (Cause.NETWORK, "demo-w-2")
 
 
-def test_a_kernel_line_of_a_member_that_reported_nothing_names_it() -> None:
+def test_a_member_with_only_a_kernel_fault_is_blamed() -> None:
     seen = after_attempt_0(
         {0: victim(), 1: {"restarts": (restart(1, Cause.PEER_LOST),), "kernel": kernel(EFA)}, 2: victim()}
     )
@@ -93,11 +93,11 @@ def test_the_only_one_that_timed_out_among_lost_peers_is_blamed() -> None:
     )
 
 
-def test_of_several_time_outs_none_is_blamed() -> None:
+def test_several_timeouts_blame_nobody() -> None:
     assert named(after_attempt_0({at: victim(1, 5) for at in (0, 1)} | {2: victim(), 3: victim()}))[1] == ""
 
 
-def test_the_one_that_lagged_behind_all_others_is_blamed() -> None:
+def test_the_only_lagging_member_is_blamed() -> None:
     seen = after_attempt_0({at: victim(step=20 if at != 3 else 19) for at in range(4)})
     assert named(seen) == (Cause.HANG, "demo-w-3")
     assert "lagged behind" in newest(planned(seen)).message
@@ -115,7 +115,7 @@ def test_a_hang_of_all_ranks_alike_blames_nobody() -> None:
     assert named(seen) == (Cause.HANG, "")
 
 
-def test_who_alone_times_out_a_second_time_is_replaced_and_its_node_suspected() -> None:
+def test_a_member_that_alone_times_out_twice_is_replaced() -> None:
     twice = (failure(1, runtime_status=5), failure(1, runtime_status=5, attempt=1, sequence=1))
     others = (failure(76), failure(76, attempt=1, sequence=1))
     agents = {
@@ -128,7 +128,7 @@ def test_who_alone_times_out_a_second_time_is_replaced_and_its_node_suspected() 
     assert result.status.failures[-1].node == "node-1"
 
 
-def test_two_that_time_out_together_again_and_again_are_not_replaced() -> None:
+def test_members_that_time_out_together_are_not_replaced() -> None:
     twice = (failure(1, runtime_status=5), failure(1, runtime_status=5, attempt=1, sequence=1))
     agents = {at: agent(at, WorkerPhase.LOADING, generation=1, attempt=2, failures=twice) for at in range(4)}
     result = planned(running(4, spares=1, agents=agents))
@@ -141,14 +141,14 @@ def gave_up(at: int, code: int, **changes: Any) -> Any:
     return agent(at, WorkerPhase.FAILED, generation=1, attempt=0, verdict=verdict, failures=(verdict,))
 
 
-def test_an_agent_that_gave_up_over_lost_peers_is_not_replaced_and_all_start_again() -> None:
+def test_an_agent_that_gave_up_over_lost_peers_is_not_replaced() -> None:
     agents = {at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)} | {2: gave_up(2, 76)}
     result = planned(running(4, spares=1, agents=agents))
     assert ranks(published(result)) == [f"demo-w-{at}" for at in range(4)]
     assert newest(result).cause is Cause.NETWORK
     assert deleted(result) == {}
     assert all(record.node == "" for record in result.status.failures)
-    assert budget_of(newest(result).cause) is Budget.INFRASTRUCTURE
+    assert get_budget(newest(result).cause) is Budget.INFRASTRUCTURE
 
 
 def test_the_culprit_is_replaced_when_another_agent_gave_up_over_it() -> None:
@@ -160,7 +160,7 @@ def test_the_culprit_is_replaced_when_another_agent_gave_up_over_it() -> None:
     assert result.status.failures[-1].node == "node-1"
 
 
-def test_a_device_error_in_the_kernels_log_takes_the_rank_from_a_member_that_still_trains() -> None:
+def test_a_device_error_in_the_kernel_log_replaces_a_training_member() -> None:
     result = planned(running(4, spares=1, agents={1: training(1, kernel=kernel(SRAM))}))
     assert ranks(published(result)) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
     assert (newest(result).cause, newest(result).rung, newest(result).node) == (Cause.DEVICE, Rung.SPARE, "node-1")
@@ -174,14 +174,14 @@ def test_a_spare_whose_kernel_saw_a_device_error_is_not_used() -> None:
     assert "demo-w-4" in deleted(result)
 
 
-def test_an_efa_line_alone_moves_nobody() -> None:
+def test_an_efa_line_alone_replaces_nobody() -> None:
     result = planned(running(4, spares=1, agents={1: training(1, kernel=kernel(EFA))}))
     assert published(result) is None
     assert result.status.history == ()
 
 
 @pytest.mark.parametrize(("action", "moved"), [("AvoidNode", True), ("ReplaceWorker", True), ("RestartInPlace", False)])
-def test_a_rule_of_the_job_decides_what_a_kernel_line_means(action: str, moved: bool) -> None:
+def test_a_rule_overrides_the_meaning_of_a_kernel_line(action: str, moved: bool) -> None:
     rules = [{"message": "NEURON_HW_ERR=SRAM", "cause": "DeviceRepairable", "action": action}]
     job_spec = spec(workers={"replicas": 4, "spares": 1}, recovery={"rules": rules})
     result = planned(running(4, spares=1, job_spec=job_spec, agents={1: training(1, kernel=kernel(SRAM))}))
@@ -199,7 +199,7 @@ AMBIGUOUS = st.sampled_from([(1, 5), (1, 1), (1, 1206)])
 
 
 def attempts(of: list[dict[int, tuple[int, int | None]]], **kept: Any) -> Any:
-    """A generation whose attempts were ended by these failures, by member."""
+    """Return a generation whose attempts ended with these failures, by member."""
     agents = {}
     for at in range(4):
         failures = tuple(
@@ -216,7 +216,7 @@ def endings(kind: Any) -> Any:
 
 
 @given(endings(st.one_of(VICTIMS, AMBIGUOUS)).filter(lambda all_: all(len(ended) > 1 for ended in all_)))
-def test_a_member_that_reports_what_others_may_have_caused_is_not_suspected_when_others_report_it_too(of: Any) -> None:
+def test_ambiguous_failures_of_several_members_suspect_no_node(of: Any) -> None:
     twice = [{at: signs for at, signs in ended.items() if signs[0] == 1 and signs[1] in (1, 5, 1206)} for ended in of]
     result = planned(attempts(of))
     if not any(len(ended) == 1 for ended in twice):
@@ -242,11 +242,11 @@ def test_a_users_error_never_suspects_a_node(of: Any) -> None:
 
 
 @given(endings(st.one_of(INFRA, VICTIMS)))
-def test_what_the_infrastructure_did_never_stops_a_job_whose_own_budget_is_nothing(of: Any) -> None:
+def test_infrastructure_failures_never_use_the_process_budget(of: Any) -> None:
     recovery = {"budgets": {"process": {"maxFailures": 0}, "infrastructure": {"maxFailures": 100}}}
     job_spec = spec(workers={"replicas": 4, "spares": 2}, recovery=recovery)
     result = planned(attempts(of, job_spec=job_spec))
     causes = {record.cause for record in result.status.failures}
-    if Cause.HANG not in causes:  # who lagged behind may have been the program's fault
-        assert all(budget_of(cause) is not Budget.PROCESS for cause in causes)
+    if Cause.HANG not in causes:  # a lagging rank may be the fault of the program
+        assert all(get_budget(cause) is not Budget.PROCESS for cause in causes)
         assert result.status.phase is not Phase.FAILED

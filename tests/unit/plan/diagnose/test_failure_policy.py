@@ -2,7 +2,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import (
+
+from tests.unit.plan.plan_builders import (
     NOW,
     agent,
     created,
@@ -16,11 +17,12 @@ from plan_builders import (
     running,
     with_pod,
     with_status,
+    without,
 )
-
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
+from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
@@ -57,7 +59,7 @@ def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code: Any, reason:
 
 @pytest.mark.parametrize("reporting", [(0, 1, 2, 3), (0, 1), (1,)])
 @pytest.mark.parametrize("origins", [(2,), (2, 3)])
-def test_nonfinite_numbers_of_one_rank_are_recorded_for_its_pod_whichever_rank_reports_first(
+def test_nonfinite_numbers_are_attributed_to_the_pod_of_their_rank(
     reporting: tuple[int, ...], origins: tuple[int, ...]
 ) -> None:
     found = f"step 7: loss is nan, gradient norm is nan{format_nonfinite_ranks(origins, 4)}, 1 such in a row"
@@ -77,14 +79,14 @@ def test_a_rank_that_does_not_exist_names_no_pod() -> None:
     assert "of pod demo-w-1" in result.status.verdict
 
 
-def test_a_long_output_is_cut_in_the_middle_so_that_cause_and_advice_remain() -> None:
+def test_a_long_verdict_keeps_cause_and_advice() -> None:
     result = planned(running(4, agents={1: gave_up(64, message="x" * 1024)}))
     assert len(result.status.verdict) <= 1024
     assert result.status.verdict.startswith("Configuration or user error")
     assert result.status.verdict.endswith("newest checkpoint.")
 
 
-def test_a_crash_before_the_first_step_that_repeats_is_the_users_error_and_blames_no_node() -> None:
+def test_a_repeated_crash_before_the_first_step_is_a_user_error() -> None:
     agents = {at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)}
     result = planned(running(4, agents={**agents, 1: gave_up(1, step=-1, attempt=1)}))
     assert result.status.phase is Phase.FAILED
@@ -92,7 +94,7 @@ def test_a_crash_before_the_first_step_that_repeats_is_the_users_error_and_blame
     assert result.status.avoided_nodes == ()
 
 
-def test_a_crash_in_loading_is_no_verdict_for_a_job_that_has_made_steps() -> None:
+def test_a_crash_while_loading_is_no_verdict_after_the_first_step() -> None:
     agents = {at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)}
     status = {"progress": {"step": 40}}
     result = planned(running(4, spares=1, agents={**agents, 1: gave_up(1, step=-1, attempt=1)}, status=status))
@@ -100,12 +102,12 @@ def test_a_crash_in_loading_is_no_verdict_for_a_job_that_has_made_steps() -> Non
     assert newest(result).cause is Cause.CRASH
 
 
-def test_a_pod_that_ends_with_a_stopping_code_before_it_joins_is_a_verdict_too() -> None:
+def test_a_stopping_exit_code_before_joining_is_a_verdict() -> None:
     seen = with_pod(running(4, spares=1), pod(4, phase=PodPhase.FAILED, exit_code=64, message="no such file"))
     assert "no such file" in planned(seen).status.verdict
 
 
-def test_a_pod_that_is_deleted_and_ends_with_a_stopping_code_is_no_verdict() -> None:
+def test_a_stopping_exit_code_of_a_deleted_pod_is_no_verdict() -> None:
     going = pod(4, phase=PodPhase.FAILED, exit_code=64, message="no such file", deleting=True)
     assert planned(with_pod(running(4, spares=1), going)).status.phase is Phase.RUNNING
 
@@ -118,7 +120,7 @@ def failed_pods(*ordinals: Any, **changes: Any) -> Any:
     return observed(job(status=status), pods, agents)
 
 
-def test_one_worker_that_does_not_start_is_tried_again_and_kept_as_evidence() -> None:
+def test_one_worker_that_does_not_start_is_retried_and_kept() -> None:
     result = planned(failed_pods(1))
     assert result.status.phase is Phase.PENDING
     assert created(result) == ["demo-w-4"]
@@ -145,7 +147,7 @@ def test_two_workers_that_do_not_start_are_a_verdict() -> None:
         {"reason": "ContainerStatusUnknown", "exit_code": 255},
     ],
 )
-def test_workers_that_others_ended_are_replaced_and_never_a_verdict(changes: Any) -> None:
+def test_workers_ended_by_the_cluster_are_never_a_verdict(changes: Any) -> None:
     result = planned(failed_pods(1, 2, **changes))
     assert result.status.phase is Phase.PENDING
     assert set(deleted(result)) == {"demo-w-1", "demo-w-2"}
@@ -165,10 +167,6 @@ def test_a_failed_spare_of_a_training_job_is_counted_once_and_replaced_elsewhere
 
 def test_new_pods_back_off_when_workers_keep_failing() -> None:
     seen = running(4)
-    from plan_builders import NOW, without
-
-    from trainium_contract.status.internal import FailureRecord
-
     records = tuple(
         FailureRecord(at=NOW - 21 + 5 * at, cause=Cause.POD_LOST, pod=f"demo-w-{90 + at}") for at in range(5)
     )

@@ -1,14 +1,24 @@
-"""Nodes that are about to leave: who hands over to whom, when, and what it costs."""
-
-from __future__ import annotations
+"""Nodes with interruption notices: handover to spares, graceful shrinks, and their cost."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, deleted, newest, planned, pod, published, ranks, running, spec, with_pod, with_status
-from plan_cluster import FakeCluster, names_of
 
+from tests.unit.plan.plan_builders import (
+    NOW,
+    deleted,
+    newest,
+    planned,
+    pod,
+    published,
+    ranks,
+    running,
+    spec,
+    with_pod,
+    with_status,
+)
+from tests.unit.plan.plan_cluster import FakeCluster, names_of
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
@@ -48,7 +58,7 @@ def trains(cluster: FakeCluster) -> bool:
         {"deleting": True},
     ],
 )
-def test_a_rank_on_a_leaving_node_goes_to_the_spare_at_once_and_nothing_is_lost_or_counted(mark: Any) -> None:
+def test_a_rank_on_a_leaving_node_moves_to_the_spare_without_a_lost_step(mark: Any) -> None:
     cluster = started(spares=1)
     leaver, node = names_of(cluster)[1], node_of(cluster, 1)
     cluster.mark_node(node, **mark)
@@ -67,7 +77,7 @@ def test_a_rank_on_a_leaving_node_goes_to_the_spare_at_once_and_nothing_is_lost_
     assert node not in {each.view.node for each in cluster.pods.values()}
 
 
-def test_no_warm_worker_goes_while_a_generation_is_left() -> None:
+def test_no_warm_worker_is_deleted_during_a_handover() -> None:
     fewer = spec(workers={"spares": 1})
     seen = running(4, spares=4, job_spec=fewer)
     assert set(deleted(planned(seen))) == {"demo-w-5", "demo-w-6", "demo-w-7"}, "beyond the spare"
@@ -109,7 +119,7 @@ def test_a_notice_is_reported_once_with_its_node_and_its_source() -> None:
     assert again.status.leaving_since == NOW - 5
 
 
-def test_without_capacity_an_elastic_job_shrinks_gracefully_when_the_wait_is_over() -> None:
+def test_an_elastic_job_without_capacity_shrinks_gracefully_after_the_wait() -> None:
     cluster = started(nodes=4, minReplicas=2)
     cluster.mark_node(node_of(cluster, 3), taint=KARPENTER)
     cluster.run(100)
@@ -123,7 +133,7 @@ def test_without_capacity_an_elastic_job_shrinks_gracefully_when_the_wait_is_ove
     assert cluster.status.phase is Phase.RUNNING
 
 
-def test_a_spot_notice_makes_an_elastic_job_shrink_well_before_the_instance_ends() -> None:
+def test_an_elastic_job_shrinks_before_a_spot_instance_ends() -> None:
     cluster = started(nodes=4, minReplicas=2)
     cluster.mark_node(node_of(cluster, 3), taint=SPOT)
     cluster.run(48)
@@ -133,7 +143,7 @@ def test_a_spot_notice_makes_an_elastic_job_shrink_well_before_the_instance_ends
     assert cluster.status.history[-1].recovered_seconds is not None, "60 s before the end it trains without the node"
 
 
-def test_a_rigid_job_saves_and_leaves_at_the_last_call_of_a_notice_whose_end_is_known() -> None:
+def test_a_rigid_job_saves_before_the_known_end_of_a_notice() -> None:
     cluster = started(nodes=4)
     cluster.mark_node(node_of(cluster, 3), taint=SPOT)
     cluster.run(48)
@@ -148,7 +158,7 @@ def test_a_rigid_job_saves_and_leaves_at_the_last_call_of_a_notice_whose_end_is_
     assert cluster.status.failures == ()
 
 
-def test_a_rigid_job_trains_on_while_the_end_of_the_notice_is_not_known() -> None:
+def test_a_rigid_job_trains_on_during_an_open_ended_notice() -> None:
     cluster = started(nodes=4)
     cluster.mark_node(node_of(cluster, 3), taint=KARPENTER)
     cluster.run(600)
@@ -156,7 +166,7 @@ def test_a_rigid_job_trains_on_while_the_end_of_the_notice_is_not_known() -> Non
     assert trains(cluster)
 
 
-def test_a_notice_that_is_withdrawn_leaves_the_membership_as_it_is() -> None:
+def test_a_withdrawn_notice_does_not_change_the_membership() -> None:
     cluster = started(nodes=4, minReplicas=2)
     node = node_of(cluster, 3)
     cluster.mark_node(node, taint=KARPENTER)
@@ -168,7 +178,7 @@ def test_a_notice_that_is_withdrawn_leaves_the_membership_as_it_is() -> None:
     assert len(cluster.pods) == 4
 
 
-def test_a_cordon_alone_only_keeps_new_pods_away() -> None:
+def test_a_cordon_replaces_nobody() -> None:
     cluster = started(spares=1)
     cluster.mark_node(
         node_of(cluster, 1), schedulable=False, taint=Taint("node.kubernetes.io/unschedulable", "", "NoSchedule")
@@ -179,7 +189,7 @@ def test_a_cordon_alone_only_keeps_new_pods_away() -> None:
     assert cluster.membership.generation == 1
 
 
-def test_a_node_that_was_declared_out_of_service_is_lost_at_once() -> None:
+def test_an_out_of_service_node_is_lost_at_once() -> None:
     taint = Taint("node.kubernetes.io/out-of-service", "nodeshutdown", "NoExecute")
     result = planned(leaving(running(4, spares=1), 1, taint=taint))
     assert published(result) is not None
@@ -187,11 +197,11 @@ def test_a_node_that_was_declared_out_of_service_is_lost_at_once() -> None:
     assert deleted(result)["demo-w-1"] == 0
 
 
-def test_a_pod_that_is_marked_for_disruption_hands_over_before_it_is_deleted() -> None:
+def test_a_pod_marked_for_disruption_is_replaced_gracefully() -> None:
     result = planned(with_pod(running(4, spares=1), pod(1, disrupted=True)))
-    found = published(result)
-    assert found is not None
-    assert (found.transition, newest(result).cause) == (Transition.GRACEFUL, Cause.PREEMPTED)
+    membership = published(result)
+    assert membership is not None
+    assert (membership.transition, newest(result).cause) == (Transition.GRACEFUL, Cause.PREEMPTED)
 
 
 def test_a_spare_on_a_leaving_node_is_replaced_without_touching_the_members() -> None:
@@ -205,23 +215,13 @@ def test_a_spare_on_a_leaving_node_is_replaced_without_touching_the_members() ->
     assert cluster.membership.generation == 1
 
 
-def test_many_nodes_that_leave_at_once_are_not_taken_for_a_mistake_of_ours() -> None:
-    """The circuit breaker is about judgements of health; who announces that it leaves, leaves."""
+def test_a_frozen_fleet_still_honours_interruption_notices() -> None:
+    """The circuit breaker covers health, not announced interruptions."""
     seen = replace(leaving(running(4, spares=1), 1), fleet=FleetView(frozen="too many nodes are bad"))
     assert ranks(published(planned(seen))) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
 
 
-def test_two_members_that_leave_together_go_over_together_when_there_are_enough_spares() -> None:
+def test_two_leaving_members_move_to_two_spares_at_once() -> None:
     result = planned(leaving(running(4, spares=2), 1, 2))
     assert ranks(published(result)) == ["demo-w-0", "demo-w-4", "demo-w-5", "demo-w-3"]
     assert result.status.restarts.total == 1
-
-
-def test_a_job_that_finishes_before_the_node_leaves_is_left_alone() -> None:
-    job_spec = spec(trainer={"steps": 60})
-    cluster = FakeCluster(job_spec, 4)
-    cluster.run(15)
-    cluster.mark_node(node_of(cluster, 3), taint=KARPENTER)
-    cluster.run(40)
-    assert cluster.status.phase is Phase.COMPLETED
-    assert cluster.status.history == ()

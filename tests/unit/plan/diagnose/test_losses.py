@@ -2,7 +2,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import (
+
+from tests.unit.plan.plan_builders import (
     NOW,
     agent,
     created,
@@ -19,7 +20,6 @@ from plan_builders import (
     with_pod,
     without,
 )
-
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
@@ -48,7 +48,7 @@ def waiting_for_rank_1() -> Any:
         ({"phase": PodPhase.FAILED, "reason": "Error", "exit_code": 80}, Cause.DEVICE, None),
     ],
 )
-def test_an_ended_member_is_lost_for_the_cause_that_its_pod_shows(changes: Any, cause: Any, grace: Any) -> None:
+def test_the_cause_of_an_ended_member_comes_from_its_pod(changes: Any, cause: Any, grace: Any) -> None:
     result = planned(with_pod(running(4), pod(1, **changes)))
     assert newest(result).cause is cause
     assert newest(result).pod == LOST
@@ -65,7 +65,7 @@ def test_a_member_without_a_pod_is_lost() -> None:
     assert deleted(result) == {}
 
 
-def test_a_member_whose_node_was_deleted_is_lost_and_its_pod_removed_by_force() -> None:
+def test_the_pod_of_a_deleted_node_is_force_deleted() -> None:
     seen = running(4, agents={1: training(1, silent=2.0)})
     result = planned(replace(seen, nodes={name: view for name, view in seen.nodes.items() if name != "node-1"}))
     assert newest(result).cause is Cause.NODE_LOST
@@ -73,7 +73,7 @@ def test_a_member_whose_node_was_deleted_is_lost_and_its_pod_removed_by_force() 
 
 
 @pytest.mark.parametrize("at", [1, 4], ids=["member", "spare"])
-def test_a_worker_with_a_recent_heartbeat_has_a_node_although_the_cached_nodes_lack_it(at: int) -> None:
+def test_a_worker_with_a_recent_heartbeat_survives_a_missing_node_object(at: int) -> None:
     seen = running(4, spares=1)
     result = planned(replace(seen, nodes={name: view for name, view in seen.nodes.items() if name != f"node-{at}"}))
     assert deleted(result) == {}
@@ -81,7 +81,7 @@ def test_a_worker_with_a_recent_heartbeat_has_a_node_although_the_cached_nodes_l
     assert result.requeue_after == pytest.approx(1.5), "its silence will confirm it"
 
 
-def test_of_many_silent_members_only_those_that_others_wait_for_are_given_up() -> None:
+def test_only_silent_members_that_others_wait_for_are_lost() -> None:
     dark = {at: training(at, silent=60) for at in (1, 2)}
     nodes = {f"node-{at}": node(f"node-{at}", NodeReadiness.UNKNOWN) for at in (1, 2)}
     seen = running(8, agents=dark)
@@ -93,7 +93,7 @@ def test_of_many_silent_members_only_those_that_others_wait_for_are_given_up() -
     assert deleted(result) == {"demo-w-1": 0, "demo-w-2": 0}
 
 
-def test_while_the_fleet_is_frozen_not_even_the_only_worker_is_given_up_for_its_node() -> None:
+def test_a_frozen_fleet_keeps_a_silent_worker() -> None:
     seen = running(1, agents={0: training(0, silent=60)}, nodes={"node-0": node("node-0", NodeReadiness.UNKNOWN)})
     assert deleted(planned(seen)) == {"demo-w-0": 0}
     result = planned(replace(seen, fleet=FleetView(frozen="130 of 130 nodes are bad")))
@@ -108,7 +108,7 @@ def others(progressed: float, step_seconds: float, *, silent: float = 0.5) -> di
 
 
 CUT_OFF = others(3.2, 0.5, silent=3.2)
-"""All were cut off at once; the others still seem to report when the first falls silent, and nobody makes a step."""
+"""All members lost the network at once: the others are silent for a moment less, and no step is made."""
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_silent_member_is_lost_when_the_others_stall(silent: float, agents: di
     assert newest(result).cause is Cause.NODE_LOST
 
 
-def test_a_silent_member_that_the_others_wait_for_is_lost_when_the_deadline_passes() -> None:
+def test_a_silent_member_that_the_others_wait_for_is_lost_at_the_deadline() -> None:
     early = planned(running(4, agents={1: training(1, silent=3.9), **waiting_for_rank_1()}))
     assert early.status.history == ()
     late = planned(running(4, agents={1: training(1, silent=4.0), **waiting_for_rank_1()}))
@@ -169,7 +169,7 @@ def test_a_silent_member_on_a_node_that_is_not_ready_is_lost() -> None:
     assert deleted(result) == {LOST: 0}
 
 
-def test_a_silent_member_whose_port_refuses_connections_is_lost_before_the_time_out() -> None:
+def test_a_silent_member_with_a_refused_port_is_lost_before_the_timeout() -> None:
     result = planned(running(4, spares=1, agents={1: training(1, silent=2.1, refused=NOW)}))
     assert newest(result).cause is Cause.POD_LOST, "a machine that refuses has power"
     assert newest(result).rung is Rung.SPARE
@@ -178,14 +178,14 @@ def test_a_silent_member_whose_port_refuses_connections_is_lost_before_the_time_
     assert deleted(result) == {LOST: None}
 
 
-def test_ports_that_refuse_are_believed_even_when_all_are_silent() -> None:
+def test_a_refused_port_is_evidence_even_when_all_are_silent() -> None:
     agents = {at: training(at, silent=60, refused=NOW if at == 1 else None) for at in range(4)}
     result = planned(running(4, agents=agents))
     assert newest(result).pod == LOST
     assert deleted(result) == {LOST: None}
 
 
-def test_a_port_that_refuses_on_a_node_that_is_not_ready_is_put_down_to_the_node() -> None:
+def test_a_refused_port_on_a_not_ready_node_is_a_lost_node() -> None:
     seen = running(4, spares=1, agents={1: training(1, silent=2.1, refused=NOW)})
     result = planned(replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.UNKNOWN)}))
     assert newest(result).cause is Cause.NODE_LOST
@@ -199,20 +199,20 @@ def test_the_failure_of_a_member_without_a_pod_is_dated_to_its_last_heartbeat() 
     assert newest(planned(seen)).detected_seconds == pytest.approx(3.5)
 
 
-def test_a_talking_member_on_a_node_that_is_not_ready_is_kept() -> None:
+def test_a_reporting_member_on_a_not_ready_node_is_kept() -> None:
     seen = running(4)
     result = planned(replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.FALSE)}))
     assert result.status.history == ()
 
 
-def test_when_all_members_are_silent_at_once_nothing_is_done() -> None:
+def test_silence_of_all_members_at_once_has_no_effect() -> None:
     result = planned(running(4, agents={at: training(at, silent=60) for at in range(4)}))
     assert result.status.history == ()
     assert result.actions == ()
 
 
 def not_reconnected(*missing: int, since: float, **changes: Any) -> Any:
-    """Four members of which some have not called since the operator took over; the others wait for them."""
+    """Return four members that wait for those which have not reconnected since the takeover."""
     seen = running(
         4, agents={at: joining(at, attempt=1, waiting_for=missing, silent=0.1, **changes) for at in range(4)}
     )
@@ -224,9 +224,7 @@ def not_reconnected(*missing: int, since: float, **changes: Any) -> Any:
     ("missing", "since", "lost"),
     [((1, 2), 5.0, False), ((1, 2), 13.9, False), ((1, 2), 14.0, True), ((1,), 3.9, False), ((1,), 4.0, True)],
 )
-def test_agents_get_time_to_find_a_restarted_operator_and_a_single_one_gets_less(
-    missing: tuple[int, ...], since: float, lost: bool
-) -> None:
+def test_agents_get_time_to_reconnect_and_a_single_one_less(missing: tuple[int, ...], since: float, lost: bool) -> None:
     assert bool(planned(not_reconnected(*missing, since=since)).status.history) is lost
 
 
@@ -261,13 +259,13 @@ def test_only_the_member_that_failed_is_replaced_when_a_generation_gives_up() ->
     assert [member.pod_name for member in published(result).members] == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
 
 
-def test_a_generation_in_which_all_stopped_without_a_culprit_starts_again_with_the_same_members() -> None:
+def test_a_generation_stopped_without_a_culprit_restarts_with_the_same_members() -> None:
     result = planned(running(4, agents={at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)}))
     assert published(result).generation == 2
     assert deleted(result) == {}
 
 
-def test_a_member_that_leaves_on_request_is_replaced_gracefully_and_uncounted() -> None:
+def test_a_deleted_member_is_replaced_gracefully_and_is_no_failure() -> None:
     result = planned(with_pod(running(4, spares=1), pod(1, deleting=True)))
     assert newest(result).cause is Cause.PREEMPTED
     assert published(result).transition is Transition.GRACEFUL
@@ -275,7 +273,7 @@ def test_a_member_that_leaves_on_request_is_replaced_gracefully_and_uncounted() 
     assert deleted(result) == {}
 
 
-def test_a_deleted_pod_whose_node_does_not_answer_is_removed_by_force_at_once() -> None:
+def test_a_deleted_pod_on_a_lost_node_is_force_deleted() -> None:
     seen = with_pod(running(4, spares=1, agents={1: training(1, silent=9)}), pod(1, deleting=True))
     seen = replace(seen, nodes={**seen.nodes, "node-1": node("node-1", NodeReadiness.UNKNOWN)})
     result = planned(seen)
@@ -291,13 +289,13 @@ def test_a_rack_that_is_lost_at_once_is_one_interruption() -> None:
     assert len(result.status.failures) == 1
 
 
-def test_a_loss_before_the_first_step_is_of_no_step() -> None:
+def test_a_loss_before_the_first_step_has_no_step() -> None:
     for step, before in ((0, -1), (1, 1)):
         agents = {at: training(at, step=step) for at in range(4)}
         assert newest(planned(without(running(4, agents=agents), 1))).step_before == before
 
 
-def test_of_very_many_nodes_that_are_lost_at_once_sixteen_are_remembered() -> None:
+def test_at_most_sixteen_simultaneous_failures_are_recorded() -> None:
     ended = tuple(pod(at, phase=PodPhase.FAILED, reason="Error", exit_code=80) for at in range(2, 24))
     result = planned(running(24, pods=(pod(0), pod(1), *ended)))
     assert newest(result).cause is Cause.DEVICE
@@ -309,7 +307,7 @@ def others_wait_for_rank_1(since: float, **changes: Any) -> Any:
     return {at: joining(at, waiting_for=(1,), joining_since=since) for at in (0, 2, 3)} | {1: joining(1, **changes)}
 
 
-def test_a_member_that_answers_but_does_not_join_is_lost_when_the_limit_of_a_start_has_passed() -> None:
+def test_a_member_that_never_joins_is_lost_at_the_init_limit() -> None:
     limit = 600 + 60  # recovery.hang.initSeconds, and what the old processes may take to leave
     early = planned(running(4, spares=1, agents=others_wait_for_rank_1(NOW - limit + 2)))
     assert early.status.history == ()
@@ -323,12 +321,12 @@ def test_a_member_that_answers_but_does_not_join_is_lost_when_the_limit_of_a_sta
     assert "answers, but the others have waited 660 s for it to join them" in newest(late).message
 
 
-def test_who_waits_is_no_accuser_while_the_job_has_switched_hangs_off() -> None:
+def test_disabled_hang_detection_ignores_waiting_members() -> None:
     job_spec = spec(workers={"replicas": 4}, recovery={"hang": {"enabled": False}})
     seen = running(4, agents=others_wait_for_rank_1(NOW - 5000), job_spec=job_spec)
     assert planned(seen).status.history == ()
 
 
-def test_a_member_does_not_accuse_itself() -> None:
+def test_a_member_that_waits_for_itself_is_kept() -> None:
     agents = {1: joining(1, waiting_for=(1,), joining_since=NOW - 5000)}
     assert planned(running(4, agents=agents)).status.history == ()

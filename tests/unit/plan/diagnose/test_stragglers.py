@@ -1,23 +1,33 @@
-"""Slow members: reported in any case, replaced when a spare is free, never while something else is going on."""
+"""Stragglers: they are always reported, and replaced or left out only while the job is otherwise stable."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_builders import NOW, agent, deleted, newest, planned, published, ranks, running, spec, training, with_status
 
+from tests.unit.plan.plan_builders import (
+    NOW,
+    agent,
+    deleted,
+    newest,
+    planned,
+    published,
+    ranks,
+    running,
+    spec,
+    training,
+    with_status,
+)
+from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.faults.causes import Cause
+from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.public import StragglerStatus
 from trainium_contract.wire.messages import StepTiming, Transition, WorkerPhase
+from trainium_operator.plan.model.actions import Plan
 from trainium_operator.plan.model.observed import FleetView
 from trainium_operator.plan.model.reasons import Reason
-
-if TYPE_CHECKING:
-    from trainium_operator.plan.model.actions import Plan
 
 SLOW = "demo-w-1"
 
@@ -28,7 +38,7 @@ def paced(at: int, own: float, step: int = 200, wait: float | None = None) -> An
 
 
 def job(own: float = 1.5, *, step: int = 200, spares: int = 1, stragglers: tuple[Any, ...] = (), **changes: Any) -> Any:
-    """Four members, of which the second needs `own` seconds for what takes the others one."""
+    """Return four members; a step takes the second one `own` seconds and the others one."""
     agents = {at: paced(at, own if at == 1 else 1.0 + at / 100, step) for at in range(4)}
     agents |= changes.pop("agents", {})
     job_spec = spec(workers={"replicas": 4, "spares": spares}, recovery=changes.pop("recovery", {}))
@@ -47,12 +57,12 @@ def on_loaded_hosts(own: float, waits: tuple[float | None, ...], reported: bool 
         (2.0, (0.3, 0.65, 0.3, 0.3), False),  # without its waits it keeps pace, and all wait: the host is loaded
         (2.0, (0.3, 0.3, 0.3, 0.3), True),  # it waits as the others do, and is slow besides
         (2.0, (0.01, 0.65, 0.02, 0.0), True),  # only its own node is loaded: another one is better
-        (2.0, (0.3, None, 0.3, 0.3), True),  # a kernel that does not report waits excuses nobody
+        (2.0, (0.3, None, 0.3, 0.3), True),  # without reported waits a member is a straggler
         (2.0, (0.3, 0.65, 0.3, None), True),  # neither does it when one of the others cannot report them
         (2.0, (None, None, None, None), True),
     ],
 )
-def test_a_victim_of_a_load_on_all_nodes_is_reported_and_not_replaced(
+def test_a_straggler_on_hosts_that_are_all_loaded_is_not_replaced(
     own: float, waits: tuple[float | None, ...], evicted: bool
 ) -> None:
     assert (published(planned(on_loaded_hosts(own, waits))) is not None) is evicted
@@ -68,7 +78,7 @@ def events(result: Plan) -> list[str]:
     return [event.reason for event in result.events]
 
 
-def test_a_member_that_just_became_slow_is_recorded_and_not_reported_yet() -> None:
+def test_a_new_straggler_is_recorded_and_not_reported() -> None:
     result = planned(job())
     assert [(each.pod, each.since_step, each.reported) for each in result.status.stragglers] == [(SLOW, 200, False)]
     assert [each.slowdown for each in result.status.stragglers] == [1.47], "1.5 s, and the median member 1.02 s"
@@ -82,14 +92,14 @@ def test_of_two_members_the_slower_one_is_a_straggler() -> None:
     assert [(each.pod, each.slowdown) for each in result.status.stragglers] == [(SLOW, 1.5)]
 
 
-def test_a_member_that_stayed_slow_is_reported_once_also_without_a_spare() -> None:
+def test_a_persistent_straggler_is_reported_once() -> None:
     result = planned(job(step=150, spares=0, stragglers=(entry(),)))
     assert events(result).count(Reason.STRAGGLER_DETECTED) == 1
-    (found,) = result.status.stragglers
-    assert found.reported
-    again = planned(job(step=160, spares=0, stragglers=(found,)))
+    (straggler,) = result.status.stragglers
+    assert straggler.reported
+    again = planned(job(step=160, spares=0, stragglers=(straggler,)))
     assert Reason.STRAGGLER_DETECTED not in events(again)
-    assert again.status.stragglers == (found,), "no status write while nothing changes"
+    assert again.status.stragglers == (straggler,), "no status write while nothing changes"
     assert published(again) is None
 
 
@@ -131,7 +141,7 @@ def test_a_persistent_straggler_goes_gracefully_to_the_spare_and_uses_no_budget_
     ],
     ids=["not allowed", "limit raised", "no spare", "frozen", "cold spare", "not settled", "bad spare", "recovering"],
 )
-def test_a_straggler_stays_while_evicting_it_is_not_safe_and_cheap(changes: Any) -> None:
+def test_a_straggler_is_kept_while_eviction_is_unsafe(changes: Any) -> None:
     result = planned(job(stragglers=(entry(reported=True),), **changes))
     assert published(result) is None
     assert SLOW not in deleted(result)
@@ -168,7 +178,7 @@ def elastic(own: float, *, least: int = 1, batch: int = 24, steps: int = 10**6, 
         (1.30, 21, True),  # 7 passes for 6, 86 %
     ],
 )
-def test_a_straggler_without_a_spare_is_left_out_where_the_others_are_faster_without_it(
+def test_without_a_spare_a_straggler_is_left_out_if_the_others_are_faster(
     own: float, batch: int, left_out: bool
 ) -> None:
     result = planned(elastic(own, batch=batch))
@@ -194,16 +204,14 @@ def test_a_straggler_without_a_spare_is_left_out_where_the_others_are_faster_wit
         {"agents_more": {3: training(3, step=200)}},
         {"more": {"precompile": {"enabled": True}}},
     ],
-    ids=["floor", "few steps left", "one does not tell", "no graphs"],
+    ids=["floor", "few steps left", "one does not report", "no graphs"],
 )  # fmt: skip
-def test_a_straggler_stays_where_nothing_shows_that_the_others_are_faster(changes: Any) -> None:
+def test_a_straggler_is_kept_if_the_others_may_not_be_faster(changes: Any) -> None:
     assert published(planned(elastic(3.0, **changes))) is None
 
 
 @pytest.mark.parametrize(("steps_left", "left_out"), [(35, False), (40, True)])
-def test_a_straggler_is_left_out_where_the_steps_that_are_left_repay_the_change_and_the_way_back(
-    steps_left: int, left_out: bool
-) -> None:
+def test_a_straggler_is_left_out_if_the_remaining_steps_repay_two_resizes(steps_left: int, left_out: bool) -> None:
     change = Interruption(
         generation=0, attempt=0, time="t", cause=Cause.POD_LOST, rung=Rung.REPLACE, failed_at=NOW - 900,
         decided_at=NOW - 900, recovered_seconds=30.0,
@@ -214,7 +222,7 @@ def test_a_straggler_is_left_out_where_the_steps_that_are_left_repay_the_change_
     assert (published(planned(elastic(3.0, steps=total, status=status))) is not None) is left_out
 
 
-def test_a_member_counts_as_slow_until_it_is_clearly_not() -> None:
+def test_straggler_detection_has_hysteresis() -> None:
     assert planned(job(own=1.15)).status.stragglers == ()
     between = planned(job(own=1.15, stragglers=(entry(reported=True),)))
     assert [each.pod for each in between.status.stragglers] == [SLOW]
@@ -224,7 +232,7 @@ def test_a_member_counts_as_slow_until_it_is_clearly_not() -> None:
     assert events(better).count(Reason.STRAGGLER_RECOVERED) == 1
 
 
-def test_differences_too_small_to_matter_are_none() -> None:
+def test_tiny_differences_are_ignored() -> None:
     fast = {at: paced(at, 0.04 if at == 1 else 0.01) for at in range(4)}
     assert planned(job(agents=fast)).status.stragglers == ()
 
@@ -237,7 +245,7 @@ def test_a_missing_member_is_forgotten_and_repeated_steps_count_again() -> None:
     assert back.status.stragglers[0].since_step == 90
 
 
-def test_nothing_is_concluded_while_some_members_do_not_report() -> None:
+def test_stragglers_are_unknown_while_a_member_does_not_report() -> None:
     silent = {3: training(3, step=200)}
     assert planned(job(agents=silent)).status.stragglers == ()
 
@@ -250,7 +258,7 @@ def test_of_two_stragglers_the_slower_one_goes_first() -> None:
 
 
 @given(st.lists(st.floats(0.2, 50), min_size=4, max_size=4))
-def test_at_most_half_of_the_members_are_ever_slow(own: list[float]) -> None:
+def test_at_most_half_of_the_members_are_stragglers(own: list[float]) -> None:
     agents = {at: paced(at, seconds) for at, seconds in enumerate(own)}
     result = planned(job(agents=agents))
     assert len(result.status.stragglers) <= 2
@@ -258,9 +266,45 @@ def test_at_most_half_of_the_members_are_ever_slow(own: list[float]) -> None:
     assert f"demo-w-{fastest}" not in {each.pod for each in result.status.stragglers}
 
 
-def test_the_plan_for_a_noted_straggler_asks_for_nothing_more() -> None:
+def test_a_recorded_straggler_is_stable() -> None:
     seen = job(spares=0, stragglers=(entry(reported=True),))
     first = planned(seen)
     again = planned(with_status(seen, first.status))
     assert again.status.stragglers == first.status.stragglers
     assert not [event for event in again.events if event.reason.startswith("Straggler")]
+
+
+def started(nodes: int) -> FakeCluster:
+    made = spec(
+        workers={"replicas": 4, "minReplicas": 1}, recovery={"rescaleAfterSeconds": 30}, trainer={"steps": 10**7}
+    )
+    cluster = FakeCluster(made, nodes)
+    cluster.run(60)
+    assert cluster.status.membership.size == 4
+    assert any(each.step_seconds for each in cluster.status.goodput.sizes)
+    return cluster
+
+
+def test_without_a_free_node_a_straggler_is_left_out_for_good() -> None:
+    cluster = started(4)
+    slow = cluster.members()[-1].view.node
+    cluster.slow_node(slow)
+    cluster.run(120)
+    assert cluster.status.membership.size == 3
+    assert slow not in {pod.view.node for pod in cluster.members()}
+    entry = cluster.status.history[-1]
+    assert (entry.cause, entry.rung) == (Cause.STRAGGLER, Rung.SHRINK)
+
+    cluster.run(1800)
+    assert cluster.status.membership.size == 3
+    assert len(cluster.status.history) == 1
+    assert cluster.status.phase is Phase.RUNNING
+
+
+def test_with_a_free_node_a_straggler_is_replaced() -> None:
+    cluster = started(5)
+    slow = cluster.members()[-1].view.node
+    cluster.slow_node(slow)
+    cluster.run(300)
+    assert cluster.status.membership.size == 4
+    assert slow not in {pod.view.node for pod in cluster.members()}

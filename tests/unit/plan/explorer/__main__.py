@@ -1,13 +1,11 @@
 """`python -m explorer --depth N`: how far the small models hold."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 
-from explorer.alphabet import CRASH_POINTS, alphabet
-from explorer.models import MODELS
-from explorer.search import Explorer
+from tests.unit.plan.explorer.models import MODELS
+from tests.unit.plan.explorer.search import Explorer
+from tests.unit.plan.explorer.transitions import CRASH_POINTS, all_transitions
 
 
 def main() -> int:
@@ -17,9 +15,9 @@ def main() -> int:
     parser.add_argument("--model", choices=sorted(MODELS), help="one model only")
     parser.add_argument("--no-deaths", action="store_true", help="without the operator dying between its writes")
     options = parser.parse_args()
-    letters = alphabet(() if options.no_deaths else CRASH_POINTS)
+    transitions = all_transitions(() if options.no_deaths else CRASH_POINTS)
     for name in [options.model] if options.model else sorted(MODELS):
-        report = Explorer(letters).run([make() for make in MODELS[name]], options.depth)
+        report = Explorer(transitions).run([make() for make in MODELS[name]], options.depth)
         sys.stdout.write(
             f"{name}: {report.states} states, {report.transitions} transitions, depth {report.depth}, "
             f"{report.by_depth}, {report.seconds:.1f} s\n"

@@ -1,23 +1,17 @@
-"""Which states of the small model count as the same.
+"""Fingerprints of states of the small model: equal ones are explored once.
 
-What only distinguishes histories is left out or made relative: names and uids of pods become their place in the order,
-nodes the place of their pod, generations and attempts their distance from the one in force, times their age. Ages are
-exact while something waits for them (time-outs, deadlines) and coarse afterwards. So the fingerprint is an abstraction:
-two states with the same one differ at most in how long ago something ceased to matter.
+A fingerprint leaves out or makes relative what differs between histories alone: pods and nodes are numbered by order,
+generations and attempts are relative to the current ones, times are ages. Ages are exact while a timeout or deadline
+depends on them, and coarse afterwards.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+from tests.unit.plan.fake_data_plane import Agent, Node, Pod
+from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.status.interruptions import Rung
-
-if TYPE_CHECKING:
-    from plan_cluster import FakeCluster
-    from plan_world import Agent, Node, Pod
-
-    from trainium_contract.wire.messages import ProcessFailure, RestartRecord
-    from trainium_operator.plan.model.observed import AgentView, NodeCondition
+from trainium_contract.wire.messages import ProcessFailure, RestartRecord
+from trainium_operator.plan.model.observed import AgentView, NodeCondition
 
 _EXACT_SECONDS = 50.0
 _COARSE_SECONDS = 60.0
@@ -25,7 +19,7 @@ _LONGEST_SECONDS = 3700.0
 
 
 def fingerprint(cluster: FakeCluster) -> int:
-    """A number that is the same for states that count as the same."""
+    """Return the fingerprint of a state."""
     return hash(_Relative(cluster).all())
 
 
@@ -56,7 +50,7 @@ class _Relative:
             (cluster.operator_up, self.age(cluster.operator_since, 20), cluster.dirty, self.requeue_seconds()),
             self.status(),
             cluster.status.compiled.sizes,
-            (self.idle(), len(cluster.others), cluster.wishes, cluster.gang_waits),
+            (self.idle(), len(cluster.foreign_nodes), cluster.foreign_pending_pods, cluster.nodes_wanted_by_gangs),
             members,
             membership.transition if membership else None,
             cluster.published.generation - self.generation if cluster.published else None,
@@ -149,7 +143,7 @@ class _Relative:
         view = self.cluster._node_view(node)
         down = None if node.up else self.age(node.down_since, 60)
         marks = (view.ready, view.schedulable, view.deleting, tuple(map(self.condition, view.conditions)), view.taints)
-        return tuple(map(str, (self.nodes[node.name], node.up, down, node.muted, node.slowness, marks)))
+        return tuple(map(str, (self.nodes[node.name], node.up, down, node.partitioned, node.slowness, marks)))
 
     def condition(self, condition: NodeCondition) -> tuple[Any, ...]:
         return (condition.type, condition.status, condition.reason, self.age(condition.since))

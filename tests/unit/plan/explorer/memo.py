@@ -1,23 +1,19 @@
-"""Manifests follow from the spec alone; remembering them while exploring spares a third of the time."""
+"""Cache manifests, which follow from the spec alone: it saves a third of the time of a search."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
-from trainium_operator.plan.manifests import worker_pod
+from trainium_operator.plan.manifests import config_maps, worker_pod
 from trainium_operator.plan.pods import replicas
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 @contextmanager
 def remembered_manifests() -> Iterator[None]:
-    """Each manifest is built once for a spec and what is asked by name."""
+    """Build each manifest once for a spec and its keyword arguments."""
     with (
-        patch.object(replicas, "config_map", _once(replicas.config_map)),
+        patch.object(replicas, "config_map", _once(config_maps.config_map)),
         patch.object(worker_pod, "pod_template", _once(worker_pod.pod_template)),
     ):
         yield

@@ -1,17 +1,12 @@
 """The small models: few enough workers to try everything, enough to have a rank to lose, a spare and a smaller size."""
 
-from __future__ import annotations
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from plan_builders import spec
-from plan_cluster import FakeCluster
-
+from tests.unit.plan.plan_builders import spec
+from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_contract.spec.precompile import CompiledSize, PrecompileSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 NODES = 4
 _WARM_SECONDS = 12
@@ -31,22 +26,22 @@ def _model(
 
 
 def trains(**model: Any) -> FakeCluster:
-    """A job that trains."""
+    """Return a job that trains."""
     cluster = _model(**model)
     cluster.run(_WARM_SECONDS)
     return cluster
 
 
-def takes() -> FakeCluster:
-    """A job of two that has taken two idle nodes."""
+def uses_idle_nodes() -> FakeCluster:
+    """Return a job of two that has taken two idle nodes."""
     made = _model(replicas=2, minReplicas=1, maxReplicas=4).spec
     cluster = FakeCluster(made.replaced(elasticity=made.elasticity.replaced(idle_nodes=IdleNodes.TAKE)), NODES)
     cluster.run(_WARM_SECONDS)
     return cluster
 
 
-def compiles(*sizes: int) -> FakeCluster:
-    """A job of four that compiles ahead and trains; its workers report that these sizes are compiled."""
+def compiles_ahead(*sizes: int) -> FakeCluster:
+    """Return a job of four that compiles ahead and trains; its workers report that these sizes are compiled."""
     made = _model(batch=8, replicas=4, minReplicas=1).spec
     cluster = FakeCluster(made.replaced(precompile=PrecompileSpec(enabled=True)), NODES)
     cluster.compiled = tuple(CompiledSize(nodes=size, seconds=600.0) for size in sizes)
@@ -60,10 +55,10 @@ MODELS: Mapping[str, tuple[Callable[[], FakeCluster], ...]] = {
     # With one node less three are left, of which two are as fast: the third is in reserve.
     "reserve": (lambda: trains(batch=4, replicas=4, minReplicas=1),),
     # With one node less two train, whose graphs are there, although three are faster.
-    "compiled": (lambda: compiles(2),),
+    "compiled": (lambda: compiles_ahead(2),),
     # Two more than asked for train, and are the first to go.
-    "idle": (takes,),
-    # Over in the midst of what a letter begins, for training and for a start that has too few nodes.
+    "idle": (uses_idle_nodes,),
+    # Over in the midst of what a transition begins, for training and for a start that has too few nodes.
     "deadline": (
         lambda: trains(spares=1, deadlines={"activeDeadlineSeconds": _WARM_SECONDS + 2}),
         lambda: _model(nodes=1, deadlines={"startupDeadlineSeconds": 3}),

@@ -7,20 +7,13 @@ Liveness: when nothing further goes wrong and what was broken is mended, the job
 pods, every interruption closed, or has ended with a verdict.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from tests.unit.plan.explorer.transitions import UsedBudgets
+from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.faults.causes import Budget
-from trainium_contract.faults.classify import budget_of
+from trainium_contract.faults.classify import get_budget
+from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.model.conditions import is_terminal, is_true
-
-if TYPE_CHECKING:
-    from plan_cluster import FakeCluster
-
-    from explorer.alphabet import Blamed
-    from trainium_contract.job import TrainingJobStatus
 
 BOUND_SECONDS = 400
 
@@ -40,11 +33,11 @@ def check_step(before: TrainingJobStatus, cluster: FakeCluster) -> None:
         assert ends, "the end that was decided on was taken back"
 
 
-def check_state(cluster: FakeCluster, blamed: Blamed) -> None:
+def check_state(cluster: FakeCluster, used_budgets: UsedBudgets) -> None:
     """Assert what must hold in a state that follows these faults."""
     _one_incarnation_of_each_rank(cluster)
     _sizes(cluster)
-    _budgets(cluster.status, blamed)
+    _budgets(cluster.status, used_budgets)
     _deadline(cluster)
 
 
@@ -72,12 +65,12 @@ def _sizes(cluster: FakeCluster) -> None:
     assert size >= floor, "smaller than the job allows"
 
 
-def _budgets(status: TrainingJobStatus, blamed: Blamed) -> None:
-    used = [budget_of(record.cause) for record in status.failures]
+def _budgets(status: TrainingJobStatus, used_budgets: UsedBudgets) -> None:
+    used = [get_budget(record.cause) for record in status.failures]
     process, infrastructure = used.count(Budget.PROCESS), used.count(Budget.INFRASTRUCTURE)
-    assert process <= blamed.process, f"{process} failures use the process budget, {blamed.process} were the user's"
-    assert infrastructure <= blamed.infrastructure, (
-        f"{infrastructure} failures use the infrastructure budget, {blamed.infrastructure} were the infrastructure's"
+    assert process <= used_budgets.process, f"{process} failures use the process budget of {used_budgets.process}"
+    assert infrastructure <= used_budgets.infrastructure, (
+        f"{infrastructure} failures use the infrastructure budget of {used_budgets.infrastructure}"
     )
 
 
@@ -88,8 +81,8 @@ def _deadline(cluster: FakeCluster) -> None:
     assert not running, f"the job has failed at its deadline, and {running} run on"
 
 
-def at_rest(cluster: FakeCluster) -> bool:
-    """The good end of every history."""
+def has_converged(cluster: FakeCluster) -> bool:
+    """Return whether the job has converged: it trains at its size, or has ended with a verdict."""
     status = cluster.status
     if is_terminal(status):
         return True

@@ -1,27 +1,21 @@
-"""Breadth first through the small model; the first violation that is found has a shortest history."""
-
-from __future__ import annotations
+"""Search the small model breadth first: the first violation found has a shortest history."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from explorer.alphabet import NOBODY, Blamed, Letter, mend
-from explorer.fingerprint import fingerprint
-from explorer.memo import remembered_manifests
-from explorer.oracles import BOUND_SECONDS, at_rest, check_state, check_step, describe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from plan_cluster import FakeCluster
+from tests.unit.plan.explorer.fingerprint import fingerprint
+from tests.unit.plan.explorer.memo import remembered_manifests
+from tests.unit.plan.explorer.oracles import BOUND_SECONDS, check_state, check_step, describe, has_converged
+from tests.unit.plan.explorer.transitions import NO_BUDGET, Transition, UsedBudgets, repair
+from tests.unit.plan.plan_cluster import FakeCluster
 
 _CLOSURE_STRIDE = 5.0
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A history that breaks an oracle."""
+    """A history after which an oracle does not hold."""
 
     history: tuple[str, ...]
     sentence: str
@@ -48,7 +42,7 @@ class Report:
 @dataclass(frozen=True)
 class _Node:
     cluster: FakeCluster
-    blamed: Blamed
+    used_budgets: UsedBudgets
     history: tuple[str, ...]
 
 
@@ -57,13 +51,13 @@ class Explorer:
 
     def __init__(
         self,
-        letters: Sequence[Letter],
+        transitions: Sequence[Transition],
         *,
         must_hold: Callable[[FakeCluster], None] = lambda _cluster: None,
         ends_well: bool = True,
     ) -> None:
         """`must_hold` raises AssertionError in a state that breaks it; without `ends_well` ends are not checked."""
-        self._letters = letters
+        self._transitions = transitions
         self._must_hold = must_hold
         self._checks_ends = ends_well
         self._seen: set[int] = set()
@@ -71,10 +65,10 @@ class Explorer:
         self.report = Report()
 
     def run(self, starts: Sequence[FakeCluster], depth: int) -> Report:
-        """All histories of at most `depth` letters, or up to the first violation."""
+        """Explore all histories of at most `depth` transitions, or up to the first violation."""
         began = time.process_time()
         with remembered_manifests():
-            self._levels([_Node(start, NOBODY, ()) for start in starts], depth)
+            self._levels([_Node(start, NO_BUDGET, ()) for start in starts], depth)
         self.report.seconds = time.process_time() - began
         return self.report
 
@@ -88,18 +82,18 @@ class Explorer:
             self.report.by_depth.append(len(following))
 
     def _expand(self, node: _Node, following: list[_Node]) -> bool:
-        """Try every letter; False when the search is over."""
+        """Apply every transition; return False when the search is over."""
         report = self.report
-        for letter in self._letters:
+        for transition in self._transitions:
             reached = node.cluster.clone()
-            blamed = node.blamed + letter.blamed
-            history = (*node.history, letter.name)
+            used_budgets = node.used_budgets + transition.used_budgets
+            history = (*node.history, transition.name)
             try:
-                if not letter.apply(reached):
+                if not transition.apply(reached):
                     continue
                 report.transitions += 1
                 check_step(node.cluster.status, reached)
-                check_state(reached, blamed)
+                check_state(reached, used_budgets)
                 self._must_hold(reached)
             except Exception as error:  # noqa: BLE001 - a plan that raises is a finding as well
                 report.violation = Violation(history, _message_of(error))
@@ -109,23 +103,23 @@ class Explorer:
                 continue
             self._seen.add(mark)
             report.states += 1
-            report.violation = self._end_of(_Node(reached, blamed, history)) if self._checks_ends else None
+            report.violation = self._end_of(_Node(reached, used_budgets, history)) if self._checks_ends else None
             if report.violation is not None:
                 return False
-            following.append(_Node(reached, blamed, history))
+            following.append(_Node(reached, used_budgets, history))
         return True
 
     def _end_of(self, node: _Node) -> Violation | None:
-        """The fair closure: nothing further goes wrong, what is broken is mended, and time passes."""
+        """Repair everything, let time pass, and return a violation if the job does not converge."""
         cluster, passed = node.cluster.clone(), []
-        mend(cluster)
+        repair(cluster)
         waited = 0.0
         while True:
             mark = fingerprint(cluster)
             if mark in self._live:
                 break
             passed.append(mark)
-            if at_rest(cluster):
+            if has_converged(cluster):
                 break
             if waited >= BOUND_SECONDS:
                 sentence = f"{BOUND_SECONDS} s later, with nothing broken any more, the job is not well: "
@@ -134,9 +128,9 @@ class Explorer:
             try:
                 cluster.run(_CLOSURE_STRIDE)
                 check_step(before, cluster)
-                check_state(cluster, node.blamed)
+                check_state(cluster, node.used_budgets)
             except Exception as error:  # noqa: BLE001
-                return Violation((*node.history, f"all is mended and {waited:g} s pass"), _message_of(error))
+                return Violation((*node.history, f"everything is repaired and {waited:g} s pass"), _message_of(error))
             waited += _CLOSURE_STRIDE
         self._live.update(passed)
         return None

@@ -1,7 +1,5 @@
 """The table of faults for people holds all of the table in code, and docs/faults.md points to it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from trainium_contract.exit_codes import ExitCode
@@ -22,7 +20,7 @@ CAUSES = (DOCS / "causes.md").read_text(encoding="utf-8")
 FAULTS = (DOCS / "faults.md").read_text(encoding="utf-8")
 
 
-def test_every_cause_and_every_sign_is_in_the_table_for_people() -> None:
+def test_every_cause_and_sign_is_on_the_causes_page() -> None:
     signs = [
         *(f"`{cause}`" for cause in Cause),
         *(f"| {code.value}" for code in ExitCode),
@@ -34,7 +32,7 @@ def test_every_cause_and_every_sign_is_in_the_table_for_people() -> None:
     assert [sign for sign in signs if sign not in CAUSES] == []
 
 
-def test_the_verdicts_that_a_job_can_end_with_are_explained() -> None:
+def test_every_verdict_is_on_the_faults_page() -> None:
     reasons = (
         Reason.USER_ERROR,
         Reason.NUMERICAL,

@@ -1,22 +1,30 @@
-"""Signals of a node's health by the demand of a job; `every_sign.txt` has what each sign means by itself."""
-
-from __future__ import annotations
+"""Signals of the health of a node, by the demand and the rules of a job; `every_sign.txt` has each sign by itself."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW
 
+from tests.unit.plan.plan_builders import NOW, heartbeat
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
-from trainium_operator.plan.faults.node_signals import Demand, problems_of, tolerates
+from trainium_contract.faults.rules import RecoveryRule, RuleAction
+from trainium_contract.wire.messages import KernelEvent
+from trainium_operator.plan.faults.node_signals import (
+    NodeProblem,
+    PodRequirements,
+    find_node_problems,
+    kernel_problem,
+    stopping_sign,
+    tolerates,
+    with_rules,
+)
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
 
 GOOD = NodeView(name="n")
 TRN1 = replace(GOOD, labels={names.LABEL_INSTANCE_TYPE: "trn1.32xlarge"}, capacity={names.NEURON: 16, names.EFA: 8})
-WHOLE_NODE = Demand({names.NEURON: 16, names.EFA: 8})
+WHOLE_NODE = PodRequirements({names.NEURON: 16, names.EFA: 8})
 FATAL, DRAIN, SUSPECT = Severity.FATAL, Severity.DRAIN, Severity.SUSPECT
 
 
@@ -24,9 +32,9 @@ def with_condition(kind: str, status: NodeReadiness, reason: str = "Why") -> Nod
     return replace(GOOD, conditions=(NodeCondition(kind, status, reason, "", NOW - 5),))
 
 
-def test_a_node_without_any_signal_is_not_called_bad() -> None:
-    assert problems_of(GOOD) == ()
-    assert problems_of(replace(TRN1, capacity={}), WHOLE_NODE) == (), "a missing capacity is unknown"
+def test_a_node_without_signals_has_no_problem() -> None:
+    assert find_node_problems(GOOD) == ()
+    assert find_node_problems(replace(TRN1, capacity={}), WHOLE_NODE) == (), "a missing capacity is unknown"
 
 
 @pytest.mark.parametrize(
@@ -34,17 +42,17 @@ def test_a_node_without_any_signal_is_not_called_bad() -> None:
     [
         ({names.NEURON: 15, names.EFA: 8}, WHOLE_NODE, [(DRAIN, Cause.DEVICE)]),
         ({names.NEURON: 15, names.EFA: 8}, None, [(DRAIN, Cause.DEVICE)]),
-        ({names.NEURON: 15, names.EFA: 8}, Demand({names.NEURON: 8}), [(SUSPECT, Cause.DEVICE)]),
+        ({names.NEURON: 15, names.EFA: 8}, PodRequirements({names.NEURON: 8}), [(SUSPECT, Cause.DEVICE)]),
         ({names.NEURON: 0, names.EFA: 8}, WHOLE_NODE, [(SUSPECT, Cause.DEVICE)]),
         ({names.NEURON: 16, names.EFA: 7}, WHOLE_NODE, [(DRAIN, Cause.NETWORK)]),
-        ({names.NEURON: 16, names.EFA: 1}, Demand({names.NEURON: 16, names.EFA: 1}), []),
+        ({names.NEURON: 16, names.EFA: 1}, PodRequirements({names.NEURON: 16, names.EFA: 1}), []),
         ({names.NEURON: 16, names.EFA: 8}, WHOLE_NODE, []),
         ({names.NEURON: 32, names.EFA: 8}, WHOLE_NODE, []),
-        ({names.NEURON: 12}, Demand({}), [(SUSPECT, Cause.DEVICE)]),
+        ({names.NEURON: 12}, PodRequirements({}), [(SUSPECT, Cause.DEVICE)]),
     ],
 )
-def test_lost_devices_show_as_missing_capacity(capacity: Any, demand: Demand | None, expected: Any) -> None:
-    found = problems_of(replace(TRN1, capacity=capacity), demand)
+def test_lost_devices_show_as_missing_capacity(capacity: Any, demand: PodRequirements | None, expected: Any) -> None:
+    found = find_node_problems(replace(TRN1, capacity=capacity), demand)
     assert [(problem.severity, problem.cause) for problem in found] == expected
 
 
@@ -60,25 +68,130 @@ def test_lost_devices_show_as_missing_capacity(capacity: Any, demand: Demand | N
     ],
 )
 def test_taints_that_are_no_signal(taint: Taint) -> None:
-    assert problems_of(replace(GOOD, taints=(taint,)), Demand({})) == ()
+    assert find_node_problems(replace(GOOD, taints=(taint,)), PodRequirements({})) == ()
 
 
-def test_a_taint_that_the_job_tolerates_for_good_is_no_problem_of_that_job() -> None:
+def test_a_permanently_tolerated_taint_is_no_problem() -> None:
     node = replace(GOOD, taints=(Taint("dedicated", "training", "NoExecute"),))
     mine = {"key": "dedicated", "operator": "Equal", "value": "training", "effect": "NoExecute"}
-    assert problems_of(node, Demand({}, (mine,))) == ()
-    assert problems_of(node, Demand({}, ({**mine, "value": "other"},))) != ()
-    assert problems_of(node, Demand({}, ({**mine, "tolerationSeconds": 60},))) != (), "it must leave in a minute"
-    assert problems_of(node) == (), "the fleet does not know who tolerates it"
+    assert find_node_problems(node, PodRequirements({}, (mine,))) == ()
+    assert find_node_problems(node, PodRequirements({}, ({**mine, "value": "other"},))) != ()
+    assert find_node_problems(node, PodRequirements({}, ({**mine, "tolerationSeconds": 60},))) != (), (
+        "it must leave in a minute"
+    )
+    assert find_node_problems(node) == (), "tolerations of the pod are unknown"
     assert tolerates(({"operator": "Exists"},), node.taints[0])
     assert not tolerates(({"operator": "Exists", "key": "x"}, {}), node.taints[0])
 
 
 def test_a_node_that_is_being_deleted_is_leaving() -> None:
-    (problem,) = problems_of(replace(GOOD, deleting=True))
+    (problem,) = find_node_problems(replace(GOOD, deleting=True))
     assert (problem.severity, problem.cause, problem.source) == (DRAIN, Cause.PREEMPTED, "deletion")
 
 
 def test_the_worst_problem_comes_first() -> None:
     node = replace(with_condition("NeuronHealth", NodeReadiness.TRUE), deleting=True, ready=NodeReadiness.FALSE)
-    assert [problem.severity for problem in problems_of(node)] == [FATAL, DRAIN, SUSPECT]
+    assert [problem.severity for problem in find_node_problems(node)] == [FATAL, DRAIN, SUSPECT]
+
+
+BAD_DISK = NodeCondition("DiskPressure", NodeReadiness.TRUE, "ScratchFull", "no space on /scratch", since=7.0)
+FINE_DISK = NodeCondition("DiskPressure", NodeReadiness.FALSE, "ScratchFull", "no space on /scratch", since=7.0)
+TAINT = Taint("acme.com/recall", "batch-7", "NoSchedule")
+FULL = NodeProblem(Severity.SUSPECT, Cause.NODE_LOST, "condition DiskPressure", "ScratchFull", 7.0)
+OTHER = NodeProblem(Severity.FATAL, Cause.DEVICE, "condition Neuron", "Broken", 8.0)
+DECISIVE = "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR instance-id=i-0 nd-id=0 nc-id=0 action=TERMINATE_INSTANCE"
+
+
+def rule(action: RuleAction, **changes: Any) -> tuple[RecoveryRule, ...]:
+    return (RecoveryRule(cause=Cause.DEVICE, action=action, **changes),)
+
+
+def node(*conditions: NodeCondition, taints: tuple[Taint, ...] = ()) -> NodeView:
+    return NodeView(name="n", conditions=conditions, taints=taints)
+
+
+@pytest.mark.parametrize(
+    ("view", "rules"),
+    [
+        (node(BAD_DISK), rule(RuleAction.AVOID_NODE, reason="ScratchFull")),
+        (node(BAD_DISK), rule(RuleAction.AVOID_NODE, message="/scratch")),
+    ],
+)
+def test_a_rule_overrides_a_bad_condition(view: NodeView, rules: tuple[RecoveryRule, ...]) -> None:
+    worst, second = with_rules(view, (FULL, OTHER), rules)
+    assert worst == OTHER
+    assert (second.severity, second.cause, second.source, second.since) == (
+        Severity.DRAIN,
+        Cause.DEVICE,
+        "condition DiskPressure",
+        7.0,
+    )
+    assert second.message.startswith("no space on /scratch (")
+
+
+def test_a_restart_in_place_rule_removes_a_problem() -> None:
+    assert with_rules(node(BAD_DISK), (FULL, OTHER), rule(RuleAction.RESTART_IN_PLACE, reason="ScratchFull")) == (
+        OTHER,
+    )
+
+
+def test_rules_do_not_change_good_or_unnamed_conditions() -> None:
+    named = rule(RuleAction.AVOID_NODE, reason="ScratchFull")
+    assert with_rules(node(FINE_DISK), (OTHER,), named) == (OTHER,)
+    assert with_rules(node(BAD_DISK), (FULL,), rule(RuleAction.AVOID_NODE, reason="Another")) == (FULL,)
+    assert with_rules(node(BAD_DISK), (FULL,), ()) == (FULL,)
+
+
+def test_a_rule_names_a_taint_by_its_key() -> None:
+    (found,) = with_rules(node(taints=(TAINT,)), (), rule(RuleAction.AVOID_NODE, reason="acme.com/recall"))
+    assert (found.severity, found.source, found.reason) == (Severity.DRAIN, "taint acme.com/recall", "batch-7")
+    bare = Taint("acme.com/recall")
+    (found,) = with_rules(node(taints=(bare,)), (), rule(RuleAction.AVOID_NODE, reason="acme.com/recall"))
+    assert found.reason == "NoSchedule"
+
+
+@pytest.mark.parametrize(
+    ("view", "seen"),
+    [
+        (node(BAD_DISK), "condition DiskPressure (ScratchFull) no space on /scratch"),
+        (node(FINE_DISK), None),
+    ],
+)
+def test_a_rule_stops_the_job_for_a_condition(view: NodeView, seen: str | None) -> None:
+    found = stopping_sign(view, rule(RuleAction.STOP, reason="ScratchFull"))
+    assert (None if found is None else found[1]) == seen
+    assert stopping_sign(view, rule(RuleAction.AVOID_NODE, reason="ScratchFull")) is None
+    assert stopping_sign(view, ()) is None
+
+
+def test_a_rule_stops_the_job_for_a_taint() -> None:
+    found = stopping_sign(node(BAD_DISK, taints=(TAINT,)), rule(RuleAction.STOP, reason="acme.com/recall"))
+    assert found is not None
+    assert found[1] == "taint acme.com/recall (batch-7)"
+    assert found[0].cause is Cause.DEVICE
+    assert stopping_sign(node(taints=(Taint("other"),)), rule(RuleAction.STOP, reason="acme.com/recall")) is None
+
+
+def with_kernel_lines(*lines: str) -> Any:
+    events = tuple(KernelEvent(sequence=at, line=line, at=float(at)) for at, line in enumerate(lines))
+    return heartbeat(0, kernel=events)
+
+
+def test_a_rule_overrides_the_table_for_a_kernel_line() -> None:
+    beat = with_kernel_lines(DECISIVE)
+    plain = kernel_problem(beat, ())
+    assert plain is not None
+    assert plain.severity is Severity.FATAL
+    ruled = kernel_problem(beat, rule(RuleAction.AVOID_NODE, message="SRAM_UNCORRECTABLE"))
+    assert ruled is not None
+    assert (ruled.severity, ruled.cause, ruled.message) == (Severity.DRAIN, Cause.DEVICE, DECISIVE)
+    assert kernel_problem(beat, rule(RuleAction.RESTART_IN_PLACE, message="SRAM_UNCORRECTABLE")) is None
+
+
+def test_the_newest_matching_line_decides() -> None:
+    spared = rule(RuleAction.RESTART_IN_PLACE, message="a harmless word")
+    found = kernel_problem(with_kernel_lines(DECISIVE, "eth0: link up", "a harmless word"), spared)
+    assert found is not None
+    assert found.message == DECISIVE
+    assert kernel_problem(with_kernel_lines("eth0: link up"), spared) is None
+    assert kernel_problem(None, spared) is None

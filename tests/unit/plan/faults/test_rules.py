@@ -1,13 +1,12 @@
 """`spec.recovery.rules` wherever a decision is made."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import (
+
+from tests.unit.plan.plan_builders import (
     CA,
     agent,
     deleted,
@@ -25,14 +24,13 @@ from plan_builders import (
     training,
     with_pod,
 )
-
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.worker_env import RULES_NAME
 from trainium_operator.plan.manifests.config_maps import config_map
 from trainium_operator.plan.model.conditions import find_condition
-from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, PodPhase, Taint
+from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, PodPhase
 
 
 def ruled(*rules: dict[str, Any], spares: int = 1) -> Any:
@@ -46,13 +44,13 @@ def crashed(**of_failure: Any) -> dict[int, Any]:
     return agents
 
 
-def test_agents_get_the_rules_beside_their_configuration_and_only_when_there_are_any() -> None:
+def test_the_config_map_has_the_rules_of_the_job() -> None:
     assert RULES_NAME not in config_map(job(spec()), CA)["data"]
     text = config_map(job(ruled({"exitCodes": [3], "cause": "Host", "action": "AvoidNode"})), CA)["data"][RULES_NAME]
     assert json.loads(text)[0]["exitCodes"] == [3]
 
 
-def test_a_rule_stops_the_job_for_a_crash_with_these_words() -> None:
+def test_a_rule_stops_the_job_for_a_matching_crash() -> None:
     rule = {"exitCodes": [3], "message": "licence", "cause": "UserCode", "action": "Stop"}
     result = planned(running(4, spares=1, job_spec=ruled(rule), agents=crashed()))
     assert result.status.phase is Phase.FAILED
@@ -79,7 +77,7 @@ def test_a_rule_keeps_a_device_fault_in_place() -> None:
     assert newest(result).cause is Cause.RUNTIME
 
 
-def test_a_rule_decides_what_the_reason_of_a_pod_means() -> None:
+def test_a_rule_overrides_the_reason_of_a_pod() -> None:
     rule = {"reason": "OOMKilled", "cause": "Memory", "action": "Stop"}
     killed = pod(1, phase=PodPhase.FAILED, reason="OOMKilled", exit_code=137)
     result = planned(with_pod(running(4, spares=1, job_spec=ruled(rule)), killed))
@@ -104,7 +102,7 @@ def on_node(at: int, **changes: Any) -> dict[str, Any]:
 ODD = NodeCondition("CoolingFailed", NodeReadiness.TRUE, "FanStuck", "fan 3 does not turn")
 
 
-def test_a_condition_that_nobody_knows_counts_by_a_rule() -> None:
+def test_a_rule_gives_an_unknown_condition_a_cause() -> None:
     assert published(planned(running(4, spares=1, **on_node(1, conditions=(ODD,))))) is None
     rule = {"reason": "FanStuck", "cause": "Host", "action": "AvoidNode"}
     result = planned(running(4, spares=1, job_spec=ruled(rule), **on_node(1, conditions=(ODD,))))
@@ -120,23 +118,7 @@ def test_a_condition_can_stop_the_job_by_a_rule() -> None:
     assert "CoolingFailed" in result.status.verdict
 
 
-def test_a_known_condition_is_passed_over_by_a_rule() -> None:
-    sick = NodeCondition("NeuronHealth", NodeReadiness.TRUE, "NeuronHasError_DMA_ERROR")
-    assert published(planned(running(4, spares=1, **on_node(1, conditions=(sick,))))) is not None
-    rule = {"reason": "NeuronHasError_DMA_ERROR", "cause": "Device", "action": "RestartInPlace"}
-    result = planned(running(4, spares=1, job_spec=ruled(rule), **on_node(1, conditions=(sick,))))
-    assert published(result) is None
-
-
-def test_a_taint_counts_by_a_rule() -> None:
-    rule = {"reason": "example.org/maintenance", "cause": "Preempted", "action": "ReplaceWorker"}
-    taint = Taint("example.org/maintenance", "", "PreferNoSchedule")
-    result = planned(running(4, spares=1, job_spec=ruled(rule), **on_node(1, taints=(taint,))))
-    assert published(result) is not None
-    assert result.status.avoided_nodes == ()
-
-
-def test_an_unfit_spare_is_judged_by_the_rules_too() -> None:
+def test_rules_apply_to_spares_that_fail_preflight() -> None:
     verdict = failure(80, rank=0, generation=0, message="2 Neuron devices are visible")
     unfit = agent(4, WorkerPhase.FAILED, verdict=verdict, failures=(verdict,))
     rule = {"exitCodes": [80], "cause": "Capacity", "action": "ReplaceWorker"}

@@ -1,6 +1,4 @@
-"""Strikes, quarantine, probation, lemons, release, and the circuit breaker, in virtual days."""
-
-from __future__ import annotations
+"""Strikes, quarantine, probation, release, and the circuit breaker of the fleet, in virtual days."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,14 +6,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_builders import NOW
 
+from tests.unit.plan.plan_builders import NOW
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.internal import FailureRecord
 from trainium_operator.plan.fleet import memory
 from trainium_operator.plan.fleet.quarantine import FleetObserved, FleetPlan, JobRecords, TaintNode, plan_fleet
 from trainium_operator.plan.model.names import TAINT_QUARANTINED
-from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint, cap_of
+from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint, most_bad_nodes
 
 HOUR, DAY = 3600.0, 86_400.0
 BROKEN = NodeCondition("NeuronHealth", NodeReadiness.TRUE, "NeuronHasError_DMA_ERROR", "", NOW)
@@ -23,12 +21,12 @@ OFFLINE = NodeCondition("NetworkingReady", NodeReadiness.FALSE, "InterfaceNotUp"
 
 
 class Fleet:
-    """A fleet whose memory is kept from one plan to the next, as the operator keeps it; plans as `team` sees them."""
+    """A fleet whose memory is kept between plans, with the view of namespace `team`."""
 
     def __init__(self, nodes: int = 20) -> None:
         self.now = NOW
         self.nodes = {f"node-{at}": NodeView(name=f"node-{at}", provider_id=f"aws:///i-{at}") for at in range(nodes)}
-        self.carrying = frozenset(self.nodes)
+        self.worker_nodes = frozenset(self.nodes)
         self.records: dict[str, list[FailureRecord]] = {"team/llama": []}
         self.memory: memory.Memory | None = memory.Memory()
         self.machines: dict[str, str] = {}
@@ -49,7 +47,7 @@ class Fleet:
         result = plan_fleet(
             FleetObserved(
                 nodes=self.nodes,
-                carrying=self.carrying,
+                worker_nodes=self.worker_nodes,
                 jobs=jobs,
                 memory=self.memory,
                 now=self.now,
@@ -59,7 +57,7 @@ class Fleet:
         )
         self.memory = result.memory
         self.view = result.view
-        return replace(result, view=result.view.seen_from("team"))
+        return replace(result, view=result.view.for_namespace("team"))
 
     def change(self, name: str, **fields: Any) -> None:
         self.nodes[name] = replace(self.nodes[name], **fields)
@@ -78,7 +76,7 @@ def with_a_quarantined_node() -> Fleet:
     return fleet
 
 
-def test_a_machine_that_is_back_under_another_name_is_remembered_under_that_name() -> None:
+def test_a_renamed_node_keeps_its_quarantine() -> None:
     fleet = with_a_quarantined_node()
     del fleet.nodes["node-3"]
     fleet.wait(10)
@@ -89,14 +87,14 @@ def test_a_machine_that_is_back_under_another_name_is_remembered_under_that_name
     assert fleet.memory.machines["aws:///i-3"].node == "ip-10-0-0-9"
 
 
-def test_a_broken_device_puts_the_node_in_quarantine_for_an_hour_and_on_probation_for_a_day() -> None:
+def test_a_device_fault_quarantines_for_an_hour_then_probation_for_a_day() -> None:
     fleet = Fleet()
     fleet.fail("node-3")
     result = fleet.plan()
     assert result.view.quarantined == {"node-3"}
     assert result.requeue_after == HOUR
     message = "is Quarantined for namespace team until 2027-01-15T09:00:00Z: Device (team/llama)"
-    assert result.news == (f"node node-3 (aws:///i-3) {message}",)
+    assert result.changes == (f"node node-3 (aws:///i-3) {message}",)
     assert fleet.wait(HOUR - 1).view.quarantined == {"node-3"}
     after = fleet.wait(1)
     assert after.view.quarantined == frozenset()
@@ -106,7 +104,7 @@ def test_a_broken_device_puts_the_node_in_quarantine_for_an_hour_and_on_probatio
     assert fleet.state(3) is None
 
 
-def test_on_probation_the_next_fault_counts_at_once_and_for_longer() -> None:
+def test_a_fault_on_probation_quarantines_at_once_and_longer() -> None:
     fleet = with_a_quarantined_node()
     fleet.wait(2 * HOUR)
     fleet.fail("node-3", Cause.NODE_LOST)
@@ -115,7 +113,7 @@ def test_on_probation_the_next_fault_counts_at_once_and_for_longer() -> None:
     assert fleet.wait(2 * HOUR).view.quarantined == frozenset()
 
 
-def test_a_fault_that_the_node_may_not_have_caused_counts_when_it_happens_again() -> None:
+def test_an_ambiguous_fault_counts_when_repeated() -> None:
     fleet = Fleet()
     fleet.fail("node-3", Cause.NODE_LOST)
     assert fleet.plan().view.quarantined == frozenset()
@@ -125,7 +123,7 @@ def test_a_fault_that_the_node_may_not_have_caused_counts_when_it_happens_again(
     assert fleet.plan().view.quarantined == {"node-3"}
 
 
-def test_three_faults_in_a_day_are_for_good() -> None:
+def test_three_faults_in_a_day_quarantine_permanently() -> None:
     fleet = Fleet()
     for job in ("team/llama", "other/job", "team/llama"):
         fleet.fail("node-3", job=job)
@@ -135,7 +133,7 @@ def test_three_faults_in_a_day_are_for_good() -> None:
     assert fleet.wait(100 * DAY).view.quarantined == {"node-3"}
 
 
-def test_three_faults_in_three_days_are_not() -> None:
+def test_three_faults_in_three_days_do_not_quarantine_permanently() -> None:
     fleet = Fleet()
     for _ in range(3):
         fleet.fail("node-3")
@@ -145,7 +143,7 @@ def test_three_faults_in_three_days_are_not() -> None:
 
 
 @pytest.mark.parametrize("cause", [Cause.CRASH, Cause.HANG])
-def test_crashes_of_one_job_may_be_its_programs_fault_those_of_two_are_the_nodes(cause: Cause) -> None:
+def test_only_crashes_of_two_jobs_blame_the_node(cause: Cause) -> None:
     fleet = Fleet()
     for _ in range(5):
         fleet.fail("node-3", cause)
@@ -157,7 +155,7 @@ def test_crashes_of_one_job_may_be_its_programs_fault_those_of_two_are_the_nodes
     assert fleet.state(3) is memory.MachineState.PERMANENT
 
 
-def test_crashes_of_one_job_alone_send_no_node_back_from_probation() -> None:
+def test_crashes_of_one_job_do_not_end_probation_early() -> None:
     fleet = with_a_quarantined_node()
     fleet.wait(HOUR)
     fleet.now += DAY - HOUR / 2
@@ -166,7 +164,7 @@ def test_crashes_of_one_job_alone_send_no_node_back_from_probation() -> None:
     assert fleet.state(3) is memory.MachineState.PROBATION
 
 
-def test_one_fault_is_one_strike_however_many_report_it() -> None:
+def test_simultaneous_reports_are_one_strike() -> None:
     fleet = Fleet()
     for job in ("a/a", "b/b", "c/c"):
         fleet.fail("node-3", job=job)
@@ -178,13 +176,13 @@ def test_one_fault_is_one_strike_however_many_report_it() -> None:
     assert len(fleet.memory.machines["aws:///i-3"].strikes) == 1
 
 
-def test_a_new_name_hides_nothing() -> None:
+def test_strikes_follow_the_provider_id() -> None:
     fleet = with_a_quarantined_node()
     fleet.nodes["fresh"] = replace(fleet.nodes.pop("node-3"), name="fresh")
     assert fleet.plan().view.quarantined == {"fresh"}
 
 
-def test_another_machine_of_the_same_name_inherits_nothing() -> None:
+def test_a_new_machine_of_the_same_name_has_no_strikes() -> None:
     fleet = with_a_quarantined_node()
     fleet.change("node-3", provider_id="aws:///i-new")
     assert fleet.plan().view.quarantined == frozenset()
@@ -208,7 +206,7 @@ def test_without_provider_ids_nodes_are_remembered_by_name() -> None:
     assert fleet.plan().view.quarantined == {"node-3"}
 
 
-def test_a_machine_whose_entry_is_deleted_is_released_and_old_records_do_not_count_again() -> None:
+def test_deleting_an_entry_releases_its_machine() -> None:
     fleet = with_a_quarantined_node()
     assert fleet.memory is not None
     fleet.memory = replace(fleet.memory, machines={})
@@ -218,14 +216,14 @@ def test_a_machine_whose_entry_is_deleted_is_released_and_old_records_do_not_cou
     assert fleet.plan().view.quarantined == {"node-3"}
 
 
-def test_a_memory_that_is_deleted_as_a_whole_starts_empty() -> None:
+def test_deleting_the_memory_releases_all_machines() -> None:
     fleet = with_a_quarantined_node()
     fleet.memory = None
     assert fleet.plan().view.quarantined == frozenset()
     assert fleet.plan().memory.machines == {}
 
 
-def test_a_device_that_the_node_reports_counts_once_and_as_long_as_it_is_reported() -> None:
+def test_a_reported_device_fault_is_one_strike_while_it_lasts() -> None:
     fleet = Fleet()
     fleet.change("node-3", conditions=(BROKEN,))
     assert fleet.plan().view.quarantined == {"node-3"}
@@ -275,7 +273,7 @@ def test_failures_while_frozen_count_against_no_node_afterwards() -> None:
     assert (result.view.frozen, result.memory.machines) == ("", {})
 
 
-def test_nodes_that_leave_on_purpose_are_not_bad() -> None:
+def test_nodes_with_planned_disruptions_are_not_bad() -> None:
     fleet = Fleet()
     for at in range(10):
         fleet.change(f"node-{at}", taints=(Taint("karpenter.sh/disrupted"),))
@@ -289,7 +287,7 @@ def test_nodes_without_workers_and_devices_are_ignored() -> None:
     assert fleet.plan().view == replace(fleet.plan().view, quarantined=frozenset(), frozen="")
 
 
-def test_failures_of_one_namespace_count_there_alone_however_many() -> None:
+def test_failures_of_one_namespace_quarantine_only_there() -> None:
     fleet = Fleet(128)
     for _ in range(3):
         for at in range(25):
@@ -299,12 +297,12 @@ def test_failures_of_one_namespace_count_there_alone_however_many() -> None:
         fleet.now += HOUR
     fleet.plan()
     assert fleet.view.quarantined == frozenset()
-    assert fleet.view.seen_from("team").quarantined == frozenset()
-    assert len(fleet.view.seen_from("hostile").quarantined) == 25
+    assert fleet.view.for_namespace("team").quarantined == frozenset()
+    assert len(fleet.view.for_namespace("hostile").quarantined) == 25
     assert memory.MachineState.PERMANENT not in {fleet.state(at) for at in range(128)}
     fleet.wait(2.5 * DAY)
     fleet.wait(DAY)
-    assert fleet.view.seen_from("hostile").quarantined == frozenset(), "it ages"
+    assert fleet.view.for_namespace("hostile").quarantined == frozenset(), "it ages"
 
 
 @pytest.mark.parametrize("minutes", [1, 120])
@@ -325,7 +323,7 @@ def test_another_namespace_or_the_node_itself_confirms_a_suspicion(minutes: int)
     assert by_node.view.quarantined == {"node-3"}
 
 
-def test_suspicions_of_one_namespace_use_none_of_the_cap_of_confirmed_nodes() -> None:
+def test_suspicions_do_not_use_the_cap_of_confirmed_nodes() -> None:
     fleet = Fleet(10)
     for at in range(5):
         fleet.fail(f"node-{at}", job="hostile/a")
@@ -366,7 +364,7 @@ def test_the_cap_spares_the_nodes_with_the_fewest_strikes() -> None:
     assert "node-4" in result.view.quarantined
 
 
-def test_of_a_fleet_that_became_smaller_the_worst_stay_in_quarantine() -> None:
+def test_a_smaller_fleet_keeps_only_the_worst_in_quarantine() -> None:
     fleet = Fleet(20)
     for at in (1, 2, 3, 2):
         fleet.fail(f"node-{at}")
@@ -377,7 +375,7 @@ def test_of_a_fleet_that_became_smaller_the_worst_stay_in_quarantine() -> None:
     assert fleet.plan().view.quarantined == {"node-2"}
 
 
-def test_taints_are_written_only_where_that_is_switched_on_and_taken_off_at_the_end() -> None:
+def test_taints_are_optional_and_removed_at_the_end() -> None:
     fleet = Fleet()
     fleet.fail("node-3")
     assert fleet.plan().taints == ()
@@ -391,7 +389,7 @@ def test_taints_are_written_only_where_that_is_switched_on_and_taken_off_at_the_
     assert fleet.wait(HOUR).taints == (TaintNode("node-3", None),)
 
 
-def test_a_quarantine_by_hand_holds() -> None:
+def test_a_manual_quarantine_holds() -> None:
     fleet = Fleet()
     entry = memory.Machine(machine="aws:///i-3", node="node-3", state=memory.MachineState.PERMANENT)
     fleet.memory = memory.Memory(machines={entry.machine: entry})
@@ -401,13 +399,13 @@ def test_a_quarantine_by_hand_holds() -> None:
     assert result.taints == (TaintNode("node-3", Taint(TAINT_QUARANTINED, "Host")),)
 
 
-def test_the_memory_is_bounded_and_forgets_the_mildest_first() -> None:
+def test_the_memory_is_bounded_and_evicts_the_mildest_first() -> None:
     machines = {
         f"m-{at}": memory.Machine(machine=f"m-{at}", node="", strikes=(memory.Strike(NOW + at, Cause.NODE_LOST, "j"),))
         for at in range(memory.MOST_MACHINES + 50)
     }
     machines["m-0"] = replace(machines["m-0"], state=memory.MachineState.PERMANENT)
-    kept = memory.bounded(memory.Memory(machines=machines)).machines
+    kept = memory.limit_machines(memory.Memory(machines=machines)).machines
     assert len(kept) == memory.MOST_MACHINES
     assert "m-0" in kept
     assert "m-1" not in kept
@@ -415,7 +413,7 @@ def test_the_memory_is_bounded_and_forgets_the_mildest_first() -> None:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["fail", "break", "mend", "lose", "wait", "delete", "rename"]),
+        st.sampled_from(["fail", "break", "repair", "lose", "wait", "delete", "rename"]),
         st.integers(0, 11),
         st.sampled_from([Cause.DEVICE, Cause.NODE_LOST, Cause.CRASH, Cause.HANG, Cause.NETWORK]),
         st.sampled_from([1.0, 700.0, HOUR, 7 * HOUR]),
@@ -426,7 +424,7 @@ ORDER = list(memory.MachineState)
 
 
 @given(EVENTS)
-def test_whatever_happens_the_cap_holds_and_only_time_makes_a_state_milder(events: list[Any]) -> None:
+def test_the_cap_holds_and_only_time_relaxes_a_state(events: list[Any]) -> None:
     fleet = Fleet(12)
     fleet.taints_nodes = True
     for kind, at, cause, seconds in events:
@@ -439,7 +437,7 @@ def test_whatever_happens_the_cap_holds_and_only_time_makes_a_state_milder(event
                 fleet.fail(name, cause, job=("team/a", "team/b", "other/c")[int(seconds) % 3])
             case "break":
                 fleet.change(name, conditions=(replace(BROKEN, since=fleet.now),))
-            case "mend":
+            case "repair":
                 fleet.change(name, conditions=(), ready=NodeReadiness.TRUE)
             case "lose":
                 fleet.change(name, ready=NodeReadiness.UNKNOWN)
@@ -455,8 +453,8 @@ def test_whatever_happens_the_cap_holds_and_only_time_makes_a_state_milder(event
             if fleet.view.frozen
             else frozenset(write.node for write in result.taints if write.taint is not None)
         )
-        assert len(kept) <= cap_of(12)
-        assert all(len(nodes) <= cap_of(12) for _, nodes in fleet.view.suspected), (
+        assert len(kept) <= most_bad_nodes(12)
+        assert all(len(nodes) <= most_bad_nodes(12) for _, nodes in fleet.view.suspected), (
             "suspicions of one namespace have a cap too"
         )
         if kind != "wait":
@@ -468,4 +466,4 @@ def test_whatever_happens_the_cap_holds_and_only_time_makes_a_state_milder(event
                     (each.at, each.cause) for each in entry.strikes
                 }
         again = fleet.plan()
-        assert (again.memory, again.view, again.news) == (result.memory, result.view, ())
+        assert (again.memory, again.view, again.changes) == (result.memory, result.view, ())

@@ -2,7 +2,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import (
+
+from tests.unit.plan.plan_builders import (
     NOW,
     agent,
     failure,
@@ -17,7 +18,6 @@ from plan_builders import (
     with_status,
     without,
 )
-
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.spec.health import PreflightCheck
@@ -29,14 +29,14 @@ from trainium_operator.plan.faults.failure_budgets import record_failure
 
 
 def restarted(culprit: Any = None, *, attempt: Any = 1, phase: Any = WorkerPhase.LOADING, **victims: Any) -> Any:
-    """All members are in `attempt`; member 1 reports what happened."""
+    """Return a job whose members are in `attempt` and whose member 1 has the reports `culprit`."""
     agents = {at: agent(at, phase, generation=1, attempt=attempt, **victims) for at in range(4)}
     if culprit is not None:
         agents[1] = agent(1, phase, generation=1, attempt=attempt, **culprit)
     return running(4, agents=agents)
 
 
-def test_a_restart_in_place_is_one_interruption_with_the_agents_own_times() -> None:
+def test_a_restart_in_place_is_one_interruption_with_the_times_of_the_agent() -> None:
     record = restart(1, failed_at=NOW - 3, detected_at=NOW - 2.95, resumed_at=NOW - 1, step_before=20, resume_step=19)
     seen = restarted({"failures": (failure(137, rank=1),), "restarts": (record,)}, phase=WorkerPhase.TRAINING)
     result = planned(seen)
@@ -52,7 +52,7 @@ def test_a_restart_in_place_is_one_interruption_with_the_agents_own_times() -> N
 
 
 @pytest.mark.parametrize("apart", [-3600.0, 3600.0])
-def test_a_clock_that_is_an_hour_off_dates_nothing(apart: float) -> None:
+def test_times_of_an_agent_with_a_wrong_clock_are_ignored(apart: float) -> None:
     def agent_of(at: int, off: float = 0.0, **fields: Any) -> Any:
         record = restart(1, failed_at=NOW - 3 + off, detected_at=NOW - 2.9 + off, resumed_at=NOW - 1 + off)
         return agent(at, WorkerPhase.TRAINING, generation=1, attempt=1, restarts=(record,), **fields)
@@ -66,7 +66,7 @@ def test_a_clock_that_is_an_hour_off_dates_nothing(apart: float) -> None:
     assert entry.recovered_seconds == pytest.approx(2.0)
 
 
-def test_a_restart_that_was_not_seen_until_the_job_was_done_is_still_recorded() -> None:
+def test_a_restart_reported_after_the_end_is_recorded() -> None:
     record = restart(1, failed_at=NOW - 9, detected_at=NOW - 8.95, resumed_at=NOW - 7, step_before=20, resume_step=20)
     reports = {"failures": (failure(137, rank=1),), "restarts": (record,)}
     result = planned(restarted(reports, phase=WorkerPhase.FINISHED))
@@ -76,7 +76,7 @@ def test_a_restart_that_was_not_seen_until_the_job_was_done_is_still_recorded() 
     assert result.status.restarts.total == 1
 
 
-def test_an_attempt_is_taken_once() -> None:
+def test_an_attempt_is_recorded_once() -> None:
     seen = restarted({"failures": (failure(137),), "restarts": (restart(1),)})
     first = planned(seen)
     again = planned(with_status(seen, first.status))
@@ -84,7 +84,7 @@ def test_an_attempt_is_taken_once() -> None:
     assert again.status.restarts.total == 1
 
 
-def test_while_the_culprit_has_not_reported_the_others_reports_wait() -> None:
+def test_reports_of_victims_wait_for_the_culprit() -> None:
     agents = {at: agent(at, WorkerPhase.JOINING, generation=1, attempt=1) for at in (0, 2, 3)}
     result = planned(running(4, agents=agents))
     assert result.status.history == ()
@@ -111,7 +111,7 @@ def test_a_victim_is_never_the_culprit() -> None:
         (1, (), "none reported"),
     ],
 )
-def test_who_lost_a_peer_is_counted_in_words_that_fit_the_job(workers: int, victims: Any, counted: str) -> None:
+def test_the_message_counts_members_that_lost_a_peer(workers: int, victims: Any, counted: str) -> None:
     def agent_of(at: int) -> Any:
         failures = (failure(76, rank=at),) if at in victims else ()
         record = restart(1, Cause.PEER_LOST)
@@ -159,26 +159,26 @@ def test_crashes_in_place_use_up_the_process_budget() -> None:
     assert planned(with_status(seen, status)).status.phase is Phase.RECOVERING
 
 
-def test_unavailable_storage_raises_an_alarm_and_uses_no_budget() -> None:
+def test_unavailable_storage_raises_a_warning_and_uses_no_budget() -> None:
     result = planned(restarted({"failures": (failure(81),), "restarts": (restart(1, Cause.STORAGE),)}))
     assert newest(result).cause is Cause.STORAGE
     assert result.status.phase is Phase.RECOVERING
     assert "StorageUnavailable" in {event.reason for event in result.events}
 
 
-def test_attempts_of_an_older_generation_are_nobodys_business() -> None:
+def test_attempts_of_an_older_generation_are_ignored() -> None:
     seen = restarted({"failures": (failure(137),)})
     result = planned(with_status(seen, decided_on(seen.job.status, size=4)))
     assert [each.rung for each in result.status.history] == [Rung.REPLACE]
 
 
 def decided_on(status: TrainingJobStatus, *, size: int) -> TrainingJobStatus:
-    """The status with a decision on generation 2 that is not recorded yet."""
+    """Return the status with a decision on generation 2 that is not recorded yet."""
     entry = interruption(Rung.REPLACE, ago=1, took=None, step_before=10**6)
     return status.replaced(membership=MembershipStatus(generation=2, size=size), history=(entry,))
 
 
-def test_a_generation_that_was_decided_and_never_recorded_is_finished_by_the_members_that_are_there() -> None:
+def test_an_unrecorded_generation_is_published_with_the_current_members() -> None:
     seen = running(4)
     decided = with_status(seen, decided_on(seen.job.status, size=3))
     new = published(planned(decided))

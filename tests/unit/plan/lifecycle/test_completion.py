@@ -1,14 +1,13 @@
-"""The end of a job: what stays of its pods, when it is deleted, and that nothing restarts it."""
-
-from __future__ import annotations
+"""The end of a job: kept pods, its TTL, and changes that do not restart it."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from plan_builders import NOW, agent, deleted, planned, pod, running, spec, training, with_status
-from plan_cluster import FakeCluster
 
+from tests.unit.plan.plan_builders import NOW, agent, deleted, planned, pod, running, spec, training, with_status
+from tests.unit.plan.plan_cluster import FakeCluster
+from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.wire.messages import ProcessFailure, WorkerPhase
 from trainium_operator.plan.model.actions import DeleteJob
@@ -16,12 +15,9 @@ from trainium_operator.plan.model.conditions import is_terminal
 from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
 from trainium_operator.plan.model.text import rfc3339
 
-if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobStatus
-
 
 def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **job_spec: Any) -> Any:
-    """A job that ended `ago` seconds ago: pods 0 and 1 have ended, 2 is about to, 3 is a spare that still runs."""
+    """Return a job that ended `ago` seconds ago: pods 0 and 1 have ended, 2 is ending, 3 is a running spare."""
     condition = Condition(
         type=kind, status=ConditionStatus.TRUE, reason="Completed", last_transition_time=rfc3339(NOW - ago)
     )
@@ -55,9 +51,7 @@ def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **j
         ("None", ConditionType.FAILED, set()),
     ],
 )
-def test_the_policy_decides_which_pods_are_deleted_and_the_members_of_a_completed_job_end_by_themselves(
-    policy: str, kind: ConditionType, expected: set[int]
-) -> None:
+def test_clean_pod_policy_selects_the_deleted_pods(policy: str, kind: ConditionType, expected: set[int]) -> None:
     result = planned(ended(kind, cleanPodPolicy=policy))
     assert set(deleted(result)) == {f"demo-w-{ordinal}" for ordinal in expected}
 
@@ -70,7 +64,7 @@ def gave_up(at: int, code: int = 64) -> Any:
 
 
 def failing(*, codes: dict[int, int], **job_spec: Any) -> Any:
-    """Six workers; those in `codes` gave up with a verdict, the others because of them."""
+    """Return six workers, of which those in `codes` failed with a verdict and the others followed."""
     members = {
         at: gave_up(at, codes[at]) if at in codes else agent(at, WorkerPhase.FAILED, generation=1) for at in range(6)
     }
@@ -81,7 +75,7 @@ def later(seen: Any, status: TrainingJobStatus, seconds: float, **changes: Any) 
     return replace(seen, job=replace(seen.job, status=status), now=NOW + seconds, **changes)
 
 
-def test_a_few_that_end_with_the_verdict_are_not_deleted_so_that_their_logs_stay() -> None:
+def test_three_failed_pods_are_kept_for_their_logs() -> None:
     seen = failing(codes={1: 64, 2: 64, 3: 64, 4: 64})
     first = planned(seen)
     assert first.status.phase is Phase.FAILED
@@ -92,10 +86,10 @@ def test_a_few_that_end_with_the_verdict_are_not_deleted_so_that_their_logs_stay
     there = tuple(replace(each, phase=PodPhase.FAILED, exit_code=64) for each in seen.pods if each.name in left)
     second = planned(later(seen, first.status, 5, pods=there))
     assert not deleted(second)
-    assert second.requeue_after is None, "ended pods stay until the job goes or runs again"
+    assert second.requeue_after is None, "ended pods stay until the job is deleted or runs again"
 
 
-def test_pods_that_do_not_end_in_time_are_deleted_as_are_those_without_a_verdict() -> None:
+def test_pods_without_a_verdict_or_that_end_late_are_deleted() -> None:
     seen = failing(codes={1: 64})
     first = planned(seen)
     assert first.requeue_after is not None
@@ -108,7 +102,7 @@ def test_pods_that_do_not_end_in_time_are_deleted_as_are_those_without_a_verdict
 
 
 @pytest.mark.parametrize("why", ["all go", "its code does not end a job", "its node is bad", "the clock was set back"])
-def test_nothing_else_that_runs_outlives_a_failed_job(why: str) -> None:
+def test_the_failed_pod_is_deleted_too_when_it_is_not_kept_for_its_logs(why: str) -> None:
     code = 64 if why != "its code does not end a job" else 1
     seen = failing(codes={1: code}, **({"cleanPodPolicy": "All"} if why == "all go" else {}))
     if why == "its node is bad":
@@ -133,7 +127,7 @@ KEEP_PODS = {"cleanPodPolicy": "None"}
         pytest.param(500, {"ttlSecondsAfterFinished": 60}, True, None, id="a TTL set later counts from the end"),
     ],
 )
-def test_an_ended_job_is_deleted_after_its_ttl_in_the_version_that_was_observed(
+def test_an_ended_job_is_deleted_after_its_ttl(
     ago: float, fields: dict[str, Any], is_deleted: bool, requeue_after: float | None
 ) -> None:
     result = planned(ended(ago=ago, **fields))
@@ -142,7 +136,7 @@ def test_an_ended_job_is_deleted_after_its_ttl_in_the_version_that_was_observed(
     assert result.requeue_after == (None if requeue_after is None else pytest.approx(requeue_after, abs=1))
 
 
-def test_a_ttl_of_nothing_deletes_the_job_right_after_its_end_is_written() -> None:
+def test_a_ttl_of_zero_deletes_the_job_after_its_end_is_written() -> None:
     members = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(2)}
     seen = running(2, job_spec=spec(workers={"replicas": 2}, ttlSecondsAfterFinished=0), agents=members)
     first = planned(seen)
@@ -166,7 +160,7 @@ def test_a_missing_or_future_completion_time_never_deletes_early_nor_waits_forev
 @pytest.mark.parametrize(
     "wish", [{"suspend": True}, {"suspend": False}, {"workers": {"replicas": 8}}, {"trainer": {"steps": 10**6}}]
 )
-def test_nothing_that_a_user_writes_restarts_an_ended_job(kind: ConditionType, wish: Any) -> None:
+def test_no_change_of_the_spec_restarts_an_ended_job(kind: ConditionType, wish: Any) -> None:
     seen = ended(kind)
     changed = replace(seen, job=replace(seen.job, spec=spec(**wish), generation=5), pods=())
     result = planned(changed)
@@ -174,7 +168,7 @@ def test_nothing_that_a_user_writes_restarts_an_ended_job(kind: ConditionType, w
     assert is_terminal(result.status)
 
 
-def test_a_change_of_a_failed_job_reports_once_what_starts_it_and_sets_the_observed_generation() -> None:
+def test_a_change_of_a_failed_job_suggests_retry_once() -> None:
     seen = ended(ConditionType.FAILED, cleanPodPolicy="None")
     changed = replace(seen, job=replace(seen.job, generation=seen.job.generation + 1))
     first = planned(changed)
@@ -186,7 +180,7 @@ def test_a_change_of_a_failed_job_reports_once_what_starts_it_and_sets_the_obser
     assert (second.events, second.status) == ((), first.status)
 
 
-def test_a_failed_job_shows_which_fields_differ_from_what_failed_and_forgets_what_was_reverted() -> None:
+def test_a_failed_job_lists_fields_that_differ_from_the_failed_spec() -> None:
     failed = planned(failing(codes={0: 64}))
     record = failed.status.failed_spec
     assert record is not None
@@ -198,9 +192,9 @@ def test_a_failed_job_shows_which_fields_differ_from_what_failed_and_forgets_wha
         job = replace(
             seen.job, spec=seen.job.spec.replaced(**wish), generation=generation, status=failed.status, unknown=unknown
         )
-        found = planned(replace(seen, job=job)).status.failed_spec
-        assert found is not None
-        return found.changes
+        failed_spec = planned(replace(seen, job=job)).status.failed_spec
+        assert failed_spec is not None
+        return failed_spec.changes
 
     [change] = changed(7, suspend=True)
     assert (change.field, change.was, change.now) == ("suspend", "false", "true")
@@ -208,14 +202,14 @@ def test_a_failed_job_shows_which_fields_differ_from_what_failed_and_forgets_wha
     assert changed(9, ("spec.newer",), suspend=True) is None, "what differs besides is not known here"
 
 
-def test_a_change_of_a_completed_job_is_seen_and_nothing_starts_it() -> None:
+def test_a_change_of_a_completed_job_is_observed_without_effect() -> None:
     seen = ended(ConditionType.COMPLETE, cleanPodPolicy="None")
     changed = planned(replace(seen, job=replace(seen.job, generation=seen.job.generation + 1)))
     assert changed.events == ()
     assert changed.status.observed_generation == seen.job.generation + 1
 
 
-def test_a_child_of_an_ended_job_that_vanished_does_not_restart_it() -> None:
+def test_deleted_children_do_not_restart_an_ended_job() -> None:
     seen = ended()
     result = planned(replace(seen, pods=(), agents={}, membership=None, children={}, published=0))
     assert (result.actions, result.events, result.requeue_after) == ((), (), None)
@@ -236,7 +230,7 @@ def test_a_job_completes_only_when_all_its_ranks_have_finished() -> None:
     assert held & {"Running", "Recovering", "Resizing", "PodsReady", "Admitted", "Complete"} == {"Complete"}
 
 
-def test_a_job_that_is_being_deleted_is_left_alone_at_any_moment() -> None:
+def test_a_job_being_deleted_gets_no_actions() -> None:
     for moment in (running(4), running(4, pods=()), failing(codes={1: 64}), ended(), ended(ttlSecondsAfterFinished=0)):
         result = planned(replace(moment, job=replace(moment.job, deleting=True)))
         assert result.actions == ()
@@ -245,24 +239,24 @@ def test_a_job_that_is_being_deleted_is_left_alone_at_any_moment() -> None:
         assert result.status.phase is (moment.job.status.phase if ended_before else Phase.TERMINATING)
 
 
-def test_a_job_that_a_finalizer_holds_while_it_is_deleted_names_it_and_counts_only_workers_that_are_there() -> None:
+def test_a_job_held_by_a_finalizer_names_it_in_its_status() -> None:
     held = replace(running(2).job, deleting=True, finalizers=("example.com/backup", "foregroundDeletion"))
     for pods, ready, left in ((running(2).pods, 2, "2 pods of it are left"), ((), 0, "")):
         status = planned(replace(running(2), pods=pods, job=held)).status
         assert (status.phase, status.ready_replicas) == (Phase.TERMINATING, ready)
         conditions = {each.type: each for each in status.conditions}
-        found = conditions[ConditionType.RUNNING]
-        assert (found.status, found.reason) == (ConditionStatus.FALSE, "Terminating")
-        assert "finalizer example.com/backup" in found.message
-        assert "foregroundDeletion" in found.message
-        assert left in found.message
+        condition = conditions[ConditionType.RUNNING]
+        assert (condition.status, condition.reason) == (ConditionStatus.FALSE, "Terminating")
+        assert "finalizer example.com/backup" in condition.message
+        assert "foregroundDeletion" in condition.message
+        assert left in condition.message
         assert conditions[ConditionType.READY].reason == "Terminating"
         again = planned(replace(running(2), pods=pods, job=replace(held, status=status))).status
         assert again == status
 
 
 def sidecars(codes: dict[int, int | None], **job_spec: Any) -> Any:
-    """Workers in whose pods a sidecar runs on; those with a code have ended."""
+    """Return workers with a running sidecar, whose worker containers have ended where they have a code."""
     seen = running(len(codes), job_spec=spec(workers={"replicas": len(codes)}, **job_spec))
     pods = tuple(
         pod(at, exit_code=code, reason="" if code is None else "Error" if code else "Completed")
@@ -279,7 +273,7 @@ def test_a_completed_job_frees_the_nodes_on_which_sidecars_run_on(policy: str) -
     assert set(deleted(result)) == {"demo-w-0", "demo-w-1"}
 
 
-def test_of_a_failed_job_the_pod_that_failed_is_kept_for_its_log_though_a_sidecar_runs_in_it() -> None:
+def test_a_failed_pod_with_a_running_sidecar_is_kept() -> None:
     result = planned(sidecars({0: None, 1: 64, 2: 64}))
     assert result.status.phase is Phase.FAILED
     assert result.status.history[-1].pod == "demo-w-1"
@@ -288,13 +282,13 @@ def test_of_a_failed_job_the_pod_that_failed_is_kept_for_its_log_though_a_sideca
     assert set(deleted(expected)) == {"demo-w-0", "demo-w-1", "demo-w-2"}
 
 
-def test_a_member_whose_container_ended_is_lost_at_once_whatever_runs_on_in_its_pod() -> None:
+def test_an_ended_worker_container_is_a_loss_despite_a_running_sidecar() -> None:
     result = planned(sidecars({0: None, 1: None, 2: 1}))
     assert [each.pod for each in result.status.history] == ["demo-w-2"]
     assert set(deleted(result)) == {"demo-w-2"}
 
 
-def test_the_pod_whose_failure_uses_up_a_budget_is_kept_until_the_job_has_failed() -> None:
+def test_the_pod_that_exhausts_a_budget_is_kept_until_the_job_has_failed() -> None:
     members = {at: agent(at) for at in range(2)}
     budgets = {"budgets": {"infrastructure": {"maxFailures": 0}, "process": {"maxFailures": 0}}}
     seen = running(2, job_spec=spec(workers={"replicas": 2}, recovery=budgets), agents=members)
@@ -307,8 +301,8 @@ def test_the_pod_whose_failure_uses_up_a_budget_is_kept_until_the_job_has_failed
     assert "demo-w-5" not in deleted(second)
 
 
-def moments() -> list[tuple[str, Any]]:
-    """A cluster in the middle of each rung, and what would have been done next."""
+def recovering_clusters() -> list[tuple[str, Any]]:
+    """Return a cluster in the middle of each kind of recovery, by name."""
 
     def cluster(spares: int = 0, nodes: int = 6, **workers: Any) -> FakeCluster:
         found = FakeCluster(spec(workers={"spares": spares, **workers}, trainer={"steps": 10**6}), nodes)
@@ -343,15 +337,8 @@ def moments() -> list[tuple[str, Any]]:
     ]
 
 
-def test_a_deletion_in_the_middle_of_any_rung_asks_for_nothing_more() -> None:
-    for name, cluster in moments():
-        seen = cluster.observe()
-        result = planned(replace(seen, job=replace(seen.job, deleting=True)))
-        assert (result.actions, result.events, result.requeue_after) == ((), (), None), name
-
-
-def test_a_change_of_the_spec_in_the_middle_of_any_rung_ends_at_the_latest_spec() -> None:
-    for name, cluster in moments():
+def test_a_spec_change_during_any_recovery_converges_to_the_latest_spec() -> None:
+    for name, cluster in recovering_clusters():
         cluster.suspend(False)
         cluster.change(replicas=2, min_replicas=1, spares=0)
         cluster.run(3)
@@ -365,8 +352,8 @@ def test_a_change_of_the_spec_in_the_middle_of_any_rung_ends_at_the_latest_spec(
         assert all(entry.recovered_seconds is not None for entry in status.history), name
 
 
-def test_a_suspension_in_the_middle_of_any_rung_releases_everything_and_resumes_at_the_same_step() -> None:
-    for name, cluster in moments():
+def test_a_suspension_during_any_recovery_releases_all_pods_and_resumes() -> None:
+    for name, cluster in recovering_clusters():
         cluster.suspend(True)
         for node in list(cluster.nodes):
             cluster.clear_node(node)

@@ -1,20 +1,18 @@
 """Memory, CPU and /dev/shm that a worker pod asks for, and what people set instead."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import SETTINGS, job, spec
 
+from tests.unit.plan.plan_builders import SETTINGS, job, spec
 from trainium_operator.plan.features.kueue.workload import workload
 from trainium_operator.plan.manifests.worker_pod import Avoided, pod_template, template_hash, worker_pods
 
 TRN1 = {"accelerator": {"instanceType": "trn1.32xlarge"}}
 
 
-def made(settings: Any = SETTINGS, **changes: Any) -> Any:
+def pod_spec(settings: Any = SETTINGS, **changes: Any) -> Any:
     given = {"trainer": {"batch": {"globalSize": 128}}, **changes}
     return worker_pods(job(spec(**given)), settings, range(1), Avoided())[0]["spec"]
 
@@ -32,35 +30,35 @@ def with_template(container: dict[str, Any] | None = None, **pod: Any) -> dict[s
     return {**TRN1, "template": {"spec": {**({"containers": containers} if containers else {}), **pod}}}
 
 
-def test_no_worker_is_of_the_class_that_is_evicted_first() -> None:
+def test_no_worker_has_qos_class_best_effort() -> None:
     for workers in ({"accelerator": {"device": "cpu"}}, TRN1):
-        assert {"memory", "cpu"} <= resources(made(workers=workers))["requests"].keys()
-        assert "memory" not in resources(made(workers=workers)).get("limits", {}), "an estimate must not end a run"
-        assert shared_memory(made(workers=workers))["emptyDir"]["sizeLimit"].endswith("Mi")
+        assert {"memory", "cpu"} <= resources(pod_spec(workers=workers))["requests"].keys()
+        assert "memory" not in resources(pod_spec(workers=workers)).get("limits", {}), "an estimate must not end a run"
+        assert shared_memory(pod_spec(workers=workers))["emptyDir"]["sizeLimit"].endswith("Mi")
 
 
 @pytest.mark.parametrize("kind", ["requests", "limits"])
 def test_a_resource_in_the_jobs_template_is_kept(kind: str) -> None:
-    found = resources(made(workers=with_template({"resources": {kind: {"memory": "1Gi"}}})))
-    assert found[kind]["memory"] == "1Gi"
-    assert found["requests"].get("memory", "1Gi") == "1Gi", "a request above the limit would be refused"
-    assert found["requests"]["cpu"] == "33", "of the other one nobody said anything"
+    resources_of_pod = resources(pod_spec(workers=with_template({"resources": {kind: {"memory": "1Gi"}}})))
+    assert resources_of_pod[kind]["memory"] == "1Gi"
+    assert resources_of_pod["requests"].get("memory", "1Gi") == "1Gi", "a request above the limit would be refused"
+    assert resources_of_pod["requests"]["cpu"] == "33", "the template does not set it"
 
 
 def test_a_template_with_resources_of_the_whole_pod_gets_no_more() -> None:
-    found = made(workers=with_template(resources={"requests": {"memory": "9Gi"}}))
-    assert found["resources"] == {"requests": {"memory": "9Gi"}}
-    assert "memory" not in resources(found)["requests"]
+    manifest = pod_spec(workers=with_template(resources={"requests": {"memory": "9Gi"}}))
+    assert manifest["resources"] == {"requests": {"memory": "9Gi"}}
+    assert "memory" not in resources(manifest)["requests"]
 
 
 def test_a_limit_of_the_shared_memory_in_the_template_is_kept() -> None:
     volume = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "5Gi"}}
-    assert shared_memory(made(workers=with_template(volumes=[volume]))) == volume
+    assert shared_memory(pod_spec(workers=with_template(volumes=[volume]))) == volume
     other = {"name": "shared-memory", "hostPath": {"path": "/dev/shm"}}
-    assert shared_memory(made(workers=with_template(volumes=[other]))) == other
+    assert shared_memory(pod_spec(workers=with_template(volumes=[other]))) == other
 
 
-def test_the_charts_template_is_below_the_jobs_own() -> None:
+def test_the_template_of_the_job_overrides_the_charts() -> None:
     asked = {"resources": {"requests": {"cpu": "2", "memory": "3Gi"}}}
     chart = {
         "metadata": {"labels": {"team": "infra", "trainium.dev/job-name": "stolen"}},
@@ -74,7 +72,7 @@ def test_the_charts_template_is_below_the_jobs_own() -> None:
     assert (requests["cpu"], requests["memory"]) == ("7", "3Gi")
     assert body["spec"]["priorityClassName"] == "low"
     assert body["metadata"]["labels"]["team"] == "infra"
-    assert body["metadata"]["labels"]["trainium.dev/job-name"] == "demo", "whose pod it is nobody can change"
+    assert body["metadata"]["labels"]["trainium.dev/job-name"] == "demo", "labels of the operator cannot be overridden"
 
 
 def test_the_pods_of_a_job_are_the_same_at_every_size() -> None:
@@ -84,7 +82,7 @@ def test_the_pods_of_a_job_are_the_same_at_every_size() -> None:
     assert template_hash(few, SETTINGS) == template_hash(many, SETTINGS)
 
 
-def test_what_the_operator_works_out_by_itself_makes_no_pod_outdated_in_any_versions_eyes() -> None:
+def test_computed_requests_do_not_change_the_template_hash() -> None:
     view = job(spec(workers=TRN1, trainer={"batch": {"globalSize": 128}}))
     key = "trainium.dev/template-hash"
     with_needs, without = (pod_template(view, SETTINGS, asks=asks) for asks in (True, False))
@@ -92,7 +90,7 @@ def test_what_the_operator_works_out_by_itself_makes_no_pod_outdated_in_any_vers
     assert with_needs["metadata"]["annotations"][key] == without["metadata"]["annotations"][key]
 
 
-def test_a_queue_is_asked_only_for_what_people_ask_for() -> None:
+def test_a_workload_requests_only_resources_of_the_template() -> None:
     """Kueue refuses a workload that asks for a resource which its queue does not name."""
 
     def queued(workers: dict[str, Any]) -> Any:

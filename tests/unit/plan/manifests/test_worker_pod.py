@@ -3,8 +3,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, SETTINGS, agent, created, deleted, job, observed, planned, pod, spec
 
+from tests.unit.plan.plan_builders import NOW, SETTINGS, agent, created, deleted, job, observed, planned, pod, spec
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.trainer.config import TrainingConfig
@@ -23,7 +23,7 @@ from trainium_operator.plan.manifests.worker_pod import (
 from trainium_operator.plan.model.observed import PodPhase
 
 
-def made(ordinal: int = 0, avoided: Avoided | None = None, **changes: Any) -> Any:
+def build_pod(ordinal: int = 0, avoided: Avoided | None = None, **changes: Any) -> Any:
     return worker_pods(job(spec(**changes)), SETTINGS, range(ordinal, ordinal + 1), avoided or Avoided())[0]
 
 
@@ -35,8 +35,8 @@ def environment(manifest: Any) -> Any:
     return {item["name"]: item.get("value", item.get("valueFrom")) for item in container(manifest)["env"]}
 
 
-def test_a_worker_pod_has_the_essentials() -> None:
-    manifest = made(7)
+def test_a_worker_pod_has_its_labels_owner_command_and_annotations() -> None:
+    manifest = build_pod(7)
     pod_spec, metadata = manifest["spec"], manifest["metadata"]
     assert metadata["name"] == "demo-w-7"
     assert pod_spec["restartPolicy"] == "Never"
@@ -55,7 +55,7 @@ def test_a_worker_pod_has_the_essentials() -> None:
 
 
 def test_workers_get_a_log_format_only_where_it_is_not_text() -> None:
-    assert env.ENV_LOG_FORMAT not in environment(made())
+    assert env.ENV_LOG_FORMAT not in environment(build_pod())
     settings = replace(SETTINGS, worker_log_format=LogFormat.JSON)
     manifest = worker_pods(job(spec(precompile={"enabled": True})), settings, range(1), Avoided())[0]
     assert environment(manifest)[env.ENV_LOG_FORMAT] == "json"
@@ -67,7 +67,7 @@ def test_workers_get_a_log_format_only_where_it_is_not_text() -> None:
 
 
 def test_a_worker_pod_meets_the_restricted_security_standard() -> None:
-    manifest = made()
+    manifest = build_pod()
     context = manifest["spec"]["securityContext"]
     assert context["runAsNonRoot"] is True
     assert context["runAsUser"] == context["runAsGroup"] == 1000
@@ -79,23 +79,25 @@ def test_a_worker_pod_meets_the_restricted_security_standard() -> None:
 
 
 def test_the_token_is_for_the_coordinator_only() -> None:
-    volumes = {volume["name"]: volume for volume in made()["spec"]["volumes"]}
+    volumes = {volume["name"]: volume for volume in build_pod()["spec"]["volumes"]}
     token = volumes["token"]["projected"]["sources"][0]["serviceAccountToken"]
     assert token["audience"] == "trainium.dev/coordinator"
     assert volumes["shared-memory"]["emptyDir"]["medium"] == "Memory"
-    mounts = {mount["name"]: mount["mountPath"] for mount in container(made())["volumeMounts"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container(build_pod())["volumeMounts"]}
     assert mounts["token"] == "/var/run/secrets/trainium.dev"
     assert mounts["shared-memory"] == "/dev/shm"
 
 
-def test_workers_without_devices_keep_to_one_per_node() -> None:
-    term = made()["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
+def test_workers_without_devices_have_anti_affinity() -> None:
+    term = build_pod()["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
     assert term["topologyKey"] == "kubernetes.io/hostname"
     assert term["labelSelector"]["matchLabels"] == {"trainium.dev/job-name": "demo", "trainium.dev/role": "worker"}
 
 
 def test_a_trainium_worker_takes_all_devices_of_its_instance_type() -> None:
-    manifest = made(workers={"accelerator": {"instanceType": "trn1.32xlarge"}}, trainer={"batch": {"globalSize": 128}})
+    manifest = build_pod(
+        workers={"accelerator": {"instanceType": "trn1.32xlarge"}}, trainer={"batch": {"globalSize": 128}}
+    )
     wanted = {"aws.amazon.com/neuron": "16", "vpc.amazonaws.com/efa": "8"}
     resources = container(manifest)["resources"]
     assert resources == {
@@ -119,13 +121,13 @@ def test_a_trainium_worker_takes_all_devices_of_its_instance_type() -> None:
     ],
 )
 def test_resources_follow_the_accelerator(accelerator: Any, resources: Any, efa: Any) -> None:
-    manifest = made(workers={"accelerator": accelerator})
+    manifest = build_pod(workers={"accelerator": accelerator})
     assert container(manifest).get("resources", {}).get("limits") == resources
     assert ("FI_PROVIDER" in environment(manifest)) is efa
 
 
 def test_lost_nodes_are_tolerated_for_a_short_time_only() -> None:
-    short = [each for each in made()["spec"]["tolerations"] if each["key"].startswith("node.kubernetes.io/")]
+    short = [each for each in build_pod()["spec"]["tolerations"] if each["key"].startswith("node.kubernetes.io/")]
     assert {each["key"]: each["tolerationSeconds"] for each in short} == {
         "node.kubernetes.io/not-ready": 30,
         "node.kubernetes.io/unreachable": 30,
@@ -136,7 +138,7 @@ def test_avoided_nodes_are_a_preference_beside_the_users_own_affinity() -> None:
     own = {"weight": 1, "preference": {"matchExpressions": [{"key": "zone", "operator": "Exists"}]}}
     key = "preferredDuringSchedulingIgnoredDuringExecution"
     template = {"spec": {"affinity": {"nodeAffinity": {key: [own]}}}}
-    manifest = made(avoided=Avoided(preferred=("node-3",)), workers={"template": template})
+    manifest = build_pod(avoided=Avoided(preferred=("node-3",)), workers={"template": template})
     mine, theirs = manifest["spec"]["affinity"]["nodeAffinity"][key][::-1]
     assert theirs == own
     assert mine["preference"]["matchExpressions"][0]["values"] == ["node-3"]
@@ -151,7 +153,7 @@ def test_avoided_nodes_expire() -> None:
     assert result.status.avoided_nodes == ("node-1",)
 
 
-def test_the_users_template_is_merged_over_ours_by_name() -> None:
+def test_the_template_of_the_job_is_merged_by_name() -> None:
     template = {
         "metadata": {"labels": {"team": "x", "trainium.dev/job-name": "stolen"}, "annotations": {"a": "b"}},
         "spec": {
@@ -170,7 +172,7 @@ def test_the_users_template_is_merged_over_ours_by_name() -> None:
             "volumes": [{"name": "data", "emptyDir": {}}, {"name": "checkpoints", "nfs": {"server": "s", "path": "/"}}],
         },
     }
-    manifest = made(workers={"template": template})
+    manifest = build_pod(workers={"template": template})
     assert manifest["metadata"]["labels"]["team"] == "x"
     assert manifest["metadata"]["labels"]["trainium.dev/job-name"] == "demo"
     assert manifest["metadata"]["annotations"]["a"] == "b"
@@ -187,18 +189,18 @@ def test_the_users_template_is_merged_over_ours_by_name() -> None:
 
 
 def test_a_single_container_without_a_name_is_the_workers() -> None:
-    manifest = made(workers={"template": {"spec": {"containers": [{"image": "mine:2"}]}}})
+    manifest = build_pod(workers={"template": {"spec": {"containers": [{"image": "mine:2"}]}}})
     assert [(each["name"], each["image"]) for each in manifest["spec"]["containers"]] == [("worker", "mine:2")]
 
 
-def test_null_in_a_template_removes_a_field_and_merging_changes_neither_side() -> None:
+def test_null_removes_a_field_and_merging_does_not_mutate() -> None:
     ours, theirs = {"a": {"b": 1, "c": [1]}}, {"a": {"b": None, "c": [2]}}
     assert merge_template(ours, theirs) == {"a": {"c": [2]}}
     assert (ours, theirs) == ({"a": {"b": 1, "c": [1]}}, {"a": {"b": None, "c": [2]}})
 
 
 def test_the_template_hash_ignores_the_ordinal_and_follows_the_image() -> None:
-    first, second = made(0), made(1)
+    first, second = build_pod(0), build_pod(1)
     key = "trainium.dev/template-hash"
     assert first["metadata"]["annotations"][key] == second["metadata"]["annotations"][key]
     assert template_hash(job(), SETTINGS) != template_hash(job(spec(image="other:1")), SETTINGS)
@@ -230,7 +232,7 @@ def test_checkpoints_go_to_the_storage_below_a_folder_of_the_job(storage: Any, v
     assert TrainingConfig.model_validate(written).checkpoint.records.startswith("/checkpoints")
 
 
-def test_the_configuration_is_what_the_trainer_reads() -> None:
+def test_the_trainer_accepts_the_configuration() -> None:
     text = config_maps.config_map(job(), "CERT")["data"]["trainer.yaml"]
     assert TrainingConfig.model_validate(json.loads(text)).steps == 100
 
@@ -240,7 +242,7 @@ def test_the_workers_get_the_largest_size_of_the_job(workers: dict[str, int], no
     assert config_maps.config_map(job(spec(workers=workers)), "CERT")["data"]["nodes"] == nodes
 
 
-def test_children_are_applied_again_only_when_their_content_changes() -> None:
+def test_children_are_applied_only_when_their_content_changes() -> None:
     seen = observed(job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4)))
     applied = [type(action).__name__ for action in planned(seen).actions]
     assert "ApplyObject" not in applied
@@ -268,14 +270,14 @@ def test_a_pending_pod_of_an_older_template_is_replaced_and_a_running_one_is_kep
     assert deleted(planned(with_templates("old", running))) == {"demo-w-0": None}
 
 
-def test_a_pending_pod_of_an_operator_with_another_revision_of_the_template_is_left_alone() -> None:
+def test_a_pending_pod_of_another_template_revision_is_kept() -> None:
     result = planned(with_templates("9-old", "9-b"))
     assert (deleted(result), created(result)) == ({}, [])
     assert result.status.outdated_pods == 0
     assert "TemplateChanged" not in [event.reason for event in result.events]
 
 
-def test_a_change_of_the_pod_of_the_same_job_raises_the_revision_of_the_template() -> None:
+def test_changing_the_pod_template_requires_a_new_revision() -> None:
     """Set TEMPLATE_REVISION one higher and take the new digest: else an upgrade replaces pods that wait for a node."""
     jobs = (
         spec(),
@@ -287,11 +289,11 @@ def test_a_change_of_the_pod_of_the_same_job_raises_the_revision_of_the_template
     assert (TEMPLATE_REVISION, digest) == (0, "8d95690647d9fc36")
 
 
-def test_workers_of_one_job_stay_apart_beside_the_users_own_anti_affinity() -> None:
+def test_anti_affinity_of_the_job_is_kept() -> None:
     key = "requiredDuringSchedulingIgnoredDuringExecution"
     own = {"labelSelector": {"matchLabels": {"app": "noisy"}}, "topologyKey": "kubernetes.io/hostname"}
     template = {"spec": {"affinity": {"podAntiAffinity": {key: [own]}}}}
-    spec = made(workers={"template": template})["spec"]
+    spec = build_pod(workers={"template": template})["spec"]
     terms = spec["affinity"]["podAntiAffinity"][key]
     assert terms[0] == own
     assert terms[1]["labelSelector"]["matchLabels"]["trainium.dev/role"] == "worker"
@@ -302,10 +304,12 @@ ELASTIC: dict[str, Any] = {"replicas": 4, "minReplicas": 2, "maxReplicas": 6, "a
 
 
 def compiling(**changes: Any) -> Any:
-    return made(**{"precompile": PRECOMPILE, "workers": ELASTIC, "trainer": {"batch": {"globalSize": 12}}} | changes)
+    return build_pod(
+        **{"precompile": PRECOMPILE, "workers": ELASTIC, "trainer": {"batch": {"globalSize": 12}}} | changes
+    )
 
 
-def test_a_worker_compiles_the_size_that_the_job_starts_at_before_its_agent_runs() -> None:
+def test_an_init_container_compiles_the_first_size() -> None:
     manifest = compiling()
     (first,) = manifest["spec"]["initContainers"]
     assert first["command"] == [
@@ -315,15 +319,15 @@ def test_a_worker_compiles_the_size_that_the_job_starts_at_before_its_agent_runs
     same = ("image", "env", "volumeMounts", "securityContext")
     assert all(first[key] == container(manifest)[key] for key in same)
     assert environment(manifest)["TRAINIUM_IMAGE"] == container(manifest)["image"]
-    assert "initContainers" not in made()["spec"]
+    assert "initContainers" not in build_pod()["spec"]
 
 
-def test_all_legal_sizes_are_compiled_when_that_is_asked_for_the_nearest_first() -> None:
+def test_precompile_all_compiles_the_nearest_sizes_first() -> None:
     manifest = compiling(precompile={"enabled": True, "sizes": "All"})
     assert manifest["spec"]["initContainers"][0]["command"][5] == "4,3,2,6"
 
 
-def test_idle_spares_get_the_other_sizes_when_that_is_asked_for() -> None:
+def test_precompile_background_gives_other_sizes_to_spares() -> None:
     background = {"enabled": True, "sizes": "Background"}
     manifest = compiling(precompile=background, workers=ELASTIC | {"spares": 1})
     assert manifest["spec"]["initContainers"][0]["command"][5] == "4"
@@ -332,7 +336,7 @@ def test_idle_spares_get_the_other_sizes_when_that_is_asked_for() -> None:
         assert "TRAINIUM_BACKGROUND_SIZES" not in environment(compiling(**changes))
 
 
-def test_the_users_own_init_containers_and_mounts_come_before_compiling() -> None:
+def test_init_containers_of_the_job_run_before_precompile() -> None:
     template = {
         "spec": {
             "initContainers": [{"name": "fetch", "image": "fetch:1"}],
@@ -354,7 +358,7 @@ def test_the_users_own_init_containers_and_mounts_come_before_compiling() -> Non
         ({}, None, None),
     ],
 )
-def test_what_is_compiled_is_kept_on_the_checkpoints_volume_unless_the_job_names_a_folder(
+def test_compiled_graphs_are_stored_on_the_checkpoint_volume_by_default(
     storage: Any, own: str | None, folder: str | None
 ) -> None:
     trainer = {"neuron": {"sharedCacheDirectory": own}} if own else {}
@@ -363,20 +367,20 @@ def test_what_is_compiled_is_kept_on_the_checkpoints_volume_unless_the_job_names
     assert config.neuron.shared_cache_directory == folder
 
 
-def test_a_compilers_folder_and_retries_of_the_jobs_own_are_not_contradicted_by_the_environment() -> None:
+def test_neuron_settings_of_the_job_override_the_environment() -> None:
     workers = {"accelerator": {"instanceType": "trn1.32xlarge"}}
     neuron = {"cacheDirectory": "/nvme/compiled", "retryFailedCompilation": False}
-    own = environment(made(workers=workers, parallelism={"tensor": 8}, trainer={"neuron": neuron}))
+    own = environment(build_pod(workers=workers, parallelism={"tensor": 8}, trainer={"neuron": neuron}))
     assert not {"NEURON_CC_FLAGS", "NEURON_COMPILE_CACHE_URL"} & set(own)
-    assert environment(made(workers=workers))["NEURON_COMPILE_CACHE_URL"] == "/var/cache/trainium/neuron"
+    assert environment(build_pod(workers=workers))["NEURON_COMPILE_CACHE_URL"] == "/var/cache/trainium/neuron"
 
 
 def test_a_pod_asks_for_the_instance_type_and_the_priority_that_the_job_names() -> None:
     accelerator = {"device": "neuron", "instanceType": "trn1.32xlarge"}
-    body = made(workers={"accelerator": accelerator}, scheduling={"priorityClassName": "high"})["spec"]
+    body = build_pod(workers={"accelerator": accelerator}, scheduling={"priorityClassName": "high"})["spec"]
     assert body["nodeSelector"] == {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
     assert body["priorityClassName"] == "high"
-    plain = made()["spec"]
+    plain = build_pod()["spec"]
     assert "priorityClassName" not in plain
     assert "nodeSelector" not in plain
 
@@ -385,4 +389,4 @@ def test_a_private_image_is_pulled_with_the_secrets_of_the_installation() -> Non
     settings = replace(SETTINGS, image_pull_secrets=("registry", "mirror"))
     (manifest,) = worker_pods(job(spec()), settings, range(1), Avoided())
     assert manifest["spec"]["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
-    assert "imagePullSecrets" not in made()["spec"]
+    assert "imagePullSecrets" not in build_pod()["spec"]

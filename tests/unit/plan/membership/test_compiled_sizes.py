@@ -1,12 +1,9 @@
-"""Sizes that have no graphs are dearer: another one is taken until compiling pays, or until a spare has compiled it."""
-
-from __future__ import annotations
+"""Uncompiled sizes: a compiled one is used until compiling pays, or until a spare has compiled a better one."""
 
 from typing import Any
 
-from plan_builders import spec
-from plan_cluster import FakeCluster, size
-
+from tests.unit.plan.plan_builders import spec
+from tests.unit.plan.plan_cluster import FakeCluster, size
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.spec.precompile import CompiledSize
 from trainium_contract.status.conditions import ConditionType, Phase
@@ -19,7 +16,7 @@ COMPILE = 600.0
 
 
 def started(sizes: str = "Background", **changes: Any) -> FakeCluster:
-    """8 nodes make one pass a step, 4 to 7 two, 3 three, 2 four."""
+    """Start a job for which 8 nodes make one pass a step, 4 to 7 two, 3 three, 2 four."""
     job_spec = spec(
         workers={"replicas": 8, "minReplicas": 2},
         recovery={"rescaleAfterSeconds": REST},
@@ -34,12 +31,12 @@ def started(sizes: str = "Background", **changes: Any) -> FakeCluster:
 
 
 def report_compiled(cluster: FakeCluster, *sizes: int) -> None:
-    """Somebody has compiled for these sizes."""
+    """Let all agents report these compiled sizes."""
     cluster.compiled = tuple(CompiledSize(nodes=size, seconds=COMPILE) for size in sizes)
     cluster.dirty = True  # a heartbeat with a new size wakes the operator
 
 
-def test_the_status_names_the_sizes_whose_graphs_are_there_and_what_the_slowest_took() -> None:
+def test_the_status_lists_compiled_sizes_and_the_slowest_compilation() -> None:
     cluster = started()
     assert cluster.status.compiled == CompiledStatus(sizes=(8,))
     report_compiled(cluster, 4, 2)
@@ -51,7 +48,7 @@ def test_the_status_names_the_sizes_whose_graphs_are_there_and_what_the_slowest_
     assert cluster.status.compiled == CompiledStatus(), "the job may be given another image now"
 
 
-def test_what_no_job_of_this_shape_could_run_at_is_not_believed() -> None:
+def test_reported_compiled_sizes_must_be_legal() -> None:
     cluster = started(parallelism={"tensor": 2})
     report_compiled(cluster, 4, 3, 5)
     cluster.run(2)
@@ -65,7 +62,7 @@ def test_what_no_job_of_this_shape_could_run_at_is_not_believed() -> None:
     assert cluster.status.compiled.sizes == (8, 4, 6, 10)
 
 
-def test_of_very_many_sizes_no_more_are_remembered_than_the_status_holds() -> None:
+def test_compiled_sizes_are_bounded() -> None:
     cluster = started()
     cluster.change(max_replicas=200)
     for first in (2, 62, 122):
@@ -83,7 +80,7 @@ def test_a_job_that_does_not_compile_ahead_takes_the_best_size() -> None:
     assert (size(cluster), cluster.status.compiled.sizes) == (4, ())
 
 
-def test_a_loss_shrinks_the_job_to_a_size_that_is_compiled_and_it_grows_when_the_better_one_is() -> None:
+def test_a_job_shrinks_to_a_compiled_size_and_grows_when_a_better_one_is_compiled() -> None:
     cluster = started()
     report_compiled(cluster, 3)
     cluster.run(2)

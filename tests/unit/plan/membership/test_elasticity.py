@@ -1,14 +1,12 @@
-"""Spares, shrinking and growing over a whole life: quick where it can be, and never flapping."""
-
-from __future__ import annotations
+"""Spares, shrinking and growing in the fake cluster, without flapping."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, SETTINGS, condition_of, created, planned, running, spec, with_status
-from plan_cluster import FakeCluster, names_of, rungs, size
 
+from tests.unit.plan.plan_builders import NOW, SETTINGS, condition_of, created, planned, running, spec, with_status
+from tests.unit.plan.plan_cluster import FakeCluster, names_of, rungs, size
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.internal import FailureRecord
@@ -76,7 +74,7 @@ def test_a_spare_that_dies_on_its_activation_is_replaced_by_the_next_one() -> No
     assert all(entry.recovered_seconds is not None for entry in cluster.status.history)
 
 
-def test_when_the_only_spare_dies_on_its_activation_and_nothing_else_comes_an_elastic_job_shrinks() -> None:
+def test_an_elastic_job_shrinks_when_its_only_spare_is_lost_too() -> None:
     cluster = started(nodes=5, spares=1, minReplicas=2)
     (spare,) = set(cluster.pods) - set(names_of(cluster))
     lost, other = cluster.members()[1].view.node, cluster.pods[spare].view.node
@@ -110,14 +108,14 @@ def test_a_spare_on_a_suspected_node_is_used_last() -> None:
     seen = with_status(seen, seen.job.status.model_copy(update={"failures": failures}))
     lost = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 1))
     result = planned(replace(lost, agents={uid: a for uid, a in lost.agents.items() if uid != "uid-1"}))
-    found = next(action for action in result.actions if hasattr(action, "membership"))
-    assert [member.pod_name for member in found.membership.members][1] == "demo-w-5"
+    publication = next(action for action in result.actions if hasattr(action, "membership"))
+    assert [member.pod_name for member in publication.membership.members][1] == "demo-w-5"
 
 
 # --- shrinking and growing
 
 
-def test_a_job_that_wants_even_sizes_only_shrinks_to_one_and_keeps_its_global_batch() -> None:
+def test_an_even_sizes_job_shrinks_to_an_even_size() -> None:
     cluster = started(nodes=6, replicas=6, minReplicas=2, sizes="Even")
     cluster.lose_node("node-5")
     cluster.run(REST + 20)
@@ -177,7 +175,7 @@ def worth(cluster: FakeCluster) -> tuple[int, int, float, int]:
     return membership.size, membership.passes, membership.speed, membership.reserve
 
 
-def test_nodes_that_save_no_pass_are_kept_warm_and_the_next_loss_does_not_wait() -> None:
+def test_nodes_in_reserve_replace_the_next_loss_at_once() -> None:
     cluster = started(nodes=8, replicas=8, minReplicas=2, batch=8)
     assert worth(cluster) == (8, 1, 1.0, 0)
     cluster.lose_node("node-7")
@@ -195,7 +193,7 @@ def test_nodes_that_save_no_pass_are_kept_warm_and_the_next_loss_does_not_wait()
     assert generation(cluster) == generation_then, "what would save no pass does not change the membership"
 
 
-def test_a_job_that_asks_for_more_nodes_than_save_a_pass_holds_the_others_in_reserve() -> None:
+def test_nodes_that_save_no_pass_are_in_reserve() -> None:
     cluster = started(nodes=8, replicas=7, spares=1, batch=8)
     assert worth(cluster) == (4, 2, 1.0, 3)
     assert (len(cluster.pods), cluster.status.spares) == (8, 4)
@@ -204,20 +202,20 @@ def test_a_job_that_asks_for_more_nodes_than_save_a_pass_holds_the_others_in_res
     assert worth(cluster)[:3] == (8, 1, 1.0)
 
 
-def test_capacity_that_comes_and_goes_does_not_flap_the_job() -> None:
+def test_intermittent_capacity_does_not_flap_the_job() -> None:
     cluster = started(nodes=4, minReplicas=2)
     before = generation(cluster)
     for _ in range(30):  # an hour in which a node is there for a minute and gone for a minute
         cluster.lose_node("node-3")
-        cluster.run(60)
+        cluster.run(60, tick=2.0)
         cluster.restore_node("node-3")
-        cluster.run(60)
+        cluster.run(60, tick=2.0)
     assert generation(cluster) - before <= 24, "without a rest it would be sixty"
     cluster.run(9 * REST)
     assert size(cluster) == 4
 
 
-def test_a_size_between_the_bounds_is_worked_towards_and_one_outside_is_cut_to_them() -> None:
+def test_a_requested_size_is_clamped_to_the_bounds() -> None:
     cluster = started(minReplicas=2, maxReplicas=4)
     cluster.change(replicas=6)
     cluster.run(20)
@@ -234,7 +232,7 @@ def template_changed(cluster: FakeCluster) -> None:
     cluster.change(template={"spec": {"priority": 7}})
 
 
-def test_a_changed_template_restarts_nothing_and_status_counts_pods_of_the_earlier_one() -> None:
+def test_a_changed_template_only_counts_outdated_pods() -> None:
     cluster = started(spares=1)
     pods, before = set(cluster.pods), generation(cluster)
     template_changed(cluster)
@@ -251,7 +249,7 @@ def plan_of(cluster: FakeCluster) -> Any:
     return plan(cluster.observe(), SETTINGS)
 
 
-def test_pods_that_are_made_later_have_the_new_template_and_the_count_goes_down() -> None:
+def test_later_pods_have_the_new_template() -> None:
     cluster = started(spares=1)
     template_changed(cluster)
     cluster.run(3)

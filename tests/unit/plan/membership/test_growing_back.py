@@ -1,13 +1,11 @@
-"""Decisions about the size of a job that trains: when it grows, how far, and what is recorded."""
-
-from __future__ import annotations
+"""Resizes of a training job: when it grows or shrinks, how far, and what the history records."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, agent, facts_of, interruption, membership, pod, running, spec, training
 
+from tests.unit.plan.plan_builders import NOW, agent, facts_of, interruption, membership, pod, running, spec, training
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType
@@ -15,7 +13,7 @@ from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, MembershipStatus, ProgressStatus
 from trainium_contract.wire.messages import Transition, WorkerPhase
-from trainium_operator.plan.membership.decide import finish_decided_generation, record_size_request, resize
+from trainium_operator.plan.membership.decisions import finish_decided_generation, record_size_request, resize
 from trainium_operator.plan.membership.generation import Decision
 from trainium_operator.plan.model.conditions import find_condition, with_condition
 from trainium_operator.plan.model.feature import AdmissionState, Grant
@@ -26,7 +24,7 @@ REST = 30
 
 
 def job(members: int, newcomers: int = 0, **changes: Any) -> Observed:
-    """A job of four workers at least two of which must train; `newcomers` are warm and have no rank."""
+    """Return a job of two to four workers, and warm `newcomers` without a rank."""
     made = spec(
         workers={"replicas": 4, "minReplicas": 2, **changes.pop("workers", {})},
         recovery={"rescaleAfterSeconds": REST},
@@ -40,7 +38,7 @@ def wants(size: int = 4, **fields: Any) -> TrainingJobStatus:
     return TrainingJobStatus(desired=size, **known)
 
 
-def by_a_person(status: TrainingJobStatus) -> TrainingJobStatus:
+def with_manual_scale(status: TrainingJobStatus) -> TrainingJobStatus:
     return with_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, "from 2 to 4", now=NOW)
 
 
@@ -52,7 +50,7 @@ def size_of(decision: Decision) -> int | None:
     return None if decision.new is None else len(decision.new.members)
 
 
-def test_a_job_grows_to_its_size_at_once_when_all_workers_are_there_and_every_rank_saves_first() -> None:
+def test_a_job_grows_gracefully_once_all_workers_are_warm() -> None:
     decision = decide(job(2, 2))
     assert decision.new is not None
     assert size_of(decision) == 4
@@ -73,11 +71,11 @@ def test_a_job_grows_to_its_size_at_once_when_all_workers_are_there_and_every_ra
         replace(job(2, 2), pods=(pod(0, phase=PodPhase.SUCCEEDED), pod(1), pod(2), pod(3))),
     ],
 )
-def test_nothing_changes_while_it_fits_or_nobody_is_there_or_not_everybody_trains(seen: Observed) -> None:
+def test_no_resize_without_warm_workers_or_while_a_member_does_not_train(seen: Observed) -> None:
     assert decide(seen) == Decision(status=wants())
 
 
-def test_a_job_shrinks_also_while_its_members_only_load_but_not_once_one_has_finished() -> None:
+def test_a_loading_job_shrinks_and_a_finishing_one_does_not() -> None:
     assert size_of(decide(job(4, agents={0: agent(0, WorkerPhase.LOADING, generation=1)}), wants(3))) == 3
     finished = job(4, agents={0: agent(0, WorkerPhase.FINISHED, generation=1)})
     assert decide(finished, wants(3)).new is None
@@ -89,7 +87,7 @@ def test_a_member_without_a_pod_does_not_keep_the_job_from_shrinking() -> None:
 
 
 @pytest.mark.parametrize(("ago", "until"), [(REST - 1, NOW + 1), (REST, None), (REST + 1, None)])
-def test_growth_that_nobody_asked_for_rests(ago: float, until: float | None) -> None:
+def test_automatic_growth_has_a_cooldown(ago: float, until: float | None) -> None:
     status = wants(history=(interruption(Rung.REPLACE, ago=ago),))
     decision = decide(job(2, 2), status)
     assert (size_of(decision), decision.requeue_at) == ((4, ()) if until is None else (None, (until,)))
@@ -100,16 +98,16 @@ def test_a_suspended_job_is_not_requeued_while_no_worker_is_there() -> None:
     assert decide(job(2), status) == Decision(status=status)
 
 
-def test_what_a_person_asked_for_neither_rests_nor_has_to_pay() -> None:
-    status = by_a_person(no_gain(history=(interruption(Rung.REPLACE, ago=1),)))
+def test_a_requested_resize_skips_cooldown_and_cost() -> None:
+    status = with_manual_scale(status_without_gain(history=(interruption(Rung.REPLACE, ago=1),)))
     decision = decide(job(2, 2), status)
     assert size_of(decision) == 4
     entry = decision.status.history[-1]
     assert (entry.rung, entry.cause) == (Rung.RESIZE, Cause.RESIZE)
 
 
-def no_gain(**fields: Any) -> TrainingJobStatus:
-    """One step is left, and a change takes 10 s."""
+def status_without_gain(**fields: Any) -> TrainingJobStatus:
+    """Return a status with one step left and a resize cost of 10 s."""
     return wants(
         **{"history": (interruption(Rung.REPLACE, ago=500),), **fields},
         goodput=GoodputStatus(sizes=(SizeAccount(size=2, step_seconds=2.0),)),
@@ -117,8 +115,8 @@ def no_gain(**fields: Any) -> TrainingJobStatus:
     )
 
 
-def test_growth_that_would_not_pay_is_left() -> None:
-    assert decide(job(2, 2), no_gain()) == Decision(status=no_gain())
+def test_growth_that_does_not_pay_is_skipped() -> None:
+    assert decide(job(2, 2), status_without_gain()) == Decision(status=status_without_gain())
 
 
 @pytest.mark.parametrize(
@@ -130,28 +128,28 @@ def test_growth_that_would_not_pay_is_left() -> None:
         (None, None, (NOW + REST,)),
     ],
 )
-def test_a_part_of_what_is_missing_is_taken_only_after_a_wait_for_the_rest(
+def test_partial_growth_happens_only_after_a_wait(
     waiting_since: float | None, size: int | None, requeue_at: tuple[float, ...]
 ) -> None:
     decision = decide(job(2, 1), wants(waiting_since=waiting_since))
     assert (size_of(decision), decision.requeue_at) == (size, requeue_at)
 
 
-def test_a_part_that_is_no_legal_size_is_not_taken() -> None:
+def test_partial_growth_to_an_illegal_size_is_skipped() -> None:
     pairs = {"more": {"parallelism": {"tensor": 2}}}
     for since in (NOW - 100, NOW - 10):
         assert decide(job(2, 1, **pairs), wants(waiting_since=since)) == Decision(status=wants(waiting_since=since))
 
 
-def test_a_person_gets_a_part_only_after_the_wait_too() -> None:
-    assert decide(job(2, 1), by_a_person(wants(waiting_since=NOW - 10))).requeue_at == (NOW + 20,)
+def test_a_requested_resize_waits_before_partial_growth() -> None:
+    assert decide(job(2, 1), with_manual_scale(wants(waiting_since=NOW - 10))).requeue_at == (NOW + 20,)
 
 
 def graphs(*sizes: int, seconds: float = 60.0, **fields: Any) -> TrainingJobStatus:
     return wants(**{"compiled": CompiledStatus(sizes=sizes, seconds=seconds), "waiting_since": NOW - 100, **fields})
 
 
-def test_growth_to_a_size_without_graphs_waits_until_it_pays_since_the_last_change_of_size() -> None:
+def test_growth_to_an_uncompiled_size_waits_since_the_last_resize() -> None:
     shrunk = interruption(Rung.SHRINK, ago=100, took=0.0)  # 60 s at half the speed: pays after 120
     assert decide(job(2, 2), graphs(2, history=(shrunk,))).requeue_at == (NOW + 20,)
     long_ago = interruption(Rung.SHRINK, ago=120, took=0.0)
@@ -172,25 +170,25 @@ def test_a_job_whose_size_never_changed_does_not_wait_for_graphs() -> None:
     assert size_of(decide(job(2, 2), graphs(2))) == 4
 
 
-def test_a_person_does_not_wait_for_graphs_either() -> None:
+def test_a_requested_resize_does_not_wait_for_compilation() -> None:
     shrunk = interruption(Rung.SHRINK, ago=100, took=0.0)
-    assert size_of(decide(job(2, 2), by_a_person(graphs(2, history=(shrunk,))))) == 4
+    assert size_of(decide(job(2, 2), with_manual_scale(graphs(2, history=(shrunk,))))) == 4
 
 
-def test_a_size_that_has_its_graphs_is_taken_before_a_larger_one_without() -> None:
+def test_a_compiled_size_is_preferred_to_a_larger_uncompiled_one() -> None:
     assert size_of(decide(job(2, 2), graphs(2, 3))) == 3
     assert size_of(decide(job(2, 2), graphs(2, 3, 4))) == 4
-    assert size_of(decide(job(2, 2), by_a_person(graphs(2, 3)))) == 4
+    assert size_of(decide(job(2, 2), with_manual_scale(graphs(2, 3)))) == 4
 
 
-def test_an_extra_and_idle_nodes_are_named_in_the_entry() -> None:
+def test_the_history_names_idle_nodes() -> None:
     taken = wants(4, idle_nodes=IdleNodesStatus(taken=1))
     assert "from 2 to 4 nodes: 1 that were idle, beyond the 3 asked for" in _message(job(2, 2), taken)
-    back = _message(job(4, wanted_elsewhere=2), wants(3))
+    back = _message(job(4, nodes_wanted_by_gangs=2), wants(3))
     assert back == "from 4 to 3 nodes: 1 that were idle are given back, other jobs wait for 2"
     assert _message(job(4), wants(3)) == "from 4 to 3 nodes"
     assert _message(job(4), wants(3, idle_nodes=IdleNodesStatus(taken=1))) == "from 4 to 3 nodes"
-    assert _message(job(2, 2, wanted_elsewhere=2), wants(4)) == "from 2 to 4 nodes"
+    assert _message(job(2, 2, nodes_wanted_by_gangs=2), wants(4)) == "from 2 to 4 nodes"
 
 
 def _message(seen: Observed, status: TrainingJobStatus) -> str:
@@ -200,7 +198,7 @@ def _message(seen: Observed, status: TrainingJobStatus) -> str:
 @pytest.mark.parametrize(
     ("desired", "message"), [(3, "from 2 to 3 nodes: the queue grants 3 of 4"), (4, "from 2 to 4 nodes")]
 )
-def test_a_size_that_a_queue_decided_is_reported_as_its_decision(desired: int, message: str) -> None:
+def test_the_history_names_the_grant_of_a_queue(desired: int, message: str) -> None:
     facts = replace(facts_of(job(2, 2)), grant=Grant(state=AdmissionState.ADMITTED, workers=desired))
     assert resize(facts, wants(desired)).status.history[-1].message == message
 
@@ -210,14 +208,14 @@ def test_shrinking_for_want_of_capacity_is_reported_as_a_resize() -> None:
     assert (entry.rung, entry.cause) == (Rung.RESIZE, Cause.CAPACITY)
 
 
-def test_a_change_that_answers_a_fault_adds_no_separate_entry() -> None:
+def test_a_resize_after_a_fault_adds_no_history_entry() -> None:
     fault = interruption(Rung.REPLACE, ago=5, took=None)
     decision = decide(job(4), wants(3, history=(fault,)))
     assert size_of(decision) == 3
     assert decision.status.history == (fault,)
 
 
-def test_a_size_that_was_decided_on_before_a_crash_is_not_reported_twice() -> None:
+def test_a_resize_decided_before_a_crash_is_recorded_once() -> None:
     decided = wants(3, membership=MembershipStatus(generation=2, size=3))
     decision = decide(job(4), decided)
     assert size_of(decision) == 3
@@ -232,7 +230,7 @@ def test_extras_leave_before_the_highest_ranks() -> None:
     assert [member.pod_name for member in decision.new.members] == ["demo-w-0", "demo-w-3", "demo-w-2"]
 
 
-def test_beyond_what_was_asked_for_extras_join_and_the_spare_stays() -> None:
+def test_growth_beyond_the_request_uses_extras_and_keeps_the_spare() -> None:
     seen = job(2, 2)
     seen = replace(seen, pods=tuple(replace(each, extra=each.ordinal == 3) for each in seen.pods))
     decision = decide(seen, wants(3, idle_nodes=IdleNodesStatus(taken=1)))
@@ -252,7 +250,7 @@ def test_beyond_what_was_asked_for_extras_join_and_the_spare_stays() -> None:
         (job(4), wants(4), 2, "from 4 to 2 nodes"),
     ],
 )
-def test_a_size_that_a_person_changed_is_remembered_until_it_is_reached(
+def test_a_requested_size_is_shown_until_it_is_reached(
     seen: Observed, status: TrainingJobStatus, desired: int, words: str | None
 ) -> None:
     noted = find_condition(record_size_request(facts_of(seen), status, desired), ConditionType.RESIZING)
@@ -269,7 +267,7 @@ def undone(seen: Observed, generation: int = 2, **fields: Any) -> Decision:
     return finish_decided_generation(facts_of(seen), status)
 
 
-def test_a_generation_that_was_decided_on_and_never_recorded_starts_with_the_members_that_are_there() -> None:
+def test_an_unrecorded_generation_starts_with_the_current_members() -> None:
     decision = undone(job(4))
     assert decision.new is not None
     assert decision.new.members == membership(0, 1, 2, 3).members
@@ -280,7 +278,7 @@ def test_a_generation_that_was_decided_on_and_never_recorded_starts_with_the_mem
     assert again.new.cause is Cause.NODE_LOST
 
 
-def test_a_generation_that_is_recorded_is_not_started_again() -> None:
+def test_a_recorded_generation_is_not_restarted() -> None:
     assert undone(job(4), generation=1).new is None
     assert finish_decided_generation(facts_of(replace(job(4), membership=None)), wants()).new is None
 
@@ -293,5 +291,5 @@ def test_a_generation_that_is_recorded_is_not_started_again() -> None:
         job(4, agents={2: training(2, silent=60.0)}),
     ],
 )
-def test_it_starts_only_when_every_member_reported_and_works(seen: Observed) -> None:
+def test_a_decided_generation_starts_only_with_all_members_working(seen: Observed) -> None:
     assert undone(seen).new is None

@@ -1,13 +1,11 @@
-"""Idle nodes are taken where they save a pass, are the first to go, and cost neither a step nor anybody's place."""
-
-from __future__ import annotations
+"""Idle nodes are used where they save a pass, leave first, and cost no step and no place of others."""
 
 from typing import Any
 
 import pytest
-from plan_builders import planned, running, spec
-from plan_cluster import FakeCluster, rungs, size
 
+from tests.unit.plan.plan_builders import planned, running, spec
+from tests.unit.plan.plan_cluster import FakeCluster, rungs, size
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
@@ -30,7 +28,7 @@ def started(
     rest: int = REST,
     **workers: Any,
 ) -> FakeCluster:
-    """A job that trains on what it asked for, and may take more."""
+    """Start a job that may use idle nodes."""
     made = spec(
         workers={"replicas": replicas, "maxReplicas": most, **workers},
         recovery={"rescaleAfterSeconds": rest},
@@ -65,25 +63,25 @@ def test_a_job_grows_onto_idle_nodes_and_reports_it() -> None:
     assert cluster.status.membership.speed == 2
 
 
-def test_who_needs_the_nodes_gets_them_and_no_step_is_lost() -> None:
+def test_preempted_extras_leave_without_a_lost_step() -> None:
     cluster = started(nodes=4)
     assert size(cluster) == 4
 
-    cluster.wishes = 2
+    cluster.foreign_pending_pods = 2
     cluster.run(20)
 
-    assert len(cluster.others) == 2
+    assert len(cluster.foreign_nodes) == 2
     assert size(cluster) == 2
     assert cluster.status.phase is Phase.RUNNING
     assert is_graceful(cluster)
     assert all(entry.rung in (Rung.GROW, Rung.SHRINK) for entry in cluster.status.history)
     assert {entry.cause for entry in cluster.status.history[1:]} == {Cause.PREEMPTED}
-    assert cluster.status.failures == (), "nobody is to blame"
+    assert cluster.status.failures == (), "no failure is recorded"
 
 
-def test_a_gang_that_no_scheduler_preempts_for_gets_its_nodes_by_a_planned_shrink() -> None:
+def test_a_waiting_gang_gets_nodes_by_a_planned_shrink() -> None:
     cluster = started(nodes=4)
-    cluster.gang_waits = 2
+    cluster.nodes_wanted_by_gangs = 2
     cluster.dirty = True
     cluster.run(30)
     assert size(cluster) == 2
@@ -96,7 +94,7 @@ def test_a_gang_that_no_scheduler_preempts_for_gets_its_nodes_by_a_planned_shrin
     assert extras(cluster) == [], "while they wait nothing is asked for"
 
 
-def test_a_notice_on_an_extras_node_is_handled_at_once() -> None:
+def test_an_interruption_notice_removes_an_extra_at_once() -> None:
     cluster = started(nodes=4, rest=300)
     assert size(cluster) == 4
     node = cluster.pods[extras(cluster)[0]].view.node
@@ -107,26 +105,17 @@ def test_a_notice_on_an_extras_node_is_handled_at_once() -> None:
     assert is_graceful(cluster)
 
 
-def test_a_notice_on_the_node_of_another_member_costs_an_extra_and_no_wait() -> None:
+def test_an_interruption_notice_of_a_member_is_answered_with_an_extra() -> None:
     cluster = started(nodes=4, rest=300)
     member = next(pod for pod in cluster.members() if not pod.view.extra)
     cluster.mark_node(member.view.node, taint=Taint("aws-node-termination-handler/scheduled-maintenance"))
     before = cluster.status.membership.generation
     cluster.run(2)
-    assert cluster.status.membership.generation > before, "nobody is waited for"
+    assert cluster.status.membership.generation > before, "there is no wait"
     cluster.run(1200)
     assert size(cluster) == 3
     assert sum(not pod.view.extra for pod in cluster.members()) == 2, "its place is taken by one that was asked for"
     assert is_graceful(cluster)
-
-
-def test_a_rigid_job_that_loses_a_node_goes_on_with_the_nodes_that_were_idle() -> None:
-    cluster = started(nodes=4, rest=600)
-    victim = next(pod for pod in cluster.members() if not pod.view.extra)
-    cluster.lose_node(victim.view.node)
-    cluster.run(60)
-    assert size(cluster) >= 2
-    assert cluster.status.phase is Phase.RUNNING
 
 
 def test_a_spare_is_no_extra_and_stays_a_spare() -> None:
@@ -136,13 +125,13 @@ def test_a_spare_is_no_extra_and_stays_a_spare() -> None:
     assert len(outside) == 1
     assert not outside[0].view.extra
 
-    cluster.wishes = 5
+    cluster.foreign_pending_pods = 5
     cluster.run(30)
     assert size(cluster) == 2
     assert sum(not pod.view.extra for pod in cluster.pods.values()) == 3
 
 
-def test_a_person_who_asks_for_more_gets_the_nodes_that_were_taken_as_their_own() -> None:
+def test_scaling_up_turns_extras_into_requested_workers() -> None:
     cluster = started(nodes=4)
     before = [pod.view.name for pod in cluster.members()]
     cluster.change(replicas=4)
@@ -151,26 +140,7 @@ def test_a_person_who_asks_for_more_gets_the_nodes_that_were_taken_as_their_own(
     assert (cluster.status.desired, cluster.status.idle_nodes.taken) == (4, 0)
 
 
-def test_a_job_that_no_longer_takes_them_gives_them_back() -> None:
-    cluster = started(nodes=4)
-    cluster.change(max_replicas=2)
-    cluster.run(20)
-    assert size(cluster) == 2
-    assert extras(cluster) == []
-    assert is_graceful(cluster)
-
-
-def test_a_suspended_job_keeps_nothing() -> None:
-    cluster = started(nodes=4)
-    cluster.suspend(True)
-    cluster.run(30)
-    assert cluster.pods == {}
-    cluster.suspend(False)
-    cluster.run(60)
-    assert size(cluster) == 4
-
-
-def test_extras_that_fail_are_not_made_again_at_once_and_cost_no_budget() -> None:
+def test_failing_extras_back_off_and_use_no_budget() -> None:
     cluster = started(nodes=2)
     cluster.run(120)
     cluster.nodes.update({name: node for name, node in FakeCluster(cluster.spec, 4).nodes.items() if name > "node-1"})
@@ -187,7 +157,7 @@ def test_extras_that_fail_are_not_made_again_at_once_and_cost_no_budget() -> Non
     assert size(cluster) == 2
 
 
-def test_extras_have_the_class_of_lowest_priority_and_the_label() -> None:
+def test_extras_have_the_lowest_priority_class_and_a_label() -> None:
     seen = running(
         2, job_spec=spec(workers={"replicas": 2, "maxReplicas": 3}, elasticity=TAKES, trainer={"steps": 10**6})
     )

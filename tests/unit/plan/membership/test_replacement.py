@@ -2,15 +2,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import (
+
+from tests.unit.plan.plan_builders import (
     NOW,
     agent,
     created,
     deleted,
     facts_of,
     failure,
+    kinds,
     membership,
     newest,
+    node,
     planned,
     pod,
     published,
@@ -18,10 +21,10 @@ from plan_builders import (
     running,
     spec,
     training,
+    with_pod,
     with_status,
     without,
 )
-
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
@@ -29,8 +32,9 @@ from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.public import CompiledStatus, MembershipStatus
 from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
 from trainium_operator.plan.diagnose.loss import Loss
-from trainium_operator.plan.membership.decide import decide_generation
+from trainium_operator.plan.membership.decisions import decide_generation
 from trainium_operator.plan.model.actions import CreatePod
+from trainium_operator.plan.model.observed import PodPhase
 
 OPEN = Interruption(
     generation=1,
@@ -45,16 +49,16 @@ OPEN = Interruption(
 
 
 def recovering(seen: Any, **status: Any) -> Any:
-    """The loss has been noted before."""
+    """Return the observation after the loss was recorded."""
     fields = {"history": (OPEN,), "waiting_since": NOW - 30, **status}
     return with_status(seen, seen.job.status.model_copy(update=fields))
 
 
-def test_a_spare_takes_the_lost_rank_at_once_and_the_survivors_keep_theirs() -> None:
+def test_a_spare_takes_the_lost_rank_and_survivors_keep_theirs() -> None:
     result = planned(without(running(4, spares=1), 1))
-    found = published(result)
-    assert ranks(found) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
-    assert (found.generation, found.transition, found.cause) == (2, Transition.IMMEDIATE, Cause.POD_LOST)
+    membership = published(result)
+    assert ranks(membership) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert (membership.generation, membership.transition, membership.cause) == (2, Transition.IMMEDIATE, Cause.POD_LOST)
     assert (newest(result).rung, newest(result).pods_replaced) == (Rung.SPARE, 1)
     assert (newest(result).pod, newest(result).rank) == ("demo-w-1", 1)
     assert created(result) == ["demo-w-5"]
@@ -72,11 +76,7 @@ def test_a_spare_whose_node_failed_a_check_takes_a_rank_only_when_there_is_no_ot
     assert ranks(published(planned(without(seen, 5)))) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
 
 
-def test_the_publication_comes_first_and_what_has_ended_goes_last() -> None:
-    from plan_builders import kinds, with_pod
-
-    from trainium_operator.plan.model.observed import PodPhase
-
+def test_the_membership_is_published_first_and_ended_pods_deleted_last() -> None:
     seen = with_pod(running(4, spares=1), pod(1, phase=PodPhase.FAILED, reason="Error", exit_code=137))
     assert kinds(planned(seen).actions) == ["PublishMembership", "CreatePod", "DeletePod", "ApplyObject"]
 
@@ -94,7 +94,7 @@ def test_a_second_loss_in_the_same_generation_joins_the_first() -> None:
     assert len(result.status.history) == 1
 
 
-def test_a_loss_between_the_decision_and_its_record_is_not_noted_again() -> None:
+def test_a_loss_between_decision_and_record_is_recorded_once() -> None:
     seen = without(running(4), 1)
     decided = MembershipStatus(generation=2, size=4)
     closed = OPEN.model_copy(update={"recovered_seconds": 3.0})
@@ -102,19 +102,13 @@ def test_a_loss_between_the_decision_and_its_record_is_not_noted_again() -> None
     assert result.status.history == (closed,)
 
 
-def test_the_new_pod_that_was_waited_for_takes_the_lost_rank() -> None:
+def test_a_pending_replacement_takes_the_lost_rank() -> None:
     seen = without(running(4, agents={4: agent(4)}, pods=tuple(pod(at) for at in (0, 1, 2, 3))), 1)
     seen = replace(seen, pods=(*seen.pods, pod(4, created=NOW - 20)))
-    seen = replace(seen, nodes={each.node: seen.nodes.get(each.node) or _node(each.node) for each in seen.pods})
+    seen = replace(seen, nodes={each.node: seen.nodes.get(each.node) or node(each.node) for each in seen.pods})
     result = planned(recovering(seen))
     assert ranks(published(result)) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
     assert newest(result).rung is Rung.REPLACE
-
-
-def _node(name: Any) -> Any:
-    from plan_builders import node
-
-    return node(name)
 
 
 def test_an_elastic_job_shrinks_only_after_the_wait_and_reports_it() -> None:
@@ -144,21 +138,7 @@ def test_a_shrunk_job_that_loses_another_worker_takes_a_spare_at_its_present_siz
     assert ranks(published(result)) == ["demo-w-0", "demo-w-3", "demo-w-2"]
 
 
-def test_ranks_above_a_smaller_size_move_into_the_holes() -> None:
-    elastic = spec(workers={"minReplicas": 2})
-    seen = without(running(4, job_spec=elastic), 0)
-    result = planned(recovering(seen, waiting_since=NOW - 500))
-    assert ranks(published(result)) == ["demo-w-3", "demo-w-1", "demo-w-2"]
-
-
-def test_a_recorded_generation_that_the_coordinator_does_not_serve_is_served_again() -> None:
-    result = planned(replace(running(4), published=0))
-    assert published(result).generation == 1
-    assert result.actions[0].replaces == 1
-    assert len(result.actions) == 1
-
-
-def test_a_status_that_lost_a_recorded_generation_adopts_it() -> None:
+def test_a_status_adopts_a_newer_recorded_generation() -> None:
     seen = running(4, membership=membership(0, 1, 2, 3, generation=7), published=7)
     agents = {f"uid-{at}": training(at, generation=7) for at in range(4)}
     result = planned(replace(seen, agents=agents))
@@ -191,7 +171,7 @@ def test_a_pod_that_was_there_before_the_fault_is_a_spare_and_creation_times_are
     assert newest(planned(seen)).rung is rung
 
 
-def test_a_job_that_has_all_its_workers_again_takes_its_size_though_that_has_no_graphs() -> None:
+def test_a_complete_job_resumes_at_an_uncompiled_size() -> None:
     seen = without(running(4, spares=1, status={"compiled": CompiledStatus(sizes=(2,), seconds=600.0)}), 1)
     assert len(ranks(published(planned(seen)))) == 4
 
@@ -201,13 +181,13 @@ def waits_since(seen: Any, since: float | None, losses: tuple[Loss, ...] = ()) -
     return decide_generation(facts_of(seen), status, losses).status.waiting_since
 
 
-def test_since_when_workers_are_missing_is_written_down_once_and_forgotten_when_none_is() -> None:
+def test_waiting_since_is_set_once_and_cleared_when_complete() -> None:
     complete, short = running(4), running(3, status={"desired": 4})
     assert waits_since(complete, NOW - 30) is None
     assert waits_since(short, None) == NOW
     assert waits_since(short, NOW - 30) == NOW - 30
     finished = running(3, status={"desired": 4}, agents={2: agent(2, WorkerPhase.FINISHED, generation=1)})
-    assert waits_since(finished, None) is None, "at the end of a run nobody is waited for"
+    assert waits_since(finished, None) is None, "at the end of a run there is no wait"
     assert waits_since(finished, NOW - 30) == NOW - 30
     member, worker = facts_of(complete).members[1]
     lost = (Loss(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)

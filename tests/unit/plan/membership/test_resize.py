@@ -1,7 +1,7 @@
 from dataclasses import replace
 from typing import Any
 
-from plan_builders import (
+from tests.unit.plan.plan_builders import (
     NOW,
     agent,
     created,
@@ -17,7 +17,6 @@ from plan_builders import (
     spec,
     with_status,
 )
-
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.interruptions import Rung
@@ -33,9 +32,9 @@ def scaled(seen: Any, replicas: Any, **workers: Any) -> Any:
 
 def test_on_shrinking_the_highest_ranks_leave_gracefully_and_no_pod_is_deleted_yet() -> None:
     result = planned(scaled(running(4, spares=1), 3, spares=1))
-    found = published(result)
-    assert ranks(found) == ["demo-w-0", "demo-w-1", "demo-w-2"]
-    assert found.transition is Transition.GRACEFUL
+    membership = published(result)
+    assert ranks(membership) == ["demo-w-0", "demo-w-1", "demo-w-2"]
+    assert membership.transition is Transition.GRACEFUL
     assert (newest(result).rung, newest(result).cause) == (Rung.RESIZE, Cause.RESIZE)
     assert deleted(result) == {}
     assert created(result) == []
@@ -43,7 +42,7 @@ def test_on_shrinking_the_highest_ranks_leave_gracefully_and_no_pod_is_deleted_y
 
 
 def after_shrinking(phase: Any) -> Any:
-    """Generation 2 of 3 members is published; pod 3 has left it."""
+    """Return a job whose generation 2 of 3 members is published, without pod 3."""
     seen = scaled(running(4), 3)
     members = {at: agent(at, phase, generation=2) for at in range(3)}
     agents = {f"uid-{at}": known for at, known in {**members, 3: agent(3, generation=2)}.items()}

@@ -1,12 +1,11 @@
-"""Decisions about idle nodes: how many extras are kept or asked for, and when the job grows onto them."""
-
-from __future__ import annotations
+"""Policy for idle nodes: how many extras are requested or kept, and when the job grows onto them."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from plan_builders import (
+
+from tests.unit.plan.plan_builders import (
     NOW,
     agent,
     facts_of,
@@ -19,7 +18,6 @@ from plan_builders import (
     training,
     with_status,
 )
-
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType
@@ -29,13 +27,11 @@ from trainium_contract.status.public import CompiledStatus, ProgressStatus
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.features.idle_nodes.policy import use_idle_nodes
+from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.feature import AdmissionState, Grant
 from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.reasons import Reason
-
-if TYPE_CHECKING:
-    from trainium_operator.plan.model.actions import PolicyResult
 
 REST = 30
 LAST_SEEN = NOW - 50
@@ -43,7 +39,7 @@ LAST_SEEN = NOW - 50
 
 
 def job(*, extras: int = 0, waiting: int = 0, most: int = 4, members: int = 2, **changes: Any) -> Observed:
-    """A job of two workers that may take more: some extras are warm, others wait for a node."""
+    """Return a job of two workers with warm and pending extras."""
     made = spec(
         workers={"replicas": 2, "maxReplicas": most},
         recovery={"rescaleAfterSeconds": REST},
@@ -61,12 +57,12 @@ def job(*, extras: int = 0, waiting: int = 0, most: int = 4, members: int = 2, *
 
 
 def asked(status: TrainingJobStatus | None = None, **idle: Any) -> TrainingJobStatus:
-    """The status with what was asked for, two nodes, before idle ones are looked at."""
+    """Return the status with two requested nodes."""
     return (status or TrainingJobStatus()).replaced(desired=2, idle_nodes=IdleNodesStatus(**idle))
 
 
 def priced(price: float, ago: float = 5000.0, **fields: Any) -> TrainingJobStatus:
-    """The last change of the membership took so long."""
+    """Return a status whose last resize took `price` seconds."""
     return TrainingJobStatus(history=(interruption(Rung.REPLACE, ago=ago, took=price),), **fields)
 
 
@@ -80,12 +76,12 @@ def lost(seen: Observed, at: int) -> tuple[Loss, ...]:
 
 
 def decided(answer: PolicyResult) -> tuple[int, int, int]:
-    """Size to work towards, of that taken, extras wanted."""
+    """Return the desired size, the idle nodes in it, and the number of requested extras."""
     idle = answer.status.idle_nodes
     return answer.status.desired, idle.taken, idle.wanted
 
 
-def test_a_job_that_trains_asks_for_as_many_extras_as_it_may_have_and_waits_for_them_so_long() -> None:
+def test_a_training_job_requests_extras_up_to_its_maximum() -> None:
     answer = decide(job())
     assert decided(answer) == (2, 0, 2)
     assert answer.status.idle_nodes.asked_at == NOW
@@ -97,21 +93,19 @@ def test_a_job_that_trains_asks_for_as_many_extras_as_it_may_have_and_waits_for_
     [
         (job(most=2), asked(failed_requests=3, retry_at=NOW + 5)),
         (job(), asked(wanted=2).replaced(desired=1)),  # a queue grants less than was asked for
-        (job(wanted_elsewhere=2), asked(wanted=2, asked_at=NOW - 5)),
+        (job(nodes_wanted_by_gangs=2), asked(wanted=2, asked_at=NOW - 5)),
         (job(most=4, extras=2), asked(TrainingJobStatus(desired=0)).replaced(desired=0)),
         (replace(job(), membership=None, published=0), asked(wanted=2)),
     ],
 )
-def test_a_job_that_may_not_have_more_asks_for_none_and_forgets_what_it_asked_for(
-    seen: Observed, status: TrainingJobStatus
-) -> None:
+def test_a_job_at_its_maximum_requests_no_extras(seen: Observed, status: TrainingJobStatus) -> None:
     answer = decide(seen, status)
     assert answer.status.desired == status.desired
     assert answer.status.idle_nodes == IdleNodesStatus()
     assert answer.requeue_at == ()
 
 
-def test_a_job_that_may_have_one_more_asks_for_one() -> None:
+def test_extras_are_limited_by_the_maximum_size() -> None:
     assert decided(decide(job(most=3))) == (2, 0, 1)
 
 
@@ -122,7 +116,7 @@ def test_extras_need_a_class_of_lowest_priority() -> None:
     assert use_idle_nodes(without_class, asked(), ()).status.idle_nodes == IdleNodesStatus()
 
 
-def test_a_job_that_leaves_idle_nodes_alone_keeps_what_it_asked_for_although_it_might_have_more() -> None:
+def test_idle_nodes_leave_disables_extras() -> None:
     seen = job()
     leaves = seen.job.spec.model_copy(update={"elasticity": spec().elasticity})
     answer = decide(replace(seen, job=replace(seen.job, spec=leaves)))
@@ -144,7 +138,7 @@ RESIZING = with_condition(
         (replace(job(), pods=(pod(0),)), asked().replaced(desired=3)),
     ],
 )
-def test_nothing_is_asked_for_nor_taken_while_not_everybody_trains_or_no_steps_are_left(
+def test_no_extras_while_a_member_does_not_train_or_no_steps_are_left(
     seen: Observed, status: TrainingJobStatus
 ) -> None:
     answer = decide(seen, status)
@@ -154,7 +148,7 @@ def test_nothing_is_asked_for_nor_taken_while_not_everybody_trains_or_no_steps_a
     assert decide(with_extras, status).status.desired == status.desired
 
 
-def test_nothing_is_asked_for_while_a_member_is_lost_or_the_job_is_smaller_than_it_asked_to_be() -> None:
+def test_no_extras_while_a_member_is_lost_or_the_job_is_too_small() -> None:
     seen = job()
     assert decided(decide(seen, losses=lost(seen, 1))) == (2, 0, 0)
     assert decided(decide(job(members=1))) == (2, 0, 0)
@@ -172,10 +166,10 @@ def test_nothing_is_asked_for_while_a_member_is_lost_or_the_job_is_smaller_than_
         ({}, TrainingJobStatus(), NOW, None),
     ],
 )
-def test_extras_are_asked_for_after_the_pause_the_rest_and_the_operators_own_start(
+def test_extras_are_requested_after_pause_cooldown_and_operator_start(
     idle: dict[str, float], status: TrainingJobStatus, created_from: float, until: float | None
 ) -> None:
-    answer = decide(job(creations_from=created_from), asked(status, **idle))
+    answer = decide(job(create_after=created_from), asked(status, **idle))
     if until is None:
         assert (answer.status.idle_nodes.wanted, answer.status.idle_nodes.asked_at) == (2, NOW)
         assert answer.status.idle_nodes.retry_at is None
@@ -185,7 +179,7 @@ def test_extras_are_asked_for_after_the_pause_the_rest_and_the_operators_own_sta
 
 
 def left(steps: int, price: float | None, **fields: Any) -> TrainingJobStatus:
-    """So many steps of 2 s are left; twice the nodes are twice as fast."""
+    """Return a status with this number of remaining steps of 2 s."""
     known = TrainingJobStatus() if price is None else priced(price)
     return known.replaced(
         goodput=GoodputStatus(sizes=(SizeAccount(size=2, step_seconds=2.0),)),
@@ -194,19 +188,19 @@ def left(steps: int, price: float | None, **fields: Any) -> TrainingJobStatus:
     )
 
 
-def test_extras_are_asked_for_only_where_the_steps_that_are_left_repay_the_way_there_and_back() -> None:
+def test_extras_are_requested_only_if_the_remaining_steps_repay_two_resizes() -> None:
     assert decide(job(), asked(left(21, 10.0))).status.idle_nodes.wanted == 2  # 21 s are saved, 20 spent
     assert decide(job(), asked(left(20, 10.0))).status.idle_nodes.wanted == 0
-    assert decide(job(), asked(left(1, None))).status.idle_nodes.wanted == 2  # nobody knows the price
+    assert decide(job(), asked(left(1, None))).status.idle_nodes.wanted == 2  # the cost is unknown
 
 
-def test_the_job_grows_only_where_the_steps_that_are_left_repay_the_way_there_and_back() -> None:
+def test_a_job_grows_only_if_the_remaining_steps_repay_two_resizes() -> None:
     seen = job(extras=2)
     assert decide(seen, asked(left(21, 10.0))).status.desired == 4
     assert decide(seen, asked(left(20, 10.0))).status.desired == 2
 
 
-def test_a_size_without_graphs_has_its_compilation_to_repay_as_well() -> None:
+def test_compilation_counts_towards_the_cost_of_growing() -> None:
     seen = job(extras=2)
     graphs = CompiledStatus(sizes=(2,), seconds=5.0)
     assert decide(seen, asked(left(25, 10.0, compiled=graphs))).status.desired == 2
@@ -216,9 +210,7 @@ def test_a_size_without_graphs_has_its_compilation_to_repay_as_well() -> None:
 @pytest.mark.parametrize(
     ("price", "requeue_at"), [(30.0, LAST_SEEN + 60.0), (24.9, None), (25.0, None), (25.1, LAST_SEEN + 50.2)]
 )
-def test_the_job_grows_once_the_extras_have_been_there_for_as_long_as_growing_takes_to_repay(
-    price: float, requeue_at: float | None
-) -> None:
+def test_a_job_grows_once_extras_have_existed_for_twice_the_cost(price: float, requeue_at: float | None) -> None:
     answer = decide(job(extras=2), asked(priced(price)))
     if requeue_at is None:
         assert decided(answer) == (4, 2, 2)
@@ -227,7 +219,7 @@ def test_the_job_grows_once_the_extras_have_been_there_for_as_long_as_growing_ta
         assert answer.requeue_at == (pytest.approx(requeue_at),)
 
 
-def test_the_youngest_extra_decides_how_long_they_have_been_there() -> None:
+def test_the_age_of_extras_is_that_of_the_youngest() -> None:
     seen = job(extras=2)
     fresh = replace(agent(3), first_seen=NOW - 1)
     answer = decide(replace(seen, agents={**seen.agents, "uid-3": fresh}), asked(priced(10.0)))
@@ -235,33 +227,33 @@ def test_the_youngest_extra_decides_how_long_they_have_been_there() -> None:
     assert answer.requeue_at == (NOW - 1 + 20.0,)
 
 
-def test_the_job_grows_after_its_rest() -> None:
+def test_a_job_grows_after_its_cooldown() -> None:
     answer = decide(job(extras=2), asked(priced(1.0, ago=REST - 1)))
     assert answer.status.desired == 2
     assert answer.requeue_at == (NOW + 1,)
     assert decide(job(extras=2), asked(priced(1.0, ago=REST))).status.desired == 4
 
 
-def test_where_nobody_knows_the_price_the_job_grows_at_once() -> None:
+def test_a_job_of_unknown_resize_cost_grows_at_once() -> None:
     seen = job(extras=2)
     fresh = {**seen.agents, **{f"uid-{at}": replace(agent(at), first_seen=NOW) for at in (2, 3)}}
     assert decide(replace(seen, agents=fresh)).status.desired == 4
 
 
-def test_extras_that_train_are_kept_and_the_job_stays_as_large() -> None:
+def test_training_extras_are_kept() -> None:
     answer = decide(job(members=4), asked(wanted=2, taken=2))
     assert decided(answer) == (4, 2, 2)
     assert answer.requeue_at == ()
 
 
-def test_a_job_gets_no_larger_than_its_extras_make_it_and_no_smaller_than_it_asked_to_be() -> None:
+def test_size_is_requested_nodes_plus_warm_extras() -> None:
     assert decided(decide(job(extras=1)))[:2] == (3, 1)
     assert decided(decide(job(extras=1, most=8), asked()))[:2] == (3, 1)
     seen = job(members=3)
     assert decide(seen, asked(wanted=1, taken=1), lost(seen, 2)).status.desired == 2
 
 
-def test_after_a_loss_the_job_goes_on_at_once_with_the_extras_that_are_there() -> None:
+def test_after_a_loss_a_job_continues_with_its_extras() -> None:
     seen = job(members=4)
     answer = decide(seen, asked(wanted=2, taken=2), lost(seen, 3))
     assert answer.status.desired == 3
@@ -271,18 +263,18 @@ def test_after_a_loss_the_job_goes_on_at_once_with_the_extras_that_are_there() -
 
 
 @pytest.mark.parametrize(("granted", "size"), [(1, 2), (2, 2), (3, 3), (4, 4), (9, 4)])
-def test_of_the_extras_only_as_many_count_as_a_queue_grants(granted: int, size: int) -> None:
+def test_extras_are_limited_by_the_grant_of_the_queue(granted: int, size: int) -> None:
     facts = replace(facts_of(job(extras=2)), grant=Grant(state=AdmissionState.ADMITTED, workers=granted))
     assert use_idle_nodes(facts, asked(), ()).status.desired == size
 
 
-def test_extras_that_got_their_nodes_are_no_longer_waited_for() -> None:
+def test_scheduled_extras_end_the_wait() -> None:
     answer = decide(job(extras=2), asked(priced(100.0), wanted=2, asked_at=NOW - 5, failed_requests=3))
     assert (answer.status.idle_nodes.wanted, answer.status.idle_nodes.asked_at) == (2, None)
 
 
 @pytest.mark.parametrize(("since", "waits"), [(29.0, True), (30.0, False), (31.0, False)])
-def test_extras_wait_for_a_node_for_as_long_as_the_job_waits_for_what_it_needs(since: float, waits: bool) -> None:
+def test_unschedulable_extras_are_withdrawn_after_the_timeout(since: float, waits: bool) -> None:
     answer = decide(job(extras=1, waiting=1), asked(priced(1000.0), wanted=2, asked_at=NOW - since))
     idle = answer.status.idle_nodes
     if waits:
@@ -293,20 +285,20 @@ def test_extras_wait_for_a_node_for_as_long_as_the_job_waits_for_what_it_needs(s
         assert idle.retry_at == NOW + 60
 
 
-def test_extras_that_are_waited_for_are_no_more_than_the_job_may_have() -> None:
+def test_pending_extras_are_limited_by_the_maximum_size() -> None:
     answer = decide(job(waiting=2, most=3), asked(wanted=2, asked_at=NOW - 1))
     assert answer.status.idle_nodes.wanted == 1
 
 
 @pytest.mark.parametrize(("times", "pause"), [(0, 60), (1, 120), (2, 240), (3, 480), (4, 600), (5, 600), (5000, 600)])
-def test_the_pause_after_extras_that_found_no_node_doubles_up_to_ten_minutes(times: int, pause: int) -> None:
+def test_the_backoff_of_extras_doubles_up_to_ten_minutes(times: int, pause: int) -> None:
     answer = decide(job(waiting=2), asked(wanted=2, asked_at=NOW - REST, failed_requests=times))
     assert answer.status.idle_nodes == IdleNodesStatus(wanted=0, failed_requests=times + 1, retry_at=NOW + pause)
     assert answer.requeue_at == (NOW + pause,)
 
 
 def broken(**changes: Any) -> Observed:
-    """An extra whose agent gave up, or whose pod failed."""
+    """Return a job with one extra in this state."""
     seen = job()
     return replace(seen, pods=(*seen.pods, pod(2, extra=True, **changes)))
 
@@ -327,7 +319,7 @@ def gave_up(seen: Observed) -> Observed:
         (replace(job(), pods=(*job().pods, pod(2, phase=PodPhase.FAILED))), 0),  # a spare
     ],
 )
-def test_an_extra_that_failed_is_like_one_that_found_no_node(seen: Observed, failed_requests: int) -> None:
+def test_a_failed_extra_counts_as_a_failed_request(seen: Observed, failed_requests: int) -> None:
     assert decide(seen).status.idle_nodes.failed_requests == failed_requests
 
 
@@ -341,7 +333,7 @@ def test_an_extra_that_failed_is_like_one_that_found_no_node(seen: Observed, fai
         (job(extras=1, waiting=1), 0, 0),
     ],
 )
-def test_the_pauses_are_reset_when_extras_were_found_that_can_join(
+def test_the_backoff_of_extras_is_reset_when_new_extras_are_warm(
     seen: Observed, before: int, failed_requests: int
 ) -> None:
     kept = asked(priced(1000.0), failed_requests=3, retry_at=NOW + 5)
@@ -350,7 +342,7 @@ def test_the_pauses_are_reset_when_extras_were_found_that_can_join(
     assert decide(seen, kept).status.idle_nodes.failed_requests == failed_requests
 
 
-def test_an_extra_that_cannot_join_yet_leaves_the_pauses_as_they_are() -> None:
+def test_a_cold_extra_keeps_the_backoff() -> None:
     starting = {2: agent(2, ready=False)}
     assert (
         decide(
@@ -360,7 +352,7 @@ def test_an_extra_that_cannot_join_yet_leaves_the_pauses_as_they_are() -> None:
     )
 
 
-def test_extras_that_would_save_no_pass_are_not_asked_for() -> None:
+def test_extras_that_save_no_pass_are_not_requested() -> None:
     answer = decide(job(most=3, trainer={"batch": {"globalSize": 4}}))  # two passes on two nodes and on three
     assert decided(answer) == (2, 0, 0)
     assert answer.status.idle_nodes.asked_at is None
@@ -372,6 +364,6 @@ def test_extras_that_would_save_no_pass_are_released() -> None:
     assert decided(decide(job(extras=1, most=8, **eight), asked(priced(1e4), retry_at=NOW + 9)))[2] == 1
 
 
-def test_a_member_that_is_still_training_for_an_older_size_does_not_let_the_job_grow() -> None:
+def test_no_growth_while_a_member_is_in_an_older_generation() -> None:
     late = job(extras=2, agents={1: training(1, generation=0)})
     assert decide(late).status.desired == 2

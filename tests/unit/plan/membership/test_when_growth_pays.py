@@ -1,21 +1,17 @@
-"""Growth that nobody asked for: until when it rests, which steps repay it, and what a size without graphs costs."""
+"""Automatic growth: its cooldown, the steps that repay it, and the cost of compilation."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from plan_builders import NOW, facts_of, interruption, running, spec
 
+from tests.unit.plan.plan_builders import NOW, facts_of, interruption, running, spec
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, ProgressStatus
 from trainium_operator.plan.membership import growth
-
-if TYPE_CHECKING:
-    from trainium_operator.plan.view.facts import Facts
+from trainium_operator.plan.view.facts import Facts
 
 REST = 30
 
@@ -58,14 +54,12 @@ CAPACITY, BY_A_PERSON = {"cause": Cause.CAPACITY}, {"cause": Cause.RESIZE}
         (history(*[interruption(Rung.RESIZE, ago=70, **CAPACITY)] * 2), NOW - 70 + 2 * REST),
     ],
 )
-def test_growth_rests_after_the_last_recovery_and_longer_after_each_shrink_of_the_hour(
-    status: TrainingJobStatus, until: float
-) -> None:
+def test_the_cooldown_of_growth_doubles_with_each_recent_shrink(status: TrainingJobStatus, until: float) -> None:
     assert growth.growth_resumes_at(facts(), status) == until
 
 
 def known(*, total: int = 100, step: int = 60, seconds: float | None = 2.0, price: float | None = 30.0) -> Any:
-    """Known facts of a job whose step takes so long on two nodes, and whose last change cost so much."""
+    """Return a status with this step time on two nodes and this resize cost."""
     sizes = (SizeAccount(size=4, step_seconds=0.5), SizeAccount(size=2, step_seconds=seconds))
     return history(
         *([] if price is None else [interruption(Rung.REPLACE, ago=500, took=price)]),
@@ -90,20 +84,20 @@ def known(*, total: int = 100, step: int = 60, seconds: float | None = 2.0, pric
         (known(total=0), 10.0, True),
     ],
 )
-def test_growth_is_worth_it_when_the_steps_that_are_left_save_more_than_it_costs_or_when_nobody_knows(
+def test_growth_pays_if_the_remaining_steps_save_more_than_it_costs(
     status: TrainingJobStatus, beside: float, worth: bool
 ) -> None:
     assert growth.is_worth_growing(facts(), status, 2, 4, beside=beside) is worth
 
 
-def test_growth_from_a_size_that_is_not_legal_is_worth_it_at_any_price() -> None:
+def test_growth_from_an_illegal_size_always_pays() -> None:
     pairs = facts(3, parallelism={"tensor": 2})
     status = known(price=1e6).replaced(goodput=GoodputStatus(sizes=(SizeAccount(size=3, step_seconds=1.0),)))
     assert growth.is_worth_growing(pairs, status, 3, 4, beside=0.0)
 
 
 def compiling(*sizes: int, seconds: float | None = 600.0, price: float | None = None) -> TrainingJobStatus:
-    """A job of eight samples a step with graphs for these sizes: two to a rank on 4 nodes, one on 8."""
+    """Return a status with these compiled sizes."""
     entries = [] if price is None else [interruption(Rung.REPLACE, ago=500, took=price)]
     return history(*entries, compiled=CompiledStatus(sizes=sizes, seconds=seconds))
 
@@ -111,19 +105,17 @@ def compiling(*sizes: int, seconds: float | None = 600.0, price: float | None = 
 @pytest.mark.parametrize(
     ("status", "size", "seconds"),
     [
-        (compiling(), 4, 0.0),  # nobody knows which sizes have graphs
+        (compiling(), 4, 0.0),  # compiled sizes are unknown
         (compiling(4, 8), 4, 0.0),
         (compiling(8), 4, 600.0),
         (compiling(8, seconds=None), 4, 1200.0),
     ],
 )
-def test_a_size_without_graphs_costs_what_the_slowest_compilation_took(
-    status: TrainingJobStatus, size: int, seconds: float
-) -> None:
+def test_an_uncompiled_size_costs_the_slowest_compilation(status: TrainingJobStatus, size: int, seconds: float) -> None:
     assert growth.compile_seconds(facts(), status, size) == seconds
 
 
-def test_a_size_that_every_worker_compiles_before_it_joins_costs_nothing() -> None:
+def test_a_size_compiled_at_the_start_costs_nothing() -> None:
     first = facts(precompile={"enabled": True})
     assert growth.compile_seconds(first, compiling(), 8) == 0.0
     assert growth.compile_seconds(first, compiling(seconds=None), 4) == 1200.0
@@ -145,18 +137,18 @@ def test_a_size_that_every_worker_compiles_before_it_joins_costs_nothing() -> No
         (compiling(2), 2, 2),
     ],
 )
-def test_the_size_at_hand_is_the_fastest_with_graphs_where_compiling_the_best_one_costs_more_than_a_change(
+def test_the_available_size_is_the_fastest_compiled_one_unless_compiling_is_cheap(
     status: TrainingJobStatus, nodes: int, size: int
 ) -> None:
     assert growth.available_size(facts(), status, nodes) == size
 
 
-def test_of_sizes_that_are_equally_fast_the_smallest_one_is_at_hand() -> None:
+def test_the_smallest_of_equally_fast_sizes_is_available() -> None:
     eight_samples = facts(trainer={"batch": {"globalSize": 8}})  # with 4 nodes and with 7 two passes
     assert growth.available_size(eight_samples, compiling(7, 4, 5), 8) == 4
 
 
-def test_a_size_that_is_no_legal_one_is_not_at_hand() -> None:
+def test_an_illegal_size_is_not_available() -> None:
     pairs = facts(parallelism={"tensor": 2})
     assert growth.available_size(pairs, compiling(5, 2), 6) == 2
 
@@ -172,12 +164,12 @@ def test_a_size_that_is_no_legal_one_is_not_at_hand() -> None:
         (4, compiling(2), 4, 0.0),  # nor this: it is no faster
     ],
 )
-def test_growing_to_a_size_without_graphs_pays_when_waiting_has_cost_as_much_as_compiling(
+def test_growth_to_an_uncompiled_size_pays_once_waiting_cost_as_much(
     members: int, status: TrainingJobStatus, size: int, after: float
 ) -> None:
-    assert growth.pays_at(facts(members), status, size, 1000.0) == 1000.0 + after
+    assert growth.worthwhile_at(facts(members), status, size, 1000.0) == 1000.0 + after
 
 
-def test_from_a_size_that_is_not_legal_growing_pays_at_once() -> None:
+def test_growth_from_an_illegal_size_pays_at_once() -> None:
     pairs = facts(3, parallelism={"tensor": 2})
-    assert growth.pays_at(pairs, compiling(2), 4, 1000.0) == 1000.0
+    assert growth.worthwhile_at(pairs, compiling(2), 4, 1000.0) == 1000.0

@@ -1,19 +1,30 @@
-"""When the template is made and removed, what waits where devices cannot be claimed, and reports about devices."""
-
-from __future__ import annotations
+"""Device claims: templates and pods, what waits without the API, and reports about devices."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import SETTINGS, agent, created, deleted, job, newest, observed, pod, running, spec, with_pod
 
+from tests.unit.plan.plan_builders import (
+    SETTINGS,
+    agent,
+    created,
+    deleted,
+    job,
+    newest,
+    observed,
+    pod,
+    running,
+    spec,
+    with_pod,
+)
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.features.dra.template import claim_template
+from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DeleteTemplate, Plan
 from trainium_operator.plan.model.conditions import find_condition
-from trainium_operator.plan.model.observed import ApiState, DevicesView, DeviceTaint, Observed, PodPhase
+from trainium_operator.plan.model.observed import ApiState, DevicesView, DeviceTaint, JobView, Observed, PodPhase
 from trainium_operator.plan.plan import plan
 
 SPEC = spec(workers={"accelerator": {"device": "cpu", "claim": {"count": 16}}})
@@ -37,7 +48,7 @@ def condition_of(result: Plan, kind: ConditionType) -> tuple[str, str, str]:
 
 
 def trains(taints: dict[int, str] | None = None, **changes: Any) -> Observed:
-    """Four workers and a spare that hold devices; `taints`: ordinal -> effect."""
+    """Return four workers and a spare that hold devices; `taints` maps ordinals to effects."""
     job_spec = spec(workers={"spares": 1, "accelerator": {"device": "cpu", "claim": {"count": 16}}})
     notes = {
         f"uid-{at}": (DeviceTaint(f"node-{at}/neurondevice3", "neuron.aws.com/x", effect),)
@@ -60,7 +71,7 @@ def test_a_template_that_is_there_is_not_written_again() -> None:
     assert planned(observed(job(SPEC), devices=DevicesView(templates={name(): "u"}))).actions[0].__class__ is CreatePod
 
 
-def test_a_template_of_an_earlier_shape_goes_once_no_pod_refers_to_it() -> None:
+def test_an_outdated_template_is_deleted_without_referring_pods() -> None:
     both = DevicesView(templates={name(): "u", "demo-devices-old": "old-uid"})
     seen = replace(trains(), devices=both)
     assert DeleteTemplate("demo-devices-old", "old-uid") in planned(seen).actions
@@ -75,7 +86,7 @@ def test_with_fields_of_a_newer_version_a_template_is_made_and_none_removed() ->
     assert not any(isinstance(each, DeleteTemplate) for each in actions)
 
 
-def test_a_job_that_claims_nothing_any_more_has_its_template_removed() -> None:
+def test_the_template_of_a_job_without_claims_is_deleted() -> None:
     seen = observed(job(spec()), devices=DevicesView(templates={name(): "u"}))
     assert DeleteTemplate(name(), "u") in planned(seen).actions
 
@@ -85,7 +96,7 @@ def test_a_job_that_claims_nothing_any_more_has_its_template_removed() -> None:
     [
         (ApiState.OFF, "DeviceApiMissing", "install the chart with dra.enabled=true"),
         (ApiState.ABSENT, "DeviceApiMissing", "does not serve resource.k8s.io/v1"),
-        (ApiState.READING, "WaitingForDevices", "is being read"),
+        (ApiState.READING, "WaitingForDevices", "are being read"),
     ],
 )
 def test_a_job_that_cannot_claim_waits_and_reports_the_reason(state: ApiState, reason: str, words: str) -> None:
@@ -102,7 +113,7 @@ def test_a_job_without_a_claim_does_not_wait(state: ApiState) -> None:
     assert len(created(planned(observed(job(spec())), state))) == 4
 
 
-def test_what_runs_goes_on_when_devices_cannot_be_claimed_any_more() -> None:
+def test_a_running_job_continues_without_the_claim_api() -> None:
     result = planned(replace(trains(), devices=None), ApiState.ABSENT)
     assert (created(result), deleted(result), result.status.phase) == ([], {}, Phase.RUNNING)
 
@@ -125,7 +136,7 @@ def test_a_new_worker_may_come_back_to_other_devices_of_the_same_node() -> None:
 
 
 @pytest.mark.parametrize("effect", ["NoSchedule", "None"])
-def test_a_taint_that_does_not_evict_moves_nobody(effect: str) -> None:
+def test_a_device_taint_without_eviction_replaces_nobody(effect: str) -> None:
     result = planned(trains({1: effect}))
     assert result.status.history == ()
     healthy = find_condition(result.status, ConditionType.NODES_HEALTHY)
@@ -133,7 +144,7 @@ def test_a_taint_that_does_not_evict_moves_nobody(effect: str) -> None:
     assert healthy.status.value == ("False" if effect == "NoSchedule" else "True")
 
 
-def test_an_eviction_for_a_tainted_device_has_its_own_cause_and_is_nobodys_failure() -> None:
+def test_an_eviction_for_a_tainted_device_has_a_separate_cause() -> None:
     evicted = pod(1, claim_template=name(), deleting=True, disrupted=True, disruption="DeletionByDeviceTaintManager")
     result = planned(with_pod(trains({1: "NoExecute"}), evicted))
     assert newest(result).cause is Cause.DEVICE_TAINTED
@@ -146,7 +157,7 @@ def test_an_eviction_for_a_tainted_device_has_its_own_cause_and_is_nobodys_failu
     assert newest(planned(with_pod(trains(), plain))).cause is Cause.PREEMPTED
 
 
-def test_a_device_that_the_kubelet_calls_unhealthy_is_left_with_its_node() -> None:
+def test_an_unhealthy_device_replaces_the_worker_and_avoids_the_node() -> None:
     ill = pod(1, claim_template=name(), device_health=("Unhealthy", "neuron.aws.com/node-1/neurondevice3: HBM"))
     result = planned(with_pod(trains(), ill))
     assert newest(result).cause is Cause.DEVICE
@@ -154,7 +165,7 @@ def test_a_device_that_the_kubelet_calls_unhealthy_is_left_with_its_node() -> No
     assert result.status.avoided_nodes == ("node-1",)
 
 
-def test_free_nodes_are_reported_while_a_pod_finds_none() -> None:
+def test_an_unschedulable_pod_reports_nodes_with_free_devices() -> None:
     waiting = pod(
         0,
         phase=PodPhase.PENDING,
@@ -168,7 +179,7 @@ def test_free_nodes_are_reported_while_a_pod_finds_none() -> None:
     assert "2 cannot allocate all claims. Nodes that have 16 free devices: 1 of 3." in message
 
 
-def test_devices_that_a_device_plugin_left_behind_on_the_node_are_not_missed() -> None:
+def test_missing_device_plugin_capacity_is_ignored_for_claims() -> None:
     job_spec = spec(
         workers={"accelerator": {"instanceType": "trn1.32xlarge", "claim": {}}}, trainer={"batch": {"globalSize": 128}}
     )
@@ -187,3 +198,131 @@ def test_devices_that_a_device_plugin_left_behind_on_the_node_are_not_missed() -
         ),
     )
     assert condition_of(planned(replace(plain, nodes=left)), ConditionType.NODES_HEALTHY)[0] == "False"
+
+
+def claiming(claim: dict[str, Any] | None = None, instance: str = "trn1.32xlarge", **accelerator: Any) -> JobView:
+    given = {"instanceType": instance, "claim": claim or {}, **accelerator}
+    return job(spec(workers={"accelerator": given}, trainer={"batch": {"globalSize": 128}}))
+
+
+def built_pod_spec(view: JobView) -> Any:
+    return worker_pods(view, SETTINGS, range(1), Avoided())[0]["spec"]
+
+
+def devices(view: JobView) -> Any:
+    template = claim_template(view)
+    assert template is not None
+    return template["spec"]["spec"]["devices"]
+
+
+def environment(pod_spec: Any) -> Any:
+    return {item["name"]: item.get("value") for item in pod_spec["containers"][0]["env"]}
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "digest"),
+    [
+        ({"device": "cpu"}, "7c8515525a00b167"),
+        ({"instanceType": "trn1.32xlarge"}, "6b0cf1ed934c870b"),
+        (
+            {"instanceType": "trn2.48xlarge", "resources": {"aws.amazon.com/neuron": "8"}, "coresPerNode": 32},
+            "d3a5668bc976849a",
+        ),
+        ({"instanceType": "trn1.2xlarge"}, "2a3a5c2668723d15"),
+    ],
+)
+def test_a_job_without_a_claim_keeps_its_template_hash(accelerator: dict[str, Any], digest: str) -> None:
+    view = job(spec(workers={"accelerator": accelerator}, trainer={"batch": {"globalSize": 128}}))
+    assert template_hash(view, SETTINGS) == digest
+    assert claim_template(view) is None
+
+
+def test_a_worker_claims_all_devices_of_its_instance_type_by_count() -> None:
+    exactly = {"deviceClassName": "neuron.aws.com", "allocationMode": "ExactCount", "count": 16}
+    assert devices(claiming()) == {"requests": [{"name": "neuron", "exactly": exactly}]}
+
+
+def test_a_pod_refers_to_the_template_and_asks_the_device_plugin_for_nothing_but_efa() -> None:
+    view = claiming()
+    pod_spec, template = built_pod_spec(view), claim_template(view)
+    assert template is not None
+    assert pod_spec["resourceClaims"] == [{"name": "neuron", "resourceClaimTemplateName": template["metadata"]["name"]}]
+    (container,) = pod_spec["containers"]
+    efa = {"vpc.amazonaws.com/efa": "8"}
+    requests = {name: amount for name, amount in container["resources"]["requests"].items() if "/" in name}
+    assert requests == container["resources"]["limits"] == efa
+    assert container["resources"]["claims"] == [{"name": "neuron"}]
+    assert environment(pod_spec)["TRAINIUM_NEURON_DEVICES"] == "16"
+    assert "affinity" not in pod_spec, "the devices alone keep two workers from one node"
+
+
+def test_an_init_container_that_compiles_sees_the_claimed_devices_too() -> None:
+    view = claiming()
+    view = job(spec(**{**view.spec.to_wire(), "precompile": {"enabled": True}}))
+    (init,) = built_pod_spec(view)["initContainers"]
+    assert init["resources"]["claims"] == [{"name": "neuron"}]
+
+
+def test_fewer_devices_are_connected_on_request_and_workers_keep_to_one_a_node() -> None:
+    view = claiming({"count": 4, "connected": True}, coresPerNode=8)
+    assert devices(view)["constraints"] == [
+        {"requests": ["neuron"], "matchAttribute": "resource.aws.com/devicegroup4_id"}
+    ]
+    pod_spec = built_pod_spec(view)
+    assert environment(pod_spec)["TRAINIUM_NEURON_DEVICES"] == "4"
+    assert "podAntiAffinity" in pod_spec["affinity"]
+
+
+def test_the_size_of_a_logical_core_is_passed_to_the_driver_and_to_the_runtime() -> None:
+    view = claiming({"logicalNeuronCore": 1}, "trn2.48xlarge", coresPerNode=128)
+    parameters = {"apiVersion": "neuron.aws.com/v1", "kind": "NeuronConfig", "logicalNeuronCore": 1}
+    assert devices(view)["config"] == [
+        {"requests": ["neuron"], "opaque": {"driver": "neuron.aws.com", "parameters": parameters}}
+    ]
+    assert environment(built_pod_spec(view))["NEURON_LOGICAL_NC_CONFIG"] == "1"
+    assert "NEURON_LOGICAL_NC_CONFIG" not in environment(built_pod_spec(claiming()))
+
+
+def test_a_node_of_an_ultraserver_is_one_device() -> None:
+    view = claiming({"ultraServerNode": True}, "trn2u.48xlarge")
+    (request,) = devices(view)["requests"]
+    assert request["exactly"]["count"] == 1
+    (selector,) = request["exactly"]["selectors"]
+    assert selector["cel"]["expression"] == "device.attributes['neuron.aws.com'].resourceType == 'neuron_node'"
+    (config,) = devices(view)["config"]
+    assert config["opaque"]["parameters"]["kind"] == "UltraServerConfig"
+    assert config["opaque"]["parameters"]["ultraserverMode"] == 1
+    assert environment(built_pod_spec(view))["TRAINIUM_NEURON_DEVICES"] == "16"
+
+
+def test_further_conditions_go_into_the_request() -> None:
+    pinned = "device.attributes['neuron.aws.com'].neuronDriverVersion == '2.31.7'"
+    (request,) = devices(claiming({"selectors": [pinned]}))["requests"]
+    assert request["exactly"]["selectors"] == [{"cel": {"expression": pinned}}]
+
+
+def test_the_name_of_a_template_follows_from_its_content_and_it_belongs_to_the_job() -> None:
+    one, same, other = (claim_template(claiming(claim)) for claim in ({}, {"count": 16}, {"connected": True}))
+    assert one is not None
+    assert same is not None
+    assert other is not None
+    assert one["metadata"]["name"] == same["metadata"]["name"] != other["metadata"]["name"]
+    assert one["metadata"]["name"].startswith("demo-devices-")
+    assert one["metadata"]["ownerReferences"][0]["uid"] == "job-uid"
+    assert one["metadata"]["ownerReferences"][0]["controller"] is True
+
+
+def test_claims_of_the_template_are_kept() -> None:
+    theirs = {
+        "spec": {
+            "resourceClaims": [{"name": "fabric", "resourceClaimTemplateName": "efa"}],
+            "containers": [{"resources": {"claims": [{"name": "fabric"}]}}],
+        }
+    }
+    view = claiming()
+    view = job(
+        spec(workers={**view.spec.workers.to_wire(), "template": theirs}, trainer={"batch": {"globalSize": 128}})
+    )
+    pod_spec = built_pod_spec(view)
+    assert [each["name"] for each in pod_spec["resourceClaims"]] == ["neuron", "fabric"]
+    assert pod_spec["containers"][0]["resources"]["claims"] == [{"name": "neuron"}, {"name": "fabric"}]

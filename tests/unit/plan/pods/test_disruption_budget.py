@@ -1,14 +1,12 @@
-"""The disruption budget: what a drain may evict, when it is refused, and how often that is written."""
-
-from __future__ import annotations
+"""The disruption budget: allowed evictions, refusals, and the number of writes."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, agent, membership, planned, running, spec, with_status, without
-from plan_cluster import FakeCluster
 
+from tests.unit.plan.plan_builders import NOW, agent, membership, planned, running, spec, with_status, without
+from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyObject
@@ -21,7 +19,7 @@ LIMIT = 600
 
 
 def limited(count: int = 4, *, spares: int = 0, storage: bool = True, age: float = 0.0, **status: Any) -> Any:
-    """A job that trains and committed a checkpoint `age` seconds ago; its limit is ten minutes."""
+    """Return a job that trains and committed a checkpoint `age` seconds ago; its limit is ten minutes."""
     job_spec = spec(
         workers={"replicas": count, "spares": spares},
         checkpoint=STORAGE if storage else {},
@@ -33,9 +31,9 @@ def limited(count: int = 4, *, spares: int = 0, storage: bool = True, age: float
 
 
 def min_available(result: Any) -> int | None:
-    """The value that the plan writes to the budget; None when it leaves it alone."""
-    found = [each.manifest for each in result.actions if isinstance(each, ApplyObject)]
-    budgets = [each for each in found if each["kind"] == "PodDisruptionBudget"]
+    """Return the `minAvailable` that the plan writes; None without a write."""
+    manifests = [each.manifest for each in result.actions if isinstance(each, ApplyObject)]
+    budgets = [each for each in manifests if each["kind"] == "PodDisruptionBudget"]
     assert len(budgets) <= 1
     return budgets[0]["spec"]["minAvailable"] if budgets else None
 
@@ -45,13 +43,13 @@ def allowed(result: Any) -> bool:
 
 
 def condition_of(result: Any) -> str:
-    found = find_condition(result.status, ConditionType.DISRUPTION_ALLOWED)
-    assert found is not None
-    return found.message
+    condition = find_condition(result.status, ConditionType.DISRUPTION_ALLOWED)
+    assert condition is not None
+    return condition.message
 
 
 def fresh(seen: Any) -> Any:
-    """The same without a budget."""
+    """Return the observation without a disruption budget."""
     children = {key: value for key, value in seen.children.items() if not key.startswith("PodDisruption")}
     return replace(seen, children=children)
 
@@ -63,7 +61,7 @@ def test_one_worker_or_as_many_as_there_are_spares_may_be_evicted(spares: int, m
     assert allowed(result)
 
 
-def test_nothing_may_be_evicted_while_the_newest_durable_checkpoint_is_too_old_and_status_shows_the_reason() -> None:
+def test_an_old_checkpoint_forbids_disruptions_with_a_reason() -> None:
     result = planned(limited(age=LIMIT + 1))
     assert min_available(result) == disruption_budget.ALL_STAY
     assert not allowed(result)
@@ -79,7 +77,7 @@ def test_the_job_is_requeued_when_the_age_passes_the_limit() -> None:
     assert result.requeue_after <= 1
 
 
-def test_a_new_checkpoint_lets_the_drain_through_again() -> None:
+def test_a_new_checkpoint_allows_disruptions_again() -> None:
     old = limited(age=LIMIT + 1)
     written = {"PodDisruptionBudget/demo": digest(old.job, disruption_budget.ALL_STAY)}
     old = replace(old, children={**old.children, **written})
@@ -89,8 +87,9 @@ def test_a_new_checkpoint_lets_the_drain_through_again() -> None:
 
 
 def digest(job: Any, must_stay: int) -> str:
-    found: str = disruption_budget.budget(job, must_stay)["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]
-    return found
+    metadata = disruption_budget.budget_manifest(job, must_stay)["metadata"]
+    content_hash: str = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
+    return content_hash
 
 
 def test_without_any_durable_checkpoint_the_time_since_the_first_step_counts() -> None:
@@ -110,7 +109,7 @@ def progress(known: Any) -> Any:
     return known.heartbeat.progress.model_copy(update={"durable_step": -1})
 
 
-def test_what_was_saved_at_a_suspension_is_no_work_at_risk_after_it() -> None:
+def test_a_suspension_resets_the_age_of_unsaved_work() -> None:
     resumed = Condition(
         type=ConditionType.SUSPENDED,
         status=ConditionStatus.FALSE,
@@ -150,16 +149,16 @@ def test_a_smaller_membership_needs_fewer_workers() -> None:
     assert min_available(planned(small)) == 2
 
 
-def test_the_budget_selects_exactly_the_jobs_workers_belongs_to_the_job_and_spares_what_is_broken_already() -> None:
+def test_the_budget_selects_the_workers_and_allows_eviction_of_unhealthy_pods() -> None:
     seen = limited()
-    found = disruption_budget.budget(seen.job, 3)
-    assert found["metadata"]["name"] == "demo"
-    assert found["metadata"]["ownerReferences"][0]["uid"] == seen.job.uid
-    assert found["spec"]["selector"] == {"matchLabels": names.selector_labels("demo")}
-    assert found["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    manifest = disruption_budget.budget_manifest(seen.job, 3)
+    assert manifest["metadata"]["name"] == "demo"
+    assert manifest["metadata"]["ownerReferences"][0]["uid"] == seen.job.uid
+    assert manifest["spec"]["selector"] == {"matchLabels": names.selector_labels("demo")}
+    assert manifest["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
-def test_over_a_life_with_faults_the_budget_is_written_as_often_as_its_answer_changes() -> None:
+def test_the_budget_is_written_only_when_its_value_changes() -> None:
     job_spec = spec(
         workers={"spares": 1},
         checkpoint=STORAGE,

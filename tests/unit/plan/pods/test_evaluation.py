@@ -1,13 +1,12 @@
-"""The pod that measures models of milestones: when it is created, what is recorded of it; nothing else waits for it."""
-
-from __future__ import annotations
+"""The pod that evaluates milestones: its creation, its results, and its independence from the workers."""
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from plan_builders import (
+
+from tests.unit.plan.plan_builders import (
     NOW,
     SETTINGS,
     created,
@@ -21,7 +20,7 @@ from plan_builders import (
     with_status,
     written,
 )
-
+from trainium_contract.job import TrainingJobSpec
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.results import MAX_EVALUATIONS, ArtifactReport, MilestoneEvaluation
 from trainium_operator.plan.features.evaluation.pod import evaluation_pod
@@ -31,9 +30,6 @@ from trainium_operator.plan.model.actions import CreateEvaluation, DeleteEvaluat
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.observed import EvaluationView, Observed, PodPhase, WriteRefusal
 from trainium_operator.plan.model.reasons import Reason
-
-if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobSpec
 
 FIGURES = {"evaluation": [{"name": "hellaswag acc", "after": 0.3125, "standardError": 0.0208}]}
 
@@ -54,7 +50,7 @@ def model(step: int) -> ArtifactReport:
 
 
 def trains(*steps: int, evaluation: EvaluationView | None = None, **changes: Any) -> Observed:
-    """A job that trains and has the models of these steps."""
+    """Return a job that trains and has the models of these steps."""
     status = {"artifacts": tuple(map(model, steps)), **changes.pop("status", {})}
     seen = running(job_spec=measured_spec(), status=status, **changes)
     return replace(seen, evaluation=evaluation or EvaluationView())
@@ -79,7 +75,7 @@ def ended(code: int, message: str, step: int = 100, **changes: Any) -> Evaluatio
     return side_pod(step, phase=phase, exit_code=code, message=message, **changes)
 
 
-def test_each_model_is_measured_once_one_after_the_other_and_the_status_has_the_figures_first() -> None:
+def test_models_are_evaluated_once_in_order_and_results_are_recorded_before_deletion() -> None:
     seen = trains(100, 200)
     first = planned(seen)
     (manifest,) = creations(first)
@@ -109,7 +105,7 @@ def test_each_model_is_measured_once_one_after_the_other_and_the_status_has_the_
     assert creations(second)[0]["spec"]["containers"][0]["command"][2] == model(200).path
 
 
-def test_nothing_is_created_while_the_last_pod_is_being_deleted_or_before_the_pods_were_read() -> None:
+def test_no_evaluation_pod_before_the_last_one_is_deleted_and_pods_were_read() -> None:
     assert creations(planned(replace(trains(100), evaluation=side_pod(7, deleting=True)))) == []
     unread = planned(replace(trains(100), evaluation=None))
     assert creations(unread) == []
@@ -118,7 +114,7 @@ def test_nothing_is_created_while_the_last_pod_is_being_deleted_or_before_the_po
 
 
 @pytest.mark.parametrize("code", [1, 137])
-def test_a_failed_pod_is_counted_once_and_tried_again_after_a_pause_a_bounded_number_of_times(code: int) -> None:
+def test_a_failed_evaluation_is_retried_with_backoff_a_bounded_number_of_times(code: int) -> None:
     seen = trains(100)
     for failures in range(ATTEMPTS):
         seen = written(seen)
@@ -149,24 +145,24 @@ def test_a_failed_pod_is_counted_once_and_tried_again_after_a_pause_a_bounded_nu
     ],
     ids=["mistake of the user", "no figures", "none", "malformed", "preempted"],
 )
-def test_what_counts_as_a_failure(view: EvaluationView, failures: int) -> None:
+def test_only_errors_and_invalid_figures_count_as_failed_evaluations(view: EvaluationView, failures: int) -> None:
     result = planned(replace(written(trains(100)), evaluation=view))
     assert [(each.failures, each.figures) for each in result.status.evaluations] == [(failures, ())]
     assert len(deletions(result)) == 1
 
 
-def test_a_pod_that_somebody_deleted_is_created_again_at_once_and_with_the_same_attempt() -> None:
+def test_a_deleted_evaluation_pod_is_recreated_with_the_same_attempt() -> None:
     seen = written(trains(100))
     (first,), (second,) = creations(planned(trains(100))), creations(planned(seen))
     assert first == second
 
 
 @pytest.mark.parametrize("phase", [PodPhase.FAILED, PodPhase.PENDING, PodPhase.RUNNING])
-def test_whatever_becomes_of_it_the_plan_of_the_workers_is_the_same(phase: PodPhase) -> None:
+def test_evaluation_never_changes_the_plan_of_the_workers(phase: PodPhase) -> None:
     plain = planned(trains())
     for view in (
         ended(1, "boom") if phase is PodPhase.FAILED else side_pod(100, phase=phase),
-        EvaluationView(refusal=WriteRefusal("exceeded quota", taken=False, again_from=NOW + 30)),
+        EvaluationView(refusal=WriteRefusal("exceeded quota", name_in_use=False, retry_at=NOW + 30)),
     ):
         result = planned(replace(trains(100), evaluation=view))
         assert (created(result), deleted(result)) == (created(plain), deleted(plain))
@@ -175,7 +171,7 @@ def test_whatever_becomes_of_it_the_plan_of_the_workers_is_the_same(phase: PodPh
 
 
 def test_a_refused_pod_is_reported_and_tried_again_later() -> None:
-    refused = EvaluationView(refusal=WriteRefusal("exceeded quota", taken=False, again_from=NOW + 30))
+    refused = EvaluationView(refusal=WriteRefusal("exceeded quota", name_in_use=False, retry_at=NOW + 30))
     result = planned(replace(trains(100), evaluation=refused))
     assert creations(result) == []
     (entry,) = result.status.evaluations
@@ -183,7 +179,7 @@ def test_a_refused_pod_is_reported_and_tried_again_later() -> None:
     assert len(creations(planned(replace(trains(100), evaluation=refused, now=NOW + 30)))) == 1
 
 
-def test_a_suspended_a_failed_and_a_changed_job_let_it_go_and_a_completed_one_ends_it() -> None:
+def test_evaluation_stops_with_suspended_failed_or_changed_jobs() -> None:
     seen = written(trains(100))
     for job_spec in (measured_spec(suspend=True), spec()):
         result = planned(replace(seen, job=replace(seen.job, spec=job_spec), evaluation=side_pod(100)))
@@ -208,7 +204,7 @@ def manifest_of(job_spec: TrainingJobSpec, **settings: Any) -> dict[str, Any]:
     return evaluation_pod(job(job_spec), replace(SETTINGS, **settings), entry, "0 /m")
 
 
-def test_the_pod_is_no_worker_has_no_token_and_preempts_nobody() -> None:
+def test_the_evaluation_pod_is_no_worker_and_preempts_nobody() -> None:
     template = {
         "metadata": {"annotations": {"sidecar.istio.io/inject": "false"}},
         "spec": {
@@ -223,8 +219,8 @@ def test_the_pod_is_no_worker_has_no_token_and_preempts_nobody() -> None:
         scheduling={"priorityClassName": "high"},
         precompile={"enabled": True},
     )
-    found = manifest_of(job_spec)
-    metadata, body = found["metadata"], found["spec"]
+    manifest = manifest_of(job_spec)
+    metadata, body = manifest["metadata"], manifest["spec"]
     assert metadata["name"] == "demo-evaluation"
     assert metadata["ownerReferences"][0]["uid"] == "job-uid"
     selector = names.selector_labels("demo")

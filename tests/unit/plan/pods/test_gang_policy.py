@@ -1,14 +1,25 @@
-"""All workers start or none: the adapters' objects and marks, and the time-out below them."""
-
-from __future__ import annotations
+"""Gang scheduling: objects of each gang API, and the timeout without one."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, SETTINGS, agent, created, deleted, job, node, observed, pod, running, spec, with_status
-from plan_cluster import FakeCluster
 
+from tests.unit.plan.plan_builders import (
+    NOW,
+    SETTINGS,
+    agent,
+    created,
+    deleted,
+    job,
+    node,
+    observed,
+    pod,
+    running,
+    spec,
+    with_status,
+)
+from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.internal import GangStatus
@@ -17,6 +28,7 @@ from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import GangApi, Observed, PodPhase
 from trainium_operator.plan.plan import plan
 from trainium_operator.plan.pods.gang_policy import pause_seconds
+from trainium_operator.plan.report.write_throttle import COUNT_INTERVAL_SECONDS
 
 NATIVE = {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
 OLD_NATIVE = {GangApi.WORKLOAD_REF: "scheduling.k8s.io/v1alpha1"}
@@ -37,9 +49,9 @@ def manifests(result: Plan) -> list[Any]:
 
 
 def group(result: Plan) -> Any:
-    found = [action.manifest for action in result.actions if isinstance(action, ApplyGroup)]
-    assert len(found) <= 1
-    return found[0] if found else None
+    manifests = [action.manifest for action in result.actions if isinstance(action, ApplyGroup)]
+    assert len(manifests) <= 1
+    return manifests[0] if manifests else None
 
 
 def admitted(result: Plan) -> tuple[str, str]:
@@ -118,7 +130,7 @@ def test_newcomers_of_a_running_job_are_not_in_a_group() -> None:
     assert "schedulingGroup" not in manifests(result)[0]["spec"]
 
 
-def test_a_pod_that_waits_in_a_group_of_a_job_that_has_started_is_recreated_without_it() -> None:
+def test_a_pending_gang_pod_is_recreated_without_the_group_after_the_start() -> None:
     waiting = pod(4, phase=PodPhase.PENDING, node="", ip="", gang="demo-12345678", scheduled=False)
     bound = replace(waiting, node="node-4")
     for extra, expected in ((waiting, {"demo-w-4": None}), (bound, {})):
@@ -142,7 +154,7 @@ def test_another_smallest_size_before_the_start_makes_another_group() -> None:
 
 
 def partial(bound: int, *, since: float | None = None, elastic: bool = False, **gang: Any) -> Observed:
-    """A job of four whose first `bound` workers hold nodes."""
+    """Return a job of four whose first `bound` workers hold nodes."""
     workers = {"replicas": 4, "spares": 0, **({"minReplicas": 2} if elastic else {})}
     status = TrainingJobStatus(
         desired=4, next_pod_ordinal=4, gang=GangStatus(holding_since=since, **gang), waiting_since=NOW - 1
@@ -153,7 +165,7 @@ def partial(bound: int, *, since: float | None = None, elastic: bool = False, **
     return observed(job(spec(workers=workers), status), pods, {at: agent(at) for at in range(bound)})
 
 
-def test_a_partial_gang_gives_its_nodes_back_after_the_time_out() -> None:
+def test_a_partial_gang_releases_its_nodes_after_the_timeout() -> None:
     waiting = planned(partial(3))
     assert waiting.status.gang.holding_since == NOW
     assert deleted(waiting) == {}
@@ -166,7 +178,7 @@ def test_a_partial_gang_gives_its_nodes_back_after_the_time_out() -> None:
     assert [event.reason for event in result.events if event.reason == "GangTimedOut"] == ["GangTimedOut"]
 
 
-def test_since_when_nodes_are_held_is_no_reason_to_write_while_others_are_bound() -> None:
+def test_holding_since_is_not_written_while_pods_are_being_bound() -> None:
     """Nor is it one that nothing is wrong with the first of those nodes."""
     seen = partial(3)
     status = planned(replace(seen, nodes={})).status
@@ -175,8 +187,8 @@ def test_since_when_nodes_are_held_is_no_reason_to_write_while_others_are_bound(
     assert find_condition(planned(held).status, ConditionType.NODES_HEALTHY) is not None
     waiting = planned(replace(held, status_written=NOW - 1))
     assert waiting.status == held.job.status
-    assert waiting.requeue_after == pytest.approx(SETTINGS.count_interval_seconds - 1)
-    written = planned(replace(held, status_written=NOW - SETTINGS.count_interval_seconds))
+    assert waiting.requeue_after == pytest.approx(COUNT_INTERVAL_SECONDS - 1)
+    written = planned(replace(held, status_written=NOW - COUNT_INTERVAL_SECONDS))
     assert written.status.gang.holding_since == NOW
 
 
@@ -191,11 +203,11 @@ def test_a_job_that_waits_for_nodes_shows_until_when() -> None:
     admitted = find_condition(planned(partial(3)).status, ConditionType.ADMITTED)
     assert admitted is not None
     assert admitted.message == (
-        "not all workers have a node; if after 600 s too few have one to begin, they give them back"
+        "not all workers have a node; if too few have one after 600 s, the job releases these nodes"
     )
 
 
-def test_a_crash_after_the_decision_ends_the_same_way_and_reports_nothing_twice() -> None:
+def test_a_crash_after_a_gang_timeout_reports_it_once() -> None:
     first = planned(partial(3, since=NOW - 600))
     seen = partial(3)
     again = planned(replace(seen, job=replace(seen.job, status=first.status), now=NOW + 1))
@@ -204,7 +216,7 @@ def test_a_crash_after_the_decision_ends_the_same_way_and_reports_nothing_twice(
     assert again.events == ()
 
 
-def test_an_elastic_job_that_can_begin_smaller_gives_nothing_back() -> None:
+def test_an_elastic_job_that_can_start_smaller_keeps_its_nodes() -> None:
     result = planned(partial(3, since=NOW - 600, elastic=True))
     assert deleted(result) == {}
     assert result.status.gang.holding_since is None
@@ -218,11 +230,11 @@ def test_an_elastic_job_that_cannot_start_at_all_releases_its_nodes() -> None:
     assert len(deleted(planned(partial(1, since=NOW - 600, elastic=True)))) == 4
 
 
-def test_workers_without_any_node_hold_nothing() -> None:
+def test_a_gang_without_nodes_holds_nothing() -> None:
     assert planned(partial(0)).status.gang.holding_since is None
 
 
-def test_pauses_grow_and_differ_from_job_to_job_and_never_by_chance() -> None:
+def test_pauses_grow_and_are_deterministic_for_each_job() -> None:
     pauses = [pause_seconds("one", times) for times in range(1, 12)]
     assert pauses == [pause_seconds("one", times) for times in range(1, 12)]
     assert all(15 <= pause <= 900 for pause in pauses)
@@ -231,13 +243,13 @@ def test_pauses_grow_and_differ_from_job_to_job_and_never_by_chance() -> None:
 
 
 @pytest.mark.parametrize(("times", "around"), [(1, 30), (2, 60), (5, 480), (6, 600), (40, 600)])
-def test_a_pause_is_around_half_a_minute_and_twice_as_long_each_time_up_to_ten_minutes(times: int, around: int) -> None:
+def test_a_pause_doubles_from_half_a_minute_to_ten_minutes(times: int, around: int) -> None:
     pauses = [pause_seconds(f"job-{at}", times) / around for at in range(2000)]
     assert 0.5 <= min(pauses) < 0.505
     assert 1.495 < max(pauses) <= 1.5
 
 
-def test_a_job_that_lacks_a_node_releases_its_nodes_pauses_retries_and_starts_when_there_are_enough() -> None:
+def test_a_job_without_enough_nodes_retries_until_it_starts() -> None:
     cluster = FakeCluster(spec(workers={"replicas": 4}, scheduling={"gangTimeoutSeconds": 60}), nodes=3)
     cluster.run(30)
     assert len(cluster.pods) == 4

@@ -1,15 +1,26 @@
-"""When the NetworkPolicy of a job is written, and what is reported where it cannot be."""
-
-from __future__ import annotations
+"""The NetworkPolicy of a job: which peers it admits, when it is written, and what is reported otherwise."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, SETTINGS, condition_of, created, job, observed, pod, running, spec, with_status
 
+from tests.unit.plan.plan_builders import (
+    NOW,
+    SETTINGS,
+    condition_of,
+    created,
+    job,
+    observed,
+    pod,
+    running,
+    spec,
+    with_status,
+)
 from trainium_contract.status.conditions import ConditionType
+from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_EVALUATION
 from trainium_operator.plan.features.network_policy.policy import KIND, network_policy
+from trainium_operator.plan.manifests.worker_pod import pod_template
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyPolicy, Plan
 from trainium_operator.plan.model.conditions import find_condition, with_condition
@@ -26,7 +37,7 @@ def planned(seen: Observed, ingress: WorkerIngress | None = INGRESS) -> Plan:
 
 
 def trains(**changes: Any) -> Observed:
-    return running(policies_known=True, **changes)
+    return running(policies_listed=True, **changes)
 
 
 def with_policy(seen: Observed, ingress: WorkerIngress = INGRESS) -> Observed:
@@ -39,19 +50,19 @@ def written(result: Plan) -> list[ApplyPolicy]:
 
 
 def problem_of(result: Plan) -> tuple[str, str, str] | None:
-    found = find_condition(result.status, ConditionType.NETWORK_POLICY_APPLIED)
-    return None if found is None else (found.status.value, found.reason, found.message)
+    condition = find_condition(result.status, ConditionType.NETWORK_POLICY_APPLIED)
+    return None if condition is None else (condition.status.value, condition.reason, condition.message)
 
 
 def after(seen: Observed, result: Plan, **changes: Any) -> Observed:
     return replace(seen, job=replace(seen.job, status=result.status), **changes)
 
 
-def test_it_is_written_once_there_are_pods_and_after_whatever_else_is_done() -> None:
-    first = planned(observed(job(), policies_known=True))
+def test_the_network_policy_is_written_last_and_once_pods_exist() -> None:
+    first = planned(observed(job(), policies_listed=True))
     assert len(created(first)) == 4
     assert written(first) == []
-    then = planned(observed(job(), (pod(0),), policies_known=True))
+    then = planned(observed(job(), (pod(0),), policies_listed=True))
     assert len(created(then)) > 0
     assert isinstance(then.actions[-1], ApplyPolicy)
     assert problem_of(then) is None
@@ -68,7 +79,7 @@ def test_an_unchanged_policy_is_not_written_again_and_a_different_one_is() -> No
 
 @pytest.mark.parametrize("ingress", [None, INGRESS])
 def test_without_the_setting_or_before_the_policies_were_read_none_is_written(ingress: WorkerIngress | None) -> None:
-    result = planned(replace(trains(), policies_known=ingress is None), ingress)
+    result = planned(replace(trains(), policies_listed=ingress is None), ingress)
     assert written(result) == []
     assert (result.requeue_after is not None and result.requeue_after <= 5.0) or ingress is None
 
@@ -98,21 +109,21 @@ def test_a_refusal_is_reported_once_and_retried_after_its_pause_while_the_job_co
     assert len(written(late)) == 1
 
 
-def test_a_refusal_keeps_no_lost_worker_from_being_replaced() -> None:
-    seen = trains(policy_refusal=WriteRefusal("no", taken=False, again_from=NOW + 30))
+def test_a_refused_network_policy_does_not_block_replacement() -> None:
+    seen = trains(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW + 30))
     fewer = replace(seen, pods=seen.pods[1:])
     assert created(planned(fewer)) == created(planned(fewer, None)) != []
 
 
-def test_the_condition_shows_a_policy_that_is_there_and_disappears_when_it_is_switched_off() -> None:
-    seen = trains(policy_refusal=WriteRefusal("no", taken=False, again_from=NOW))
+def test_the_policy_condition_follows_the_setting() -> None:
+    seen = trains(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW))
     result = planned(seen)
     done = planned(with_policy(after(seen, result, policy_refusal=None)))
     assert problem_of(done) == ("True", "PolicyApplied", "")
     assert problem_of(planned(after(seen, result), None)) is None
 
 
-def test_on_the_network_of_the_host_none_is_made_and_one_that_is_there_is_opened() -> None:
+def test_host_network_jobs_get_no_policy_and_open_an_existing_one() -> None:
     hosts = spec(workers={"template": {"spec": {"hostNetwork": True}}})
     seen = trains(job_spec=hosts)
     assert written(planned(seen)) == []
@@ -120,8 +131,79 @@ def test_on_the_network_of_the_host_none_is_made_and_one_that_is_there_is_opened
     assert action.manifest["spec"]["ingress"] == [{}]
 
 
-def test_a_job_that_has_ended_gets_none() -> None:
+def test_an_ended_job_gets_no_network_policy() -> None:
     seen = trains()
     ended = with_condition(seen.job.status, ConditionType.COMPLETE, True, Reason.COMPLETED, "", now=NOW)
     assert written(planned(seen))
     assert written(planned(with_status(seen, ended))) == []
+
+
+OPERATOR = {"app.kubernetes.io/name": "trainium-operator", "app.kubernetes.io/instance": "prod"}
+ADMITTED = WorkerIngress(operator_namespace="trainium-system", operator_labels=OPERATOR)
+
+
+def spec_of(ingress: WorkerIngress = ADMITTED, **workers: Any) -> dict[str, Any]:
+    policy_spec: dict[str, Any] = network_policy(job(spec(workers=workers)), ingress)["spec"]
+    return policy_spec
+
+
+def admitted_ports(policy: dict[str, Any], namespace: str, labels: dict[str, str], own: str = "default") -> list[Any]:
+    """Return the ports that a pod can reach; None stands for all."""
+    policies: list[Any] = []
+    for rule in policy["ingress"]:
+        for peer in rule.get("from", [{"namespaceSelector": {}}]):
+            space = peer.get("namespaceSelector")
+            wanted = None if space is None else space.get("matchLabels", {}).get("kubernetes.io/metadata.name")
+            there = namespace == own if space is None else wanted in (None, namespace)
+            if there and peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items():
+                policies.append(rule.get("ports"))
+    return policies
+
+
+def test_the_network_policy_selects_all_pods_of_the_job() -> None:
+    selected = spec_of()["podSelector"]
+    labels = pod_template(job(), SETTINGS)["metadata"]["labels"]
+    assert selected["matchLabels"] == {LABEL_JOB: "demo"}
+    assert selected["matchExpressions"] == [{"key": LABEL_ROLE, "operator": "Exists"}]
+    assert labels.items() >= {LABEL_JOB: "demo", LABEL_ROLE: "worker"}.items()
+    assert spec_of()["policyTypes"] == ["Ingress"]
+
+
+@pytest.mark.parametrize(
+    ("namespace", "labels", "ports"),
+    [
+        ("default", names.selector_labels("demo"), [None]),
+        ("trainium-system", {**OPERATOR, "pod-template-hash": "5d"}, [[{"protocol": "TCP"}]]),
+        ("default", names.selector_labels("other"), []),
+        ("default", {LABEL_JOB: "demo", LABEL_ROLE: ROLE_EVALUATION}, []),
+        ("default", {"app": "browser"}, []),
+        ("elsewhere", names.selector_labels("demo"), []),
+        ("default", OPERATOR, []),
+        ("trainium-system", {"app.kubernetes.io/name": "trainium-operator"}, []),
+    ],
+)
+def test_only_workers_of_the_job_and_the_operator_are_admitted(
+    namespace: str, labels: dict[str, str], ports: list[Any]
+) -> None:
+    assert admitted_ports(spec_of(), namespace, labels) == ports
+
+
+def test_rules_of_the_chart_are_added_as_they_are() -> None:
+    rule = {"from": [{"namespaceSelector": {}}], "ports": [{"port": 6006}]}
+    added = WorkerIngress(operator_namespace="s", operator_labels=OPERATOR, rules=(rule,))
+    assert spec_of(added)["ingress"][2:] == [rule]
+    assert len(spec_of()["ingress"]) == 2
+
+
+def test_host_network_workers_admit_everybody() -> None:
+    assert spec_of(template={"spec": {"hostNetwork": True}})["ingress"] == [{}]
+    assert len(spec_of(template={"spec": {"hostNetwork": False}})["ingress"]) == 2
+
+
+def test_the_network_policy_is_owned_and_hashed() -> None:
+    one, same = (network_policy(job(), ADMITTED) for _ in range(2))
+    assert one == same
+    assert one["metadata"]["ownerReferences"][0]["controller"]
+    assert one["metadata"]["labels"]["trainium.dev/job-name"] == "demo"
+    other = network_policy(job(), WorkerIngress(operator_namespace="moved", operator_labels=OPERATOR))
+    assert other["metadata"]["annotations"] != one["metadata"]["annotations"]

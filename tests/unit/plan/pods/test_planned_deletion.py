@@ -1,11 +1,9 @@
-"""A pod that was asked to stop is no failure, whichever component asked."""
-
-from __future__ import annotations
+"""A requested deletion of a pod is no failure, whichever client requests it."""
 
 import pytest
-from plan_builders import kinds, node, planned, pod, running, spec, training, with_pod
-from plan_cluster import FakeCluster
 
+from tests.unit.plan.plan_builders import kinds, node, planned, pod, running, spec, training, with_pod
+from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.faults.causes import Cause
 from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
 
@@ -18,13 +16,13 @@ def trained(spares: int) -> FakeCluster:
 
 
 def delete(cluster: FakeCluster, name: str) -> None:
-    """`kubectl delete pod`."""
+    """Delete a pod as `kubectl delete` does."""
     cluster._delete(name, cluster.pods[name].view.uid, None)
 
 
 @pytest.mark.parametrize("spares", [0, 1])
 @pytest.mark.parametrize("who", ["member", "spare"])
-def test_a_pod_that_a_user_deletes_is_replaced_and_leaves_no_record_that_delays_others(who: str, spares: int) -> None:
+def test_a_pod_deleted_by_a_user_is_replaced_without_a_failure_record(who: str, spares: int) -> None:
     cluster = trained(spares)
     names = [pod.view.name for pod in cluster.members()] if who == "member" else sorted(cluster.pods)[3:]
     for name in names[:1]:
@@ -40,7 +38,7 @@ def test_a_pod_that_a_user_deletes_is_replaced_and_leaves_no_record_that_delays_
     assert len(cluster.pods) == 3 + spares
 
 
-def test_deleting_one_pod_after_the_other_never_makes_new_ones_wait() -> None:
+def test_repeated_deletions_never_delay_new_pods() -> None:
     cluster = trained(1)
     for _ in range(12):
         delete(cluster, next(pod.view.name for pod in cluster.members()))
@@ -50,7 +48,7 @@ def test_deleting_one_pod_after_the_other_never_makes_new_ones_wait() -> None:
     assert [record for record in cluster.status.failures if record.cause is not Cause.PREEMPTED] == []
 
 
-def test_when_all_pods_have_failed_the_new_ones_are_asked_for_before_the_old_ones_go() -> None:
+def test_replacements_are_created_before_failed_pods_are_deleted() -> None:
     seen = running(4, spares=1)
     for number in range(5):
         seen = with_pod(seen, pod(number, phase=PodPhase.FAILED, reason="Error", exit_code=137))
@@ -59,6 +57,6 @@ def test_when_all_pods_have_failed_the_new_ones_are_asked_for_before_the_old_one
     assert asked.count("CreatePod") >= 4
 
 
-def test_a_pod_that_may_still_hold_its_devices_goes_before_its_replacement_is_asked_for() -> None:
+def test_a_pod_that_may_hold_devices_is_deleted_before_its_replacement() -> None:
     seen = running(4, agents={1: training(1, silent=60)}, nodes={"node-1": node("node-1", NodeReadiness.UNKNOWN)})
     assert [each for each in kinds(planned(seen).actions) if each.endswith("Pod")] == ["DeletePod", "CreatePod"]

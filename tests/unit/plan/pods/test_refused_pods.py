@@ -1,13 +1,11 @@
-"""Pods that are refused at once: by their kubelet, by an admission, or for what no container can be made of."""
-
-from __future__ import annotations
+"""Pods that are rejected at once: by their kubelet, by an admission, or because a container cannot be created."""
 
 from dataclasses import replace
 
 import pytest
-from plan_builders import condition_of, spec
-from plan_cluster import FakeCluster
 
+from tests.unit.plan.plan_builders import condition_of, spec
+from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.model.observed import PodPhase
@@ -17,20 +15,20 @@ TICK = 0.5
 
 
 class Refusing(FakeCluster):
-    """Kubelets that end each pod as soon as it comes to them, for as long as `reason` is set."""
+    """A cluster whose kubelets reject every pod while `reason` is set."""
 
     reason = ""
     exit_code: int | None = None
     made: tuple[float, ...] = ()
     """When each pod was made, from the beginning."""
 
-    def _kubelets(self) -> None:
+    def _run_kubelets(self) -> None:
         for each in self.pods.values():
             if self.reason and each.view.node and each.view.phase is PodPhase.PENDING:
                 each.view = replace(
                     each.view, phase=PodPhase.FAILED, reason=self.reason, exit_code=self.exit_code, finished=self.now
                 )
-        super()._kubelets()
+        super()._run_kubelets()
 
     def _create(self, manifest: object) -> None:
         super()._create(manifest)  # type: ignore[arg-type]
@@ -50,19 +48,19 @@ def trained() -> Refusing:
 
 
 @pytest.mark.parametrize("reason", ["UnexpectedAdmissionError", "OutOfcpu", "Evicted", "CreateContainerConfigError"])
-def test_of_a_job_whose_pods_are_refused_at_once_few_are_made_and_ever_fewer(reason: str) -> None:
+def test_creations_back_off_while_pods_are_refused(reason: str) -> None:
     cluster = job()
     cluster.reason = reason
     cluster.run(60, TICK)
-    assert len(cluster.made) <= 12, "it was 74"
+    assert len(cluster.made) <= 12
     ready = condition_of(cluster.status, ConditionType.PODS_READY)
     assert "6 times in a row" in ready.message
     cluster.run(1800, TICK)
     assert len(cluster.made) <= 12 + 2 * 9
-    assert cluster.status.phase is Phase.PENDING, "it is nobody's fault that stops a job"
+    assert cluster.status.phase is Phase.PENDING, "it is no failure of the job"
 
 
-def test_a_program_that_cannot_be_started_after_the_first_step_is_tried_ever_less_often_too() -> None:
+def test_creations_back_off_while_containers_cannot_start() -> None:
     cluster = trained()
     cluster.reason, cluster.exit_code = "StartError", 128
     assert cluster.kill_pod(cluster.members()[0].view.name)
@@ -70,7 +68,7 @@ def test_a_program_that_cannot_be_started_after_the_first_step_is_tried_ever_les
     assert 2 < len(cluster.made) <= 6
 
 
-def test_a_single_lost_worker_is_replaced_at_once_also_where_the_first_pods_for_it_are_refused() -> None:
+def test_a_lost_worker_is_replaced_at_once_despite_first_refusals() -> None:
     cluster = trained()
     cluster.reason = "UnexpectedAdmissionError"
     assert cluster.kill_pod(cluster.members()[0].view.name)
@@ -82,7 +80,7 @@ def test_a_single_lost_worker_is_replaced_at_once_also_where_the_first_pods_for_
     assert cluster.made[-1] <= lost + 3 * TICK
 
 
-def test_the_wait_ends_with_a_pod_that_reports_and_restarts_after_it() -> None:
+def test_the_backoff_ends_with_a_reporting_pod() -> None:
     cluster = job()
     cluster.reason = "OutOfcpu"
     cluster.run(20, TICK)
@@ -98,7 +96,7 @@ def test_the_wait_ends_with_a_pod_that_reports_and_restarts_after_it() -> None:
 
 
 @pytest.mark.parametrize("answer", ["the job is corrected", "it is suspended and resumed"])
-def test_the_wait_ends_when_a_person_does_something_about_it(answer: str) -> None:
+def test_the_backoff_ends_when_the_job_is_changed(answer: str) -> None:
     cluster = job()
     cluster.reason = "CreateContainerConfigError"
     cluster.run(60, TICK)
@@ -117,7 +115,7 @@ def test_the_wait_ends_when_a_person_does_something_about_it(answer: str) -> Non
     assert len(cluster.made) == made + 2
 
 
-def test_an_operator_that_is_restarted_goes_on_with_the_wait() -> None:
+def test_a_restarted_operator_continues_the_backoff() -> None:
     cluster = job()
     cluster.reason = "OutOfcpu"
     cluster.run(30, TICK)
@@ -127,15 +125,15 @@ def test_an_operator_that_is_restarted_goes_on_with_the_wait() -> None:
     assert len(cluster.made) <= 12
 
 
-def test_a_batch_of_which_many_are_refused_one_after_the_other_is_one_round() -> None:
+def test_refusals_within_a_batch_are_one_round() -> None:
     cluster = job(replicas=8, nodes=24)
     cluster.reason = "OutOfcpu"
     cluster.run(60, TICK)
     assert cluster.status.start_failures.rounds == 6
-    assert len(cluster.made) == 8 + 5 * 4, "a few of each batch after the first: it was 48"
+    assert len(cluster.made) == 8 + 5 * 4, "a few of each batch after the first"
 
 
-def test_what_was_edited_or_comes_from_a_clock_that_was_set_back_never_waits_for_long() -> None:
+def test_an_edited_backoff_is_bounded() -> None:
     status = trained().status
     for rounds, at in ((10**9, 10.0), (3, 10**12), (-5, 10.0), (10**9, None)):
         edited = status.replaced(start_failures=StartFailuresStatus(rounds=rounds, at=at))
@@ -143,30 +141,30 @@ def test_what_was_edited_or_comes_from_a_clock_that_was_set_back_never_waits_for
 
 
 class Choosy(Refusing):
-    """Only these nodes refuse."""
+    """A cluster of which only the nodes in `bad` reject pods."""
 
     bad: frozenset[str] = frozenset()
 
-    def _kubelets(self) -> None:
+    def _run_kubelets(self) -> None:
         refusing, self.reason = self.reason, ""
         for each in self.pods.values():
             if refusing and each.view.node in self.bad and each.view.phase is PodPhase.PENDING:
                 each.view = replace(each.view, phase=PodPhase.FAILED, reason=refusing, finished=self.now)
-        super()._kubelets()
+        super()._run_kubelets()
         self.reason = refusing
 
 
 def choosy(replicas: int, nodes: int, bad: int) -> Choosy:
-    found = Choosy(spec(workers={"replicas": replicas}, trainer={"steps": 10**6}), nodes)
-    found.reason, found.bad = "UnexpectedAdmissionError", frozenset(sorted(found.nodes)[:bad])
-    return found
+    cluster = Choosy(spec(workers={"replicas": replicas}, trainer={"steps": 10**6}), nodes)
+    cluster.reason, cluster.bad = "UnexpectedAdmissionError", frozenset(sorted(cluster.nodes)[:bad])
+    return cluster
 
 
-def test_of_many_workers_that_are_refused_a_few_are_tried_until_they_live_and_then_ever_more() -> None:
+def test_refused_workers_are_probed_in_small_batches_that_grow_on_success() -> None:
     cluster = job(replicas=80, nodes=80)
     cluster.reason = "UnexpectedAdmissionError"
     cluster.run(12, TICK)
-    assert 80 < len(cluster.made) <= 80 + 4 * 4, "it was 320"
+    assert 80 < len(cluster.made) <= 80 + 4 * 4
     cluster.reason = ""
     cluster.made = ()
     cluster.run(40, TICK)
@@ -177,7 +175,7 @@ def test_of_many_workers_that_are_refused_a_few_are_tried_until_they_live_and_th
 
 
 @pytest.mark.parametrize("bad", [1, 2])
-def test_a_node_that_refuses_twice_is_kept_away_from_and_named(bad: int) -> None:
+def test_a_node_that_refuses_twice_is_avoided_and_named(bad: int) -> None:
     cluster = choosy(8, 8 + bad, bad)
     cluster.run(60, TICK)
     assert cluster.status.phase is Phase.RUNNING
@@ -188,7 +186,7 @@ def test_a_node_that_refuses_twice_is_kept_away_from_and_named(bad: int) -> None
     assert cluster.status.avoided_nodes == (), "it is forgotten"
 
 
-def test_of_a_job_that_all_nodes_refuse_a_quarter_of_its_size_is_kept_away_from() -> None:
+def test_at_most_a_quarter_of_refusing_nodes_is_avoided() -> None:
     cluster = job(replicas=8, nodes=8)
     cluster.reason = "OutOfcpu"
     cluster.run(120, TICK)
@@ -197,7 +195,7 @@ def test_of_a_job_that_all_nodes_refuse_a_quarter_of_its_size_is_kept_away_from(
     assert "new pods avoid node-" in ready.message
 
 
-def test_a_node_that_refuses_is_used_again_where_there_is_no_other() -> None:
+def test_a_refusing_node_is_used_if_there_is_no_other() -> None:
     cluster = choosy(2, 2, 1)
     cluster.run(30, TICK)
     assert cluster.status.avoided_nodes
@@ -206,7 +204,7 @@ def test_a_node_that_refuses_is_used_again_where_there_is_no_other() -> None:
     assert cluster.status.phase is Phase.RUNNING
 
 
-def test_who_waits_for_a_node_holds_no_batch_up() -> None:
+def test_unschedulable_pods_do_not_block_a_batch() -> None:
     cluster = job(replicas=8, nodes=8)
     cluster.reason = "OutOfcpu"
     cluster.run(2, TICK)

@@ -1,17 +1,27 @@
-"""Requests of a job to Kueue, its reactions to the answer, and the release of its quota."""
-
-from __future__ import annotations
+"""Kueue: requested Workloads, reactions to admission and eviction, and the release of quota."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import NOW, SETTINGS, condition_of, created, deleted, job, observed, pod, running, spec, training
 
+from tests.unit.plan.plan_builders import (
+    NOW,
+    SETTINGS,
+    condition_of,
+    created,
+    deleted,
+    job,
+    observed,
+    pod,
+    running,
+    spec,
+    training,
+)
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
-from trainium_operator.plan.features.kueue.ask import MOST_STEPS, steps_from
+from trainium_operator.plan.features.kueue.requests import MOST_STEPS, remaining_steps
 from trainium_operator.plan.model.actions import (
     ApplyWorkload,
     CreatePod,
@@ -44,7 +54,7 @@ WORKERS, SPARES = "workers", "spares"
 def workload_condition(
     kind: WorkloadCondition, true: bool = True, reason: str = "R", message: str = "why"
 ) -> WorkloadConditionView:
-    return WorkloadConditionView(kind, true=true, reason=reason, message=message)
+    return WorkloadConditionView(kind, is_true=true, reason=reason, message=message)
 
 
 ADMITTED = (workload_condition(WorkloadCondition.QUOTA_RESERVED), workload_condition(WorkloadCondition.ADMITTED))
@@ -52,7 +62,7 @@ EVICTED = (*ADMITTED, workload_condition(WorkloadCondition.EVICTED, reason="Pree
 
 
 def workload(part: int, workers: int, spares: int = 0, **changes: Any) -> WorkloadView:
-    """An admitted one."""
+    """Return an admitted Workload."""
     counts = {name: count for name, count in ((WORKERS, workers), (SPARES, spares)) if count}
     view = WorkloadView(
         name=f"demo-quota-{part}",
@@ -72,7 +82,7 @@ def pending(view: WorkloadView, *more: WorkloadConditionView) -> WorkloadView:
     )
 
 
-def in_queue(seen: Observed, *workloads: WorkloadView, **changes: Any) -> Observed:
+def queued_job(seen: Observed, *workloads: WorkloadView, **changes: Any) -> Observed:
     quota = QuotaView(workloads=workloads, flavors={"blue": BLUE}, priority=0)
     return replace(seen, quota=replace(quota, **changes))
 
@@ -81,8 +91,8 @@ def new(**workers: Any) -> Observed:
     return observed(job(spec(workers={"replicas": 4, "spares": 1, **workers}, scheduling=QUEUE)))
 
 
-def at_work(count: int = 4, *, pods: int | None = None, **workers: Any) -> Observed:
-    """A job that trains on `count` nodes."""
+def running_job(count: int = 4, *, pods: int | None = None, **workers: Any) -> Observed:
+    """Return a job that trains on `count` nodes."""
     asked = spec(workers={"replicas": count, "spares": 0, **workers}, scheduling=QUEUE)
     seen = running(count, job_spec=asked)
     placed = tuple(replace(each, pod_set=WORKERS) for each in seen.pods)
@@ -94,7 +104,7 @@ def of(result: Plan, kind: Any) -> list[Any]:
 
 
 def asked(result: Plan) -> dict[str, dict[str, int]]:
-    """Workload -> pod set -> count."""
+    """Return the requested counts by Workload and pod set."""
     return {
         action.manifest["metadata"]["name"]: {
             each["name"]: each["count"] for each in action.manifest["spec"]["podSets"]
@@ -107,8 +117,8 @@ def condition(result: Plan) -> Condition:
     return condition_of(result.status, ConditionType.ADMITTED)
 
 
-def test_a_new_job_asks_for_its_workers_and_spares_and_makes_no_pod() -> None:
-    result = plan(in_queue(new()), READY)
+def test_a_new_job_requests_quota_before_any_pod() -> None:
+    result = plan(queued_job(new()), READY)
     assert asked(result) == {"demo-quota-0": {WORKERS: 4, SPARES: 1}}
     assert created(result) == []
     assert (condition(result).status, condition(result).reason) == (ConditionStatus.FALSE, "WaitingForQueue")
@@ -123,20 +133,20 @@ def test_a_new_job_asks_for_its_workers_and_spares_and_makes_no_pod() -> None:
 @pytest.mark.parametrize(
     ("value", "priorities", "named"), [(7, [7, 6], ["high"]), (None, [0, -1], [])], ids=["there", "no such class"]
 )
-def test_what_the_job_needs_has_its_priority_class_and_what_it_would_like_comes_after(
+def test_required_quota_has_the_priority_of_the_job_and_optional_quota_less(
     value: int | None, priorities: list[int], named: list[str]
 ) -> None:
     job_spec = spec(workers={"minReplicas": 2}, scheduling={**QUEUE, "priorityClassName": "high"})
     seen = observed(job(job_spec))
-    needed = of(plan(in_queue(seen, priority=value), READY), ApplyWorkload)
-    more = of(plan(in_queue(seen, workload(0, 2), priority=value), READY), ApplyWorkload)
+    needed = of(plan(queued_job(seen, priority=value), READY), ApplyWorkload)
+    more = of(plan(queued_job(seen, workload(0, 2), priority=value), READY), ApplyWorkload)
     bodies = [action.manifest["spec"] for action in (*needed, *more)]
     assert [body["priority"] for body in bodies][:2] == priorities
     assert [body["priorityClassRef"]["name"] for body in bodies if "priorityClassRef" in body] == named
 
 
 def test_an_elastic_job_asks_for_its_smallest_size_first() -> None:
-    result = plan(in_queue(new(minReplicas=2)), READY)
+    result = plan(queued_job(new(minReplicas=2)), READY)
     assert asked(result) == {"demo-quota-0": {WORKERS: 2, SPARES: 1}}
 
 
@@ -149,7 +159,7 @@ NOT_ADMITTED = workload_condition(WorkloadCondition.ADMITTED, true=False)
     ("conditions", "message"),
     [
         pytest.param((UNRESERVED, NOT_ADMITTED), "queue team: no quota", id="the queue gives a reason"),
-        pytest.param((), "queue team: Kueue has not looked at it yet", id="Kueue has not processed it"),
+        pytest.param((), "queue team: Kueue has not processed it yet", id="Kueue has not processed it"),
         pytest.param((PREEMPTED,), "evicted from queue team (Preempted): for somebody else", id="evicted"),
         pytest.param((PREEMPTED, UNRESERVED), "evicted from queue team (Preempted): no quota", id="evicted, and waits"),
     ],
@@ -157,12 +167,12 @@ NOT_ADMITTED = workload_condition(WorkloadCondition.ADMITTED, true=False)
 def test_the_condition_shows_the_reason_of_kueue_while_the_job_waits(
     conditions: tuple[WorkloadConditionView, ...], message: str
 ) -> None:
-    result = plan(in_queue(new(), workload(0, 4, 1, grants=(), conditions=conditions)), READY)
+    result = plan(queued_job(new(), workload(0, 4, 1, grants=(), conditions=conditions)), READY)
     assert condition(result).message == message
 
 
 def test_an_admission_creates_pods_with_its_flavor() -> None:
-    result = plan(in_queue(new(), workload(0, 4, 1)), READY)
+    result = plan(queued_job(new(), workload(0, 4, 1)), READY)
     pods = [action.manifest for action in of(result, CreatePod)]
     sets = [each["metadata"]["labels"]["kueue.x-k8s.io/podset"] for each in pods]
     assert sets == [WORKERS] * 4 + [SPARES]
@@ -177,7 +187,7 @@ ZONE_A = Placement(labels={"ours": "yes"}, node_selector={"zone": "a"})
 
 
 def test_additions_of_admission_checks_are_applied() -> None:
-    (first, *_) = of(plan(in_queue(new(), workload(0, 4, 1, updates={WORKERS: ZONE_A})), READY), CreatePod)
+    (first, *_) = of(plan(queued_job(new(), workload(0, 4, 1, updates={WORKERS: ZONE_A})), READY), CreatePod)
     assert first.manifest["spec"]["nodeSelector"] == {"pool": "blue", "zone": "a"}
     assert first.manifest["metadata"]["labels"]["ours"] == "yes"
 
@@ -205,31 +215,31 @@ def test_additions_of_admission_checks_are_applied() -> None:
 def test_an_admission_that_cannot_be_applied_starts_nothing(
     workers: dict[str, Any], updates: dict[str, Placement], flavors: dict[str, Placement], message: str
 ) -> None:
-    result = plan(in_queue(new(**workers), workload(0, 4, 1, updates=updates), flavors=flavors), READY)
+    result = plan(queued_job(new(**workers), workload(0, 4, 1, updates=updates), flavors=flavors), READY)
     assert created(result) == []
     assert message in condition(result).message
 
 
-def test_with_its_smallest_size_admitted_an_elastic_job_asks_for_steps_on_the_same_nodes() -> None:
-    result = plan(in_queue(new(minReplicas=2), workload(0, 2, 1)), READY)
+def test_an_admitted_elastic_job_requests_steps_on_the_same_flavor() -> None:
+    result = plan(queued_job(new(minReplicas=2), workload(0, 2, 1)), READY)
     assert len(created(result)) == 3
     assert result.status.desired == 2
     assert asked(result) == {"demo-quota-1": {WORKERS: 1}, "demo-quota-2": {WORKERS: 1}}
     steps = [action.manifest["spec"] for action in of(result, ApplyWorkload)]
-    assert [each["priority"] for each in steps] == [-1, -2], "they go first when somebody needs the quota"
+    assert [each["priority"] for each in steps] == [-1, -2], "they are preempted first"
     assert steps[0]["podSets"][0]["template"]["spec"]["nodeSelector"] == {"pool": "blue"}
 
 
 def test_a_step_that_is_admitted_is_used() -> None:
-    seen = in_queue(new(minReplicas=2), workload(0, 2, 1), workload(1, 1), pending(workload(2, 1)))
+    seen = queued_job(new(minReplicas=2), workload(0, 2, 1), workload(1, 1), pending(workload(2, 1)))
     assert len(created(plan(seen, READY))) == 4
 
 
-def test_a_step_that_is_evicted_shrinks_the_job_and_is_returned_when_its_pod_is_deleted() -> None:
+def test_an_evicted_step_shrinks_the_job_and_is_returned_after_its_pod() -> None:
     held = (workload(0, 2), workload(1, 1), workload(2, 1, conditions=EVICTED))
-    result = plan(in_queue(at_work(4, minReplicas=2), *held), READY)
+    result = plan(queued_job(running_job(4, minReplicas=2), *held), READY)
     assert of(result, SetQuotaConditions) == of(result, DeleteWorkload) == [] or all(
-        not each.returns for each in of(result, SetQuotaConditions)
+        not each.returns_quota for each in of(result, SetQuotaConditions)
     )
     assert "the queue grants 3 of 4" in result.status.history[-1].message
     (published,) = of(result, PublishMembership)
@@ -237,20 +247,20 @@ def test_a_step_that_is_evicted_shrinks_the_job_and_is_returned_when_its_pod_is_
     assert published.membership.transition.value == "Graceful"
     assert deleted(result) == {}, "it saves with the others first"
 
-    smaller = at_work(3, replicas=4, minReplicas=2)
-    result = plan(in_queue(smaller, *held), READY)
-    (action,) = [each for each in of(result, SetQuotaConditions) if each.returns]
+    smaller = running_job(3, replicas=4, minReplicas=2)
+    result = plan(queued_job(smaller, *held), READY)
+    (action,) = [each for each in of(result, SetQuotaConditions) if each.returns_quota]
     assert (action.name, action.uid, action.version) == ("demo-quota-2", "workload-2", "7")
-    assert {each.type.value: each.true for each in action.conditions} == {
+    assert {each.type.value: each.is_true for each in action.conditions} == {
         "QuotaReserved": False,
         "Admitted": False,
         "Requeued": True,
     }
 
 
-def test_an_evicted_job_saves_and_leaves_and_returns_its_quota_only_then() -> None:
+def test_an_evicted_job_returns_its_quota_after_its_last_pod() -> None:
     evicted = workload(0, 4, conditions=EVICTED)
-    result = plan(in_queue(at_work(), evicted), READY)
+    result = plan(queued_job(running_job(), evicted), READY)
     assert set(deleted(result)) == {f"demo-w-{at}" for at in range(4)}
     assert set(deleted(result).values()) == {None}, "with its grace"
     assert of(result, SetQuotaConditions) == []
@@ -259,63 +269,63 @@ def test_an_evicted_job_saves_and_leaves_and_returns_its_quota_only_then() -> No
     assert "for somebody else" in condition(result).message
     assert result.status.restarts.total == 0
 
-    leaving = replace(at_work(), job=replace(at_work().job, status=result.status))
+    leaving = replace(running_job(), job=replace(running_job().job, status=result.status))
     leaving = replace(leaving, pods=tuple(replace(each, deleting=True) for each in leaving.pods))
-    assert of(plan(in_queue(leaving, evicted), READY), SetQuotaConditions) == []
+    assert of(plan(queued_job(leaving, evicted), READY), SetQuotaConditions) == []
 
     empty = replace(leaving, pods=(), agents={})
-    (action,) = of(plan(in_queue(empty, evicted), READY), SetQuotaConditions)
-    assert action.returns
+    (action,) = of(plan(queued_job(empty, evicted), READY), SetQuotaConditions)
+    assert action.returns_quota
 
 
 @pytest.mark.parametrize(
     ("reason", "again"), [("Preempted", True), ("NodeFailures", True), ("PodsReadyTimeout", False), ("Other", False)]
 )
-def test_a_job_is_requeued_at_once_only_after_the_evictions_for_which_kueue_does_so(reason: str, again: bool) -> None:
+def test_only_some_evictions_requeue_a_job_at_once(reason: str, again: bool) -> None:
     evicted = workload(0, 4, 1, conditions=(*ADMITTED, workload_condition(WorkloadCondition.EVICTED, reason=reason)))
-    (action,) = of(plan(in_queue(new(), evicted), READY), SetQuotaConditions)
-    assert {each.type: each.true for each in action.conditions}[WorkloadCondition.REQUEUED] is again
+    (action,) = of(plan(queued_job(new(), evicted), READY), SetQuotaConditions)
+    assert {each.type: each.is_true for each in action.conditions}[WorkloadCondition.REQUEUED] is again
 
 
-def test_quota_that_was_returned_is_not_returned_again_and_nothing_else_is_asked() -> None:
+def test_returned_quota_is_not_returned_again() -> None:
     waiting = pending(workload(0, 4, 1), workload_condition(WorkloadCondition.EVICTED, reason="Preempted"))
-    first = plan(in_queue(new(), waiting), READY)
+    first = plan(queued_job(new(), waiting), READY)
     (ask,) = of(first, ApplyWorkload)
     digest = ask.manifest["metadata"]["annotations"]["trainium.dev/content-hash"]
-    result = plan(in_queue(new(), replace(waiting, content_hash=digest)), READY)
+    result = plan(queued_job(new(), replace(waiting, content_hash=digest)), READY)
     assert of(result, SetQuotaConditions) == of(result, ApplyWorkload) == of(result, DeleteWorkload) == []
     assert condition(result).reason == "Evicted"
 
 
-def test_a_workload_that_is_made_inactive_stops_the_job_and_shows_how_to_resume() -> None:
-    result = plan(in_queue(at_work(), workload(0, 4, active=False)), READY)
+def test_an_inactive_workload_stops_the_job_with_advice() -> None:
+    result = plan(queued_job(running_job(), workload(0, 4, active=False)), READY)
     assert len(deleted(result)) == 4
     assert "set its spec.active to true" in condition(result).message
-    (action,) = of(plan(in_queue(new(), workload(0, 4, 1, active=False)), READY), SetQuotaConditions)
-    assert action.returns
+    (action,) = of(plan(queued_job(new(), workload(0, 4, 1, active=False)), READY), SetQuotaConditions)
+    assert action.returns_quota
     idle = pending(workload(0, 4, 1, active=False))
-    assert of(plan(in_queue(new(), idle), READY), ApplyWorkload) == [], "it is somebody else's decision"
+    assert of(plan(queued_job(new(), idle), READY), ApplyWorkload) == [], "a person deactivated it"
 
 
-def test_steps_hold_nothing_while_the_job_may_not_run() -> None:
+def test_steps_are_deleted_while_the_job_is_not_admitted() -> None:
     steps = (workload(1, 1), workload(2, 1))
-    result = plan(in_queue(new(minReplicas=2), pending(workload(0, 2, 1)), *steps), READY)
+    result = plan(queued_job(new(minReplicas=2), pending(workload(0, 2, 1)), *steps), READY)
     assert [each.name for each in of(result, DeleteWorkload)] == ["demo-quota-1", "demo-quota-2"]
     assert created(result) == []
 
 
-def test_a_workload_that_somebody_deleted_stops_the_job_before_it_asks_again() -> None:
-    result = plan(in_queue(at_work()), READY)
+def test_a_deleted_workload_stops_the_job_before_a_new_request() -> None:
+    result = plan(queued_job(running_job()), READY)
     assert len(deleted(result)) == 4
     assert asked(result) == {}
 
 
 def test_a_suspended_job_releases_its_quota_when_its_pods_are_deleted() -> None:
-    seen = at_work()
+    seen = running_job()
     seen = replace(seen, job=replace(seen.job, spec=seen.job.spec.replaced(suspend=True)))
     held = (workload(0, 4),)
-    assert of(plan(in_queue(seen, *held), READY), DeleteWorkload) == []
-    dropped = of(plan(in_queue(replace(seen, pods=(), agents={}), *held), READY), DeleteWorkload)
+    assert of(plan(queued_job(seen, *held), READY), DeleteWorkload) == []
+    dropped = of(plan(queued_job(replace(seen, pods=(), agents={}), *held), READY), DeleteWorkload)
     assert dropped == [DeleteWorkload("demo-quota-0", "workload-0")]
 
 
@@ -325,37 +335,37 @@ def test_the_end_of_a_job_is_reported_when_no_pod_runs(kind: ConditionType) -> N
     asked_for = spec(workers={"replicas": 2, "minReplicas": 1}, scheduling=QUEUE)
     ended = observed(job(asked_for, TrainingJobStatus(conditions=(done,))), (pod(0),))
     held = (workload(0, 1), workload(1, 1))
-    assert of(plan(in_queue(ended, *held), READY), SetQuotaConditions) == []
-    result = plan(in_queue(replace(ended, pods=()), *held), READY)
+    assert of(plan(queued_job(ended, *held), READY), SetQuotaConditions) == []
+    result = plan(queued_job(replace(ended, pods=()), *held), READY)
     (action,) = of(result, SetQuotaConditions)
     (finished,) = action.conditions
-    assert (action.name, finished.type.value, finished.true) == ("demo-quota-0", "Finished", True)
+    assert (action.name, finished.type.value, finished.is_true) == ("demo-quota-0", "Finished", True)
     assert finished.reason == ("Succeeded" if kind is ConditionType.COMPLETE else "Failed")
-    assert not action.returns
+    assert not action.returns_quota
     assert of(result, DeleteWorkload) == [DeleteWorkload("demo-quota-1", "workload-1")]
     over = (replace(held[0], conditions=(*ADMITTED, workload_condition(WorkloadCondition.FINISHED))),)
-    assert of(plan(in_queue(replace(ended, pods=()), *over), READY), SetQuotaConditions) == []
+    assert of(plan(queued_job(replace(ended, pods=()), *over), READY), SetQuotaConditions) == []
 
 
 def test_a_job_that_trains_reports_once_that_its_pods_are_ready() -> None:
-    (action,) = of(plan(in_queue(at_work(), workload(0, 4)), READY), SetQuotaConditions)
-    assert [(each.type.value, each.true) for each in action.conditions] == [("PodsReady", True)]
+    (action,) = of(plan(queued_job(running_job(), workload(0, 4)), READY), SetQuotaConditions)
+    assert [(each.type.value, each.is_true) for each in action.conditions] == [("PodsReady", True)]
     ready = workload(0, 4, conditions=(*ADMITTED, workload_condition(WorkloadCondition.PODS_READY)))
-    assert of(plan(in_queue(at_work(), ready), READY), SetQuotaConditions) == []
+    assert of(plan(queued_job(running_job(), ready), READY), SetQuotaConditions) == []
 
 
-def test_a_lost_worker_of_a_job_with_quota_is_replaced_in_its_place() -> None:
-    seen = at_work(4, spares=1)
+def test_a_lost_worker_is_replaced_in_its_pod_set() -> None:
+    seen = running_job(4, spares=1)
     spare = replace(pod(4), pod_set=SPARES)
     seen = replace(seen, pods=(*seen.pods[:2], seen.pods[3], spare), agents={**seen.agents, "uid-4": training(4)})
-    result = plan(in_queue(seen, workload(0, 4, 1)), READY)
+    result = plan(queued_job(seen, workload(0, 4, 1)), READY)
     (made,) = of(result, CreatePod)
     assert made.manifest["metadata"]["labels"]["kueue.x-k8s.io/podset"] == WORKERS
 
 
-def test_a_larger_size_is_a_step_and_the_job_trains_on_while_it_waits() -> None:
-    seen = at_work(4, replicas=6)
-    result = plan(in_queue(seen, workload(0, 4)), READY)
+def test_a_larger_size_is_requested_as_a_step_while_training() -> None:
+    seen = running_job(4, replicas=6)
+    result = plan(queued_job(seen, workload(0, 4)), READY)
     assert asked(result) == {"demo-quota-1": {WORKERS: 2}}
     assert result.status.desired == 4
     assert deleted(result) == {}
@@ -363,12 +373,12 @@ def test_a_larger_size_is_a_step_and_the_job_trains_on_while_it_waits() -> None:
 
 
 def test_a_smaller_size_releases_the_steps_that_it_does_not_need() -> None:
-    seen = at_work(2, replicas=2, minReplicas=2)
-    result = plan(in_queue(seen, workload(0, 2), workload(1, 1), workload(2, 1)), READY)
+    seen = running_job(2, replicas=2, minReplicas=2)
+    result = plan(queued_job(seen, workload(0, 2), workload(1, 1), workload(2, 1)), READY)
     assert [each.name for each in of(result, DeleteWorkload)] == ["demo-quota-2"]
     for pods, names in ((4, ["demo-quota-2"]), (5, [])):
-        seen = at_work(pods, replicas=2, minReplicas=2, spares=1)
-        result = plan(in_queue(seen, workload(0, 2, 1), workload(1, 1), workload(2, 1)), READY)
+        seen = running_job(pods, replicas=2, minReplicas=2, spares=1)
+        result = plan(queued_job(seen, workload(0, 2, 1), workload(1, 1), workload(2, 1)), READY)
         assert [each.name for each in of(result, DeleteWorkload)] == names, "what is left is for four pods, one a spare"
 
 
@@ -380,33 +390,27 @@ def test_a_smaller_size_releases_the_steps_that_it_does_not_need() -> None:
         (ApiState.READING, "not read yet"),
     ],
 )
-def test_without_kueue_a_job_with_a_queue_does_not_begin_and_one_that_runs_goes_on(state: ApiState, words: str) -> None:
+def test_without_kueue_a_queued_job_waits_and_a_running_one_continues(state: ApiState, words: str) -> None:
     settings = replace(SETTINGS, kueue=state)
     result = plan(new(), settings)
     assert result.actions == ()
     assert words in condition(result).message
-    result = plan(at_work(), settings)
+    result = plan(running_job(), settings)
     assert deleted(result) == {}
     assert result.status.membership.size == 4
 
 
 def test_a_job_whose_queue_was_cleared_trains_on_and_holds_no_quota() -> None:
-    seen = in_queue(running(4), workload(0, 4))
+    seen = queued_job(running(4), workload(0, 4))
     result = plan(seen, READY)
     assert of(result, DeleteWorkload) == [DeleteWorkload("demo-quota-0", "workload-0")]
     assert deleted(result) == {}
 
 
-def test_a_workload_on_its_way_out_is_waited_for() -> None:
-    result = plan(in_queue(new(), workload(0, 4, 1, deleting=True)), READY)
+def test_nothing_changes_while_a_workload_is_being_deleted() -> None:
+    result = plan(queued_job(new(), workload(0, 4, 1, deleting=True)), READY)
     assert of(result, ApplyWorkload) == of(result, DeleteWorkload) == of(result, SetQuotaConditions) == []
     assert "is being deleted" in condition(result).message
-
-
-def test_a_job_without_a_queue_asks_for_nothing() -> None:
-    result = plan(observed(job()), READY)
-    assert of(result, ApplyWorkload) == []
-    assert len(created(result)) == 4
 
 
 @pytest.mark.parametrize(("floor", "replicas"), [(1, 1), (1, 24), (7, 24), (1, 400)])
@@ -414,7 +418,7 @@ def test_steps_lead_to_the_desired_size_and_are_few(floor: int, replicas: int) -
     size = decide_size(
         spec(workers={"replicas": replicas, "minReplicas": floor}, trainer={"batch": {"globalSize": 400}})
     )
-    steps = steps_from(size, floor)
+    steps = remaining_steps(size, floor)
     assert floor + sum(steps) == size.desired
     assert all(each > 0 for each in steps)
     assert len(steps) <= MOST_STEPS
@@ -427,7 +431,7 @@ def test_time_without_quota_does_not_count_towards_a_deadline(
     asked_for = spec(workers={"replicas": 4, "spares": 0}, scheduling=QUEUE, activeDeadlineSeconds=40)
     seen = running(4, job_spec=asked_for, status={"activity": ActivityStatus(since=NOW - 50, stepped=True)})
     seen = replace(seen, pods=tuple(replace(each, pod_set=WORKERS) for each in seen.pods))
-    result = plan(in_queue(seen, workload(0, 4, conditions=answer)), READY)
+    result = plan(queued_job(seen, workload(0, 4, conditions=answer)), READY)
     target = find_condition(result.status, ConditionType.FAILURE_TARGET)
     assert (target is not None and target.status is ConditionStatus.TRUE) == ends
     assert (result.status.activity.since is None) == (not ends), "it starts again with the next admission"
@@ -437,22 +441,22 @@ TAKES = {"elasticity": {"idleNodes": "Take"}}
 
 
 def beyond(members: int, *workloads: WorkloadView, wanted: int = 0, extras: int = 0, **changes: Any) -> Observed:
-    """A job of two that trains on `members` nodes, of which the last `extras` are idle ones, and may have four."""
+    """Return a job of two to four nodes that trains on `members`, the last `extras` of them idle ones."""
     made = spec(workers={"replicas": 2, "maxReplicas": 4}, scheduling=QUEUE, trainer={"steps": 10**6}, **TAKES)
     status = {"idle_nodes": {"wanted": wanted, "taken": extras}, "desired": members}
     seen = running(members, job_spec=made, status=status, **changes)
     placed = tuple(replace(each, pod_set=WORKERS, extra=each.ordinal >= members - extras) for each in seen.pods)
-    return in_queue(replace(seen, pods=placed), *workloads)
+    return queued_job(replace(seen, pods=placed), *workloads)
 
 
-def test_a_job_that_takes_idle_nodes_asks_for_steps_beyond_what_it_asked_for() -> None:
+def test_idle_nodes_take_requests_steps_beyond_the_request() -> None:
     result = plan(beyond(2, workload(0, 2)), READY)
     assert result.status.idle_nodes.wanted == 2
     assert asked(result) == {"demo-quota-1": {WORKERS: 1}, "demo-quota-2": {WORKERS: 1}}
     assert created(result) == [], "no pod before it is granted"
 
 
-def test_a_step_beyond_is_used_by_an_extra_when_it_is_granted() -> None:
+def test_a_granted_step_beyond_the_request_creates_an_extra() -> None:
     seen = beyond(2, workload(0, 2), workload(1, 1), pending(workload(2, 1)), wanted=2)
     result = plan(seen, READY)
     (made,) = of(result, CreatePod)
@@ -460,7 +464,7 @@ def test_a_step_beyond_is_used_by_an_extra_when_it_is_granted() -> None:
     assert result.status.desired == 2, "it grows when the extra is warm"
 
 
-def test_a_step_beyond_that_is_taken_back_shrinks_the_job_to_what_it_asked_for() -> None:
+def test_a_revoked_step_shrinks_the_job_to_its_request() -> None:
     held = (workload(0, 2), workload(1, 1, conditions=EVICTED), workload(2, 1, conditions=EVICTED))
     result = plan(beyond(4, *held, wanted=2, extras=2), READY)
     (published,) = of(result, PublishMembership)

@@ -1,10 +1,18 @@
-"""Saves that do not end are noticed by the commits that do not come: a stalled store reports nothing itself."""
+"""Checkpoint health: missing commits reveal a stalled store, which reports no error."""
 
 from dataclasses import replace
 from typing import Any
 
-from plan_builders import NOW, agent, condition_of, interruption, planned, running, training, with_status
-
+from tests.unit.plan.plan_builders import (
+    NOW,
+    agent,
+    condition_of,
+    interruption,
+    planned,
+    running,
+    training,
+    with_status,
+)
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.storage import JobCheckpointSpec
 from trainium_contract.status.conditions import ConditionStatus, ConditionType
@@ -15,8 +23,8 @@ from trainium_operator.plan.model.conditions import find_condition, is_true
 
 
 def healthy(status: Any) -> tuple[str, str]:
-    found = find_condition(status, ConditionType.CHECKPOINT_HEALTHY)
-    return found.status.value, found.reason
+    condition = find_condition(status, ConditionType.CHECKPOINT_HEALTHY)
+    return condition.status.value, condition.reason
 
 
 def saving(**durable: Any) -> Any:
@@ -33,7 +41,7 @@ def later(seen: Any, seconds: float, **progress: Any) -> Any:
     return replace(seen, now=now, agents=agents)
 
 
-def test_saves_that_are_overdue_by_time_are_an_alarm_with_an_event() -> None:
+def test_saves_overdue_by_time_raise_the_condition_and_an_event() -> None:
     seen = saving(every_seconds=60)
     assert healthy(planned(later(seen, 170)).status)[0] == "True"
     result = planned(later(seen, 181))
@@ -45,14 +53,14 @@ def test_the_job_is_requeued_when_the_next_save_would_be_overdue() -> None:
     assert planned(later(saving(every_seconds=60), 100)).requeue_after <= 80.1
 
 
-def test_saves_that_are_overdue_by_steps_are_an_alarm_but_not_within_seconds() -> None:
+def test_saves_overdue_by_steps_raise_the_condition_after_seconds() -> None:
     seen = saving(every_seconds=None, every_steps=10)
     assert healthy(planned(later(seen, 5, step=45)).status)[0] == "True"
     assert healthy(planned(later(seen, 12, step=39)).status)[0] == "True"
     assert healthy(planned(later(seen, 12, step=40)).status) == ("False", "CheckpointOverdue")
 
 
-def test_before_the_first_commit_nothing_is_known_and_that_condition_stays() -> None:
+def test_checkpoint_health_is_unknown_before_the_first_commit() -> None:
     progress = Progress(step=20, durable_step=-1, updated=NOW)
     seen = running(2, agents={at: training(at, progress=progress) for at in range(2)})
     status = planned(seen).status
@@ -71,7 +79,7 @@ def test_before_the_first_commit_nothing_is_known_and_that_condition_stays() -> 
     assert healthy(again) == ("False", "NothingCommitted"), "an alarm ends with a commit"
 
 
-def test_a_commit_ends_the_alarm_and_its_sentence_stays_while_it_lasts() -> None:
+def test_a_commit_clears_the_condition_and_its_message_is_stable() -> None:
     seen = saving(every_seconds=None, every_steps=10)
     first = planned(later(seen, 12, step=40)).status
     seen = with_status(seen, first)
@@ -82,7 +90,7 @@ def test_a_commit_ends_the_alarm_and_its_sentence_stays_while_it_lasts() -> None
     assert healthy(planned(later(seen, 30, step=90, durable_step=90)).status)[0] == "True"
 
 
-def test_neither_a_moment_without_training_nor_a_recovery_ends_the_alarm_but_a_commit_does() -> None:
+def test_only_a_commit_clears_an_overdue_checkpoint() -> None:
     seen = saving(every_seconds=60)
     seen = with_status(seen, planned(later(seen, 181)).status)
     joining = {f"uid-{at}": agent(at, WorkerPhase.JOINING, generation=1, silent=-182) for at in range(2)}
@@ -100,7 +108,7 @@ def test_neither_a_moment_without_training_nor_a_recovery_ends_the_alarm_but_a_c
     assert healthy(planned(later(seen, 200, step=30, durable_step=30)).status) == ("True", "Committed")
 
 
-def test_storage_that_refused_is_unhealthy_until_a_commit_also_when_training_goes_on() -> None:
+def test_storage_errors_stay_unhealthy_until_a_commit() -> None:
     seen = saving(every_seconds=60)
     text = "/data: Permission denied"
     entry = interruption(
@@ -115,13 +123,13 @@ def test_storage_that_refused_is_unhealthy_until_a_commit_also_when_training_goe
     seen = with_status(seen, again)
     overdue = planned(later(seen, 400, step=90)).status
     assert healthy(overdue) == ("False", "CheckpointOverdue")
-    found = condition_of(overdue, ConditionType.CHECKPOINT_HEALTHY)
-    assert "Permission denied" in found.message
-    assert "too slow" not in found.message
+    condition = condition_of(overdue, ConditionType.CHECKPOINT_HEALTHY)
+    assert "Permission denied" in condition.message
+    assert "too slow" not in condition.message
 
 
-def test_the_sentence_of_an_alarm_is_what_the_ranks_report() -> None:
+def test_the_condition_quotes_the_error_of_the_ranks() -> None:
     error = "checkpoint storage /data: [Errno 28] No space left on device; training goes on, and saves as soon as"
     result = planned(later(saving(every_seconds=60), 181, notice=error))
-    found = condition_of(result.status, ConditionType.CHECKPOINT_HEALTHY)
-    assert "No space left on device" in found.message
+    condition = condition_of(result.status, ConditionType.CHECKPOINT_HEALTHY)
+    assert "No space left on device" in condition.message

@@ -2,7 +2,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import (
+
+from tests.unit.plan.plan_builders import (
     NOW,
     SETTINGS,
     agent,
@@ -22,7 +23,6 @@ from plan_builders import (
     without,
     written,
 )
-
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
@@ -34,7 +34,7 @@ from trainium_contract.wire.messages import AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.model.text import rfc3339, sentence
+from trainium_operator.plan.model.text import SENTENCE_LIMIT, format_names, format_sentence, rfc3339
 from trainium_operator.plan.report.summary import SLOW_INIT_SECONDS
 
 
@@ -47,11 +47,11 @@ def conditions_of(seen: Any) -> dict[str, Any]:
     return {each.type: each for each in planned(seen).status.conditions}
 
 
-def test_what_the_api_server_refuses_to_create_is_what_pods_and_admission_wait_for() -> None:
-    found = conditions_of(starting(creation_refusal="exceeded quota: team.", creations_from=NOW + 60))
+def test_a_refused_creation_is_shown_in_both_conditions() -> None:
+    conditions = conditions_of(starting(creation_refusal="exceeded quota: team.", create_after=NOW + 60))
     for kind in (ConditionType.PODS_READY, ConditionType.ADMITTED):
-        assert found[kind].reason == "CreationRefused"
-        assert "exceeded quota: team. Correct what it names" in found[kind].message
+        assert conditions[kind].reason == "CreationRefused"
+        assert "exceeded quota: team. Correct what it names" in conditions[kind].message
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,7 @@ def test_what_the_api_server_refuses_to_create_is_what_pods_and_admission_wait_f
         (PRECOMPILE_CONTAINER, 3600.0, "WaitingForWorkers", "init container precompile is running"),
     ],
 )
-def test_an_init_container_that_holds_a_worker_back_is_named(
-    name: str, seconds: float, reason: str, words: str
-) -> None:
+def test_a_blocking_init_container_is_named(name: str, seconds: float, reason: str, words: str) -> None:
     held = pod(0, phase=PodPhase.PENDING, reason="PodInitializing")
     seen = starting(replace(held, init_container=name, init_since=NOW - seconds))
     condition = conditions_of(seen)[ConditionType.PODS_READY]
@@ -85,7 +83,7 @@ def test_an_init_container_that_fails_is_reported_with_its_code_and_blames_no_no
     assert not result.status.avoided_nodes
 
 
-def test_workers_that_replace_one_another_and_fail_alike_are_one_series_of_events() -> None:
+def test_equal_failures_of_successive_workers_are_one_event_series() -> None:
     def series(at: int, code: int, words: str, node: str = "node-1") -> set[str]:
         message = f"init container fetch ended with exit code {code}: {words}"
         failed = pod(at, phase=PodPhase.FAILED, reason="Error", message=message, node=node)
@@ -104,16 +102,16 @@ def test_pods_that_wait_after_failed_starts_are_not_reported_as_missing_nodes() 
     failures = StartFailuresStatus(
         rounds=6, at=NOW, next_ordinal=4, batch=4, message="demo-w-1 ended (Error): no route\n"
     )
-    found = conditions_of(
+    conditions = conditions_of(
         replace(
             seen, job=replace(seen.job, status=seen.job.status.replaced(observed_generation=1, start_failures=failures))
         )
     )
     for kind in (ConditionType.PODS_READY, ConditionType.ADMITTED):
-        assert found[kind].reason == "WorkerNotStarting"
+        assert conditions[kind].reason == "WorkerNotStarting"
         assert (
             "6 times in a row; the last one: demo-w-1 ended (Error): no route; the next are created"
-            in found[kind].message
+            in conditions[kind].message
         )
 
 
@@ -180,7 +178,7 @@ def test_the_interval_grows_with_the_job_up_to_six_times(workers: int, seconds: 
     assert replace(SETTINGS, status_interval_seconds=5).status_interval(workers) == seconds
 
 
-def test_anything_else_is_written_at_once_together_with_the_newest_progress() -> None:
+def test_other_changes_are_written_at_once_with_the_newest_progress() -> None:
     seen = written(running(4, spares=1))
     agents = {f"uid-{at}": training(at, step=30) for at in range(4)}
     result = planned(replace(without(replace(seen, agents={**seen.agents, **agents}), 1), now=NOW + 1))
@@ -203,7 +201,7 @@ def test_a_restarted_operator_keeps_the_status_until_the_members_have_reported()
     assert [type(action).__name__ for action in result.actions] == ["PublishMembership"]
 
 
-def test_the_phase_before_a_generation_is_pending_and_names_what_is_missing() -> None:
+def test_the_phase_before_the_first_generation_is_pending() -> None:
     unschedulable = pod(0, phase=PodPhase.PENDING, node="", scheduled=False, unschedulable_message="0/3 nodes: taint")
     status = planned(observed(job(status=TrainingJobStatus(next_pod_ordinal=4, desired=4)), (unschedulable,))).status
     assert status.phase is Phase.PENDING
@@ -211,7 +209,7 @@ def test_the_phase_before_a_generation_is_pending_and_names_what_is_missing() ->
     assert (condition.reason, "0/3 nodes: taint" in condition.message) == ("Unschedulable", True)
 
 
-def test_pods_are_ready_when_as_many_workers_as_are_wanted_are_registered() -> None:
+def test_pods_ready_counts_registered_workers() -> None:
     condition = condition_of(planned(running(4)).status, ConditionType.PODS_READY)
     assert (condition.status, condition.message) == (ConditionStatus.TRUE, "4 workers are registered")
     condition = condition_of(planned(without(running(4), 3)).status, ConditionType.PODS_READY)
@@ -219,7 +217,7 @@ def test_pods_are_ready_when_as_many_workers_as_are_wanted_are_registered() -> N
     assert condition.message.startswith("3 of 4 workers are registered")
 
 
-def test_a_job_completes_when_every_member_finished_and_its_spares_go() -> None:
+def test_a_job_completes_when_all_members_finished_and_deletes_its_spares() -> None:
     agents = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(3)}
     seen = running(4, spares=1, agents=agents)
     assert planned(seen).status.phase is not Phase.COMPLETED
@@ -234,7 +232,7 @@ def test_a_job_completes_when_every_member_finished_and_its_spares_go() -> None:
     assert (again.status, again.actions, again.requeue_after) == (result.status, (), None)
 
 
-def test_a_member_lost_before_the_others_finish_takes_those_that_finished_with_it() -> None:
+def test_a_loss_before_the_end_replaces_finished_members_too() -> None:
     agents = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(3)}
     result = planned(without(running(4, agents=agents), 3))
     assert result.status.phase is Phase.RECOVERING
@@ -242,7 +240,7 @@ def test_a_member_lost_before_the_others_finish_takes_those_that_finished_with_i
     assert set(deleted(result)) == {"demo-w-0", "demo-w-1", "demo-w-2"}
 
 
-def test_a_suspension_deletes_all_pods_by_their_own_grace_and_is_not_a_loss() -> None:
+def test_a_suspension_deletes_all_pods_gracefully_and_is_no_loss() -> None:
     seen = running(4, spares=1)
     spec = seen.job.spec.model_copy(update={"suspend": True})
     seen = replace(seen, job=replace(seen.job, spec=spec))
@@ -301,7 +299,7 @@ def second_generation(step: Any, phase: Any = WorkerPhase.TRAINING, restarts: An
     return replace(seen, membership=membership(0, 1, 2, 3, generation=2), published=2, agents=agents)
 
 
-def test_an_interruption_ends_at_the_first_step_that_had_not_been_made_before() -> None:
+def test_an_interruption_ends_at_the_first_new_step() -> None:
     for step, phase, over in (
         (20, WorkerPhase.TRAINING, False),
         (21, WorkerPhase.LOADING, False),
@@ -385,7 +383,7 @@ def alerting(seen: Any, *alerts: Alert, now: float = NOW + 2) -> Any:
     return replace(seen, now=now, agents={**seen.agents, "uid-0": training(0, progress=progress)})
 
 
-def test_an_alert_of_the_trainer_becomes_an_event_at_once_and_only_once() -> None:
+def test_an_alert_of_the_trainer_becomes_one_event() -> None:
     spike = Alert(kind="LossSpike", step=29, message="Step 29: the gradient norm is high")
     seen = alerting(written(running(4)), spike)
     result = planned(seen)
@@ -399,7 +397,7 @@ def test_an_alert_of_the_trainer_becomes_an_event_at_once_and_only_once() -> Non
     assert planned(silent).status.alerts == result.status.alerts
 
 
-def test_a_later_alert_and_one_of_another_kind_are_reported_and_unknown_ones_are_not() -> None:
+def test_later_and_other_alerts_are_events_and_unknown_kinds_are_not() -> None:
     first = Alert(kind="LossSpike", step=29, message="One")
     seen = written(alerting(written(running(4)), first))
     others = (
@@ -413,12 +411,12 @@ def test_a_later_alert_and_one_of_another_kind_are_reported_and_unknown_ones_are
     assert len(result.status.alerts) == 3
 
 
-def test_lines_of_output_stay_apart_in_a_sentence() -> None:
+def test_lines_of_output_are_separated_in_a_message() -> None:
     output = "step 2: loss is nan: lower the rate\n\n  16:35:21 rank 0  INFO start-up: data 0.05 s\n"
-    assert sentence(output) == "step 2: loss is nan: lower the rate | 16:35:21 rank 0 INFO start-up: data 0.05 s"
+    assert format_sentence(output) == "step 2: loss is nan: lower the rate | 16:35:21 rank 0 INFO start-up: data 0.05 s"
 
 
-def test_a_suspended_job_shows_what_its_members_saved_as_they_left() -> None:
+def test_a_suspended_job_shows_its_last_save() -> None:
     before = Progress(step=20, loss=2.5, memory_step=20, durable_step=10, updated=NOW)
     after = Progress(step=26, loss=2.25, memory_step=26, durable_step=26, updated=NOW)
     rests = spec(workers={"replicas": 2}, suspend=True)
@@ -430,6 +428,22 @@ def test_a_suspended_job_shows_what_its_members_saved_as_they_left() -> None:
     empty = written(replace(leaving, pods=(), agents=reported))
     status = empty.job.status
     assert (status.checkpoint.durable_step, status.progress.step, status.progress.loss) == (26, 26, 2.25)
-    assert status.checkpoint.memory_step == 20, "what is in memory goes with the pods"
+    assert status.checkpoint.memory_step == 20, "checkpoints in memory are deleted with the pods"
     silent = replace(empty, agents={})
     assert planned(silent).status.checkpoint.durable_step == 26
+
+
+@pytest.mark.parametrize("limit", [SENTENCE_LIMIT, 101, 20])
+def test_a_long_text_is_cut_in_the_middle_to_its_limit(limit: int) -> None:
+    whole = "cause " + "x" * (limit - 12) + " advice"
+    assert format_sentence(whole[1:], limit) == whole[1:], "as long as the limit"
+    cut = format_sentence(whole, limit)
+    assert len(cut) == limit
+    assert cut.startswith("caus")
+    assert " ... " in cut
+    assert cut.endswith("advice")
+
+
+def test_long_lists_name_the_first_and_count_the_rest() -> None:
+    assert format_names(("a", "b", "c")) == "a, b, c"
+    assert format_names(("a", "b", "c", "d", "e")) == "a, b, c and 2 more"

@@ -1,10 +1,8 @@
 """Ready, Stalled and Finished summarize phase and conditions, for tools that know neither."""
 
-from __future__ import annotations
-
 import pytest
-from plan_builders import NOW, condition_of, job, observed, planned, running, training
 
+from tests.unit.plan.plan_builders import NOW, condition_of, job, observed, planned, running, training
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.public import CheckpointStatus
@@ -15,8 +13,8 @@ from trainium_operator.plan.report.summary import set_standard_conditions
 
 def summary(status: TrainingJobStatus) -> dict[str, tuple[str, str]]:
     kinds = (ConditionType.READY, ConditionType.STALLED, ConditionType.FINISHED)
-    found = [find_condition(status, kind) for kind in kinds]
-    return {each.type.value: (each.status.value, each.reason) for each in found if each is not None}
+    conditions = [find_condition(status, kind) for kind in kinds]
+    return {each.type.value: (each.status.value, each.reason) for each in conditions if each is not None}
 
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase not in (Phase.COMPLETED, Phase.FAILED)])
@@ -31,7 +29,7 @@ def test_a_job_is_ready_only_while_it_trains(phase: Phase) -> None:
 @pytest.mark.parametrize(
     ("kind", "ready", "stalled"), [(ConditionType.COMPLETE, "True", "False"), (ConditionType.FAILED, "False", "True")]
 )
-def test_both_ends_are_finished(kind: ConditionType, ready: str, stalled: str) -> None:
+def test_complete_and_failed_are_finished(kind: ConditionType, ready: str, stalled: str) -> None:
     reason = Reason.COMPLETED if kind is ConditionType.COMPLETE else Reason.USER_ERROR
     status = with_condition(TrainingJobStatus(), kind, True, reason, "why", now=NOW)
 
@@ -40,7 +38,7 @@ def test_both_ends_are_finished(kind: ConditionType, ready: str, stalled: str) -
     assert found == {"Ready": (ready, reason), "Stalled": (stalled, reason), "Finished": ("True", reason)}
 
 
-def test_what_only_a_person_can_mend_is_stalled_and_not_what_time_mends() -> None:
+def test_stalled_means_that_only_a_person_can_fix_it() -> None:
     def with_admission(reason: Reason) -> TrainingJobStatus:
         return with_condition(TrainingJobStatus(), ConditionType.ADMITTED, False, reason, "why", now=NOW)
 
@@ -57,7 +55,7 @@ def test_the_first_status_of_a_job_shows_that_it_is_not_ready() -> None:
     assert ready.status is ConditionStatus.FALSE
 
 
-def test_a_job_that_trains_is_ready_and_nothing_more_is_written_of_it() -> None:
+def test_standard_conditions_of_a_training_job_are_stable() -> None:
     seen = running(2, agents={each: training(each) for each in range(2)})
     first = planned(seen)
 
@@ -65,7 +63,7 @@ def test_a_job_that_trains_is_ready_and_nothing_more_is_written_of_it() -> None:
     assert set_standard_conditions(first.status, NOW + 100) == first.status
 
 
-def test_no_checkpoint_is_no_number_in_the_resource_and_is_read_back_as_none() -> None:
+def test_a_missing_checkpoint_has_no_step_in_the_resource() -> None:
     wire = CheckpointStatus(notice="x").to_wire()
 
     assert "durableStep" not in wire

@@ -1,13 +1,22 @@
-"""A status that somebody else wrote is corrected before a policy reads it: times of the future, and the membership."""
-
-from __future__ import annotations
+"""An edited status is corrected before policies read it: future times, and the membership."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from plan_builders import NOW, created, interruption, job, observed, planned, published, running, with_status, without
 
+from tests.unit.plan.plan_builders import (
+    NOW,
+    created,
+    interruption,
+    job,
+    observed,
+    planned,
+    published,
+    running,
+    with_status,
+    without,
+)
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
 from trainium_contract.status.internal import FailureRecord, GangStatus
@@ -15,18 +24,16 @@ from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import MembershipStatus, ProgressStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.features.idle_nodes import policy as idle_nodes
+from trainium_operator.plan.model.observed import Observed
 from trainium_operator.plan.model.text import rfc3339
 from trainium_operator.plan.pods import gang_policy
 from trainium_operator.plan.report.write_throttle import only_progress_differs
 from trainium_operator.plan.view.corrected_status import correct_status
 from trainium_operator.plan.view.size import decide_size
 
-if TYPE_CHECKING:
-    from trainium_operator.plan.model.observed import Observed
-
 
 def written(at: float) -> TrainingJobStatus:
-    """A status in which every time is this one."""
+    """Return a status in which every time is `at`."""
     entry = interruption(Rung.REPLACE, ago=0.0, failed_at=at, decided_at=at)
     return TrainingJobStatus(
         waiting_since=at,
@@ -50,17 +57,17 @@ def seen(status: TrainingJobStatus) -> TrainingJobStatus:
 
 
 @pytest.mark.parametrize("ahead", [3.0, 3600.0, 1e8])
-def test_every_time_of_the_future_counts_as_now(ahead: float) -> None:
+def test_times_in_the_future_are_clamped_to_now(ahead: float) -> None:
     assert seen(written(NOW + ahead)) == written(NOW)
 
 
 @pytest.mark.parametrize("ahead", [2.0, 0.0, -3600.0])
-def test_a_time_of_the_past_and_one_that_rounding_explains_stay_and_cost_nothing(ahead: float) -> None:
+def test_past_and_rounded_times_are_unchanged(ahead: float) -> None:
     status = written(NOW + ahead)
     assert seen(status) is status
 
 
-def test_of_an_interruption_the_time_that_is_late_alone_is_mended() -> None:
+def test_only_the_future_time_of_an_interruption_is_clamped() -> None:
     entry = interruption(Rung.REPLACE, ago=100, decided_at=NOW + 100)
     mended = seen(TrainingJobStatus(history=(entry,))).history[0]
     assert (mended.failed_at, mended.decided_at) == (entry.failed_at, NOW)
@@ -70,7 +77,7 @@ def pausing(until: float) -> TrainingJobStatus:
     return TrainingJobStatus(idle_nodes=IdleNodesStatus(retry_at=until), gang=GangStatus(given_back=9, retry_at=until))
 
 
-def test_a_pause_that_no_policy_would_have_started_is_over() -> None:
+def test_a_pause_longer_than_any_policy_is_ended() -> None:
     for longest in (
         idle_nodes._LONGEST_PAUSE_SECONDS,
         max(gang_policy.pause_seconds(f"job-{at}", 40) for at in range(500)),
@@ -80,14 +87,14 @@ def test_a_pause_that_no_policy_would_have_started_is_over() -> None:
     assert seen(pausing(NOW + 3600)) == pausing(NOW)
 
 
-def test_a_job_whose_nodes_were_released_by_a_clock_that_was_ahead_gets_its_pods() -> None:
+def test_a_gang_pause_written_by_a_fast_clock_ends() -> None:
     waits = observed(job(status=pausing(NOW + 60)))
     assert created(planned(waits)) == []
     ahead = observed(job(status=pausing(NOW + 3600)))
     assert len(created(planned(ahead))) == 4
 
 
-def test_a_job_whose_pods_were_refused_by_a_clock_that_was_ahead_gets_its_pods() -> None:
+def test_a_creation_backoff_written_by_a_fast_clock_ends() -> None:
     def refused(at: float) -> TrainingJobStatus:
         return TrainingJobStatus(
             observed_generation=job().generation, start_failures=StartFailuresStatus(rounds=9, at=at)
@@ -118,15 +125,15 @@ def with_membership(membership: MembershipStatus, *missing: int, **status: Any) 
     ],
     ids=lambda each: f"generation {each.generation} of {each.size}, attempt {each.attempt}",
 )
-def test_a_membership_that_nobody_decided_on_is_replaced_by_the_recorded_one_at_once(edited: MembershipStatus) -> None:
+def test_an_edited_membership_is_replaced_by_the_recorded_one(edited: MembershipStatus) -> None:
     changed = with_membership(edited)
     assert corrected(changed) == changed.job.status.replaced(membership=RECORDED)
     result = planned(changed)
     assert (result.status.membership.generation, result.status.membership.size) == (1, 4)
-    assert published(result) is None, "training goes on in the generation in force"
+    assert published(result) is None, "training continues in the current generation"
 
 
-def test_a_decision_that_was_never_recorded_and_a_generation_that_was_given_up_are_kept() -> None:
+def test_unrecorded_decisions_and_abandoned_generations_are_kept() -> None:
     decided = interruption(Rung.REPLACE, ago=5, took=None, decided_at=NOW - 4)
     next_one = MembershipStatus(generation=2, size=4, data_parallel=4)
     waiting = with_membership(next_one, history=(decided,))
@@ -139,7 +146,7 @@ def test_a_decision_that_was_never_recorded_and_a_generation_that_was_given_up_a
 
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("edited", [-1, 3, 15])
-def test_a_checkpoint_that_no_member_reported_is_replaced_and_is_no_commit(edited: int, silent: bool) -> None:
+def test_an_edited_checkpoint_is_restored_and_is_no_commit(edited: int, silent: bool) -> None:
     seen = running(2)
     known = planned(seen).status
     assert known.checkpoint.durable_step == 10
@@ -150,13 +157,13 @@ def test_a_checkpoint_that_no_member_reported_is_replaced_and_is_no_commit(edite
     assert (status.checkpoint.durable_step, status.checkpoint.durable_time) == (10, before)
 
 
-def test_a_commit_alone_is_written_as_rarely_as_progress() -> None:
+def test_a_commit_is_throttled_like_progress() -> None:
     before = planned(running(2)).status
     after = before.replaced(checkpoint=before.checkpoint.replaced(durable_step=20), committed_step=20)
     assert only_progress_differs(before, after)
 
 
-def test_a_step_and_a_checkpoint_that_the_run_has_not_reached_are_written_again_at_once() -> None:
+def test_edited_steps_and_checkpoints_are_corrected_at_once() -> None:
     seen = running(2)
     seen = with_status(seen, planned(seen).status)
     progress = seen.job.status.progress.replaced(step=10**6, updated=rfc3339(NOW))

@@ -1,16 +1,14 @@
-"""New pods of a job run the version of the trainer that the others of it run, until none of them does."""
-
-from __future__ import annotations
+"""New pods of a job use the trainer image of its running pods."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import SETTINGS, created, job, membership, observed, pod, running, spec, without
 
+from tests.unit.plan.plan_builders import SETTINGS, created, job, membership, observed, pod, running, spec, without
 from trainium_contract.job import TrainingJobStatus
 from trainium_operator.cluster.cache.views import pod_view
-from trainium_operator.plan.manifests.worker_pod import Avoided, worker_pods
+from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.plan import plan
@@ -34,7 +32,7 @@ def test_the_running_workers_decide_which_image_new_ones_get() -> None:
 
 
 @pytest.mark.parametrize("phase", [PodPhase.PENDING, PodPhase.FAILED, PodPhase.SUCCEEDED])
-def test_an_image_that_nobody_runs_is_forgotten(phase: PodPhase) -> None:
+def test_an_image_without_running_pods_is_not_pinned(phase: PodPhase) -> None:
     assert chosen(pod(0, image=OLD, phase=phase)) == NEW
 
 
@@ -55,7 +53,7 @@ def test_the_image_of_a_sidecar_is_not_the_worker_s() -> None:
     assert chosen(pod(0, image=OLD), workers={"template": template}) == OLD
 
 
-def test_a_pod_made_now_is_read_back_with_the_image_asked_for_whatever_admission_made_of_it() -> None:
+def test_the_requested_image_is_read_back_despite_admission_changes() -> None:
     one = job(spec(workers={"template": {"spec": {"containers": [{"name": "aside", "image": "mine:1"}]}}}))
     (raw,) = worker_pods(one, SETTINGS, range(1), Avoided())
     raw = {**raw, "metadata": {**raw["metadata"], "uid": "u"}, "spec": {**raw["spec"], "containers": []}}
@@ -64,7 +62,7 @@ def test_a_pod_made_now_is_read_back_with_the_image_asked_for_whatever_admission
     assert pin_running_image(observed(one, (seen,), {}), SETTINGS) is SETTINGS
 
 
-def test_a_worker_that_is_lost_after_an_upgrade_is_replaced_by_one_of_the_same_version() -> None:
+def test_a_replacement_after_an_upgrade_has_the_running_version() -> None:
     seen = running()
     seen = replace(seen, pods=tuple(replace(each, image=OLD) for each in seen.pods))
     made = plan(without(seen, 2), NEWER)
@@ -73,9 +71,7 @@ def test_a_worker_that_is_lost_after_an_upgrade_is_replaced_by_one_of_the_same_v
     assert plan(seen, NEWER).status.outdated_pods == 0
 
 
-def test_pods_that_never_ran_follow_a_corrected_default() -> None:
-    from trainium_operator.plan.manifests.worker_pod import template_hash
-
+def test_pending_pods_follow_a_new_default_image() -> None:
     one = job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4))
     made = template_hash(one, SETTINGS)
     pods = tuple(pod(at, phase=PodPhase.PENDING, image=OLD, template_hash=made, node="") for at in range(4))

@@ -2,8 +2,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_builders import condition_of, created, deleted, job, observed, planned, running, spec, with_status
 
+from tests.unit.plan.plan_builders import (
+    condition_of,
+    created,
+    deleted,
+    job,
+    observed,
+    planned,
+    running,
+    spec,
+    with_status,
+)
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.reasons import Reason
@@ -24,9 +34,7 @@ EVEN: Any = {"elasticity": {"sizes": "Even"}}
         ({"replicas": 20, "maxReplicas": 11}, 8, 3, Reason.FLOORED),
     ],
 )
-def test_of_the_nodes_that_are_requested_those_train_that_save_a_pass(
-    workers: Any, desired: int, reserve: int, reason: Reason
-) -> None:
+def test_only_nodes_that_save_a_pass_train(workers: Any, desired: int, reserve: int, reason: Reason) -> None:
     decision = decide_size(spec(workers=workers))
     assert (decision.desired, decision.reserve, decision.reason) == (desired, reserve, reason)
     assert decision.legal_at_most(decision.desired) == desired
@@ -90,7 +98,7 @@ def test_nodes_in_reserve_are_reported_in_the_status_and_in_an_event_and_get_pod
         ({"replicas": 25}, 24, 24, Reason.FLOORED),
     ],
 )
-def test_a_requested_size_is_floored_to_an_even_one_within_the_bounds_where_only_those_are_wanted(
+def test_even_sizes_floors_a_requested_size_within_the_bounds(
     workers: Any, desired: Any, floor: Any, reason: Any
 ) -> None:
     decision = decide_size(spec(workers=workers, **EVEN))
@@ -107,7 +115,7 @@ def test_a_floored_size_is_explained_in_the_status_and_in_an_event() -> None:
     assert [event.reason for event in result.events] == ["FlooredToLegalSize"]
 
 
-def test_a_job_without_any_legal_size_fails_with_a_sentence_that_names_what_to_change() -> None:
+def test_a_job_without_a_legal_size_fails_with_advice() -> None:
     result = planned(observed(job(spec(workers={"replicas": 5, "minReplicas": 5}, **EVEN))))
     assert result.status.phase is Phase.FAILED
     assert "No size from 5 to 5 nodes is legal" in result.status.verdict
@@ -122,7 +130,7 @@ def test_a_running_job_that_is_scaled_to_an_impossible_size_keeps_its_size() -> 
     assert not is_true(result.status, ConditionType.SIZE_LEGAL)
 
 
-def test_a_configuration_that_contradicts_itself_fails_with_a_sentence_instead_of_an_exception() -> None:
+def test_a_contradictory_configuration_fails_with_a_sentence() -> None:
     broken = spec(trainer={"steps": 5, "schedule": {"warmupSteps": 10}})
     result = planned(replace(observed(job()), job=job(broken)))
     assert result.status.phase is Phase.FAILED
@@ -146,7 +154,7 @@ def test_a_model_that_fits_no_core_is_refused_before_a_pod_is_made() -> None:
     assert condition.message == decision.message
 
 
-def test_a_job_that_trains_all_the_same_is_left_alone() -> None:
+def test_a_running_job_that_should_not_fit_continues() -> None:
     """An estimate that a later version corrects must not end what runs."""
     seen = running()
     trains = replace(seen, job=replace(seen.job, spec=spec(**TOO_LARGE)))
@@ -156,7 +164,7 @@ def test_a_job_that_trains_all_the_same_is_left_alone() -> None:
 
 
 def sharded(**workers: Any) -> Any:
-    """13 billion parameters on nodes of four cores of 24 GiB: their divided state needs three nodes."""
+    """Return a job of 13 billion parameters whose sharded state needs three nodes."""
     return spec(
         workers={"accelerator": {"instanceType": "trn2.3xlarge"}, **workers},
         parallelism={"tensor": 1},
@@ -180,12 +188,12 @@ def test_an_elastic_job_does_not_shrink_to_where_its_divided_state_fits_no_core(
 @pytest.mark.parametrize(
     "workers", [{"replicas": 8, "minReplicas": 3}, {"replicas": 8}, {"replicas": 4, "minReplicas": 4}]
 )
-def test_a_floor_that_memory_does_not_raise_is_as_it_was_asked_for(workers: Any) -> None:
+def test_memory_raises_the_floor_only_where_needed(workers: Any) -> None:
     decision = decide_size(sharded(**workers))
     assert decision.floor == workers.get("minReplicas", decision.desired)
     assert "shrink" not in decision.message
 
 
-def test_where_no_size_fits_the_desired_one_is_refused_as_before() -> None:
+def test_a_model_that_fits_no_size_is_refused() -> None:
     decision = decide_size(sharded(replicas=2, minReplicas=1))
     assert (decision.desired, decision.reason) == (0, Reason.INVALID_SPEC)

@@ -1,6 +1,4 @@
-"""Ranks by network distance, and pods drawn to each other."""
-
-from __future__ import annotations
+"""Ranks by network distance, and pod affinity."""
 
 import random
 import time
@@ -11,21 +9,33 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_builders import NOW, SETTINGS, agent, job, membership, observed, pod, published, ranks, running, spec
 
+from tests.unit.plan.plan_builders import (
+    NOW,
+    SETTINGS,
+    agent,
+    job,
+    membership,
+    observed,
+    pod,
+    published,
+    ranks,
+    running,
+    spec,
+)
 from trainium_contract.job import TrainingJobStatus
 from trainium_operator.plan.membership.ranks import (
     RankContext,
     assign_ranks,
     nearest_first,
+    network_path,
     order_first_ranks,
-    place_of,
 )
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.names import LAYERS
 from trainium_operator.plan.model.observed import NodeView, Observed
 from trainium_operator.plan.plan import plan
-from trainium_operator.plan.view.workers import workers_of
+from trainium_operator.plan.view.workers import build_workers
 
 
 def labelled(name: str, *layers: str, zone: str = "") -> NodeView:
@@ -34,7 +44,7 @@ def labelled(name: str, *layers: str, zone: str = "") -> NodeView:
 
 
 def racks(count: int, per_rack: int, *, shuffle: int = 0) -> dict[str, NodeView]:
-    """Nodes `node-0` ... spread over racks below two spines; which is where depends on `shuffle`."""
+    """Return nodes in racks below two spines, in an order that depends on `shuffle`."""
     order = list(range(count))
     random.Random(shuffle).shuffle(order)
     places = {node: at // per_rack for at, node in enumerate(order)}
@@ -42,7 +52,7 @@ def racks(count: int, per_rack: int, *, shuffle: int = 0) -> dict[str, NodeView]
 
 
 def warm(seen: Observed) -> Any:
-    return tuple(workers_of(seen, SETTINGS).values())
+    return tuple(build_workers(seen).values())
 
 
 def starting(count: int, nodes: dict[str, NodeView], **workers: Any) -> Observed:
@@ -55,13 +65,13 @@ def starting(count: int, nodes: dict[str, NodeView], **workers: Any) -> Observed
 def test_the_ranks_of_a_domain_are_contiguous_at_every_layer(shuffle: int) -> None:
     nodes = racks(24, 4, shuffle=shuffle)
     ordered = order_first_ranks(warm(starting(24, nodes)), 24, RankContext(nodes))
-    places = [place_of(worker.pod.node, nodes[worker.pod.node]) for worker in ordered]
+    places = [network_path(worker.pod.node, nodes[worker.pod.node]) for worker in ordered]
     for depth in range(1, 4):
         domains = [domain for domain, _ in groupby(places, key=lambda place, depth=depth: place[:depth])]
-        assert len(domains) == len(set(domains)), f"a domain of layer {depth} is torn apart"
+        assert len(domains) == len(set(domains)), f"a domain of layer {depth} is split"
 
 
-def test_workers_in_crowded_domains_are_chosen_and_the_scattered_one_is_the_spare() -> None:
+def test_the_worker_outside_of_the_largest_domain_is_the_spare() -> None:
     nodes = {
         "node-0": labelled("node-0", "s", "a", "r1"),
         **{f"node-{at}": labelled(f"node-{at}", "s", "a", "r2") for at in range(1, 5)},
@@ -86,7 +96,7 @@ def test_the_newcomer_nearest_to_the_lost_rank_s_neighbours_takes_it() -> None:
     assert ranks(published(plan(seen, SETTINGS))) == ["demo-w-0", "demo-w-1", "demo-w-2", "demo-w-5"]
 
 
-def test_the_rank_above_draws_a_newcomer_as_the_one_below_does() -> None:
+def test_newcomers_are_placed_near_both_neighbour_ranks() -> None:
     nodes = {f"node-{at}": labelled(f"node-{at}", "s", "a", rack) for at, rack in enumerate(("x", "y", "y", "x"))}
     members = membership(9, 0, 1).members[1:]  # ranks 1 and 2 stay, in racks x and y
     newcomers = [worker for worker in warm(starting(4, nodes)) if worker.pod.ordinal in (2, 3)]
@@ -108,7 +118,7 @@ def test_a_near_newcomer_on_a_suspected_node_is_taken_only_when_no_other_is_left
 
 
 @given(st.sets(st.integers(0, 11), max_size=6), st.integers(0, 50))
-def test_survivors_keep_their_ranks_whatever_the_places(lost: set[int], shuffle: int) -> None:
+def test_survivors_keep_their_ranks(lost: set[int], shuffle: int) -> None:
     nodes = racks(20, 4, shuffle=shuffle)
     before = membership(*range(12)).members
     survivors = [member for member in before if member.node_rank not in lost]
@@ -120,7 +130,7 @@ def test_survivors_keep_their_ranks_whatever_the_places(lost: set[int], shuffle:
     assert len({member.pod_uid for member in after}) == 12
 
 
-def test_five_thousand_nodes_are_ordered_without_ado() -> None:
+def test_ordering_five_thousand_nodes_is_fast() -> None:
     nodes = racks(5000, 16)
     workers = warm(starting(5000, nodes))
     around = RankContext(nodes)
@@ -138,7 +148,7 @@ def affinity(topology: str, layers: frozenset[str] = frozenset(LAYERS[:3]), **ch
     return made["spec"].get("affinity", {}).get("podAffinity")
 
 
-def test_pods_prefer_each_other_s_domains_the_nearest_most() -> None:
+def test_pods_prefer_near_domains() -> None:
     terms = affinity("Preferred")["preferredDuringSchedulingIgnoredDuringExecution"]
     assert [term["podAffinityTerm"]["topologyKey"] for term in terms] == list(LAYERS[:3])
     assert [term["weight"] for term in terms] == sorted(term["weight"] for term in terms)
@@ -146,18 +156,16 @@ def test_pods_prefer_each_other_s_domains_the_nearest_most() -> None:
     assert terms[0]["podAffinityTerm"]["labelSelector"] == {"matchLabels": selector}
 
 
-def test_required_means_one_domain_of_the_widest_layer() -> None:
-    found = affinity("Required")
-    required = found["requiredDuringSchedulingIgnoredDuringExecution"]
+def test_required_topology_is_one_domain_of_the_widest_layer() -> None:
+    terms = affinity("Required")
+    required = terms["requiredDuringSchedulingIgnoredDuringExecution"]
     assert [term["topologyKey"] for term in required] == [LAYERS[0]]
-    preferred = found["preferredDuringSchedulingIgnoredDuringExecution"]
+    preferred = terms["preferredDuringSchedulingIgnoredDuringExecution"]
     assert [term["podAffinityTerm"]["topologyKey"] for term in preferred] == list(LAYERS[1:3])
 
 
 @pytest.mark.parametrize(("topology", "layers"), [("Ignored", frozenset(LAYERS)), ("Preferred", frozenset())])
-def test_where_no_node_carries_labels_or_nobody_wants_it_there_is_no_affinity(
-    topology: str, layers: frozenset[str]
-) -> None:
+def test_without_labels_or_preference_there_is_no_affinity(topology: str, layers: frozenset[str]) -> None:
     assert affinity(topology, layers) is None
 
 
@@ -175,6 +183,6 @@ def test_the_priority_class_reaches_the_pods() -> None:
     assert made["spec"]["priorityClassName"] == "research"
 
 
-def test_places_that_share_only_missing_labels_are_not_near() -> None:
+def test_nodes_without_labels_are_not_near() -> None:
     nodes = {"node-0": labelled("node-0"), "node-1": labelled("node-1"), "node-2": labelled("node-2", zone="a")}
     assert [each.pod.node for each in nearest_first(warm(starting(3, nodes)), nodes)] == ["node-0", "node-1", "node-2"]

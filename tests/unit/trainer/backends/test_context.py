@@ -1,34 +1,23 @@
 """Context parallelism: one curve however the sequence is divided, alone and beside every other kind of parallelism."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from trainium_contract.trainer.config import ModelConfig
+from tests.testing.trainer.base_models import initial_model
+from tests.testing.trainer.layouts import CP, PP, SHARDED, SP, TP, TWO_PASSES, VALIDATION, ZERO
+from tests.unit.trainer.conftest import Launcher, ReferenceRuns
+from trainium_contract.models.shape import ModelShape
+from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models import context_parallel
 from trainium_trainer.models.context_parallel import SequenceDivision, apply_context_parallel
-from trainium_trainer.models.initial import initial_whole
-from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import Launcher, Undisturbed
-
-    from trainium_contract.models.shape import ModelShape
-
-pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
-
-CP, CP4 = "parallelism.context=2", "parallelism.context=4"
-TP, PP, SEQUENCE = "parallelism.tensor=2", "parallelism.pipeline=2", "parallelism.sequence=true"
-SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
-VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, samples: 5}"
+CP4 = "parallelism.context=4"
 PACKED = "data.maskDocuments=true"
 
 
@@ -37,40 +26,40 @@ PACKED = "data.maskDocuments=true"
     [
         pytest.param(2, [CP], id="cp2"),
         pytest.param(2, [CP, PACKED, "recompute=Selective"], id="cp2, packed"),
-        pytest.param(4, [CP4, SHARDED, "recompute=Full"], id="cp4, sharded"),
+        pytest.param(4, [CP4, SHARDED, "recompute=Full", TWO_PASSES], id="cp4, sharded", marks=pytest.mark.long),
         pytest.param(4, [CP4, PACKED], id="cp4, packed", marks=pytest.mark.long),
-        pytest.param(4, [CP, TP, SEQUENCE, PACKED], id="cp2 tp2, sequence, packed"),
+        pytest.param(4, [CP, TP, SP, PACKED, TWO_PASSES], id="cp2 tp2, sequence, packed"),
         pytest.param(4, [CP, TP], id="cp2 tp2", marks=pytest.mark.long),
         pytest.param(4, [CP, PACKED, ZERO], id="cp2 dp2, packed", marks=pytest.mark.long),
-        pytest.param(4, [CP, PP, PACKED], id="cp2 pp2, packed"),
+        pytest.param(4, [CP, PP, PACKED, TWO_PASSES], id="cp2 pp2, packed"),
     ],
 )
 def test_the_curve_does_not_depend_on_the_division_of_the_sequence(
-    launch: Launcher, undisturbed: Undisturbed, documents: Path, ranks: int, overrides: list[str]
+    launch: Launcher, reference_run: ReferenceRuns, documents: Path, ranks: int, overrides: list[str]
 ) -> None:
     data = [VALIDATION, f"data.source={documents}", *(each for each in overrides if each.startswith("data."))]
-    reference = undisturbed(1, data)
+    reference = reference_run(1, data)
     assert "validationLoss" in reference.metrics()[-1]
     launch(ranks, "other", [*data, *overrides]).finish().assert_same_curve(reference)
 
 
-def test_masks_of_documents_change_the_curve(undisturbed: Undisturbed, documents: Path) -> None:
+def test_masks_of_documents_change_the_curve(reference_run: ReferenceRuns, documents: Path) -> None:
     data = [VALIDATION, f"data.source={documents}"]
-    assert undisturbed(1, [*data, PACKED]).losses() != undisturbed(1, data).losses()
+    assert reference_run(1, [*data, PACKED]).losses() != reference_run(1, data).losses()
 
 
 @pytest.mark.parametrize("precision", ["BFloat16", "BFloat16Stochastic"])
 def test_half_precision_stays_close_to_that_of_one_rank(
-    launch: Launcher, undisturbed: Undisturbed, precision: str
+    launch: Launcher, reference_run: ReferenceRuns, precision: str
 ) -> None:
-    whole = undisturbed(1, [f"precision={precision}"]).losses()
-    divided = launch(2, "half", [CP, f"precision={precision}"]).finish().losses()
+    whole = reference_run(1, [f"precision={precision}"]).losses()
+    divided = launch(2, "half", [CP, TWO_PASSES, f"precision={precision}"]).finish().losses()
     assert divided == pytest.approx(whole, rel=5e-3)
     assert divided[-1] < divided[0]
 
 
 @pytest.mark.long
-def test_a_history_goes_through_context_tensor_and_data_parallel_sizes_by_its_checkpoints(launch: Launcher) -> None:
+def test_checkpoints_carry_a_run_across_context_tensor_and_data_parallel_sizes(launch: Launcher) -> None:
     flat = ["schedule.finalRatio=1"]
     whole = launch(1, "whole", [*flat, "steps=12"]).finish()
     sizes = [(2, [CP]), (2, [TP]), (4, [CP, TP]), (4, [CP, SHARDED]), (2, []), (4, [CP4])]
@@ -81,9 +70,9 @@ def test_a_history_goes_through_context_tensor_and_data_parallel_sizes_by_its_ch
 
 @pytest.mark.parametrize("mode", ["Replicated", "FullySharded"])
 def test_a_divided_sequence_resumes_from_memory_bit_for_bit(launch: Launcher, mode: str) -> None:
-    overrides = ["steps=40", CP, f"dataParallel={mode}", "checkpoint.durable.everySteps=1000"]
+    overrides = ["steps=8", CP, f"dataParallel={mode}", "batch.microSize=8", "checkpoint.durable.everySteps=1000"]
     whole = launch(2, "whole", overrides).finish()
-    launch(2, "parts", overrides, memory=True).leave(step=3)
+    launch(2, "parts", overrides, memory=True, exit_step=3).wait_for_exit()
     again = launch(2, "parts", overrides, memory=True).finish()
     expected = [(line["step"], line["loss"]) for line in whole.metrics()]
     assert [(line["step"], line["loss"]) for line in again.metrics()] == expected
@@ -126,10 +115,7 @@ class TestKernels:
         self, shape: ModelShape, positions: torch.Tensor | None, group: Any, *, divided: bool
     ) -> list[torch.Tensor]:
         """Return the loss and all gradients."""
-        model = Llama(shape)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(initial_whole(name, parameter.shape, seed=0, shape=shape))
+        model = initial_model(shape)
         if divided:
             apply_context_parallel(model, SequenceDivision(group, 0, 1, self.LENGTH))
         tokens = torch.randint(0, 64, (2, self.LENGTH), generator=torch.Generator().manual_seed(0))

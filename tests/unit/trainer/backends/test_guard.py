@@ -1,25 +1,20 @@
 """The guard before the update: a step with a number that is not finite leaves no trace in the state."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from trainium_contract.trainer.config import TrainingConfig
+from trainium_trainer.backends.base import StepOutcome
 from trainium_trainer.backends.native import NativeBackend
-from trainium_trainer.compile.rehearsal import launch_at
+from trainium_trainer.compile.dry_run import launch_at
 from trainium_trainer.configuration.config import Launch, read_launch, resolve_settings
-from trainium_trainer.data.batches.loader import MicroBatch
-from trainium_trainer.weights import BaseWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from trainium_trainer.backends.base import StepOutcome
+from trainium_trainer.data.batches.micro_batches import MicroBatch
+from trainium_trainer.weights.base import BaseWeights
 
 CONFIG = {
     "model": {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 48, "vocabSize": 400},
@@ -37,7 +32,7 @@ def built(config: TrainingConfig, launch: Launch) -> Iterator[NativeBackend]:
 
 
 @pytest.fixture
-def rehearsing() -> Iterator[NativeBackend]:
+def dry_run_backend() -> Iterator[NativeBackend]:
     yield from built(TrainingConfig.model_validate(CONFIG), launch_at(1, 2))
 
 
@@ -59,7 +54,7 @@ def copy_of(backend: NativeBackend) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_changes_nothing_and_the_next_goes_on(backend: NativeBackend, poison: float) -> None:
+def test_a_step_that_is_not_finite_changes_nothing_and_the_next_trains(backend: NativeBackend, poison: float) -> None:
     assert one_step(backend, 1).applied
     before = copy_of(backend)
     weights = backend.state.local_tensors()
@@ -73,12 +68,12 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_goes_on(backend:
     for name, value in before.items():
         assert torch.equal(after[name], value), name
     assert one_step(backend, 3).applied
-    undisturbed = copy_of(backend)
+    reference_run = copy_of(backend)
     for name, value in backend.state.local_tensors().items():
         value.copy_(before[name])
     assert one_step(backend, 3).applied
     for name, value in backend.state.local_tensors().items():
-        assert torch.equal(value, undisturbed[name]), name
+        assert torch.equal(value, reference_run[name]), name
 
 
 @pytest.mark.parametrize("mode", ["Replicated", "ShardedOptimizer", "FullySharded"])
@@ -95,13 +90,13 @@ def test_a_gradient_that_is_not_finite_is_named_also_where_most_weights_have_non
         backend._store.gradient(culprit).fill_(math.inf)
         done = backend.step(divisor=totals.divisor, learning_rate=0.01, clip_norm=1.0)
         assert not done.applied
-        assert done.culprits == (culprit,)
+        assert done.nonfinite_parameters == (culprit,)
 
 
-def test_a_rehearsal_makes_the_update_whatever_the_numbers_are(rehearsing: NativeBackend) -> None:
-    weights = rehearsing.state.local_tensors()
+def test_a_dry_run_updates_also_with_nan(dry_run_backend: NativeBackend) -> None:
+    weights = dry_run_backend.state.local_tensors()
     next(value for name, value in weights.items() if name.startswith("model")).view(-1)[7] = math.nan
-    before = copy_of(rehearsing)
-    assert not one_step(rehearsing, 1).applied
+    before = copy_of(dry_run_backend)
+    assert not one_step(dry_run_backend, 1).applied
     moments = [name for name in before if not name.startswith("model")]
     assert any(not torch.equal(weights[name], before[name]) for name in moments)

@@ -1,14 +1,10 @@
-from __future__ import annotations
-
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
-from tests.testing.suite.timeouts import scaled
-from trainium_agent.linux.network_interface import ENV_INTERFACE, LOOPBACK, interface_of, use_interface
+from tests.testing.trainer.fork_server import run_python
+from trainium_agent.linux.network_interface import ENV_INTERFACE, LOOPBACK, find_interface, use_interface
 from trainium_contract.wire.worker_env import ENV_POD_IP
 
 MEET = """
@@ -23,7 +19,7 @@ dist.destroy_process_group()
 
 
 def own_address() -> str:
-    """The address by which this host would go out; nothing is sent."""
+    """Return the address by which this host reaches others; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect(("192.0.2.1", 9))
@@ -34,16 +30,16 @@ def own_address() -> str:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.83.1.2", "localhost", "::1"])
 def test_any_loopback_address_is_met_over_loopback(address: str) -> None:
-    assert interface_of(address) == LOOPBACK
+    assert find_interface(address) == LOOPBACK
 
 
 def test_an_address_of_this_host_is_met_over_the_interface_that_bears_it() -> None:
-    name = interface_of(own_address())
+    name = find_interface(own_address())
     assert name in {name for _, name in socket.if_nameindex()} - {LOOPBACK}
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "fd00::1", "coordinator.svc", ""])
-def test_what_no_interface_bears_leaves_the_choice_to_gloo(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_no_interface_leaves_the_choice_to_gloo(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV_INTERFACE, raising=False)
     monkeypatch.delenv(ENV_POD_IP, raising=False)
     use_interface(address)
@@ -66,12 +62,6 @@ def test_the_pods_own_address_comes_before_another_and_the_users_choice_before_b
 def test_gloo_takes_the_interface_of_this_hosts_address(tmp_path_factory: pytest.TempPathFactory) -> None:
     address = own_address()
     environment = {name: text for name, text in os.environ.items() if name != ENV_INTERFACE}
-    done = subprocess.run(
-        [sys.executable, "-c", MEET, str(tmp_path_factory.mktemp("store") / "file")],
-        env={**environment, ENV_POD_IP: address},
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, f"{interface_of(address)}\n"), done.stderr
+    file = str(tmp_path_factory.mktemp("store") / "file")
+    done = run_python("-c", MEET, file, env={**environment, ENV_POD_IP: address})
+    assert (done.returncode, done.stdout) == (0, f"{find_interface(address)}\n"), done.stderr

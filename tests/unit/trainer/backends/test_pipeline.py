@@ -1,37 +1,27 @@
 """Pipelines: how layers are cut, which schedule runs, and one history through every kind of parallelism."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
-from trainium_contract.trainer.config import ModelConfig
+from tests.testing.trainer.layouts import (
+    PP,
+    SHARDED,
+    SP,
+    TP,
+    TWO_PASSES,
+    VALIDATION,
+    ZERO,
+    has_pipelines,
+    needs_pipelines,
+)
+from tests.unit.trainer.conftest import Launcher, ReferenceRuns
+from trainium_contract.trainer.model import ModelConfig
 from trainium_contract.trainer.parallelism import PipelineSchedule
-from trainium_trainer.backends.pipeline import check_torch, schedule_kind
+from trainium_trainer.backends.pipeline import schedule_kind
 from trainium_trainer.configuration.model_shape import resolve_shape
-from trainium_trainer.exits import UserError
 from trainium_trainer.models.llama import Llama
-from trainium_trainer.models.stages import LlamaStage, canonical_parameters, layers_of, shared_with_first
+from trainium_trainer.models.stages import LlamaStage, canonical_parameters, shared_with_first, split_layers
 
-if TYPE_CHECKING:
-    from conftest import Launcher, Undisturbed
-
-
-pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
-
-try:
-    check_torch()
-except UserError:
-    able = False
-else:
-    able = True
-needs_new_torch = pytest.mark.skipif(not able, reason="this torch has no pipeline schedules that can be used")
-
-PP, TP = "parallelism.pipeline=2", "parallelism.tensor=2"
-SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
-VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, samples: 5}"
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -42,7 +32,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def test_layers_are_cut_in_order_and_evenly_with_more_in_the_middle(
     layers: int, stages: int, shares: list[int]
 ) -> None:
-    cut = [layers_of(stage, stages, layers) for stage in range(stages)]
+    cut = [split_layers(stage, stages, layers) for stage in range(stages)]
     assert [len(part) for part in cut] == shares
     assert [layer for part in cut for layer in part] == list(range(layers))
 
@@ -52,7 +42,9 @@ def test_the_stages_together_have_the_parameters_of_the_whole_under_its_names(ti
     shape = resolve_shape(ModelConfig(num_layers=5, hidden_size=32, intermediate_size=48, tie_embeddings=tied), 64)
     with torch.device("meta"):
         whole = Llama(shape)
-        stages = [LlamaStage(shape, stage=number, num_stages=3, length=8, between=torch.float32) for number in range(3)]
+        stages = [
+            LlamaStage(shape, stage=number, num_stages=3, length=8, hidden_dtype=torch.float32) for number in range(3)
+        ]
     owned = [
         (name, parameter.shape)
         for stage in stages
@@ -82,14 +74,14 @@ def test_a_schedule_that_cannot_take_the_micro_batches_gives_way_to_one_that_can
     assert found.__name__ == kind
 
 
-@pytest.mark.skipif(able, reason="this torch can do it")
+@pytest.mark.skipif(has_pipelines(), reason="this torch can do it")
 def test_an_old_torch_is_refused_before_a_process_group_is_made(launch: Launcher) -> None:
     job = launch(2, "old", [PP])
     assert job.wait() == [64, 64]
     assert "parallelism.pipeline is above 1, which torch 2" in job.log()
 
 
-@needs_new_torch
+@needs_pipelines
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
@@ -97,19 +89,19 @@ def test_an_old_torch_is_refused_before_a_process_group_is_made(launch: Launcher
         pytest.param(2, ["parallelism.pipelineSchedule=GPipe"], id="pp2, GPipe"),
         pytest.param(2, ["batch.microSize=8"], id="pp2, fewer micro-batches than stages"),
         pytest.param(4, [], id="pp2 dp2", marks=pytest.mark.long),
-        pytest.param(4, [TP, "parallelism.sequence=true"], id="pp2 tp2, sequence"),
+        pytest.param(4, [TP, SP, TWO_PASSES], id="pp2 tp2, sequence"),
         pytest.param(4, [SHARDED], id="pp2, sharded", marks=pytest.mark.long),
     ],
 )
 def test_the_curve_does_not_depend_on_the_pipeline(
-    launch: Launcher, undisturbed: Undisturbed, ranks: int, overrides: list[str]
+    launch: Launcher, reference_run: ReferenceRuns, ranks: int, overrides: list[str]
 ) -> None:
-    reference = undisturbed(1, [VALIDATION])
+    reference = reference_run(1, [VALIDATION])
     assert "validationLoss" in reference.metrics()[-1]
     launch(ranks, "other", [VALIDATION, PP, *overrides]).finish().assert_same_curve(reference)
 
 
-@needs_new_torch
+@needs_pipelines
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_interleaved_stages_of_uneven_size_train_like_one_process(launch: Launcher, tied: str) -> None:
     model = [VALIDATION, "model.numLayers=5", f"model.tieEmbeddings={tied}", "steps=4"]
@@ -118,9 +110,9 @@ def test_interleaved_stages_of_uneven_size_train_like_one_process(launch: Launch
     divided.assert_same_curve(whole)
 
 
-@needs_new_torch
+@needs_pipelines
 @pytest.mark.long
-def test_a_history_goes_through_pipeline_tensor_and_sharded_sizes_by_its_checkpoints(launch: Launcher) -> None:
+def test_checkpoints_carry_a_run_across_pipeline_tensor_and_sharded_sizes(launch: Launcher) -> None:
     flat = ["schedule.finalRatio=1"]
     whole = launch(1, "whole", [*flat, "steps=12"]).finish()
     sizes = [(2, [PP]), (2, [TP]), (4, [PP, TP]), (4, [PP, SHARDED]), (4, [PP, ZERO]), (1, [])]
@@ -129,12 +121,12 @@ def test_a_history_goes_through_pipeline_tensor_and_sharded_sizes_by_its_checkpo
     parts.assert_same_curve(whole)
 
 
-@needs_new_torch
+@needs_pipelines
 @pytest.mark.long
-def test_a_pipeline_that_yielded_goes_on_from_its_ranks_memory_bit_for_bit(launch: Launcher) -> None:
+def test_a_pipeline_that_yielded_resumes_from_memory_bit_for_bit(launch: Launcher) -> None:
     overrides = ["steps=40", PP, "checkpoint.durable.everySteps=1000"]
     whole = launch(2, "whole", overrides).finish()
-    job = launch(2, "parts", overrides, memory=True).leave(step=3)
+    job = launch(2, "parts", overrides, memory=True).request_exit(step=3)
     assert not list(job.folder.glob("step-*")), "both ranks' memory is enough"
     again = launch(2, "parts", overrides, memory=True).finish()
     assert again.losses() == whole.losses()

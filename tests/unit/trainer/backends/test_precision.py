@@ -1,22 +1,15 @@
 """Number formats: rounding at random that loses nothing on average, and training in every format and layout."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from tests.testing.trainer.layouts import SHARDED, SP, TP
+from tests.unit.trainer.conftest import Launcher, ReferenceRuns
 from trainium_contract.trainer.optimizer import OptimizerConfig
 from trainium_trainer.backends.optimizers import Rounding, Slot, noise_generator, noise_like, round_into
 from trainium_trainer.backends.optimizers.adamw import update
-
-if TYPE_CHECKING:
-    from conftest import Launcher, Undisturbed
-
-
-pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
 
 CPU = torch.device("cpu")
 STOCHASTIC = "precision=BFloat16Stochastic"
@@ -44,7 +37,7 @@ def test_rounding_goes_to_a_neighbour_and_its_mean_is_the_value(value: float, sh
     assert found.mean().item() == pytest.approx(exact, abs=5 * 0.5 * (high - low) / len(many) ** 0.5)
 
 
-def test_what_bfloat16_can_hold_stays_and_so_do_infinities_and_nan() -> None:
+def test_values_of_bfloat16_infinities_and_nan_are_not_rounded() -> None:
     exact = torch.tensor([0.0, -0.0, 1.0, -2.5, 2.0**100, float("inf"), float("-inf")])
     for step in range(20):
         assert torch.equal(rounded(exact, step).float(), exact)
@@ -79,16 +72,16 @@ def test_an_update_too_small_for_bfloat16_arrives_on_average() -> None:
     ("ranks", "overrides"),
     [
         pytest.param(1, [STOCHASTIC], id="stochastic"),
-        pytest.param(2, [STOCHASTIC, "parallelism.tensor=2", "parallelism.sequence=true"], id="stochastic, tp2"),
-        pytest.param(2, [STOCHASTIC, "dataParallel=FullySharded"], id="stochastic, sharded", marks=pytest.mark.long),
-        pytest.param(2, ["precision=BFloat16"], id="master weights", marks=pytest.mark.long),
-        pytest.param(2, ["precision=BFloat16", "dataParallel=FullySharded"], id="master weights, sharded"),
+        pytest.param(2, [STOCHASTIC, TP, SP], id="stochastic, tp2"),
+        pytest.param(2, [STOCHASTIC, SHARDED], id="stochastic, sharded", marks=pytest.mark.long),
+        pytest.param(2, ["precision=BFloat16"], id="master weights"),
+        pytest.param(2, ["precision=BFloat16", SHARDED], id="master weights, sharded"),
     ],
 )
 def test_narrow_formats_stay_close_to_full_precision(
-    launch: Launcher, undisturbed: Undisturbed, ranks: int, overrides: list[str]
+    launch: Launcher, reference_run: ReferenceRuns, ranks: int, overrides: list[str]
 ) -> None:
-    whole = undisturbed(1).losses()
+    whole = reference_run(1).losses()
     narrow = launch(ranks, "narrow", overrides).finish().losses()
     assert narrow[-1] == pytest.approx(whole[-1], rel=0.02)
     assert narrow[-1] != whole[-1]
@@ -103,7 +96,7 @@ def test_a_run_that_rounds_at_random_can_be_repeated_and_its_checkpoint_is_half_
     assert set(kinds.values()) == {"BF16"}
 
 
-def test_a_checkpoint_goes_on_in_another_number_format(launch: Launcher) -> None:
+def test_a_checkpoint_is_resumed_in_another_number_format(launch: Launcher) -> None:
     formats = ["Float32", "BFloat16Stochastic", "BFloat16"]
     for number, precision in enumerate(formats, start=1):
         overrides = [f"steps={2 * number}", f"precision={precision}", "schedule.finalRatio=1"]

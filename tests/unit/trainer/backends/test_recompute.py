@@ -1,27 +1,20 @@
 """Activation recompute: the same numbers to the bit, with less kept between the passes."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainium_contract.trainer.config import ModelConfig
+from tests.testing.trainer.base_models import initial_model
+from tests.unit.trainer.conftest import Launcher
+from trainium_contract.trainer.model import ModelConfig
 from trainium_contract.trainer.parallelism import Recompute
 from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.configuration.model_shape import resolve_shape
-from trainium_trainer.models.initial import initial_whole
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
-
-if TYPE_CHECKING:
-    from conftest import Launcher
-
-
-pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
 
 
 class Operations(TorchDispatchMode):
@@ -38,10 +31,7 @@ class Operations(TorchDispatchMode):
 
 def build(mode: Recompute) -> Llama:
     shape = resolve_shape(ModelConfig(num_layers=2, hidden_size=32, intermediate_size=96), 64)
-    model = Llama(shape)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial_whole(name, parameter.shape, seed=0, shape=shape))
+    model = initial_model(shape)
     apply_recompute(model, mode)
     return model
 

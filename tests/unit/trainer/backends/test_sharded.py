@@ -1,8 +1,7 @@
 """Count what the sharded layouts send: weights once a step, or for every pass."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainium_contract.trainer.model import ModelConfig
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
-from trainium_trainer.backends.sharded import ShardedStore, apply_sharding
+from trainium_trainer.backends.sharded_store import ShardedStore, apply_sharding
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LAYERS = 2
 
@@ -36,8 +32,8 @@ class Gathers(TorchDispatchMode):
 
 
 @pytest.fixture
-def half_a_world() -> Iterator[None]:
-    """Rank 0 of 2 whose collectives return at once: what is sent is counted, not used."""
+def fake_group_of_two() -> Iterator[None]:
+    """Join as rank 0 of 2 a group whose collectives return at once, without an effect."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
@@ -53,7 +49,7 @@ def half_a_world() -> Iterator[None]:
     ],
 )
 def test_weights_are_gathered_once_a_step_where_only_the_optimizer_is_sharded(
-    half_a_world: None, mode: DataParallelMode, passes: list[int]
+    fake_group_of_two: None, mode: DataParallelMode, passes: list[int]
 ) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -1,25 +1,19 @@
 """Layers compiled by Inductor: the same curve up to rounding in every layout, and to the bit when repeated."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.unit.trainer.conftest import Job, Launcher
 from trainium_contract.trainer.model import ModelConfig
 from trainium_contract.trainer.parallelism import TorchCompile
-from trainium_trainer.backends.compiled import check_compiler, compile_layers
+from trainium_trainer.backends.torch_compile import check_compiler, compile_layers
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import Job, Launcher
-
 
 pytestmark = pytest.mark.timeout(500)  # real processes and a real compiler
 
@@ -30,7 +24,7 @@ COMPILED = ["torchCompile=Layers", "steps=4"]
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where Inductor keeps what it made, and what it found out about the machine's compiler."""
+    """Return a cache for Inductor; skip without a compiler."""
     try:
         check_compiler(TorchCompile.LAYERS, "cpu")
     except UserError as reason:

@@ -1,7 +1,5 @@
 """Caches of compiled graphs: keys, whole files only, damage, and one compiler per key."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket
@@ -9,9 +7,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -19,21 +18,18 @@ import yaml
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.commands import precompile
 from trainium_trainer.compile.cache import LocalCache, SharedCache
-from trainium_trainer.compile.graphs import Graphs, describe_graphs, digest_of_graphs
-from trainium_trainer.compile.rehearsal import Place, launch_at, places, rank_of
+from trainium_trainer.compile.dry_run import MeshCoordinate, first_rank_at, launch_at, mesh_coordinates
+from trainium_trainer.compile.graphs import GraphInputs, describe_graphs, digest_of_graphs
 from trainium_trainer.compile.sizes import read_sizes
 from trainium_trainer.configuration.config import resolve_settings
 from trainium_trainer.exits import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 KEY = "k" * 32
 MODULE = "neuronxcc-2.1/MODULE_1+abc"
 EXAMPLES = Path(__file__).parents[4] / "manifests/examples"
 
 
-def graphs(nodes: int = 2, **fields: Any) -> Graphs:
+def graphs(nodes: int = 2, **fields: Any) -> GraphInputs:
     config = TrainingConfig.model_validate({"model": {"preset": "Tiny"}, "batch": {"globalSize": 12}, **fields})
     return describe_graphs(
         resolve_settings(config, launch_at(0, nodes)), image="image@sha256:1", flags=("--model-type=transformer",)
@@ -41,7 +37,7 @@ def graphs(nodes: int = 2, **fields: Any) -> Graphs:
 
 
 def compiled(folder: Path, *, finished: bool = True) -> LocalCache:
-    """A node's folder as the Neuron compiler leaves it."""
+    """Create a node's folder as the Neuron compiler leaves it."""
     module = folder / MODULE
     module.mkdir(parents=True)
     (module / "model.neff").write_bytes(b"neff" * 1000)
@@ -78,7 +74,7 @@ def test_a_key_differs_by_image_flags_model_and_size() -> None:
     assert len({digest_of_graphs(each) for each in [one, *others]}) == 1 + len(others)
 
 
-def test_what_one_node_compiled_another_one_has_after_fetching(tmp_path: Path) -> None:
+def test_a_node_fetches_what_another_node_compiled(tmp_path: Path) -> None:
     shared = SharedCache(tmp_path / "shared")
     here, there = compiled(tmp_path / "a"), LocalCache(tmp_path / "b")
     assert shared.fetch(KEY, there) is None
@@ -125,7 +121,7 @@ def test_a_key_that_names_a_file_outside_of_the_folder_is_not_used(tmp_path: Pat
     assert not (tmp_path / "outside").exists()
 
 
-def test_half_a_file_in_the_node_s_folder_is_copied_again(tmp_path: Path) -> None:
+def test_a_partial_file_in_the_node_s_folder_is_copied_again(tmp_path: Path) -> None:
     shared = SharedCache(tmp_path / "shared")
     there = LocalCache(tmp_path / "b")
     shared.publish(KEY, compiled(tmp_path / "a"))
@@ -148,7 +144,7 @@ def test_only_one_of_many_holds_a_lock_at_a_time(tmp_path: Path) -> None:
     most: list[int] = []
 
     def compile_once() -> None:
-        with precompile.held(tmp_path / "locks" / KEY, unless=lambda: False):
+        with precompile.hold_lease(tmp_path / "locks" / KEY, unless=lambda: False):
             inside.append(1)
             most.append(len(inside))
             inside.pop()
@@ -168,7 +164,7 @@ from pathlib import Path
 from trainium_trainer.commands import precompile
 precompile._LEASE_SECONDS = 1.0
 socket.gethostname = lambda: sys.argv[2]
-with precompile.held(Path(sys.argv[1]), unless=lambda: False):
+with precompile.hold_lease(Path(sys.argv[1]), unless=lambda: False):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -182,7 +178,6 @@ def holder(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     def start(machine: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", HOLDER, str(tmp_path / KEY), machine]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        assert started[0].stdout is not None
         assert started[0].stdout.readline() == "held\n"
         return started[0]
 
@@ -201,7 +196,7 @@ def test_the_lock_of_a_process_that_was_killed_is_broken(
     process.kill()
     process.wait()
     assert (tmp_path / KEY).exists()
-    with precompile.held(tmp_path / KEY, unless=lambda: False) as mine:
+    with precompile.hold_lease(tmp_path / KEY, unless=lambda: False) as mine:
         assert mine
 
 
@@ -211,23 +206,23 @@ def test_the_lock_of_another_machine_is_broken_only_when_it_is_no_longer_renewed
 ) -> None:
     process = holder("another-node")
     waited = time.monotonic()
-    with precompile.held(tmp_path / KEY, unless=lambda: time.monotonic() > waited + 2.5) as mine:
+    with precompile.hold_lease(tmp_path / KEY, unless=lambda: time.monotonic() > waited + 2.5) as mine:
         assert not mine
     process.send_signal(signal.SIGSTOP)
-    with precompile.held(tmp_path / KEY, unless=lambda: False) as mine:
+    with precompile.hold_lease(tmp_path / KEY, unless=lambda: False) as mine:
         assert mine
 
 
 def test_the_sizes_of_a_job_are_those_that_it_may_come_to_run_at_the_first_start_first() -> None:
     plan = read_sizes(EXAMPLES / "demo.yaml")
     assert plan.nodes == (4, 3, 2, 6)
-    assert read_sizes(EXAMPLES / "hlat-7b.yaml").nodes == (128, 86, 64), "between them a node more brings nothing"
-    assert read_sizes(EXAMPLES / "hlat-7b.yaml", asked=(256,)).cores_per_node == 32
+    assert read_sizes(EXAMPLES / "hlat-7b.yaml").nodes == (128, 86, 64), "one more node between them has no effect"
+    assert read_sizes(EXAMPLES / "hlat-7b.yaml", requested=(256,)).cores_per_node == 32
 
 
 def test_a_size_that_is_not_legal_is_refused_with_the_next_one() -> None:
     with pytest.raises(UserError, match=r"--sizes has 5, but 5 x 1 ranks .* pipeline 1: the next smaller .* size is 4"):
-        read_sizes(EXAMPLES / "demo.yaml", ["parallelism.tensor=2"], asked=(5,))
+        read_sizes(EXAMPLES / "demo.yaml", ["parallelism.tensor=2"], requested=(5,))
 
 
 def test_a_job_that_wants_even_sizes_only_compiles_no_others(tmp_path: Path) -> None:
@@ -237,7 +232,7 @@ def test_a_job_that_wants_even_sizes_only_compiles_no_others(tmp_path: Path) -> 
     file.write_text(yaml.safe_dump(job))
     assert read_sizes(file).nodes == (128, 64)
     with pytest.raises(UserError, match=r"a global batch of 1024 in micro-batches of 1: the next .* size is 64"):
-        read_sizes(file, asked=(86,))
+        read_sizes(file, requested=(86,))
 
 
 def test_the_trainer_s_own_configuration_needs_sizes(tmp_path: Path) -> None:
@@ -245,10 +240,10 @@ def test_the_trainer_s_own_configuration_needs_sizes(tmp_path: Path) -> None:
     file.write_text("steps: 10\nschedule: {warmupSteps: 1}\n")
     with pytest.raises(UserError, match="give --sizes"):
         read_sizes(file)
-    assert read_sizes(file, asked=(2,), cores_per_node=4).nodes == (2,)
+    assert read_sizes(file, requested=(2,), cores_per_node=4).nodes == (2,)
 
 
-def test_each_place_of_the_model_is_rehearsed_by_its_first_rank() -> None:
+def test_each_mesh_coordinate_is_compiled_by_its_first_rank() -> None:
     config = TrainingConfig.model_validate({"parallelism": {"tensor": 2, "pipeline": 2}, "batch": {"globalSize": 12}})
-    assert [rank_of(place, config, 12) for place in places(config)] == [0, 1, 6, 7]
-    assert places(config)[-1] == Place(pipeline=1, tensor=1)
+    assert [first_rank_at(place, config, 12) for place in mesh_coordinates(config)] == [0, 1, 6, 7]
+    assert mesh_coordinates(config)[-1] == MeshCoordinate(pipeline=1, tensor=1)

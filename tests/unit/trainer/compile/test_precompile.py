@@ -1,7 +1,5 @@
 """`trainium-trainer precompile` with real steps on the CPU: what it compiles, keeps and does not write."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -12,12 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.testing.trainer.fork_server import run_python
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.wire.log_line import read_log_line
+from trainium_trainer import cli
 from trainium_trainer.backends.nxd import extraction
 from trainium_trainer.commands import precompile
-from trainium_trainer.compile import crew
-from trainium_trainer.compile.rehearsal import launch_at
+from trainium_trainer.compile import process_pool
+from trainium_trainer.compile.dry_run import launch_at
 from trainium_trainer.configuration.config import resolve_settings
 from trainium_trainer.exits import UserError
 
@@ -39,14 +39,8 @@ JOB: dict[str, Any] = {
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = dict(os.environ)
     inherited.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it for good in a process that compiled something
-    return subprocess.run(
-        [sys.executable, "-m", "trainium_trainer", *arguments],
-        cwd=folder,
-        env=inherited | {"XDG_CACHE_HOME": str(folder / "node"), "OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = inherited | {"XDG_CACHE_HOME": str(folder / "node"), "OMP_NUM_THREADS": "1"} | environment
+    return run_python("-m", "trainium_trainer", *arguments, env=variables, cwd=folder)
 
 
 def files(folder: Path) -> set[str]:
@@ -80,7 +74,7 @@ def test_one_process_stands_for_any_rank_of_a_world_divided_in_every_way() -> No
         "parallelism": {"tensor": 2, "pipeline": 2},
     }
     done = subprocess.run(
-        [sys.executable, "-m", "trainium_trainer.compile.rehearsal"],
+        [sys.executable, "-m", "trainium_trainer.compile.dry_run"],
         input=json.dumps({"config": config, "rank": 5, "world_size": 8}),
         capture_output=True,
         text=True,
@@ -120,8 +114,8 @@ def test_neurons_tool_gets_a_folder_and_a_core_for_each_place_and_the_one_that_f
     for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(notes), "FAILS": fails}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(precompile, "_is_nxd", lambda _: True)
-    monkeypatch.setattr(extraction, "data_ranks", lambda _: (0,))
-    monkeypatch.setattr(crew, "memory_of", lambda _: 1)  # three fit beside each other on any machine
+    monkeypatch.setattr(extraction, "ranks_with_distinct_graphs", lambda _: (0,))
+    monkeypatch.setattr(process_pool, "read_memory", lambda _: 1)  # three fit beside each other on any machine
     trainer = JOB["spec"]["trainer"] | {"parallelism": {"tensor": 4}}
     settings = resolve_settings(TrainingConfig.model_validate(trainer), launch_at(0, 4, 4))
     if fails:
@@ -139,15 +133,21 @@ def test_neurons_tool_gets_a_folder_and_a_core_for_each_place_and_the_one_that_f
 @pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
-        (("precompile", "--config", "job.yaml", "--sizes", "three"), {}, "--sizes is 'three'"),
-        (("precompile", "--config", "job.yaml", "--set", "backend=Nxd"), {}, "neuronx_distributed"),
-        (("train", "--config", "job.yaml"), {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}, "use `trainium-trainer precompile`"),
+        (["precompile", "--sizes", "three"], {}, "--sizes is 'three'"),
+        (["precompile", "--set", "backend=Nxd"], {}, "neuronx_distributed"),
+        (["train"], {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}, "use `trainium-trainer precompile`"),
     ],
 )
 def test_a_model_that_cannot_be_compiled_is_reported_with_code_64(
-    tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    environment: dict[str, str],
+    words: str,
 ) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
-    done = run(tmp_path, *arguments, **environment)
-    assert done.returncode == 64
-    assert words in done.stderr
+    assert cli.run([*arguments, "--config", str(tmp_path / "job.yaml")]) == 64
+    assert words in capsys.readouterr().err

@@ -1,9 +1,7 @@
 """Which exception ends with which code."""
 
-from __future__ import annotations
-
 import errno
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +11,6 @@ from trainium_agent import log_lines
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import EXIT_LOGGER, read_log_line
 from trainium_trainer import exits
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -58,7 +53,7 @@ def test_the_last_line_of_stderr_is_the_sentence_and_so_is_the_termination_log(
     assert log.read_text() == "steps is 0: use more\n"
 
 
-def test_as_a_line_of_the_schema_the_sentence_has_its_traceback_with_it(
+def test_an_error_in_json_has_its_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"TRAINIUM_LOG_FORMAT": "json", "TRAINIUM_JOB": "llama", "RANK": "3"}.items():
@@ -68,19 +63,14 @@ def test_as_a_line_of_the_schema_the_sentence_has_its_traceback_with_it(
     assert exits.report(failure.value) == 1
     (text,) = capsys.readouterr().err.splitlines()
     line = read_log_line(text)
-    assert line is not None
     assert (line.message, line.level, line.logger, line.rank) == ("KeyError: 'missing'", "error", EXIT_LOGGER, 3)
-    assert line.error is not None
     assert line.error.startswith("Traceback")
     assert exits.report(exits.UserError("steps is 0")) == 64
     line = read_log_line(capsys.readouterr().err.strip())
-    assert line is not None
-    assert (line.message, line.error) == ("steps is 0", None), "a sentence that says it all needs no traceback"
+    assert (line.message, line.error) == ("steps is 0", None), "a complete message needs no traceback"
 
 
-def test_a_form_that_nobody_knows_is_text_where_a_program_ends(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_log_format_is_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINIUM_LOG_FORMAT", "xml")
     exits.report(exits.UserError("steps is 0"))
     assert capsys.readouterr().err == "steps is 0\n"

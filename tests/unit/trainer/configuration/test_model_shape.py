@@ -1,9 +1,8 @@
 """Presets and Hugging Face configurations: published sizes, both spellings of the rotary settings, refusals."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +13,6 @@ from trainium_contract.trainer.model import ModelConfig, ModelPreset
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.huggingface import to_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # The published config.json of Llama-3.1-8B, as transformers 4 wrote it.
 LLAMA31 = {
@@ -80,7 +76,7 @@ def test_the_new_spelling_of_the_rotary_settings_means_the_same(tmp_path: Path) 
     assert shape_of(write(tmp_path, rope_scaling=old | {"type": "llama3"})) == PRESETS[ModelPreset.LLAMA31_8B]
 
 
-def test_what_the_file_leaves_out_has_the_default_of_llama_config(tmp_path: Path) -> None:
+def test_absent_fields_have_the_defaults_of_llama_config(tmp_path: Path) -> None:
     left_out = (
         "rope_scaling num_key_value_heads rms_norm_eps initializer_range tie_word_embeddings max_position_embeddings "
         "rope_theta architectures"
@@ -102,7 +98,6 @@ def test_fields_of_the_configuration_override_the_file(tmp_path: Path) -> None:
     shape = shape_of(write(tmp_path), num_layers=2, initial_std=0.01, rope_scaling={"kind": "Unscaled"})
     assert (shape.num_layers, shape.initial_std, shape.rope_stretch) == (2, 0.01, None)
     linear = resolve_shape(ModelConfig(rope_scaling={"kind": "Linear", "factor": 4}), 100).rope_stretch  # type: ignore[arg-type]
-    assert linear is not None
     assert (linear.kind, linear.factor) == ("Linear", 4)
 
 

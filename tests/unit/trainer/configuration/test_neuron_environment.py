@@ -1,9 +1,8 @@
 """Typed settings of compiler and runtime become variables; what the user set by hand is never overridden in silence."""
 
-from __future__ import annotations
-
 import shlex
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +11,6 @@ from trainium_trainer import neuron_environment
 from trainium_trainer.configuration.config import load, read_launch, resolve_settings
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop.profile import capture_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FLAGS = "NEURON_CC_FLAGS"
 

@@ -1,30 +1,17 @@
 """Open files: the law, the limit that a process raises, and the message when it is too small; ranks that differ."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.trainer.conftest import Launcher
 from trainium_contract.requirements import descriptors
-from trainium_devcluster.ports import reserved_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from conftest import Launcher
-
-
-pytestmark = pytest.mark.timeout(150)
-START = [sys.executable, "-m", "trainium_trainer"]
 
 
 @given(st.integers(1, 100_000), st.integers(1, 3000))
@@ -34,7 +21,7 @@ def test_the_need_grows_with_the_world_and_only_the_first_of_all_needs_much(worl
     assert descriptors.needed(world, nodes) > world
 
 
-def test_a_limit_that_is_sufficient_or_absent_is_not_reported() -> None:
+def test_a_sufficient_or_absent_limit_is_not_reported() -> None:
     least = descriptors.needed(4096, 128)
     assert not descriptors.explain_shortage(least, 4096, 128)
     assert not descriptors.explain_shortage(-1, 4096, 128)
@@ -53,18 +40,11 @@ def test_a_process_raises_its_soft_limit_to_the_hard_one() -> None:
     assert found.stdout.split() == ["900", "900"]
 
 
-def test_ranks_with_a_limit_that_is_too_small_end_with_64_and_one_sentence(
-    base_config: dict[str, Any], tmp_path: Path
-) -> None:
-    file = tmp_path / "trainer.yaml"
-    file.write_text(yaml.safe_dump(base_config))
-    argv = [*START, "train", "--config", str(file), "--set", "batch.globalSize=512", "--set", "batch.microSize=1"]
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "512", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    ended = subprocess.run(
-        argv, capture_output=True, text=True, env=environment, preexec_fn=limited(256, 600), check=False
-    )
-    assert ended.returncode == 64, ended.stderr
-    (line,) = (line for line in ended.stderr.splitlines() if "ulimit" in line)
+def test_ranks_with_a_limit_that_is_too_small_end_with_64_and_one_sentence(launch: Launcher) -> None:
+    batch = ["batch.globalSize=512", "batch.microSize=1"]
+    job = launch(1, "run", batch, WORLD_SIZE="512", MASTER_PORT="1", TEST_OPEN_FILES="[256, 600]")
+    assert job.wait() == [64], job.log()
+    (line,) = (line for line in job.log().splitlines() if "ulimit" in line)
     assert "a process may open 600 files at most" in line
     assert "with 512 training processes: raise" in line
 
@@ -81,25 +61,10 @@ def test_ranks_hold_few_connections_to_each_other(launch: Launcher) -> None:
     assert max(held[1:]) < 14 + meshes, held
 
 
-def test_one_rank_with_another_mesh_ends_all_with_one_sentence(base_config: dict[str, Any], tmp_path: Path) -> None:
-    file = tmp_path / "trainer.yaml"
-    file.write_text(yaml.safe_dump({**base_config, "checkpoint": {"path": str(tmp_path / "run")}}))
-    port = reserved_port()
-    started = []
+def test_a_rank_with_another_mesh_ends_all_ranks_with_one_sentence(launch: Launcher) -> None:
+    job = launch(2, "run", last_rank=["parallelism.tensor=2"])
+    assert job.wait() == [64, 64], job.log()
     for rank in range(2):
-        other = ["--set", "parallelism.tensor=2"] if rank else []
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        argv = [*START, "train", "--config", str(file), *other]
-        started.append(subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment))
-    errors = [process.communicate(timeout=120)[1] for process in started]
-    assert [process.returncode for process in started] == [64, 64], errors
-    for text in errors:
-        (line,) = (line for line in text.splitlines() if "rank 1 has" in line)
+        (line,) = (line for line in job.log(rank).splitlines() if "rank 1 has" in line)
         assert "rank 1 has parallelism.tensor 2, parallelism.pipeline 1" in line
         assert "but rank 0 has parallelism.tensor 1" in line

@@ -1,28 +1,23 @@
 """A place that cannot be written is reported with the user who cannot write it, not as full."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from trainium_agent.checks.preflight import _unwritable
-from trainium_trainer.artifacts.store import kept
+from trainium_agent.checks.preflight import _explain_unwritable
+from trainium_trainer.artifacts.store import unwritable_error as artifact_error
 from trainium_trainer.data.prepared.cache import use_cache
 from trainium_trainer.exits import StorageError, UserError
-from trainium_trainer.monitor.lines import unwritable_error
+from trainium_trainer.monitor.json_lines import unwritable_error
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 NOBODY = 65534
 
@@ -42,7 +37,7 @@ def ordinary_user() -> Iterator[int]:
 
 @pytest.fixture
 def locked() -> Iterator[Path]:
-    """A folder that may be entered by everybody and written by nobody but root; pytest's own are root's alone."""
+    """Create a folder that everybody may enter and only root may write; only root may enter pytest's."""
     folder = Path(tempfile.mkdtemp(prefix="locked-"))
     folder.chmod(0o555)
     yield folder
@@ -52,7 +47,7 @@ def locked() -> Iterator[Path]:
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A volume that is mounted read-only."""
+    """Mount a volume read-only."""
     root = tmp_path / "volume"
     root.mkdir()
     if os.geteuid() != 0:
@@ -73,7 +68,7 @@ def checkpoints(folder: Path) -> None:
 
 
 def artifacts(folder: Path) -> None:
-    kept(lambda: PosixStorage(folder).write("model", b"x"), str(folder), Retry(()))
+    Retry(()).run(lambda: PosixStorage(folder).write("model", b"x"), str(folder), artifact_error)
 
 
 def records(folder: Path) -> None:
@@ -109,7 +104,7 @@ def test_a_volume_that_is_mounted_read_only_is_reported_as_read_only(
 
 def test_the_preflight_names_who_cannot_write(locked: Path) -> None:
     with ordinary_user() as user:
-        assert f"Permission denied: user {user} cannot write there" in _unwritable(locked)
+        assert f"Permission denied: user {user} cannot write there" in _explain_unwritable(locked)
 
 
 def test_a_full_volume_is_still_reported_as_full(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
-"""The stages after the last step, with real ranks: artifacts and evaluation, through kills and requests to leave."""
-
-from __future__ import annotations
+"""Artifacts and evaluation of real ranks: at milestones and after the last step, through kills and SIGTERM."""
 
 import json
 import os
 import signal
-import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +12,14 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.testing.suite.timeouts import until
 from tests.testing.trainer.hub_server import HubServer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import Launcher, Undisturbed
-
+from tests.unit.trainer.conftest import Launcher, ReferenceRuns
+from trainium_trainer.artifacts.manifest import ArtifactManifest
+from trainium_trainer.checkpoint.format.reader import CheckpointReader
+from trainium_trainer.checkpoint.root.selection import choose_checkpoint
+from trainium_trainer.storage import open_storage
+from trainium_trainer.storage.protocol import Retry
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -31,31 +30,31 @@ LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.1, targets: [
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the base and the sums are."""
-    return tmp_path_factory.mktemp("made")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the base and the data."""
+    return tmp_path_factory.mktemp("shared")
 
 
 @pytest.fixture(scope="module")
-def options(base: Path, text_file: Path, made: Path) -> list[str]:
-    """A short tuning on sums, with a base that has a tokenizer."""
-    from trainium_trainer.data.prepared.origins import train_for_texts
+def options(base: Path, text_file: Path, shared: Path) -> list[str]:
+    """Return the settings of a short tuning on sums, with a base that has a tokenizer."""
+    from trainium_trainer.data.prepared.text_sources import train_for_texts
     from trainium_trainer.data.sources.resolve import SourceSpec
 
-    folder = made / "base"
+    folder = shared / "base"
     folder.mkdir()
     for file in base.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    (made / "cache").mkdir()
-    tokenizer = train_for_texts([SourceSpec(str(text_file), "text")], 320, made / "cache")
+    (shared / "cache").mkdir()
+    tokenizer = train_for_texts([SourceSpec(str(text_file), "text")], 320, shared / "cache")
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     records = [{"instruction": f"Add {n} and {n + 1}.", "context": "", "response": str(2 * n + 1)} for n in range(60)]
-    (made / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (shared / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     data = {
-        "source": str(made / "sums.jsonl"),
+        "source": str(shared / "sums.jsonl"),
         "format": "Instruction",
         "sequenceLength": 128,
-        "cacheDirectory": str(made / "cache"),
+        "cacheDirectory": str(shared / "cache"),
         "validation": {"fraction": 0.2, "everySteps": 100},
     }
     generation = {"maxNewTokens": 4}
@@ -69,20 +68,20 @@ def options(base: Path, text_file: Path, made: Path) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Every artifact by file, and the figures of the evaluation."""
+    """Read every artifact by file, and the figures of the evaluation."""
     files = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
     return files | {"figures": json.loads((folder / "evaluation.json").read_text())["figures"]}
 
 
 def test_a_run_leaves_an_adapter_a_merged_model_and_figures_behind(
-    undisturbed: Undisturbed, options: list[str], made: Path
+    reference_run: ReferenceRuns, options: list[str], shared: Path
 ) -> None:
-    job = undisturbed(2, options)
+    job = reference_run(2, options)
     folder = job.folder / "artifacts" / "step-6"
     tokens = torch.arange(40).reshape(1, -1)
     merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     adapted = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(made / "base", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(shared / "base", dtype=torch.float32)
     with torch.no_grad():
         ours, pefts, before = merged(tokens).logits, adapted(tokens).logits, base(tokens).logits
     torch.testing.assert_close(ours, pefts, rtol=1e-5, atol=1e-5)
@@ -119,14 +118,12 @@ def test_the_adapter_is_pushed_with_the_figures_of_its_evaluation(launch: Launch
     ["model/model", *(pytest.param(name, marks=pytest.mark.long) for name in ("adapter/adapter_model", "evaluation"))],
 )
 def test_a_kill_after_the_last_step_repeats_no_step_and_changes_nothing(
-    launch: Launcher, undisturbed: Undisturbed, options: list[str], where: str
+    launch: Launcher, reference_run: ReferenceRuns, options: list[str], where: str
 ) -> None:
-    whole = undisturbed(2, options)
+    whole = reference_run(2, options)
     broken = launch(2, "broken", options)
-    deadline = time.monotonic() + 100
-    while not list(broken.folder.glob(f"artifacts/**/*{where.rpartition('/')[2]}*")):
-        assert time.monotonic() < deadline, broken.log()
-        time.sleep(0.005)
+    file = f"artifacts/**/*{where.rpartition('/')[2]}*"
+    until(lambda: list(broken.folder.glob(file)), broken.log, 100, pause=0.005)
     os.kill(broken.pids[0], signal.SIGKILL)
     assert broken.wait(60) in ([-9, 76], [-9, 0], [0, 0]), broken.log()
     steps = len(broken.metrics())
@@ -140,13 +137,33 @@ def test_a_request_to_leave_is_answered_at_once_where_nothing_is_left_to_save(
     launch: Launcher, options: list[str]
 ) -> None:
     job = launch(2, "run", options)
-    deadline = time.monotonic() + 100
-    while not (job.folder / "artifacts").exists():
-        assert time.monotonic() < deadline, job.log()
-        time.sleep(0.005)
+    until((job.folder / "artifacts").exists, job.log, 100, pause=0.005)
     for pid in job.pids:
         os.kill(pid, signal.SIGTERM)
     codes = job.wait(30)
     assert codes in ([75, 75], [0, 0]), job.log()
     launch(1, "run", options).finish()
     assert load_file(job.folder / "artifacts" / "step-6" / "model" / "model.safetensors")
+
+
+def test_every_milestone_leaves_the_model_of_its_step(launch: Launcher, base: Path) -> None:
+    # Steps of 256 tokens; a milestone that is due waits for a save that is under way.
+    artifacts = "artifacts={atMilestones: true, precision: Float32}"
+    milestones = "checkpoint.milestones={everyTokens: 512}"
+    job = launch(2, "run", [f"model={{weights: {base}}}", artifacts, milestones]).finish()
+    milestone_steps = {int(path.name.removeprefix("milestone-")) for path in job.folder.glob("milestone-*")}
+    steps = sorted(milestone_steps | {6})
+    assert len(steps) > 1
+    assert {path.name for path in (job.folder / "artifacts").iterdir()} == {f"step-{step}" for step in steps}
+    storage = open_storage(str(job.folder))
+    written = []
+    for step in steps:
+        folder = job.folder / f"artifacts/step-{step}"
+        assert [path.name for path in folder.iterdir()] == ["model"]
+        manifest = ArtifactManifest.model_validate_json((folder / "model/artifact.json").read_bytes())
+        assert manifest.step == step
+        written.append(load_file(folder / "model/model.safetensors"))
+        reader = CheckpointReader(storage, choose_checkpoint(storage, str(job.folder), step, milestones=True), Retry())
+        for name, value in written[-1].items():
+            assert torch.equal(value, reader.read(f"model.{name}").float())
+    assert not torch.equal(written[0]["lm_head.weight"], written[1]["lm_head.weight"])

@@ -1,60 +1,44 @@
-"""Data in real runs: masks, validation, online tokenisation and examples give the same numbers in every layout."""
-
-from __future__ import annotations
+"""Data in real runs: online tokenization and examples give the same numbers in every layout."""
 
 import itertools
 import json
 import os
 import signal
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.testing.trainer.example_files import records, write_records
+from tests.testing.trainer.example_files import make_records, write_records
 from tests.testing.trainer.hub_server import HubServer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from conftest import Job, Launcher
-
+from tests.testing.trainer.layouts import PP, SHARDED, SP, TP, TWO_PASSES
+from tests.unit.trainer.conftest import Job, Launcher
 
 pytestmark = pytest.mark.timeout(300)  # real processes; the first test also waits for the imports
 
 
-@pytest.fixture
-def documents(tmp_path: Path) -> list[str]:
-    """Settings of a run on many short documents, some of which are held back."""
+def write_documents(folder: Path, *more: str) -> list[str]:
+    """Return the settings of a run on many short documents, some of which are held back, and further lines."""
     texts = [f"number {number} is {'even' if number % 2 else 'odd'} " * 3 for number in range(200)]
     lines = [json.dumps({"text": text}) for text in texts]
-    (tmp_path / "d.jsonl").write_text("\n".join(lines))
-    cache = f"data.cacheDirectory={tmp_path / 'cache'}"  # other tests look into the one that they share
-    return [f"data.source={tmp_path / 'd.jsonl'}", cache, "data.workers=1", "data.validation.fraction=0.1"]
+    (folder / "d.jsonl").write_text("\n".join([*lines, *more]))
+    cache = f"data.cacheDirectory={folder / 'cache'}"  # other tests look into the one that they share
+    return [f"data.source={folder / 'd.jsonl'}", cache, "data.workers=1", "data.validation.fraction=0.1"]
 
 
-def test_masked_documents_and_validation_give_the_same_numbers_in_every_layout(
-    launch: Launcher, documents: list[str]
-) -> None:
-    masked = [*documents, "data.maskDocuments=true", "data.validation.everySteps=4", "data.validation.samples=13"]
-    reference = launch(1, "one", masked).finish()
-    assert [line["step"] for line in reference.metrics() if "validationLoss" in line] == [4, 6]
-    layouts = {
-        "tensor": (2, ["parallelism.tensor=2", "parallelism.sequence=true"]),
-        "pipeline": (2, ["parallelism.pipeline=2"]),
-        "sharded": (2, ["dataParallel=FullySharded", "recompute=Selective"]),
-    }
-    for name, (ranks, overrides) in layouts.items():
-        launch(ranks, name, [*masked, *overrides]).finish().assert_same_curve(reference)
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the settings of a run on documents that are tokenized once for all tests, unless they are online."""
+    return write_documents(tmp_path_factory.mktemp("documents"))
 
 
-def test_a_run_that_tokenises_online_goes_on_at_another_size_as_if_nothing_had_happened(
+def test_a_run_that_tokenises_online_resumes_at_another_size_with_the_same_samples(
     launch: Launcher, documents: list[str]
 ) -> None:
     online = [*documents, "data.tokenization=Online", "steps=12"]
     whole = launch(1, "whole", online).finish()
-    first = launch(2, "run", [*online, "checkpoint.durable.everySteps=1000"]).leave(1, step=3)
+    first = launch(2, "run", [*online, "checkpoint.durable.everySteps=1000"]).request_exit(1, step=3)
     assert len(first.metrics()) < 12
     assert list((first.folder / "data").glob("blocks-*-[01].idx"))
     launch(1, "run", online).finish().assert_same_curve(whole)
@@ -94,7 +78,7 @@ def test_a_restart_reads_the_commit_of_the_first_start_and_asks_the_hub_only_for
         return launch(ranks, name, given, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / home))
 
     whole = start(1, "whole", "home").finish()
-    start(2, "run", "home").leave(1, step=3)
+    start(2, "run", "home").request_exit(1, step=3)
     hub.add("datasets/owner/moving", split_files("word"))
     hub.status, hub.failing = 500, "api/" if form == "streamed" else ""
     hub.requests.clear()
@@ -124,7 +108,7 @@ def test_a_tokenising_process_that_is_killed_ends_the_run_with_its_reason(
     (worker,) = children(job.pids[0])
     os.kill(worker, signal.SIGKILL)
     assert job.wait() == [1], job.log()
-    assert "a tokenising process was killed by SIGKILL" in job.log()
+    assert "a tokenizing process was killed by SIGKILL" in job.log()
 
 
 def children(pid: int) -> list[int]:
@@ -136,8 +120,8 @@ def children(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("ranks", "overrides", "makers"),
     [
-        pytest.param(4, ["parallelism.tensor=2"], [1, 0, 1, 0], id="tensor", marks=pytest.mark.long),
-        pytest.param(2, ["parallelism.pipeline=2"], [1, 0], id="pipeline"),
+        pytest.param(4, [TP], [1, 0, 1, 0], id="tensor", marks=pytest.mark.long),
+        pytest.param(2, [PP], [1, 0], id="pipeline"),
     ],
 )
 def test_ranks_that_train_on_the_same_samples_tokenise_them_once(
@@ -149,25 +133,36 @@ def test_ranks_that_train_on_the_same_samples_tokenise_them_once(
     job = launch(ranks, "endless", [*online, *overrides, "steps=100000"])
     job.wait_for_step(3)
     assert [len(children(pid)) for pid in job.pids] == makers
-    job.leave(-1)
+    job.request_exit(-1)
 
 
-def test_an_error_of_the_rank_that_tokenises_ends_all_that_train_on_its_samples(
-    launch: Launcher, tmp_path: Path, documents: list[str]
+def test_an_error_of_the_rank_that_tokenises_ends_all_ranks_that_train_on_its_samples(
+    launch: Launcher, tmp_path: Path
 ) -> None:
-    with (tmp_path / "d.jsonl").open("a") as stream:
-        stream.write("\n{oops\n" * 40)
-    bad = [*documents, "data.tokenization=Online", "data.maxBadLines=0", "parallelism.tensor=2", "steps=100000"]
+    bad = [
+        *write_documents(tmp_path, *["{oops\n"] * 40),
+        "data.tokenization=Online",
+        "data.maxBadLines=0",
+        TP,
+        "steps=100000",
+    ]
     job = launch(2, "run", bad)
     assert job.wait() == [64, 64], job.log()
     for rank in range(2):
         assert "not JSON" in job.log(rank).splitlines()[-1]
 
 
-def test_bad_lines_end_a_run_with_64_and_their_place(launch: Launcher, tmp_path: Path, documents: list[str]) -> None:
-    with (tmp_path / "d.jsonl").open("a") as stream:
-        stream.write("\n{oops\n")
-    job = launch(1, "run", [*documents, "data.maxBadLines=0"])
+@pytest.mark.parametrize(("attempt", "code"), [("0", 64), ("1", 81)])
+def test_missing_data_are_a_storage_error_after_a_restart_alone(
+    launch: Launcher, tmp_path: Path, attempt: str, code: int
+) -> None:
+    job = launch(1, "run", [f"data.source={tmp_path}/missing.txt"], TRAINIUM_ATTEMPT=attempt)
+    assert job.wait() == [code], job.log()
+    assert "missing.txt: there is no such file or folder" in job.log().splitlines()[-1]
+
+
+def test_bad_lines_end_a_run_with_64_and_their_place(launch: Launcher, tmp_path: Path) -> None:
+    job = launch(1, "run", [*write_documents(tmp_path, "{oops\n"), "data.maxBadLines=0"])
     assert job.wait() == [64]
     assert f"{tmp_path / 'd.jsonl'} line 201: not JSON" in job.log().splitlines()[-1]
 
@@ -184,13 +179,14 @@ def test_a_rank_that_is_killed_leaves_no_tokenising_process(launch: Launcher, do
     process.wait(timeout=20)
 
 
-@pytest.fixture
-def examples(tmp_path: Path) -> list[str]:
-    """Settings of a run on 60 examples, none of which is too long."""
-    source = write_records(tmp_path / "d.jsonl", records(60))
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the settings of a run on 60 examples, none of which is too long."""
+    folder = tmp_path_factory.mktemp("examples")
+    source = write_records(folder / "d.jsonl", make_records(60))
     return [
         f"data.source={source}",
-        f"data.cacheDirectory={tmp_path / 'cache'}",
+        f"data.cacheDirectory={folder / 'cache'}",
         "data.format=Instruction",
         "data.sequenceLength=128",
         "data.tokenizer.vocabSize=340",
@@ -206,9 +202,9 @@ def test_examples_give_the_same_numbers_in_every_layout(launch: Launcher, exampl
     assert [line["step"] for line in reference.metrics() if "validationLoss" in line] == [3, 6]
     layouts = {
         "data": (2, []),
-        "tensor": (2, ["parallelism.tensor=2", "parallelism.sequence=true"]),
-        "pipeline": (2, ["parallelism.pipeline=2"]),
-        "sharded": (2, ["dataParallel=FullySharded", "recompute=Selective"]),
+        "tensor": (2, [TP, SP, TWO_PASSES]),
+        "pipeline": (2, [PP]),
+        "sharded": (2, [SHARDED, "recompute=Selective"]),
     }
     for name, (ranks, overrides) in layouts.items():
         launch(ranks, name, [*given, *overrides]).finish().assert_same_curve(reference)
@@ -231,13 +227,13 @@ def test_packed_examples_do_not_see_each_other_so_their_loss_is_that_of_each_alo
     assert 10 < len(packed.samples()[1]) < 30
 
 
-def test_each_example_is_seen_once_an_epoch_also_when_the_run_goes_on_at_another_size(
+def test_each_example_is_seen_once_an_epoch_also_when_the_run_resumes_at_another_size(
     launch: Launcher, examples: list[str]
 ) -> None:
     given = [*examples, "epochs=3", "monitor.recordSamples=true", "schedule.warmupSteps=0"]
     whole = launch(1, "whole", given).finish()
     assert len(whole.losses()) == 24, "60 samples in batches of 8"
-    launch(2, "run", [*given, "checkpoint.durable.everySteps=1000"]).leave(1, step=3)
+    launch(2, "run", [*given, "checkpoint.durable.everySteps=1000"]).request_exit(1, step=3)
     second = launch(1, "run", given).finish()
     second.assert_same_curve(whole)
     assert Counter(itertools.chain(*second.samples().values())) == dict.fromkeys(range(60), 3)

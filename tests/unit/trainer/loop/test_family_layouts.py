@@ -1,9 +1,9 @@
 """Train a model of each family: one curve and one result in every layout, and artifacts for the libraries."""
 
-from __future__ import annotations
-
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -11,14 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.testing.trainer.base_models import save_family
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from conftest import Launcher, Undisturbed
-
-pytestmark = pytest.mark.timeout(150)
+from tests.testing.trainer.layouts import PP, SHARDED, SP, TP, TWO_PASSES
+from tests.unit.trainer.conftest import Launcher, ReferenceRuns
 
 WINDOW = {"sliding_window": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -37,22 +31,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"], **WINDOW},
     "smollm3": {"no_rope_layers": [1, 0], "mlp_bias": True},
 }
-TP2 = (2, ["parallelism.tensor=2", "parallelism.sequence=true", "batch.microSize=4"])
-TP4 = (4, ["parallelism.tensor=4", "batch.microSize=4"])
-PP2 = (2, ["parallelism.pipeline=2"])
-SHARDED = (2, ["dataParallel=FullySharded", "recompute=Full"])
 FULL = "tuning={method: Full}"
 FLOAT32 = "artifacts.precision=Float32"
+STEPS = "steps=4"
 LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, targets: ['*_proj']}}"
 TUNINGS = {"full": FULL, "LoRA": LORA}
-LAYOUTS = {"tp2": TP2, "tp4": TP4, "pp2": PP2, "sharded": SHARDED}
+LAYOUTS = {
+    "tp2": (2, [TP, SP, TWO_PASSES]),
+    "tp4": (4, ["parallelism.tensor=4", TWO_PASSES]),
+    "pp2": (2, [PP]),
+    "sharded": (2, [SHARDED, "recompute=Full"]),
+}
 USUAL = {
     "llama": "tp2",
     "mistral": "sharded",
     "qwen2": "tp4",
     "qwen3": "tp2",
     "granite": "pp2",
-    "olmo2": "tp4",
+    "olmo2": "tp2",
     "olmo3": "tp2",
     "smollm3": "pp2",
 }
@@ -63,7 +59,7 @@ ADAPTED = frozenset({"llama", "granite"})
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Callable[[str], Path]:
-    """Folders by family, with the tokenizer of the text."""
+    """Return a function that saves a model of a family once, with the tokenizer of the text."""
     root = tmp_path_factory.mktemp("families")
 
     def folder(family: str) -> Path:
@@ -93,14 +89,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Callable[[s
 )
 def test_the_curve_of_a_family_is_the_same_in_every_layout(
     launch: Launcher,
-    undisturbed: Undisturbed,
+    reference_run: ReferenceRuns,
     folders: Callable[[str], Path],
     family: str,
     layout: str,
     tuning: str,
 ) -> None:
-    start = [f"model.weights={folders(family)}", tuning, FLOAT32]
-    whole = undisturbed(1, start)
+    start = [f"model.weights={folders(family)}", tuning, FLOAT32, STEPS]
+    whole = reference_run(1, start)
     ranks, overrides = LAYOUTS[layout]
     job = launch(ranks, "other", [*start, *overrides]).finish()
     job.assert_same_curve(whole)
@@ -111,9 +107,9 @@ def test_the_curve_of_a_family_is_the_same_in_every_layout(
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_artifacts_of_a_family_are_the_same_model_in_transformers_and_peft(
-    undisturbed: Undisturbed, folders: Callable[[str], Path], family: str, tmp_path: Path
+    reference_run: ReferenceRuns, folders: Callable[[str], Path], family: str, tmp_path: Path
 ) -> None:
-    job = undisturbed(1, [f"model.weights={folders(family)}", LORA, FLOAT32])
+    job = reference_run(1, [f"model.weights={folders(family)}", LORA, FLOAT32, STEPS])
     left = {path.parent.name: path.parent for path in job.folder.rglob("config.json")}
     (adapter,) = (path.parent for path in job.folder.rglob("adapter_config.json"))
     (model,) = left.values()

@@ -1,29 +1,21 @@
-"""A disk that is full, really: what is written for people waits aside, training goes on, and later starts do too."""
-
-from __future__ import annotations
+"""A disk that is really full: logs and curves are buffered, training continues, and so do later starts."""
 
 import json
 import os
 import signal
 import subprocess
-import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trainium_trainer.monitor.figures import StepFigures
-from trainium_trainer.monitor.lines import ASIDE_BYTES, LineWriter
+from tests.testing.suite.timeouts import until
+from tests.unit.trainer.conftest import Job, Launcher
+from trainium_trainer.monitor.json_lines import FALLBACK_BYTES, LineWriter
+from trainium_trainer.monitor.step_metrics import StepMetrics
 from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
 from trainium_worker import read_notice, read_progress
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from conftest import Job, Launcher
-
-
-pytestmark = pytest.mark.timeout(150)
 
 
 class SmallDisk:
@@ -62,8 +54,8 @@ def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def figures(step: int) -> StepFigures:
-    return StepFigures(step=step, loss=2.0, grad_norm=1.0, learning_rate=0.1, tokens=step, samples=step, batch=1)
+def figures(step: int) -> StepMetrics:
+    return StepMetrics(step=step, loss=2.0, grad_norm=1.0, learning_rate=0.1, tokens=step, samples=step, batch=1)
 
 
 class Clock:
@@ -94,24 +86,24 @@ def test_lines_that_a_full_disk_does_not_take_are_written_in_order_when_it_does(
     writer.close()
 
 
-def test_what_is_kept_aside_is_bounded_and_what_is_lost_is_counted(tmp_path: Path) -> None:
+def test_the_lines_kept_aside_are_bounded_and_lost_lines_counted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()  # takes no line ever
-    aside = tmp_path / "aside"
+    fallback = tmp_path / "aside"
     messages: list[str] = []
-    writer = LineWriter(tmp_path / "metrics.jsonl", aside=aside, notify=messages.append)
+    writer = LineWriter(tmp_path / "metrics.jsonl", fallback=fallback, notify=messages.append)
     line = {"text": "x" * 65_000}
     for step in range(300):
         writer.write({"step": step} | line)
-    assert writer.waiting + writer.lost == 300
-    assert writer.lost > 200
-    assert (aside / "metrics.jsonl").stat().st_size <= 2 * ASIDE_BYTES + 100_000
+    assert writer.waiting + writer.dropped_lines == 300
+    assert writer.dropped_lines > 200
+    assert (fallback / "metrics.jsonl").stat().st_size <= 2 * FALLBACK_BYTES + 100_000
     assert len(messages) == 1
     writer.close()
 
 
 def test_the_next_process_writes_what_the_last_one_could_not_up_to_the_step_that_is_resumed(disk: SmallDisk) -> None:
-    path, aside = disk.root / "metrics.jsonl", disk.root.parent / "aside"
-    first = LineWriter(path, aside=aside)
+    path, fallback = disk.root / "metrics.jsonl", disk.root.parent / "aside"
+    first = LineWriter(path, fallback=fallback)
     first.write({"step": 1})
     disk.fill()
     (disk.root / "one-more").touch()
@@ -119,26 +111,26 @@ def test_the_next_process_writes_what_the_last_one_could_not_up_to_the_step_that
         first.write({"step": step, "text": "x" * 40})
     assert first.waiting
     # Killed: nothing is closed. Steps up to 250 are in the state that is resumed.
-    assert not Recorder.lacks(disk.root, 250, aside)
-    assert Recorder.lacks(disk.root, 301, aside)
-    second = LineWriter(path, aside=aside, last=250)
+    assert not Recorder.is_missing_line(disk.root, 250, fallback)
+    assert Recorder.is_missing_line(disk.root, 301, fallback)
+    second = LineWriter(path, fallback=fallback, last=250)
     second.write({"step": 251})
     second.close()
     assert steps(path)[-1] < 250
     disk.empty()
-    third = LineWriter(path, aside=aside, last=251)
+    third = LineWriter(path, fallback=fallback, last=251)
     third.write({"step": 252})
     assert steps(path) == list(range(1, 253))
-    assert not (aside / "metrics.jsonl").exists()
+    assert not (fallback / "metrics.jsonl").exists()
     third.close()
 
 
 def test_a_line_that_was_written_and_still_lies_aside_is_written_once(tmp_path: Path) -> None:
-    aside = tmp_path / "aside"
-    aside.mkdir()
+    fallback = tmp_path / "aside"
+    fallback.mkdir()
     (tmp_path / "metrics.jsonl").write_text('{"step":1}\n{"step":2}\n')
-    (aside / "metrics.jsonl").write_text('{"step":2}\n{"step":3}\n{"step":4')
-    LineWriter(tmp_path / "metrics.jsonl", aside=aside, last=5).close()
+    (fallback / "metrics.jsonl").write_text('{"step":2}\n{"step":3}\n{"step":4')
+    LineWriter(tmp_path / "metrics.jsonl", fallback=fallback, last=5).close()
     assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
 
 
@@ -167,12 +159,6 @@ def test_a_run_trains_through_a_full_disk_and_a_restart_on_it_and_its_history_is
     ]
     progress = tmp_path / "r0"
 
-    def until(condition: Callable[[], bool], job: Job) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, job.log()
-            time.sleep(0.02)
-
     def step() -> int:
         record = read_progress(progress)
         return -1 if record is None else record.step
@@ -180,7 +166,7 @@ def test_a_run_trains_through_a_full_disk_and_a_restart_on_it_and_its_history_is
     def beyond(more: int, job: Job) -> None:
         """Wait for further steps without an end of the process, from its current step."""
         least = step() + more
-        until(lambda: step() >= least, job)
+        until(lambda: step() >= least, job.log, pause=0.02)
 
     job = launch(1, "run", overrides, memory=True, TRAINIUM_PROGRESS_FILE=str(progress))
     job.wait_for_step(6)
@@ -194,14 +180,14 @@ def test_a_run_trains_through_a_full_disk_and_a_restart_on_it_and_its_history_is
 
     disk.fill()
     again = launch(1, "run", overrides, memory=True, TRAINIUM_PROGRESS_FILE=str(progress))
-    until(lambda: step() > reached, again)
+    until(lambda: step() > reached, again.log, pause=0.02)
     beyond(20, again)
     assert "from memory" in again.log(), again.log()
     assert "training goes on" in again.log(), again.log()
     assert read_notice(progress)
     disk.empty()
     newest = step()
-    again.leave(step=newest + 1)
+    again.request_exit(step=newest + 1)
     recorded = [line["step"] for line in again.metrics()]
     assert recorded == list(range(1, len(recorded) + 1)), "a line of each step, once and in order"
     samples = [json.loads(line) for line in (disk.root / "samples-0.jsonl").read_text().splitlines()]

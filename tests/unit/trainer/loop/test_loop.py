@@ -1,7 +1,5 @@
 """Stopping, resuming, failing: what one run owes to the next."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,23 +9,18 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trainium_agent.linux.kernel import handles
+from tests.testing.suite.timeouts import until
+from tests.unit.trainer.conftest import Job, Launcher, ReferenceRuns
+from trainium_agent.linux.kernel import has_signal_handler
 from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
-from trainium_trainer.checkpoint.root.late_step_check import LATE_SECONDS
+from trainium_trainer.checkpoint.root.commit_lease import LATE_SECONDS
 from trainium_trainer.loop.stop import max_wait_seconds
 from trainium_worker import Activity, ProgressPhase, PulseReading, Waiting, alerts_path, read_progress
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from conftest import Forge, Job, Launcher
-
-
-pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
 
 
 def curve(job: Job) -> list[tuple[Any, ...]]:
@@ -35,7 +28,7 @@ def curve(job: Job) -> list[tuple[Any, ...]]:
 
 
 def test_sigterm_on_one_rank_makes_all_ranks_leave_with_75_at_one_step(launch: Launcher, tmp_path: Path) -> None:
-    job = launch(2, "run", ["steps=100000"], memory=True).leave(1, step=3)
+    job = launch(2, "run", ["steps=100000"], memory=True).request_exit(1, step=3)
     assert "saved step" in job.log(0)
     step = job.metrics()[-1]["step"]
     assert f"saved step {step}" in job.log(0)
@@ -44,8 +37,8 @@ def test_sigterm_on_one_rank_makes_all_ranks_leave_with_75_at_one_step(launch: L
 
 def test_a_rank_whose_memory_ends_makes_all_ranks_save_durably_before_they_leave(launch: Launcher) -> None:
     overrides = ["steps=100000", "checkpoint.durable.everySteps=100000"]
-    staying = launch(2, "staying", overrides, memory=True).leave(1, step=3)
-    assert not list(staying.folder.glob("step-*/COMMITTED")), "memory that stays is enough"
+    staying = launch(2, "staying", overrides, memory=True).request_exit(1, step=3)
+    assert not list(staying.folder.glob("step-*/COMMITTED")), "memory that survives is enough"
 
     leaving = launch(2, "leaving", overrides, memory=True)
     leaving.wait_for_step(3)
@@ -58,11 +51,11 @@ def test_a_rank_whose_memory_ends_makes_all_ranks_save_durably_before_they_leave
 def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_never_came(launch: Launcher) -> None:
     job = launch(2, "run", ["steps=100000"])
     os.kill(job.pids[1], signal.SIGSTOP)
-    while not handles(job.pids[0], signal.SIGTERM):
+    while not has_signal_handler(job.pids[0], signal.SIGTERM):
         time.sleep(0.01)
     time.sleep(0.3)  # it waits for the other by now, or will
     os.kill(job.pids[0], signal.SIGTERM)
-    assert job.wait_for(0) == 75, job.log()
+    assert job.wait_for_rank(0) == 75, job.log()
     assert "nothing to save" in job.log()
     job.wait(0)
 
@@ -73,7 +66,7 @@ def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_stalls(laun
     os.kill(job.pids[1], signal.SIGSTOP)
     time.sleep(0.3)
     os.kill(job.pids[0], signal.SIGTERM)
-    assert job.wait_for(0) == 76, job.log()
+    assert job.wait_for_rank(0) == 76, job.log()
     assert "does not come" in job.log()
     job.wait(0)
 
@@ -86,7 +79,7 @@ def test_timeout_of_peers_follows_the_steps_and_own_work_is_never_cut_short() ->
     assert max_wait_seconds(replace(reading, waiting=Waiting.NO)) == float("inf")
 
 
-def test_a_late_zombie_neither_writes_snapshots_nor_commits(launch: Launcher) -> None:
+def test_a_rank_of_an_old_generation_neither_writes_snapshots_nor_commits(launch: Launcher) -> None:
     overrides = ["steps=100000", "checkpoint.durable.everySteps=3", "checkpoint.durable.keepLast=50"]
     zombie = launch(1, "run", overrides, memory=True, TRAINIUM_GENERATION="1")
     zombie.wait_for_step(7)
@@ -95,8 +88,8 @@ def test_a_late_zombie_neither_writes_snapshots_nor_commits(launch: Launcher) ->
     successor.wait_for_step(successor.metrics()[-1]["step"] + 20)
 
     os.kill(zombie.pids[0], signal.SIGCONT)
-    assert zombie.wait_for(0) == 76, zombie.log()
-    assert "generation" in zombie.log(), "it says why"
+    assert zombie.wait_for_rank(0) == 76, zombie.log()
+    assert "generation" in zombie.log(), "it gives the reason"
 
     before = successor.metrics()[-1]["step"]
     successor.wait_for_step(before + 10)
@@ -106,10 +99,10 @@ def test_a_late_zombie_neither_writes_snapshots_nor_commits(launch: Launcher) ->
     manifests = [json.loads(path.read_text()) for path in successor.folder.glob("step-*/*/manifest.json")]
     assert {m["generation"] for m in manifests if m["step"] > resumed} == {2}
     assert (successor.folder / "GENERATION").exists()
-    successor.leave()
+    successor.request_exit()
 
 
-def test_a_rank_whose_collective_ends_long_after_it_began_records_nothing_if_the_run_went_on_elsewhere(
+def test_a_stale_rank_records_nothing_when_its_collective_returns_late(
     launch: Launcher,
 ) -> None:
     job = launch(2, "run", ["steps=100000", "checkpoint.durable.everySteps=100000"], TRAINIUM_GENERATION="1")
@@ -119,7 +112,7 @@ def test_a_rank_whose_collective_ends_long_after_it_began_records_nothing_if_the
     recorded = job.metrics()[-1]["step"]
     (job.folder / "GENERATION").write_text("2\n")
     os.kill(job.pids[1], signal.SIGCONT)
-    assert job.wait_for(0) == 76, job.log()
+    assert job.wait_for_rank(0) == 76, job.log()
     assert job.metrics()[-1]["step"] == recorded
     job.wait()
 
@@ -138,32 +131,37 @@ def test_a_second_job_in_the_folder_ends_with_the_name_of_the_first_which_trains
     assert "belongs to the job team/one" in last
     assert "checkpoint.storage.takeOver: team/one" in last
     reached = first.metrics()[-1]["step"]
-    deadline = time.monotonic() + 45
-    while max(int(path.parent.name.split("-")[1]) for path in first.folder.glob("step-*/COMMITTED")) <= reached:
-        assert time.monotonic() < deadline, f"its commits are fenced out: {first.log()}"
-        time.sleep(0.05)
-    first.leave()
+
+    def newest_commit() -> int:
+        return max(int(path.parent.name.split("-")[1]) for path in first.folder.glob("step-*/COMMITTED"))
+
+    until(lambda: newest_commit() > reached, lambda: f"its commits are fenced out: {first.log()}")
+    first.request_exit()
     steps = [line["step"] for line in first.metrics()]
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_run_that_yielded_goes_on_where_it_left_bit_for_bit(launch: Launcher) -> None:
-    whole = launch(2, "whole", ["steps=40"]).finish()
-    launch(2, "parts", ["steps=40"], memory=True).leave(step=3)
-    again = launch(2, "parts", ["steps=40"], memory=True).finish()
+RECORDED = ["steps=40", "monitor.recordSamples=true"]
+
+
+def test_a_run_that_yielded_resumes_at_its_step_bit_for_bit(launch: Launcher, reference_run: ReferenceRuns) -> None:
+    whole = reference_run(2, RECORDED)
+    launch(2, "parts", RECORDED, memory=True, exit_step=3).wait_for_exit()
+    again = launch(2, "parts", RECORDED, memory=True).finish()
     assert curve(again) == curve(whole)
 
 
-def test_a_killed_run_resumes_and_its_files_are_the_final_history(launch: Launcher, tmp_path: Path) -> None:
-    overrides = ["steps=40", "monitor.recordSamples=true"]
-    whole = launch(2, "whole", overrides).finish()
-    job = launch(2, "parts", overrides, memory=True)
+def test_a_killed_run_resumes_and_its_files_are_the_final_history(
+    launch: Launcher, reference_run: ReferenceRuns
+) -> None:
+    whole = reference_run(2, RECORDED)
+    job = launch(2, "parts", RECORDED, memory=True)
     job.wait_for_step(5)
     os.kill(job.pids[1], signal.SIGKILL)
     assert job.wait() == [76, -9], job.log()
     with (job.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step":900,"loss":1}\n{"step":9')  # of a step that the state does not have, and a torn one
-    again = launch(1, "parts", overrides, memory=True).finish()  # at another size
+    again = launch(1, "parts", RECORDED, memory=True).finish()  # at another size
     assert [line["step"] for line in again.metrics()] == list(range(1, 41))
     for line, expected in zip(again.metrics(), whole.metrics(), strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
@@ -183,8 +181,8 @@ def test_a_loss_that_is_not_a_number_ends_all_ranks_with_65(launch: Launcher) ->
     assert job.log().splitlines()[-1].startswith("step 1: loss is nan")
 
 
-def test_numbers_of_one_rank_that_spoil_the_sum_of_all_are_put_down_to_it_by_all(launch: Launcher) -> None:
-    job = launch(3, "run", ["batch.globalSize=12"], FORGE_BROKEN_RANK="2", FORGE_BROKEN_STEP="3")
+def test_all_ranks_attribute_a_loss_that_is_nan_to_the_rank_that_computed_it(launch: Launcher) -> None:
+    job = launch(3, "run", ["batch.globalSize=12"], TEST_NAN_RANK="2", TEST_NAN_STEPS='{"loss": 3}')
     assert job.wait() == [65, 65, 65]
     for rank in range(3):
         last = job.log(rank).splitlines()[-1]
@@ -194,7 +192,7 @@ def test_numbers_of_one_rank_that_spoil_the_sum_of_all_are_put_down_to_it_by_all
 
 BATCH = ["batch.globalSize=12"]
 PIPELINE = ["parallelism.pipeline=2", "batch.globalSize=8", "batch.microSize=1"]
-TENSOR = ["parallelism.tensor=2", "batch.globalSize=8"]
+TENSOR = ["parallelism.tensor=2", "batch.globalSize=8", "batch.microSize=4"]
 
 
 @pytest.mark.parametrize(
@@ -212,19 +210,17 @@ TENSOR = ["parallelism.tensor=2", "batch.globalSize=8"]
         (TENSOR, 4, 3, "ranks 2, 3, finite on the other 2"),
     ],
 )
-@pytest.mark.parametrize("part", ["forward", "backward"])
-def test_numbers_of_one_rank_are_attributed_to_it_wherever_they_began(
-    launch: Launcher, tmp_path: Path, overrides: list[str], ranks: int, broken: int, named: str, part: str
+def test_nan_of_one_rank_is_attributed_to_it_wherever_it_began(
+    launch: Launcher, overrides: list[str], ranks: int, broken: int, named: str
 ) -> None:
-    progress = tmp_path / "r0"
-    launch(
-        ranks, "run", [*overrides, "nonFiniteTolerance=1", "steps=4"], FORGE_BROKEN_RANK=str(broken),
-        FORGE_BROKEN_STEP="2", FORGE_BROKEN_PART=part, TRAINIUM_PROGRESS_FILE=str(progress),
-    ).finish()  # fmt: skip
-    alert = json.loads(alerts_path(progress).read_text())["StepSkipped"]
-    assert alert["message"].startswith(f"step 2: loss is {'nan' if part == 'forward' else ''}")
-    assert f"(not finite on {named})" in alert["message"]
-    assert parse_nonfinite_rank(alert["message"]) == int(named.split()[1].strip(","))
+    nan = {"TEST_NAN_RANK": str(broken), "TEST_NAN_STEPS": '{"forward": 2, "backward": 4}'}
+    job = launch(ranks, "run", [*overrides, "nonFiniteTolerance=1", "steps=5"], **nan).finish()
+    forward, backward = (line for line in job.log().splitlines() if line.endswith(": skipped"))
+    assert "step 2: loss is nan" in forward
+    assert "step 4: loss is " in backward
+    for line in (forward, backward):
+        assert f"(not finite on {named})" in line
+        assert parse_nonfinite_rank(line) == int(named.split()[1].strip(","))
 
 
 def test_tolerated_steps_are_skipped_and_reported(launch: Launcher, tmp_path: Path) -> None:
@@ -242,7 +238,7 @@ def test_tolerated_steps_are_skipped_and_reported(launch: Launcher, tmp_path: Pa
 
 @pytest.mark.parametrize("overrides", [[], ["dataParallel=FullySharded"]], ids=["replicated", "sharded"])
 def test_a_gradient_that_is_not_finite_is_named(launch: Launcher, overrides: list[str]) -> None:
-    # Embeddings so small that only the backward pass of the first normalisation overflows.
+    # Embeddings so small that only the backward pass of the first normalization overflows.
     job = launch(1, "run", ["model.initialStd=1e-30", "model.normEps=1e-38", *overrides])
     assert job.wait() == [65]
     last = job.log().splitlines()[-1]
@@ -262,8 +258,9 @@ def test_progress_is_in_shared_memory_while_the_run_goes_on(launch: Launcher, tm
 
 def test_an_alarm_about_the_loss_is_logged_and_left_for_the_agent(launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "r0"
-    launch(1, "run", ["steps=110", "schedule.kind=Constant"]).finish()
-    job = launch(1, "run", ["steps=220", "optimizer.learningRate=1"], TRAINIUM_PROGRESS_FILE=str(file)).finish()
+    launch(1, "run", ["steps=110", "schedule.kind=Constant", "batch.microSize=8"]).finish()
+    higher = ["steps=220", "optimizer.learningRate=1", "batch.microSize=8"]
+    job = launch(1, "run", higher, TRAINIUM_PROGRESS_FILE=str(file)).finish()
     (raised, *_) = [line["step"] for line in job.metrics() if line["alarm"]]
     alert = json.loads(alerts_path(file).read_text())["LossAlarm"]
     assert alert["step"] == raised
@@ -284,27 +281,16 @@ def test_ordinary_training_at_a_tiny_batch_reports_no_alarm_and_no_spike(
 
 
 @pytest.mark.long
-def test_ranks_that_read_different_text_refuse_to_train(
-    launch: Launcher, tmp_path: Path, text_file: Path, forge: Forge, base_config: dict[str, Any]
-) -> None:
+def test_ranks_that_read_different_text_refuse_to_train(launch: Launcher, tmp_path: Path, text_file: Path) -> None:
     launch(2, "same", ["steps=3"]).finish()
     # One rank's cache holds other tokens under the same name, as a node with another build of Python would.
-    cache = text_file.parent / "cache"
-    (folder,) = (path.parent for path in cache.glob("tokens-*/manifest.json"))
-    other = tmp_path / "other" / folder.name
-    shutil.copytree(folder, other)
+    (folder,) = (path.parent for path in (text_file.parent / "cache").glob("tokens-*/manifest.json"))
+    other = shutil.copytree(folder, tmp_path / "other" / folder.name)
     manifest = json.loads((folder / "manifest.json").read_text())
     (other / "manifest.json").write_text(json.dumps(manifest | {"identity": "f" * 64}))
-    argv = ["--config", str(tmp_path / "trainer.yaml"), "--set", f"checkpoint.path={tmp_path / 'differ'}"]
-    script = (
-        "import os, sys\n"
-        "extra = ['--set', 'data.cacheDirectory=' + sys.argv[1]] if os.environ['RANK'] == '1' else []\n"
-        "from trainium_trainer.cli import main\n"
-        "main(['train', *sys.argv[2:], *extra])\n"
-    )
-    (tmp_path / "script.py").write_text(script)
-    done = torchrun([str(tmp_path / "script.py"), str(other.parent), *argv])
-    assert "the ranks do not read the same tokens" in done.stderr
+    job = launch(2, "differ", last_rank=[f"data.cacheDirectory={other.parent}"])
+    assert all(job.wait())
+    assert "the ranks do not read the same tokens" in job.log()
 
 
 def test_another_tokenizer_than_the_checkpoints_is_refused_by_name(
@@ -322,21 +308,15 @@ def test_another_tokenizer_than_the_checkpoints_is_refused_by_name(
 
 
 @pytest.mark.long
-def test_it_runs_under_plain_torchrun(tmp_path: Path, launch: Launcher) -> None:
+def test_a_run_starts_under_plain_torchrun(tmp_path: Path, launch: Launcher) -> None:
     launch(1, "unused", ["steps=3"]).wait()
-    arguments = ["--config", str(tmp_path / "trainer.yaml"), "--set", f"checkpoint.path={tmp_path / 'torchrun'}"]
-    done = torchrun(["-m", "trainium_trainer", "train", *arguments])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", "-m", "trainium_trainer", "train"]
+    command += ["--config", str(tmp_path / "trainer.yaml"), "--set", f"checkpoint.path={tmp_path / 'torchrun'}"]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=one_thread)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "torchrun" / "metrics.jsonl").read_text().splitlines()) == 6
-
-
-def torchrun(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    torchrun_module = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        torchrun_module + rendezvous + arguments, capture_output=True, text=True, check=False, env=environment
-    )
 
 
 def test_start_up_reports_where_its_time_went(launch: Launcher) -> None:

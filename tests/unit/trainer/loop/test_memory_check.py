@@ -1,10 +1,9 @@
 """Memory of runs that freeze weights, beside what a store allocates; and the device at the start of a run."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,36 +12,35 @@ from trainium_contract.models.parameters import parameter_sizes
 from trainium_contract.requirements.memory_estimate import Trained
 from trainium_contract.sizes import Instance
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_trainer.backends.replicated import ReplicatedStore
-from trainium_trainer.compile.rehearsal import launch_at
+from trainium_trainer.backends.replicated_store import ReplicatedStore
+from trainium_trainer.compile.dry_run import launch_at
 from trainium_trainer.configuration.config import Settings
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
 from trainium_trainer.loop.memory_check import (
+    check_device_memory,
     device_memory,
-    needs_of,
+    estimate_run_memory,
+    largest_trained_part,
     refuse_too_small,
-    trained_of_rank,
-    warnings_at_start,
 )
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.tuning.apply import apply_tuning
-from trainium_trainer.tuning.choice import choose
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from trainium_trainer.tuning.trainable import select_trainable
 
 LORA = {"method": "LoRA", "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
 PARTS: dict[str, Any] = {"method": "Full", "trainable": ["model.layers.1.*", "norm"]}
 
 
 def settings_of(tuning: dict[str, Any], *, ranks: int = 1, **fields: Any) -> Settings:
-    """A small model, untied, of which a part is trained."""
+    """Return the settings of a small untied model, of which a part is trained."""
     model = {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 48, "weights": "/base", "vocabSize": 64}
     config = TrainingConfig.model_validate({"model": model, "tuning": tuning} | fields)
     shape = resolve_shape(config.model.model_copy(update={"weights": None}), 64)
-    return Settings(config=config, shape=shape, launch=launch_at(0, ranks), choice=choose(shape, config.tuning))
+    return Settings(
+        config=config, shape=shape, launch=launch_at(0, ranks), trainable=select_trainable(shape, config.tuning)
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,40 +55,40 @@ def test_the_state_of_a_tuned_run_is_what_the_store_allocates(tuning: dict[str, 
     if half:
         model.to(torch.bfloat16)
     narrow = None if precision == "Float32" else torch.bfloat16
-    apply_tuning(model, settings.choice, settings.config.tuning.lora, frozen=narrow)
+    apply_tuning(model, settings.trainable, settings.config.tuning.lora, frozen=narrow)
     store = ReplicatedStore([model], torch.device("cpu"), None, 0, moments=("expAvg", "expAvgSq"), half=half)
     held = [*store._flat.values(), store._gradients, *store._frozen_locals]
-    assert needs_of(settings, 1).state == sum(tensor.nbytes for tensor in held)
+    assert estimate_run_memory(settings, 1).state == sum(tensor.nbytes for tensor in held)
 
 
 def test_adapters_are_divided_at_the_side_that_their_projection_is() -> None:
-    whole = trained_of_rank(settings_of(LORA))
+    whole = largest_trained_part(settings_of(LORA))
     shape = settings_of(LORA).shape
     heads = shape.num_attention_heads * shape.head_dim
-    assert whole == Trained(0, settings_of(LORA).choice.trained)
-    by_two = trained_of_rank(settings_of(LORA, ranks=2, parallelism={"tensor": 2}))
+    assert whole == Trained(0, settings_of(LORA).trainable.trained)
+    by_two = largest_trained_part(settings_of(LORA, ranks=2, parallelism={"tensor": 2}))
     assert by_two.adapters == 2 * (4 * 32 + 4 * heads // 2 + 4 * 48 // 2 + 4 * 32)
-    stages = trained_of_rank(settings_of(LORA, ranks=2, parallelism={"pipeline": 2}))
+    stages = largest_trained_part(settings_of(LORA, ranks=2, parallelism={"pipeline": 2}))
     assert stages.adapters == whole.adapters // 2
 
 
 def test_patterns_count_for_the_stage_that_holds_most_of_them() -> None:
     settings = settings_of(PARTS, ranks=2, parallelism={"pipeline": 2})
     sizes = parameter_sizes(settings.shape)
-    expected = sum(torch.Size(size).numel() for name, size in sizes.items() if name in settings.choice.weights)
-    assert trained_of_rank(settings) == Trained(expected, 0), "all of it is in the second stage"
+    expected = sum(torch.Size(size).numel() for name, size in sizes.items() if name in settings.trainable.weights)
+    assert largest_trained_part(settings) == Trained(expected, 0), "all of it is in the second stage"
 
 
 def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_narrow_one_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings, device = settings_of(LORA), torch.device("cuda")
-    found = needs_of(settings, 1, on_host=False)
-    assert warnings_at_start(settings, torch.device("cpu")) == [], "nobody knows how much a CPU may take"
+    found = estimate_run_memory(settings, 1, on_host=False)
+    assert check_device_memory(settings, torch.device("cpu")) == [], "nobody knows how much a CPU may take"
 
     def with_memory(size: int) -> list[str]:
         monkeypatch.setattr(memory_check, "device_memory", lambda _: size)
-        return warnings_at_start(settings, device)
+        return check_device_memory(settings, device)
 
     assert with_memory(2 * found.device) == []
     (warning,) = with_memory(found.state + 1)
@@ -102,7 +100,7 @@ def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_n
         instance = Instance(devices=1, cores=1, efa=0, core_bytes=size)
         monkeypatch.setattr(memory_check, "device_memory", lambda _, size=size: size)
         with pytest.raises(UserError) if refused else nullcontext():
-            warnings_at_start(settings, core)
+            check_device_memory(settings, core)
         with pytest.raises(UserError) if refused else nullcontext():
             refuse_too_small(found, instance, "x")
 

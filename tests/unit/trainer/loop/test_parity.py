@@ -1,19 +1,13 @@
 """The first steps of `make parity`: one rank against `transformers` and torch's AdamW. Other layouts equal one rank."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from conftest import Job
-
-pytestmark = pytest.mark.timeout(150)  # real processes, and transformers to import
+from tests.unit.trainer.conftest import Job
 
 OVERRIDES = {
     "HLAT": ["model.tieEmbeddings=false"],
@@ -35,7 +29,7 @@ def test_the_curve_is_that_of_transformers_and_the_exported_model_too(
     import torch
 
     from benchmarks.parity import reference
-    from benchmarks.parity.ours import export_newest
+    from benchmarks.parity.trainer_runs import export_newest
     from trainium_trainer.configuration.config import load
 
     overrides = [*OVERRIDES[settings], "steps=12"]
@@ -78,15 +72,8 @@ def test_the_export_command_writes_any_step_with_its_tokenizer(
     assert loaded.decode(loaded("gradient of the loss").input_ids) == "gradient of the loss"
     assert loaded.eos_token == "<|endoftext|>"
 
-    refused = {
-        (*argv, str(tmp_path / "other"), "--step", "3"): "there is no committed checkpoint of step 3 in",
-        (*argv, str(out)): "is not empty: name a folder that does not exist yet",
-        ("export", str(tmp_path / "none"), str(tmp_path / "other")): "there is no committed checkpoint in",
-        (*argv, str(tmp_path / "other"), "--tokenizer", str(tmp_path)): "there is no tokenizer.json",
-    }
-    for line, sentence in refused.items():
-        assert cli.run(line) == 64
-        assert sentence in capsys.readouterr().err
+    assert cli.run([*argv, str(tmp_path / "other"), "--tokenizer", str(tmp_path)]) == 64
+    assert "there is no tokenizer.json" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
@@ -102,14 +89,14 @@ def test_every_row_has_a_separate_name_and_the_passes_that_it_states() -> None:
     assert {row.settings.name for row in FAMILY_ROWS} == {settings.name for settings in FAMILY_SETTINGS}
     compared = {settings.base.family["model_type"] for settings in FAMILY_SETTINGS if settings.base}
     assert compared == FAMILIES.keys()
-    assert {settings.most_steps for settings in FAMILY_SETTINGS} == {FAMILY_STEPS} == {100}
+    assert {settings.max_steps for settings in FAMILY_SETTINGS} == {FAMILY_STEPS} == {100}
     for row in rows:
         micro = int(row.set_options[0].removeprefix("batch.microSize="))
         assert passes(BASE["batch"]["globalSize"], micro, row.data) == row.accumulation
 
 
-def test_the_page_shows_rows_that_failed(tmp_path: Path) -> None:
-    from benchmarks.parity.document import write
+def test_the_page_shows_failed_rows(tmp_path: Path) -> None:
+    from benchmarks.parity.document import write_report
 
     row: dict[str, Any] = {"settings": "A", "data": 2, "tensor": 1, "pipeline": 3, "overrides": ["x=y"]}
     row |= {"accumulation": 1, "date": "2026-01-01", "torch": "1"}
@@ -139,7 +126,7 @@ def test_the_page_shows_rows_that_failed(tmp_path: Path) -> None:
     report["rows"] += [tuned, row | {"settings": "C", "passed": False, "problem": "rank 0 ended with 64"}]
     report["references"]["D"] = [2.0]
     report["rows"] += [tuned | {"settings": "D", "losses": [2.0], "passed": True}]
-    write(report, tmp_path / "parity.md", tmp_path / "parity.png")
+    write_report(report, tmp_path / "parity.md", tmp_path / "parity.png")
     page = (tmp_path / "parity.md").read_text()
     assert "1 steps of running text." in page
     assert page.endswith("| 2 | 1 | 3 | 1 | `x=y` | 1.0000 | 5.0e-01 | 2 | 2.0e-03 | 1.0e-01 | 0.750 | passed |\n")

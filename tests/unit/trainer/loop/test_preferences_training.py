@@ -1,13 +1,13 @@
 """Preference tuning in real runs: the same curve and rewards in every layout and after a kill, and the reference."""
 
-from __future__ import annotations
-
 import math
 import os
 import random
 import shutil
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,19 +15,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.testing.trainer.example_files import WORDS, write_records
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from conftest import Launcher
-
+from tests.testing.trainer.layouts import PP, SHARDED, SP, TP, TWO_PASSES, ZERO
+from tests.unit.trainer.conftest import Launcher, ReferenceRuns
 
 pytestmark = pytest.mark.timeout(300)  # real processes; the first test also waits for the imports
 
-TP, SP = "parallelism.tensor=2", "parallelism.sequence=true"
-PP = "parallelism.pipeline=2"
-SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
 LORA = "method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.2, targets: ['*_proj']}"
 DPO = "objective: {kind: DPO, beta: 0.5}"
 TUNINGS = {
@@ -39,9 +31,10 @@ FIGURES = frozenset({"loss", "rewardChosen", "rewardRejected", "rewardMargin", "
 HELD_OUT = frozenset({"validationLoss", "validationRewardMargin"})
 
 
-@pytest.fixture
-def pairs(tmp_path: Path, base: Path) -> list[str]:
-    """Settings of a run on 40 pairs, five of which are held back."""
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory, base: Path) -> list[str]:
+    """Return the settings of a run on 40 pairs, five of which are held back."""
+    folder = tmp_path_factory.mktemp("pairs")
     choose = random.Random(0)
     rows = [
         {
@@ -52,8 +45,8 @@ def pairs(tmp_path: Path, base: Path) -> list[str]:
         for number in range(40)
     ]
     return [
-        f"data.source={write_records(tmp_path / 'd.jsonl', rows)}",
-        f"data.cacheDirectory={tmp_path / 'cache'}",
+        f"data.source={write_records(folder / 'd.jsonl', rows)}",
+        f"data.cacheDirectory={folder / 'cache'}",
         "data.format=Preference",
         "data.sequenceLength=64",
         "data.workers=1",
@@ -77,7 +70,7 @@ def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
 LAYOUTS = {
     "data": (2, []),
     "uneven": (3, ["batch.microSize=1"]),
-    "tensor": (2, [TP, SP]),
+    "tensor": (2, [TP, SP, TWO_PASSES]),
     "sharded": (2, [SHARDED, "recompute=Full"]),
     "zero": (2, [ZERO]),
     "pipeline": (2, [PP]),
@@ -94,10 +87,10 @@ LAYOUTS = {
     ],
 )
 def test_the_curve_and_the_rewards_do_not_depend_on_the_layout(
-    launch: Launcher, pairs: list[str], tuning: str, layouts: Iterable[str]
+    launch: Launcher, reference_run: ReferenceRuns, pairs: list[str], tuning: str, layouts: Iterable[str]
 ) -> None:
     tuning = TUNINGS[tuning]
-    whole = run(launch, 1, "one", [*pairs, tuning])
+    whole = reference_run(1, [*pairs, tuning]).metrics()
     assert [line["step"] for line in whole if "validationRewardAccuracy" in line] == [3, 6]
     assert "perplexity" not in whole[0]
     for name in layouts:
@@ -105,11 +98,11 @@ def test_the_curve_and_the_rewards_do_not_depend_on_the_layout(
         assert_same(run(launch, ranks, name, [*pairs, tuning, *overrides]), whole)
 
 
-@pytest.mark.parametrize("tuning", ["LoRA", "full"])
+@pytest.mark.parametrize("tuning", [pytest.param("LoRA", marks=pytest.mark.long), "full"])
 def test_columns_that_are_padding_in_all_rows_of_a_micro_batch_are_not_computed(
-    launch: Launcher, pairs: list[str], tuning: str
+    launch: Launcher, reference_run: ReferenceRuns, pairs: list[str], tuning: str
 ) -> None:
-    short = run(launch, 1, "short", [*pairs, TUNINGS[tuning]])
+    short = reference_run(1, [*pairs, TUNINGS[tuning]]).metrics()
     long = run(launch, 1, "long", [*pairs, TUNINGS[tuning], "data.sequenceLength=256"])
     assert [line["loss"] for line in long] == [line["loss"] for line in short], "the same tensors, to the bit"
     whole = run(launch, 2, "pipeline", [*pairs, TUNINGS[tuning], "data.sequenceLength=256", PP])
@@ -142,36 +135,38 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit_and_computes_no_reference_
     assert [line["loss"] for line in again.metrics()] == [line["loss"] for line in whole]
 
 
-@pytest.mark.parametrize("layout", [[], [PP]], ids=["data", "pipeline"])
-def test_only_pairs_that_no_rank_knows_are_computed(
-    launch: Launcher, pairs: list[str], tmp_path: Path, layout: list[str]
-) -> None:
-    whole = run(launch, 1, "whole", [*pairs, TUNINGS["full"]])
+def test_only_pairs_that_no_rank_knows_are_computed(launch: Launcher, pairs: list[str], tmp_path: Path) -> None:
+    given = [*pairs, f"data.cacheDirectory={tmp_path / 'cache'}", TUNINGS["full"]]
+    whole = run(launch, 1, "whole", given)
     (file,) = (tmp_path / "cache").glob("examples-*/reference-*.f32")
     values = np.fromfile(file, np.float32)
     assert len(values) == 80
     assert np.isfinite(values).all()
     values[10:30] = np.nan
-    values.tofile(file)
-    job = launch(2, "again", [*pairs, TUNINGS["full"], *layout]).finish()
-    assert "reference: 0 of 10 pairs" in job.log()
-    assert_same(job.metrics(), whole)
+    for name, layout in {"data": [], "pipeline": [PP]}.items():
+        values.tofile(file)
+        job = launch(2, name, [*given, *layout]).finish()
+        assert "reference: 0 of 10 pairs" in job.log()
+        assert_same(job.metrics(), whole)
 
 
 def test_a_reference_in_a_folder_is_computed_ahead_as_the_base_is_beside_an_adapter(
-    launch: Launcher, pairs: list[str], base: Path, tmp_path: Path
+    launch: Launcher, reference_run: ReferenceRuns, pairs: list[str], base: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(base, tmp_path / "same")
-    whole = run(launch, 1, "base", [*pairs, TUNINGS["LoRA"]])
-    folder = TUNINGS["LoRA"].replace("beta: 0.5", f"beta: 0.5, reference: {tmp_path / 'same'}")
-    assert_same(run(launch, 2, "folder", [*pairs, folder]), whole)
-    other = saved(tmp_path / "other", base)
-    away = run(launch, 1, "other", [*pairs, folder.replace(str(tmp_path / "same"), str(other))])
-    assert away[0]["rewardMargin"] != pytest.approx(0, abs=1e-2), "the run begins with another model than the reference"
+    cache = f"data.cacheDirectory={tmp_path / 'cache'}"
+
+    def from_reference(ranks: int, folder: Path) -> list[dict[str, Any]]:
+        tuning = TUNINGS["LoRA"].replace("beta: 0.5", f"beta: 0.5, reference: {folder}")
+        return run(launch, ranks, folder.name, [*pairs, cache, tuning])
+
+    whole = reference_run(1, [*pairs, TUNINGS["LoRA"]]).metrics()
+    assert_same(from_reference(2, shutil.copytree(base, tmp_path / "same")), whole)
+    other = from_reference(1, save_variant(tmp_path / "other", base))
+    assert other[0]["rewardMargin"] != pytest.approx(0, abs=1e-2), "the run begins with another model"
 
 
-def saved(folder: Path, base: Path, **fields: Any) -> Path:
-    """A model like the base with other weights and fields."""
+def save_variant(folder: Path, base: Path, **fields: Any) -> Path:
+    """Save a model like the base with other weights and fields."""
     torch.manual_seed(1)
     LlamaForCausalLM(LlamaConfig.from_pretrained(base, **fields)).save_pretrained(folder)
     return folder
@@ -187,7 +182,7 @@ def saved(folder: Path, base: Path, **fields: Any) -> Path:
 def test_a_reference_that_does_not_fit_is_refused_in_one_sentence(
     launch: Launcher, pairs: list[str], base: Path, tmp_path: Path, fields: dict[str, Any], sentence: str
 ) -> None:
-    folder = saved(tmp_path / "other", base, **fields)
+    folder = save_variant(tmp_path / "other", base, **fields)
     job = launch(1, "refused", [*pairs, f"tuning={{objective: {{reference: {folder}}}}}"])
     assert job.wait() == [64], job.log()
     assert sentence in job.log().splitlines()[-1]
@@ -196,7 +191,7 @@ def test_a_reference_that_does_not_fit_is_refused_in_one_sentence(
 def test_a_resume_with_another_reference_is_refused(
     launch: Launcher, pairs: list[str], base: Path, tmp_path: Path
 ) -> None:
-    given = [*pairs, f"tuning={{objective: {{reference: {saved(tmp_path / 'other', base)}}}}}", "steps=2"]
+    given = [*pairs, f"tuning={{objective: {{reference: {save_variant(tmp_path / 'other', base)}}}}}", "steps=2"]
     run(launch, 1, "run", given)
     again = launch(1, "run", [*pairs, "tuning={objective: {kind: DPO}}", "steps=3"])
     assert again.wait() == [64], again.log()

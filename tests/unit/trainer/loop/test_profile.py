@@ -1,7 +1,5 @@
 """Traces of steps: recorded on real ranks, by the configuration and on request, and bounded."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -9,20 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.testing.trainer.s3_gateway import serving
+from tests.testing.trainer.s3_gateway import run_gateway
+from tests.unit.trainer.conftest import Launcher, ReferenceRuns
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.views.trace import parse_trace
 from trainium_trainer.cli import run
 from trainium_trainer.loop import profile
-
-if TYPE_CHECKING:
-    from conftest import Launcher
-
-pytestmark = pytest.mark.timeout(150)
 
 
 def spans(path: Path) -> list[dict[str, Any]]:
@@ -59,9 +53,9 @@ def assert_nested(found: list[dict[str, Any]]) -> None:
 
 
 def test_the_configured_steps_of_the_named_ranks_are_recorded_and_each_span_lies_within_its_step(
-    launch: Launcher,
+    launch: Launcher, reference_run: ReferenceRuns
 ) -> None:
-    job = launch(2, "run", ["steps=6", "monitor.profile={steps: [3, 4], ranks: [1, 7]}"]).finish()
+    job = launch(2, "run", ["monitor.profile={steps: [3, 4], ranks: [1, 7]}"]).finish()
     (path,) = (job.folder / "profiles").iterdir()
     assert path.name == "steps-3-4-rank-1.json.gz"
     assert "monitor.profile.ranks names 7, which is not there: the ranks are 0 to 1" in job.log()
@@ -78,7 +72,7 @@ def test_the_configured_steps_of_the_named_ranks_are_recorded_and_each_span_lies
     assert "gloo:all_reduce" in {each["name"] for each in found}
     assert_nested(found)
     assert parse_trace(path.read_bytes()).content["trainium"] == {"rank": 1}
-    assert job.losses() == launch(2, "without", ["steps=6"]).finish().losses()
+    assert job.losses() == reference_run(2).losses()
 
 
 def test_a_trace_is_shown_and_put_beside_another_one_without_a_cluster(
@@ -117,7 +111,7 @@ def test_a_running_rank_records_requested_steps_and_answers(launch: Launcher, tm
     late = answer(tmp_path / "memory", rank=0, first=1, steps=1)
     assert late["first"] > answers[1]["last"]
     assert answer(tmp_path / "memory", rank=1, first=1, steps=1) == {"problem": "the rank does not run"}
-    job.leave()
+    job.request_exit()
     assert sorted(progress.parent.glob("*.profile-*")) == []
 
 
@@ -128,7 +122,7 @@ def test_steps_that_a_run_does_not_reach_are_answered_when_it_ends(launch: Launc
     with asked(tmp_path / "memory", rank=0, first=100_001, steps=2) as asking:
         while not progress.with_name("g1-r0.profile").exists():
             time.sleep(0.02)
-        job.leave()
+        job.request_exit()
         problem = json.loads(asking.communicate(timeout=60)[0])["problem"]
     assert "the ranks ended" in problem or "the rank ended" in problem
     after = answer(tmp_path / "memory", rank=0, first=1, steps=1)["problem"]
@@ -146,7 +140,7 @@ def test_a_trace_that_cannot_be_written_stops_no_step(launch: Launcher) -> None:
 def test_a_trace_is_copied_into_the_object_store_of_the_records(
     launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tmp_path, monkeypatch) as server:
+    with run_gateway(tmp_path, monkeypatch) as server:
         variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         variables["XDG_CACHE_HOME"] = str(tmp_path / "cache")
         overrides = ["steps=4", "monitor.profile={steps: [3, 3]}", "checkpoint.path=s3://bucket/run"]

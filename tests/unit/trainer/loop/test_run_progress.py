@@ -1,7 +1,5 @@
 """Runs whose steps differ in their samples: every sample once, the schedule and the end as without the tolerance."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,9 +11,9 @@ from trainium_contract.sizes import passes, step_batch
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.configuration.config import read_launch, resolve_settings, with_steps
-from trainium_trainer.data.batches.loader import Share
+from trainium_trainer.data.batches.micro_batches import Share
 from trainium_trainer.loop.run_progress import RunProgress
-from trainium_trainer.loop.schedule import factor, learning_rate
+from trainium_trainer.loop.schedule import learning_rate, rate_factor
 
 START = Position(step=0, samples=0, tokens=0)
 
@@ -43,7 +41,7 @@ def after(position: Position, course: RunProgress) -> Position:
 def test_every_sample_is_taken_once_whatever_the_sizes_and_batches_stay_within_the_tolerance(
     global_size: int, micro_size: int, tolerance: float, steps: int, history: list[tuple[int, int]]
 ) -> None:
-    """`history`: data-parallel ranks, and steps at that size; the last size goes on to the end."""
+    """`history`: data-parallel ranks, and steps at that size; the last size continues to the end."""
     position, seen = START, []
     for number, (ranks, most) in enumerate(history):
         batch = step_batch(global_size, micro_size, ranks, tolerance)
@@ -61,7 +59,7 @@ def test_every_sample_is_taken_once_whatever_the_sizes_and_batches_stay_within_t
             seen += [sample for part in parts for sample in part]
             assert all(len(part) <= count * micro_size for part in parts)
             new = after(position, at)
-            assert new.samples - position.samples == batch or at.is_over(new), "only the last step takes another number"
+            assert new.samples - position.samples == batch or at.is_over(new), "only the last step has another number"
             assert abs(batch - global_size) <= (tolerance + 1e-6) * global_size
             assert at.total_steps(new) == total, "known from the first step at a size"
             position = new
@@ -71,7 +69,7 @@ def test_every_sample_is_taken_once_whatever_the_sizes_and_batches_stay_within_t
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 16), st.integers(1, 50), st.integers(0, 60))
-def test_without_a_tolerance_steps_are_counted_as_ever(
+def test_without_a_tolerance_steps_count_global_batches(
     global_size: int, micro_size: int, ranks: int, steps: int, step: int
 ) -> None:
     batch = step_batch(global_size, micro_size, ranks)
@@ -79,8 +77,8 @@ def test_without_a_tolerance_steps_are_counted_as_ever(
     position = Position(step=step, samples=step * global_size, tokens=0)
     assert at.next_batch(position.samples) == global_size
     assert at.is_over(position) == (step >= steps)
-    assert (at.done(position), at.total_steps(position)) == (step, steps)
-    assert isinstance(at.done(position), int), "the schedule's arithmetic is that of whole steps"
+    assert (at.completed_steps(position), at.total_steps(position)) == (step, steps)
+    assert isinstance(at.completed_steps(position), int), "the schedule's arithmetic is that of whole steps"
     imported = Position(step=step, samples=0, tokens=0)
     assert at.is_over(imported) == (step >= steps), "a checkpoint that does not know its samples"
 
@@ -95,11 +93,11 @@ def test_the_schedule_follows_the_samples() -> None:
     position, rates = START, []
     while not near.is_over(position):
         position = after(position, near)
-        rates.append(learning_rate(config, near.done(position) - 1))
+        rates.append(learning_rate(config, near.completed_steps(position) - 1))
     assert len(rates) == 8
     whole = [learning_rate(config, step) for step in range(9)]
     assert rates[-1] == whole[-1], "the end of the schedule is the end of the run"
-    assert near.done(position) == near.steps
+    assert near.completed_steps(position) == near.steps
     assert rates[0] == pytest.approx(whole[0] * 9 / 8)
     assert max(rates) <= config.optimizer.learning_rate
 
@@ -108,7 +106,7 @@ def test_the_schedule_follows_the_samples() -> None:
 def test_the_factor_between_two_steps_lies_between_theirs(kind: str) -> None:
     config = TrainingConfig.model_validate({"steps": 40, "schedule": {"kind": kind, "warmupSteps": 10}})
     for step in range(39):
-        at = [factor(config.schedule, steps=40, step=step + part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        at = [rate_factor(config.schedule, steps=40, step=step + part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
         assert at == sorted(at) or at == sorted(at, reverse=True)
-        assert at[0] == factor(config.schedule, steps=40, step=step)
+        assert at[0] == rate_factor(config.schedule, steps=40, step=step)
         assert 0.0 < max(at) <= 1.0

@@ -1,7 +1,5 @@
 """Learning rates to the last digit, and the shape that all schedules share."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -10,15 +8,15 @@ from hypothesis import strategies as st
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.optimizer import ScheduleConfig, ScheduleKind
-from trainium_trainer.loop.schedule import factor, learning_rate
+from trainium_trainer.loop.schedule import learning_rate, rate_factor
 
 
 def factors(steps: int, **fields: object) -> list[float]:
     schedule = ScheduleConfig.model_validate(fields)
-    return [factor(schedule, steps=steps, step=step) for step in range(steps)]
+    return [rate_factor(schedule, steps=steps, step=step) for step in range(steps)]
 
 
-def test_cosine_to_a_floor() -> None:
+def test_the_cosine_schedule_falls_to_its_floor() -> None:
     half = 0.1 + 0.9 * 0.5
     quarter, three_quarters = (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share)) for share in (0.25, 0.75))
     expected = [0.5, 1.0, quarter, half, three_quarters, 0.1]
@@ -31,23 +29,23 @@ def test_a_cosine_that_ends_early_stays_at_its_floor() -> None:
     )
 
 
-def test_linear() -> None:
+def test_the_linear_schedule_falls_to_its_floor() -> None:
     assert factors(6, kind="Linear", warmup_steps=2, final_ratio=0.2) == pytest.approx(
         [0.5, 1.0, 0.8, 0.6, 0.4, 0.2], rel=1e-15
     )
 
 
-def test_constant() -> None:
+def test_the_constant_schedule_has_no_floor() -> None:
     assert factors(5, kind="Constant", warmup_steps=4, final_ratio=0.2) == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_warm_up_stable_decay() -> None:
+def test_the_warmup_stable_decay_schedule_decays_in_its_last_steps() -> None:
     schedule = {"kind": "WarmupStableDecay", "warmup_steps": 2, "final_ratio": 0.0}
     assert factors(8, **schedule, decay_steps=4) == pytest.approx([0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0], abs=1e-15)
     assert factors(20, **schedule)[-4:] == pytest.approx([1, 1, 0.5, 0], abs=1e-15), "a tenth of the steps"
 
 
-def test_the_table_of_hlat() -> None:
+def test_hlat_has_its_published_learning_rates() -> None:
     """Peak 3e-4 after 2,000 steps, 3e-5 from step 480,000 on, 500,000 steps."""
     schedule = {"warmupSteps": 2000, "decaySteps": 478_000, "finalRatio": 0.1}
     config = TrainingConfig.model_validate({"steps": 500_000, "schedule": schedule})

@@ -3,9 +3,8 @@
 One rank of two of the rows of `make parity`; that other layouts equal one rank is held by `test_tuning_layouts`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,19 +12,13 @@ import yaml
 from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
+from transformers.modeling_outputs import CausalLMOutput
 
+from tests.unit.trainer.conftest import Job
 from trainium_trainer.configuration.config import load
-from trainium_trainer.data.opening import open_data
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from conftest import Job
-    from transformers.modeling_outputs import CausalLMOutput
+from trainium_trainer.data.dataset import open_data
 
 pytestmark = [
-    pytest.mark.timeout(150),  # real processes, and transformers to import
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),  # of transformers and peft
 ]
 
@@ -46,7 +39,7 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
-    """A Hugging Face folder with the tokenizer that was learned from the text of all tests."""
+    """Save a Hugging Face folder with the tokenizer that is trained on the text of all tests."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("base")
@@ -67,21 +60,21 @@ def test_the_curve_and_the_result_are_those_of_transformers_and_peft(
     launch: Callable[..., Job], base: Path, tmp_path: Path, row: str
 ) -> None:
     from benchmarks.parity import tuned
-    from benchmarks.parity.material import instructions
+    from benchmarks.parity.inputs import write_instructions
     from benchmarks.parity.reference import load_model, logits_of
 
-    records = instructions(tmp_path / "instructions.jsonl")
+    records = write_instructions(tmp_path / "instructions.jsonl")
     overrides = [*COMMON, *ROWS[row], f"model.weights={base}", f"data.source={records}"]
     config = load(tmp_path / "trainer.yaml", overrides)
     against = tuned.reference_run(config, tmp_path / "reference")
     (tmp_path / "of").mkdir()
     job = launch(1, "of/run", overrides).finish()
     assert job.losses() == pytest.approx(against.losses, rel=1e-5)
-    ours = tuned.trained_numbers(tmp_path / "of")
+    ours = tuned.trained_weights(tmp_path / "of")
     assert ours.keys() == against.numbers.keys()
     for name, numbers in against.numbers.items():
         torch.testing.assert_close(ours[name], numbers, rtol=0.0, atol=1e-4)
-    left = tuned.left_behind(tmp_path / "of")
+    left = tuned.artifact_folders(tmp_path / "of")
     own = logits_of(load_model(left["model"]), against.tokens)
     torch.testing.assert_close(own, against.logits, rtol=1e-3, atol=1e-3)
     if against.adapter is None:
@@ -92,11 +85,11 @@ def test_the_curve_and_the_result_are_those_of_transformers_and_peft(
     assert (own - untouched).abs().max() > 0.01, "a merged adapter changes the model"
     file = tmp_path / "again.yaml"
     file.write_text(yaml.safe_dump(config.to_wire()))
-    assert tuned.begins_with_theirs(file, against, tmp_path / "again") < 1e-5
+    assert tuned.first_loss_difference(file, against, tmp_path / "again") < 1e-5
 
 
-class Always(nn.Module):
-    """Finds one token the likeliest everywhere."""
+class ConstantModel(nn.Module):
+    """A model that predicts one token everywhere."""
 
     def __init__(self, token: int) -> None:
         super().__init__()
@@ -109,10 +102,10 @@ class Always(nn.Module):
 
 
 def test_accuracy_is_the_share_of_held_out_labels_that_are_likeliest(base: Path, tmp_path: Path) -> None:
-    from benchmarks.parity.material import questions
+    from benchmarks.parity.inputs import write_questions
     from benchmarks.parity.tuned import accuracy_of
 
-    records = questions(tmp_path / "questions.jsonl")
+    records = write_questions(tmp_path / "questions.jsonl")
     data = {
         "source": str(records),
         "format": "Classification",
@@ -126,6 +119,6 @@ def test_accuracy_is_the_share_of_held_out_labels_that_are_likeliest(base: Path,
     config = load(file)
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     firsts = {tokenizer.encode(word).ids[0] for word in (" class", " function")}
-    shares = [accuracy_of(Always(token), config) for token in firsts]
+    shares = [accuracy_of(ConstantModel(token), config) for token in firsts]
     assert sum(share or 0.0 for share in shares) == pytest.approx(1.0), "each answer begins with one of them"
-    assert accuracy_of(Always(0), load(file, ["data.validation=null"])) is None
+    assert accuracy_of(ConstantModel(0), load(file, ["data.validation=null"])) is None

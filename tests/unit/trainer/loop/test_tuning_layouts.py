@@ -1,11 +1,10 @@
 """Tuning a real Hugging Face folder: the same curve and the same adapter in every layout, and peft's curve."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 import peft
 import pytest
@@ -13,22 +12,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainium_trainer.checkpoint.root.selection import choose
-from trainium_trainer.storage.opening import open_storage
+from tests.testing.trainer.layouts import CP, PP, SHARDED, SP, TP, TWO_PASSES, ZERO
+from tests.unit.trainer.conftest import Job, Launcher, ReferenceRuns
+from trainium_trainer.checkpoint.root.selection import choose_checkpoint
+from trainium_trainer.storage import open_storage
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from conftest import Job, Launcher, Undisturbed
-
-
-pytestmark = pytest.mark.timeout(150)
-
-TP, SP = "parallelism.tensor=2", "parallelism.sequence=true"
-TWO_PASSES = "batch.microSize=4"
-"""A pass of tensor parallel ranks takes long, so they make half as many of them in a step."""
-SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
 LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, targets: ['*_proj']}}"
 DROPS = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.3, targets: ['*_proj']}}"
 DORA = (
@@ -48,7 +36,7 @@ def with_tokenizer(folder: Path, base: Path) -> Path:
 
 
 LAYOUTS = [
-    pytest.param(DROPS, 2, [], id="LoRA, dp2"),
+    pytest.param(DROPS, 2, [], id="LoRA, dp2", marks=pytest.mark.long),
     pytest.param(DROPS, 4, [], id="LoRA, dp4", marks=pytest.mark.long),
     pytest.param(DROPS, 3, ["batch.microSize=1"], id="LoRA, dp3, an empty pass"),
     pytest.param(DROPS, 2, [TP], id="LoRA, tp2", marks=pytest.mark.long),
@@ -62,12 +50,12 @@ LAYOUTS = [
     ),
     pytest.param(DROPS, 2, [ZERO], id="LoRA, sharded optimizer", marks=pytest.mark.long),
     pytest.param(DROPS, 4, [SHARDED, TP, SP], id="LoRA, sharded, tp2, sequence", marks=pytest.mark.long),
-    pytest.param(DROPS, 2, ["parallelism.pipeline=2"], id="LoRA, pp2"),
-    pytest.param(DROPS, 2, ["parallelism.context=2"], id="LoRA, cp2"),
+    pytest.param(DROPS, 2, [PP], id="LoRA, pp2"),
+    pytest.param(DROPS, 2, [CP], id="LoRA, cp2"),
     pytest.param(
         DROPS,
         4,
-        ["parallelism.pipeline=2", TP, SP, "recompute=Full"],
+        [PP, TP, SP, "recompute=Full"],
         id="LoRA, pp2, tp2, sequence, recompute",
         marks=pytest.mark.long,
     ),
@@ -76,18 +64,18 @@ LAYOUTS = [
         DORA, 4, ["parallelism.tensor=4"], id="DoRA, tp4, two ranks to a key/value head", marks=pytest.mark.long
     ),
     pytest.param(DORA, 2, [SHARDED, "recompute=Full"], id="DoRA, sharded, recompute"),
-    pytest.param(DORA, 2, ["parallelism.pipeline=2"], id="DoRA, pp2", marks=pytest.mark.long),
+    pytest.param(DORA, 2, [PP], id="DoRA, pp2", marks=pytest.mark.long),
     pytest.param(PATTERNS, 2, [TP, SP, TWO_PASSES], id="patterns, tp2, sequence"),
     pytest.param(PATTERNS, 4, [SHARDED, TP], id="patterns, sharded, tp2", marks=pytest.mark.long),
-    pytest.param(PATTERNS, 2, ["parallelism.pipeline=2"], id="patterns, pp2, the first stage trains nothing"),
+    pytest.param(PATTERNS, 2, [PP], id="patterns, pp2, the first stage trains nothing"),
 ]
 
 
 @pytest.mark.parametrize(("tuning", "ranks", "overrides"), LAYOUTS)
 def test_the_curve_and_what_was_trained_do_not_depend_on_the_layout(
-    launch: Launcher, undisturbed: Undisturbed, base: Path, tuning: str, ranks: int, overrides: list[str]
+    launch: Launcher, reference_run: ReferenceRuns, base: Path, tuning: str, ranks: int, overrides: list[str]
 ) -> None:
-    whole = undisturbed(1, [f"model.weights={base}", tuning])
+    whole = reference_run(1, [f"model.weights={base}", tuning])
     other = run(launch, base, ranks, "other", [tuning, *overrides])
     other.assert_same_curve(whole)
     torch.testing.assert_close(other.weights(), whole.weights(), rtol=1e-3, atol=1e-4)
@@ -104,7 +92,7 @@ def test_an_adapter_of_pefts_is_where_a_run_begins(launch: Launcher, base: Path,
             torch.nn.init.normal_(parameter, std=0.3)
     adapted.save_pretrained(tmp_path / "adapter")
     lora = f"{{rank: 4, alpha: 8, targets: [q_proj, v_proj], adapter: {tmp_path / 'adapter'}}}"
-    started = run(launch, base, 2, "started", [f"tuning={{method: LoRA, lora: {lora}}}", TP])
+    started = run(launch, base, 2, "started", [f"tuning={{method: LoRA, lora: {lora}}}", TP, TWO_PASSES])
     merged = adapted.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     whole = run(launch, with_tokenizer(tmp_path / "merged", base), 1, "whole", [])
@@ -121,7 +109,7 @@ def test_a_vocabulary_is_grown_to_the_tokenizer_and_padded_for_the_ranks(
     with_tokenizer(tmp_path / "resized", base)
     overrides = [f"model.weights={tmp_path / 'resized'}"]
     whole = run(launch, base, 1, "whole", overrides)
-    divided = run(launch, base, 2, "divided", [*overrides, TP])
+    divided = run(launch, base, 2, "divided", [*overrides, TP, TWO_PASSES])
     assert divided.losses() == pytest.approx(whole.losses(), rel=1e-5)
     embedding = divided.weights()["model.model.embed_tokens.weight"]
     tokens = Tokenizer.from_file(str(base / "tokenizer.json")).get_vocab_size()
@@ -146,22 +134,22 @@ def test_adapters_on_a_tied_model_in_two_stages_leave_the_shared_weight_alone(
     LlamaForCausalLM(config).save_pretrained(tmp_path / "tied")
     with_tokenizer(tmp_path / "tied", base)
     whole = run(launch, tmp_path / "tied", 1, "whole", [LORA])
-    staged = run(launch, tmp_path / "tied", ranks, "staged", [LORA, "parallelism.pipeline=2", *overrides])
+    staged = run(launch, tmp_path / "tied", ranks, "staged", [LORA, PP, *overrides])
     assert staged.losses() == pytest.approx(whole.losses(), rel=1e-5)
     assert staged.weights().keys() == whole.weights().keys()
 
 
-def test_dropout_changes_the_curve_from_the_second_step_on(undisturbed: Undisturbed, base: Path) -> None:
-    plain = undisturbed(1, [f"model.weights={base}", LORA]).losses()
-    drops = undisturbed(1, [f"model.weights={base}", DROPS]).losses()
-    assert drops[0] == plain[0], "an adapter begins as nothing"
+def test_dropout_changes_the_curve_from_the_second_step_on(reference_run: ReferenceRuns, base: Path) -> None:
+    plain = reference_run(1, [f"model.weights={base}", LORA]).losses()
+    drops = reference_run(1, [f"model.weights={base}", DROPS]).losses()
+    assert drops[0] == plain[0], "an adapter starts without effect"
     assert drops[2] != plain[2]
 
 
 def test_a_resumed_run_with_dropout_is_the_unbroken_one_to_the_bit(
-    launch: Launcher, undisturbed: Undisturbed, base: Path
+    launch: Launcher, reference_run: ReferenceRuns, base: Path
 ) -> None:
-    whole = undisturbed(2, [f"model.weights={base}", DROPS])
+    whole = reference_run(2, [f"model.weights={base}", DROPS])
     every = "checkpoint.durable={everySteps: 2}"
     half = launch(2, "half", [f"model.weights={base}", DROPS, every, "schedule.decaySteps=4", "steps=6"])
     half.wait_for_step(3)
@@ -173,11 +161,11 @@ def test_a_resumed_run_with_dropout_is_the_unbroken_one_to_the_bit(
     torch.testing.assert_close(again.weights(), whole.weights(), rtol=0, atol=0)
 
 
-def test_a_checkpoint_holds_only_what_is_trained(undisturbed: Undisturbed, base: Path) -> None:
-    job = undisturbed(1, [f"model.weights={base}", LORA])
+def test_a_checkpoint_holds_only_what_is_trained(reference_run: ReferenceRuns, base: Path) -> None:
+    job = reference_run(1, [f"model.weights={base}", LORA])
     assert all(".lora_" in name for name in job.weights())
     storage = open_storage(str(job.folder))
-    committed = choose(storage, str(job.folder), None, milestones=False)
+    committed = choose_checkpoint(storage, str(job.folder), None, milestones=False)
     numbers = sum(tensor.numel() for tensor in job.weights().values())
     files = sum(file.size for file in committed.manifest.files if file.name.endswith(".safetensors"))
     assert files <= 1.25 * 3 * 4 * numbers, "weights and two moments, in float32; headers weigh here"
@@ -204,7 +192,7 @@ def test_a_resume_on_another_base_is_refused(launch: Launcher, base: Path, tmp_p
         ([LORA.replace("*_proj", "q_prj")], "matches none of the model's linear layers"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_in_one_sentence(
+def test_an_invalid_tuning_is_refused_in_one_sentence(
     launch: Launcher, base: Path, overrides: list[str], sentence: str
 ) -> None:
     job = launch(1, "refused", [f"model.weights={base}", *overrides])
@@ -212,8 +200,8 @@ def test_what_cannot_be_tuned_is_refused_in_one_sentence(
     assert sentence in job.log().splitlines()[-1]
 
 
-def test_bfloat16_tuning_stays_close_to_float32(launch: Launcher, undisturbed: Undisturbed, base: Path) -> None:
-    whole = undisturbed(1, [f"model.weights={base}", LORA]).losses()
+def test_bfloat16_tuning_stays_close_to_float32(launch: Launcher, reference_run: ReferenceRuns, base: Path) -> None:
+    whole = reference_run(1, [f"model.weights={base}", LORA]).losses()
     for name, overrides in (("replicated", []), ("sharded", [SHARDED])):
         half = run(launch, base, 2, name, [LORA, "precision=BFloat16", *overrides]).losses()
         assert half[-1] == pytest.approx(whole[-1], rel=0.02)

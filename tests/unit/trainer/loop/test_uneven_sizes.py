@@ -1,40 +1,15 @@
 """Sizes at which the global batch does not come out even, with real gloo processes: the same history at each."""
 
-from __future__ import annotations
-
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import pytest
 
-from trainium_trainer.backends.pipeline import check_torch
-from trainium_trainer.exits import UserError
+from tests.testing.trainer.layouts import PP, SHARDED, SP, TP, VALIDATION, ZERO, needs_pipelines
+from tests.unit.trainer.conftest import Job, Launcher, ReferenceRuns
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from conftest import Job, Launcher, Undisturbed
-
-    Metrics = list[dict[str, Any]]
-
-pytestmark = pytest.mark.timeout(150)  # real processes; the first test also waits for the imports
-
-try:
-    check_torch()
-except UserError:
-    able = False
-else:
-    able = True
-needs_new_torch = pytest.mark.skipif(not able, reason="this torch has no pipeline schedules that can be used")
-
-TP = "parallelism.tensor=2"
-PP = "parallelism.pipeline=2"
-SP = "parallelism.sequence=true"
-SHARDED = "dataParallel=FullySharded"
-ZERO = "dataParallel=ShardedOptimizer"
 ONE = "batch.microSize=1"
 DURABLE = "checkpoint.durable.everySteps=2"
-VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, samples: 5}"
 KEYS = ("step", "loss", "gradNorm", "learningRate", "tokens", "samples", "validationLoss")
 
 
@@ -61,15 +36,15 @@ def run(launch: Launcher, ranks: int, name: str, overrides: Sequence[str] = ()) 
         pytest.param(3, [ONE, ZERO], id="dp3, sharded optimizer"),
         pytest.param(6, [ONE, TP, SP], id="dp3 tp2, sequence", marks=pytest.mark.long),
         pytest.param(6, [ONE, TP, SHARDED], id="dp3 tp2, fully sharded", marks=pytest.mark.long),
-        pytest.param(6, [ONE, PP], id="dp3 pp2", marks=[needs_new_torch, pytest.mark.long]),
+        pytest.param(6, [ONE, PP], id="dp3 pp2", marks=[needs_pipelines, pytest.mark.long]),
         pytest.param(3, [ONE, "recompute=Full", "data.maskDocuments=true"], id="dp3, recompute, masked documents"),
     ],
 )
 def test_the_curve_and_the_samples_are_those_of_one_rank(
-    launch: Launcher, undisturbed: Undisturbed, ranks: int, overrides: list[str]
+    launch: Launcher, reference_run: ReferenceRuns, ranks: int, overrides: list[str]
 ) -> None:
     same = [text for text in overrides if text.startswith(("batch=", "data."))]
-    job, one = run(launch, ranks, "uneven", overrides), undisturbed(1, [*RECORDED, *same])
+    job, one = run(launch, ranks, "uneven", overrides), reference_run(1, [*RECORDED, *same])
     assert job.samples() == one.samples()
     job.assert_same_curve(one)
 
@@ -79,21 +54,19 @@ def test_the_curve_and_the_samples_are_those_of_one_rank(
     [pytest.param([ONE], id="replicated"), pytest.param([ONE, SHARDED], id="sharded", marks=pytest.mark.long)],
 )
 def test_two_runs_of_an_uneven_size_agree_bit_for_bit(
-    launch: Launcher, undisturbed: Undisturbed, overrides: list[str]
+    launch: Launcher, reference_run: ReferenceRuns, overrides: list[str]
 ) -> None:
-    first, second = undisturbed(3, [*RECORDED, *overrides]).metrics(), run(launch, 3, "second", overrides).metrics()
+    first, second = reference_run(3, [*RECORDED, *overrides]).metrics(), run(launch, 3, "second", overrides).metrics()
     assert [[line.get(key) for key in KEYS] for line in first] == [[line.get(key) for key in KEYS] for line in second]
 
 
 @pytest.mark.parametrize(
     "mode", [SHARDED, *(pytest.param(mode, marks=pytest.mark.long) for mode in ("dataParallel=Replicated", ZERO))]
 )
-def test_a_run_goes_from_size_to_size_through_its_checkpoints(
-    launch: Launcher, undisturbed: Undisturbed, mode: str
-) -> None:
+def test_checkpoints_carry_a_run_from_size_to_size(launch: Launcher, reference_run: ReferenceRuns, mode: str) -> None:
     """4 -> 3 -> 2 -> 4 ranks, two steps at each."""
     constant = "schedule={kind: Constant, warmupSteps: 0}"
-    whole = undisturbed(1, [*RECORDED, ONE, "steps=8", constant])
+    whole = reference_run(1, [*RECORDED, ONE, "steps=8", constant])
     for ranks, steps in ((4, 2), (3, 4), (2, 6), (4, 8)):
         job = run(launch, ranks, "resized", [ONE, mode, DURABLE, f"steps={steps}", constant])
         assert job.metrics()[-1]["step"] == steps
@@ -109,7 +82,7 @@ CONSTANT = "schedule={kind: Constant, warmupSteps: 0}"
 
 
 def resized(launch: Launcher, name: str) -> Job:
-    """4 -> 3 -> 4 ranks after steps 3 and 6, which are made from the checkpoints that are left."""
+    """Run on 4, 3 and 4 ranks, resumed after steps 3 and 6 from the checkpoints that are left."""
     for ranks, kept in ((4, 3), (3, 6), (4, None)):
         job = run(launch, ranks, name, [NEAR, "steps=10", "checkpoint.durable={everySteps: 3, keepLast: 9}"])
         for folder in job.folder.glob("step-*"):
@@ -136,7 +109,7 @@ def test_with_a_tolerance_the_same_history_of_sizes_gives_the_same_curve_and_eve
     assert first.metrics()[-1]["validationLoss"] == pytest.approx(whole.metrics()[-1]["validationLoss"], rel=0.05)
 
 
-def test_at_a_size_that_comes_out_even_a_tolerance_changes_no_bit(launch: Launcher) -> None:
+def test_a_tolerance_changes_no_bit_at_a_size_that_divides_the_batch(launch: Launcher) -> None:
     near, exact = run(launch, 4, "near", [NEAR]), run(launch, 4, "exact", [ONE])
     assert [[line.get(key) for key in KEYS] for line in near.metrics()] == [
         [line.get(key) for key in KEYS] for line in exact.metrics()
@@ -150,15 +123,15 @@ def test_at_a_size_that_comes_out_even_a_tolerance_changes_no_bit(launch: Launch
         pytest.param(3, [], id="dp3"),
         pytest.param(3, [SHARDED], id="dp3, fully sharded"),
         pytest.param(6, [TP, SP], id="dp3 tp2, sequence", marks=pytest.mark.long),
-        pytest.param(6, [PP], id="dp3 pp2", marks=needs_new_torch),
+        pytest.param(6, [PP], id="dp3 pp2", marks=needs_pipelines),
     ],
 )
 def test_a_near_batch_is_that_of_one_rank_with_as_many_samples(
-    launch: Launcher, undisturbed: Undisturbed, ranks: int, overrides: list[str]
+    launch: Launcher, reference_run: ReferenceRuns, ranks: int, overrides: list[str]
 ) -> None:
     """The last step has what is left, in as many passes as the others."""
     near = run(launch, ranks, "near", [NEAR, CONSTANT, "steps=4", *overrides])
-    one = undisturbed(1, [*RECORDED, "batch={globalSize: 9, microSize: 1}", CONSTANT, "steps=3"])
+    one = reference_run(1, [*RECORDED, "batch={globalSize: 9, microSize: 1}", CONSTANT, "steps=3"])
     assert [line["batch"] for line in near.metrics()] == [9, 9, 9, 5]
     assert near.losses()[:3] == pytest.approx(one.losses(), rel=1e-5)
     assert {step: near.samples()[step] for step in (1, 2, 3)} == one.samples()

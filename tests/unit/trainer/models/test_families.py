@@ -1,9 +1,8 @@
 """Families of models beside `transformers`' own classes, from the same folder of random weights."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,6 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.models.huggingface import shape_of_document, to_config
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.weights.base import BaseWeights
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LENGTH = 24
 TINY = {
@@ -134,12 +130,12 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     packed = torch.cat([ours(tokens()[:, :10]), ours(tokens()[:, 10:])], dim=1)
     if "dynamic" not in case:  # there a table is that of the whole sequence
         together = ours(tokens(), positions=positions)
-        assert (together - packed).abs().max() <= 1e-5 * max(1.0, float(expected.std())), "documents apart"
+        assert (together - packed).abs().max() <= 1e-5 * max(1.0, float(expected.std())), "documents are masked"
 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_what_is_exported_is_the_same_model_in_transformers(case: str, tmp_path: Path) -> None:
+def test_an_exported_model_gives_the_same_logits_in_transformers(case: str, tmp_path: Path) -> None:
     folder = folder_of(CASES[case], tmp_path / "base")
     ours = network(folder)
     written = tmp_path / "written"
@@ -211,19 +207,13 @@ def test_a_published_shape_has_the_published_size(preset: str, parameters: int) 
             {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
             "describes GPT2LMHeadModel .*Qwen3ForCausalLM",
         ),
-        ({"model_type": "llama", "sliding_window": 8}, "sliding_window is 8, but LlamaForCausalLM has no such field"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias is True, but MistralForCausalLM has no"),
         ({"model_type": "qwen3", "residual_multiplier": 0.5}, "residual_multiplier is 0.5, but Qwen3ForCausalLM has"),
         ({"model_type": "qwen2", "no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers is .*Qwen2ForCausalLM has no such"),
-        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn"}}, "rope_scaling of type 'yarn' lacks factor"),
         (
             {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 2}},
             "rope_scaling.beta_slow 2.0 must be less than beta_fast 1.0",
-        ),
-        (
-            {"model_type": "llama", "rope_scaling": {"rope_type": "longrope", "factor": 2}},
-            "rope_scaling has the type 'longrope'",
         ),
         ({"model_type": "olmo3", "layer_types": ["full_attention"]}, "layer_types describes 1 layers, but num_hidden_"),
         (

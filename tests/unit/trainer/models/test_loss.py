@@ -1,14 +1,18 @@
 """The loss over a divided vocabulary; that two and four ranks agree with one is in `test_parallel.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from trainium_trainer.models import loss as loss_module
-from trainium_trainer.models.loss import IGNORED_LABEL, StretchedLoss, loss_sum
+from trainium_trainer.models.loss import IGNORED_LABEL, ChunkedLoss, loss_sum
+
+
+def test_the_loss_is_a_sum_without_ignored_labels() -> None:
+    logits = torch.randn(1, 3, 7)
+    expected = -torch.log_softmax(logits[0], -1)[[0, 2], [2, 6]].sum()
+    torch.testing.assert_close(loss_sum(logits, torch.tensor([[2, IGNORED_LABEL, 6]])), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -24,7 +28,6 @@ def test_loss_and_gradient_are_those_of_torch(world_of_one: dist.ProcessGroup, d
     assert loss.dtype == torch.float32
     (loss / 7).backward()
     (reference / 7).backward()
-    assert found.grad is not None
     assert found.grad.dtype == dtype
     torch.testing.assert_close(found.grad, expected.grad)
     assert not found.grad[0, 3:].any()
@@ -46,18 +49,17 @@ def test_columns_beyond_the_vocabulary_do_not_count(world_of_one: dist.ProcessGr
     torch.testing.assert_close(loss, reference)
     loss.backward()
     reference.backward()
-    assert padded.grad is not None
     torch.testing.assert_close(padded.grad[..., :8], exact.grad)
     assert not padded.grad[..., 8:].any()
     assert torch.equal(padded.detach(), values), "the logits stay as they are"
 
 
-class TestStretchedLoss:
+class TestChunkedLoss:
     """The loss whose logits exist stretch by stretch, against that of all logits."""
 
     ROWS, LENGTH, WIDTH, VOCABULARY = 2, 21, 8, 50
 
-    def found(self, loss: StretchedLoss | None, *, trained: bool) -> tuple[Tensor, list[Tensor], list[int]]:
+    def found(self, loss: ChunkedLoss | None, *, trained: bool) -> tuple[Tensor, list[Tensor], list[int]]:
         """Return the loss, the gradients of hidden states and projection, and the tokens of each projection."""
         torch.manual_seed(0)
         hidden = torch.randn(self.ROWS, self.LENGTH, self.WIDTH, requires_grad=True)
@@ -89,8 +91,8 @@ class TestStretchedLoss:
     def test_stretches_give_the_loss_and_the_gradients_of_all_logits(
         self, monkeypatch: pytest.MonkeyPatch, most: int, trained: bool
     ) -> None:
-        monkeypatch.setattr(loss_module, "stretch_tokens", lambda _: most)
-        stretched = StretchedLoss(self.labels, self.VOCABULARY, None, self.VOCABULARY - 3)
+        monkeypatch.setattr(loss_module, "logits_chunk_tokens", lambda _: most)
+        stretched = ChunkedLoss(self.labels, self.VOCABULARY, None, self.VOCABULARY - 3)
         value, gradients, seen = self.found(stretched, trained=trained)
         expected, others, _ = self.found(None, trained=trained)
         torch.testing.assert_close(value, expected)
@@ -99,10 +101,10 @@ class TestStretchedLoss:
         assert sum(seen) == self.ROWS * self.LENGTH
         assert max(seen) <= max(most, self.ROWS)
 
-    def test_without_gradients_none_are_computed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loss_module, "stretch_tokens", lambda _: 10)
+    def test_a_loss_without_gradients_computes_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loss_module, "logits_chunk_tokens", lambda _: 10)
         hidden = torch.randn(self.ROWS, self.LENGTH, self.VOCABULARY, requires_grad=True)
-        stretched = StretchedLoss(self.labels, self.VOCABULARY, None, self.VOCABULARY)
+        stretched = ChunkedLoss(self.labels, self.VOCABULARY, None, self.VOCABULARY)
         with torch.no_grad():
             value = stretched(hidden, lambda part, _: self.without_gradient(part), [])
         torch.testing.assert_close(value, loss_sum(hidden.detach(), self.labels))

@@ -1,7 +1,5 @@
 """DPO and ORPO against formulas written down from the papers, one pair at a time in double precision."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -15,8 +13,8 @@ from trainium_trainer.models.preference_loss import PairLoss, preference_loss
 PAIRS, LENGTH, VOCABULARY = 4, 9, 11
 
 
-def material() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits, labels, first answer positions and references; the last pair is padding."""
+def pairs_with_references() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return logits, labels, first answer positions and references; the last pair is padding."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(2 * PAIRS, LENGTH, VOCABULARY, generator=generator)
     labels = torch.full((2 * PAIRS, LENGTH), IGNORED_LABEL)
@@ -29,13 +27,13 @@ def material() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def log_probs(logits: Tensor, labels: Tensor, first: int) -> list[float]:
-    """Log-probabilities of the tokens from position `first` on."""
+    """Return the log-probabilities of the tokens from position `first` on."""
     table = torch.log_softmax(logits.double(), -1)
     return [float(table[at, int(label)]) for at, label in enumerate(labels) if at >= first and label >= 0]
 
 
 def dpo(objective: ObjectiveConfig, rows: list[list[float]], references: list[float]) -> tuple[float, list[float]]:
-    """Equation 7 of arXiv 2305.18290, with the label noise of conservative DPO."""
+    """Compute equation 7 of arXiv 2305.18290, with the label noise of conservative DPO."""
     rewards = [objective.beta * (sum(row) - reference) for row, reference in zip(rows, references, strict=True)]
     preferred = 1 / (1 + math.exp(rewards[1] - rewards[0]))
     noise = objective.label_smoothing
@@ -43,7 +41,7 @@ def dpo(objective: ObjectiveConfig, rows: list[list[float]], references: list[fl
 
 
 def orpo(objective: ObjectiveConfig, rows: list[list[float]], chosen: list[float]) -> tuple[float, list[float]]:
-    """Equations 3 to 7 of arXiv 2403.07691: likelihood of an answer is the geometric mean of its tokens'."""
+    """Compute equations 3 to 7 of arXiv 2403.07691: an answer's likelihood is the geometric mean of its tokens'."""
     means = [math.exp(sum(row) / len(row)) for row in rows]
     odds = [mean / (1 - mean) for mean in means]
     ratio = math.log(1 / (1 + odds[1] / odds[0]))
@@ -58,14 +56,14 @@ OBJECTIVES = [
 
 
 def found(objective: ObjectiveConfig, logits: Tensor, rows: slice = slice(None)) -> PairLoss:
-    _, labels, answers, references = material()
+    _, labels, answers, references = pairs_with_references()
     losses = token_losses(logits[rows], labels[rows])
     return preference_loss(objective, losses, labels[rows], answers=answers[rows], references=references[rows])
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda one: f"{one.kind}-{one.label_smoothing}")
 def test_loss_and_rewards_are_those_of_the_papers(objective: ObjectiveConfig) -> None:
-    logits, labels, answers, references = material()
+    logits, labels, answers, references = pairs_with_references()
     total, sums = 0.0, [0.0, 0.0, 0.0]
     for pair in range(PAIRS - 1):
         both = (2 * pair, 2 * pair + 1)
@@ -86,19 +84,18 @@ def test_loss_and_rewards_are_those_of_the_papers(objective: ObjectiveConfig) ->
 def test_the_loss_of_pairs_together_is_the_sum_of_each_alone_and_padding_has_no_gradient(
     objective: ObjectiveConfig,
 ) -> None:
-    logits = material()[0].requires_grad_()
+    logits = pairs_with_references()[0].requires_grad_()
     whole = found(objective, logits)
     parts = [found(objective, logits, slice(start, start + 2)) for start in range(0, 2 * PAIRS, 2)]
     assert whole.loss.item() == pytest.approx(sum(part.loss.item() for part in parts), rel=1e-6)
     whole.loss.backward()
-    assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert not logits.grad[-2:].any()
     assert logits.grad[:-2].any()
 
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
-    logits, labels, answers, references = material()
+    logits, labels, answers, references = pairs_with_references()
     wide = logits.double().requires_grad_()
     for objective in OBJECTIVES:
 
@@ -118,5 +115,4 @@ def test_an_answer_that_is_certain_has_finite_odds() -> None:
     )
     result.loss.backward()
     assert result.loss.isfinite()
-    assert losses.grad is not None
     assert losses.grad.isfinite().all()

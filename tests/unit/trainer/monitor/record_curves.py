@@ -2,10 +2,8 @@
 
 `python tests/unit/trainer/monitor/record_curves.py` takes some minutes. Ordinary: a small model on Python's own
 documentation, batches of 1, 2 and 4 samples, three seeds each; and one run whose learning rate falls at the end.
-Broken: after 500 ordinary steps at batch 4 the run goes on with a learning rate 50 or 150 times as high.
+Broken: after 500 ordinary steps at batch 4 the run continues with a learning rate 50 or 150 times as high.
 """
-
-from __future__ import annotations
 
 import gzip
 import json
@@ -48,7 +46,7 @@ def config(folder: Path, *, batch: int, seed: int, steps: int, schedule: dict[st
 
 
 def train(folder: Path, name: str, settings: dict[str, Any]) -> list[list[float]]:
-    """Loss and gradient norm of each step so far; the same name again goes on."""
+    """Return loss and gradient norm of each step so far; the same name again resumes."""
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(settings | {"checkpoint": settings["checkpoint"] | {"path": str(folder / name)}}))
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611"}

@@ -1,8 +1,6 @@
 """Model FLOPs by hand, peaks of known devices, and memory."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +17,6 @@ from trainium_trainer.monitor.efficiency import (
     neuron_peak,
     peak_flops,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_flops_of_llama_2_7b_are_six_per_weight_that_multiplies_and_the_attention() -> None:
@@ -87,7 +82,6 @@ def test_a_cpu_has_no_peak_and_no_device_memory() -> None:
 
 def test_resident_memory_is_that_of_the_process(tmp_path: Path) -> None:
     found = host_bytes()
-    assert found is not None
     assert 50e6 < found < 50e9  # torch alone is more than the one, and no test machine has the other
     (tmp_path / "statm").write_text("nonsense")
     assert host_bytes(tmp_path / "statm") is None

@@ -1,37 +1,31 @@
 """Progress record, metrics and TensorBoard files."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from trainium_agent.ranks.results import read_results, results_path
+from trainium_agent.workload.base import read_results, results_path
 from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
-from trainium_trainer.monitor.figures import Rewards, StepFigures
-from trainium_trainer.monitor.lines import LineWriter, truncate_after
+from trainium_trainer.monitor.json_lines import LineWriter, truncate_after
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_trainer.monitor.stability import Stability
-from trainium_trainer.monitor.watch import Throughput
+from trainium_trainer.monitor.step_metrics import Rewards, StepMetrics
+from trainium_trainer.monitor.step_monitor import Throughput
 from trainium_trainer.monitor.writers import ScalarWriter
 from trainium_worker import Activity, ProgressPhase, Waiting, read_alerts, read_notice, read_progress, read_with_pulse
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
 
 def step_done(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
-    figures = StepFigures(
+    figures = StepMetrics(
         step=step,
         loss=1.5,
         grad_norm=0.5,
@@ -48,7 +42,7 @@ def step_done(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
         rewards=Rewards(chosen=0.5, rejected=0.125, accuracy=0.75),
         stability=Stability(spikes=3),
     )
-    writer.step_done(figures, seconds=seconds)
+    writer.record_step(figures, seconds=seconds)
 
 
 def test_a_reader_sees_what_the_writer_wrote(tmp_path: Path) -> None:
@@ -56,20 +50,20 @@ def test_a_reader_sees_what_the_writer_wrote(tmp_path: Path) -> None:
     writer = ProgressWriter(path, generation=3, attempt=1)
     fresh = read_progress(path)
     assert (fresh.generation, fresh.attempt, fresh.phase, fresh.step) == (3, 1, ProgressPhase.LOADING, -1)
-    writer.resumed(4, tokens=400, samples=32)
+    writer.record_resume(4, tokens=400, samples=32)
     step_done(writer, 5)
-    writer.checkpoints(memory_step=5, durable_step=-1)
+    writer.record_checkpoints(memory_step=5, durable_step=-1)
     assert read_progress(path) == writer.record
     assert writer.record.productive_seconds == 2.0
     assert (writer.record.spikes, writer.record.validation_loss) == (3, 1.25)
     assert (writer.record.tokens_per_second, writer.record.samples_per_second) == (50.0, 4.0)
     assert (writer.record.reward_margin, writer.record.reward_accuracy) == (0.375, 0.75)
     step_done(writer, 6)
-    assert writer.record.validation_loss == 1.25, "the newest one stands until there is another"
+    assert writer.record.validation_loss == 1.25, "the newest one remains until the next"
     writer.close()
 
 
-def test_a_reader_of_nothing_or_of_something_else_gets_none(tmp_path: Path) -> None:
+def test_a_missing_or_foreign_progress_file_is_read_as_none(tmp_path: Path) -> None:
     assert read_progress(tmp_path / "none") is None
     (tmp_path / "other").write_bytes(b"x" * 200)
     assert read_progress(tmp_path / "other") is None
@@ -88,34 +82,34 @@ def test_a_torn_record_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
 def test_productive_seconds_are_carried_over_restarts_without_the_lost_steps(tmp_path: Path) -> None:
     path = tmp_path / "r0"
     first = ProgressWriter(path, generation=2, attempt=0)
-    first.resumed(0, tokens=0, samples=0)
+    first.record_resume(0, tokens=0, samples=0)
     for step in range(1, 6):
         step_done(first, step)
     first.close()
     second = ProgressWriter(path, generation=2, attempt=1)
-    second.resumed(4, tokens=0, samples=0)
+    second.record_resume(4, tokens=0, samples=0)
     assert second.record.productive_seconds == 8.0
     second.close()
     other = ProgressWriter(path, generation=3)
-    other.resumed(4, tokens=0, samples=0)
+    other.record_resume(4, tokens=0, samples=0)
     assert other.record.productive_seconds == 0.0
     other.close()
 
 
 def test_stages_after_the_last_step_are_recorded_and_a_step_ends_them(tmp_path: Path) -> None:
     writer = ProgressWriter(tmp_path / "r0")
-    writer.resumed(10, tokens=0, samples=0)
-    writer.total_steps(11)
+    writer.record_resume(10, tokens=0, samples=0)
+    writer.set_total_steps(11)
     step_done(writer, 11)
-    writer.stage(RunStage.EXPORT, 0.0)
+    writer.set_stage(RunStage.EXPORT, 0.0)
     began = writer.record.stage_since
-    writer.stage(RunStage.EXPORT, 0.25)
+    writer.set_stage(RunStage.EXPORT, 0.25)
     found = read_progress(tmp_path / "r0")
     assert found == writer.record
     assert (found.total_steps, found.stage, found.stage_progress) == (11, RunStage.EXPORT, 0.25)
     assert found.stage_since == began > 0, "the stage began once"
     for odd, recorded in ((float("nan"), 0.0), (-1.0, 0.0), (7.0, 1.0)):
-        writer.stage(RunStage.EVALUATE, odd)
+        writer.set_stage(RunStage.EVALUATE, odd)
         assert writer.record.stage_progress == recorded
     step_done(writer, 13)
     assert (writer.record.stage, writer.record.stage_progress, writer.record.stage_since) == (RunStage.TRAIN, 0.0, 0.0)
@@ -124,20 +118,16 @@ def test_stages_after_the_last_step_are_recorded_and_a_step_ends_them(tmp_path: 
 
 def test_each_report_of_a_stage_is_a_sign_of_life_within_the_limit_of_a_save(tmp_path: Path) -> None:
     writer = ProgressWriter(tmp_path / "r0")
-    writer.resumed(0, tokens=0, samples=0)
+    writer.record_resume(0, tokens=0, samples=0)
     readings = []
     for done in (0.0, 0.0, 0.5):
-        writer.stage(RunStage.EXPORT, done)
+        writer.set_stage(RunStage.EXPORT, done)
         found = read_with_pulse(tmp_path / "r0")
-        assert found is not None
-        assert found[1] is not None
         readings.append(found[1])
     assert len({each.beats for each in readings}) == 3
     assert {(each.activity, each.waiting) for each in readings} == {(Activity.SAVE, Waiting.MAYBE)}
     step_done(writer, 1)
     found = read_with_pulse(tmp_path / "r0")
-    assert found is not None
-    assert found[1] is not None
     assert (found[1].activity, found[1].waiting) == (Activity.STEP, Waiting.NO)
     writer.close()
 
@@ -147,23 +137,23 @@ def test_results_lie_beside_the_record_and_outlive_a_restart_in_place(tmp_path: 
     writer = ProgressWriter(path, generation=2)
     assert read_results(path).artifacts == ()
     adapter = ArtifactReport(kind="Adapter", path="/checkpoints/a", step=10, bytes=5, digest="ab")
-    writer.artifact(adapter)
-    writer.artifact(adapter.model_copy(update={"digest": "cd"}))
+    writer.record_artifact(adapter)
+    writer.record_artifact(adapter.model_copy(update={"digest": "cd"}))
     writer.close()
     again = ProgressWriter(path, generation=2, attempt=1)
     figures = (EvaluationFigure(name="perplexity", before=9.0, after=float("nan")),)
-    again.evaluation(figures)
+    again.record_evaluation(figures)
     found = read_results(path)
     assert [(each.kind, each.digest) for each in found.artifacts] == [("Adapter", "cd")], "reported twice, kept once"
     assert found.evaluation == (EvaluationFigure(name="perplexity", before=9.0),), (
         "a value that is no number is reported as none"
     )
     for step in range(20, 20 + MAX_ARTIFACTS):
-        again.artifact(adapter.model_copy(update={"step": step}))
+        again.record_artifact(adapter.model_copy(update={"step": step}))
     assert [each.step for each in read_results(path).artifacts] == list(range(20, 20 + MAX_ARTIFACTS))
     again.close()
     other = ProgressWriter(path, generation=3)
-    other.evaluation(figures)
+    other.record_evaluation(figures)
     assert read_results(path).artifacts == (), "those of an earlier generation are not this one's"
     other.close()
 
@@ -192,15 +182,15 @@ def test_user_messages_during_a_background_artifact_report_end_in_their_own_file
 
     def report() -> None:
         try:
-            writer.artifact(ArtifactReport(kind="Adapter", path="/checkpoints/a", step=10, bytes=5, digest="ab"))
+            writer.record_artifact(ArtifactReport(kind="Adapter", path="/checkpoints/a", step=10, bytes=5, digest="ab"))
         except OSError as error:
             failures.append(error)
 
     background = threading.Thread(target=report)
     background.start()
     assert written.wait(10)
-    writer.alert("LossSpike", 7, "the loss rises")
-    writer.notice("room is short")
+    writer.write_alert("LossSpike", 7, "the loss rises")
+    writer.write_notice("room is short")
     alerted.set()
     background.join()
     writer.close()
@@ -236,7 +226,7 @@ def test_a_resume_keeps_exactly_the_lines_up_to_its_step(
     assert lines(path) == list(range(1, min(count, step) + 1))
 
 
-def test_a_resume_without_a_file_is_nothing_special(tmp_path: Path) -> None:
+def test_a_resume_without_a_metrics_file_creates_none(tmp_path: Path) -> None:
     truncate_after(tmp_path / "none.jsonl", 3)
     assert not (tmp_path / "none.jsonl").exists()
 

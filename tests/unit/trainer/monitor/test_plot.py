@@ -1,22 +1,18 @@
 """Pictures of a run's history: their content, and the messages when they cannot be drawn."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainium_trainer.cli import run as command
 from trainium_trainer.monitor.plot import XAxis, loss_difference, read_history, running_mean
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def a_run(folder: Path, steps: int = 6, **changes: Any) -> Path:
+def write_run(folder: Path, steps: int = 6, **changes: Any) -> Path:
     folder.mkdir()
     lines = [
         {"step": step, "loss": 9.0 / step, "gradNorm": 1.0, "learningRate": 0.1, "tokens": step * 100}
@@ -31,14 +27,14 @@ def a_run(folder: Path, steps: int = 6, **changes: Any) -> Path:
 
 
 def test_a_history_has_what_was_measured_and_where_the_run_was_resumed(tmp_path: Path) -> None:
-    history = read_history(a_run(tmp_path / "one"))
+    history = read_history(write_run(tmp_path / "one"))
     assert history.values("validationLoss") == ([2, 4, 6], [4.0, 2.0, 8.0 / 6])
     assert history.restarts == [4]
     assert history.name == read_history(tmp_path / "one" / "metrics.jsonl").name == "one"
 
 
 def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
-    with (a_run(tmp_path / "one") / "metrics.jsonl").open("a") as file:
+    with (write_run(tmp_path / "one") / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
     assert len(read_history(tmp_path / "one").lines) == 6
 
@@ -49,7 +45,7 @@ def test_a_running_mean_is_of_the_newest_values() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_one_run_or_several_are_drawn(tmp_path: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [str(a_run(tmp_path / f"run-{number}", steps=120)) for number in range(count)]
+    runs = [str(write_run(tmp_path / f"run-{number}", steps=120)) for number in range(count)]
     picture = tmp_path / "picture.png"
     assert command(["plot", *runs, "--by", "tokens", "--output", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -57,7 +53,7 @@ def test_one_run_or_several_are_drawn(tmp_path: Path, count: int, capsys: pytest
 
 
 def test_figures_of_models_are_drawn_over_tokens_with_their_standard_errors(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "one")
+    run = write_run(tmp_path / "one")
     for step, name, value in (
         (2, "milestone", 0.25),
         (6, "milestone", 0.3),
@@ -80,7 +76,7 @@ def test_figures_of_models_are_drawn_over_tokens_with_their_standard_errors(tmp_
 
 
 def test_runs_of_other_batches_are_compared_at_the_same_tokens(tmp_path: Path) -> None:
-    first = read_history(a_run(tmp_path / "one"), XAxis.TOKENS)
+    first = read_history(write_run(tmp_path / "one"), XAxis.TOKENS)
     (tmp_path / "other").mkdir()
     lines = [{"step": step, "loss": 1.0, "tokens": step * 150} for step in range(1, 6)]
     (tmp_path / "other" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -90,7 +86,7 @@ def test_runs_of_other_batches_are_compared_at_the_same_tokens(tmp_path: Path) -
 
 
 def test_spikes_are_counted_with_their_lengths_once_they_have_ended(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "one", steps=9)
+    run = write_run(tmp_path / "one", steps=9)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = zip(lines, [0, 1, 0, 1, 2, 3, 0, 0, 1], strict=True)
     (run / "metrics.jsonl").write_text("".join(json.dumps(line | {"spikeSteps": n}) + "\n" for line, n in steps))
@@ -100,8 +96,8 @@ def test_spikes_are_counted_with_their_lengths_once_they_have_ended(tmp_path: Pa
 def test_the_speed_by_number_of_nodes_is_a_table_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = a_run(tmp_path / "small", steps=4, nodes=1, batch=8, seconds=2.0)
-    large = a_run(tmp_path / "large", steps=8, nodes=4, batch=8, seconds=0.625)
+    small = write_run(tmp_path / "small", steps=4, nodes=1, batch=8, seconds=2.0)
+    large = write_run(tmp_path / "large", steps=8, nodes=4, batch=8, seconds=0.625)
     assert command(["plot", "--scaling", str(small), str(large), "--output", str(tmp_path / "x.png")]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "NODES    STEPS  STEP TIME  SAMPLES/S     TOKENS/S EFFICIENCY",
@@ -112,7 +108,7 @@ def test_the_speed_by_number_of_nodes_is_a_table_and_a_picture(
 
 
 def test_a_run_without_measured_steps_has_no_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["plot", "--scaling", str(a_run(tmp_path / "one")), "--output", str(tmp_path / "x.png")]) == 64
+    assert command(["plot", "--scaling", str(write_run(tmp_path / "one")), "--output", str(tmp_path / "x.png")]) == 64
     assert "train longer" in capsys.readouterr().err
 
 
@@ -140,7 +136,7 @@ def test_a_path_without_a_run_is_reported(
 def test_a_picture_that_cannot_be_written_is_the_callers_mistake(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(["plot", str(a_run(tmp_path / "one")), "--output", str(tmp_path / name)]) == 64
+    assert command(["plot", str(write_run(tmp_path / "one")), "--output", str(tmp_path / name)]) == 64
     assert name in capsys.readouterr().err
 
 
@@ -149,7 +145,7 @@ def test_without_matplotlib_it_names_the_package_to_install(tmp_path: Path) -> N
         "import sys\nsys.modules['matplotlib'] = None\n"
         "from trainium_trainer.cli import run\nsys.exit(run(sys.argv[1:]))\n"
     )
-    arguments = ["plot", str(a_run(tmp_path / "one")), "--output", str(tmp_path / "x.png")]
+    arguments = ["plot", str(write_run(tmp_path / "one")), "--output", str(tmp_path / "x.png")]
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 64
     assert "pip install matplotlib" in done.stderr

@@ -1,8 +1,6 @@
 """Read the pulse of a process that works, waits and stalls, as the agent does."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,15 +8,10 @@ from hypothesis import strategies as st
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_worker import PULSE_BYTES, RING, Activity, Pulse, PulseReading, Waiting, read_with_pulse, unpack_pulse
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 def reading(path: Path) -> PulseReading:
-    found = read_with_pulse(path)
-    assert found is not None
-    assert found[1] is not None
-    return found[1]
+    record = read_with_pulse(path)
+    return record[1]
 
 
 def test_every_change_of_activity_is_a_sign_of_life_that_a_reader_sees(tmp_path: Path) -> None:
@@ -27,7 +20,7 @@ def test_every_change_of_activity_is_a_sign_of_life_that_a_reader_sees(tmp_path:
     assert (seen[0].activity, seen[0].waiting) == (Activity.INIT, Waiting.NO)
     writer.pulse.enter(Activity.LOAD)
     seen.append(reading(tmp_path / "r0"))
-    writer.resumed(0, tokens=0, samples=0)
+    writer.record_resume(0, tokens=0, samples=0)
     seen.append(reading(tmp_path / "r0"))
     assert seen[-1].activity is Activity.COMPILE
     with writer.pulse.peers:
@@ -74,7 +67,6 @@ def test_the_ring_keeps_the_newest_steps_in_order(lengths: list[float]) -> None:
     for length in [1.0, *lengths]:
         pulse.step_done(length)
     seen = unpack_pulse(bytes(memory))
-    assert seen is not None
     assert [length for length, _ in seen.steps] == lengths[-RING:]
     pulse.close()
 

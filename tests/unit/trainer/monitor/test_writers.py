@@ -1,26 +1,22 @@
 """A resume leaves one whole history, also when a rank was lost between a step's end and the writing of its line."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trainium_trainer.monitor.figures import StepFigures
-from trainium_trainer.monitor.lines import first_line, newest_lines
+from trainium_trainer.monitor.json_lines import first_line, newest_lines
+from trainium_trainer.monitor.step_metrics import StepMetrics
 from trainium_trainer.monitor.writers import METRICS_NAME, Recorder, ScalarWriter
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def record(step: int) -> dict[str, Any]:
     return figures(step).to_json()
 
 
-def figures(step: int) -> StepFigures:
-    return StepFigures(
+def figures(step: int) -> StepMetrics:
+    return StepMetrics(
         step=step, loss=2.0, grad_norm=1.0, learning_rate=0.1, tokens=step * 10, samples=step * 2, batch=2
     )
 
@@ -36,58 +32,40 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_a_resumed_step_that_rank_0_did_not_record_is_recorded_at_the_resume(tmp_path: Path) -> None:
     write(tmp_path / METRICS_NAME, [record(1), record(2)])
 
-    assert Recorder.lacks(tmp_path, 3)
-    Recorder.mend(tmp_path, figures(3))
+    assert Recorder.is_missing_line(tmp_path, 3)
+    Recorder.append_missing_line(tmp_path, figures(3))
 
     assert [line["step"] for line in lines(tmp_path / METRICS_NAME)] == [1, 2, 3]
-    assert not Recorder.lacks(tmp_path, 3)
+    assert not Recorder.is_missing_line(tmp_path, 3)
 
 
-def test_samples_of_a_resumed_step_that_are_recorded_are_left_alone(tmp_path: Path) -> None:
-    write(tmp_path / "samples-0.jsonl", [{"step": 3, "samples": [4, 5]}])
-
-    Recorder.mend_samples(tmp_path, 3, (4, 5))
-
-    assert lines(tmp_path / "samples-0.jsonl") == [{"step": 3, "samples": [4, 5]}]
-
-
-def test_samples_of_the_resumed_step_that_nobody_recorded_are_added_once(tmp_path: Path) -> None:
-    write(tmp_path / "samples-0.jsonl", [{"step": 2, "samples": [1, 2]}])
-    write(tmp_path / "samples-1.jsonl", [{"step": 2, "samples": [8, 9]}, {"step": 3, "samples": [7]}])
-
-    Recorder.mend_samples(tmp_path, 3, (6, 7))
-
-    assert lines(tmp_path / "samples-0.jsonl")[-1] == {"step": 3, "samples": [6], "mended": True}
-    assert len(lines(tmp_path / "samples-1.jsonl")) == 2
-
-
-def test_a_sample_that_a_step_has_twice_is_there_twice_again(tmp_path: Path) -> None:
-    """Where one pass over the data ends and the next begins, a batch may hold a sample of both."""
-    write(tmp_path / "samples-0.jsonl", [{"step": 3, "samples": [6, 1]}])
-    write(tmp_path / "samples-1.jsonl", [{"step": 2, "samples": [2, 3]}])
-
-    for _ in range(2):
-        Recorder.mend_samples(tmp_path, 3, (7, 6, 6, 1))
-
-    found = [one for line in lines(tmp_path / "samples-0.jsonl") for one in line["samples"]]
-    assert sorted(found) == [1, 6, 6, 7]
-
-
-def test_a_step_that_is_resumed_twice_is_mended_once(tmp_path: Path) -> None:
-    write(tmp_path / "samples-0.jsonl", [{"step": 3, "samples": [4, 5]}])
-    write(tmp_path / "samples-1.jsonl", [{"step": 2, "samples": [2, 3]}])
+@pytest.mark.parametrize(
+    ("written", "taken", "added"),
+    [
+        pytest.param([(0, 3, [4, 5])], (4, 5), [], id="recorded samples are left alone"),
+        pytest.param([(0, 2, [1, 2]), (1, 2, [8, 9]), (1, 3, [7])], (6, 7), [6], id="unrecorded samples are added"),
+        pytest.param([(0, 3, [4, 5]), (1, 2, [2, 3])], (4, 5, 6, 7), [6, 7], id="samples of a lost rank are added"),
+        # Where one pass over the data ends and the next begins, a batch may hold a sample of both.
+        pytest.param([(0, 3, [6, 1]), (1, 2, [2, 3])], (7, 6, 6, 1), [7, 6], id="a sample taken twice is there twice"),
+    ],
+)
+def test_a_resume_adds_the_samples_of_its_step_that_nobody_recorded_once(
+    tmp_path: Path, written: list[tuple[int, int, list[int]]], taken: tuple[int, ...], added: list[int]
+) -> None:
+    ranks: dict[int, list[dict[str, Any]]] = {}
+    for rank, step, samples in written:
+        ranks.setdefault(rank, []).append({"step": step, "samples": samples})
+        write(tmp_path / f"samples-{rank}.jsonl", ranks[rank])
 
     for _ in range(3):
-        Recorder.mend_samples(tmp_path, 3, (4, 5, 6, 7))
+        Recorder.append_missing_samples(tmp_path, 3, taken)
 
-    assert lines(tmp_path / "samples-0.jsonl") == [
-        {"step": 3, "samples": [4, 5]},
-        {"step": 3, "samples": [6, 7], "mended": True},
-    ]
+    ranks[0] += [{"step": 3, "samples": added, "mended": True}] if added else []
+    assert {rank: lines(tmp_path / f"samples-{rank}.jsonl") for rank in ranks} == ranks
 
 
 def test_a_run_without_files_gets_no_history_that_it_does_not_have(tmp_path: Path) -> None:
-    assert not Recorder.lacks(tmp_path, 3)
+    assert not Recorder.is_missing_line(tmp_path, 3)
     assert (newest_lines(tmp_path / METRICS_NAME, 5), first_line(tmp_path / METRICS_NAME)) == ([], None)
 
 
@@ -99,15 +77,21 @@ def test_the_newest_lines_come_oldest_first(tmp_path: Path, count: int) -> None:
     assert first_line(tmp_path / METRICS_NAME)["step"] == 1
 
 
-def recorder(root: Path, dp_rank: int, step: int, aside: Path) -> Recorder:
+def recorder(root: Path, dp_rank: int, step: int, fallback: Path) -> Recorder:
     return Recorder(
-        root, rank=dp_rank, dp_rank=dp_rank, tensorboard=False, record_samples=True, resume_step=step, aside=aside
+        root,
+        rank=dp_rank,
+        dp_rank=dp_rank,
+        tensorboard=False,
+        record_samples=True,
+        resume_step=step,
+        fallback=fallback,
     )
 
 
 def recorded(root: Path, step: int) -> list[int]:
-    found = [line for path in root.glob("samples-*.jsonl") for line in lines(path) if line["step"] == step]
-    return sorted(one for line in found for one in line["samples"])
+    records = [line for path in root.glob("samples-*.jsonl") for line in lines(path) if line["step"] == step]
+    return sorted(one for line in records for one in line["samples"])
 
 
 def aside_of_rank_1(tmp_path: Path) -> Path:
@@ -118,16 +102,16 @@ def aside_of_rank_1(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_waits_on_the_node_of_another_rank_is_not_mended(tmp_path: Path) -> None:
+def test_samples_that_wait_on_the_node_of_another_rank_are_not_added(tmp_path: Path) -> None:
     theirs, mine = aside_of_rank_1(tmp_path), tmp_path / "node-0"
-    Recorder.mend_samples(tmp_path, 3, (4, 5, 6, 7), mine, Recorder.samples_aside(3, theirs))
+    Recorder.append_missing_samples(tmp_path, 3, (4, 5, 6, 7), mine, Recorder.read_fallback_samples(3, theirs))
     recorder(tmp_path, 1, 3, theirs).close()
     assert recorded(tmp_path, 3) == [4, 5, 6, 7]
 
 
-def test_what_was_mended_while_a_node_was_away_is_not_written_when_it_is_back(tmp_path: Path) -> None:
+def test_samples_added_while_a_node_was_away_are_not_written_again_when_it_returns(tmp_path: Path) -> None:
     theirs, mine = aside_of_rank_1(tmp_path), tmp_path / "node-0"
-    Recorder.mend_samples(tmp_path, 3, (4, 5, 6, 7), mine, {})
+    Recorder.append_missing_samples(tmp_path, 3, (4, 5, 6, 7), mine, {})
     recorder(tmp_path, 1, 5, theirs).close()
     assert recorded(tmp_path, 3) == [4, 5, 6, 7]
     assert not list(theirs.iterdir())
@@ -139,8 +123,8 @@ def test_samples_of_a_node_that_is_back_are_put_in_the_order_of_their_steps(tmp_
     opened = recorder(tmp_path, 1, 5, theirs)
     opened.samples(6, [12])
     opened.close()
-    found = lines(tmp_path / "samples-1.jsonl")
-    assert [(line["step"], line["samples"]) for line in found] == [
+    records = lines(tmp_path / "samples-1.jsonl")
+    assert [(line["step"], line["samples"]) for line in records] == [
         (1, [2]), (2, [4]), (3, [6, 7]), (4, [8]), (5, [10]), (6, [12]),
     ]  # fmt: skip
     assert not list(theirs.iterdir())
@@ -159,11 +143,11 @@ def test_samples_of_a_step_that_was_repeated_while_a_node_was_away_are_not_recor
 
 
 def test_metrics_that_another_node_has_written_since_are_not_written_again(tmp_path: Path) -> None:
-    aside = tmp_path / "node-0"
-    aside.mkdir()
-    write(aside / METRICS_NAME, [record(2), record(3), record(4)])
+    fallback = tmp_path / "node-0"
+    fallback.mkdir()
+    write(fallback / METRICS_NAME, [record(2), record(3), record(4)])
     write(tmp_path / METRICS_NAME, [record(1), record(2), record(3) | {"seconds": 9.0}])
-    recorder(tmp_path, 0, 5, aside).close()
+    recorder(tmp_path, 0, 5, fallback).close()
     assert [line["step"] for line in lines(tmp_path / METRICS_NAME)] == [1, 2, 3, 4]
 
 

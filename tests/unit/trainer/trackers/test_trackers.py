@@ -3,24 +3,24 @@
 Tests of a tracker need its package and are skipped without: `make test-trackers`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
 import struct
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.testing.suite.timeouts import scaled
+from tests.testing.suite.loopback_http import LoopbackServer
+from tests.testing.suite.timeouts import scaled, until
 from tests.testing.trainer.mlflow_server import run_mlflow_server
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.monitor import MonitorConfig, Tracker
@@ -29,12 +29,7 @@ from trainium_trainer.configuration.config import read_launch, resolve_settings
 from trainium_trainer.trackers import process
 from trainium_trainer.trackers.__main__ import Notes, Sender
 from trainium_trainer.trackers.process import TrackedRun, record_start
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from trainium_trainer.trackers.services import Step
+from trainium_trainer.trackers.services import Step
 
 RUN_ID = "0b5ae7a2-5d7f-4d53-9d0c-3f1c0f9f7a11"
 
@@ -43,19 +38,12 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
-def wait_for(holds: Any, what: str, seconds: float = 60.0) -> None:
-    end = time.monotonic() + scaled(seconds)
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
-
-
 def line(step: int, **changes: Any) -> str:
     return json.dumps({"step": step, "time": 1000.0 + step, "loss": 9.0 / step, "tokens": step * 10} | changes) + "\n"
 
 
-class Sending:
-    """The process of the trackers, started as rank 0 starts it."""
+class SenderProcess:
+    """Start the process of the trackers as rank 0 does."""
 
     def __init__(self, root: Path, tracker: Tracker, start: str = "after step 0 on 1 node", **environment: str) -> None:
         run = {
@@ -70,7 +58,6 @@ class Sending:
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log, text=True,
                 env=os.environ | environment,
             )  # fmt: skip
-        assert self._process.stdin is not None
         self._stdin = self._process.stdin
         self.send({"run": run})
 
@@ -83,29 +70,29 @@ class Sending:
         assert self._process.wait(scaled(90)) == 0
         self._stdin.close()
 
-    def lose_rank_0(self) -> None:
+    def kill_rank_0(self) -> None:
         self._stdin.close()
         assert self._process.wait(scaled(30)) == 1
 
 
-def sent(root: Path, tracker: Tracker) -> int:
+def sent_steps(root: Path, tracker: Tracker) -> int:
     try:
         return int(json.loads((root / "trackers.json").read_text()).get("steps", {}).get(tracker, 0))
     except (OSError, ValueError):
         return 0
 
 
-def interrupted(root: Path, tracker: Tracker, **environment: str) -> None:
-    """A run that is killed after step 8, goes on after step 5, and ends with step 20."""
+def run_with_restart(root: Path, tracker: Tracker, **environment: str) -> None:
+    """Send a run that is killed after step 8, resumed after step 5, and ends with step 20."""
     root.mkdir()
     metrics = root / "metrics.jsonl"
     metrics.write_text("".join(line(step) for step in range(1, 9)))
-    first = Sending(root, tracker, **environment)
-    wait_for(lambda: sent(root, tracker) == 8, (root / "log").read_text())
-    first.lose_rank_0()
+    first = SenderProcess(root, tracker, **environment)
+    until(lambda: sent_steps(root, tracker) == 8, (root / "log").read_text)
+    first.kill_rank_0()
     again = [line(step, loss=7.0, **{"resumed": True} if step == 6 else {}) for step in range(6, 21)]
     metrics.write_text("".join([*(line(step) for step in range(1, 6)), *again]))
-    second = Sending(root, tracker, "after step 5 on 2 nodes", **environment)
+    second = SenderProcess(root, tracker, "after step 5 on 2 nodes", **environment)
     second.send({"artifact": {"kind": "Model", "step": 20, "path": "/models/llama", "digest": "d1", "bytes": 3}})
     second.finish()
 
@@ -123,14 +110,14 @@ def test_mlflow_has_each_step_once_over_a_restart_and_shows_starts_and_artifacts
     from mlflow import MlflowClient
 
     root = tmp_path / "run"
-    interrupted(root, Tracker.MLFLOW, MLFLOW_TRACKING_URI=mlflow_server)
+    run_with_restart(root, Tracker.MLFLOW, MLFLOW_TRACKING_URI=mlflow_server)
     client = MlflowClient(mlflow_server)
     experiment = client.get_experiment_by_name("team")
     (run,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(run.info.run_id, "loss")
 
     assert [each.step for each in history] == list(range(1, 21))
-    assert [each.value for each in history[:8]] == [9.0 / step for step in range(1, 9)], "sent before the restart"
+    assert [each.value for each in history[:8]] == [9.0 / step for step in range(1, 9)], "sent_steps before the restart"
     assert [each.timestamp for each in history] == [1000 * (1000 + step) for step in range(1, 21)]
     assert run.info.status == "FINISHED"
     assert run.data.params == {"steps": "20", "batch.globalSize": "8", "data": "abc123"}
@@ -143,17 +130,17 @@ def test_mlflow_has_each_step_once_over_a_restart_and_shows_starts_and_artifacts
 def test_a_server_that_was_away_gets_the_steps_that_it_has_missed(tmp_path: Path, mlflow_server: str) -> None:
     from mlflow import MlflowClient
 
-    proxy = Gate(mlflow_server)
+    proxy = RefusingProxy(mlflow_server)
     root = tmp_path / "run"
     root.mkdir()
     (root / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 201)))
-    sending = Sending(root, Tracker.MLFLOW, MLFLOW_TRACKING_URI=proxy.address)
-    wait_for((root / "r0.notice").exists, "nothing is reported")
+    sending = SenderProcess(root, Tracker.MLFLOW, MLFLOW_TRACKING_URI=proxy.address)
+    until((root / "r0.notice").exists, "the refusal is reported")
     notice = (root / "r0.notice").read_text()
     assert notice.startswith("monitor.trackers: MLflow does not take this run (")
     assert "training goes on" in notice
     proxy.open = True
-    wait_for(lambda: sent(root, Tracker.MLFLOW) == 200, (root / "log").read_text(), 90)
+    until(lambda: sent_steps(root, Tracker.MLFLOW) == 200, (root / "log").read_text, 90)
     sending.finish()
     proxy.close()
     client = MlflowClient(mlflow_server)
@@ -167,7 +154,7 @@ def test_the_end_of_a_run_waits_for_a_slow_tracker_while_it_takes_steps(
 ) -> None:
     from mlflow import MlflowClient
 
-    proxy = Gate(mlflow_server, open_=True, seconds=3.0)
+    proxy = RefusingProxy(mlflow_server, open_=True, seconds=3.0)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.address)
     monkeypatch.setattr(process, "_FINISH_SECONDS", scaled(12))
     (tmp_path / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 301)))
@@ -183,7 +170,7 @@ def test_the_end_of_a_run_waits_for_a_slow_tracker_while_it_takes_steps(
     assert run.info.status == "FINISHED"
 
 
-class Busy:
+class SlowTracker:
     """A tracker; while it takes a step, the next one is made."""
 
     def __init__(self, metrics: Path) -> None:
@@ -212,21 +199,24 @@ def test_the_description_is_sent_while_steps_are_made_as_fast_as_they_are_taken(
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(line(1))
     run = TrackedRun(
-        trackers=("Busy",), project="team", name="llama", run_id=RUN_ID, metrics=str(metrics), notice="", config={},
-        facts={}, start="after step 0 on 1 node",
+        trackers=("SlowTracker",), project="team", name="llama", run_id=RUN_ID, metrics=str(metrics), notice="",
+        config={}, facts={}, start="after step 0 on 1 node",
     )  # fmt: skip
-    busy, notes = Busy(metrics), Notes(run)
-    sender = Sender("Busy", busy, run, notes)
+    busy, notes = SlowTracker(metrics), Notes(run)
+    sender = Sender("SlowTracker", busy, run, notes)
     sender.start()
-    wait_for(lambda: "start 1: after step 0 on 1 node" in busy.text and busy.steps, "nothing is sent")
+    until(
+        lambda: "start 1: after step 0 on 1 node" in busy.text and busy.steps,
+        "the first step and the description are sent",
+    )
     notes.add_artifact({"kind": "Model", "step": 20, "path": "/models/llama", "digest": "d1"})
-    wait_for(lambda: "/models/llama" in busy.text, "the artifact is not shown")
+    until(lambda: "/models/llama" in busy.text, "the artifact is shown")
     sender.finish()
     sender.join(scaled(30))
     assert busy.steps == list(range(1, busy.steps[-1] + 1))
 
 
-class Gate:
+class RefusingProxy:
     """A proxy that refuses everything with 403 until it is opened: a server to which the key has no rights."""
 
     def __init__(self, behind: str, *, open_: bool = False, seconds: float = 0.0) -> None:
@@ -259,19 +249,17 @@ class Gate:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._running = LoopbackServer(Handler).running()
+        self.address = self._running.__enter__().url
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._running.__exit__(None, None, None)
 
 
 @needs("trackio")
 def test_trackio_has_each_step_once_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "run"
-    interrupted(root, Tracker.TRACKIO)
+    run_with_restart(root, Tracker.TRACKIO)
     monkeypatch.setenv("TRACKIO_DIR", str(root / "trackio"))
     script = (
         "import json\nfrom trackio.sqlite_storage import SQLiteStorage as S\n"
@@ -302,7 +290,7 @@ def test_wandb_has_each_step_once_over_a_restart(tmp_path: Path) -> None:
     from wandb.proto import wandb_internal_pb2
 
     root = tmp_path / "run"
-    interrupted(root, Tracker.WANDB, WANDB_MODE="offline")
+    run_with_restart(root, Tracker.WANDB, WANDB_MODE="offline")
     steps = []
     for file in sorted(root.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
         assert RUN_ID in file.name

@@ -1,7 +1,5 @@
 """A node whose product of matrices is wrong on its last core."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,13 +1,29 @@
-"""The figures of a step of a fake rank."""
+"""The start of a fake rank, and the figures of its steps."""
 
-from __future__ import annotations
+import json
+import os
+from pathlib import Path
+from typing import Any
 
-from trainium_trainer.monitor.figures import StepFigures
+from trainium_trainer.monitor.step_metrics import StepMetrics
 
 
-def figures(step: int) -> StepFigures:
+def record_start(**more: Any) -> tuple[Path, int, int, int, int]:
+    """Append this start to `starts.jsonl`; return the control folder, rank, world size, generation and attempt."""
+    control = Path(os.environ["FAKE_CONTROL"])
+    names = ("RANK", "WORLD_SIZE", "TRAINIUM_GENERATION", "TRAINIUM_ATTEMPT")
+    rank, world, generation, attempt = (int(os.environ[name]) for name in names)
+    row = {"rank": rank, "world": world, "generation": generation, "attempt": attempt, "pid": os.getpid()}
+    with (control / "starts.jsonl").open("a") as log:
+        log.write(json.dumps({**row, "pod": os.environ["TRAINIUM_POD_NAME"], **more}) + "\n")
+    return control, rank, world, generation, attempt
+
+
+def figures(step: int) -> StepMetrics:
     """Return figures that differ from those of every other step."""
-    return StepFigures(
+    from trainium_trainer.monitor.step_metrics import StepMetrics
+
+    return StepMetrics(
         step=step,
         loss=1.0 / step,
         grad_norm=1.0,

@@ -5,37 +5,21 @@ forever: `sleep-<rank>` in the rank's work, `save-<rank>` in a call that waits f
 before which the rank blocks as if it waited for its peers.
 """
 
-from __future__ import annotations
-
-import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from trainium_worker import Pulse
+from fake_figures import figures, record_start
+
+from trainium_worker import Pulse
 
 STEP_SECONDS = 0.05
 
 
 def main(argv: list[str]) -> int:
-    control = Path(os.environ["FAKE_CONTROL"])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    generation, attempt = int(os.environ["TRAINIUM_GENERATION"]), int(os.environ["TRAINIUM_ATTEMPT"])
-    row = {
-        "rank": rank,
-        "world": world,
-        "generation": generation,
-        "attempt": attempt,
-        "pid": os.getpid(),
-        "pod": os.environ["TRAINIUM_POD_NAME"],
-    }
-    with (control / "starts.jsonl").open("a") as log:
-        log.write(json.dumps(row) + "\n")
+    control, rank, _, generation, attempt = record_start()
 
     import torch
-    from fake_figures import figures
     from torch import distributed as dist
 
     from trainium_trainer.exits import find_exit_code
@@ -51,7 +35,7 @@ def main(argv: list[str]) -> int:
             start = torch.tensor([int(memory.read_text()) if memory.exists() else 0])
             dist.broadcast(start, 0)
         step = int(start)
-        progress.resumed(step, tokens=0, samples=0)
+        progress.record_resume(step, tokens=0, samples=0)
         while True:
             began = time.perf_counter()
             own_work(control, rank, pulse)
@@ -60,7 +44,7 @@ def main(argv: list[str]) -> int:
                     time.sleep(3600)
                 dist.all_reduce(torch.ones(1))
             step += 1
-            progress.step_done(figures(step), seconds=time.perf_counter() - began)
+            progress.record_step(figures(step), seconds=time.perf_counter() - began)
             if rank == 0:
                 draft = memory.with_suffix(".new")
                 draft.write_text(str(step))

@@ -3,27 +3,28 @@
 Or `throttle GIGABITS [HOST]`: what this node sends in all exchanges, or in those that HOST leads, has that bandwidth.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from trainium_trainer.checks import pair_test
 
-if TYPE_CHECKING:
-    import torch
+_BANDWIDTH_VALUES = 1 << 20
+"""A quarter of what real nodes exchange: five nodes of a test share two processors."""
 
 
 def main(argv: list[str]) -> int:
     fault = Path(os.environ["FAKE_CONTROL"]) / f"pair-fault-{os.environ['TRAINIUM_POD_NAME']}"
     kind = fault.read_text() if fault.exists() else ""
+    pair_test._BANDWIDTH_VALUES = _BANDWIDTH_VALUES
     if kind == "drop":
         time.sleep(3600)
     if kind == "miscompute":
-        pair_test.computes_right = lambda: (False, "a matrix product on cpu is wrong")
+        pair_test.check_computation = lambda: (False, "a matrix product on cpu is wrong")
     if kind.startswith("throttle"):
         gigabits, *hosts = kind.split()[1:]
         if json.loads(argv[0])["host"] in hosts or not hosts:

@@ -5,34 +5,30 @@ run, after an export of as many pieces as `export` holds; exported pieces outliv
 `starts.jsonl`.
 """
 
-from __future__ import annotations
-
-import json
 import os
 import signal
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from fake_figures import figures, record_start
 
 from trainium_contract.status.results import ArtifactReport, RunStage
-
-if TYPE_CHECKING:
-    from trainium_trainer.monitor.progress import ProgressWriter
+from trainium_trainer.monitor.progress import ProgressWriter
 
 STEP_SECONDS = 0.02
 
 
 def export(progress: ProgressWriter, control: Path, rank: int, step: int) -> bool:
-    """One more piece; whether that was the last."""
+    """Write one more piece; return whether it was the last."""
     wanted, written = control / "export", control / "exported"
     if not wanted.exists():
         return True
     done, pieces = (int(written.read_text()) if written.exists() else 0), int(wanted.read_text())
     if done >= pieces:
-        progress.artifact(ArtifactReport(kind="Model", path="/out", step=step, bytes=done))
+        progress.record_artifact(ArtifactReport(kind="Model", path="/out", step=step, bytes=done))
         return True
-    progress.stage(RunStage.EXPORT, done / pieces)
+    progress.set_stage(RunStage.EXPORT, done / pieces)
     if rank == 0:
         temporary = written.with_suffix(".new")
         temporary.write_text(str(done + 1))
@@ -42,33 +38,12 @@ def export(progress: ProgressWriter, control: Path, rank: int, step: int) -> boo
 
 def main(argv: list[str]) -> int:
     started = time.time()
-    control = Path(os.environ["FAKE_CONTROL"])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    generation, attempt = int(os.environ["TRAINIUM_GENERATION"]), int(os.environ["TRAINIUM_ATTEMPT"])
-    with (control / "starts.jsonl").open("a") as log:
-        log.write(
-            json.dumps(
-                {
-                    "rank": rank,
-                    "world": world,
-                    "generation": generation,
-                    "attempt": attempt,
-                    "pid": os.getpid(),
-                    "ppid": os.getppid(),
-                    "at": started,
-                    "argv": argv,
-                    "nice": os.nice(0),
-                    "pod": os.environ["TRAINIUM_POD_NAME"],
-                }
-            )
-            + "\n"
-        )
+    control, rank, world, generation, attempt = record_start(ppid=os.getppid(), at=started, argv=argv, nice=os.nice(0))
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     signal.signal(signal.SIGUSR1, lambda *_: stop.append(1))
 
-    from fake_figures import figures
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     from trainium_trainer.monitor.progress import ProgressWriter
 
@@ -86,7 +61,7 @@ def main(argv: list[str]) -> int:
     step = int(memory.read_text()) if memory.exists() else 0
     store.set(f"ready-{rank}", "1")
     store.wait([f"ready-{peer}" for peer in range(world)], timedelta(seconds=30))
-    progress.resumed(step, tokens=0, samples=0)
+    progress.record_resume(step, tokens=0, samples=0)
     last = control / "last-step"
     while True:
         time.sleep(STEP_SECONDS)
@@ -101,7 +76,7 @@ def main(argv: list[str]) -> int:
                 return 0
             continue
         step += 1
-        progress.step_done(figures(step), seconds=STEP_SECONDS)
+        progress.record_step(figures(step), seconds=STEP_SECONDS)
         if rank == 0:
             temporary = memory.with_suffix(".new")
             temporary.write_text(str(step))
@@ -109,5 +84,5 @@ def main(argv: list[str]) -> int:
         if stop:
             store.set("stop", "1")
         if store.check(["stop"]):
-            progress.checkpoints(memory_step=step, durable_step=step)
+            progress.record_checkpoints(memory_step=step, durable_step=step)
             return 75

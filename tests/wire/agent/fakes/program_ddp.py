@@ -1,9 +1,7 @@
-"""A training program that knows nothing of this project: a linear model under torch's DDP and gloo.
+"""A training program independent of this project: a linear model with torch's DDP and gloo.
 
 It prints its steps, saves each one, resumes from the newest, and kills itself once at a given step.
 """
-
-from __future__ import annotations
 
 import os
 import signal

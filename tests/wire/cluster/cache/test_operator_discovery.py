@@ -1,17 +1,15 @@
 """Gang APIs that come and go, network layers of nodes, and the writes that follow, on the fake API server."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.api.fake_kubernetes import FakeCluster, http_error
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.client import Api
-from trainium_operator.cluster.api.resources import JOBS, NODES, PODS, SECRETS, TEMPLATES, WORKLOADS
+from trainium_operator.cluster.api.resources import JOBS, NODES, PODS, SECRETS, TEMPLATES, WORKLOADS, Resource
 from trainium_operator.cluster.cache.discovery import (
     REFRESH_SECONDS,
     Discovery,
@@ -21,13 +19,10 @@ from trainium_operator.cluster.cache.discovery import (
 from trainium_operator.plan.model.names import LAYERS
 from trainium_operator.plan.model.observed import GangApi
 
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
 NATIVE_136 = {"scheduling.k8s.io/v1": ("PriorityClass",), "scheduling.k8s.io/v1alpha2": ("PodGroup", "Workload")}
 
 
-def found(served: dict[str, tuple[str, ...]]) -> dict[GangApi, str]:
+def discovered(served: dict[str, tuple[str, ...]]) -> dict[GangApi, str]:
     cluster = FakeCluster()
     cluster.served = served
     return run_virtual(discover_gang_apis(Api(cluster)))
@@ -49,55 +44,44 @@ def found(served: dict[str, tuple[str, ...]]) -> dict[GangApi, str]:
         ({"scheduling.k8s.io/v9": ("PodGroup",)}, {}),
     ],
 )
-def test_only_versions_whose_fields_are_known_are_used(
+def test_only_supported_versions_of_gang_apis_are_used(
     served: dict[str, tuple[str, ...]], expected: dict[GangApi, str]
 ) -> None:
-    assert found(served) == expected
+    assert discovered(served) == expected
 
 
 @pytest.mark.parametrize(
-    ("served", "expected"),
+    ("resource", "served", "expected"),
     [
-        ({}, False),
-        ({"kueue.x-k8s.io/v1beta1": ("Workload",)}, False),
-        ({"kueue.x-k8s.io/v1beta2": ("LocalQueue",)}, False),
-        ({"kueue.x-k8s.io/v1beta2": ("LocalQueue", "Workload")}, True),
+        (WORKLOADS, {}, False),
+        (WORKLOADS, {"kueue.x-k8s.io/v1beta1": ("Workload",)}, False),
+        (WORKLOADS, {"kueue.x-k8s.io/v1beta2": ("LocalQueue",)}, False),
+        (WORKLOADS, {"kueue.x-k8s.io/v1beta2": ("LocalQueue", "Workload")}, True),
+        (TEMPLATES, {}, False),
+        (TEMPLATES, {"resource.k8s.io/v1beta1": ("ResourceClaimTemplate",)}, False),
+        (TEMPLATES, {"resource.k8s.io/v1": ("DeviceClass",)}, False),
+        (TEMPLATES, {"resource.k8s.io/v1": ("DeviceClass", "ResourceClaimTemplate")}, True),
     ],
 )
-def test_kueue_counts_in_the_version_whose_fields_are_known(served: dict[str, tuple[str, ...]], expected: bool) -> None:
-    cluster = FakeCluster()
-    cluster.served = served
-    assert run_virtual(serves(Api(cluster), WORKLOADS)) is expected
-
-
-@pytest.mark.parametrize(
-    ("served", "expected"),
-    [
-        ({}, False),
-        ({"resource.k8s.io/v1beta1": ("ResourceClaimTemplate",)}, False),
-        ({"resource.k8s.io/v1": ("DeviceClass",)}, False),
-        ({"resource.k8s.io/v1": ("DeviceClass", "ResourceClaimTemplate")}, True),
-    ],
-)
-def test_devices_can_be_claimed_in_the_version_whose_fields_are_known(
-    served: dict[str, tuple[str, ...]], expected: bool
+def test_an_api_is_used_only_in_its_supported_version(
+    resource: Resource, served: dict[str, tuple[str, ...]], expected: bool
 ) -> None:
     cluster = FakeCluster()
     cluster.served = served
-    assert run_virtual(serves(Api(cluster), TEMPLATES)) is expected
+    assert run_virtual(serves(Api(cluster), resource)) is expected
 
 
-def test_a_group_whose_server_is_away_does_not_hide_the_others() -> None:
+def test_an_unreachable_api_group_does_not_hide_others() -> None:
     cluster = FakeCluster()
     cluster.served = {"scheduling.x-k8s.io/v1alpha1": ("PodGroup",), **NATIVE_136}
-    cluster.faults.append(lambda _, path: refuse(404, "NotFound") if "x-k8s" in path else None)
+    cluster.faults.append(lambda _, path: http_error(404, "NotFound") if "x-k8s" in path else None)
     assert run_virtual(discover_gang_apis(Api(cluster))) == {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
 
 
-def test_where_the_namespace_may_not_be_read_gang_apis_are_found_all_the_same() -> None:
+def test_gang_apis_are_found_without_access_to_the_namespace() -> None:
     cluster = FakeCluster()
     cluster.served = NATIVE_136
-    cluster.faults.append(lambda _, path: refuse(403, "Forbidden") if path.endswith("kube-system") else None)
+    cluster.faults.append(lambda _, path: http_error(403, "Forbidden") if path.endswith("kube-system") else None)
     discovery = Discovery(Api(cluster), None, on_change=lambda: None)
     run_virtual(discovery.refresh())
     assert discovery.cluster == ""
@@ -105,7 +89,7 @@ def test_where_the_namespace_may_not_be_read_gang_apis_are_found_all_the_same() 
     assert discovery.known.is_set()
 
 
-def watching(cluster: FakeCluster, changes: list[Any]) -> Discovery:
+def make_discovery(cluster: FakeCluster, changes: list[Any]) -> Discovery:
     discovery = Discovery(Api(cluster), None, on_change=lambda: changes.append(dict(discovery.gang_apis)))
     return discovery
 
@@ -114,7 +98,7 @@ def watching(cluster: FakeCluster, changes: list[Any]) -> Discovery:
 async def test_an_api_that_is_installed_later_is_noticed_and_logged_once() -> None:
     # Once more at the start, when the cluster's own name is known.
     cluster, changes = FakeCluster(), list[Any]()
-    running = asyncio.create_task(watching(cluster, changes).run())
+    running = asyncio.create_task(make_discovery(cluster, changes).run())
     await asyncio.sleep(1)
     cluster.served = NATIVE_136
     await asyncio.sleep(3 * REFRESH_SECONDS)
@@ -123,11 +107,11 @@ async def test_an_api_that_is_installed_later_is_noticed_and_logged_once() -> No
 
 
 @in_virtual_time
-async def test_while_the_api_server_is_unreachable_the_last_state_is_kept() -> None:
+async def test_an_unreachable_api_server_leaves_the_last_state() -> None:
     cluster, changes = FakeCluster(), list[Any]()
     cluster.served = NATIVE_136
     cluster.down = True
-    discovery = watching(cluster, changes)
+    discovery = make_discovery(cluster, changes)
     running = asyncio.create_task(discovery.run())
     await asyncio.sleep(60)
     early = discovery.known.is_set()
@@ -143,15 +127,15 @@ async def test_while_the_api_server_is_unreachable_the_last_state_is_kept() -> N
 
 
 @in_virtual_time
-async def test_where_discovery_is_forbidden_the_operator_works_without_gang_apis() -> None:
+async def test_forbidden_discovery_means_no_gang_apis() -> None:
     cluster = FakeCluster()
-    cluster.faults.append(lambda _, path: refuse(403, "Forbidden") if path == "/apis" else None)
-    discovery = watching(cluster, [])
+    cluster.faults.append(lambda _, path: http_error(403, "Forbidden") if path == "/apis" else None)
+    discovery = make_discovery(cluster, [])
     await discovery.refresh()
     assert (discovery.known.is_set(), discovery.gang_apis) == (True, {})
 
 
-async def started(cluster: FakeCluster) -> OperatorProcess:
+async def start_process(cluster: FakeCluster) -> OperatorProcess:
     cluster.add(SECRETS, {"metadata": {"name": "trainium-operator-coordinator-tls", "namespace": "system"}})
     process = OperatorProcess(cluster)
     await process.runtime.elector.acquire()
@@ -161,36 +145,32 @@ async def started(cluster: FakeCluster) -> OperatorProcess:
     return process
 
 
-def run(scenario: Coroutine[Any, Any, FakeCluster]) -> FakeCluster:
-    return run_virtual(scenario)
-
-
 def test_worker_pods_receive_the_uid_of_the_operators_namespace_as_the_cluster() -> None:
     async def scenario() -> FakeCluster:
         cluster = FakeCluster(wall_clock)
         cluster.add(JOBS, training_job(replicas=1))
-        process = await started(cluster)
+        process = await start_process(cluster)
         await until(lambda: bool(cluster.names(PODS)), 60, "a pod")
         await process.kill()
         return cluster
 
-    cluster = run(scenario())
+    cluster = run_virtual(scenario())
     pod = cluster.get(PODS, "default", cluster.names(PODS)[0])
     assert {"name": "TRAINIUM_CLUSTER", "value": "cluster-1"} in pod["spec"]["containers"][0]["env"]
 
 
-def test_the_group_of_a_native_gang_is_written_before_its_pods() -> None:
+def test_a_pod_group_is_created_before_its_pods() -> None:
     async def scenario() -> FakeCluster:
         cluster = FakeCluster(wall_clock)
         cluster.served = NATIVE_136
         cluster.add(NODES, {"metadata": {"name": "node-0", "labels": {LAYERS[2]: "r0"}}})
         cluster.add(JOBS, training_job(spares=1))
-        process = await started(cluster)
+        process = await start_process(cluster)
         await until(lambda: len(cluster.names(PODS)) > 1, 60, "pods")
         await process.kill()
         return cluster
 
-    cluster = run(scenario())
+    cluster = run_virtual(scenario())
     writes = [write for write in cluster.writes if "/podgroups/" in write.path or write.path.endswith("/pods")]
     assert "/apis/scheduling.k8s.io/v1alpha2/namespaces/default/podgroups/" in writes[0].path
     name = writes[0].body["metadata"]["name"]
@@ -199,15 +179,15 @@ def test_the_group_of_a_native_gang_is_written_before_its_pods() -> None:
     assert [term["podAffinityTerm"]["topologyKey"] for term in terms] == [LAYERS[2]], "the layer that a node carries"
 
 
-def test_a_group_that_is_refused_leaves_no_pod_behind() -> None:
+def test_a_refused_pod_group_creates_no_pods() -> None:
     async def scenario() -> FakeCluster:
         cluster = FakeCluster(wall_clock)
         cluster.served = NATIVE_136
-        cluster.faults.append(lambda _, path: refuse(403, "Forbidden", "no") if "/podgroups/" in path else None)
+        cluster.faults.append(lambda _, path: http_error(403, "Forbidden", "no") if "/podgroups/" in path else None)
         cluster.add(JOBS, training_job())
-        process = await started(cluster)
+        process = await start_process(cluster)
         await asyncio.sleep(60)
         await process.kill()
         return cluster
 
-    assert run(scenario()).names(PODS) == []
+    assert run_virtual(scenario()).names(PODS) == []

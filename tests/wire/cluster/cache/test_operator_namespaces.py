@@ -1,45 +1,40 @@
-"""Namespaces served by name: one that is forbidden or gone stops no other, and its pods are unknown, never none."""
-
-from __future__ import annotations
+"""Namespaces served by name: a forbidden or deleted one affects no other, and its pods count as unknown."""
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.api.fake_kubernetes import FakeCluster, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
+from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from tests.testing.virtual.replicas import Scenario
 from trainium_operator.cluster.api.resources import JOBS, PODS
 from trainium_operator.cluster.cache.namespaces import ListState, Namespaces
 from trainium_operator.settings import Settings
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from tests.testing.virtual.fake_workers import Workers
-
 SERVED = Settings(watch_namespaces="red,blue")
 
 
 class Rights:
-    """A Role in each namespace, which can be taken away: for all kinds, or for some."""
+    """Roles of the operator in each namespace, which can be revoked for all or some kinds."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.missing: dict[str, tuple[str, ...]] = {}
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         cluster.faults.append(self._judge)
 
     def _judge(self, _method: str, path: str) -> Any:
-        self.asked.append(path)
+        self.requests.append(path)
         parts = path.strip("/").split("/")
         if "namespaces" not in parts:
             kinds = {"pods", "configmaps", "trainingjobs", "poddisruptionbudgets"}
-            return refuse(403, "Forbidden", "no right in all namespaces") if parts[-1] in kinds else None
+            return http_error(403, "Forbidden", "no right in all namespaces") if parts[-1] in kinds else None
         at = parts.index("namespaces")
         namespace, kind = parts[at + 1], parts[at + 2] if len(parts) > at + 2 else ""
         refused = namespace in self.missing and (not self.missing[namespace] or kind in self.missing[namespace])
-        return refuse(403, "Forbidden", f"no right in {namespace}") if refused else None
+        return http_error(403, "Forbidden", f"no right in {namespace}") if refused else None
 
     def revoke(self, cluster: FakeCluster, namespace: str, *kinds: str) -> None:
         """Revoke rights as the deletion of a Role does; open streams end."""
@@ -64,7 +59,7 @@ async def scenario(
         yield made.cluster, rights, made.process, made.workers
 
 
-def trains(workers: Workers, name: str) -> Callable[[], bool]:
+def reports_steps(workers: Workers, name: str) -> Callable[[], bool]:
     before = workers.steps.get(name, 0)
     return lambda: workers.steps.get(name, 0) > before + 5
 
@@ -74,22 +69,22 @@ def pods(cluster: FakeCluster, namespace: str) -> list[tuple[str, str]]:
 
 
 @in_virtual_time
-async def test_jobs_in_listed_namespaces_train_and_others_are_not_read() -> None:
+async def test_only_listed_namespaces_are_read() -> None:
     async with scenario() as (cluster, rights, process, workers):
-        await until(trains(workers, "red-job"), 60, "red trains")
-        await until(trains(workers, "blue-job"), 60, "blue trains")
+        await until(reports_steps(workers, "red-job"), 60, "red trains")
+        await until(reports_steps(workers, "blue-job"), 60, "blue trains")
         await asyncio.sleep(700)
         assert "status" not in cluster.get(JOBS, "grey", "grey-job")
         assert cluster.names(PODS, "grey") == []
-        assert not [path for path in rights.asked if "/namespaces/grey/" in path]
-        assert not [path for path in rights.asked if path.endswith("/v1/pods")], "nothing is asked of all namespaces"
+        assert not [path for path in rights.requests if "/namespaces/grey/" in path]
+        assert not [path for path in rights.requests if path.endswith("/v1/pods")], "nothing is asked of all namespaces"
         assert process.runtime.caches.namespaces.counts()[ListState.LISTED] == 2
 
 
 @in_virtual_time
-async def test_a_namespace_that_is_forbidden_from_the_start_stops_no_other_and_is_served_once_it_may_be_read() -> None:
+async def test_a_forbidden_namespace_is_served_once_it_can_be_read() -> None:
     async with scenario(missing=("blue",)) as (cluster, rights, process, workers):
-        await until(trains(workers, "red-job"), 60, "red trains")
+        await until(reports_steps(workers, "red-job"), 60, "red trains")
         assert process.runtime.ready_problem() == ""
         assert process.runtime.caches.namespaces.counts() == {
             ListState.LISTED: 1,
@@ -98,42 +93,42 @@ async def test_a_namespace_that_is_forbidden_from_the_start_stops_no_other_and_i
         }
         assert b'trainingjob_operator_namespaces{state="Forbidden"} 1.0' in process.runtime._exposition()
         assert "status" not in cluster.get(JOBS, "blue", "blue-job")
-        asked = len(rights.asked)
+        requests = len(rights.requests)
         await asyncio.sleep(120)
-        refused = [path for path in rights.asked[asked:] if "/namespaces/blue/" in path]
+        refused = [path for path in rights.requests[requests:] if "/namespaces/blue/" in path]
         assert len(refused) < 4 * 120 / 7, "asked again with growing pauses"
         assert process.runtime.live_problem() == ""
         del rights.missing["blue"]
-        await until(trains(workers, "blue-job"), 60, "blue trains")
+        await until(reports_steps(workers, "blue-job"), 60, "blue trains")
 
 
 @in_virtual_time
-async def test_while_only_the_pods_may_not_be_read_nothing_is_made_nor_deleted_and_nobody_is_lost() -> None:
+async def test_a_namespace_with_unreadable_pods_is_not_planned() -> None:
     async with scenario() as (cluster, rights, process, workers):
-        await until(trains(workers, "blue-job"), 60, "blue trains")
-        there = pods(cluster, "blue")
+        await until(reports_steps(workers, "blue-job"), 60, "blue trains")
+        present = pods(cluster, "blue")
         rights.revoke(cluster, "blue", "pods")
         await asyncio.sleep(30)
         assert not process.runtime.caches.namespaces.is_open("blue")
         cluster.change(JOBS, "blue", "blue-job", lambda raw: raw["spec"]["workers"].update(replicas=3))
         await asyncio.sleep(300)
-        assert pods(cluster, "blue") == there, "not planned: what is not listed is not gone"
-        assert trains(workers, "red-job")() is False
-        await until(trains(workers, "red-job"), 60, "red trains on")
-        await until(trains(workers, "blue-job"), 60, "blue trains on by itself")
+        assert pods(cluster, "blue") == present, "pods that cannot be listed are not treated as deleted"
+        assert reports_steps(workers, "red-job")() is False
+        await until(reports_steps(workers, "red-job"), 60, "red trains on")
+        await until(reports_steps(workers, "blue-job"), 60, "blue trains on by itself")
         rights.missing.clear()
         await until(lambda: len(pods(cluster, "blue")) == 3, 60, "the third worker")
         status = cluster.get(JOBS, "blue", "blue-job")["status"]
         assert status["restarts"]["total"] == 0
-        assert [each for each in pods(cluster, "blue") if each in there] == there
+        assert [each for each in pods(cluster, "blue") if each in present] == present
 
 
 @in_virtual_time
-async def test_agents_that_could_not_be_answered_are_not_taken_for_silent_when_their_namespace_opens() -> None:
+async def test_silence_counts_from_the_opening_of_a_namespace() -> None:
     async with scenario() as (cluster, rights, process, workers):
-        await until(trains(workers, "blue-job"), 60, "blue trains")
-        there = pods(cluster, "blue")
-        nodes = {cluster.get(PODS, "blue", name)["spec"]["nodeName"] for name, _ in there}
+        await until(reports_steps(workers, "blue-job"), 60, "blue trains")
+        present = pods(cluster, "blue")
+        nodes = {cluster.get(PODS, "blue", name)["spec"]["nodeName"] for name, _ in present}
         rights.revoke(cluster, "blue")
         workers.muted_nodes = nodes  # a coordinator answers no pod that it does not know
         await process.kill()
@@ -154,22 +149,22 @@ async def test_agents_that_could_not_be_answered_are_not_taken_for_silent_when_t
         workers.muted_nodes = set()
         await asyncio.sleep(60)
         assert second.runtime.caches.namespaces.is_open("blue")
-        assert pods(cluster, "blue") == there, "no worker was given up for its silence"
+        assert pods(cluster, "blue") == present, "no worker was given up for its silence"
         assert cluster.get(JOBS, "blue", "blue-job")["status"]["restarts"]["total"] == 0
         await second.kill()
 
 
 @in_virtual_time
-async def test_the_pods_of_a_recreated_namespace_are_listed_first() -> None:
+async def test_jobs_of_a_recreated_namespace_wait_for_the_list_of_pods() -> None:
     async with scenario() as (cluster, rights, process, workers):
-        await until(trains(workers, "blue-job"), 60, "blue trains")
+        await until(reports_steps(workers, "blue-job"), 60, "blue trains")
         rights.revoke(cluster, "blue")  # the Role may go before the jobs do
         await asyncio.sleep(5)
         cluster.remove(JOBS, "blue", "blue-job")
         await asyncio.sleep(60)
         assert process.runtime.caches.jobs.store.get(("blue", "blue-job")) is not None, "unknown, not gone"
         uid = cluster.add(JOBS, job("blue-job", "blue"))["metadata"]["uid"]
-        rights.missing["blue"] = ("pods",)  # the kinds come back one after the other
+        rights.missing["blue"] = ("pods",)  # the rights to the kinds return one after the other
         await asyncio.sleep(60)
         assert pods(cluster, "blue") == [], "its jobs wait for the list of their pods"
         rights.missing.clear()
@@ -177,10 +172,10 @@ async def test_the_pods_of_a_recreated_namespace_are_listed_first() -> None:
         record = process.runtime.caches.jobs.store.get(("blue", "blue-job"))
         assert record is not None
         assert record.uid == uid
-        await until(trains(workers, "red-job"), 60, "red trains on")
+        await until(reports_steps(workers, "red-job"), 60, "red trains on")
 
 
-def test_a_namespace_is_open_while_every_kind_in_it_is_listed() -> None:
+def test_a_namespace_is_open_while_every_kind_is_listed() -> None:
     opened: list[str] = []
     served = Namespaces(("red", "blue"), clock=lambda: 7.0)
     served.listen(opened.append)
@@ -198,4 +193,4 @@ def test_a_namespace_is_open_while_every_kind_in_it_is_listed() -> None:
     assert not served.is_open("red")
     served.record("configmaps", "red", ListState.LISTED)
     assert opened == ["red", "red"]
-    assert not served.is_open("grey"), "nor is what nobody serves"
+    assert not served.is_open("grey"), "nor is a namespace that is not served"

@@ -1,17 +1,15 @@
-from __future__ import annotations
+"""The reflector: list, watch, bookmarks, restarts, and its store."""
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
-from tests.testing.api.fake_kubernetes import FakeCluster, refuse
-from tests.testing.suite.virtual_time import in_virtual_time, settle
+from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from trainium_operator.cluster.api.client import PAGE, Api
 from trainium_operator.cluster.api.resources import PODS
 from trainium_operator.cluster.cache.reflector import SILENCE_SECONDS, Reflector
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 
 def pod(name: str, **labels: str) -> dict:
@@ -31,7 +29,7 @@ async def reflected(cluster: FakeCluster, **options: Any) -> AsyncIterator[Refle
     )
     task = asyncio.create_task(reflector.run())
     await reflector.synced.wait()
-    await settle()
+    await run_pending_tasks()
     try:
         yield reflector
     finally:
@@ -45,7 +43,7 @@ def names(reflector: Reflector[str]) -> list[str]:
 
 
 @in_virtual_time
-async def test_a_list_in_pages_and_then_the_watch_fill_the_store() -> None:
+async def test_a_paged_list_and_a_watch_fill_the_store() -> None:
     cluster = FakeCluster()
     for number in range(2 * PAGE + 3):
         cluster.add(PODS, pod(f"p-{number:04}"))
@@ -56,14 +54,14 @@ async def test_a_list_in_pages_and_then_the_watch_fill_the_store() -> None:
         cluster.add(PODS, pod("new"))
         cluster.change(PODS, "default", "p-0001", lambda raw: raw["metadata"]["labels"].update(colour="red"))
         cluster.remove(PODS, "default", "p-0002")
-        await settle()
+        await run_pending_tasks()
         assert reflector.store.get(("default", "p-0001")) == "red"
         assert reflector.store.get(("default", "p-0002")) is None
         assert reflector.store.get(("default", "new")) == ""
 
 
 @in_virtual_time
-async def test_what_vanished_while_the_watch_had_expired_is_removed() -> None:
+async def test_objects_deleted_during_an_expired_watch_are_removed() -> None:
     cluster = FakeCluster()
     for number in range(10):
         cluster.add(PODS, pod(f"p-{number}"))
@@ -81,7 +79,7 @@ async def test_what_vanished_while_the_watch_had_expired_is_removed() -> None:
 
 
 @in_virtual_time
-async def test_a_dropped_stream_goes_on_where_it_was_without_a_new_list() -> None:
+async def test_a_dropped_watch_resumes_without_a_list() -> None:
     cluster = FakeCluster()
     async with reflected(cluster) as reflector:
         cluster.stall_streams()
@@ -93,7 +91,7 @@ async def test_a_dropped_stream_goes_on_where_it_was_without_a_new_list() -> Non
 
 
 @in_virtual_time
-async def test_a_silent_stream_is_given_up() -> None:
+async def test_a_silent_watch_is_restarted() -> None:
     cluster = FakeCluster()
     async with reflected(cluster) as reflector:
         cluster.stall_streams()
@@ -105,14 +103,14 @@ async def test_a_silent_stream_is_given_up() -> None:
 
 
 @in_virtual_time
-async def test_bookmarks_keep_a_quiet_stream_alive_and_move_the_version_on() -> None:
+async def test_bookmarks_keep_a_watch_alive_and_advance_its_version() -> None:
     cluster = FakeCluster()
     async with reflected(cluster) as reflector:
         for _ in range(3):
             await asyncio.sleep(60)
             cluster.add(PODS, {"metadata": {"name": f"foreign-{cluster.version}", "labels": {}}})
-            cluster.bookmark()
-        await settle()
+            cluster.send_bookmarks()
+        await run_pending_tasks()
         watches = [request for request in cluster.requests if request[0] == "WATCH"]
         assert len(watches) == 1
         assert asyncio.get_running_loop().time() - reflector.last_seen < 1
@@ -123,19 +121,19 @@ async def test_bookmarks_keep_a_quiet_stream_alive_and_move_the_version_on() -> 
 
 
 @in_virtual_time
-async def test_the_list_is_repeated_now_and_then_so_that_no_lost_event_lasts() -> None:
+async def test_a_periodic_list_corrects_a_missed_event() -> None:
     cluster = FakeCluster()
     cluster.add(PODS, pod("ghost"))
     async with reflected(cluster, relist_seconds=600) as reflector:
         del cluster.objects["pods", "default", "ghost"]  # and no event reports it
         for _ in range(12):
             await asyncio.sleep(60)
-            cluster.bookmark()
+            cluster.send_bookmarks()
         assert names(reflector) == []
 
 
 @in_virtual_time
-async def test_the_store_converges_after_the_api_server_was_away() -> None:
+async def test_the_store_is_updated_after_an_outage() -> None:
     cluster = FakeCluster()
     async with reflected(cluster) as reflector:
         cluster.down = True
@@ -148,9 +146,9 @@ async def test_the_store_converges_after_the_api_server_was_away() -> None:
 
 
 @in_virtual_time
-async def test_a_refused_list_is_repeated_with_growing_pauses() -> None:
+async def test_a_refused_list_is_retried_with_growing_pauses() -> None:
     cluster = FakeCluster()
-    cluster.faults.append(lambda *_: refuse(403, "Forbidden", "no right to list pods"))
+    cluster.faults.append(lambda *_: http_error(403, "Forbidden", "no right to list pods"))
     api = Api(cluster, jitter=lambda: 0.5)
     reflector = Reflector(api, PODS, lambda raw: raw)
     task = asyncio.create_task(reflector.run())
@@ -164,7 +162,7 @@ async def test_a_refused_list_is_repeated_with_growing_pauses() -> None:
 
 
 @in_virtual_time
-async def test_one_unreadable_object_does_not_hide_the_others() -> None:
+async def test_an_unreadable_object_does_not_hide_others() -> None:
     cluster = FakeCluster()
     cluster.add(PODS, pod("good"))
     cluster.add(PODS, {"metadata": {"name": "bad", "labels": {"role": "worker"}}, "broken": True})

@@ -1,13 +1,6 @@
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from execution_world import World
+from tests.wire.cluster.execute.execution_world import World
 
 
 @pytest.fixture

@@ -1,19 +1,19 @@
 """An executor on an in-memory API server, and one job whose actions it executes."""
 
-from __future__ import annotations
+from typing import Any, cast
 
-from typing import TYPE_CHECKING, Any, cast
-
-from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.api.fake_kubernetes import FakeCluster, http_error
 from tests.testing.operator.wire_messages import member, membership
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.operator_process import training_job
+from trainium_contract.wire.messages import Membership
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
 from trainium_operator.cluster.execute.optional_writes import OptionalWrites
 from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
+from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.manifests.config_maps import membership_map
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import (
@@ -21,14 +21,10 @@ from trainium_operator.plan.model.actions import (
     Plan,
     PublishMembership,
 )
+from trainium_operator.plan.model.names import JobId
+from trainium_operator.plan.model.observed import JobView
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
-
-if TYPE_CHECKING:
-    from trainium_contract.wire.messages import Membership
-    from trainium_operator.coordinator.state import CoordinatorState
-    from trainium_operator.plan.model.names import JobId
-    from trainium_operator.plan.model.observed import JobView
 
 
 class World:
@@ -94,7 +90,7 @@ class World:
         """Refuse requests that create objects of this kind, until the faults are cleared."""
 
         def refused(method: str, path: str) -> Any:
-            return refuse(403, "Forbidden", message) if method == "POST" and path.endswith(kind) else None
+            return http_error(403, "Forbidden", message) if method == "POST" and path.endswith(kind) else None
 
         self.cluster.faults.append(refused)
 

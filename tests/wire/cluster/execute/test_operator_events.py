@@ -1,22 +1,19 @@
-from __future__ import annotations
+"""Events of jobs: fields, series, and the limit of each job."""
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.virtual_time import run_virtual, settle
+from tests.testing.suite.virtual_time import run_pending_tasks, run_virtual
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS
-from trainium_operator.cluster.execute.events import BUCKET, EventRecorder, Note
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+from trainium_operator.cluster.execute.events import BUCKET, Event, EventRecorder
 
 JOB = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "namespace": "default", "name": "j", "uid": "u"}
 
 
-def note(text: str, reason: str = "WorkerLost", uid: str = "u") -> Note:
-    return Note("default", {**JOB, "uid": uid}, reason, text)
+def lost_worker(text: str, uid: str = "u") -> Event:
+    return Event("default", {**JOB, "uid": uid}, "WorkerLost", text)
 
 
 def recording(test: Callable[[FakeCluster, EventRecorder], Awaitable[None]]) -> Callable[[], None]:
@@ -38,9 +35,11 @@ def events(cluster: FakeCluster) -> list[dict]:
 
 
 @recording
-async def test_an_event_has_all_that_the_api_asks_for(cluster: FakeCluster, recorder: EventRecorder) -> None:
-    recorder.record(Note("default", JOB, "WorkerLost", "x" * 3000, warning=True, related={"kind": "Node", "name": "n"}))
-    await settle()
+async def test_an_event_has_the_required_fields(cluster: FakeCluster, recorder: EventRecorder) -> None:
+    recorder.record(
+        Event("default", JOB, "WorkerLost", "x" * 3000, warning=True, related={"kind": "Node", "name": "n"})
+    )
+    await run_pending_tasks()
     (event,) = events(cluster)
     assert event["apiVersion"] == "events.k8s.io/v1"
     assert event["regarding"] == JOB
@@ -52,46 +51,42 @@ async def test_an_event_has_all_that_the_api_asks_for(cluster: FakeCluster, reco
 
 
 @recording
-async def test_repetitions_become_a_series_of_one_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
+async def test_repeated_notes_are_a_series_of_one_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
     for _ in range(10):
-        recorder.record(note("pod w-1 lost"))
+        recorder.record(lost_worker("pod w-1 lost"))
         await asyncio.sleep(20)
     (event,) = events(cluster)
     assert event["series"]["count"] == 9
-    recorder.record(note("pod w-2 lost"))
-    await settle()
+    recorder.record(lost_worker("pod w-2 lost"))
+    await run_pending_tasks()
     assert len(events(cluster)) == 2
 
 
 @recording
-async def test_notes_of_one_series_are_one_event_though_their_texts_name_other_pods(
-    cluster: FakeCluster, recorder: EventRecorder
-) -> None:
+async def test_notes_of_one_series_are_one_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
     for at in range(4):
         text = f"Pod w-{at} ended before it could join: exit code 7"
-        recorder.record(Note("default", JOB, "WorkerFailed", text, series="exit code 7"))
+        recorder.record(Event("default", JOB, "WorkerFailed", text, series="exit code 7"))
         await asyncio.sleep(40)
-    recorder.record(Note("default", JOB, "WorkerFailed", "Pod w-5 ended: exit code 8", series="exit code 8"))
-    await settle()
+    recorder.record(Event("default", JOB, "WorkerFailed", "Pod w-5 ended: exit code 8", series="exit code 8"))
+    await run_pending_tasks()
     assert sorted(event.get("series", {}).get("count", 1) for event in events(cluster)) == [1, 4]
 
 
 @recording
-async def test_after_a_long_pause_it_is_a_new_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
-    recorder.record(note("pod w-1 lost"))
+async def test_a_note_after_a_long_pause_is_a_new_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
+    recorder.record(lost_worker("pod w-1 lost"))
     await asyncio.sleep(1000)
-    recorder.record(note("pod w-1 lost"))
-    await settle()
+    recorder.record(lost_worker("pod w-1 lost"))
+    await run_pending_tasks()
     assert len(events(cluster)) == 2
 
 
 @recording
-async def test_a_job_with_too_many_events_is_limited_and_does_not_limit_others(
-    cluster: FakeCluster, recorder: EventRecorder
-) -> None:
+async def test_events_are_limited_for_each_job(cluster: FakeCluster, recorder: EventRecorder) -> None:
     for number in range(100):
-        recorder.record(note(f"news {number}"))
-    recorder.record(note("other job", uid="v"))
+        recorder.record(lost_worker(f"news {number}"))
+    recorder.record(lost_worker("other job", uid="v"))
     await asyncio.sleep(1)
     assert len(events(cluster)) == BUCKET + 1
     assert recorder.dropped == 100 - BUCKET
@@ -99,22 +94,22 @@ async def test_a_job_with_too_many_events_is_limited_and_does_not_limit_others(
 
 @recording
 async def test_a_series_whose_event_has_expired_starts_again(cluster: FakeCluster, recorder: EventRecorder) -> None:
-    recorder.record(note("pod w-1 lost"))
+    recorder.record(lost_worker("pod w-1 lost"))
     await asyncio.sleep(60)
     (event,) = events(cluster)
     cluster.remove(EVENTS, "default", event["metadata"]["name"])
-    recorder.record(note("pod w-1 lost"))
+    recorder.record(lost_worker("pod w-1 lost"))
     await asyncio.sleep(1)
     assert len(events(cluster)) == 1
 
 
 @recording
-async def test_an_unreachable_api_server_blocks_nothing(cluster: FakeCluster, recorder: EventRecorder) -> None:
+async def test_notes_during_an_outage_are_dropped(cluster: FakeCluster, recorder: EventRecorder) -> None:
     cluster.down = True
-    recorder.record(note("lost"))
+    recorder.record(lost_worker("lost"))
     await recorder.flush(1.0)
     await asyncio.sleep(100)
     cluster.down = False
-    recorder.record(note("found"))
-    await settle()
+    recorder.record(lost_worker("found"))
+    await run_pending_tasks()
     assert [event["note"] for event in events(cluster)] == ["found"]

@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""The executor: order of writes, conflicts, refusals, limits of creations and deletions, and the membership record."""
 
 import asyncio
 import copy
@@ -7,14 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from execution_world import World, replace_status
 
-from tests.testing.api.fake_kubernetes import refuse
-from tests.testing.suite.virtual_time import in_virtual_time, settle
+from tests.testing.api.fake_kubernetes import http_error
+from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
+from tests.wire.cluster.execute.execution_world import World, replace_status
 from trainium_contract.status.conditions import Phase
 from trainium_operator.cluster.api import resources
+from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.errors import ConflictError, ForbiddenError
+from trainium_operator.cluster.api.resources import CONFIG_MAPS
 from trainium_operator.cluster.api.transport import HttpResponse
+from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.cluster.execute.deletion_limit import LEAST, ForceDeleteLimitError
 from trainium_operator.cluster.execute.executor import BESIDE_A_START
 from trainium_operator.plan.features.network_policy.policy import network_policy
@@ -30,11 +33,11 @@ from trainium_operator.plan.model.actions import (
     Plan,
 )
 from trainium_operator.plan.model.observed import WorkerIngress
-from trainium_operator.plan.pods.disruption_budget import budget
+from trainium_operator.plan.pods.disruption_budget import budget_manifest
 
 
 class ConcurrentRequests:
-    """The number of requests of one method that are in flight at a time."""
+    """A counter of the requests of one method that are in flight at a time."""
 
     def __init__(self, world: World, method: str) -> None:
         self.most = self._now = 0
@@ -52,12 +55,12 @@ class ConcurrentRequests:
 
 
 @in_virtual_time
-async def test_status_is_written_first_and_events_follow_it(world: World) -> None:
+async def test_the_status_is_written_before_pods_and_events(world: World) -> None:
     writer = asyncio.create_task(world.recorder.run())
     intent = EventIntent(EventType.WARNING, "WorkerLost", "gone", EventKind.POD, "j-w-0")
     plan = Plan(status=replace_status(world.job, phase=Phase.STARTING), actions=world.pods(2), events=(intent,))
     await world.executor.execute(world.job, plan)
-    await settle()
+    await run_pending_tasks()
     paths = [write.path.rpartition("/")[2] for write in world.cluster.writes]
     assert paths[0] == "status"
     assert sorted(paths[1:]) == ["events", "pods", "pods"]
@@ -73,7 +76,7 @@ async def test_an_unchanged_status_is_not_written(world: World) -> None:
 
 
 @in_virtual_time
-async def test_a_status_written_over_an_old_copy_is_refused_and_the_copy_renewed(world: World) -> None:
+async def test_a_status_from_an_old_copy_is_a_conflict_that_renews_the_copy(world: World) -> None:
     world.cluster.change(resources.JOBS, "default", "j", lambda raw: raw["spec"].update(suspend=True))
     with pytest.raises(ConflictError):
         await world.do(*world.pods(1), phase=Phase.STARTING)
@@ -84,7 +87,7 @@ async def test_a_status_written_over_an_old_copy_is_refused_and_the_copy_renewed
 
 
 @in_virtual_time
-async def test_the_same_plan_twice_is_as_good_as_once(world: World) -> None:
+async def test_a_repeated_plan_changes_nothing(world: World) -> None:
     config = ApplyObject(world.owned("j-config", kind="ConfigMap", data={"trainer.yaml": "x"}))
     actions = (config, *world.pods(5), world.publication(1, 0))
     await world.do(*actions)
@@ -97,26 +100,26 @@ async def test_the_same_plan_twice_is_as_good_as_once(world: World) -> None:
 
 
 @in_virtual_time
-async def test_own_writes_are_in_the_caches_at_once(world: World) -> None:
+async def test_writes_are_in_the_caches_at_once(world: World) -> None:
     await world.do(*world.pods(3), world.publication(1, 0), phase=Phase.STARTING)
     assert world.job.status.phase is Phase.STARTING
     pods = world.caches.pods.store.owned_by(world.job.id)
     assert sorted(view.name for view in pods.values()) == ["j-w-0", "j-w-1", "j-w-2"]
-    record = world.caches.membership_of(world.job)
+    record = world.caches.find_membership(world.job)
     assert record is not None
     assert record.membership is not None
     assert record.membership.generation == 1
 
 
 @in_virtual_time
-async def test_a_pod_of_that_name_without_our_owner_is_a_conflict(world: World) -> None:
+async def test_a_pod_of_another_owner_is_a_conflict(world: World) -> None:
     world.cluster.add(resources.PODS, {"metadata": {"name": "j-w-0"}})
     with pytest.raises(ConflictError, match="does not belong to this job"):
         await world.do(*world.pods(1))
 
 
 @in_virtual_time
-async def test_creations_start_slowly_so_that_a_full_quota_costs_one_refusal(world: World) -> None:
+async def test_an_exceeded_quota_is_asked_once(world: World) -> None:
     world.refuse_creations("pods", "exceeded quota")
     with pytest.raises(ForbiddenError, match="exceeded quota"):
         await world.do(*world.pods(100))
@@ -125,19 +128,19 @@ async def test_creations_start_slowly_so_that_a_full_quota_costs_one_refusal(wor
 
 @pytest.mark.parametrize("written", ["a budget that is new", "a budget that is changed", "a configuration"])
 @in_virtual_time
-async def test_a_write_of_another_object_does_not_reset_the_pause_after_an_exceeded_quota(
-    world: World, written: str
-) -> None:
+async def test_a_write_of_another_object_keeps_the_pause_of_creations(world: World, written: str) -> None:
     job = world.job
     if written == "a budget that is changed":
-        await world.do(ApplyObject(budget(job, 2)))
+        await world.do(ApplyObject(budget_manifest(job, 2)))
     world.refuse_creations("pods", "exceeded quota")
     for pause in (1.0, 2.0, 4.0, 8.0):
         with pytest.raises(ForbiddenError):
             await world.do(*world.pods(2))
         assert world.creation_backoff.blocked_until(job.uid) == world.now + pause
         other = (
-            budget(job, int(pause)) if "budget" in written else membership_map(job, world.publication(1, 0).membership)
+            budget_manifest(job, int(pause))
+            if "budget" in written
+            else membership_map(job, world.publication(1, 0).membership)
         )
         await world.do(ApplyObject(other))
         assert world.creation_backoff.blocked_until(job.uid) == world.now + pause
@@ -148,7 +151,7 @@ async def test_a_write_of_another_object_does_not_reset_the_pause_after_an_excee
 
 
 @in_virtual_time
-async def test_several_refusals_at_once_are_one_event_and_each_object_has_its_pause(world: World) -> None:
+async def test_refusals_are_one_event_and_each_object_has_its_pause(world: World) -> None:
     writer = asyncio.create_task(world.recorder.run())
     world.refuse_creations("configmaps", "it goes")
     maps = [ApplyObject(world.owned(f"j-{name}", kind="ConfigMap", data={})) for name in ("a", "b", "c")]
@@ -156,7 +159,7 @@ async def test_several_refusals_at_once_are_one_event_and_each_object_has_its_pa
         with pytest.raises(ForbiddenError):
             await world.do(*maps)
         world.now += 2.0
-    await settle()
+    await run_pending_tasks()
     (event,) = world.events()
     assert event["reason"] == "WriteFailed"
     world.cluster.faults.clear()
@@ -168,14 +171,16 @@ async def test_several_refusals_at_once_are_one_event_and_each_object_has_its_pa
 
 
 @in_virtual_time
-async def test_a_quota_that_is_used_up_is_one_event_and_one_sentence_whatever_the_pods_are_called(world: World) -> None:
+async def test_an_exceeded_quota_is_one_event_for_all_pod_names(world: World) -> None:
     tries = iter(range(7, 99))
 
     def full(method: str, path: str) -> Any:
         if method != "POST" or not path.endswith("pods"):
             return None
         at = next(tries)
-        return refuse(403, "Forbidden", f'pods "j-w-{at}" is forbidden: exceeded quota: team, used: cpu={at}; j-w-{at}')
+        return http_error(
+            403, "Forbidden", f'pods "j-w-{at}" is forbidden: exceeded quota: team, used: cpu={at}; j-w-{at}'
+        )
 
     writer = asyncio.create_task(world.recorder.run())
     world.cluster.faults.append(full)
@@ -183,7 +188,7 @@ async def test_a_quota_that_is_used_up_is_one_event_and_one_sentence_whatever_th
         with pytest.raises(ForbiddenError):
             await world.do(*world.pods(2))
         world.now += 60.0
-    await settle()
+    await run_pending_tasks()
     (event,) = world.events()
     assert "exceeded quota: team" in event["note"]
     assert world.creation_backoff.refusal(world.job.uid) == "exceeded quota: team, used: cpu=11; j-w-N"
@@ -194,30 +199,30 @@ async def test_a_quota_that_is_used_up_is_one_event_and_one_sentence_whatever_th
 
 
 @in_virtual_time
-async def test_applying_an_object_reverts_an_edit_at_any_depth(world: World) -> None:
+async def test_an_applied_object_reverts_nested_edits(world: World) -> None:
     ingress = WorkerIngress(operator_namespace="system", operator_labels={"app": "operator"}, rules=())
-    wanted = {
-        resources.DISRUPTION_BUDGETS: budget(world.job, 3),
+    desired = {
+        resources.DISRUPTION_BUDGETS: budget_manifest(world.job, 3),
         resources.NETWORK_POLICIES: network_policy(world.job, ingress),
     }
-    for resource, manifest in wanted.items():
+    for resource, manifest in desired.items():
         edited = copy.deepcopy(manifest)
         selector = edited["spec"]["selector" if resource is resources.DISRUPTION_BUDGETS else "podSelector"]
         selector["matchLabels"]["tier"] = "by hand"
         selector["matchExpressions"] = [{"key": "tier", "operator": "Exists"}]
         edited["spec"]["maxUnavailable"] = 1
         world.cluster.add(resource, edited)
-    await world.do(ApplyObject(wanted[resources.DISRUPTION_BUDGETS]), ApplyPolicy(wanted[resources.NETWORK_POLICIES]))
-    for resource, manifest in wanted.items():
+    await world.do(ApplyObject(desired[resources.DISRUPTION_BUDGETS]), ApplyPolicy(desired[resources.NETWORK_POLICIES]))
+    for resource, manifest in desired.items():
         name = manifest["metadata"]["name"]
         assert world.cluster.get(resource, "default", name)["spec"] == manifest["spec"]
 
 
 @in_virtual_time
-async def test_a_refusal_half_way_lets_those_in_flight_end_and_starts_no_more(world: World) -> None:
+async def test_no_creation_starts_after_a_refusal(world: World) -> None:
     def full(method: str, path: str) -> Any:
         too_many = len(world.cluster.names(resources.PODS)) >= 3
-        return refuse(403, "Forbidden", "exceeded quota") if method == "POST" and too_many else None
+        return http_error(403, "Forbidden", "exceeded quota") if method == "POST" and too_many else None
 
     world.cluster.faults.append(full)
     with pytest.raises(ForbiddenError):
@@ -240,7 +245,7 @@ async def test_at_most_sixty_four_pods_are_created_at_a_time(world: World) -> No
 
 @pytest.mark.parametrize(("beside_a_start", "most"), [(True, BESIDE_A_START), (False, 64)])
 @in_virtual_time
-async def test_ended_pods_are_deleted_in_small_numbers_beside_a_start(
+async def test_few_ended_pods_are_deleted_at_a_time_during_a_start(
     world: World, beside_a_start: bool, most: int
 ) -> None:
     """The new pods are bound and started first; a job that only releases pods delays nothing."""
@@ -255,7 +260,7 @@ async def test_ended_pods_are_deleted_in_small_numbers_beside_a_start(
 
 
 @in_virtual_time
-async def test_deleting_a_missing_pod_or_another_incarnation_counts_as_done(world: World) -> None:
+async def test_deletion_of_a_missing_or_recreated_pod_succeeds(world: World) -> None:
     await world.do(*world.pods(2))
     uid = world.uids()["j-w-0"]
     await world.do(
@@ -266,7 +271,7 @@ async def test_deleting_a_missing_pod_or_another_incarnation_counts_as_done(worl
 
 
 @in_virtual_time
-async def test_a_pod_that_leaves_gracefully_shows_as_deleting_at_once(world: World) -> None:
+async def test_a_gracefully_deleted_pod_is_deleting_at_once(world: World) -> None:
     world.cluster.graceful_pods = True
     await world.do(*world.pods(1))
     uid = world.uids()["j-w-0"]
@@ -277,23 +282,23 @@ async def test_a_pod_that_leaves_gracefully_shows_as_deleting_at_once(world: Wor
 
 
 @in_virtual_time
-async def test_forced_deletions_above_the_last_bound_wait_and_replacements_do_not(world: World) -> None:
+async def test_forced_deletions_are_limited_and_creations_are_not(world: World) -> None:
     await world.do(*world.pods(12))
     uids = world.uids()
     deletions = tuple(DeletePod(name, uid, 0) for name, uid in uids.items())
     replacement = CreatePod(world.owned("j-w-12", spec={"containers": [{"name": "worker"}]}))
     with pytest.raises(ForceDeleteLimitError):
         await world.do(*deletions, replacement)
-    left = world.cluster.names(resources.PODS)
-    assert len(left) == 12 - LEAST + 1
-    assert "j-w-12" in left
-    gentle = tuple(DeletePod(name, uids[name], None) for name in left if name in uids)
+    remaining = world.cluster.names(resources.PODS)
+    assert len(remaining) == 12 - LEAST + 1
+    assert "j-w-12" in remaining
+    gentle = tuple(DeletePod(name, uids[name], None) for name in remaining if name in uids)
     await world.do(*gentle)
     assert world.cluster.names(resources.PODS) == ["j-w-12"]
 
 
 @in_virtual_time
-async def test_what_has_ended_is_deleted_also_where_nothing_may_be_created(world: World) -> None:
+async def test_ended_pods_are_deleted_despite_refused_creations(world: World) -> None:
     await world.do(*world.pods(3))
     uids = world.uids()
     deletions = tuple(DeletePod(name, uid, None) for name, uid in uids.items())
@@ -306,7 +311,7 @@ async def test_what_has_ended_is_deleted_also_where_nothing_may_be_created(world
 
 
 @in_virtual_time
-async def test_a_pod_that_somebody_else_removes_during_its_deletion_leaves_the_cache(world: World) -> None:
+async def test_a_pod_removed_during_its_deletion_leaves_the_cache(world: World) -> None:
     await world.do(*world.pods(1))
     raw = world.cluster.get(resources.PODS, "default", "j-w-0")
     # What a real API server answers then: the last state, which no resourceVersion names any more.
@@ -324,7 +329,7 @@ async def test_a_pod_that_somebody_else_removes_during_its_deletion_leaves_the_c
 
 
 @in_virtual_time
-async def test_an_edited_object_of_the_job_is_reverted_and_not_called_another_s(world: World) -> None:
+async def test_an_object_with_edited_labels_is_reverted(world: World) -> None:
     await world.caches.config_maps.refresh()
     config = ApplyObject(world.owned("j-config", kind="ConfigMap", data={"trainer.yaml": "x"}))
     await world.do(config)
@@ -344,7 +349,7 @@ async def test_an_edited_object_of_the_job_is_reverted_and_not_called_another_s(
 
 
 @in_virtual_time
-async def test_a_job_that_was_deleted_meanwhile_leaves_nothing_behind(world: World) -> None:
+async def test_the_plan_of_a_deleted_job_creates_nothing(world: World) -> None:
     job = world.job
     await world.do(*world.pods(1))
     world.cluster.remove(resources.JOBS, "default", "j")
@@ -354,3 +359,60 @@ async def test_a_job_that_was_deleted_meanwhile_leaves_nothing_behind(world: Wor
         await world.executor.execute(replace(job), plan)
     assert world.caches.jobs.store.get(("default", "j")) is None
     assert world.cluster.names(resources.PODS) == []
+
+
+@in_virtual_time
+async def test_a_generation_has_one_membership(world: World) -> None:
+    await world.do(world.publication(1, 0))
+    with pytest.raises(ConflictError):
+        await world.do(world.publication(1, 0, ip="10.9.9.9"))
+    await world.do(world.publication(2, 1))
+    with pytest.raises(ConflictError, match="holds generation 2, not 1"):
+        await world.do(world.publication(2, 1, ip="10.9.9.9"))
+    assert world.published == [1, 2]
+
+
+@in_virtual_time
+async def test_a_known_record_is_replaced_in_one_request(world: World) -> None:
+    await world.do(world.publication(1, 0))
+    world.cluster.requests.clear()
+    second = world.publication(2, 1, "10.0.0.2")
+    await world.do(second)
+    path = CONFIG_MAPS.path("default", "j-membership")
+    assert world.cluster.requests == [("PATCH", path)]
+    record = world.caches.find_membership(world.job)
+    assert record is not None
+    assert record.membership is second.membership, "it is not read again, and not kept twice"
+    assert read_membership(world.cluster.get(CONFIG_MAPS, "default", "j-membership")) == second.membership
+
+
+@in_virtual_time
+async def test_a_changed_record_is_read_before_it_is_replaced(world: World) -> None:
+    await world.do(world.publication(1, 0))
+    theirs = {**world.publication(2, 1, "10.9.9.9").manifest, "metadata": {"labels": {"of": "another operator"}}}
+    await Api(world.cluster).merge(CONFIG_MAPS, "default", "j-membership", theirs)
+    with pytest.raises(ConflictError, match="holds generation 2, not 1"):
+        await world.do(world.publication(2, 1))
+    assert world.published == [1]
+    await Api(world.cluster).delete(CONFIG_MAPS, "default", "j-membership")
+    await world.do(world.publication(3, 2))
+    assert world.published == [1, 3], "the user deleted it"
+
+
+@in_virtual_time
+async def test_foreign_data_in_the_record_is_removed_by_the_next_generation(world: World) -> None:
+    await world.do(world.publication(1, 0))
+    await Api(world.cluster).merge(CONFIG_MAPS, "default", "j-membership", {"data": {"theirs": "x"}})
+    await world.caches.config_maps.refresh()
+    await world.do(world.publication(2, 1))
+    assert "theirs" not in world.cluster.get(CONFIG_MAPS, "default", "j-membership").get("data", {})
+    assert world.published == [1, 2]
+
+
+@in_virtual_time
+async def test_the_record_of_an_earlier_job_with_the_name_is_a_conflict(world: World) -> None:
+    stale = world.owned("j-membership", data={})
+    stale["metadata"]["ownerReferences"][0]["uid"] = "an-earlier-job"
+    world.cluster.add(CONFIG_MAPS, stale)
+    with pytest.raises(ConflictError, match="belongs to an earlier job"):
+        await world.do(world.publication(1, 0))

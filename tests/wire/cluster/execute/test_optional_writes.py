@@ -1,18 +1,13 @@
 """The time limit of writes of a NetworkPolicy, and the record of refused ones."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_operator.cluster.api.errors import ApiError, ConflictError, ForbiddenError, UnavailableError
 from trainium_operator.cluster.execute.optional_writes import LONGEST_PAUSE, SECONDS, OptionalWrites
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 
 def failing(error: ApiError) -> Callable[[], Awaitable[None]]:
@@ -27,7 +22,7 @@ async def done() -> None:
 
 
 @in_virtual_time
-async def test_a_webhook_that_hangs_keeps_a_job_for_no_longer_than_the_limit() -> None:
+async def test_a_write_behind_a_hanging_webhook_times_out() -> None:
     loop = asyncio.get_running_loop()
     writes = OptionalWrites(loop.time)
     began = loop.time()
@@ -40,14 +35,14 @@ async def test_a_webhook_that_hangs_keeps_a_job_for_no_longer_than_the_limit() -
 
 
 @in_virtual_time
-async def test_the_pauses_grow_to_a_bound_and_a_success_ends_them() -> None:
+async def test_pauses_grow_to_a_maximum_and_end_with_a_success() -> None:
     writes = OptionalWrites(lambda: 1000.0)
     pauses = []
     for _ in range(12):
         await writes.write("NetworkPolicy", "a", failing(ForbiddenError("no", status=403))())
         refusal = writes.refusal("NetworkPolicy", "a")
         assert refusal is not None
-        pauses.append(refusal.again_from - 1000.0)
+        pauses.append(refusal.retry_at - 1000.0)
     assert pauses[:4] == [2.0, 4.0, 8.0, 16.0]
     assert pauses[-1] == LONGEST_PAUSE
     await writes.write("NetworkPolicy", "a", done())
@@ -58,7 +53,7 @@ async def test_the_pauses_grow_to_a_bound_and_a_success_ends_them() -> None:
     "error", [ConflictError("another version", status=409), UnavailableError("away", status=503), UnavailableError("x")]
 )
 @in_virtual_time
-async def test_what_a_new_plan_may_answer_is_an_error_as_of_any_write(error: ApiError) -> None:
+async def test_a_conflict_or_outage_is_raised(error: ApiError) -> None:
     writes = OptionalWrites(lambda: 0.0)
     with pytest.raises(type(error)):
         await writes.write("NetworkPolicy", "a", failing(error)())
@@ -66,7 +61,7 @@ async def test_what_a_new_plan_may_answer_is_an_error_as_of_any_write(error: Api
 
 
 @in_virtual_time
-async def test_the_time_limit_of_the_whole_job_is_not_taken_for_the_policy_s() -> None:
+async def test_a_timeout_of_the_caller_is_raised() -> None:
     writes = OptionalWrites(lambda: 0.0)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):

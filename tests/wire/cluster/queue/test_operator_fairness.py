@@ -1,25 +1,21 @@
-"""Jobs behind a webhook that fails or hangs: nobody else waits for them."""
-
-from __future__ import annotations
+"""Jobs behind an admission webhook that fails or hangs delay no other job."""
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tests.testing.api.fake_kubernetes import FakeCluster, refuse
+from tests.testing.api.fake_kubernetes import FakeCluster, http_error
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
-
-if TYPE_CHECKING:
-    from trainium_operator.cluster.api.transport import HttpResponse
+from trainium_operator.cluster.api.transport import HttpResponse
 
 HOOK_SECONDS = 10.0
 """Default time-out of the API server for a webhook."""
 
 
 def behind_a_webhook(process: OperatorProcess, seconds: float, *, refuses: bool) -> list[float]:
-    """Writes about objects of jobs named `held-…` take so long; the times of the pods' creations that were tried."""
+    """Delay creations of pods of jobs named `held-…`; return the list of their times."""
     request, tried = process.connection.request, list[float]()
 
     async def held(method: str, path: str, *, body: Any, **rest: Any) -> HttpResponse:
@@ -28,7 +24,7 @@ def behind_a_webhook(process: OperatorProcess, seconds: float, *, refuses: bool)
             tried.append(asyncio.get_running_loop().time())
             await asyncio.sleep(seconds)
             if refuses:
-                return refuse(500, "InternalError", "failed calling webhook: context deadline exceeded")
+                return http_error(500, "InternalError", "failed calling webhook: context deadline exceeded")
         return await request(method, path, body=body, **rest)
 
     process.connection.request = held  # type: ignore[method-assign]
@@ -38,7 +34,7 @@ def behind_a_webhook(process: OperatorProcess, seconds: float, *, refuses: bool)
 async def recovery_seconds(
     held: int, *, replicas: int = 1, refuses: bool = True, afterwards: float = 0.0
 ) -> tuple[float, FakeCluster, list[float]]:
-    """Measure how long a job takes to train again after its worker was killed, beside so many jobs that are held."""
+    """Measure the recovery of a job after its worker was killed, beside this number of delayed jobs."""
     cluster = FakeCluster(wall_clock)
     process, workers = OperatorProcess(cluster), Workers(cluster, nodes=130, total_steps=10**6)
     workers.operator = process
@@ -61,14 +57,14 @@ async def recovery_seconds(
     return seconds, cluster, tried
 
 
-def test_a_fault_is_answered_as_fast_beside_five_jobs_that_are_held_as_alone() -> None:
+def test_jobs_behind_a_slow_webhook_do_not_delay_the_recovery_of_others() -> None:
     alone, _, _ = run_virtual(recovery_seconds(0))
     for refuses in (True, False):
         beside, _, _ = run_virtual(recovery_seconds(5, replicas=24, refuses=refuses))
         assert beside <= 1.5 * alone, refuses
 
 
-def test_a_held_job_is_retried_with_growing_pauses_and_its_status_gives_the_reason() -> None:
+def test_a_job_behind_a_failing_webhook_is_retried_with_growing_pauses() -> None:
     _, cluster, tried = run_virtual(recovery_seconds(1, afterwards=300))
     assert 3 <= len(tried) <= 30
     assert tried[-1] - tried[0] > 120

@@ -1,11 +1,10 @@
-"""Which jobs' gangs wait for nodes like those of another, kept up by changes of pods alone."""
-
-from __future__ import annotations
+"""The number of nodes that waiting gangs of other jobs need, updated by changes of pods."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.cache.store import Entry, Key
 from trainium_operator.cluster.cache.views import JobRecord
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
@@ -13,9 +12,6 @@ from trainium_operator.plan.model.names import JobId
 from trainium_operator.plan.model.observed import JobView, PodPhase, PodView
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
-
-if TYPE_CHECKING:
-    from trainium_operator.cluster.api.client import Api
 
 WAITS = PodView(
     name="other-w-0", uid="pod", ordinal=0, phase=PodPhase.PENDING, gang="g", unschedulable_message="0/3 nodes"
@@ -35,8 +31,8 @@ def job(name: str, *, wanted: int = 0, device: str = "cpu") -> JobView:
     )
 
 
-class Scene:
-    """Two jobs, of which the first has taken two idle nodes."""
+class TwoJobs:
+    """Two jobs, of which the first uses two idle nodes."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.caches = make_caches(cast("Api", None), Settings())
@@ -55,31 +51,31 @@ class Scene:
         self.caches.pods.store.put(("default", view.name), Entry(view, uid="pod", version=self.version, owner=owner))
 
 
-def test_a_gang_that_waits_is_counted_and_the_job_that_may_give_way_is_woken() -> None:
-    scene = Scene()
-    scene.pod(WAITS)
-    assert scene.gangs.nodes_wanted(scene.first) == 1
-    assert scene.woken == [("default", "first")]
+def test_a_waiting_gang_wakes_the_job_with_idle_nodes() -> None:
+    jobs = TwoJobs()
+    jobs.pod(WAITS)
+    assert jobs.gangs.wanted_nodes(jobs.first) == 1
+    assert jobs.woken == [("default", "first")]
 
-    scene.pod(replace(WAITS, node="a", unschedulable_message=""))
-    assert scene.gangs.nodes_wanted(scene.first) == 0
-    assert scene.woken == [("default", "first")] * 2
+    jobs.pod(replace(WAITS, node="a", unschedulable_message=""))
+    assert jobs.gangs.wanted_nodes(jobs.first) == 0
+    assert jobs.woken == [("default", "first")] * 2
 
 
-def test_nobody_gives_way_to_himself_to_other_devices_to_extras_or_to_single_pods() -> None:
-    scene = Scene()
-    scene.pod(replace(WAITS, name="first-w-9"), "first")
-    assert scene.gangs.nodes_wanted(scene.first) == 0
-    scene.pod(replace(WAITS, extra=True))
-    scene.pod(replace(WAITS, gang=""))
-    assert scene.gangs.nodes_wanted(scene.first) == 0
-    different = Scene(device="cuda")
+def test_only_waiting_gangs_of_other_jobs_with_the_same_devices_count() -> None:
+    jobs = TwoJobs()
+    jobs.pod(replace(WAITS, name="first-w-9"), "first")
+    assert jobs.gangs.wanted_nodes(jobs.first) == 0
+    jobs.pod(replace(WAITS, extra=True))
+    jobs.pod(replace(WAITS, gang=""))
+    assert jobs.gangs.wanted_nodes(jobs.first) == 0
+    different = TwoJobs(device="cuda")
     different.pod(WAITS)
-    assert different.gangs.nodes_wanted(different.first) == 0
+    assert different.gangs.wanted_nodes(different.first) == 0
 
 
-def test_pods_that_go_wait_no_longer() -> None:
-    scene = Scene()
-    scene.pod(WAITS)
-    scene.caches.pods.store.remove(("default", WAITS.name), 9)
-    assert scene.gangs.nodes_wanted(scene.first) == 0
+def test_deleted_pods_do_not_wait() -> None:
+    jobs = TwoJobs()
+    jobs.pod(WAITS)
+    jobs.caches.pods.store.remove(("default", WAITS.name), 9)
+    assert jobs.gangs.wanted_nodes(jobs.first) == 0

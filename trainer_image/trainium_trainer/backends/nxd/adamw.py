@@ -1,10 +1,10 @@
-"""AdamW for devices that run whole graphs: every number of a step is a tensor, so no step needs a separate graph.
+"""AdamW for devices that run whole graphs: every value of a step is a tensor, so all steps share one graph.
 
 The arithmetic is that of `backends.optimizers.adamw`.
 
 Guarantees:
 - Moments exist from construction on, so that a checkpoint can be loaded into them.
-- Where the gradient is not finite the state stays as it is, decided on the device.
+- If the gradient is not finite the state does not change; the device decides this.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Controls:
-    """The numbers of one step, scalars on the device."""
+class UpdateScalars:
+    """The values of one step, scalars on the device."""
 
     learning_rate: Tensor
     gradient_scale: Tensor
-    """What gradients are multiplied with: one over the tokens, and the clipping."""
+    """The factor of the gradients: one over the tokens, times the clipping."""
     correction: Tensor
     """1 - beta1^step."""
     root_correction: Tensor
     """The square root of 1 - beta2^step."""
     finite: Tensor
-    """Whether to change anything; bool."""
+    """Whether to update the state; bool."""
 
 
 class GraphAdamW(Optimizer):
-    """Set `controls`, then call `step`."""
+    """Set `scalars`, then call `step`."""
 
-    controls: Controls
+    scalars: UpdateScalars
     after_update: Callable[[], None] | None = None
-    """Called at the end of `step`, before the weights are given to other ranks."""
+    """Called at the end of `step`, before the weights are sent to other ranks."""
 
     def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], **defaults: Any) -> None:
-        """`defaults` are those of `adamw_settings`."""
+        """Create the moments; `defaults` are those of `adamw_settings`."""
         super().__init__(params, defaults)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -67,24 +67,25 @@ class GraphAdamW(Optimizer):
             self.after_update()
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        controls, state = self.controls, self.state[parameter]
+        scalars, state = self.scalars, self.state[parameter]
         assert parameter.grad is not None
-        # In float32 also where the state is not: what is stored is rounded once, at random where the device does that.
+        # The update is computed in float32 even if the state is not; results are rounded once, stochastically if the
+        # device does so.
         weight, exp_avg, exp_avg_sq = parameter.float(), state["exp_avg"].float(), state["exp_avg_sq"].float()
-        gradient = parameter.grad.float() * controls.gradient_scale
+        gradient = parameter.grad.float() * scalars.gradient_scale
         first = exp_avg.lerp(gradient, 1.0 - group["beta1"])
         second = exp_avg_sq * group["beta2"] + gradient * gradient * (1.0 - group["beta2"])
-        kept = weight
+        decayed = weight
         if weight.dim() == 2 or group["decay_all"]:
-            kept = weight * (1.0 - controls.learning_rate * group["weight_decay"])
-        denominator = second.sqrt() / controls.root_correction + group["eps"]
-        moved = kept - controls.learning_rate / controls.correction * (first / denominator)
+            decayed = weight * (1.0 - scalars.learning_rate * group["weight_decay"])
+        denominator = second.sqrt() / scalars.root_correction + group["eps"]
+        moved = decayed - scalars.learning_rate / scalars.correction * (first / denominator)
         for old, new in ((state["exp_avg"], first), (state["exp_avg_sq"], second), (parameter, moved)):
-            old.copy_(torch.where(controls.finite, new.to(old.dtype), old))
+            old.copy_(torch.where(scalars.finite, new.to(old.dtype), old))
 
 
 def adamw_settings(config: OptimizerConfig) -> dict[str, Any]:
-    """Return what stays the same over a run."""
+    """Return the settings that are constant during a run."""
     return {
         "lr": config.learning_rate,
         "beta1": config.beta1,

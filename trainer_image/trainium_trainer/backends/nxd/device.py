@@ -1,11 +1,10 @@
-"""The XLA device behind four verbs: launch the graph, do something after it, fetch to the host, and is it there at all.
+"""The XLA device: launch the graph, run closures after it, fetch to the host.
 
-On XLA an operation only records; `sync` compiles and launches what was recorded since the last one.
+On XLA an operation is only recorded; `sync` compiles and launches the operations since the last one.
 
 Guarantees:
-- Numbers leave the device in `fetch` and in what `after_sync` was given, nowhere else, so nothing breaks a graph in
-  two.
-- With NXD_CPU_MODE=1 (NxD on plain CPU tensors) everything happens at once and these verbs are trivial.
+- Values leave the device only in `fetch` and in closures of `after_sync`, so that no graph is broken in two.
+- With NXD_CPU_MODE=1 (NxD on plain CPU tensors) operations run at once and these methods are trivial.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class XlaDevice:
 
     @property
     def is_neuron(self) -> bool:
-        """Whether graphs run on NeuronCores, with their kernels."""
+        """Whether graphs run on NeuronCores with their kernels."""
         return self.is_lazy and os.environ.get("PJRT_DEVICE") == "NEURON"
 
     def sync(self) -> None:
-        """Launch what was recorded; then run what `after_sync` was given."""
+        """Launch the recorded operations, then run the closures of `after_sync`."""
         if self.is_lazy:
             torch_xla.sync()
 
@@ -49,10 +48,10 @@ class XlaDevice:
             closure(value)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors on the host, in one transfer; without a device between, they share the tensors' memory."""
+        """Return the tensors on the host, in one transfer; on the CPU they share the tensors' memory."""
         if not self.is_lazy:
             return [tensor.detach() for tensor in tensors]
         xla: Any = torch_xla._XLAC  # noqa: SLF001 - torch_xla has no public name for a transfer of many tensors
         xla._xla_sync_multi(list(tensors), devices=[], wait=True, sync_xla_data=False)  # noqa: SLF001
-        found: list[Tensor] = xla._xla_get_cpu_tensors(list(tensors))  # noqa: SLF001
-        return found
+        copies: list[Tensor] = xla._xla_get_cpu_tensors(list(tensors))  # noqa: SLF001
+        return copies

@@ -1,11 +1,11 @@
-"""Process groups of the nxd backend: the device's by NxD, the host's by gloo.
+"""The process groups of the nxd backend: NxD's for the device, gloo for the host.
 
-NxD orders ranks as pipeline x data x tensor with tensor fastest, as our mesh does, but for two cases that follow the
-wiring: 4-fold tensor parallelism on trn1 takes every eighth core of a node, and on trn2 half-node groups are made of
+NxD orders ranks as pipeline x data x tensor with tensor fastest, as the mesh here does, except in two cases that follow
+the wiring: 4-fold tensor parallelism on trn1 uses every eighth core of a node, and half-node groups on trn2 combine
 opposite rows.
 
 Guarantees:
-- This rank's coordinates are therefore always asked of NxD, never computed from the rank.
+- So this rank's coordinates always come from NxD and are never computed from the rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch_neuronx.utils import get_platform_target
 
 from trainium_trainer.backends.base import Mesh
-from trainium_trainer.backends.device import meet
+from trainium_trainer.backends.device import init_default_group
 from trainium_trainer.backends.mesh import refuse_another_mesh
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
 
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Where this rank is, and its groups on the device and on the host."""
+    """The coordinates of this rank and its groups on the device and on the host."""
 
     mesh: Mesh
     tensor_rank: TensorRank
     host: ProcessGroup
-    """All ranks, over gloo: agreements about numbers that the host has."""
+    """All ranks, over gloo: for agreements about values on the host."""
     data: ProcessGroup
     tensor: ProcessGroup
 
 
-def join(settings: Settings, device: torch.device) -> Groups:
-    """Meet the other ranks and let NxD divide them. Collective."""
+def create_groups(settings: Settings, device: torch.device) -> Groups:
+    """Create the process groups. Collective."""
     launch, tensor = settings.launch, settings.config.parallelism.tensor
-    host = _meet(settings.launch)
+    host = _init_default_group(settings.launch)
     refuse_another_mesh(settings, host)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
     data_group: ProcessGroup = parallel_state.get_data_parallel_group()
@@ -70,20 +70,20 @@ def join(settings: Settings, device: torch.device) -> Groups:
     return Groups(mesh, TensorRank(settings.shape, tp_rank, tensor, order), host, data_group, tensor_group)
 
 
-def _meet(launch: Launch) -> ProcessGroup:
-    """Make the default group, which NxD takes for the device's, and return the host's."""
+def _init_default_group(launch: Launch) -> ProcessGroup:
+    """Create the default group, which NxD uses for the device, and return the host's."""
     if cpu_mode():
-        meet("gloo", launch)
+        init_default_group("gloo", launch)
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     import torch_xla.distributed.xla_backend  # noqa: F401, PLC0415 - registers the process-group backend "xla"
 
     if launch.alone:
-        # Importing it registers the backend `fake`, whose collectives move nothing.
+        # The import registers the backend `fake`, whose collectives transfer nothing.
         from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
         dist.init_process_group("xla", store=FakeStore(), rank=launch.rank, world_size=launch.world_size)
     else:
-        meet("xla", launch)
+        init_default_group("xla", launch)
     host: ProcessGroup = dist.new_group(backend="fake" if launch.alone else "gloo")
     return host

@@ -1,7 +1,7 @@
-"""The limits of backend Nxd, from the configuration alone.
+"""Check a configuration against the limits of backend Nxd.
 
 Guarantees:
-- Nothing is imported or touched for it, so that `trainium-trainer check` refuses what a run would refuse.
+- It imports no library and uses no device, so `trainium-trainer check` refuses the same configurations as a run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
 
 SCATTERED = 4
-"""The tensor-parallel degree at which NxD on trn1 takes the ranks of a group from all over a node."""
+"""The tensor-parallel degree at which NxD on trn1 spreads the ranks of a group over a node."""
 
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose attention NxD's layers can compute."""
+"""The families whose attention NxD's layers can compute."""
 
 
 def check_model(shape: ModelShape) -> None:
@@ -36,7 +36,7 @@ def check_model(shape: ModelShape) -> None:
 
 
 def check_limits(config: TrainingConfig, dp_size: int) -> None:
-    """Raise UserError for what Nxd cannot do with `dp_size` data-parallel ranks."""
+    """Raise UserError for settings that Nxd does not support with `dp_size` data-parallel ranks."""
     if config.parallelism.pipeline > 1:
         raise UserError(
             f"parallelism.pipeline is {config.parallelism.pipeline}, but backend Nxd has no pipeline: use 1 and raise "
@@ -82,7 +82,7 @@ def check_limits(config: TrainingConfig, dp_size: int) -> None:
 
 
 def check_node_size(config: TrainingConfig, processes: int) -> None:
-    """Raise UserError where a node's number of processes cannot hold the groups of ranks that NxD makes."""
+    """Raise UserError if a node's number of processes does not fit NxD's groups of ranks."""
     if config.parallelism.tensor == SCATTERED and processes % SCATTERED:
         raise UserError(
             f"parallelism.tensor is {SCATTERED} and a node has {processes} processes: backend Nxd divides a node into "

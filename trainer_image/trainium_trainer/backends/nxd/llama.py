@@ -1,10 +1,10 @@
-"""The one model (`models.llama`) divided by NxD's layers, put in from outside as the native plan is.
+"""The model (`models.llama`) divided by NxD's layers, which replace its layers from outside, as in the native plan.
 
 Query, key and value come from one coalesced projection with key/value heads repeated where ranks outnumber them, gate
 and up from another (HLAT, arXiv 2404.10630, section 3.3).
 
 Guarantees:
-- Parameters are those that `layout.pieces` describes.
+- `layout.pieces` describes the parameters.
 - With sequence parallelism activations are [sequence / ranks, batch, hidden] between the divided regions, the layout
   that NxD's layers communicate without transposing.
 - The loss is computed on divided logits.
@@ -35,25 +35,25 @@ from trainium_trainer.models.rope import rotate
 if TYPE_CHECKING:
     from trainium_contract.models.shape import ModelShape
     from trainium_trainer.backends.nxd.layout.pieces import TensorRank
-    from trainium_trainer.models.rope import Context
+    from trainium_trainer.models.rope import AttentionContext
 
 _FLASH_LENGTH = 2048
 _FLASH_HEAD = 128
-"""NKI's kernel takes sequences that are multiples of the one, and heads up to the other."""
+"""NKI's kernel accepts sequences that are multiples of the first, and head widths up to the second."""
 
 
 class CoreAttention(nn.Module):
-    """Causal attention of heads that are already projected: what selective recompute computes twice."""
+    """Causal attention of projected heads, which selective recompute computes twice."""
 
     def __init__(self, *, flash: bool) -> None:
         super().__init__()
         self._flash = flash
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[batch, heads, sequence, width] each, fewer heads in key and value, to the query's size.
+        """Map [batch, heads, sequence, width], with fewer heads in key and value, to the query's size.
 
-        `mask` is [sequence, sequence] or [batch, 1, sequence, sequence], whether a position (next to last) sees another
-        (last); None: all earlier ones. The library's fused kernel knows no mask but the causal one.
+        `mask` is [sequence, sequence] or [batch, 1, sequence, sequence], whether a position (next to last) attends to
+        another (last); None: to all earlier ones. The library's fused kernel supports only the causal mask.
         """
         shared = query.shape[1] // key.shape[1]
         if shared > 1:
@@ -97,27 +97,27 @@ class NxdAttention(nn.Module):
             fuse_qkv=True,
         )
         if shape.attention_bias:
-            # NxD's layer adds a bias that it has, but 0.18 fails to create one (`shared_tp` is an unknown argument).
+            # NxD's layer supports a bias, but 0.18 fails to create one (`shared_tp` is an unknown argument).
             outputs = self.qkv_proj.weight_qkv.shape[0]
             self.qkv_proj.bias_qkv = nn.Parameter(torch.empty(outputs, dtype=dtype))
         self.core = CoreAttention(flash=flash)
         self.o_proj = _row(query, shape.hidden_size, sequence=sequence, dtype=dtype)
         self.q_norm, self.k_norm = head_norms(shape, dtype)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """[batch, sequence, hidden], or [sequence part, batch, hidden], to the same."""
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """Map [batch, sequence, hidden] or [sequence part, batch, hidden] to the same shape."""
         projected = self.qkv_proj(x)
         query, key, value = (
-            self._heads(each, norm) for each, norm in zip(projected, (self.q_norm, self.k_norm, None), strict=True)
+            self._heads(part, norm) for part, norm in zip(projected, (self.q_norm, self.k_norm, None), strict=True)
         )
-        mask = mask_of(context, self._window)
+        mask = build_mask(context, self._window)
         mixed = self.core(rotate(query, context), rotate(key, context), value, mask)
         joined = mixed.permute(2, 0, 1, 3) if self._sequence else mixed.transpose(1, 2)
         out: Tensor = self.o_proj(joined.flatten(2).contiguous())
         return out
 
     def _heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
-        """To [batch, heads, sequence, width]."""
+        """Reshape to [batch, heads, sequence, width]."""
         heads = _ContiguousGradient.apply(projected).unflatten(-1, (-1, self._head_dim))  # type: ignore[no-untyped-call]
         heads = heads if norm is None else norm(heads)
         turned: Tensor = heads.permute(1, 2, 0, 3) if self._sequence else heads.transpose(1, 2)
@@ -125,20 +125,20 @@ class NxdAttention(nn.Module):
 
 
 def head_norms(shape: ModelShape, dtype: torch.dtype) -> tuple[RMSNorm | None, RMSNorm | None]:
-    """Return the norms of each head of queries and of keys, where the model has them."""
+    """Create the norms of queries and keys, if the model has them."""
     if shape.query_key_norm is QueryKeyNorm.NONE:
         return None, None
     query, key = (RMSNorm(shape.head_dim, shape.norm_eps).to(dtype) for _ in range(2))
     return query, key
 
 
-def mask_of(context: Context, window: int | None) -> Tensor | None:
-    """Return the mask of a layer with this window or none; None where it sees all earlier positions."""
+def build_mask(context: AttentionContext, window: int | None) -> Tensor | None:
+    """Return the mask of a layer with this window; None if it attends to all earlier positions."""
     return context.mask if window is None or context.windowed is None else context.windowed.mask
 
 
 class NxdMLP(nn.Module):
-    """SwiGLU feed-forward over this rank's share of the inner width."""
+    """The SwiGLU feed-forward layer over this rank's part of the inner width."""
 
     def __init__(self, shape: ModelShape, *, sequence: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class NxdMLP(nn.Module):
         self.gate_up_proj = _column(shape.hidden_size, 2 * width, sequence=sequence, dtype=dtype, stride=2)
         self.down_proj = _row(width, shape.hidden_size, sequence=sequence, dtype=dtype)
 
-    def forward(self, x: Tensor, _: Context) -> Tensor:
+    def forward(self, x: Tensor, _: AttentionContext) -> Tensor:
         """Return a tensor of the size of `x`."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         out: Tensor = self.down_proj(F.silu(gate) * up)
@@ -154,9 +154,9 @@ class NxdMLP(nn.Module):
 
 
 def _column(width: int, outputs: int, *, sequence: bool, dtype: torch.dtype, stride: int = 1) -> nn.Module:
-    """Return a projection whose outputs are divided."""
-    # Without sequence parallelism the gradient of the input is summed in `dtype`: asked for another type, NxD 0.18 sums
-    # a copy and goes on with this rank's part (`_linear_autograd_bwd_grad_reduce`).
+    """Create a projection whose outputs are divided."""
+    # Without sequence parallelism the gradient of the input is summed in `dtype`: for another type, NxD 0.18 sums a
+    # copy and continues with this rank's part (`_linear_autograd_bwd_grad_reduce`).
     layer: nn.Module = ColumnParallelLinear(
         width,
         outputs,
@@ -182,7 +182,7 @@ def _along_sequence(sequence: bool) -> dict[str, Any]:
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Identity with a contiguous gradient: NxD's linear layers `view` it, which eager tensors do not always allow."""
+    """Identity with a contiguous gradient, because NxD's linear layers call `view` on it."""
 
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:
@@ -193,8 +193,8 @@ class _ContiguousGradient(torch.autograd.Function):
         return gradients[0].contiguous()
 
 
-def divided_llama(rank: TensorRank, *, sequence: bool, flash: bool, dtype: torch.dtype) -> Llama:
-    """Return this rank's share of the model, on the meta device, with all parameters of type `dtype`."""
+def build_llama(rank: TensorRank, *, sequence: bool, flash: bool, dtype: torch.dtype) -> Llama:
+    """Create this rank's part of the model on the meta device, with all parameters of type `dtype`."""
     shape = rank.shape
     with torch.device("meta"):
         model = Llama(shape).to(dtype)
@@ -211,7 +211,7 @@ def divided_llama(rank: TensorRank, *, sequence: bool, flash: bool, dtype: torch
 
 
 def apply_recompute(model: Llama, mode: Recompute) -> None:
-    """Let the backward pass recompute what `mode` selects; names of parameters change, so collect them before."""
+    """Recompute in the backward pass what `mode` selects; names of parameters change, so collect them before."""
     if mode is Recompute.NONE:
         return
     layers = model.model.layers
@@ -219,12 +219,12 @@ def apply_recompute(model: Llama, mode: Recompute) -> None:
     again = CoreAttention if mode is Recompute.SELECTIVE else Block
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, again))
     if mode is Recompute.FULL and trained:
-        # NxD's recompute gives gradients only where an input has one, which is not so behind a frozen embedding.
+        # NxD's recompute computes gradients only if an input requires one, which is not so after a frozen embedding.
         layers[trained[0]].register_forward_pre_hook(_with_gradient)
 
 
 def _with_gradient(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return the arguments of a block, of which the first gets a gradient where it has none."""
+    """Return the arguments of a block, with a gradient required for the first one."""
     if not torch.is_grad_enabled() or args[0].requires_grad:
         return None
     return (args[0].detach().requires_grad_(), *args[1:])
@@ -240,10 +240,10 @@ def loss_sum(
     positions: Tensor | None = None,
     samples: Tensor | None = None,
 ) -> Tensor:
-    """Sum of the token losses of a micro-batch, [batch, sequence] each, in float32; the same on all tensor ranks.
+    """Return the sum of the token losses of a micro-batch, [batch, sequence], in float32; equal on all tensor ranks.
 
-    Of this rank's part of the vocabulary only the first `columns` are tokens, if that is given; `positions` and
-    `samples` as `Llama` takes them.
+    Only the first `columns` of this rank's part of the vocabulary are tokens, if given; `positions` and `samples` as in
+    `Llama`.
     """
     out = model(tokens, positions=positions, samples=samples)
     logits = _ContiguousGradient.apply(out).float()  # type: ignore[no-untyped-call]

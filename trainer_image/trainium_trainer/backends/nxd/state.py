@@ -1,9 +1,9 @@
-"""The training state of one rank of the nxd backend under its checkpoint names.
+"""The training state of one rank of the nxd backend by checkpoint names.
 
 Guarantees:
-- Names and boxes are those of whole tensors with Hugging Face's names, whatever NxD's layers coalesce, repeat or pad.
+- Names and boxes refer to whole tensors with Hugging Face's names, although NxD's layers coalesce, repeat and pad.
 - The weights of a checkpoint are the master weights.
-- Values reach the host in one transfer, and only when asked.
+- Values are copied to the host in one transfer, and only on request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS
-from trainium_trainer.checkpoint.format.part import TensorPart as Box
+from trainium_trainer.checkpoint.format.live_state import TensorPart as Box
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, state_name
 
 if TYPE_CHECKING:
@@ -25,33 +25,33 @@ if TYPE_CHECKING:
     from trainium_trainer.backends.nxd.device import XlaDevice
     from trainium_trainer.backends.nxd.layout.divisions import StoredRows
     from trainium_trainer.backends.nxd.layout.pieces import Piece
-    from trainium_trainer.backends.nxd.stores import Held
+    from trainium_trainer.backends.nxd.stores import ParameterState
 
 
 class NxdState:
     """Master weights and moments."""
 
-    def __init__(self, held: Sequence[Held], device: XlaDevice) -> None:
+    def __init__(self, states: Sequence[ParameterState], device: XlaDevice) -> None:
         self._device = device
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self._stored: dict[str, tuple[StoredRows, ...]] = {}
-        for entry in held:
+        for entry in states:
             self._stored[entry.name] = entry.stored
             self._tensors[WEIGHT, entry.name] = entry.master
             for (part, _), value in zip(MOMENTS.items(), (entry.exp_avg, entry.exp_avg_sq), strict=True):
                 self._tensors[part, entry.name] = value
         self.step = torch.zeros((), dtype=torch.int64)
-        self._lent: list[Tensor] = []
-        self._settled = False
+        self._host_copies: list[Tensor] = []
+        self._is_uploaded = False
 
     def _boxes(self) -> Iterator[tuple[str, tuple[str, str], StoredRows]]:
-        """Checkpoint name, key of the tensor, and rows of every box, also of those that are empty on this rank."""
+        """Yield checkpoint name, key of the tensor and rows of every box, including boxes that are empty here."""
         for key in self._tensors:
             for stored in self._stored[key[1]]:
                 yield state_name(key[0], stored.piece.name), key, stored
 
     def state_dict(self) -> dict[str, Any]:
-        """See `TrainingState.state_dict`; the values are fetched when the first of them is used."""
+        """See `TrainingState.state_dict`; the values are fetched at the first use."""
 
         @functools.cache
         def host() -> dict[tuple[str, str], Tensor]:
@@ -60,10 +60,10 @@ class NxdState:
         def rows(key: tuple[str, str], piece: Piece) -> Callable[[], Tensor]:
             return lambda: host()[key][piece.start : piece.end]
 
-        found: dict[str, Any] = {OPTIMIZER_STEP: self.step}
+        state: dict[str, Any] = {OPTIMIZER_STEP: self.step}
         for name, key, stored in self._boxes():
             piece = stored.piece
-            found[name] = Box(
+            state[name] = Box(
                 rows(key, piece),
                 whole=piece.whole,
                 offsets=piece.offsets,
@@ -71,10 +71,10 @@ class NxdState:
                 dtype=self._tensors[key].dtype,
                 division=stored.division,
             )
-        return found
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy every value in; the names must be exactly this state's."""
+        """Copy every value; the names must be exactly this state's."""
         expected = {name for name, _, _ in self._boxes()} | {OPTIMIZER_STEP}
         if expected != state.keys():
             raise KeyError(sorted(expected ^ state.keys()))
@@ -87,7 +87,7 @@ class NxdState:
         self._replace(box)
 
     def fill(self, write: Callable[[Piece, Tensor], None]) -> None:
-        """Have `write` put this rank's boxes of the weights into tensors of their sizes; set the moments to zero."""
+        """Fill this rank's boxes of the weights with `write`, and zero the moments."""
 
         def box(part: str, piece: Piece, target: Tensor) -> None:
             if part == WEIGHT:
@@ -99,29 +99,29 @@ class NxdState:
     def _replace(self, write: Callable[[str, Piece, Tensor], None]) -> None:
         """Recreate every tensor on the host, zero where nothing is written, and send it to the device."""
         for (part, name), tensor in self._tensors.items():
-            made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            values = torch.zeros(tensor.shape, dtype=tensor.dtype)
             for stored in self._stored[name]:
                 if (piece := stored.piece).sizes[0]:
-                    write(part, piece, made[piece.start : piece.end])
-            tensor.copy_(made.to(tensor.device))
-        self._lent = []
+                    write(part, piece, values[piece.start : piece.end])
+            tensor.copy_(values.to(tensor.device))
+        self._host_copies = []
         self._device.sync()
 
     def local_tensors(self) -> dict[str, Tensor]:
         """See `TrainingState.local_tensors`; on a device they are copies, and `upload_local_tensors` follows writes."""
         copies = self._fetch()
-        if not self._settled:
-            self._lent = copies
+        if not self._is_uploaded:
+            self._host_copies = copies
         names = [state_name(*key) for key in self._tensors]
         return dict(zip(names, copies, strict=True)) | {OPTIMIZER_STEP: self.step}
 
     @torch.no_grad()
     def upload_local_tensors(self) -> None:
-        """Load to the device, before the first step, what was written into the newest `local_tensors`."""
-        for tensor, copy in zip(self._tensors.values(), self._lent, strict=False):
+        """Copy the newest `local_tensors` to the device before the first step."""
+        for tensor, copy in zip(self._tensors.values(), self._host_copies, strict=False):
             if copy.device != tensor.device:
                 tensor.copy_(copy.to(tensor.device))
-        self._lent, self._settled = [], True
+        self._host_copies, self._is_uploaded = [], True
         self._device.sync()
 
     def _fetch(self) -> list[Tensor]:

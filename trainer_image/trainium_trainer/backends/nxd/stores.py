@@ -1,9 +1,9 @@
-"""Where weights, master weights, gradients and moments live on the nxd backend: replicated, or by NxD's ZeRO-1.
+"""The storage of weights, master weights, gradients and moments on the nxd backend: replicated or NxD's ZeRO-1.
 
 Guarantees:
 - The master weights (of the type that the optimizer computes in) are the state.
-- The model's weights are made from them by `derive` and by every step, never the other way round, so no order of
-  loading can restore old weights.
+- `derive` and every step compute the model's weights from them, never the reverse, so no order of loading restores old
+  weights.
 - Gradients are summed and reduced in float32, to means over the data-parallel ranks, and keep their memory between
   steps, so every micro-batch is the same graph.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from trainium_trainer.backends.nxd.adamw import GraphAdamW, adamw_settings
-from trainium_trainer.backends.nxd.layout.divisions import replicated, zero1
+from trainium_trainer.backends.nxd.layout.divisions import replicated_rows, zero1_rows
 from trainium_trainer.backends.nxd.layout.pieces import norm_terms, shared_rows
 
 if TYPE_CHECKING:
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_contract.trainer.optimizer import OptimizerConfig
-    from trainium_trainer.backends.nxd.adamw import Controls
+    from trainium_trainer.backends.nxd.adamw import UpdateScalars
     from trainium_trainer.backends.nxd.layout.divisions import StoredRows
     from trainium_trainer.backends.nxd.layout.pieces import Piece
-    from trainium_trainer.checkpoint.dividing import Division
+    from trainium_trainer.checkpoint.sharding import Division
 
-    Decide = Callable[[Tensor], Controls]
-    """From this rank's sum of squares of reduced gradients to the numbers of the step."""
+    Decide = Callable[[Tensor], UpdateScalars]
+    """Maps this rank's sum of squares of reduced gradients to the values of the step."""
 
 _BUCKET_MIB = 130
-"""Size of ZeRO-1's collectives; NxD warns of wrong numbers above 140."""
+"""The size of ZeRO-1's collectives; NxD warns of wrong results above 140."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +48,31 @@ class NamedParameter:
     name: str
     parameter: nn.Parameter
     pieces: tuple[Piece, ...]
-    """What its rows are."""
+    """The pieces of its rows."""
     divisions: tuple[Division, ...]
-    """How the ranks of the job divide the whole tensor of each piece, before ZeRO-1."""
+    """The division of the whole tensor of each piece over the ranks of the job, before ZeRO-1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """The part of one parameter's state that this rank holds."""
+class ParameterState:
+    """This rank's part of one parameter's state."""
 
     name: str
     pieces: tuple[Piece, ...]
-    """What the rows of the three tensors are; rows beyond the last piece are padding."""
+    """The pieces of the rows of the three tensors; rows beyond the last piece are padding."""
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     stored: tuple[StoredRows, ...]
-    """All tensors that the parameter is stacked of, also those of which this rank has no rows."""
+    """All tensors that are stacked in the parameter, including those of which this rank has no rows."""
 
 
 class NxdStateStore(Protocol):
     """One layout of the training state."""
 
     @property
-    def held(self) -> Sequence[Held]:
-        """The state."""
+    def states(self) -> Sequence[ParameterState]:
+        """The state of each parameter."""
         ...
 
     @property
@@ -81,15 +81,15 @@ class NxdStateStore(Protocol):
         ...
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's accumulated gradients, in the order of the parameters, not yet reduced."""
+        """Return this rank's accumulated gradients before the reduction, in the order of the parameters."""
         ...
 
     def step(self, decide: Decide) -> None:
-        """Reduce the gradients, ask for the numbers, update, make the model's weights. Collective."""
+        """Reduce the gradients, get the values of the step, update, and derive the model's weights. Collective."""
         ...
 
     def derive(self) -> None:
-        """Make the model's weights from the master weights. Collective."""
+        """Derive the model's weights from the master weights. Collective."""
         ...
 
     def zero_grad(self) -> None:
@@ -101,7 +101,7 @@ class NxdReplicatedStore:
     """Every data-parallel rank holds the state of its tensor-parallel rank."""
 
     def __init__(self, named: Sequence[NamedParameter], config: OptimizerConfig, dtype: torch.dtype) -> None:
-        """`dtype` is that of the optimizer; where the model has another, it gets master weights beside its own."""
+        """Create the state; if the optimizer's `dtype` differs from the model's, with master weights."""
         self._named = named
         self._masters = [
             entry.parameter if entry.parameter.dtype == dtype else nn.Parameter(entry.parameter.data.to(dtype))
@@ -112,14 +112,14 @@ class NxdReplicatedStore:
         for entry, total in zip(named, self._gradients, strict=True):
             entry.parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
         states = [self.inner.state[master] for master in self._masters]
-        self.held = [
-            Held(
+        self.states = [
+            ParameterState(
                 entry.name,
                 entry.pieces,
                 master,
                 state["exp_avg"],
                 state["exp_avg_sq"],
-                replicated(entry.pieces, entry.divisions),
+                replicated_rows(entry.pieces, entry.divisions),
             )
             for entry, master, state in zip(named, self._masters, states, strict=True)
         ]
@@ -134,7 +134,7 @@ class NxdReplicatedStore:
         grads.bucket_allreduce_gradients(self._gradients)
         for master, gradient in zip(self._masters, self._gradients, strict=True):
             master.grad = gradient.to(master.dtype)
-        self.inner.controls = decide(square_sum(self._gradients, [held.pieces for held in self.held]))
+        self.inner.scalars = decide(square_sum(self._gradients, [state.pieces for state in self.states]))
         self.inner.step()
         for master in self._masters:
             master.grad = None
@@ -154,7 +154,7 @@ class NxdReplicatedStore:
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:
-    """Return a hook that adds a parameter's gradient to `total` and lets go of it."""
+    """Return a hook that adds a parameter's gradient to `total` and frees it."""
 
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -165,12 +165,12 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
 
 
 class Zero1Store:
-    """Each data-parallel rank holds a run of rows of every parameter's state (NxD's ZeRO-1)."""
+    """Each data-parallel rank holds a chunk of rows of every parameter's state (NxD's ZeRO-1)."""
 
     def __init__(self, named: Sequence[NamedParameter], config: OptimizerConfig, dtype: torch.dtype) -> None:
-        """`dtype` is that of the optimizer: of master weights and moments."""
+        """Create the state; `dtype` is that of master weights and moments."""
         size = parallel_state.get_data_parallel_size()
-        self._optimizer = _GuidedZero1(
+        self._optimizer = _Zero1WithUpdateHook(
             [entry.parameter for entry in named],
             GraphAdamW,
             optimizer_dtype=dtype,
@@ -184,35 +184,33 @@ class Zero1Store:
         )
         self.inner: GraphAdamW = self._optimizer.base_optimizer
         self._shards: list[nn.Parameter] = self.inner.param_groups[0]["params"]
-        rank, self.held = self._optimizer.local_rank, list[Held]()
+        rank, self.states = self._optimizer.local_rank, list[ParameterState]()
         for entry, shard in zip(named, self._shards, strict=True):
             rows, state = shard.shape[0], self.inner.state[shard]
-            own = [piece.within(rank * rows, (rank + 1) * rows) for piece in entry.pieces]
-            pieces = tuple(piece for piece in own if piece is not None)
-            stored = zero1(entry.pieces, entry.divisions, rank, rows)
-            self.held.append(Held(entry.name, pieces, shard, state["exp_avg"], state["exp_avg_sq"], stored))
-            # The library would make them in the first backward pass, which would then be a separate graph.
+            overlaps = [piece.within(rank * rows, (rank + 1) * rows) for piece in entry.pieces]
+            pieces = tuple(piece for piece in overlaps if piece is not None)
+            stored = zero1_rows(entry.pieces, entry.divisions, rank, rows)
+            self.states.append(ParameterState(entry.name, pieces, shard, state["exp_avg"], state["exp_avg_sq"], stored))
+            # The library would create them in the first backward pass, which would then be a separate graph.
             gradient = torch.zeros(entry.parameter.shape, device=entry.parameter.device)
             shard.main_grad = entry.parameter.main_grad = gradient  # type: ignore[attr-defined]
 
     def gradients(self) -> list[Tensor]:
         """See `NxdStateStore.gradients`."""
-        found: list[Tensor] = [shard.main_grad for shard in self._shards]  # type: ignore[attr-defined]
-        return found
+        gradients: list[Tensor] = [shard.main_grad for shard in self._shards]  # type: ignore[attr-defined]
+        return gradients
 
     def step(self, decide: Decide) -> None:
         """See `NxdStateStore.step`."""
 
         def before_update() -> None:
             gradients = [shard.grad for shard in self._shards]
-            sums = square_sum([gradient for gradient in gradients if gradient is not None], self._pieces())
-            self.inner.controls = decide(sums)
+            pieces = [state.pieces for state in self.states]
+            sums = square_sum([gradient for gradient in gradients if gradient is not None], pieces)
+            self.inner.scalars = decide(sums)
 
         self._optimizer.before_update = before_update
         self._optimizer.step()
-
-    def _pieces(self) -> list[tuple[Piece, ...]]:
-        return [held.pieces for held in self.held]
 
     @torch.no_grad()
     def derive(self) -> None:
@@ -225,18 +223,18 @@ class Zero1Store:
             gradient.zero_()
 
 
-class _GuidedZero1(NeuronZero1Optimizer):  # type: ignore[misc]
-    """NxD's ZeRO-1 with our numbers in the place of its clipping."""
+class _Zero1WithUpdateHook(NeuronZero1Optimizer):  # type: ignore[misc]
+    """NxD's ZeRO-1, with the values of the update computed in place of its clipping."""
 
     before_update: Callable[[], None]
 
     def _clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> None:  # noqa: ARG002 - the library's signature
-        """Compute the numbers of the update, between reducing and updating."""
+        """Compute the values of the update, between reduction and update."""
         self.before_update()
 
 
 def square_sum(tensors: Sequence[Tensor], pieces: Sequence[tuple[Piece, ...]]) -> Tensor:
-    """Sum of squares, float32; what several tensor-parallel ranks hold counts for its share on each."""
+    """Return the sum of squares in float32; values on several tensor-parallel ranks are divided by their number."""
     terms = []
     for tensor, parts in zip(tensors, pieces, strict=True):
         terms += [_squares(tensor[start:end]) / replicas for start, end, replicas in norm_terms(parts)]
@@ -248,19 +246,19 @@ def _squares(values: Tensor) -> Tensor:
     return norm * norm
 
 
-class Sharing:
+class SharedRowSync:
     """The rows of this rank's master weights that other ranks of its tensor-parallel group hold as well.
 
-    Norms and repeated key/value heads are updated on every rank that has them. With deterministic rounding equal inputs
-    stay equal; with a NeuronCore's stochastic rounding they would drift apart. After `agree` the weights are bit for
-    bit those of the group's first rank (adding zeros changes no number); moments may differ, and the first rank's
+    Norms and repeated key/value heads are updated on every rank that holds them. With deterministic rounding equal
+    inputs stay equal; with a NeuronCore's stochastic rounding they would drift apart. After `agree` the weights are bit
+    for bit those of the group's first rank (adding zeros changes no number); moments may differ, and the first rank's
     count.
     """
 
-    def __init__(self, held: Iterable[Held], tensor: ProcessGroup) -> None:
+    def __init__(self, states: Iterable[ParameterState], tensor: ProcessGroup) -> None:
         everywhere: list[Tensor] = []
         repeated: list[Tensor] = []
-        for entry in held:
+        for entry in states:
             for start, end, all_hold in shared_rows(entry.pieces, tensor.size()):
                 (everywhere if all_hold else repeated).append(entry.master.detach()[start:end])
         self._groups = [(tensor, everywhere)]
@@ -269,7 +267,7 @@ class Sharing:
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Take over the first rank's values. Collective."""
+        """Copy the first rank's values. Collective."""
         for group, rows in self._groups:
             if not rows or group.size() == 1:
                 continue

@@ -1,14 +1,14 @@
-"""The optimizers: a module for each kind, which is found by its name.
+"""The optimizers: one module per kind, found by its name.
 
-A module `adamw` has `update`, see `Update`. Its kind and the names of its moments are in
-`trainium_contract.trainer.optimizer`, from where layouts of the state, checkpoints and estimates of memory have them.
+A module such as `adamw` has `update`, see `Update`. `trainium_contract.trainer.optimizer` has the kinds and the names
+of moments for the layouts of the state, checkpoints and memory estimates.
 
-With stochastic rounding weights can live in bfloat16 alone: an update that is smaller than half the distance to the
-next number, which rounding to the nearest would always lose, is taken with a probability in proportion to its size
-(arXiv 1502.02551; arXiv 2010.06192 for bfloat16 weights), so that the mean of many roundings is the value.
+With stochastic rounding, weights can be kept only in bfloat16: an update smaller than half the distance to the next
+number, which rounding to nearest would always lose, is applied with a probability proportional to its size (arXiv
+1502.02551; arXiv 2010.06192 for bfloat16 weights), so that the mean of many roundings is the value.
 
 Guarantees:
-- The noise is a function of seed, step and key, so that ranks which hold the same value round it the same way.
+- The noise is a function of seed, step and key, so that ranks with the same value round it equally.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.optimizer import OptimizerConfig, OptimizerKind
 
 _PIECE_VALUES = 1 << 22
-"""Values whose float32 copies are alive at a time."""
+"""The number of values whose float32 copies exist at a time."""
 _LOW_BITS = 16
-"""Bits of a float32 that a bfloat16 does not have."""
+"""The bits of a float32 that a bfloat16 lacks."""
 _MASK = (1 << _LOW_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One stretch of the state: equally shaped tensors of this rank, float32, or bfloat16 but for the gradient."""
+    """A range of the state: equally shaped tensors of this rank, in float32, or in bfloat16 except the gradient."""
 
     weight: Tensor
     gradient: Tensor
     moments: tuple[Tensor, ...]
-    """In the order in which the optimizer's kind names them."""
+    """The moments in the order of the optimizer's kind."""
     is_matrix: bool
-    """Whether it is of parameters of two dimensions: what decays under every `WeightDecayScope`."""
+    """Whether the parameters have two dimensions, which decay under every `WeightDecayScope`."""
     key: str = ""
-    """Names the stretch for the noise of stochastic rounding; equal on ranks that hold the same values."""
+    """The key of the noise of stochastic rounding; equal on ranks that hold the same values."""
     shared: bool = True
     """Whether other ranks may hold the same values."""
 
@@ -56,8 +56,9 @@ class Rounding:
 
     seed: int
     by_device: bool
-    """Whether the device itself rounds at random whenever it converts, as a NeuronCore can; ranks would differ, so
-    the values that they share are rounded here in any case."""
+    """Whether the device rounds stochastically at every conversion, as a NeuronCore can. Ranks would differ, so values
+    that they share are always rounded here.
+    """
 
 
 class Update(Protocol):
@@ -81,7 +82,7 @@ class Update(Protocol):
 
 
 def find_update(kind: OptimizerKind) -> Update:
-    """Return the update of a kind of optimizer."""
+    """Return the update function of a kind of optimizer."""
     update: Update = importlib.import_module(f"{__name__}.{kind.lower()}").update
     return update
 
@@ -89,7 +90,7 @@ def find_update(kind: OptimizerKind) -> Update:
 def update_rounded(
     slot: Slot, rounding: Rounding, step: int, update: Callable[[Tensor, Tensor, Sequence[Tensor]], None]
 ) -> None:
-    """Call `update` with float32 copies of weight, gradient and moments, a piece at a time, and round them back."""
+    """Call `update` on float32 copies of weight, gradient and moments, piece by piece, and round the results."""
     generator = noise_generator(rounding.seed, step, slot.key, slot.weight.device)
     state = [part.view(-1) for part in (slot.weight, *slot.moments)]
     for start in range(0, slot.weight.numel(), _PIECE_VALUES):
@@ -106,21 +107,21 @@ def update_rounded(
 
 
 def noise_generator(seed: int, step: int, key: str, device: torch.device) -> torch.Generator:
-    """Return the source of noise for one value of one step."""
+    """Create the generator of the noise of one value at one step."""
     digest = hashlib.blake2b(f"{seed}:{step}:{key}".encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Random int64 numbers of the shape of `value`, enough for three roundings of it."""
+    """Return random int64 numbers of the shape of `value`, enough for three roundings of it."""
     return torch.empty(value.shape, dtype=torch.int64, device=value.device).random_(generator=generator)
 
 
 def round_into(target: Tensor, value: Tensor, noise: Tensor, *, share: int) -> None:
     """Write float32 `value` to bfloat16 `target`; `share` (0, 1 or 2) chooses the bits of `noise` to use.
 
-    Adding uniform noise to the bits that are then cut off carries into the kept ones with just the right probability:
-    floats of one sign are ordered like their bits. Infinities and NaN stay what they are.
+    Uniform noise added to the bits that are cut off carries into the kept bits with the right probability, because
+    floats of one sign are ordered like their bits. Infinities and NaN do not change.
     """
     bits = (noise >> (_LOW_BITS * share)).bitwise_and_(_MASK).to(torch.int32)
     bits.add_(value.view(torch.int32)).bitwise_and_(~_MASK)

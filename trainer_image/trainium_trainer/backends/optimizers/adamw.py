@@ -1,7 +1,7 @@
 """AdamW with decoupled decay, in place on plain tensors: the same arithmetic for every layout of the state.
 
-`torch.optim` is not used: it imports the compiler stack at its first step, which a restart would pay for, and creates
-moments at the first step, while a checkpoint is loaded into them before.
+`torch.optim` is not used: at its first step it imports the compiler stack, which slows a restart, and creates the
+moments, which are needed earlier to load a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _FUSED = frozenset({"cpu", "cuda"})
-"""Devices for which torch has a kernel that does all of it."""
+"""The devices for which torch has a fused kernel."""
 
 
 @torch.no_grad()
@@ -40,10 +40,10 @@ def update(
     fused: dict[bool, list[Slot]] = {True: [], False: []}
     for slot in slots:
         decays = slot.is_matrix or config.decay_scope is WeightDecayScope.ALL
-        kept = 1.0 - learning_rate * config.weight_decay if decays else 1.0
+        shrinkage = 1.0 - learning_rate * config.weight_decay if decays else 1.0
 
-        def apply(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor], kept: float = kept) -> None:
-            _update(weight, gradient, moments, config, step=step, learning_rate=learning_rate, kept=kept)
+        def apply(weight: Tensor, gradient: Tensor, moments: Sequence[Tensor], shrinkage: float = shrinkage) -> None:
+            _update(weight, gradient, moments, config, step=step, learning_rate=learning_rate, shrinkage=shrinkage)
 
         if rounding is not None:
             slot.gradient.mul_(gradient_scale)
@@ -68,7 +68,7 @@ def _update_fused(
     learning_rate: float,
     gradient_scale: float,
 ) -> None:
-    """Do the same in one pass over memory, by torch's kernel: a quarter of the time on a CPU."""
+    """Update in one pass over memory with torch's kernel: a quarter of the time on a CPU."""
     if not group:
         return
     device = group[0].weight.device
@@ -99,14 +99,14 @@ def _update(
     *,
     step: int,
     learning_rate: float,
-    kept: float,
+    shrinkage: float,
 ) -> None:
-    """Compute in place on float32; `kept` is what decay leaves of the weight."""
+    """Compute in place on float32; `shrinkage` is the factor of weight decay."""
     exp_avg, exp_avg_sq = moments
     correction = 1.0 - config.beta1**step
     root_correction = math.sqrt(1.0 - config.beta2**step)
     exp_avg.lerp_(gradient, 1.0 - config.beta1)
     exp_avg_sq.mul_(config.beta2).addcmul_(gradient, gradient, value=1.0 - config.beta2)
-    weight.mul_(kept)
+    weight.mul_(shrinkage)
     denominator = exp_avg_sq.sqrt().div_(root_correction).add_(config.eps)
     weight.addcdiv_(exp_avg, denominator, value=-learning_rate / correction)

@@ -1,1 +1,1 @@
-"""The durable tier: when a save is due, what each rank writes, and how it becomes a checkpoint."""
+"""The durable tier: when a save is due, what each rank writes, and how the save is committed."""

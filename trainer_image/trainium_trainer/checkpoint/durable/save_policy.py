@@ -1,9 +1,9 @@
-"""PURE but for the counts that it keeps: when a durable save is due, and when failed saves end the run.
+"""Decides when a durable save is due and when failed saves end the run. Pure except for its counters.
 
 Guarantees:
-- The first rank's policy alone decides what is saved, by its vote.
-- Every rank counts failures, so that each knows when the run has to end.
-- A save that failed is due again soon, whatever the interval, and never at once.
+- Only the first rank's policy decides what is saved, by its vote.
+- Every rank counts failures, so that all ranks end the run at the same failure.
+- A failed save is retried soon, whatever the interval, but never immediately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.checkpoint import DurableTierConfig, Milestones
 
 RETRY_SECONDS = 60.0
-"""From a failed save to the next one, unless the interval is shorter."""
+"""The time from a failed save to its retry, unless the interval is shorter."""
 
 
 class Save(Flag):
@@ -26,29 +26,29 @@ class Save(Flag):
 
     NOTHING = 0
     STATE = auto()
-    """A checkpoint that training can go on from."""
+    """A checkpoint from which training can resume."""
     MILESTONE = auto()
-    """The weights alone."""
+    """The weights only."""
 
 
 _BUSY = 4
-"""Above whatever the first rank can want, so that the sum holds both: what is wanted, and how many ranks are busy."""
+"""Greater than every value of Save, so that the sum encodes both the wanted saves and the number of busy ranks."""
 
 
-def vote(wanted: Save, *, busy: bool) -> int:
-    """One rank's word, to be summed over the ranks: only the first rank wants something."""
+def encode_vote(wanted: Save, *, busy: bool) -> int:
+    """Return the vote of one rank, to be summed over the ranks; only the first rank wants a save."""
     return wanted.value + _BUSY * busy
 
 
-def decided(votes: int) -> Save:
-    """Return the decision of the sum of the votes; nothing while any rank is busy."""
+def decode_votes(votes: int) -> Save:
+    """Return the saves decided by the sum of the votes; none while any rank is busy."""
     busy, wanted = divmod(votes, _BUSY)
     return Save.NOTHING if busy else Save(wanted)
 
 
 @dataclass(slots=True)
 class SavePolicy:
-    """The saves of one rank, and their failures; times are of the caller's clock, seconds."""
+    """Tracks the saves and failures of one rank; times are seconds of the caller's clock."""
 
     durable: DurableTierConfig
     milestones: Milestones
@@ -56,35 +56,35 @@ class SavePolicy:
     """Step of the newest save that was started, or resumed from."""
     saved_at: float = 0.0
     milestone_tokens: int = 0
-    """Position of the newest milestone."""
+    """The position, in tokens, of the newest milestone."""
     failures: int = 0
-    """Saves in a row."""
+    """The number of consecutive failed saves."""
 
-    def wanted(self, *, step: int, now: float) -> Save:
-        """Return what may be saved after `step`; `crosses` decides after it whether a milestone is due."""
+    def propose_saves(self, *, step: int, now: float) -> Save:
+        """Return what may be saved after `step`; `has_reached_milestone` then decides about the milestone."""
         if self.failures and now - self.saved_at < min(RETRY_SECONDS, self.durable.every_seconds or RETRY_SECONDS):
             return Save.NOTHING
         state = Save.STATE if self.failures or self._interval_is_over(step, now) else Save.NOTHING
         return state | (Save.NOTHING if self.milestones.every_tokens is None else Save.MILESTONE)
 
-    def crosses(self, tokens: int) -> bool:
+    def has_reached_milestone(self, tokens: int) -> bool:
         """Return whether a milestone lies between the newest one and this position."""
         every = self.milestones.every_tokens
         return every is not None and tokens // every > self.milestone_tokens // every
 
-    def started(self, step: int, now: float) -> None:
+    def record_start(self, step: int, now: float) -> None:
         """Record that a save starts."""
         self.saved_step, self.saved_at = step, now
 
-    def ended(self) -> int:
-        """Return a save has ended well; returns how many before it had failed."""
+    def record_success(self) -> int:
+        """Record a successful save; return the number of failed saves before it."""
         failures, self.failures = self.failures, 0
         return failures
 
-    def failed(self, error: StorageError, newest: int, now: float) -> str:
-        """Count a failure; return the sentence to report while training goes on, the store's own error first.
+    def record_failure(self, error: StorageError, newest: int, now: float) -> str:
+        """Count a failure; return the message to report while training continues, the store's error first.
 
-        StorageError when too many saves in a row have failed.
+        Raises StorageError when too many consecutive saves have failed.
         """
         self.failures += 1
         self.saved_at = now

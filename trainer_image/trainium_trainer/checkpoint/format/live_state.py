@@ -1,39 +1,101 @@
-"""The division of a live state: a scheme for saving, a box for loading; and its copy in host memory while it is saved.
+"""The division of a live state: a layout for saving, a box for loading; and its copy in host memory during a save.
 
 Guarantees:
-- Nothing but a copy is read from a device.
-- A state whose tensors are not where the scheme places them is refused before anything is written.
-- Plain tensors are copies on all ranks of a stage.
-- The buffers of a copy are made once and reused, so a save costs one memory copy. What later steps change in the live
-  state never reaches it.
+- Only copies are read from a device.
+- A state whose tensors do not match the layout is refused before anything is written.
+- Plain tensors are replicated on all ranks of a stage.
+- The buffers of a copy are allocated once and reused, so a save costs one memory copy. Later changes of the live state
+  never reach the copy.
+- A `TensorPart` has the division of the whole over all ranks, so its file can be read at any division, and vice versa.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from trainium_trainer.checkpoint.dividing import Axis, Box, Cut, Divided, Division, Grid, Scheme, box_at
-from trainium_trainer.checkpoint.format.part import TensorPart
-from trainium_trainer.checkpoint.format.shards import SAFETENSORS_TYPES
+from trainium_trainer.checkpoint.format.writer import SAFETENSORS_TYPES
+from trainium_trainer.checkpoint.sharding import (
+    Axis,
+    Box,
+    CheckpointLayout,
+    Cut,
+    Division,
+    Grid,
+    TensorMetadata,
+    box_at,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-    from trainium_trainer.checkpoint.interfaces import MeshPlace
+    from torch import Tensor
+
+    from trainium_trainer.checkpoint.interfaces import MeshCoordinates
 
 _AXES = {"dp": Axis.DATA, "tp": Axis.TENSOR}
-"""By the names that meshes have here."""
+"""The axes by the names of mesh dimensions."""
+
+
+class TensorPart(torch.Tensor):
+    """One box of a tensor whose other boxes are on other ranks, for divisions that DTensor cannot express.
+
+    DTensor knows equal chunks along mesh dimensions. A weight that stacks several tensors and is cut again by ZeRO-1
+    has different boundaries on every rank. A part is a Tensor only because a state holds tensors: its size is that of
+    the whole, and no operation works on it. Its values are fetched from the device only when they are needed.
+    """
+
+    whole: torch.Size
+    offsets: torch.Size
+    sizes: torch.Size
+    """The sizes of the box."""
+    division: Division | None
+    """The division of the whole over the ranks of a stage; None: the part can be loaded, not saved."""
+    _values: Callable[[], Tensor]
+    _local: Tensor | None
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001 - a subclass without one
+
+    @staticmethod
+    def __new__(
+        cls: type[Self],
+        values: Callable[[], Tensor],
+        *,
+        whole: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        division: Division | None = None,
+    ) -> Self:
+        """Create the box of `sizes` at `offsets` of a tensor of size `whole`; `values` returns the tensor in it."""
+        wrap: Any = torch.Tensor._make_wrapper_subclass  # noqa: SLF001 - as DTensor is made
+        part: Self = wrap(cls, torch.Size(whole), dtype=dtype, device="cpu")
+        part.whole, part.offsets, part.sizes = torch.Size(whole), torch.Size(offsets), torch.Size(sizes)
+        part.division = division
+        part._values, part._local = values, None
+        return part
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse every operation."""
+        raise TypeError(f"{func} on a Part: use its local tensor")
+
+    @property
+    def local(self) -> Tensor:
+        """Return the values, the same tensor at each call."""
+        if self._local is None:
+            self._local = self._values().detach()
+            assert self._local.shape == self.sizes, (self._local.shape, self.sizes)
+        return self._local
 
 
 def is_dtensor(value: Any) -> bool:
-    """Return whether a tensor is divided, by the name of its class: importing DTensor takes a second."""
+    """Return whether a tensor is a DTensor, by the name of its class, because importing DTensor takes a second."""
     return type(value).__name__ == "DTensor"
 
 
-def local_of(value: Any) -> torch.Tensor:
-    """Return this rank's values."""
+def to_local(value: Any) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
     if isinstance(value, TensorPart):
         return value.local
     local: torch.Tensor = value.detach()
@@ -42,8 +104,8 @@ def local_of(value: Any) -> torch.Tensor:
     return local
 
 
-def division_of(value: Any) -> Division:
-    """Return how a tensor is divided. TypeError for a division that checkpoints cannot express."""
+def get_division(value: Any) -> Division:
+    """Return the division of a tensor. Raises TypeError for a division that checkpoints cannot express."""
     if isinstance(value, TensorPart):
         if value.division is None:
             raise TypeError("a TensorPart that is to be saved needs the division of the whole")
@@ -58,14 +120,14 @@ def division_of(value: Any) -> Division:
             continue
         if name not in _AXES or getattr(placement, "dim", None) is None:
             raise TypeError(f"checkpoints cannot express the placement {placement} along {name}")
-        # What FSDP divides after tensor parallelism is strided: in the order of the mesh it would come first.
+        # FSDP after tensor parallelism gives a strided placement; the order of the mesh would put FSDP first.
         strided = type(placement).__name__ == "_StridedShard"
         (later if strided else cuts).append(Cut(placement.dim, _AXES[name]))
     return (*cuts, *later)
 
 
-def box_of(value: Any) -> Box:
-    """Return the box of the whole that this rank holds."""
+def get_box(value: Any) -> Box:
+    """Return the box of the whole tensor that this rank holds."""
     shape = tuple(value.shape)
     if isinstance(value, TensorPart):
         return Box(tuple(value.offsets), tuple(value.sizes))
@@ -73,13 +135,13 @@ def box_of(value: Any) -> Box:
         return Box((0,) * len(shape), shape)
     mesh = value.device_mesh
     sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
-    place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+    coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
     grid = Grid(1, sizes.get("dp", 1), sizes.get("tp", 1))
-    return box_at(shape, division_of(value), grid, place.get("dp", 0), place.get("tp", 0))
+    return box_at(shape, get_division(value), grid, coordinate.get("dp", 0), coordinate.get("tp", 0))
 
 
-def signature_of(value: Any) -> tuple[object, ...]:
-    """Return what has to be the same for a plan, and for the memory of a copy, to fit."""
+def get_signature(value: Any) -> tuple[object, ...]:
+    """Return the properties of a tensor on which a plan and the buffers of a copy depend."""
     kind: tuple[object, ...] = ()
     if isinstance(value, TensorPart):
         kind = (value.offsets, value.sizes, value.division)
@@ -88,49 +150,49 @@ def signature_of(value: Any) -> tuple[object, ...]:
     return type(value), value.dtype, value.shape, *kind
 
 
-def grid_of(mesh: MeshPlace) -> Grid:
-    """Return the table of ranks. ValueError when it has not as many as there are."""
+def build_grid(mesh: MeshCoordinates) -> Grid:
+    """Return the grid of ranks. Raises ValueError if its size is not the number of ranks."""
     grid = Grid(mesh.pp_size, mesh.dp_size, mesh.tp_size)
     if mesh.world_size != grid.size:
         raise ValueError(f"there are {mesh.world_size} ranks, but {grid} has {grid.size}")
     return grid
 
 
-def place_of(mesh: MeshPlace) -> int:
-    """Return the number of this rank's place in the table, which names its file.
+def file_index(mesh: MeshCoordinates) -> int:
+    """Return the index of this rank in the grid, which names its file.
 
-    It is not always the rank: NxD follows the wiring of a node (docs/backends.md).
+    It may differ from the rank: NxD follows the wiring of a node (docs/backends.md).
     """
-    return grid_of(mesh).rank(mesh.pp_rank, mesh.dp_rank, mesh.tp_rank)
+    return build_grid(mesh).rank(mesh.pp_rank, mesh.dp_rank, mesh.tp_rank)
 
 
-def scheme_of(tensors: Mapping[str, Any], mesh: MeshPlace) -> Scheme:
-    """Return the scheme of this rank's stage, the same on all its ranks.
+def build_layout(tensors: Mapping[str, Any], mesh: MeshCoordinates) -> CheckpointLayout:
+    """Return the layout of this rank's stage, the same on all its ranks.
 
-    TypeError for what cannot be saved; ValueError when this rank holds something else than in the scheme.
+    Raises TypeError for a tensor that cannot be saved and ValueError if this rank's tensors do not match the layout.
     """
-    grid = grid_of(mesh)
-    found: list[Divided] = []
+    grid = build_grid(mesh)
+    metadata: list[TensorMetadata] = []
     for name, value in tensors.items():
         if value.dtype not in SAFETENSORS_TYPES:
             raise TypeError(f"{name}: checkpoints do not hold {value.dtype}")
-        division, shape = division_of(value), tuple(value.shape)
+        division, shape = get_division(value), tuple(value.shape)
         expected = box_at(shape, division, grid, mesh.dp_rank, mesh.tp_rank)
         if expected.volume or local_sizes(value).numel():
-            box = box_of(value)
+            box = get_box(value)
             if box != expected or local_sizes(value) != expected.sizes:
                 raise ValueError(f"{name}: rank {mesh.rank} holds {box}, but by its division it has {expected}")
-        found.append(Divided(name, SAFETENSORS_TYPES[value.dtype], shape, mesh.pp_rank, division))
-    return Scheme(grid, found)
+        metadata.append(TensorMetadata(name, SAFETENSORS_TYPES[value.dtype], shape, mesh.pp_rank, division))
+    return CheckpointLayout(grid, metadata)
 
 
 def local_sizes(value: Any) -> torch.Size:
-    """Size of this rank's values; nothing is fetched for it."""
-    return value.sizes if isinstance(value, TensorPart) else local_of(value).shape
+    """Return the size of this rank's part of a tensor, without fetching values."""
+    return value.sizes if isinstance(value, TensorPart) else to_local(value).shape
 
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested state dictionary with dotted names; TypeError for a value that is not a tensor."""
+    """Flatten a nested state dictionary to dotted names. Raises TypeError for a value that is not a tensor."""
     flat: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -149,21 +211,21 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-class Staging:
+class StagingBuffers:
     """The reused copy of one state."""
 
     def __init__(self, live: Mapping[str, Any]) -> None:
-        """Make the buffers of a flat state and touch their pages, which costs more than ten copies into them."""
-        self._signatures = {name: signature_of(value) for name, value in live.items()}
-        # Nothing is asked of the device for them.
+        """Allocate the buffers of a flat state and touch their pages, which costs more than ten copies into them."""
+        self._signatures = {name: get_signature(value) for name, value in live.items()}
+        # Allocating them does not access the device.
         self._buffers = {name: torch.zeros(local_sizes(value), dtype=value.dtype) for name, value in live.items()}
 
     def fits(self, live: Mapping[str, Any]) -> bool:
-        """Return whether a flat state has the names, types, sizes and divisions that the buffers were made for."""
-        return self._signatures == {name: signature_of(value) for name, value in live.items()}
+        """Return whether a flat state has the names, types, sizes and divisions of the buffers."""
+        return self._signatures == {name: get_signature(value) for name, value in live.items()}
 
     def fill(self, live: Mapping[str, Any], wanted: Callable[[str], bool] = lambda _: True) -> dict[str, torch.Tensor]:
-        """Copy the live values of the wanted names, complete on return; those names with this rank's copies."""
+        """Copy the live values of the wanted names and return this rank's copies by name; complete on return."""
         chosen = {name: buffer for name, buffer in self._buffers.items() if wanted(name)}
-        copy_all(list(chosen.values()), [local_of(live[name]) for name in chosen])
+        copy_all(list(chosen.values()), [to_local(live[name]) for name in chosen])
         return chosen

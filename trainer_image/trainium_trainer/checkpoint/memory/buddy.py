@@ -1,15 +1,15 @@
-"""Copies of snapshots on another node: a rank sends to its buddy, and keeps copies for others.
+"""Copies of snapshots on another node: a rank sends its snapshots to its buddy and keeps copies for others.
 
 A shard that only one node holds would be lost with the node. So its writer sends each finalized snapshot to a rank of
-another node (`agreement.choose_buddies`), over the process group of checkpoints: a header page, the payload, and back
-an acknowledgement once the copy is finalized in the other node's memory with the same checksum.
+another node (`agreement.choose_buddies`) over the process group of checkpoints: a header page, then the payload. The
+buddy acknowledges once the copy is finalized in its memory with the same checksum.
 
 Guarantees:
-- One copy per shard is under way at a time.
-- What is being sent is not overwritten: its writer waits for the copy before the next snapshot but one, and warns when
-  the copy does not arrive. What is overwritten all the same does not have the checksum of its page, which is taken when
-  the snapshot is offered.
-- A peer that fails ends the copying and nothing else: the training step notices the loss.
+- One copy per shard is in progress at a time.
+- A snapshot is not overwritten while it is sent: its writer waits for the copy before the next snapshot but one, and
+  warns when the copy does not arrive. If it is overwritten anyway, it does not match the checksum of its page, which is
+  computed when the snapshot is offered.
+- A failed peer ends only the copying: the training step detects the failure.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FIRST_TAG = 1 << 16
-"""Above those that the exchange at resume uses."""
+"""Above the tags of the exchange at resume."""
 _CLOSING_SECONDS = 5.0
 _ANY_TIME = timedelta(days=3650)
-"""The next snapshot comes when the next step ends, whenever that is."""
+"""No time limit, because the next snapshot arrives when the next step ends."""
 
 
-class Sender:
-    """Passes one shard's snapshots on; `send` is called from one thread at a time."""
+class SnapshotSender:
+    """Sends the snapshots of one shard; `send` is called from one thread at a time."""
 
     def __init__(self, group: ProcessGroup, target: int, number: int) -> None:
-        """Send to a rank; `number` is that of the copy, the same for its sender and its keeper."""
+        """Prepare to send to a rank; `number` identifies the copy for its sender and its keeper."""
         self._group = group
         self._target = target
         self._tag = _FIRST_TAG + 3 * number
         self._closing = False
 
     def send(self, header: bytes, payload: torch.Tensor) -> bool:
-        """Copy a finalized snapshot; whether the buddy has it, whole. RuntimeError when the buddy is gone."""
+        """Send a finalized snapshot; return whether the buddy has stored it. Raises RuntimeError if the buddy left."""
         return send_copy(self._group, self._target, self._tag, header, payload)
 
     def close(self) -> None:
-        """Notify the keeper that nothing more comes."""
+        """Notify the keeper of the end."""
         farewell = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
         thread = threading.Thread(target=self._send_page, args=(farewell,), name="buddy-farewell", daemon=True)
         thread.start()
@@ -69,22 +69,22 @@ class Sender:
             _log.debug("the buddy on rank %d left first", self._target)
 
 
-class Copying:
-    """The sending side's thread: takes the newest snapshot that is offered while none is under way."""
+class SnapshotCopier:
+    """The thread of the sending side: sends the newest offered snapshot when no copy is in progress."""
 
-    def __init__(self, sender: Sender) -> None:
+    def __init__(self, sender: SnapshotSender) -> None:
         self._sender = sender
         self._changed = threading.Condition()
         self._offered: tuple[bytes, torch.Tensor, int] | None = None
-        """The header page as it was finalized, the payload, the step."""
+        """The finalized header page, the payload, the step."""
         self._idle = True
         self._ended = False
         self.newest: int | None = None
-        """Newest step that the buddy has."""
+        """The newest step that the buddy has."""
         threading.Thread(target=self._run, name="buddy-copy", daemon=True).start()
 
     def offer(self, slot: SnapshotFile, step: int) -> None:
-        """Copy a finalized snapshot, unless an earlier one is still under way: then this one has no copy."""
+        """Copy a finalized snapshot, unless an earlier copy is still in progress; then this snapshot gets none."""
         with self._changed:
             if self._idle and not self._ended:
                 self._offered = (slot.page(), slot.payload, step)
@@ -92,12 +92,12 @@ class Copying:
                 self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether nothing is under way, at the latest after `seconds`."""
+        """Wait at most `seconds` and return whether no copy is in progress."""
         with self._changed:
             return self._changed.wait_for(lambda: self._idle or self._ended, seconds)
 
     def close(self) -> None:
-        """End the thread, after what is under way and a farewell."""
+        """End the thread after the copy in progress and notify the keeper."""
         if self.wait(_CLOSING_SECONDS) and not self._ended:
             self._sender.close()
         with self._changed:
@@ -127,7 +127,7 @@ class Copying:
                 self._changed.notify_all()
 
 
-class Keeper:
+class SnapshotReceiver:
     """Receives the snapshots of one shard of another node, on a separate thread."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Keeper:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait a moment for the sender's farewell."""
+        """Wait briefly for the sender's notification of the end."""
         self._thread.join(_CLOSING_SECONDS)
 
     def _run(self) -> None:
@@ -159,7 +159,7 @@ class Keeper:
             _log.warning("copies of rank %d's snapshots are not kept any more: %s", self._source, error)
 
     def _receive(self) -> bool:
-        """One snapshot; False after the farewell."""
+        """Receive one snapshot; return False after the notification of the end."""
         arriving: list[tuple[SnapshotFile, Header]] = []
 
         def slot(text: bytes) -> torch.Tensor:

@@ -1,15 +1,15 @@
 """The memory tier: the newest snapshots of this rank's shard in a folder that outlives the process.
 
-The training thread copies the state into a mapped, preallocated file, which is the only cost in the step; a CUDA device
-copies while it computes the next step. A thread then computes the checksum and writes the header. Where no other node
-holds the shard, another thread sends it to a buddy (`buddy.py`). Three files per shard rotate, so that the newest two
-finished ones always exist; of a shard with a buddy, the buddy's node has two.
+The training thread copies the state into a mapped, preallocated file, which is the only cost in the step; on CUDA the
+copy overlaps with the next step. A thread then computes the checksum and writes the header. Where no other node holds
+the shard, another thread sends it to a buddy (`buddy.py`). Three files per shard rotate, so that the newest two
+finished ones always exist; the node of a buddy has two more.
 
 Guarantees:
-- A finished snapshot among the newest two is never touched.
+- The newest two finished snapshots are never overwritten.
 - A writer whose generation is below the folder's GENERATION stops; file names carry the generation.
 - A step is complete on any rank only after every rank has finalized its snapshot of the step before, copies included
-  (see `wait_for_snapshot`). So at most one step is lost, also with a node.
+  (see `wait_for_snapshot`). So at most one step is lost, even if a node fails.
 - Snapshots newer than the resumed step belong to an abandoned history and are removed at resume.
 """
 
@@ -24,13 +24,13 @@ import torch
 from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.format.live_state import copy_all
-from trainium_trainer.checkpoint.memory.buddy import Copying, Keeper, Sender
+from trainium_trainer.checkpoint.memory.buddy import SnapshotCopier, SnapshotReceiver, SnapshotSender
 from trainium_trainer.checkpoint.memory.snapshot import (
     SUFFIX,
     BufferLayout,
     Header,
-    Slots,
     SnapshotFile,
+    SnapshotSlots,
     key_text,
     read_header,
 )
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.memory.snapshot import Claim, Moment, ShardKey
+    from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey, StateVersion
 
 _OWN_FILES = 3
 """Two finished snapshots plus the one being written."""
 _KEPT_FILES = 2
-"""Of another node's shard: one finished copy plus the one that arrives."""
+"""Copies of another node's shard: a finished one and the one being received."""
 _COPY_TIMEOUT_SECONDS = 60.0
-"""A step waits so long for a copy; a copy takes less than a step unless the network is ill."""
+"""The time that a step waits for a copy; a copy takes less than a step unless the network has a problem."""
 
 
 class MemoryTier:
@@ -65,16 +65,16 @@ class MemoryTier:
         self.session = session
         """Agreed among the ranks at resume; set before the first snapshot is staged."""
         self.local_keys = frozenset({key})
-        """The shards that belong into this folder, by ranks of this node or as copies; others' files are leftovers."""
+        """The shards that ranks of this node write or keep in this folder; files of other shards are leftovers."""
         self.config_digest = config_digest
         self.finalized_step: int | None = None
         self.buddy_step: int | None = None
-        """Newest step of which the buddy has a copy; stays None without a buddy."""
+        """The newest step of which the buddy has a copy; None without a buddy."""
         self.warnings: list[str] = []
-        self._own = Slots(directory, key, generation=generation, count=_OWN_FILES)
-        self._kept: dict[ShardKey, Slots] = {}
-        self._keepers: list[Keeper] = []
-        self._copying: Copying | None = None
+        self._own = SnapshotSlots(directory, key, generation=generation, count=_OWN_FILES)
+        self._buddy_slots: dict[ShardKey, SnapshotSlots] = {}
+        self._receivers: list[SnapshotReceiver] = []
+        self._copying: SnapshotCopier | None = None
         self._late = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-snapshot")
         self._finalizing: Future[Claim] | None = None
@@ -87,11 +87,11 @@ class MemoryTier:
     # ---- the folder -------------------------------------------------------------------------------------------------
 
     def store_id(self) -> str:
-        """Return an id that all processes which see this folder read alike."""
+        """Return an id of the folder that is the same for all processes that share it."""
         return store_id(self.directory)
 
     def claim_fence(self) -> None:
-        """Raise the folder's generation to ours; StaleGenerationError when it is already higher."""
+        """Raise the folder's generation to this process's. Raises StaleGenerationError when it is already higher."""
         if self._fence() < self.generation:
             draft = self.directory / f".{GENERATION_FENCE_NAME}.{os.getpid()}"
             draft.write_text(f"{self.generation}\n")
@@ -99,11 +99,11 @@ class MemoryTier:
         self._check_fence()
 
     def claims(self) -> frozenset[Claim]:
-        """Return the finished snapshots in the folder whose headers are whole and fit the configuration."""
+        """Return the finished snapshots in the folder with valid headers that match the configuration."""
         return frozenset(header.claim for header in self._headers().values())
 
     def open_claim(self, claim: Claim) -> torch.Tensor | None:
-        """Return the verified payload of a claimed snapshot; None, with a warning, when it is damaged or gone."""
+        """Return the verified payload of a claimed snapshot; None, with a warning, when it is damaged or missing."""
         for path, header in self._headers().items():
             if header.claim != claim:
                 continue
@@ -134,63 +134,63 @@ class MemoryTier:
         return self._own.next()
 
     def finalize_received(self, slot: SnapshotFile, claim: Claim) -> bool:
-        """Finish a received snapshot; False when it did not arrive as it was sent."""
-        finalized = slot.finalize(claim.moment, claim.key, claim.layout, self.config_digest)
+        """Finalize a received snapshot; return False when it differs from what was sent."""
+        finalized = slot.finalize(claim.version, claim.key, claim.layout, self.config_digest)
         if finalized != claim:
             slot.invalidate(slot.path)
             return False
         return True
 
-    def stage(self, moment: Moment, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the state at a step's end; the copy is finalized by the thread. Waits for an earlier finalize first."""
+    def stage(self, version: StateVersion, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the state at the end of a step; the thread finalizes the copy. Waits for the previous snapshot first."""
         self.wait_for_snapshot()
         self._check_fence()
         if self._staged_in_session == _OWN_FILES - 1:
-            # Every rank has finalized this session's first snapshot by now: what other sessions left of shards that
-            # no rank of this folder has any more is history.
-            for path in self._foreign():
+            # Every rank has finalized the first snapshot of this session by now, so snapshots of other sessions for
+            # shards that no rank of this folder has any more are obsolete.
+            for path in self._foreign_files():
                 path.unlink(missing_ok=True)
         slot = self._own.next()
         targets, sources = self.layout.views(slot.payload), self.layout.ordered(tensors)
         copied: torch.cuda.Event | None = None
         if sources[0].device.type == "cuda":
             slot.pin()
-            copied = self._copy_beside_computation(targets, sources)
+            copied = self._copy_on_side_stream(targets, sources)
         else:
             copy_all(targets, sources)
         self._staged_in_session += 1
-        self._finalizing = self._thread.submit(self._finalize, slot, moment, copied)
+        self._finalizing = self._thread.submit(self._finalize, slot, version, copied)
 
     def wait_for_snapshot(self) -> None:
-        """Wait until the last staged snapshot is finalized, and its copy too.
+        """Wait until the last staged snapshot and its copy are finalized.
 
-        Called before the last collective of every step, it makes the completion of a step on any rank imply that every
-        rank has finalized the step before.
+        It is called before the last collective of every step, so that the completion of a step on any rank implies that
+        every rank has finalized the step before.
         """
         if self._finalizing is not None:
             claim = self._finalizing.result()
             self._finalizing = None
-            self.finalized_step = claim.moment.position.step
+            self.finalized_step = claim.version.position.step
         if self._copying is not None:
-            self._await_copy(self._copying)
+            self._wait_for_copy(self._copying)
 
     def close(self) -> None:
-        """Finish a finalize under way, part with the buddies and end the threads."""
+        """Finish the snapshot in progress, close the connections to the buddies and end the threads."""
         self._thread.shutdown(wait=True)
         if self._copying is not None:
             self._copying.close()
             self._copying = None
-        for keeper in self._keepers:
+        for keeper in self._receivers:
             keeper.close()
-        self._keepers.clear()
+        self._receivers.clear()
         self._own.close()
-        self._kept.clear()
+        self._buddy_slots.clear()
 
     # ---- buddies ----------------------------------------------------------------------------------------------------
 
-    def open_kept(self, key: ShardKey, layout: str, payload_bytes: int) -> bool:
+    def open_buddy_slots(self, key: ShardKey, layout: str, payload_bytes: int) -> bool:
         """Reserve the files for copies of another node's shard; False, with a warning, when there is no room."""
-        slots = Slots(self.directory, key, generation=self.generation, count=_KEPT_FILES)
+        slots = SnapshotSlots(self.directory, key, generation=self.generation, count=_KEPT_FILES)
         try:
             slots.open(layout=layout, payload_bytes=payload_bytes, headers=self._headers())
         except OSError as error:
@@ -200,12 +200,12 @@ class MemoryTier:
                 "MiB are needed; raise the memory volume's size, or set checkpoint.memory.buddies to 0"
             )
             return False
-        self._kept[key] = slots
+        self._buddy_slots[key] = slots
         return True
 
-    def keep_for(self, key: ShardKey, group: ProcessGroup, source: int, number: int) -> None:
-        """Receive the snapshots of a shard for which files are open, from now on."""
-        slots = self._kept[key]
+    def receive_from(self, key: ShardKey, group: ProcessGroup, source: int, number: int) -> None:
+        """Start to receive the snapshots of a shard for which files are open."""
+        slots = self._buddy_slots[key]
 
         def slot() -> SnapshotFile:
             self._check_fence()
@@ -214,13 +214,13 @@ class MemoryTier:
         def finalize(slot: SnapshotFile, header: Header) -> bool:
             return header.claim.key == key and self.finalize_received(slot, header.claim)
 
-        self._keepers.append(Keeper(group, source, number, slot=slot, finalize=finalize))
+        self._receivers.append(SnapshotReceiver(group, source, number, slot=slot, finalize=finalize))
 
     def send_to(self, group: ProcessGroup, target: int, number: int) -> None:
-        """Pass each finalized snapshot on to a buddy, from now on."""
-        self._copying = Copying(Sender(group, target, number))
+        """Start to send each finalized snapshot to a buddy."""
+        self._copying = SnapshotCopier(SnapshotSender(group, target, number))
 
-    def _copy_beside_computation(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> torch.cuda.Event:
+    def _copy_on_side_stream(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> torch.cuda.Event:
         """Copy on a separate stream; the state does not change before `wait_for_snapshot`."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(sources[0].device)  # type: ignore[no-untyped-call]
@@ -230,15 +230,15 @@ class MemoryTier:
         copied: torch.cuda.Event = self._stream.record_event()
         return copied
 
-    def _finalize(self, slot: SnapshotFile, moment: Moment, copied: torch.cuda.Event | None) -> Claim:
+    def _finalize(self, slot: SnapshotFile, version: StateVersion, copied: torch.cuda.Event | None) -> Claim:
         if copied is not None:
             copied.synchronize()
-        claim = slot.finalize(moment, self.key, self.layout.digest, self.config_digest)
+        claim = slot.finalize(version, self.key, self.layout.digest, self.config_digest)
         if self._copying is not None:
-            self._copying.offer(slot, moment.position.step)
+            self._copying.offer(slot, version.position.step)
         return claim
 
-    def _await_copy(self, copying: Copying) -> None:
+    def _wait_for_copy(self, copying: SnapshotCopier) -> None:
         if not copying.wait(0.0 if self._late else _COPY_TIMEOUT_SECONDS):
             if not self._late:
                 self._late = True
@@ -252,40 +252,40 @@ class MemoryTier:
 
     # ---- cleaning ---------------------------------------------------------------------------------------------------
 
-    def forget_after(self, step: int, *, own: bool, others: bool) -> None:
-        """At resume: drop snapshots newer than the resumed step, which belong to an abandoned history.
+    def discard_after(self, step: int, *, local: bool, others: bool) -> None:
+        """Remove snapshots newer than the resumed step, which belong to an abandoned history.
 
-        `own`: of this shard (asked of its writer); `others`: of shards that no rank of this folder has, and then also
-        those of another way of cutting the state and those that are not whole (asked of one rank).
+        `local` (set on the writer of a shard) selects those of this shard. `others` (set on one rank) selects those of
+        shards that no rank of this folder has, and also incomplete ones and those of another layout of the state.
         """
-        if own:
-            self._own.forget_after(step)
+        if local:
+            self._own.discard_after(step)
         if others:
             headers = self._headers()
-            for path in self._foreign():
+            for path in self._foreign_files():
                 header = headers.get(path)
                 useful = (
                     header is not None
-                    and header.claim.moment.position.step <= step
+                    and header.claim.version.position.step <= step
                     and header.claim.key.same_layout(self.key)
                 )
                 if not useful:
                     path.unlink(missing_ok=True)
 
-    def _foreign(self) -> list[Path]:
+    def _foreign_files(self) -> list[Path]:
         mine = {str(key) for key in self.local_keys}
         return [path for path in self.directory.glob(f"*{SUFFIX}") if key_text(path) not in mine]
 
     # ---- internals --------------------------------------------------------------------------------------------------
 
     def _headers(self) -> dict[Path, Header]:
-        found: dict[Path, Header] = {}
+        headers: dict[Path, Header] = {}
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
             if path in self._rejected:
                 continue
             try:
                 header = read_header(path)
-            except FileNotFoundError:  # another rank of this node removed it
+            except FileNotFoundError:  # another rank of this node has removed it
                 continue
             except (DamagedSnapshotError, OSError) as error:
                 self._reject(path, error)
@@ -296,11 +296,11 @@ class MemoryTier:
                 self._rejected.add(path)
                 self.warnings.append(f"memory snapshot {path.name} was written with other settings and is ignored")
                 continue
-            found[path] = header
-        return found
+            headers[path] = header
+        return headers
 
     def _reject(self, path: Path, error: Exception) -> None:
-        # The file stays until its owner reuses or removes it: other ranks of the node may be looking at it.
+        # The file stays until its owner reuses or removes it, because other ranks of the node may be reading it.
         self._rejected.add(path)
         self.warnings.append(f"memory snapshot is damaged and ignored: {error}")
         self._own.drop(path)

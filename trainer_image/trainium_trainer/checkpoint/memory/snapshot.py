@@ -1,6 +1,6 @@
-"""The snapshots of this trainer's shards: layout, identity and header of one, and the few files that rotate.
+"""Snapshots of the trainer's shards: their layout, identity and header, and the files that rotate.
 
-The files are those of `trainium_worker.snapshot`; their headers name the shard, the moment and the layout.
+The files are those of `trainium_worker.snapshot`; their headers name the shard, the version and the layout.
 
 Guarantees:
 - In a payload, tensors lie in the order of their names at offsets that are multiples of 64 bytes. The payload is a
@@ -8,7 +8,7 @@ Guarantees:
 - Equal layouts have equal digests on all machines.
 - File names are `g<generation>-<shard>-<random>.snapshot`.
 - The oldest file is used next, unfinished ones first.
-- Files that earlier processes left for the shard are taken over when they fit and removed when they do not.
+- Files that earlier processes left for the shard are reused when they fit and removed otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ShardKey:
-    """Which part of the state a snapshot holds; replicas share one key (their data-parallel part is 0 of 1)."""
+    """The part of the state that a snapshot holds; replicas share one key (their data-parallel part is 0 of 1)."""
 
     tp_rank: int
     tp_size: int
@@ -42,7 +42,7 @@ class ShardKey:
     pp_size: int = 1
 
     def same_layout(self, other: ShardKey) -> bool:
-        """Return whether both belong to the same way of cutting up the state."""
+        """Return whether both keys belong to the same division of the state."""
         return (self.tp_size, self.dp_size, self.pp_size) == (other.tp_size, other.dp_size, other.pp_size)
 
     def __str__(self) -> str:
@@ -51,8 +51,8 @@ class ShardKey:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Moment:
-    """One state of the whole run: a position as one session reached it."""
+class StateVersion:
+    """One state of the whole run: a position reached by one session."""
 
     position: Position
     generation: int
@@ -63,7 +63,7 @@ class Moment:
 class Claim:
     """A snapshot that a store claims to hold."""
 
-    moment: Moment
+    version: StateVersion
     key: ShardKey
     layout: str
     """Digest of names, shapes and types of the shard's tensors."""
@@ -84,7 +84,7 @@ class _TensorSpan:
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """The table of contents of a snapshot's payload."""
+    """The layout of a snapshot's payload."""
 
     parts: tuple[_TensorSpan, ...]
     payload_bytes: int
@@ -92,7 +92,7 @@ class BufferLayout:
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> BufferLayout:
-        """Return the layout of these tensors; depends on names, types and shapes only."""
+        """Return the layout of these tensors, which depends only on names, types and shapes."""
         parts: list[_TensorSpan] = []
         offset = 0
         for name in sorted(tensors):
@@ -108,11 +108,11 @@ class BufferLayout:
         )
 
     def views(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        """Typed views into a payload buffer, in the layout's order."""
+        """Return typed views into a payload buffer, in the layout's order."""
         return [payload[part.start : part.end].view(part.dtype).view(part.shape) for part in self.parts]
 
     def ordered(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors in the layout's order; KeyError when one is missing."""
+        """Return the tensors in the layout's order. Raises KeyError when one is missing."""
         return [tensors[part.name].detach() for part in self.parts]
 
 
@@ -129,18 +129,18 @@ class Header:
     payload_bytes: int
 
     def to_text(self) -> bytes:
-        """Return the text of the header page."""
-        moment, key = self.claim.moment, self.claim.key
+        """Serialize the header as the text of the header page."""
+        version, key = self.claim.version, self.claim.key
         return json.dumps(
             {
-                "step": moment.position.step,
-                "samples": moment.position.samples,
-                "tokens": moment.position.tokens,
-                "loss": moment.position.loss,
-                "gradNorm": moment.position.grad_norm,
-                "batch": moment.position.batch,
-                "generation": moment.generation,
-                "session": moment.session,
+                "step": version.position.step,
+                "samples": version.position.samples,
+                "tokens": version.position.tokens,
+                "loss": version.position.loss,
+                "gradNorm": version.position.grad_norm,
+                "batch": version.position.batch,
+                "generation": version.generation,
+                "session": version.session,
                 "key": [key.tp_rank, key.tp_size, key.dp_rank, key.dp_size, key.pp_rank, key.pp_size],
                 "layout": self.claim.layout,
                 "checksum": self.claim.checksum,
@@ -151,7 +151,7 @@ class Header:
 
     @staticmethod
     def from_text(text: bytes, name: str) -> Header:
-        """Return the reverse. DamagedSnapshotError for a text of another format."""
+        """Parse the result of `to_text`. Raises DamagedSnapshotError for a text of another format."""
         try:
             raw: dict[str, Any] = json.loads(text)
             position = Position(
@@ -162,22 +162,19 @@ class Header:
                 grad_norm=raw["gradNorm"],
                 batch=raw.get("batch"),
             )
-            moment = Moment(position, raw["generation"], raw["session"])
-            claim = Claim(moment, ShardKey(*raw["key"]), raw["layout"], raw["checksum"])
+            version = StateVersion(position, raw["generation"], raw["session"])
+            claim = Claim(version, ShardKey(*raw["key"]), raw["layout"], raw["checksum"])
             return Header(claim, raw["config"], raw["payloadBytes"])
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedSnapshotError(f"{name}: the header is of another format") from error
 
 
 def read_header(path: Path) -> Header | None:
-    """Return the header of a finished snapshot, None for an unfinished one.
-
-    DamagedSnapshotError when it is altered or cut.
-    """
-    found = snapshot.read_text(path)
-    if found is None:
+    """Read the header of a finished snapshot, None for an unfinished one. Raises DamagedSnapshotError."""
+    stored = snapshot.read_text(path)
+    if stored is None:
         return None
-    text, payload_bytes = found
+    text, payload_bytes = stored
     header = Header.from_text(text, path.name)
     if payload_bytes != header.payload_bytes:
         raise DamagedSnapshotError(
@@ -196,25 +193,25 @@ class SnapshotFile(snapshot.SnapshotFile):
 
     @staticmethod
     def create(path: Path, payload_bytes: int) -> SnapshotFile:
-        """Return a new, unfinished snapshot with all of its space reserved; OSError when there is no room."""
+        """Create an unfinished snapshot with all of its space reserved. Raises OSError when there is no space."""
         snapshot.reserve(path, payload_bytes)
         return SnapshotFile(path, payload_bytes, None)
 
     def pin(self) -> None:
-        """Page-lock the payload, so that a CUDA device copies into it while it computes; until the process ends."""
+        """Page-lock the payload until the process ends, so that a CUDA device can copy into it while it computes."""
         if not self._pinned:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             runtime.cudaHostRegister(self.payload.data_ptr(), self.payload.numel(), 0)
             self._pinned = True
 
     def invalidate(self, path: Path) -> None:
-        """Declare the file unfinished and give it the name of its next owner."""
+        """Mark the file as unfinished and rename it for its next owner."""
         super().invalidate(path)
         self.header = None
 
-    def finalize(self, moment: Moment, key: ShardKey, layout: str, config_digest: str) -> Claim:
-        """Sum the payload and declare the file finished."""
-        claim = Claim(moment, key, layout, checksum(self.payload))
+    def finalize(self, version: StateVersion, key: ShardKey, layout: str, config_digest: str) -> Claim:
+        """Compute the checksum of the payload and mark the file as finished."""
+        claim = Claim(version, key, layout, checksum(self.payload))
         header = Header(claim, config_digest, self.payload_bytes)
         self.write_header(header.to_text())
         self.header = header
@@ -224,7 +221,7 @@ class SnapshotFile(snapshot.SnapshotFile):
 SUFFIX = ".snapshot"
 
 
-class Slots:
+class SnapshotSlots:
     """The files of one shard in one folder, written by one process."""
 
     def __init__(self, directory: Path, key: ShardKey, *, generation: int, count: int) -> None:
@@ -234,13 +231,8 @@ class Slots:
         self._count = count
         self._files: list[SnapshotFile] = []
 
-    @property
-    def is_open(self) -> bool:
-        """Whether all files are there."""
-        return len(self._files) == self._count
-
     def open(self, *, layout: str, payload_bytes: int, headers: Mapping[Path, Header]) -> None:
-        """Reserve the files; `headers` are those of the finished ones in the folder. OSError when there is no room."""
+        """Reserve the files; `headers` are those of finished files. Raises OSError when there is no space."""
         try:
             if not self._files:
                 self._adopt(layout, payload_bytes, headers)
@@ -254,26 +246,22 @@ class Slots:
             raise
 
     def next(self) -> SnapshotFile:
-        """Return the oldest file, declared unfinished, under a name of this process."""
+        """Return the oldest file, marked as unfinished and renamed for this process."""
         slot = min(self._files, key=_age_order)
         slot.invalidate(self._directory / self._name())
         return slot
 
-    def forget_after(self, step: int) -> None:
-        """Drop the snapshots of later steps."""
+    def discard_after(self, step: int) -> None:
+        """Invalidate the snapshots of later steps."""
         for slot in self._files:
-            if slot.header is not None and slot.header.claim.moment.position.step > step:
+            if slot.header is not None and slot.header.claim.version.position.step > step:
                 slot.invalidate(slot.path)
 
     def drop(self, path: Path) -> None:
-        """Declare the file at `path` unfinished, if it is one of these."""
+        """Mark the file at `path` as unfinished, if it is one of these."""
         for slot in self._files:
             if slot.path == path:
                 slot.invalidate(path)
-
-    def claims(self) -> list[Claim]:
-        """Return the claims of the finished files."""
-        return [slot.header.claim for slot in self._files if slot.header is not None]
 
     def close(self) -> None:
         """Unmap the files."""
@@ -298,13 +286,13 @@ class Slots:
 
 
 def key_text(path: Path) -> str:
-    """Return the shard in a file name `g<generation>-<shard>-<random>.snapshot`."""
+    """Return the shard part of a file name `g<generation>-<shard>-<random>.snapshot`."""
     return path.name.partition("-")[2].rpartition("-")[0]
 
 
 def _age_order(slot: SnapshotFile) -> tuple[bool, int, int]:
-    """Unfinished files first, then by age."""
+    """Sort unfinished files first, then by age."""
     if slot.header is None:
         return (False, 0, 0)
-    moment = slot.header.claim.moment
-    return (True, moment.position.step, moment.generation)
+    version = slot.header.claim.version
+    return (True, version.position.step, version.generation)

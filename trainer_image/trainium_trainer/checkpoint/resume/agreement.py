@@ -1,12 +1,12 @@
-"""PURE. What the stores hold, the step to resume, its source, and who sends which snapshot to whom.
+"""Decide the step to resume, its source and the transfers of snapshots between stores. Pure functions.
 
-The first rank evaluates `decide` on what all ranks report (`first_rank.py`).
+The first rank evaluates `decide` on what all ranks report (`leader.py`).
 
 Guarantees:
 - A step is taken from memory only when every shard that some rank needs exists in some store, written by the same
   session: two sessions may have written different states under one step number.
-- The newest such step wins and loses only to a strictly newer durable one.
-- Every store that lacks a shard receives it exactly once, from a store that has it by then.
+- The newest such step is resumed, unless a durable checkpoint is strictly newer.
+- Every store that lacks a shard receives it exactly once, from a store that already has it.
 - The number of rounds grows with the logarithm of the number of receivers.
 """
 
@@ -20,12 +20,12 @@ from trainium_worker.snapshot import pair_stores
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from trainium_trainer.checkpoint.memory.snapshot import Claim, Moment, ShardKey
+    from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey, StateVersion
 
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """The needs of one rank, and the contents of the snapshot store that it can read; ranks of a node share a store."""
+    """The shard that a rank needs and the contents of its snapshot store; ranks of a node share a store."""
 
     rank: int
     store: str
@@ -36,7 +36,7 @@ class RankView:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
-    """One shard that rank `source` sends to rank `target`, which keeps it in its store."""
+    """A shard that rank `source` sends to rank `target`, which writes it into its store."""
 
     source: int
     target: int
@@ -45,7 +45,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, order=True)
 class BuddyCopy:
-    """A shard that is in one store only: rank `source` writes it and passes copies on to rank `target`."""
+    """A shard that is in one store only: rank `source` writes it and sends copies to rank `target`."""
 
     source: int
     target: int
@@ -53,53 +53,53 @@ class BuddyCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class FromMemory:
-    """Resume this moment; do the rounds of transfers in order, then every rank finds its shard in its store."""
+class ResumeFromMemory:
+    """Resume this version: after the rounds of transfers, in order, every rank finds its shard in its store."""
 
-    moment: Moment
+    version: StateVersion
     rounds: tuple[tuple[Transfer, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class FromDurable:
+class ResumeFromDurable:
     """Resume the committed checkpoint of this step."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
+class FreshStart:
     """Start from the initial weights."""
 
 
-Decision = FromMemory | FromDurable | Fresh
+Decision = ResumeFromMemory | ResumeFromDurable | FreshStart
 
 
 def decide(views: Sequence[RankView], durable_steps: Iterable[int]) -> Decision:
     """Return the newest state that the ranks of `views` can all resume, memory before storage at the same step.
 
-    Its cost is linear in the number of views and claims together: each is looked at once.
+    The cost is linear in the number of views plus claims.
     """
     durable = max(durable_steps, default=None)
-    held = _index(views)
+    shards_by_version = _group_shards(views)
     needed = {(view.needs, view.layout) for view in views}
-    # A set is compared by the smaller one's size, so all comparisons together cost what the claims do.
-    moment = max((moment for moment, shards in held.items() if needed <= shards.whole), default=None)
-    if moment is not None and (durable is None or durable <= moment.position.step):
-        return FromMemory(moment, _rounds(views, held[moment].stores))
-    return Fresh() if durable is None else FromDurable(durable)
+    # Comparing two sets costs the size of the smaller one, so all comparisons cost at most the number of claims.
+    version = max((version for version, shards in shards_by_version.items() if needed <= shards.whole), default=None)
+    if version is not None and (durable is None or durable <= version.position.step):
+        return ResumeFromMemory(version, _plan_rounds(views, shards_by_version[version].stores))
+    return FreshStart() if durable is None else ResumeFromDurable(durable)
 
 
 def claims_to_report(neighbours: Iterable[RankView], rank: int, claims: Iterable[Claim]) -> frozenset[Claim]:
-    """Return those of a store's `claims` that `rank` reports; `neighbours` are at least all that share the store.
+    """Return the `claims` of a store that `rank` reports; `neighbours` include all ranks that share the store.
 
-    One rank of a store represents each shard, the same that would send it, and nobody represents shards of another
-    way of cutting up the state, which no rank can need. So all ranks together report each snapshot once, and `decide`
-    comes to what it would if each reported everything.
+    One rank of a store represents each shard, the one that would send it. No rank represents shards of another division
+    of the state, which no rank can need. So the ranks report each snapshot once, and `decide` returns the same as if
+    every rank reported everything.
     """
-    here = list(neighbours)
-    mine = next(view for view in here if view.rank == rank)
-    representatives = _Representatives(view for view in here if view.store == mine.store)
+    node_views = list(neighbours)
+    mine = next(view for view in node_views if view.rank == rank)
+    representatives = _Representatives(view for view in node_views if view.store == mine.store)
     return frozenset(
         claim
         for claim in claims
@@ -107,17 +107,17 @@ def claims_to_report(neighbours: Iterable[RankView], rank: int, claims: Iterable
     )
 
 
-def writers(views: Sequence[RankView]) -> frozenset[int]:
-    """Return the ranks that write snapshots: one of those that share both a store and a shard, the lowest."""
-    chosen: dict[tuple[str, ShardKey], int] = {}
+def snapshot_writers(views: Sequence[RankView]) -> frozenset[int]:
+    """Return the ranks that write snapshots: the lowest of those that share both a store and a shard."""
+    writers: dict[tuple[str, ShardKey], int] = {}
     for view in views:
-        place = (view.store, view.needs)
-        chosen[place] = min(view.rank, chosen.get(place, view.rank))
-    return frozenset(chosen.values())
+        key = (view.store, view.needs)
+        writers[key] = min(view.rank, writers.get(key, view.rank))
+    return frozenset(writers.values())
 
 
 def cleanup_ranks(views: Sequence[RankView]) -> frozenset[int]:
-    """Return the ranks that clear leftovers: the lowest of each store."""
+    """Return the ranks that remove leftovers: the lowest of each store."""
     lowest: dict[str, int] = {}
     for view in views:
         lowest[view.store] = min(view.rank, lowest.get(view.store, view.rank))
@@ -125,9 +125,9 @@ def cleanup_ranks(views: Sequence[RankView]) -> frozenset[int]:
 
 
 def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[BuddyCopy, ...]:
-    """Return who keeps copies of which shards, so that no shard is lost with one of the `usable` stores.
+    """Return the copies that are needed so that no shard is lost with one of the `usable` stores.
 
-    Only shards that a single store holds need one: replicas are copies already.
+    Only shards that a single store holds need a copy: replicas are copies already.
     """
     holders: dict[ShardKey, set[str]] = {}
     ranks: dict[str, list[int]] = {}
@@ -136,42 +136,42 @@ def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Bu
         ranks.setdefault(view.store, []).append(view.rank)
     chosen = set(usable)
     partner = pair_stores([store for store in ranks if store in chosen])
-    writing = writers(views)
+    writing = snapshot_writers(views)
     exposed: dict[str, list[RankView]] = {}
-    found: list[BuddyCopy] = []
+    copies: list[BuddyCopy] = []
     for view in sorted(views, key=lambda view: view.rank):
         if view.store in partner and view.rank in writing and len(holders[view.needs]) == 1:
             exposed.setdefault(view.store, []).append(view)
     for store, other in partner.items():
         for number, view in enumerate(exposed.get(store, ())):
             keepers = ranks[other]
-            found.append(BuddyCopy(view.rank, keepers[number % len(keepers)], view.needs))
-    return tuple(sorted(found))
+            copies.append(BuddyCopy(view.rank, keepers[number % len(keepers)], view.needs))
+    return tuple(sorted(copies))
 
 
 @dataclass(slots=True)
-class _Held:
-    """The parts of one moment that all stores together hold."""
+class _VersionShards:
+    """The parts of one version that all stores together hold."""
 
     whole: set[tuple[ShardKey, str]] = field(default_factory=set)
-    """Shards and their layouts."""
+    """The shards and their layouts."""
     stores: dict[ShardKey, set[str]] = field(default_factory=dict)
 
 
-def _index(views: Sequence[RankView]) -> dict[Moment, _Held]:
-    found: dict[Moment, _Held] = {}
+def _group_shards(views: Sequence[RankView]) -> dict[StateVersion, _VersionShards]:
+    by_version: dict[StateVersion, _VersionShards] = {}
     for view in views:
         for claim in view.claims:
-            held = found.get(claim.moment)
-            if held is None:
-                held = found[claim.moment] = _Held()
-            held.whole.add((claim.key, claim.layout))
-            held.stores.setdefault(claim.key, set()).add(view.store)
-    return found
+            shards = by_version.get(claim.version)
+            if shards is None:
+                shards = by_version[claim.version] = _VersionShards()
+            shards.whole.add((claim.key, claim.layout))
+            shards.stores.setdefault(claim.key, set()).add(view.store)
+    return by_version
 
 
 class _Representatives:
-    """The rank that sends or receives a shard for a store: one that needs it if there is one, the lowest."""
+    """The rank that sends or receives a shard for a store: the lowest that needs it, else the lowest of the store."""
 
     def __init__(self, views: Iterable[RankView]) -> None:
         self._any: dict[str, int] = {}
@@ -182,14 +182,14 @@ class _Representatives:
             self._needing[place] = min(view.rank, self._needing.get(place, view.rank))
 
     def of(self, store: str, key: ShardKey) -> int:
-        """For one store and shard."""
+        """Return the rank for one store and shard."""
         return self._needing.get((store, key), self._any[store])
 
 
-def _rounds(views: Sequence[RankView], holders: Mapping[ShardKey, set[str]]) -> tuple[tuple[Transfer, ...], ...]:
-    """Per key a doubling tree over stores: each store that has the shard sends it to one that lacks it.
+def _plan_rounds(views: Sequence[RankView], holders: Mapping[ShardKey, set[str]]) -> tuple[tuple[Transfer, ...], ...]:
+    """Plan the transfers of each shard as a doubling tree: each store that has the shard sends it to one that lacks it.
 
-    `holders`: the stores that have a shard of the moment to resume.
+    `holders`: the stores that have a shard of the version to resume.
     """
     rounds: list[list[Transfer]] = []
     representatives = _Representatives(views)
@@ -208,19 +208,19 @@ def _rounds(views: Sequence[RankView], holders: Mapping[ShardKey, set[str]]) -> 
             rounds[number].extend(Transfer(source, target, key) for source, target in zip(senders, batch, strict=False))
             senders += batch
             number += 1
-    return tuple(tuple(each) for each in rounds)
+    return tuple(tuple(transfers) for transfers in rounds)
 
 
 class SnapshotInventory:
-    """The contents of every snapshot store of one start, as the first rank learns them.
+    """The contents of every snapshot store at one start, kept by the first rank.
 
-    Each rank reports once what it represents (`claims_to_report`). Differences follow: a snapshot that turned out
-    damaged, a moment that could not be exchanged, a store without space. The cost of every method is linear in the
-    ranks, their claims and the transfers.
+    Each rank reports once the claims that it represents (`claims_to_report`). Changes follow: a damaged snapshot, a
+    version that could not be exchanged, a store without space. The cost of every method is linear in the ranks, their
+    claims and the transfers.
     """
 
     def __init__(self, views: Sequence[RankView], reported: Sequence[Iterable[Claim]]) -> None:
-        """Take the views of all ranks, by rank, without claims, and the claims that each rank reports."""
+        """Create the inventory from the views of all ranks, by rank and without claims, and each rank's claims."""
         self._places = tuple(views)
         self._claims: dict[str, set[Claim]] = {view.store: set() for view in views}
         for view, claims in zip(views, reported, strict=True):
@@ -228,72 +228,69 @@ class SnapshotInventory:
         self._split: set[str] = set()
 
     def views(self) -> list[RankView]:
-        """Return what `decide` is asked with, by rank; one rank of each store has the store's claims."""
+        """Return the input of `decide`, by rank; one rank of each store has the store's claims."""
         reported: set[str] = set()
-        found: list[RankView] = []
+        views: list[RankView] = []
         for view in self._places:
             if view.store in self._split:
-                # They cannot share what arrives, though they all read what is there.
-                own = replace(view, store=f"{view.store}#{view.rank}", claims=frozenset(self._claims[view.store]))
+                # These ranks cannot share received snapshots, although they all read the existing ones.
+                reduced = replace(view, store=f"{view.store}#{view.rank}", claims=frozenset(self._claims[view.store]))
             else:
-                own = view if view.store in reported else replace(view, claims=frozenset(self._claims[view.store]))
+                reduced = view if view.store in reported else replace(view, claims=frozenset(self._claims[view.store]))
                 reported.add(view.store)
-            found.append(own)
-        return found
+            views.append(reduced)
+        return views
 
     def split(self, without_space: Iterable[int]) -> None:
-        """Split the stores of these ranks, which cannot be written, where several ranks share one.
-
-        Each rank gets its part.
-        """
+        """Split the stores of these ranks, which cannot be written, into one per rank where several ranks share one."""
         sharing: dict[str, int] = {}
         for view in self._places:
             sharing[view.store] = sharing.get(view.store, 0) + 1
         self._split |= {store for rank in without_space if sharing[store := self._places[rank].store] > 1}
 
     def remove_claims(self, rank: int, claims: Iterable[Claim]) -> None:
-        """Snapshots that `rank` could not read in its store."""
+        """Remove the snapshots that `rank` could not read in its store."""
         self._claims[self._places[rank].store].difference_update(claims)
 
-    def exclude(self, moment: Moment) -> None:
-        """Exclude a moment that could not be exchanged."""
+    def exclude(self, version: StateVersion) -> None:
+        """Exclude a version that could not be exchanged."""
         for store, claims in self._claims.items():
-            self._claims[store] = {claim for claim in claims if claim.moment != moment}
+            self._claims[store] = {claim for claim in claims if claim.version != version}
 
-    def checks(self, decision: FromMemory) -> list[tuple[Claim, ...]]:
-        """By rank: the snapshots of its store that it needs or sends."""
-        held = self._held(decision.moment)
+    def checks(self, decision: ResumeFromMemory) -> list[tuple[Claim, ...]]:
+        """Return, by rank, the snapshots of its store that the rank needs or sends."""
+        claims = self._claims_by_store(decision.version)
         wanted = [{view.needs} for view in self._places]
         for batch in decision.rounds:
-            for each in batch:
-                wanted[each.source].add(each.key)
+            for transfer in batch:
+                wanted[transfer.source].add(transfer.key)
         return [
-            tuple(claim for key in sorted(keys) if (claim := held[view.store].get(key)) is not None)
+            tuple(claim for key in sorted(keys) if (claim := claims[view.store].get(key)) is not None)
             for view, keys in zip(self._places, wanted, strict=True)
         ]
 
-    def origins(self, decision: FromMemory) -> list[Claim]:
-        """By rank: the snapshot that its shard stems from after the exchange, the one that was sent first."""
-        held = self._held(decision.moment)
+    def origins(self, decision: ResumeFromMemory) -> list[Claim]:
+        """Return, by rank, the snapshot from which its shard originates after the exchange."""
+        claims = self._claims_by_store(decision.version)
         stores = [view.store for view in self.views()]
         arrived: dict[tuple[str, ShardKey], Claim] = {}
 
         def origin(rank: int, key: ShardKey) -> Claim:
-            own = held[self._places[rank].store].get(key)
-            return own if own is not None else arrived[stores[rank], key]
+            local = claims[self._places[rank].store].get(key)
+            return local if local is not None else arrived[stores[rank], key]
 
         for batch in decision.rounds:
-            for each in batch:
-                arrived[stores[each.target], each.key] = origin(each.source, each.key)
+            for transfer in batch:
+                arrived[stores[transfer.target], transfer.key] = origin(transfer.source, transfer.key)
         return [origin(view.rank, view.needs) for view in self._places]
 
-    def _held(self, moment: Moment) -> dict[str, dict[ShardKey, Claim]]:
-        """Return what each store has of a moment; of two snapshots of a shard the lesser."""
-        found: dict[str, dict[ShardKey, Claim]] = {}
+    def _claims_by_store(self, version: StateVersion) -> dict[str, dict[ShardKey, Claim]]:
+        """Return the snapshots of a version in each store; of two snapshots of a shard, the lesser."""
+        by_store: dict[str, dict[ShardKey, Claim]] = {}
         for store, claims in self._claims.items():
-            here = found[store] = {}
+            store_claims = by_store[store] = {}
             for claim in claims:
-                if claim.moment == moment:
-                    other = here.get(claim.key)
-                    here[claim.key] = claim if other is None else min(claim, other)
-        return found
+                if claim.version == version:
+                    other = store_claims.get(claim.key)
+                    store_claims[claim.key] = claim if other is None else min(claim, other)
+        return by_store

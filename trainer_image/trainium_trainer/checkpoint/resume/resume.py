@@ -1,14 +1,15 @@
 """The collective that starts a run: locate, decide, verify, exchange, restore.
 
-All ranks run `Resumption.run` together. Each reports what its snapshot store holds. The first rank, which has read the
-durable root too, decides (`first_rank.py`) and sends each its part; on any damage it decides again without it.
+All ranks run `Resumption.run` together. Each rank reports the contents of its snapshot store. The first rank, which
+also has read the durable root, decides (`leader.py`) and sends each rank its order; on any damage it decides again
+without the damaged part.
 
 Guarantees:
 - No rank restores a snapshot before every rank has verified its part.
-- What comes from storage is verified while it is read; when a rank reads damage, all ranks load another state.
+- State from storage is verified while it is read; when a rank finds damage, all ranks load another state.
 - All ranks return the same position or raise the same error.
-- A restart that finds its snapshots costs three rounds up and down a tree: the places of all, their snapshots, which
-  are reported once, and whether these are whole. A rank receives what concerns it and its node.
+- A restart that finds its snapshots costs three rounds up and down a tree: the locations of the ranks, their snapshots,
+  each reported once, and the outcome of the verification. A rank receives only what concerns it and its node.
 """
 
 from __future__ import annotations
@@ -22,24 +23,30 @@ import torch.distributed as dist
 from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.checkpoint.collectives import scatter_from_root
 from trainium_trainer.checkpoint.errors import explain_failure
-from trainium_trainer.checkpoint.format import contents
 from trainium_trainer.checkpoint.format.live_state import copy_all
+from trainium_trainer.checkpoint.format.reader import load_checkpoint
 from trainium_trainer.checkpoint.interfaces import ResumeSource
-from trainium_trainer.checkpoint.resume.agreement import FromDurable, FromMemory, RankView, claims_to_report, writers
-from trainium_trainer.checkpoint.resume.first_rank import (
-    Agreed,
-    Capacity,
-    Check,
+from trainium_trainer.checkpoint.resume.agreement import (
+    RankView,
+    ResumeFromDurable,
+    ResumeFromMemory,
+    claims_to_report,
+    snapshot_writers,
+)
+from trainium_trainer.checkpoint.resume.leader import (
+    Agreement,
     ClaimReport,
-    Done,
     Exchange,
+    Finish,
     Load,
     Order,
     RankReport,
+    ReplicaCapacity,
     ReplicaTask,
     ResumeLeader,
-    assignments_of,
-    tasks_of,
+    Verify,
+    assign_replicas,
+    plan_replicas,
 )
 from trainium_trainer.checkpoint.root.commit_lease import refuse_foreign
 from trainium_trainer.storage.errors import StorageError, storage_error
@@ -50,30 +57,30 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from trainium_trainer.checkpoint.interfaces import Session
     from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
     from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, Claim, ShardKey
     from trainium_trainer.checkpoint.root.commit_lease import CommitLease
-    from trainium_trainer.checkpoint.root.survey import Committed
-    from trainium_trainer.checkpoint.session import Session
+    from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeOutcome:
-    """The agreement of the ranks, and this rank's part."""
+    """The agreed result, and this rank's part of it."""
 
-    agreed: Agreed
+    agreed: Agreement
     source: ResumeSource
-    """Source of this rank's state."""
-    keeps_snapshots: bool
-    """Whether this rank writes memory snapshots (one of those that share a shard and a store does)."""
+    """The source of this rank's state."""
+    writes_snapshots: bool
+    """Whether this rank writes memory snapshots (one of the ranks that share a shard and a store does)."""
     leftovers: tuple[str, ...]
-    """On the first rank."""
+    """The leftovers to remove; set on the first rank."""
     warnings: tuple[str, ...]
-    """On the first rank all, else the first of them."""
+    """All warnings on the first rank, the first ones on the others."""
 
 
 class Resumption:
-    """One start of this rank; used once."""
+    """One start of this rank; an instance is used once."""
 
     def __init__(
         self,
@@ -95,31 +102,31 @@ class Resumption:
         self._leader = ResumeLeader(self._storage.location, self._buddies, lease.generation)
         self._payloads: dict[ShardKey, torch.Tensor] = {}
         self._origin: Claim | None = None
-        self._keeps: bool | None = None
+        self._can_write: bool | None = None
         self._warned = 0
 
     def run(self) -> ResumeOutcome:
         """Find, verify and restore the newest state; raises the same TrainerError on all ranks."""
         leader = self._leader
         neighbours = scatter_from_root(self._locate, leader.collect, self._group, "resume: who is where")
-        self._take_role(neighbours)
+        self._open_snapshots(neighbours)
         order: Order = scatter_from_root(
-            lambda: self._offer(neighbours), leader.decide, self._group, "resume: what is there"
+            lambda: self._report_claims(neighbours), leader.decide, self._group, "resume: what is there"
         )
         source = ResumeSource.FRESH
-        while not isinstance(order, Done):
-            report = self._carry_out(order)
-            if isinstance(order, Check):
+        while not isinstance(order, Finish):
+            report = self._execute(order)
+            if isinstance(order, Verify):
                 source = ResumeSource.MEMORY if self._key in self._payloads else ResumeSource.PEER
             elif isinstance(order, Load):
                 source = ResumeSource.DURABLE
             order = self._report(report)
-        return self._conclude(order, source)
+        return self._finish(order, source)
 
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
     def _locate(self) -> RankView:
-        """Return the local store, and on the first rank the durable root, which it takes over."""
+        """Return the local store, and acquire the durable root on the first rank."""
         try:
             if self._memory is not None:
                 self._memory.claim_fence()
@@ -134,49 +141,49 @@ class Resumption:
     def _survey(self) -> None:
         where = self._storage.location
         try:
-            found, problem = self._lease.acquire(
-                lambda found: refuse_foreign(found, where, self._settings, self._config_digest)
+            survey, problem = self._lease.acquire(
+                lambda survey: refuse_foreign(survey, where, self._settings, self._config_digest)
             )
         except StorageError as error:
             self._leader.record_problem(error)
         else:
-            self._leader.record_survey(found, problem)
+            self._leader.record_survey(survey, problem)
 
-    def _offer(self, neighbours: Sequence[RankView]) -> ClaimReport:
-        """Report the claims of this rank's store that this rank represents."""
+    def _report_claims(self, neighbours: Sequence[RankView]) -> ClaimReport:
+        """Return the claims of the store that this rank represents."""
         if self._memory is None:
-            return ClaimReport(keeps=self._keeps)
+            return ClaimReport(can_write=self._can_write)
         claims = claims_to_report(neighbours, self._mesh.rank, self._memory.claims())
-        return ClaimReport(claims, self._keeps, self._new_warnings())
+        return ClaimReport(claims, self._can_write, self._new_warnings())
 
-    def _carry_out(self, order: Check | Exchange | Load) -> RankReport:
-        if isinstance(order, Check):
+    def _execute(self, order: Verify | Exchange | Load) -> RankReport:
+        if isinstance(order, Verify):
             return self._check(order.claims)
         if isinstance(order, Exchange):
             return RankReport(ok=self._exchange(order))
         return self._load(order.checkpoint)
 
     def _report(self, report: RankReport) -> Order:
-        """Report how it went and return the next order. Collective."""
+        """Report the outcome and return the next order. Collective."""
         return scatter_from_root(lambda: report, self._leader.next_orders, self._group, "resume: how it went")
 
     def _check(self, claims: Sequence[Claim]) -> RankReport:
-        """Open and verify snapshots: of the own shard if this store has it, and what others will be sent."""
+        """Open and verify snapshots: that of this rank's shard if the store has it, and those to send to others."""
         self._payloads.clear()
         self._origin = None
-        lost: set[Claim] = set()
+        unreadable: set[Claim] = set()
         for claim in claims:
             payload = None if self._memory is None else self._memory.open_claim(claim)
             if payload is None:
-                lost.add(claim)
+                unreadable.add(claim)
             else:
                 self._payloads[claim.key] = payload
-        return RankReport(not lost, frozenset(lost), self._new_warnings())
+        return RankReport(not unreadable, frozenset(unreadable), self._new_warnings())
 
-    def _load(self, checkpoint: Committed) -> RankReport:
-        """Fill the live state from storage; the report has damage, or the error of a store that fails."""
+    def _load(self, checkpoint: CommittedCheckpoint) -> RankReport:
+        """Fill the live state from storage; the report has the damage, or the error of a store that fails."""
         try:
-            contents.load(self._storage, checkpoint, self._state, self._retry)
+            load_checkpoint(self._storage, checkpoint, self._state, self._retry)
         except BaseException as error:
             cause = explain_failure(error, self._storage.location)
             if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
@@ -188,7 +195,7 @@ class Resumption:
         return RankReport()
 
     def _exchange(self, order: Exchange) -> bool:
-        """Send and receive snapshots in the decided rounds; False when one arrived altered."""
+        """Send and receive snapshots in the decided rounds; return False when one arrived altered."""
         ok = True
         me = self._mesh.rank
         self._origin = order.origin
@@ -201,14 +208,14 @@ class Resumption:
                     payload = self._payloads[move.key]
                     work.append(dist.isend(payload, move.target, group=self._group, tag=move.tag))
                 if move.target == me:
-                    slot = self._memory.receiving_slot() if self._memory is not None and self._keeps else None
+                    slot = self._memory.receiving_slot() if self._memory is not None and self._can_write else None
                     arriving = (
                         torch.empty(self._layout.payload_bytes, dtype=torch.uint8) if slot is None else slot.payload
                     )
                     work.append(dist.irecv(arriving, move.source, group=self._group, tag=move.tag))
-            for each in work:
-                if each is not None:
-                    each.wait()
+            for pending in work:
+                if pending is not None:
+                    pending.wait()
             if arriving is not None:
                 if slot is not None and self._memory is not None:
                     ok = self._memory.finalize_received(slot, order.origin) and ok
@@ -219,13 +226,13 @@ class Resumption:
 
     # ---- small parts ------------------------------------------------------------------------------------------------
 
-    def _take_role(self, neighbours: Sequence[RankView]) -> None:
-        """Open the snapshot files when this rank is the one that writes them."""
+    def _open_snapshots(self, neighbours: Sequence[RankView]) -> None:
+        """Open the snapshot files if this rank writes them."""
         if self._memory is None:
-            self._keeps = False
+            self._can_write = False
             return
         self._memory.local_keys = frozenset(view.needs for view in neighbours)
-        self._keeps = self._memory.open_slots() if self._mesh.rank in writers(neighbours) else None
+        self._can_write = self._memory.open_slots() if self._mesh.rank in snapshot_writers(neighbours) else None
 
     def _new_warnings(self) -> tuple[str, ...]:
         """Return the warnings of the memory tier since the last call."""
@@ -242,55 +249,59 @@ class Resumption:
         assert payload is not None, "every rank has its shard after the exchange"
         copy_all(self._layout.ordered(self._state.local_tensors()), self._layout.views(payload))
 
-    def _conclude(self, done: Done, source: ResumeSource) -> ResumeOutcome:
+    def _finish(self, done: Finish, source: ResumeSource) -> ResumeOutcome:
         agreed, leader = done.agreed, self._leader
-        if isinstance(agreed.decision, FromMemory):
+        if isinstance(agreed.decision, ResumeFromMemory):
             self._restore_from_memory()
-        elif not isinstance(agreed.decision, FromDurable):
+        elif not isinstance(agreed.decision, ResumeFromDurable):
             source = ResumeSource.FRESH
         if self._memory is not None:
             step = -1 if agreed.position is None else agreed.position.step
-            self._memory.forget_after(step, own=bool(self._keeps), others=done.cleans_up)
+            self._memory.discard_after(step, local=bool(self._can_write), others=done.cleans_up)
         first = self._mesh.rank == 0
         warnings = dict.fromkeys(leader.warnings if first else agreed.warnings)
-        if agreed.guarded and self._group is not None:
+        if agreed.needs_buddies and self._group is not None:
             warnings.update(dict.fromkeys(self._assign_buddies(self._group)))
-        return ResumeOutcome(agreed, source, bool(self._keeps), leader.leftovers, tuple(warnings))
+        return ResumeOutcome(agreed, source, bool(self._can_write), leader.leftovers, tuple(warnings))
 
     # ---- copies on other nodes --------------------------------------------------------------------------------------
 
     def _assign_buddies(self, group: ProcessGroup) -> tuple[str, ...]:
-        """Agree on who keeps copies of shards that only one node holds, and start copying; return warnings. Collective.
+        """Agree on buddies for shards that only one node holds, and start copying; return warnings. Collective.
 
         A shard whose buddy has no space gets no copy, with a warning.
         """
-        memory, wanted, views = self._memory, self._leader.wanted, self._leader.views
+        memory, wanted, views = self._memory, self._leader.buddy_copies, self._leader.views
         size = 0 if memory is None else memory.layout.payload_bytes
-        # Also a barrier: leftovers are cleared everywhere before anyone makes new files.
-        tasks = scatter_from_root(lambda: size, lambda sizes: tasks_of(wanted, views, sizes), group, "resume: copies")
+        # Also a barrier: leftovers are removed everywhere before a rank creates new files.
+        tasks = scatter_from_root(
+            lambda: size, lambda sizes: plan_replicas(wanted, views, sizes), group, "resume: copies"
+        )
         capacity = self._reserve(tasks)
         assignment = scatter_from_root(
             lambda: capacity,
-            lambda capacities: assignments_of(wanted, views, capacities),
+            lambda capacities: assign_replicas(wanted, views, capacities),
             group,
             "resume: space for copies",
         )
         if memory is not None:
             memory.local_keys |= assignment.keys
             for task in (task for task in tasks if task.number in assignment.numbers):
-                if task.guard.target == self._mesh.rank:
-                    memory.keep_for(task.guard.key, group, task.guard.source, task.number)
-                if task.guard.source == self._mesh.rank:
-                    memory.send_to(group, task.guard.target, task.number)
+                if task.copy.target == self._mesh.rank:
+                    memory.receive_from(task.copy.key, group, task.copy.source, task.number)
+                if task.copy.source == self._mesh.rank:
+                    memory.send_to(group, task.copy.target, task.number)
         return assignment.warnings
 
-    def _reserve(self, tasks: Sequence[ReplicaTask]) -> Capacity:
-        """Reserve files for the copies that this rank is to keep."""
+    def _reserve(self, tasks: Sequence[ReplicaTask]) -> ReplicaCapacity:
+        """Reserve files for the copies that this rank keeps."""
         memory, rank, numbers = self._memory, self._mesh.rank, set[int]()
         if memory is None:
-            return Capacity(frozenset(), ())
+            return ReplicaCapacity(frozenset(), ())
         known = len(memory.warnings)
         for task in tasks:
-            if task.guard.target == rank and memory.open_kept(task.guard.key, task.layout, task.payload_bytes):
+            if task.copy.target == rank and memory.open_buddy_slots(task.copy.key, task.layout, task.payload_bytes):
                 numbers.add(task.number)
-        return Capacity(frozenset(numbers), tuple(f"rank {rank}: {warning}" for warning in memory.warnings[known:]))
+        return ReplicaCapacity(
+            frozenset(numbers), tuple(f"rank {rank}: {warning}" for warning in memory.warnings[known:])
+        )

@@ -1,1 +1,1 @@
-"""The contents of a checkpoint root, its owner, and who may commit there."""
+"""The contents of a checkpoint root, its owner, and the right to commit there."""

@@ -1,4 +1,4 @@
-"""The commit rule of durable checkpoints: who may commit below a root, and how a written attempt becomes a checkpoint.
+"""The commit protocol of durable checkpoints: who may commit below a root, and how an attempt is committed.
 
 Layout below the root (`trainium_contract.wire.checkpoint_manifest`):
 - `GENERATION` is the fence; it lists the attempts of all starts that have held it;
@@ -6,8 +6,8 @@ Layout below the root (`trainium_contract.wire.checkpoint_manifest`):
 - `step-<n>/COMMITTED` commits an attempt.
 
 Guarantees:
-- `COMMITTED` is written last, is created and never replaced unless the checkpoint it stands for was found damaged, and
-  names the digest of the manifest.
+- `COMMITTED` is written last and contains the digest of the manifest. It is never replaced unless its checkpoint was
+  found damaged.
 - Only the session that claimed the fence last commits.
 """
 
@@ -36,13 +36,13 @@ class FenceToken:
 
     generation: int
     run: str
-    """Identity of the job; a recreated job starts again at generation 1 and may take over an old root."""
+    """The identity of the job; a recreated job starts again at generation 1 and may acquire an old root."""
     session: str
-    """Identity of one start of the ranks; an earlier attempt of the same generation is fenced out as well."""
+    """The identity of one start of the ranks; an earlier attempt of the same generation is fenced out as well."""
 
     @property
     def attempt(self) -> str:
-        """Name of the folders that this session writes."""
+        """The name of the folders that this session writes."""
         return f"g{self.generation}-{self.session}"
 
 
@@ -52,17 +52,17 @@ class Fence:
 
     token: FenceToken
     attempts: frozenset[str] = frozenset()
-    """Names of the folders that starts which held the fence may have written: these and no others are ever removed."""
+    """The names of the folders that holders of the fence may have written; only these are ever removed."""
 
 
 def read_fence_record(storage: Storage) -> Fence | None:
-    """Return the fence with its attempts; None when there is none or it cannot be parsed."""
+    """Read the fence with its attempts; None when there is none or it cannot be parsed."""
     data = read_small(storage, GENERATION_FENCE_NAME)
     return None if data is None else parse_fence(data)
 
 
 def parse_fence(data: bytes) -> Fence | None:
-    """Return the fence in the contents of `GENERATION`; None when it cannot be parsed."""
+    """Parse the contents of `GENERATION`; None when they cannot be parsed."""
     try:
         raw = json.loads(data)
         token = FenceToken(int(raw["generation"]), str(raw.get("run", "")), str(raw.get("session", "")))
@@ -72,13 +72,13 @@ def parse_fence(data: bytes) -> Fence | None:
 
 
 def read_fence(storage: Storage) -> FenceToken | None:
-    """Return the token that may commit; None when there is none or it cannot be parsed."""
+    """Read the token that may commit; None when there is none or it cannot be parsed."""
     record = read_fence_record(storage)
     return None if record is None else record.token
 
 
 def claim_fence(storage: Storage, token: FenceToken) -> None:
-    """Make `token` the one that may commit; StaleGenerationError when this run has a newer generation already."""
+    """Claim the fence for `token`. Raises StaleGenerationError when this run has a newer generation already."""
     refuse_newer(storage, token)
     record = read_fence_record(storage)
     earlier = frozenset[str]() if record is None else record.attempts
@@ -88,14 +88,14 @@ def claim_fence(storage: Storage, token: FenceToken) -> None:
 
 
 def refuse_newer(storage: Storage, token: FenceToken) -> None:
-    """StaleGenerationError when this run has a newer generation already."""
+    """Raise StaleGenerationError when this run has a newer generation already."""
     current = read_fence(storage)
     if current is not None and current.run == token.run and current.generation > token.generation:
         raise StaleGenerationError(_refusal(storage, current, token))
 
 
 def check_fence(storage: Storage, token: FenceToken) -> None:
-    """StaleGenerationError when somebody claimed the fence after `token` did."""
+    """Raise StaleGenerationError when another start claimed the fence after `token` did."""
     current = read_fence(storage)
     if current != token:
         raise StaleGenerationError(_refusal(storage, current, token))
@@ -103,7 +103,7 @@ def check_fence(storage: Storage, token: FenceToken) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The receipt that commits a checkpoint once it is published."""
+    """The receipt whose publication commits a checkpoint."""
 
     folder: str
     """The checkpoint's folder, relative to the root."""
@@ -111,9 +111,9 @@ class Receipt:
 
 
 def prepare_commit(storage: Storage, folder: str, manifest: Manifest, token: FenceToken, retry: Retry) -> Receipt:
-    """Write the manifest of `token`'s attempt in a checkpoint's folder and see that it may be committed.
+    """Write the manifest of `token`'s attempt in a checkpoint's folder and check that it may be committed.
 
-    StaleGenerationError when somebody else owns the root. Each access is tried again by itself.
+    Raises StaleGenerationError when another start owns the root. Each access is retried separately.
     """
     data = manifest.model_dump_json(by_alias=True).encode()
     where = f"{storage.location}/{folder}"
@@ -124,10 +124,10 @@ def prepare_commit(storage: Storage, folder: str, manifest: Manifest, token: Fen
 
 
 def publish(storage: Storage, receipt: Receipt, retry: Retry, *, damaged: bool = False) -> None:
-    """Commit; on return it survives a power cut. Whatever it raises, the checkpoint may count from now on.
+    """Commit a checkpoint; on return it survives a power failure.
 
-    `damaged`: what is committed there was found damaged and may be replaced. StaleGenerationError when somebody else
-    has committed that checkpoint.
+    After any error the checkpoint may be committed nevertheless. `damaged`: the checkpoint committed there was found
+    damaged and may be replaced. Raises StaleGenerationError when another start has committed that checkpoint.
     """
     name, where = f"{receipt.folder}/{COMMIT_NAME}", f"{storage.location}/{receipt.folder}"
 
@@ -138,7 +138,7 @@ def publish(storage: Storage, receipt: Receipt, retry: Retry, *, damaged: bool =
         try:
             storage.create(name, receipt.text)
         except FileExistsError as error:
-            # An answer may have been lost on its way back: then it is ours.
+            # The receipt is this start's if only the response of the store was lost.
             if read_small(storage, name) != receipt.text:
                 raise StaleGenerationError(f"{where} was committed by another start of the run meanwhile") from error
 
@@ -146,7 +146,7 @@ def publish(storage: Storage, receipt: Receipt, retry: Retry, *, damaged: bool =
 
 
 def read_commit(storage: Storage, folder: str) -> Commit | None:
-    """Return the receipt in a checkpoint's folder; None when there is none. ValueError when it cannot be understood."""
+    """Read the receipt in a checkpoint's folder; None when there is none. Raises ValueError for an unknown format."""
     data = read_small(storage, f"{folder}/{COMMIT_NAME}")
     if data is None:
         return None

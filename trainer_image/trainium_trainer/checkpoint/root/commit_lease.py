@@ -1,24 +1,37 @@
-"""The acquisition of the durable root by a start of the ranks, on the first rank.
+"""Acquire the durable root on the first rank of a start, and check later that the run still belongs to the start.
 
-Owner, settings, fence, in this order.
+`CommitLease.acquire` checks the owner, then the settings, and then claims the fence.
+
+A process that was paused with its whole node continues where it stopped: it may still find the parts of its peers of a
+collective in its sockets, although a newer start has repeated and recorded the step. A newer start needs time to detect
+the failed node, to start, to resume and to repeat the step. So a step that took hardly longer than usual was not
+repeated elsewhere, and `OwnershipCheck` queries the store only after a step that took clearly longer.
 
 Guarantees:
 - A start that is refused, because the folder is another job's, holds another run or lies inside another root, has
-  written nothing and has fenced nobody out.
-- A checkpoint of another model, of other data or of another format is refused by name and never started over.
+  written nothing and has fenced out no other start.
+- A checkpoint of another model, other data or another format is refused by name; the run never silently starts over.
 - Nothing is committed before this start holds the fence.
 - A fence that cannot be written, because the store is full or unreachable, is claimed by the first save that can: a run
   that has its state in memory continues meanwhile.
+- The training thread waits for the store at most for the timeout, and not at all while an earlier query is unanswered.
+  A late answer still counts. A store that fails does not stop the step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
+import statistics
+import threading
+import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.wire.checkpoint_manifest import step_of
-from trainium_trainer.checkpoint.errors import UnusableCheckpointError
+from trainium_contract.wire.checkpoint_manifest import parse_step
+from trainium_trainer.checkpoint.errors import StaleGenerationError, UnusableCheckpointError
 from trainium_trainer.checkpoint.root.commit import FenceToken, check_fence, claim_fence, read_fence, refuse_newer
 from trainium_trainer.checkpoint.root.survey import Survey, nested_root, survey
 from trainium_trainer.storage.errors import StorageError
@@ -32,11 +45,11 @@ if TYPE_CHECKING:
 
 
 _ONCE_MORE = 1
-"""Tries of a fence that the start can do without: a full store does not get room within half a minute."""
+"""The attempts to claim a fence that the start does not need: a full store does not get space within half a minute."""
 
 
 class CommitLease:
-    """One rank's right to commit below the root; the first rank's `acquire` is called before all else."""
+    """One rank's right to commit below the root; the first rank calls `acquire` before everything else."""
 
     def __init__(self, storage: Storage, owner: OwnerRecords, token: FenceToken, retry: Retry) -> None:
         self._storage = storage
@@ -44,7 +57,7 @@ class CommitLease:
         self._token = token
         self._retry = retry
         self.claimed = False
-        """The fence is ours, as far as this rank knows."""
+        """Whether this rank has claimed the fence."""
 
     @property
     def generation(self) -> int:
@@ -52,16 +65,16 @@ class CommitLease:
         return self._token.generation
 
     def acquire(self, refuse: Callable[[Survey], None]) -> tuple[Survey, StorageError | None]:
-        """Return what is below the root, and why the fence could not be claimed, if it could not.
+        """Acquire the root; return its survey and, if the fence could not be claimed, the reason.
 
-        `refuse` raises when what is there is not this run's. Raises StorageError when the root cannot be read or become
-        ours, UnusableCheckpointError when it is another job's, StaleGenerationError when a newer start owns it.
+        `refuse` raises when the checkpoints belong to another run. Raises StorageError when the root cannot be read or
+        acquired, UnusableCheckpointError when it is another job's, StaleGenerationError when a newer start owns it.
         """
         where, problem = self._storage.location, None
         self._retry.run(self._storage.prepare, where)
         is_held = self._retry.run(self._owner.is_held, where)
         fence = self._retry.run(lambda: read_fence(self._storage), where) if is_held else None
-        if fence is None or not fence.run or fence.run != self._token.run:  # not provably of this run
+        if fence is None or not fence.run or fence.run != self._token.run:  # these may belong to another run
             if (other := nested_root(self._storage)) is not None:
                 raise UnusableCheckpointError(
                     f"{where} and {other}, which holds the checkpoints of a run, lie one in the other: choose a "
@@ -73,19 +86,19 @@ class CommitLease:
             self._claim(Retry(self._retry.delays[:_ONCE_MORE], self._retry.sleep))
         except StorageError as error:
             problem = error
-        # Only now: until the fence was ours an earlier start could still commit.
-        found = self._retry.run(lambda: survey(self._storage), where)
-        refuse(found)
-        return found, problem
+        # The survey follows the claim, because an earlier start could still commit before it.
+        checkpoints = self._retry.run(lambda: survey(self._storage), where)
+        refuse(checkpoints)
+        return checkpoints, problem
 
     def ensure(self) -> None:
-        """Before a commit: claim the fence where the start could not. Raises like `acquire`."""
+        """Claim the fence before a commit if the start could not. Raises like `acquire`."""
         if not self.claimed:
             self._retry.run(self._owner.take_ownership, self._storage.location)
             self._claim(self._retry)
 
     def check(self) -> None:
-        """Raise StaleGenerationError when the run has gone on without this start, OSError when the store fails."""
+        """Raise StaleGenerationError if the run continued without this start, OSError if the store fails."""
         if self.claimed:
             check_fence(self._storage, self._token)
         else:
@@ -96,29 +109,94 @@ class CommitLease:
         self.claimed = True
 
 
+_log = logging.getLogger(__name__)
+
+LATE_SECONDS = 2.0
+"""A rank whose step took at most this much longer than usual has not been replaced."""
+TIMEOUT_SECONDS = 5.0
+"""The timeout for the answer of a store, which normally takes milliseconds."""
+_WINDOW = 15
+_ENOUGH = 3
+"""The number of steps that define the usual duration; the first steps of a run are often long."""
+
+
+class OwnershipCheck:
+    """The check of one rank; `confirm` is called from the training thread."""
+
+    def __init__(
+        self,
+        ask: Callable[[], None],
+        *,
+        timeout: float = TIMEOUT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create the check; `ask` queries the store and raises StaleGenerationError if another start owns the run."""
+        self._query_owner = ask
+        self._timeout = timeout
+        self._clock = clock
+        self._durations: deque[float] = deque(maxlen=_WINDOW)
+        self._thread: threading.Thread | None = None
+        self._refusal: StaleGenerationError | None = None
+
+    def confirm(self, since: float) -> None:
+        """Raise StaleGenerationError if the run continued without this rank.
+
+        `since` is a time of the clock after which the peers still needed this rank for the step that it is about to
+        record.
+        """
+        took = self._clock() - since
+        # The median ignores single long steps, such as those with a validation.
+        usual = statistics.median_low(self._durations) if len(self._durations) >= _ENOUGH else 0.0
+        self._durations.append(took)
+        if took > usual + LATE_SECONDS:
+            self._query()
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _query(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+        # A daemon thread, so that a store that never answers does not keep the process from exiting.
+        self._thread = threading.Thread(target=self._answer, name="owner", daemon=True)
+        self._thread.start()
+        self._thread.join(self._timeout)
+        if self._thread.is_alive():
+            _log.warning(
+                "the store has not answered within %g s who owns the run: this step continues without its answer",
+                self._timeout,
+            )
+
+    def _answer(self) -> None:
+        with contextlib.suppress(OSError, StorageError):
+            try:
+                self._query_owner()
+            except StaleGenerationError as error:
+                self._refusal = error
+
+
 _MAX_DIFFERENCES = 3
 
 
-def refuse_foreign(found: Survey, where: str, settings: Mapping[str, Any], config_digest: str) -> None:
+def refuse_foreign(checkpoints: Survey, where: str, settings: Mapping[str, Any], config_digest: str) -> None:
     """Raise UnusableCheckpointError when the newest checkpoint is of another version of the trainer or of another run.
 
-    `settings` and `config_digest` are this run's. A converted checkpoint has no digest: it knows some settings only,
-    and the run is compared with those.
+    `settings` and `config_digest` are this run's. A converted checkpoint has no digest and only some settings; only
+    those are compared.
     """
-    newest = found.committed[0].step if found.committed else -1
-    for name, sentence in found.newer.items():
-        if (step_of(name) or -1) > newest:
+    newest = checkpoints.committed[0].step if checkpoints.committed else -1
+    for name, problem in checkpoints.other_versions.items():
+        if (parse_step(name) or -1) > newest:
             raise UnusableCheckpointError(
-                f"{where}: {sentence}: go on with that version, or choose another checkpoint.path"
+                f"{where}: {problem}: go on with that version, or choose another checkpoint.path"
             )
-    if not found.committed:
+    if not checkpoints.committed:
         return
-    manifest = found.committed[0].manifest
+    manifest = checkpoints.committed[0].manifest
     if manifest.config_digest == config_digest:
         return
     converted = not manifest.config_digest
     ours = {name: value for name, value in settings.items() if name in manifest.settings or not converted}
-    differing = differences(manifest.settings, ours)
+    differing = format_differences(manifest.settings, ours)
     if differing or not converted:
         raise UnusableCheckpointError(
             f"{where}/step-{newest} was written with other settings ({differing or 'model, data or seed'}): go back to "
@@ -127,28 +205,28 @@ def refuse_foreign(found: Survey, where: str, settings: Mapping[str, Any], confi
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
-    """Return a hex digest, the same for equal settings in any order; values must be such that JSON can hold."""
+    """Return a hex digest of JSON values that does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Return what differs: `model.hiddenSize is 64 there and 128 here`, at most three; empty when nothing does."""
-    before, now = dict(_flattened(theirs)), dict(_flattened(ours))
+def format_differences(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Describe at most three differences, as `model.hiddenSize is 64 there and 128 here`; empty without any."""
+    before, now = dict(_flatten(stored)), dict(_flatten(ours))
     names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
-    texts = [f"{name} is {_shown(before, name)} there and {_shown(now, name)} here" for name in names]
+    texts = [f"{name} is {_format_value(before, name)} there and {_format_value(now, name)} here" for name in names]
     more = len(texts) - _MAX_DIFFERENCES
     return ", ".join(texts[:_MAX_DIFFERENCES]) + (f", and {more} more" if more > 0 else "")
 
 
-def _flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in settings.items():
         if isinstance(value, dict):
-            yield from _flattened(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def _shown(values: Mapping[str, Any], name: str) -> str:
+def _format_value(values: Mapping[str, Any], name: str) -> str:
     if name not in values:
         return "absent"
     text = str(values[name])

@@ -1,4 +1,4 @@
-"""The history of a run in an object store: copies of metrics.jsonl, which is on the first rank's node.
+"""Copies of metrics.jsonl, which is on the first rank's node, in an object store.
 
 A line is appended to metrics.jsonl at every step, which an object store cannot do.
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.addresses import is_address
-from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Storage, read_small
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _NAME = "metrics.jsonl"
 
 
 def records_folder(config: CheckpointConfig) -> Path:
-    """Return the folder on this node to which the run's records are written."""
+    """Return the folder on this node for the run's records."""
     if not is_address(config.records):
         return Path(config.records)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.home() may raise
@@ -34,7 +34,7 @@ def records_folder(config: CheckpointConfig) -> Path:
 
 
 class RecordCopies:
-    """The places to which the first rank copies the run's metrics."""
+    """The copies of the run's metrics in the store."""
 
     def __init__(self, config: CheckpointConfig, checkpoints: Storage) -> None:
         self._folder = records_folder(config)
@@ -43,7 +43,7 @@ class RecordCopies:
             self._targets.insert(0, open_storage(config.records))
 
     def send(self) -> None:
-        """Copy the whole lines that are there."""
+        """Copy the complete lines to the store."""
         for storage in self._targets:
             with contextlib.suppress(OSError):
                 data = (self._folder / _NAME).read_bytes()
@@ -51,7 +51,7 @@ class RecordCopies:
                 storage.write_stream(_NAME, [memoryview(whole)], len(whole))
 
     def fetch(self) -> None:
-        """Copy the lines to a node that has no such file."""
+        """Copy the lines from the store to a node without the file."""
         path = self._folder / _NAME
         for storage in self._targets:
             with contextlib.suppress(OSError):

@@ -1,12 +1,12 @@
-"""The owner of a checkpoint folder: one job, until a user names it in takeOver of another.
+"""The owner of a checkpoint folder: one job, until a user names that job in `takeOver` of another.
 
 `OWNER-<n>` below the root name the owners, in order; the newest counts.
 
 Guarantees:
-- Such a file is created and never replaced, so that of two jobs that start in the same moment one is the owner, on
-  every store.
-- A job whose folder was taken over never gets it back, so that two jobs cannot take it from each other in turns.
-- A process outside of Kubernetes, which has no identity, is no owner and is refused where there is one.
+- An owner file is created and never replaced, so that only one of two jobs that start at the same time becomes the
+  owner, on every store.
+- A job whose folder was taken over never gets it back, so that two jobs cannot alternate.
+- A process outside Kubernetes has no identity: it cannot own a folder and is refused if the folder has an owner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import errno
 import re
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -23,21 +22,17 @@ from trainium_contract.wire.checkpoint_manifest import OWNER_PREFIX, Owner
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.storage.protocol import Storage, read_small
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
 OWNER_NAME = re.compile(rf"^{OWNER_PREFIX}([1-9]\d{{0,5}})$")
 _REMEMBERED = 256
-"""Earlier owners that a record names."""
+"""The number of earlier owners in a record."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobIdentity:
-    """Identity of the job that this process belongs to; without `uid` it runs outside of Kubernetes."""
+    """The identity of the job of this process; without `uid` the process runs outside Kubernetes."""
 
     cluster: str = ""
-    """Names the cluster among all clusters; empty where it is not known."""
+    """A unique name of the cluster; empty if unknown."""
     namespace: str = ""
     name: str = ""
     uid: str = ""
@@ -47,14 +42,14 @@ NOBODY = JobIdentity()
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """One start of a run: what its saves are signed with."""
+class RunStart:
+    """The identity of one start of a run, recorded in its saves."""
 
     generation: int
-    """Generation of the membership; a later one fences this one out."""
+    """The generation of the membership; a later one fences this one out."""
     job: JobIdentity = NOBODY
     run: str = ""
-    """The run's own name; without one the job's uid."""
+    """The run's name; without one the job's uid."""
 
     @property
     def name(self) -> str:
@@ -63,7 +58,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class OwnerRecord:
     """The newest record below a root; number 0 and no owner where there is none."""
 
     number: int = 0
@@ -71,10 +66,10 @@ class Holder:
 
 
 def is_owner(owner: Owner | None, me: JobIdentity, take_over: str | None, where: str) -> bool:
-    """PURE. Whether the folder is this job's already; False when it may have it.
+    """Return whether the folder is already this job's; False when the job may acquire it. Pure.
 
     Raises UnusableCheckpointError when it may not. An object of the same namespace and name with another uid can only
-    exist after the owner was deleted, so it goes on where that one ended.
+    exist after the owner was deleted, so it continues where that one ended.
     """
     if owner is None:
         return not me.uid
@@ -106,59 +101,51 @@ def _request(owner: Owner) -> str:
 
 
 class OwnerRecords:
-    """One rank's access to the records; errors of the store are OSErrors, so every call may be tried again."""
+    """One rank's access to the records; errors of the store are OSErrors, so every call can be retried."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        me: JobIdentity,
-        take_over: str | None = None,
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, storage: Storage, me: JobIdentity, take_over: str | None = None) -> None:
         self._storage = storage
         self._me = me
         self._take_over = take_over
-        self._clock = clock
 
     def is_held(self) -> bool:
-        """Return whether the folder is ours already; UnusableCheckpointError when it may not become ours either."""
+        """Return whether this job owns the folder. Raises UnusableCheckpointError when it may not acquire it either."""
         return self._is_owner(self._newest())
 
     def take_ownership(self) -> None:
-        """Become the owner unless we are; UnusableCheckpointError when another job was faster."""
-        found = self._newest()
-        if self._is_owner(found):
+        """Become the owner, if this job is not already. Raises UnusableCheckpointError when another job was faster."""
+        newest = self._newest()
+        if self._is_owner(newest):
             return
-        before = () if found.owner is None else (*found.owner.before, found.owner.uid)[-_REMEMBERED:]
+        before = () if newest.owner is None else (*newest.owner.before, newest.owner.uid)[-_REMEMBERED:]
         record = Owner(
             cluster=self._me.cluster,
             namespace=self._me.namespace,
             name=self._me.name,
             uid=self._me.uid,
-            since=self._clock(),
+            since=time.time(),
             before=before,
         )
-        name = f"{OWNER_PREFIX}{found.number + 1}"
+        name = f"{OWNER_PREFIX}{newest.number + 1}"
         try:
             self._storage.create(name, record.model_dump_json(by_alias=True).encode())
         except FileExistsError:
-            # Another job was faster, or our own answer was lost on its way back: what is there now decides.
+            # Another job was faster, or the response of the store was lost: the current record decides.
             if not self._is_owner(self._newest()):
                 raise OSError(errno.EAGAIN, "the owner of the folder has just changed", name) from None
 
-    def _is_owner(self, found: Holder) -> bool:
-        return is_owner(found.owner, self._me, self._take_over, self._storage.location)
+    def _is_owner(self, record: OwnerRecord) -> bool:
+        return is_owner(record.owner, self._me, self._take_over, self._storage.location)
 
-    def _newest(self) -> Holder:
+    def _newest(self) -> OwnerRecord:
         entries = (OWNER_NAME.match(entry.name) for entry in self._storage.list("") if not entry.is_folder)
         number = max((int(match.group(1)) for match in entries if match), default=0)
         if not number:
-            return Holder()
+            return OwnerRecord()
         name = f"{OWNER_PREFIX}{number}"
         data = read_small(self._storage, name)
         try:
-            return Holder(number, Owner.model_validate_json(data or b""))
+            return OwnerRecord(number, Owner.model_validate_json(data or b""))
         except ValidationError:
             raise UnusableCheckpointError(
                 f"{self._storage.location}/{name}, which names the owner of the folder, cannot be read: remove it "

@@ -1,7 +1,7 @@
-"""The checkpoint that a command is to read, and the model that it holds.
+"""Select the checkpoint that a command reads, and read the model's shape from it.
 
 Guarantees:
-- A damaged file ends a command with a sentence that names it, never with half a result that looks whole.
+- A damaged file ends a command with an error that names it, never with an incomplete result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.models.shape import ModelShape
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
-from trainium_trainer.checkpoint.root.survey import Committed, survey
+from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint, survey
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import DamagedFileError, storage_error
 
@@ -21,20 +21,18 @@ if TYPE_CHECKING:
     from trainium_trainer.storage.protocol import Storage
 
 
-def choose(storage: Storage, root: str, step: int | None, *, milestones: bool) -> Committed:
+def choose_checkpoint(storage: Storage, root: str, step: int | None, *, milestones: bool) -> CommittedCheckpoint:
     """Return the checkpoint of a step, the newest for None.
 
-    `milestones`: those, which are the weights alone, count too.
-
-    Raises UserError with the steps that exist, and with what is wrong where one is damaged; StorageError when the
-    store fails.
+    `milestones`, which hold only the weights, may be included. Raises UserError with the existing steps and the damage
+    of unusable ones; StorageError when the store fails.
     """
     try:
-        found = survey(storage)
+        checkpoints = survey(storage)
     except OSError as error:
         raise storage_error(error, root) from error
-    candidates: list[Committed] = found.committed + (found.milestones if milestones else [])
-    problems = "; ".join([*found.damaged.values(), *found.newer.values()])
+    candidates: list[CommittedCheckpoint] = checkpoints.committed + (checkpoints.milestones if milestones else [])
+    problems = "; ".join([*checkpoints.damaged.values(), *checkpoints.other_versions.values()])
     if not candidates:
         known = f" that can be used ({problems})" if problems else ""
         raise UserError(
@@ -42,16 +40,16 @@ def choose(storage: Storage, root: str, step: int | None, *, milestones: bool) -
         )
     if step is None:
         return max(candidates, key=lambda item: item.step)
-    for each in candidates:
-        if each.step == step:
-            return each
-    steps = ", ".join(str(number) for number in sorted({each.step for each in candidates}))
+    for candidate in candidates:
+        if candidate.step == step:
+            return candidate
+    steps = ", ".join(str(number) for number in sorted({candidate.step for candidate in candidates}))
     known = f" ({problems})" if problems else ""
     raise UserError(f"there is no committed checkpoint of step {step} in {root}{known}: there are {steps}")
 
 
-def shape_of(checkpoint: Committed) -> ModelShape:
-    """Return the model that a checkpoint holds. Raises UserError when it has no description of it."""
+def parse_shape(checkpoint: CommittedCheckpoint) -> ModelShape:
+    """Return the shape of a checkpoint's model. Raises UserError when the checkpoint does not describe its model."""
     try:
         return ModelShape.from_json(checkpoint.manifest.settings["model"])
     except (KeyError, TypeError, ValueError) as error:

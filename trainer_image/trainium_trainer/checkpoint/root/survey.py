@@ -1,8 +1,8 @@
-"""The contents of a root of durable checkpoints: committed, damaged and left over ones; retention.
+"""Survey a root of durable checkpoints (committed, damaged and leftover ones), and prune it.
 
 Guarantees:
-- A survey reads receipts, manifests and sizes, no contents.
-- A checkpoint is removed only when enough newer good ones exist, its receipt first, so that an interrupted removal
+- A survey reads receipts, manifests and sizes, but no contents.
+- A checkpoint is removed only when enough newer valid ones exist, its receipt first, so that an interrupted removal
   leaves a leftover and not a damaged checkpoint.
 - Only files of attempts that the fence records are removed, by name. Everything else below the root stays: other roots,
   users' files, milestones, what was set aside and what a newer version wrote.
@@ -34,8 +34,8 @@ from trainium_contract.wire.checkpoint_manifest import (
     file_digest,
     folder_name,
     is_written_name,
-    milestone_of,
-    step_of,
+    parse_milestone,
+    parse_step,
 )
 from trainium_trainer.checkpoint.root.commit import parse_fence, read_commit, read_fence_record
 from trainium_trainer.checkpoint.root.owner import OWNER_NAME
@@ -52,12 +52,12 @@ _SEARCHED_FOLDERS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    """A checkpoint that counts."""
+class CommittedCheckpoint:
+    """A committed checkpoint."""
 
     step: int
     folder: str
-    """The attempt's folder, relative to the root, that holds the manifest and the files."""
+    """The folder of the attempt with the manifest and the files, relative to the root."""
     manifest: Manifest
 
     @property
@@ -65,8 +65,8 @@ class Committed:
         """Bytes of all files."""
         return sum(file.size for file in self.manifest.files)
 
-    def for_readers(self) -> Committed:
-        """Return what a rank needs to read from it: the tables, not the list of all ranks' files."""
+    def for_readers(self) -> CommittedCheckpoint:
+        """Return the checkpoint without the list of shards: readers need only the tables."""
         tables = tuple(file for file in self.manifest.files if file.name.endswith(".json"))
         return replace(self, manifest=self.manifest.model_copy(update={"files": tables}))
 
@@ -75,38 +75,38 @@ class Committed:
 class Survey:
     """The contents of a root."""
 
-    committed: list[Committed] = field(default_factory=list)
+    committed: list[CommittedCheckpoint] = field(default_factory=list)
     """Newest first; sizes have been compared, digests have not."""
-    milestones: list[Committed] = field(default_factory=list)
-    """Milestones, as the committed ones."""
+    milestones: list[CommittedCheckpoint] = field(default_factory=list)
+    """The milestones, in the same order."""
     damaged: dict[str, str] = field(default_factory=dict)
-    """Folder of a committed checkpoint that is not whole -> what is wrong."""
-    newer: dict[str, str] = field(default_factory=dict)
-    """Folder of a checkpoint that a newer version wrote -> a sentence."""
+    """The problem of each incomplete committed checkpoint, by folder."""
+    other_versions: dict[str, str] = field(default_factory=dict)
+    """A message for each checkpoint that a newer version wrote, by folder."""
     set_aside: list[str] = field(default_factory=list)
     uncommitted: list[str] = field(default_factory=list)
-    """Folders of checkpoints without a receipt."""
+    """The folders of checkpoints without a receipt."""
     leftovers: list[str] = field(default_factory=list)
-    """Attempts, relative to the root, that starts of this root wrote and never committed."""
+    """The attempts that starts of this root wrote and never committed, relative to the root."""
 
 
 def survey(storage: Storage) -> Survey:
-    """Read what is below the root."""
-    found = Survey()
+    """Survey a root."""
+    result = Survey()
     record = read_fence_record(storage)
     ours = frozenset[str]() if record is None else record.attempts
     for entry in storage.list(""):
-        if entry.is_folder and (step_of(entry.name) is not None or milestone_of(entry.name) is not None):
-            _inspect_folder(storage, entry.name, ours, found)
-    found.committed.sort(key=lambda item: item.step, reverse=True)
-    found.milestones.sort(key=lambda item: item.step, reverse=True)
-    return found
+        if entry.is_folder and (parse_step(entry.name) is not None or parse_milestone(entry.name) is not None):
+            _inspect_folder(storage, entry.name, ours, result)
+    result.committed.sort(key=lambda item: item.step, reverse=True)
+    result.milestones.sort(key=lambda item: item.step, reverse=True)
+    return result
 
 
-def verify(storage: Storage, checkpoint: Committed, retry: Retry) -> list[str]:
-    """Return what is wrong with the contents of a checkpoint's files; empty when every digest is right.
+def verify(storage: Storage, checkpoint: CommittedCheckpoint, retry: Retry) -> list[str]:
+    """Return the problem of the contents of a checkpoint's files; empty when every digest is right.
 
-    Raises StorageError when they cannot be read, whatever their contents.
+    Raises StorageError when they cannot be read.
     """
     with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="verify") as pool:
         outcomes = pool.map(
@@ -116,23 +116,23 @@ def verify(storage: Storage, checkpoint: Committed, retry: Retry) -> list[str]:
 
 
 def prune(storage: Storage, keep_last: int, known_bad: Iterable[str], newest: int) -> list[int]:
-    """Remove the checkpoints that are older than the newest `keep_last` good ones; returns their steps.
+    """Remove the checkpoints older than the newest `keep_last` valid ones; return their steps.
 
-    `newest`, which the caller has just committed, is good and is kept; the folders `known_bad` are not, and go with the
-    others of their age.
+    `newest`, which the caller has just committed, counts as valid; the folders `known_bad` do not, and are removed at
+    the same age as valid ones.
     """
-    found = survey(storage)
-    bad = {step_of(name) for name in known_bad} - {newest}
-    good = sorted({newest, *(item.step for item in found.committed if item.step not in bad)}, reverse=True)
+    known = survey(storage)
+    bad = {parse_step(name) for name in known_bad} - {newest}
+    good = sorted({newest, *(item.step for item in known.committed if item.step not in bad)}, reverse=True)
     if len(good) < keep_last:
         return []
-    present = {item.step for item in found.committed} | {step for name in found.damaged if (step := step_of(name))}
+    present = {item.step for item in known.committed} | {step for name in known.damaged if (step := parse_step(name))}
     outdated = sorted(step for step in present if step < good[keep_last - 1])
     return [step for step in outdated if _remove_checkpoint(storage, folder_name(step))]
 
 
 def remove_attempts(storage: Storage, attempts: Iterable[str]) -> None:
-    """Remove the files that ranks wrote into folders of attempts, and folders that are empty then."""
+    """Remove the files that ranks wrote into folders of attempts, and the folders that are then empty."""
     for attempt in attempts:
         storage.remove_files(attempt, is_written_name)
 
@@ -140,10 +140,10 @@ def remove_attempts(storage: Storage, attempts: Iterable[str]) -> None:
 def nested_root(storage: Storage) -> str | None:
     """Return the location of another root inside or around this one; None when there is none.
 
-    The search stops after some folders: it names a mistake early, and no removal depends on it.
+    The search stops after some folders: it only reports a mistake early, and no removal depends on it.
     """
     for parent in storage.parents():
-        with contextlib.suppress(OSError):  # no permission to look there
+        with contextlib.suppress(OSError):  # no permission to list it
             if _is_root(storage=parent, entries=parent.list("")):
                 return parent.location
     pending = deque([""])
@@ -176,7 +176,7 @@ def _remove_checkpoint(storage: Storage, folder: str) -> bool:
     record = read_fence_record(storage)
     ours = frozenset[str]() if record is None else record.attempts
     attempts = [entry.name for entry in storage.list(folder) if entry.is_folder and entry.name in ours]
-    with contextlib.suppress(ValueError):  # a receipt that cannot be parsed is removed with an attempt of ours
+    with contextlib.suppress(ValueError):  # a receipt that cannot be parsed is removed with an attempt of this root
         receipt = read_commit(storage, folder)
         if receipt is not None and receipt.folder not in ours:
             return False
@@ -186,43 +186,43 @@ def _remove_checkpoint(storage: Storage, folder: str) -> bool:
     return bool(attempts)
 
 
-def _inspect_folder(storage: Storage, name: str, ours: frozenset[str], found: Survey) -> None:
+def _inspect_folder(storage: Storage, name: str, ours: frozenset[str], result: Survey) -> None:
     inside = storage.list(name)
     if _is_root(storage, inside, name):
         return
     try:
         receipt = read_commit(storage, name)
     except ValueError as error:
-        found.damaged[name] = str(error)
+        result.damaged[name] = str(error)
         return
     written = [entry.name for entry in inside if entry.is_folder and entry.name in ours]
     if receipt is None:
         if any(entry.name == SET_ASIDE_NAME for entry in inside):
-            found.set_aside.append(name)
+            result.set_aside.append(name)
         else:
-            found.uncommitted.append(name)
-            found.leftovers += [f"{name}/{attempt}" for attempt in written]
+            result.uncommitted.append(name)
+            result.leftovers += [f"{name}/{attempt}" for attempt in written]
         return
     if receipt.format_version != FORMAT_VERSION:
         age = "a newer" if receipt.format_version > FORMAT_VERSION else "an older"
-        found.newer[name] = (
+        result.other_versions[name] = (
             f"{name} was written by {age} version of this trainer (format {receipt.format_version}, this one has "
             f"{FORMAT_VERSION})"
         )
         return
-    found.leftovers += [f"{name}/{attempt}" for attempt in written if attempt != receipt.folder]
+    result.leftovers += [f"{name}/{attempt}" for attempt in written if attempt != receipt.folder]
     outcome = _inspect(storage, name, receipt)
     if isinstance(outcome, str):
-        found.damaged[name] = outcome
-    elif step_of(name) is not None:
-        found.committed.append(outcome)
+        result.damaged[name] = outcome
+    elif parse_step(name) is not None:
+        result.committed.append(outcome)
     else:
-        found.milestones.append(outcome)
+        result.milestones.append(outcome)
 
 
-def _inspect(storage: Storage, name: str, receipt: Commit) -> Committed | str:
+def _inspect(storage: Storage, name: str, receipt: Commit) -> CommittedCheckpoint | str:
     folder = f"{name}/{receipt.folder}"
-    step = step_of(name) if step_of(name) is not None else milestone_of(name)
+    step = parse_step(name) if parse_step(name) is not None else parse_milestone(name)
     data = read_small(storage, f"{folder}/{MANIFEST_NAME}")
     if data is None:
         return f"{folder}/{MANIFEST_NAME} is missing"
@@ -238,7 +238,7 @@ def _inspect(storage: Storage, name: str, receipt: Commit) -> Committed | str:
             return f"{folder}/{file.name} is missing"
         if sizes[file.name] != file.size:
             return f"{folder}/{file.name} has {sizes[file.name]} bytes where {file.size} were written"
-    return Committed(receipt.step, folder, manifest)
+    return CommittedCheckpoint(receipt.step, folder, manifest)
 
 
 def _verify_file(storage: Storage, folder: str, file: ManifestFile, retry: Retry) -> str | None:

@@ -1,1 +1,1 @@
-"""Which samples a step sees, in which order, and how a rank gets its own ahead of the step."""
+"""The samples of each step, their order, and the preparation of a rank's batches ahead of the step."""

@@ -1,8 +1,8 @@
-"""Compute orders as pure functions: the shuffle of an epoch, and the source of each sample.
+"""Compute the shuffle of an epoch and the source of each sample, as pure functions.
 
 Guarantees:
-- Nothing is remembered but what can be computed again from seed and position.
-- The results depend on no library's random numbers, so they are the same with every version.
+- There is no state: everything can be recomputed from seed and position.
+- The results do not depend on the random numbers of a library, so they are the same with every version.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 _ROUNDS = 6
 WINDOW = 10_000
-"""Samples over which the shares of a mixture are exact."""
+"""The number of samples over which the shares of a mixture are exact."""
 
 
 class Permutation:
-    """A pseudo-random permutation of range(size) that needs no memory: a Feistel network with cycle walking."""
+    """A pseudo-random permutation of range(size) without memory: a Feistel network with cycle walking."""
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
         self.size = size
@@ -50,23 +50,23 @@ class Permutation:
 
 
 def shuffled(number: int, size: int, seed: int) -> int:
-    """Return item `number` of an endless stream of epochs, each of which has each of `size` items once."""
+    """Return item `number` of an endless stream of epochs, each of which contains each of `size` items once."""
     epoch, index = divmod(number, size)
     return _permutation(size, seed, epoch)[index]
 
 
 class EpochOrder:
-    """Epochs of several sources together: each has every item once, in a fresh order, and ends with a full batch."""
+    """Epochs over several sources: each epoch has every item once, in a new order, and ends with a full batch."""
 
     def __init__(self, sizes: Sequence[int], batch: int, seed: int) -> None:
-        """`sizes` are the items of each source, `batch` those of a step."""
+        """Create the order; `sizes` are the items of each source, `batch` the items of a step."""
         self._ends = list(itertools.accumulate(sizes))
         self._seed = seed
         self.positions = -(-self._ends[-1] // batch) * batch
         """Positions of one epoch."""
 
     def __getitem__(self, position: int) -> tuple[int, int] | None:
-        """Source and item at a position; None where the last batch of an epoch is filled up."""
+        """Return source and item at a position; None where the last batch of an epoch is padded."""
         epoch, index = divmod(position, self.positions)
         if index >= self._ends[-1]:
             return None
@@ -84,16 +84,16 @@ class Mixture:
     """Assigns each number of a stream to one of several sources.
 
     Every window of 10,000 numbers has each source exactly as often as its weight demands (rounded once, by largest
-    remainders); within a window a source comes at even distances, so that any stretch is near its share.
+    remainders). Within a window a source occurs at even distances, so that any range is near its share.
     """
 
     def __init__(self, weights: Sequence[float], seed: int, phase: Sequence[float] = ()) -> None:
-        """`phase` shifts each source within a window, in [0, 1)."""
+        """Create the mixture; `phase` shifts each source within a window, in [0, 1)."""
         total = sum(weights)
         exact = [weight / total * WINDOW for weight in weights]
         self.quotas = [max(1, int(share)) for share in exact]
         by_remainder = sorted(range(len(weights)), key=lambda number: (int(exact[number]) - exact[number], number))
-        # Weights too small for one in a window get one: the largest give it up.
+        # Weights too small for one sample in a window get one, which the largest quotas lose.
         while (missing := WINDOW - sum(self.quotas)) != 0:
             for number in by_remainder if missing > 0 else [int(np.argmax(self.quotas))]:
                 self.quotas[number] += 1 if missing > 0 else -1
@@ -101,26 +101,26 @@ class Mixture:
                     break
         self._seed = seed
         self._phase = phase or [0.0] * len(weights)
-        self._window = functools.lru_cache(maxsize=2)(self._make_window)
+        self._window = functools.lru_cache(maxsize=2)(self._build_window)
 
     def __getitem__(self, number: int) -> tuple[int, int]:
-        """Return the source of a number, and how many earlier numbers are from that source."""
+        """Return the source of a number, and the count of earlier numbers from that source."""
         if len(self.quotas) == 1:
             return 0, number
-        window, place = divmod(number, WINDOW)
+        window, offset = divmod(number, WINDOW)
         sources, earlier = self._window(window)
-        source = int(sources[place])
-        return source, window * self.quotas[source] + int(earlier[place])
+        source = int(sources[offset])
+        return source, window * self.quotas[source] + int(earlier[offset])
 
     def before(self, number: int, source: int) -> int:
-        """Count the numbers before this one that are from a source."""
+        """Return the count of earlier numbers from a source."""
         if len(self.quotas) == 1:
             return number
-        window, place = divmod(number, WINDOW)
-        within = int((self._window(window)[0][:place] == source).sum()) if place else 0
+        window, offset = divmod(number, WINDOW)
+        within = int((self._window(window)[0][:offset] == source).sum()) if offset else 0
         return window * self.quotas[source] + within
 
-    def _make_window(self, window: int) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
+    def _build_window(self, window: int) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
         times, sources = [], []
         for source, quota in enumerate(self.quotas):
             key = f"mixture:{self._seed}:{window}:{source}".encode()

@@ -1,10 +1,10 @@
 """Address samples by global position: the tokens of a step do not depend on the number of ranks.
 
 Guarantees:
-- Sample number g (0, 1, 2, ...) is from the source that the mixture chooses.
-- Of that source it is number n, and that is `shuffled(n)`: each epoch of a source has each of its samples once, in a
-  new order.
-- Where epochs are counted, they are those of all sources together, each filled up to a full batch.
+- The mixture chooses the source of sample number g (0, 1, 2, ...).
+- Within its source it has number n, which selects `shuffled(n)`: each epoch of a source has each of its samples once,
+  in a new order.
+- Where epochs are counted, an epoch covers all sources together and is padded to a full batch.
 - The position (the count of samples consumed) is the whole state, so a run may stop and continue at any size.
 """
 
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class TokenRun(Protocol):
-    """A long run of tokens that is read in stretches."""
+class TokenSequence(Protocol):
+    """A long sequence of tokens that is read in ranges."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
+        """The number of tokens."""
         ...
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens start .. stop - 1."""
+        """Return tokens start .. stop - 1."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRules:
-    """Rules by which tokens become samples."""
+    """The rules by which tokens become samples."""
 
     sequence_length: int
     vocabulary: int
     end_of_document: int | None = None
-    """The token at which documents are divided by a mask; None when they are not."""
+    """The token after which a mask separates documents; None without such a mask."""
     packed: bool = False
-    """Whether samples hold several examples, which are divided by a mask."""
+    """Whether samples hold several examples, separated by a mask."""
     rows: int = 1
-    """Rows of a batch that a sample fills: two for a pair of answers."""
+    """The rows of a batch per sample: two for a pair of answers."""
     padding: int = 0
-    """The token that fills up what is too short."""
+    """The padding token."""
 
     @property
     def masked(self) -> bool:
-        """Whether samples have positions at which something begins that attends to nothing before it."""
+        """Whether a mask separates documents or examples within samples."""
         return self.packed or self.end_of_document is not None
 
-    def checked(self, tokens: NDArray[Any], name: str) -> NDArray[Any]:
-        """Return the tokens, all of which are of the vocabulary. Raises UserError."""
+    def check_tokens(self, tokens: NDArray[Any], name: str) -> NDArray[Any]:
+        """Return the tokens. Raises UserError if one is outside the vocabulary."""
         largest = int(tokens.max())
         if largest >= self.vocabulary:
             raise UserError(
@@ -70,19 +70,19 @@ class SampleRules:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The part of a batch that a sample fills: at most a sequence of each."""
+    """A row of a batch: at most a sequence of each field."""
 
     inputs: NDArray[Any]
     targets: NDArray[Any]
     """The token that follows each input."""
-    learned: NDArray[np.bool_]
-    """Whether it is to be predicted."""
+    loss_mask: NDArray[np.bool_]
+    """Whether the target is predicted."""
     positions: NDArray[np.int64] | None
-    """The place of each input in its document or example; None where samples are one stretch."""
+    """The position of each input in its document or example; None if a sample is one document."""
     answer: int = 0
-    """First position of a pair's row whose target is of the answer."""
+    """The first position of a pair's row whose target belongs to the answer."""
     reference: float = 0.0
-    """Log-probability of a pair's answer by the reference model."""
+    """The log-probability of a pair's answer by the reference model."""
 
 
 class Sample(Protocol):
@@ -90,29 +90,29 @@ class Sample(Protocol):
 
     @property
     def number(self) -> int:
-        """Names its tokens: equal when they are."""
+        """Identifies the tokens: samples with equal numbers have equal tokens."""
         ...
 
     def rows(self, rules: SampleRules) -> tuple[Row, ...]:
-        """Return the rows that it adds to a batch."""
+        """Return the sample's rows of a batch."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextSample:
-    """A stretch of text."""
+    """A range of a text."""
 
     number: int
     tokens: NDArray[Any]
-    """At most sequence length + 1 of them; the last one is only predicted."""
+    """At most sequence length + 1 tokens; the last one is only a target."""
 
     def rows(self, rules: SampleRules) -> tuple[Row, ...]:
         """See `Sample.rows`."""
         inputs, end = self.tokens[:-1], rules.end_of_document
         if end is None:
             return (Row(inputs, self.tokens[1:], np.ones(len(inputs), np.bool_), None),)
-        # Nothing foretells how the next document begins.
-        return (Row(inputs, self.tokens[1:], inputs != end, positions_of(inputs, end)),)
+        # The first token of a document cannot be predicted from the document before it.
+        return (Row(inputs, self.tokens[1:], inputs != end, document_positions(inputs, end)),)
 
 
 class SamplePart(Protocol):
@@ -120,15 +120,15 @@ class SamplePart(Protocol):
 
     @property
     def name(self) -> str:
-        """The source, for sentences."""
+        """The source, for messages."""
         ...
 
     def size(self, rules: SampleRules) -> int:
-        """Return samples of one epoch."""
+        """Return the number of samples of one epoch."""
         ...
 
     def sample(self, rules: SampleRules, number: int, index: int) -> Sample:
-        """Sample number `index` of the source, before any shuffle, called `number`. Raises UserError."""
+        """Return sample `index` of the unshuffled source, under the number `number`. Raises UserError."""
         ...
 
 
@@ -137,17 +137,17 @@ class TextPart:
     """A text."""
 
     name: str
-    run: TokenRun
+    sequence: TokenSequence
 
     def size(self, rules: SampleRules) -> int:
-        """Return samples of one epoch; the last one may be shorter than the others."""
-        return -(-(self.run.tokens - 1) // rules.sequence_length)
+        """Return the number of samples of one epoch; the last sample may be shorter than the others."""
+        return -(-(self.sequence.tokens - 1) // rules.sequence_length)
 
     def sample(self, rules: SampleRules, number: int, index: int) -> TextSample:
         """See `SamplePart.sample`."""
         start = index * rules.sequence_length
-        tokens = self.run.read(start, min(start + rules.sequence_length + 1, self.run.tokens))
-        return TextSample(number, rules.checked(tokens, self.name))
+        tokens = self.sequence.read(start, min(start + rules.sequence_length + 1, self.sequence.tokens))
+        return TextSample(number, rules.check_tokens(tokens, self.name))
 
 
 class Samples:
@@ -156,44 +156,44 @@ class Samples:
     def __init__(
         self,
         parts: Sequence[SamplePart],
-        mixture: Mixture,
+        weights: Sequence[float],
         *,
         seed: int,
         rules: SampleRules,
         epoch_batch: int | None = None,
     ) -> None:
-        """`epoch_batch` is the global batch where epochs are counted; weights of the mixture then have no effect."""
+        """`epoch_batch` is the global batch where epochs are counted; the weights then have no effect."""
         self.rules = rules
         self.parts: list[Any] = list(parts)
-        self._mixture = mixture
+        self._mixture = Mixture(weights, seed)
         self._seed = seed
         self.sizes = [part.size(rules) for part in parts]
-        """Samples of one epoch of each source."""
+        """The number of samples of one epoch of each source."""
         self._firsts = [sum(self.sizes[:number]) for number in range(len(parts))]
         self._epochs = EpochOrder(self.sizes, epoch_batch, seed) if epoch_batch is not None else None
 
     @property
     def num_samples(self) -> int:
-        """Different samples of all sources together."""
+        """The number of distinct samples of all sources."""
         return sum(self.sizes)
 
     def numbers(self, position: int, count: int) -> list[int]:
-        """Return the numbers of samples position .. position + count - 1, without those that only fill up an epoch."""
-        places = filter(None, map(self._place, range(position, position + count)))
-        return [self._firsts[source] + index for source, index in places]
+        """Return the numbers of samples position .. position + count - 1, without the padding of an epoch."""
+        locations = filter(None, map(self._locate, range(position, position + count)))
+        return [self._firsts[source] + index for source, index in locations]
 
     @property
     def epoch_samples(self) -> int | None:
-        """Positions of one epoch, a multiple of the global batch; None where epochs are not counted."""
+        """The positions of one epoch, a multiple of the global batch; None if epochs are not counted."""
         return self._epochs.positions if self._epochs is not None else None
 
     def at(self, position: int, count: int) -> list[Sample | None]:
-        """Return samples position .. position + count - 1; None fills up an epoch's last batch. Raises UserError."""
-        places = map(self._place, range(position, position + count))
-        return [self.sample(*place) if place is not None else None for place in places]
+        """Return samples position .. position + count - 1; None pads the last batch of an epoch. Raises UserError."""
+        locations = map(self._locate, range(position, position + count))
+        return [self.sample(*location) if location is not None else None for location in locations]
 
     def in_order(self) -> Iterator[tuple[int, int]]:
-        """Source and number of unshuffled samples, each once, as the mixture has them, until the first source ends."""
+        """Yield source and index of unshuffled samples in the order of the mixture, until the first source ends."""
         position = 0
         while True:
             source, index = self._mixture[position]
@@ -203,11 +203,11 @@ class Samples:
             position += 1
 
     def sample(self, source: int, index: int) -> Sample:
-        """Sample number `index` of a source, before any shuffle."""
+        """Return sample `index` of an unshuffled source."""
         sample: Sample = self.parts[source].sample(self.rules, self._firsts[source] + index, index)
         return sample
 
-    def _place(self, position: int) -> tuple[int, int] | None:
+    def _locate(self, position: int) -> tuple[int, int] | None:
         if self._epochs is not None:
             return self._epochs[position]
         source, number = self._mixture[position]
@@ -215,28 +215,28 @@ class Samples:
 
 
 class ValidationSet:
-    """The few samples that a measurement of the loss is made on, always the same."""
+    """The fixed samples of a validation."""
 
-    def __init__(self, samples: Samples, most: int) -> None:
+    def __init__(self, samples: Samples, max_samples: int) -> None:
         self._samples = samples
-        self._chosen = [place for _, place in zip(range(most), samples.in_order(), strict=False)]
+        self._chosen = [location for _, location in zip(range(max_samples), samples.in_order(), strict=False)]
         self.rules = samples.rules
         self.parts = samples.parts
 
     @property
     def num_samples(self) -> int:
-        """Samples of one measurement."""
+        """The number of samples of one validation."""
         return len(self._chosen)
 
     def share(self, dp_rank: int, dp_size: int) -> list[Sample | None]:
-        """One rank's samples; None where another rank has one more, so that all do the same number of passes."""
+        """Return one rank's samples; None pads, so that all ranks make the same number of passes."""
         count = -(-len(self._chosen) // dp_size)
         mine = self._chosen[dp_rank * count : (dp_rank + 1) * count]
-        return [self._samples.sample(*place) for place in mine] + [None] * (count - len(mine))
+        return [self._samples.sample(*location) for location in mine] + [None] * (count - len(mine))
 
 
 def refuse_weights(weights: Sequence[float]) -> None:
-    """Refuse weights of sources where epochs are counted. Raises UserError."""
+    """Raise UserError for weights of sources where epochs are counted."""
     if len(set(weights)) > 1:
         raise UserError(
             f"data.sources: has the weights {', '.join(f'{weight:g}' for weight in weights)}, but with epochs each "
@@ -244,10 +244,10 @@ def refuse_weights(weights: Sequence[float]) -> None:
         )
 
 
-def positions_of(inputs: NDArray[Any], end: int) -> NDArray[np.int64]:
-    """Position of each token within its document, for the tokens of one sample: 0 after each `end`."""
-    places = np.arange(len(inputs))
+def document_positions(inputs: NDArray[Any], end: int) -> NDArray[np.int64]:
+    """Return the position of each token of a sample within its document: 0 after each `end`."""
+    indices = np.arange(len(inputs))
     starts = np.zeros(len(inputs), np.int64)
     first = np.flatnonzero(inputs[:-1] == end) + 1
     starts[first] = first
-    return places - np.maximum.accumulate(starts)
+    return indices - np.maximum.accumulate(starts)

@@ -1,1 +1,1 @@
-"""Examples of prompt and answer, made from records: `data.format` other than Text."""
+"""Examples with prompt and answer, built from records: every `data.format` except Text."""

@@ -1,11 +1,12 @@
 """Build examples from messages with the tokenizer's chat template, in a sandbox.
 
 Guarantees:
-- The template gets what `transformers` gives it, tools included, but no clock: an example is the same on every day.
-- Rows of JSON lines and of Parquet, which fills missing keys with null, give the same conversation.
+- The template gets the same variables as from `transformers`, including tools, but no clock: an example does not depend
+  on the date.
+- Rows of JSON lines and of Parquet, which fills missing keys with null, give equal conversations.
 - The assistant's messages are found by the template's own generation markers or, without them, by rendering the
-  conversation up to each answer. The token that ends a turn belongs to the answer, blanks after that do not.
-- An error of a template is one sentence with the template's line.
+  conversation up to each answer. The token that ends a turn belongs to the answer; whitespace after it does not.
+- An error of a template names the template's line.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ import re
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainium_trainer.data.examples.templates import BadRecordError, Example, Guard, list_fields, without_nulls
+from trainium_trainer.data.examples.templates import (
+    BadRecordError,
+    Example,
+    RecordFormat,
+    SpecialTokenGuard,
+    list_fields,
+    without_nulls,
+)
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from trainium_trainer.data.tokens.tokenizer import Special
+    from trainium_trainer.data.sources.documents import Record
+    from trainium_trainer.data.tokens.tokenizer import SpecialTokens
 
 
 _ASSISTANT = "assistant"
@@ -31,15 +40,15 @@ _OPEN, _CLOSE = "\U000ffff0", "\U000ffff1"
 _MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _FREE_CONTENT = frozenset({"tool", "ipython", "function"})
-"""Roles whose content may be any value, which the template writes as it likes."""
+"""Roles whose content may be any value; the template formats it."""
 
 
-class Chat:
+class ChatFormat(RecordFormat):
     """Builds examples from lists of messages."""
 
-    def __init__(self, template: str, special: Special, guard: Guard, field: str, where: str) -> None:
+    def __init__(self, template: str, special: SpecialTokens, guard: SpecialTokenGuard, field: str, where: str) -> None:
         """Compile the template. Raises UserError."""
-        self._guard = guard
+        super().__init__(guard)
         self.field = field
         self._where = where
         self._words = frozenset(re.findall(r"\w+", template))
@@ -51,50 +60,59 @@ class Chat:
             at = f" line {line}" if line else ""
             raise UserError(f"{where}{at}: is no chat template ({error}): correct it") from error
 
+    def examples(self, record: Record) -> tuple[Example, ...]:
+        """Build the example of a record's messages."""
+        return (self.example(record.fields),)
+
     def example(self, record: Mapping[str, Any]) -> Example:
         """Build the example of a record. Raises BadRecordError."""
         messages, tools = self._messages(record), self._tools(record)
         assistants = [number for number, one in enumerate(messages) if one["role"] == _ASSISTANT]
         learned = [number for number in assistants if messages[number].get(_WEIGHT) != 0]
         if not learned:
-            found = (
+            problem = (
                 "no message is the assistant's"
                 if not assistants
                 else "all of the assistant's messages have the weight 0"
             )
-            raise BadRecordError(f"{found}, so there is nothing to learn: add its answer")
+            raise BadRecordError(f"{problem}, so there is nothing to learn: add its answer")
         if any(not _has_answer(messages[number]) for number in learned):
             raise BadRecordError("the answer is empty: give the assistant's message a content")
         marked = self._render(messages, tools, prompt=False)
         text = marked.replace(_OPEN, "").replace(_CLOSE, "")
         if _OPEN in marked:
-            answers = list(_marked(marked))
+            answers = list(_answer_ranges(marked))
             for number in assistants:
                 if number not in learned:
-                    start, end = self._stretch(messages, tools, number, text)
+                    start, end = self._answer_range(messages, tools, number, text)
                     answers = [answer for answer in answers if answer[1] <= start or answer[0] >= end]
         else:
-            answers = [self._stretch(messages, tools, number, text) for number in learned]
+            answers = [self._answer_range(messages, tools, number, text) for number in learned]
         answers = [(start, end) for start, end in answers if start < end]
         if not answers:
             raise BadRecordError("the chat template leaves nothing of the assistant's messages: correct the template")
-        return Example(text, tuple(answers), framed=True)
+        return Example(text, tuple(answers), from_chat_template=True)
 
-    def prompt(self, record: Mapping[str, Any]) -> str:
-        """Return what comes before the last answer, or all when there is none yet. Raises BadRecordError."""
-        messages = self._messages(record)
+    def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return the text before the last answer, or all of it without an answer."""
+        messages = self._messages(fields)
         if messages[-1]["role"] == _ASSISTANT:
             messages = messages[:-1]
-        return self._render(messages, self._tools(record), prompt=True).replace(_OPEN, "").replace(_CLOSE, "")
+        text = self._render(messages, self._tools(fields), prompt=True)
+        return text.replace(_OPEN, "").replace(_CLOSE, ""), True
 
-    def unused(self, record: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what a record holds that no example depends on."""
+    def record_of_prompt(self, text: str) -> dict[str, Any]:
+        """Build the message of a user."""
+        return {self.field: [{"role": "user", "content": text}]}
+
+    def unused(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the fields of the record and of its messages."""
         used = {self.field} | ({_TOOLS} & self._words)
-        yield from (name for name in record if name not in used)
-        messages = _from_json(record.get(self.field))
+        yield from (name for name in fields if name not in used)
+        messages = _from_json(fields.get(self.field))
         if isinstance(messages, list):
-            held = [one for one in messages if isinstance(one, dict)]
-            names = dict.fromkeys(name for one in held for name, value in one.items() if value is not None)
+            dictionaries = [one for one in messages if isinstance(one, dict)]
+            names = dict.fromkeys(name for one in dictionaries for name, value in one.items() if value is not None)
             known = {"role", "content", _WEIGHT} | self._words
             yield from (f"{self.field}[].{name}" for name in names if name not in known)
 
@@ -110,9 +128,9 @@ class Chat:
             raise BadRecordError(f"the field {self.field!r} is no list of messages with `role` and `content`")
         return [self._message(one) for one in messages]
 
-    def _message(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message as the template gets it: content is a text or null, and nothing else is null."""
-        message: dict[str, Any] = self._hidden(without_nulls(given)) | {"role": given["role"]}
+    def _message(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message as input of the template: the content is a text or null, and no other value is null."""
+        message: dict[str, Any] = self._escape_texts(without_nulls(fields)) | {"role": fields["role"]}
         content = message.get("content")
         if isinstance(content, list) and all(
             isinstance(part, str) or (isinstance(part, dict) and "type" in part) for part in content
@@ -129,27 +147,29 @@ class Chat:
             )
         return message | {"content": content}
 
-    def _hidden(self, value: Any) -> Any:
-        """Return a value whose texts have marks in place of special tokens."""
+    def _escape_texts(self, value: Any) -> Any:
+        """Replace special tokens in the texts of a value by marks."""
         if isinstance(value, dict):
-            return {key: self._hidden(each) for key, each in value.items()}
+            return {key: self._escape_texts(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._hidden(each) for each in value]
-        return self._guard.hide(value) if isinstance(value, str) else value
+            return [self._escape_texts(item) for item in value]
+        return self.guard.escape(value) if isinstance(value, str) else value
 
     def _tools(self, record: Mapping[str, Any]) -> list[Any] | None:
         """Return the tools that the assistant may call. Raises BadRecordError."""
-        given = record.get(_TOOLS)
-        if given is None or given in ("", []):
+        value = record.get(_TOOLS)
+        if value is None or value in ("", []):
             return None
-        tools = _from_json(given)
+        tools = _from_json(value)
         if not isinstance(tools, list):
             raise BadRecordError(f"the field {_TOOLS!r} is no list of tools: correct it, or leave it out")
         tools = [_from_json(tool) for tool in tools]
-        return list(self._hidden(tools if isinstance(given, str) else without_nulls(tools)))
+        return list(self._escape_texts(tools if isinstance(value, str) else without_nulls(tools)))
 
-    def _stretch(self, messages: Sequence[Mapping[str, Any]], tools: Any, number: int, text: str) -> tuple[int, int]:
-        """Return where the answer that is message `number` lies in the whole."""
+    def _answer_range(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, number: int, text: str
+    ) -> tuple[int, int]:
+        """Return the range of the answer in message `number` within the whole text."""
 
         def render(count: int, *, prompt: bool) -> str:
             return self._render(messages[:count], tools, prompt=prompt).replace(_OPEN, "").replace(_CLOSE, "")
@@ -175,8 +195,18 @@ class Chat:
         return text
 
 
+def require_chat(chat: ChatFormat | None, reason: str) -> ChatFormat:
+    """Return the chat. Raises UserError where there is no chat template."""
+    if chat is None:
+        raise UserError(
+            f"{reason}, but there is no chat template: give data.examples.chat.template, or the tokenizer of a model "
+            "that was tuned for chats"
+        )
+    return chat
+
+
 def _from_json(value: Any) -> Any:
-    """Return a value, or what it is as JSON: in a table that has only text."""
+    """Parse a text as JSON, as in tables that hold only text; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -190,7 +220,7 @@ def _has_answer(message: Mapping[str, Any]) -> bool:
 
 
 def _reason(error: Exception, where: str) -> str:
-    """Return what a template raised, and its line."""
+    """Format the error that a template raised, with its line."""
     from jinja2 import TemplateError  # noqa: PLC0415 - only chats pay for it
 
     kind = "" if isinstance(error, (TemplateError, TypeError)) else f"{type(error).__name__}: "
@@ -199,9 +229,9 @@ def _reason(error: Exception, where: str) -> str:
 
 
 def after_answer(template: str, tokens: Mapping[str, str]) -> str:
-    """Return what a template writes after an answer, without blanks before it: the end of the turn comes first.
+    """Return the text of a template after an answer, without leading whitespace: it begins with the end of the turn.
 
-    Empty where the template cannot be read or refuses a plain question with its answer. `tokens`: special tokens by
+    Empty if the template cannot be parsed or refuses a plain question with its answer. `tokens`: special tokens by
     name, as `eos_token`.
     """
     messages = [{"role": "user", "content": "question"}, {"role": _ASSISTANT, "content": _OPEN}]
@@ -216,16 +246,16 @@ def after_answer(template: str, tokens: Mapping[str, str]) -> str:
     return text.rpartition(_OPEN)[2].replace(_CLOSE, "").lstrip() if _OPEN in text else ""
 
 
-def _marked(text: str) -> list[tuple[int, int]]:
-    """Return the stretches between markers, in the text without them."""
+def _answer_ranges(text: str) -> list[tuple[int, int]]:
+    """Return the text without markers, and the ranges between them."""
     return [
-        (found.start() - 2 * number, found.end() - 2 * number - 2)
-        for number, found in enumerate(_MARKED.finditer(text))
+        (match.start() - 2 * number, match.end() - 2 * number - 2)
+        for number, match in enumerate(_MARKED.finditer(text))
     ]
 
 
 def _environment() -> Any:
-    """Return the environment of transformers' chat templates, without the clock."""
+    """Create the environment of transformers' chat templates, without the clock."""
     from jinja2.ext import loopcontrols  # noqa: PLC0415 - only chats pay for it
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415 - only chats pay for it
 
@@ -251,7 +281,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _generation() -> type:
-    """Return the block `{% generation %}`, which puts markers around what it holds."""
+    """Return the extension for the block `{% generation %}`, which puts markers around its content."""
     from jinja2 import nodes  # noqa: PLC0415 - only chats pay for it
     from jinja2.ext import Extension  # noqa: PLC0415 - only chats pay for it
 

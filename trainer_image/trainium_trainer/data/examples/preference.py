@@ -1,8 +1,8 @@
-"""Build pairs of a preferred and another answer from records with trl's columns.
+"""Build pairs of a preferred and a rejected answer from records with trl's columns.
 
 Guarantees:
 - Both answers of a pair follow the same prompt, and differ.
-- A prompt that is not given is what both answers begin with, as trl has it.
+- Without a prompt field, the prompt is the common beginning of both answers, as in trl.
 """
 
 from __future__ import annotations
@@ -11,33 +11,49 @@ import itertools
 import json
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainium_trainer.data.examples.templates import BadRecordError, Example, Guard, as_text, build_pair, list_fields
-from trainium_trainer.exits import UserError
+from trainium_trainer.data.examples.chat import ChatFormat, require_chat
+from trainium_trainer.data.examples.templates import (
+    BadRecordError,
+    Example,
+    RecordFormat,
+    SpecialTokenGuard,
+    as_text,
+    build_pair,
+    list_fields,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from trainium_contract.trainer.examples import PreferenceConfig
-    from trainium_trainer.data.examples.chat import Chat
+    from trainium_trainer.data.sources.documents import Record
 
 _WHERE = "data.examples.preference"
 _TOOLS = "tools"
 _Messages: TypeAlias = "list[dict[str, Any]]"
 
 
-class Preference:
+class PreferenceFormat(RecordFormat):
     """Builds pairs of examples, of text or by the chat template."""
 
-    def __init__(self, config: PreferenceConfig, chat: Chat | None, guard: Guard) -> None:
-        """`chat` builds examples from messages; None where there is no chat template."""
+    width = 2
+
+    def __init__(self, config: PreferenceConfig, chat: ChatFormat | None, guard: SpecialTokenGuard) -> None:
+        """Create the builder; `chat` builds examples from messages, None without a chat template."""
+        super().__init__(guard)
         self._config = config
         self._chat = chat
-        self._guard = guard
-        self.fields = frozenset((config.prompt_field, config.chosen_field, config.rejected_field, _TOOLS))
-        """Fields that an example depends on."""
+        self._fields = frozenset((config.prompt_field, config.chosen_field, config.rejected_field, _TOOLS))
 
-    def pair(self, record: Mapping[str, Any]) -> tuple[Example, Example]:
-        """Build the examples of the preferred and of the other answer. Raises BadRecordError, UserError."""
+    def examples(self, record: Record) -> tuple[Example, ...]:
+        """Build the examples of the preferred and the rejected answer."""
+        return self._pair(record.fields)
+
+    def unused(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the fields that are neither a prompt, an answer nor tools."""
+        yield from (name for name in fields if name not in self._fields)
+
+    def _pair(self, record: Mapping[str, Any]) -> tuple[Example, Example]:
         answers = [self._answer(record, name) for name in (self._config.chosen_field, self._config.rejected_field)]
         chosen, rejected = map(_messages, answers)
         if (chosen is None) != (rejected is None):
@@ -47,7 +63,7 @@ class Preference:
             built = [self._conversation(record, prompt, answer) for answer in (chosen, rejected)]
         else:
             text, begin = self._prompt_text(record, *map(str, answers))
-            built = [build_pair(self._guard.hide(text), self._guard.hide(str(answer)[begin:])) for answer in answers]
+            built = [build_pair(self.guard.escape(text), self.guard.escape(str(answer)[begin:])) for answer in answers]
         if built[0].text == built[1].text:
             raise BadRecordError("the two answers are equal, so neither is preferred: leave the record out")
         start = built[0].answers[0][0]
@@ -55,20 +71,20 @@ class Preference:
             raise BadRecordError("the two answers follow different prompts: correct the record or the chat template")
         return built[0], built[1]
 
-    def prompt(self, record: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the prompt, and whether a chat template wrote it. Raises BadRecordError, UserError."""
-        given = record.get(self._config.prompt_field)
-        messages = _messages(given)
-        if messages is None and _messages(record.get(self._config.chosen_field)) is None:
-            if given is None:
-                raise BadRecordError(self._missing(record, self._config.prompt_field))
-            return self._guard.hide(as_text(given)), False
+    def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return the text or the rendered messages before both answers."""
+        prompt = fields.get(self._config.prompt_field)
+        messages = _messages(prompt)
+        if messages is None and _messages(fields.get(self._config.chosen_field)) is None:
+            if prompt is None:
+                raise BadRecordError(self._missing(fields, self._config.prompt_field))
+            return self.guard.escape(as_text(prompt)), False
         if messages is None:
-            return self.pair(record)[0].prompt, True
-        return self._chatting().prompt(self._record(record, messages)), True
+            return self._pair(fields)[0].prompt, True
+        return self._require_chat().prompt(self._record(fields, messages))
 
-    def ask(self, text: str) -> dict[str, Any]:
-        """Return a record that asks a text: as a user's message where there is a chat template."""
+    def record_of_prompt(self, text: str) -> dict[str, Any]:
+        """Build a user's message if there is a chat template, else the text."""
         return {self._config.prompt_field: text if self._chat is None else [{"role": "user", "content": text}]}
 
     def _answer(self, record: Mapping[str, Any], field: str) -> Any:
@@ -84,27 +100,27 @@ class Preference:
         return f"has no field {field!r}, which {_WHERE} names ({list_fields(record, field)})"
 
     def _prompt_text(self, record: Mapping[str, Any], chosen: str, rejected: str) -> tuple[str, int]:
-        """Return the prompt of two texts, and where the answers begin in them."""
-        given = record.get(self._config.prompt_field)
-        if isinstance(given, str):
-            return given, 0
-        if given is not None:
+        """Return the prompt of two texts, and the start of the answers in them."""
+        prompt = record.get(self._config.prompt_field)
+        if isinstance(prompt, str):
+            return prompt, 0
+        if prompt is not None:
             raise BadRecordError("the prompt is no text but the answers are: write the prompt as text")
-        alike = itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
-        prompt = "".join(one for one, _ in alike).removesuffix(" ")  # an answer's first word keeps its blank
-        if not prompt:
+        common = itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
+        common_prompt = "".join(one for one, _ in common).removesuffix(" ")  # an answer keeps its leading space
+        if not common_prompt:
             raise BadRecordError(
                 f"{self._missing(record, self._config.prompt_field)}, and the answers begin differently"
             )
-        return prompt, len(prompt)
+        return common_prompt, len(common_prompt)
 
     def _prompt_messages(self, record: Mapping[str, Any], chosen: _Messages, rejected: _Messages) -> _Messages:
-        """Return the messages before two answers, and leave only the answers in their lists."""
-        given = _messages(record.get(self._config.prompt_field))
-        if given is not None:
-            return given
-        alike = itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
-        prompt = [one for one, _ in alike]
+        """Return the messages before two answers, and reduce the two lists to the answers."""
+        messages = _messages(record.get(self._config.prompt_field))
+        if messages is not None:
+            return messages
+        common = itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
+        prompt = [one for one, _ in common]
         del chosen[: len(prompt)], rejected[: len(prompt)]
         if not prompt:
             raise BadRecordError("the two answers begin with different messages, and there is no prompt: give it")
@@ -112,22 +128,17 @@ class Preference:
 
     def _conversation(self, record: Mapping[str, Any], prompt: _Messages, answer: _Messages) -> Example:
         earlier = [message | {"weight": 0} if message.get("role") == "assistant" else message for message in prompt]
-        return self._chatting().example(self._record(record, [*earlier, *answer]))
+        return self._require_chat().example(self._record(record, [*earlier, *answer]))
 
     def _record(self, record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return {self._chatting().field: list(messages), _TOOLS: record.get(_TOOLS)}
+        return {self._require_chat().field: list(messages), _TOOLS: record.get(_TOOLS)}
 
-    def _chatting(self) -> Chat:
-        if self._chat is None:
-            raise UserError(
-                "data.format is Preference and the answers are messages, but there is no chat template: give "
-                "data.examples.chat.template, or the tokenizer of a model that was tuned for chats"
-            )
-        return self._chat
+    def _require_chat(self) -> ChatFormat:
+        return require_chat(self._chat, "data.format is Preference and the answers are messages")
 
 
 def _messages(value: Any) -> _Messages | None:
-    """Return a list of messages, also as JSON in a table of texts; None for anything else."""
+    """Return a list of messages, also from JSON in a table of texts; None for anything else."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)

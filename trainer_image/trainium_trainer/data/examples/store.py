@@ -1,7 +1,7 @@
 """Encode the examples of one source into a prepared folder of the cache, and read them.
 
-The folder is that of prepared text (`prepared.prepared`): a piece is an example, `document` the hash of its record.
-Further columns:
+The folder is that of prepared text (`prepared.prepared`): a piece is an example, and `document` is the hash of its
+record. Further columns:
 
     trained    for each token whether it is learned (list of uint8)
     answer     where the last answer of the example begins
@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.examples.blocks import encode_block, install
+from trainium_trainer.data.examples.encoding import encode_block, initialize_worker
 from trainium_trainer.data.examples.templates import explain_empty_filter
-from trainium_trainer.data.prepared.build import BuildInputs, BuildProgress, build
-from trainium_trainer.data.prepared.prepared import Prepared, PreparedManifest, numbers_of
+from trainium_trainer.data.prepared.build import BuildInputs
+from trainium_trainer.data.prepared.reader import PreparedData, PreparedManifest, from_arrow
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     from trainium_trainer.data.examples.recipe import Recipe
@@ -35,27 +33,27 @@ _SHARD_TOKENS = 16 << 20
 
 
 class StoredExamples:
-    """The examples of an open folder; their tokens are mapped into memory."""
+    """The examples of an open folder; their tokens are memory-mapped."""
 
     def __init__(self, folder: Path) -> None:
-        """Open it. Raises UserError, OSError."""
+        """Open the folder. Raises UserError, OSError."""
         self.folder = folder
-        self._prepared = Prepared(folder)
+        self._prepared = PreparedData(folder)
         self.manifest = self._prepared.manifest
         columns: dict[str, list[NDArray[Any]]] = {name: [] for name in ("lengths", "answer", "document", "before")}
         for number in range(len(self._prepared.batch_tokens)):
             batch = self._prepared.arrow_batch(number)
-            columns["lengths"].append(np.diff(numbers_of(batch.column("tokens").offsets)))
+            columns["lengths"].append(np.diff(from_arrow(batch.column("tokens").offsets)))
             for name in ("answer", "document", "before"):
-                columns[name].append(numbers_of(batch.column(name)))
-        lengths, answers, records, before = (
+                columns[name].append(from_arrow(batch.column(name)))
+        lengths, answers, records, original_lengths = (
             np.concatenate(parts or [np.empty(0, np.int64)]) for parts in columns.values()
         )
-        self.before: NDArray[np.int64] = before
+        self.original_lengths: NDArray[np.int64] = original_lengths
         self._places = np.flatnonzero(lengths)
-        """Row of each example among those of the folder."""
+        """The row of each example in the folder."""
         self.lengths: NDArray[np.int64] = lengths[self._places]
-        """Tokens of each example."""
+        """The number of tokens of each example."""
         self.answers: NDArray[np.int64] = answers[self._places]
         self.records: NDArray[np.uint64] = records[self._places]
 
@@ -63,49 +61,42 @@ class StoredExamples:
         return len(self._places)
 
     def example(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Tokens of an example, and which are learned."""
-        place = int(self._places[number])
-        at = int(np.searchsorted(self._prepared.piece_ends, place, side="right"))
-        row = place - (int(self._prepared.piece_ends[at - 1]) if at else 0)
+        """Return the tokens of an example, and which of them are learned."""
+        piece = int(self._places[number])
+        at = int(np.searchsorted(self._prepared.piece_ends, piece, side="right"))
+        row = piece - (int(self._prepared.piece_ends[at - 1]) if at else 0)
         values, starts, _ = self._prepared.batch(at)
-        trained = numbers_of(self._prepared.arrow_batch(at).column("trained").values).view(np.bool_)
-        stretch = slice(int(starts[row]), int(starts[row + 1]))
-        return values[stretch], trained[stretch]
+        loss_mask = from_arrow(self._prepared.arrow_batch(at).column("trained").values).view(np.bool_)
+        tokens = slice(int(starts[row]), int(starts[row + 1]))
+        return values[tokens], loss_mask[tokens]
 
 
-def build_examples(
-    folder: Path,
-    recipe: Recipe,
-    key: str,
-    *,
-    workers: int | None = None,
-    progress: Callable[[BuildProgress], None] = lambda _: None,
-) -> PreparedManifest:
-    """Make `folder`, unless it is there. Raises UserError, StorageError, WorkerError, OSError."""
+def build_inputs(recipe: Recipe) -> BuildInputs:
+    """Return the inputs of a build of examples."""
     assert recipe.tokenizer is not None
 
-    def refuse_empty(made: PreparedManifest) -> None:
-        if not made.documents:
-            raise _empty(recipe, made)
+    def refuse_empty(manifest: PreparedManifest) -> None:
+        if not manifest.documents:
+            raise _explain_empty(recipe, manifest)
 
-    inputs = BuildInputs(
+    return BuildInputs(
         name=recipe.source,
         specs=(recipe.spec,),
         tokenizer=Path(recipe.tokenizer),
         max_bad_lines=recipe.max_bad_lines,
-        prepare=(install, (recipe,)),
+        prepare=(initialize_worker, (recipe,)),
         encode=encode_block,
         refuse_empty=refuse_empty,
-        count_records=lambda made: made.counts.records + made.counts.unreadable,
+        count_records=lambda manifest: manifest.counts.records + manifest.counts.unreadable,
         block_bytes=BLOCK_BYTES,
+        shard_tokens=_SHARD_TOKENS,
         unit="records",
     )
-    return build(folder, inputs, key, workers=workers, progress=progress, shard_tokens=_SHARD_TOKENS)
 
 
-def _empty(recipe: Recipe, made: PreparedManifest) -> UserError:
-    """Return the reason why there is no example, in one sentence."""
-    counts, config = made.counts, recipe.config
+def _explain_empty(recipe: Recipe, manifest: PreparedManifest) -> UserError:
+    """Return the reason why there is no example."""
+    counts, config = manifest.counts, recipe.config
     name = f"data.source {recipe.source}"
     if counts.dropped:
         return UserError(
@@ -113,9 +104,9 @@ def _empty(recipe: Recipe, made: PreparedManifest) -> UserError:
             f"{recipe.sequence_length} (the shortest has {counts.shortest_dropped:,} tokens): raise it, or set "
             "data.examples.tooLong to CutLeft or CutRight"
         )
-    if made.examples:
-        first = made.examples[0]
-        return UserError(f"{name}: holds no example: {made.skipped} records were skipped, the first: {first}")
+    if manifest.examples:
+        first = manifest.examples[0]
+        return UserError(f"{name}: holds no example: {manifest.skipped} records were skipped, the first: {first}")
     if counts.filtered:
         return UserError(f"{name}: {explain_empty_filter(config.where, counts.found, counts.records)}")
     if counts.left_out:

@@ -1,8 +1,9 @@
 """Turn records into the text of examples with templates, and refuse records that cannot be used.
 
 Guarantees:
-- An example's text is all that the model sees of the record.
-- What is learned of it is marked by stretches of that text, so that the tokenizer alone decides where tokens begin.
+- The text of an example is the model's only input from the record.
+- The learned parts are marked as ranges of the text, so that only the tokenizer decides where tokens begin.
+- A record with half a surrogate pair, which JSON can hold, is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import glob
 import json
 import re
 import string
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +23,14 @@ from trainium_trainer.data.sources.hub import HUB
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from trainium_contract.trainer.examples import ClassificationConfig, TemplateConfig
+    from trainium_trainer.data.sources.documents import Record
 
 
 class BadRecordError(Exception):
-    """A record that cannot be used; its text is the reason, without the place."""
+    """A record cannot be used; the text is the reason, without the location."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +39,21 @@ class Example:
 
     text: str
     answers: tuple[tuple[int, int], ...]
-    """Stretches of the text that the model is to generate; at least one."""
+    """The ranges of the text that the model learns to generate; at least one."""
     label: str | None = None
-    """Name of the class."""
-    framed: bool = False
-    """The text has its own beginning and ends, from a chat template; else the tokenizer's are put around it."""
+    """The name of the class."""
+    from_chat_template: bool = False
+    """Whether a chat template wrote the beginning and ends of the text; else the tokenizer's are added."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRecordError("holds half a surrogate pair, which is no character: correct the line") from error
 
     @property
     def prompt(self) -> str:
-        """Text before the last answer."""
+        """The text before the last answer."""
         return self.text[: self.answers[-1][0]]
 
     @property
@@ -55,10 +64,10 @@ class Example:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the keys of its dictionaries that are null, as tables fill in keys that are missing."""
+    """Return a value without null keys of dictionaries, with which tables fill in missing keys."""
     if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def build_pair(prompt: str, answer: str, label: str | None = None) -> Example:
@@ -72,10 +81,10 @@ _FIRST_MARK = 0xF0000
 _SHOWN = 8
 
 
-class Guard:
-    """Keeps special tokens that stand in somebody's text from being taken for such.
+class SpecialTokenGuard:
+    """Keeps special tokens in a text of the data from being recognized as special.
 
-    Each is carried as one character of a private plane from the template to the tokenizer.
+    Each passes from the template to the tokenizer as one character of a private plane.
     """
 
     def __init__(self, specials: Iterable[str]) -> None:
@@ -85,41 +94,70 @@ class Guard:
         self._special = re.compile("|".join(map(re.escape, names))) if names else None
         self._mark = re.compile(f"([{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + len(names) - 1)}])") if names else None
 
-    def hide(self, text: str) -> str:
+    def escape(self, text: str) -> str:
         """Return the text with a mark in place of each special token."""
         if self._special is None or not self._special.search(text):
             return text
-        return self._special.sub(lambda found: self._marks[found.group()], text)
+        return self._special.sub(lambda match: self._marks[match.group()], text)
 
-    def show(self, text: str) -> str:
-        """Return the text as it was."""
+    def unescape(self, text: str) -> str:
+        """Replace the marks by the original text."""
         return "".join(piece for piece, _ in self.pieces(text))
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
-        """Stretches of a text with marks, as they were, and whether each is a special token that is to be text."""
+        """Return the original parts of a text with marks, and whether each is a special token that stays text."""
         parts = self._mark.split(text) if self._mark is not None else [text]
         return [(self._names.get(part, part), part in self._names) for part in parts if part]
 
-    def marked(self, text: str) -> bool:
+    def has_escapes(self, text: str) -> bool:
         """Return whether the text has marks."""
         return self._mark is not None and self._mark.search(text) is not None
 
 
+class RecordFormat(ABC):
+    """Builds examples from records in one data.format."""
+
+    width = 1
+    """The number of examples per record: two for a pair of answers."""
+
+    def __init__(self, guard: SpecialTokenGuard) -> None:
+        self.guard = guard
+
+    @abstractmethod
+    def examples(self, record: Record) -> tuple[Example, ...]:
+        """Return the examples of a record; empty if the function leaves it out. Raises BadRecordError, UserError."""
+
+    @abstractmethod
+    def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return the prompt of a record without an answer, and whether it includes its beginning.
+
+        Raises BadRecordError, UserError.
+        """
+
+    @abstractmethod
+    def record_of_prompt(self, text: str) -> dict[str, Any]:
+        """Build a record that has only `text` as its prompt. Raises UserError if a prompt needs several fields."""
+
+    @abstractmethod
+    def unused(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the fields of a record on which no example depends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Text with places for fields."""
+    """A text with placeholders for fields."""
 
     where: str
-    """Its name in the configuration or file, for sentences."""
+    """The name in the configuration or file, for messages."""
     parts: tuple[tuple[str, str | None], ...]
-    """Literal text, and the field that follows it."""
+    """Literal texts, each with the field that follows it."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields in their order, each once."""
+        """The distinct fields in their order."""
         return tuple(dict.fromkeys(field for _, field in self.parts if field is not None))
 
-    def render(self, record: Mapping[str, Any], guard: Guard) -> str:
+    def render(self, record: Mapping[str, Any], guard: SpecialTokenGuard) -> str:
         """Render the text for a record. Raises BadRecordError when a field is missing."""
         if self.fields and all(record.get(field, "") is None for field in self.fields):
             names = " and ".join(map(repr, self.fields))
@@ -128,41 +166,41 @@ class Template:
         for literal, field in self.parts:
             text.append(literal)
             if field is not None:
-                text.append(guard.hide(read_field(record, field, self.where)))
+                text.append(guard.escape(read_field(record, field, self.where)))
         return "".join(text)
 
 
 def parse_template(text: str, where: str) -> Template:
     """Parse a template. Raises UserError."""
     try:
-        found = list(string.Formatter().parse(text))
+        parts = list(string.Formatter().parse(text))
     except ValueError as error:
         raise UserError(f"{where}: {error}: write {{{{ and }}}} for braces that are no field") from error
-    for _, field, form, conversion in found:
+    for _, field, form, conversion in parts:
         if field is not None and (not field or form or conversion):
             raise UserError(
                 f"{where}: {{{field}{'!' + conversion if conversion else ''}{':' + form if form else ''}}} is no plain "
                 "field: write {name of a field}, and {{ and }} for braces"
             )
-    return Template(where, tuple((literal, field) for literal, field, _, _ in found))
+    return Template(where, tuple((literal, field) for literal, field, _, _ in parts))
 
 
 def read_field(record: Mapping[str, Any], field: str, where: str) -> str:
-    """Return a field's value as text; a null is empty. Raises BadRecordError when the field is not there."""
+    """Return a field's value as text; a null is empty. Raises BadRecordError if the field is missing."""
     if field not in record:
         raise BadRecordError(f"has no field {field!r}, which {where} names ({list_fields(record, field)})")
     return as_text(record[field])
 
 
 def as_text(value: Any) -> str:
-    """Return a value as text: what is no text as JSON."""
+    """Return a value as text, JSON unless it is a text."""
     if isinstance(value, str):
         return value
     return "" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def list_fields(record: Mapping[str, Any], wanted: str) -> str:
-    """Return the fields of a record, the nearest name first, for sentences."""
+    """List the fields of a record for a message, the most similar name first."""
     if not record:
         return "it has none: every record is a JSON object or a row"
     near = difflib.get_close_matches(wanted, list(record), 1)
@@ -173,13 +211,13 @@ def list_fields(record: Mapping[str, Any], wanted: str) -> str:
 _REMEMBERED = 8
 
 
-class Filter:
-    """Decides which records are left, and remembers what the others had, for a sentence when none is."""
+class RecordFilter:
+    """Decides which records are kept, and records values of the others for the error if none is kept."""
 
     def __init__(self, wanted: Mapping[str, str]) -> None:
         self._wanted = wanted
         self.found: dict[str, dict[str, None]] = {}
-        """Some values of the fields that were asked for."""
+        """Some values of the fields of the filter."""
 
     def __call__(self, record: Mapping[str, Any]) -> bool:
         """Return whether a record is kept."""
@@ -197,7 +235,7 @@ class Filter:
 
 
 def explain_empty_filter(wanted: Mapping[str, str], found: Mapping[str, Mapping[str, None]], records: int) -> str:
-    """Return the reason why no record is left, in one sentence."""
+    """Return the reason why no record is kept."""
     for field, value in wanted.items():
         if field not in found:
             return f"none of the {records:,} records has the field {field!r}: correct data.examples.where"
@@ -219,41 +257,58 @@ _COMPLETION = "{response}"
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """Texts of the templates that hold for a source; None: the built-in one."""
+    """The texts of a source's templates; None: the built-in one."""
 
     prompt: str | None
     completion: str | None
     where: str
-    """Their place, for sentences."""
+    """Their location, for messages."""
 
 
-class Instruction:
-    """Makes examples from records."""
+class _TemplateFormat(RecordFormat):
+    """Builds examples of a rendered prompt and an answer."""
 
-    def __init__(self, templates: Templates, guard: Guard) -> None:
+    fields: frozenset[str]
+    """The fields on which an example depends."""
+    _prompt: Template
+
+    def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
+        """Render the template."""
+        return self._template(fields).render(fields, self.guard), False
+
+    def record_of_prompt(self, text: str) -> dict[str, Any]:
+        """Return the field of a template that has a single one."""
+        names = self._template({}).fields
+        if len(names) != 1:
+            raise UserError(
+                f"a prompt of this data.format needs the fields {', '.join(names)}: give a JSON object with them"
+            )
+        return {names[0]: text}
+
+    def unused(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the fields that neither the prompt nor the answer has."""
+        yield from (name for name in fields if name not in self.fields)
+
+    def _template(self, record: Mapping[str, Any]) -> Template:  # noqa: ARG002 - for a form with two templates
+        return self._prompt
+
+
+class InstructionFormat(_TemplateFormat):
+    """Builds examples by templates of prompt and completion."""
+
+    def __init__(self, templates: Templates, guard: SpecialTokenGuard) -> None:
         """Check the templates. Raises UserError."""
-        self._guard = guard
+        super().__init__(guard)
         name = f"{templates.where}.prompt"
         self._prompt = parse_template(templates.prompt or _WITH_CONTEXT, name)
         self._short = parse_template(_WITHOUT_CONTEXT, name) if templates.prompt is None else None
         self._completion = parse_template(templates.completion or _COMPLETION, f"{templates.where}.completion")
+        self.fields = frozenset((*self._prompt.fields, *self._completion.fields))
 
-    def example(self, record: Mapping[str, Any]) -> Example:
-        """Build the example of a record. Raises BadRecordError."""
-        return build_pair(self.prompt(record), self._completion.render(record, self._guard))
-
-    def prompt(self, record: Mapping[str, Any]) -> str:
-        """Build the prompt alone. Raises BadRecordError."""
-        return self._template(record).render(record, self._guard)
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """Fields that an example depends on."""
-        return frozenset((*self._prompt.fields, *self._completion.fields))
-
-    def prompt_fields(self) -> tuple[str, ...]:
-        """Return the fields that a prompt needs."""
-        return (self._short or self._prompt).fields
+    def examples(self, record: Record) -> tuple[Example, ...]:
+        """Render both templates."""
+        prompt, _ = self.prompt(record.fields)
+        return (build_pair(prompt, self._completion.render(record.fields, self.guard)),)
 
     def _template(self, record: Mapping[str, Any]) -> Template:
         """Return the template of a record; the built-in one leaves an empty context out."""
@@ -263,13 +318,13 @@ class Instruction:
 
 
 def find_templates(config: TemplateConfig, source: str) -> Templates:
-    """Return the templates for a source. Raises UserError for a `template.json` that is none, StorageError."""
+    """Return the templates of a source. Raises UserError for an invalid `template.json`, and StorageError."""
     if config.prompt is not None and config.completion is not None:
         return Templates(config.prompt, config.completion, "data.examples.template")
-    found = _beside(source)
-    if found is None:
+    template = _read_template_file(source)
+    if template is None:
         return Templates(config.prompt, config.completion, "data.examples.template")
-    name, text = found
+    name, text = template
     try:
         document = json.loads(text)
         prompt, completion = document["prompt"], document["completion"]
@@ -283,10 +338,10 @@ def find_templates(config: TemplateConfig, source: str) -> Templates:
     return Templates(config.prompt or prompt, config.completion or completion, name)
 
 
-def _beside(source: str) -> tuple[str, bytes] | None:
-    """`template.json` in the folder of a source, with its name."""
+def _read_template_file(source: str) -> tuple[str, bytes] | None:
+    """Read the `template.json` in the folder of a source; return it with its name."""
     if source.startswith(S3):
-        return _beside_remote(source)
+        return _read_remote_template(source)
     if source.startswith(HUB):
         return None
     path = Path(source).expanduser()
@@ -296,7 +351,7 @@ def _beside(source: str) -> tuple[str, bytes] | None:
     return (str(file), read_with_retries(str(file), file.read_bytes)) if file.is_file() else None
 
 
-def _beside_remote(source: str) -> tuple[str, bytes] | None:
+def _read_remote_template(source: str) -> tuple[str, bytes] | None:
     from pyarrow import fs  # noqa: PLC0415 - only data in S3 pays for it
 
     path = source.removeprefix(S3).rstrip("/")
@@ -317,37 +372,25 @@ def _beside_remote(source: str) -> tuple[str, bytes] | None:
 _WHERE = "data.examples.classification"
 
 
-class Classification:
-    """Makes examples from records."""
+class ClassificationFormat(_TemplateFormat):
+    """Builds examples of a text and its class."""
 
-    def __init__(self, config: ClassificationConfig, guard: Guard) -> None:
+    def __init__(self, config: ClassificationConfig, guard: SpecialTokenGuard) -> None:
         """Check the template. Raises UserError."""
+        super().__init__(guard)
         self._config = config
-        self._guard = guard
         if config.prompt is not None:
             self._prompt = parse_template(config.prompt, f"{_WHERE}.prompt")
         else:
             escaped = [(name.replace("{", "{{").replace("}", "}}"), name) for name in config.text_fields]
             lines = [f"{shown}: {{{name}}}\n" for shown, name in escaped]
             self._prompt = parse_template("".join(lines) + "label:", f"{_WHERE}.textFields")
+        self.fields = frozenset((*self._prompt.fields, config.label_field))
 
-    def example(self, record: Mapping[str, Any]) -> Example:
-        """Build the example of a record. Raises BadRecordError."""
-        prompt, label = self.prompt(record), self._label(record)
-        return build_pair(prompt, label if prompt[-1:].isspace() else f" {label}", label)
-
-    def prompt(self, record: Mapping[str, Any]) -> str:
-        """Build the prompt alone. Raises BadRecordError."""
-        return self._prompt.render(record, self._guard)
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """Fields that an example depends on."""
-        return frozenset((*self._prompt.fields, self._config.label_field))
-
-    def prompt_fields(self) -> tuple[str, ...]:
-        """Return the fields that a prompt needs."""
-        return self._prompt.fields
+    def examples(self, record: Record) -> tuple[Example, ...]:
+        """Render the template and find the class."""
+        (prompt, _), label = self.prompt(record.fields), self._label(record.fields)
+        return (build_pair(prompt, label if prompt[-1:].isspace() else f" {label}", label),)
 
     def _label(self, record: Mapping[str, Any]) -> str:
         field, labels = self._config.label_field, self._config.labels
@@ -359,15 +402,15 @@ class Classification:
         text = as_text(value).strip()
         if text in labels:
             return text
-        number = int(value) if isinstance(value, bool) else _whole(text)
+        number = int(value) if isinstance(value, bool) else _parse_integer(text)
         if number is not None and 0 <= number < len(labels):
             return labels[number]
         known = ", ".join(labels[:_SHOWN]) + (", ..." if len(labels) > _SHOWN else "")
         raise BadRecordError(f"the label {text!r} is neither one of {_WHERE}.labels ({known}) nor the number of one")
 
 
-def _whole(text: str) -> int | None:
-    """Return the number that a text is, 1.0 as well as 1."""
+def _parse_integer(text: str) -> int | None:
+    """Parse a text as an integer, also 1.0; None for other texts."""
     try:
         number = float(text)
     except ValueError:

@@ -1,1 +1,1 @@
-"""Text that is tokenised while training."""
+"""Text that is tokenized during training."""

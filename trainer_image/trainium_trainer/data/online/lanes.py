@@ -1,13 +1,13 @@
-"""Tokenize text while training: each row of the global batch is a separate stream, a lane.
+"""Tokenize text during training: each row of the global batch is a separate stream, a lane.
 
-A source is a number of blocks, shuffled again each epoch. Lane l of n takes blocks l, l + n, l + 2n, ... of that
+A source is a number of blocks, shuffled again each epoch. Lane l of n reads blocks l, l + n, l + 2n, ... of that
 endless order, joins their tokens and cuts them into samples. With several sources a lane has such a stream for each,
-and a mixture that chooses the next.
+and a mixture chooses the next one.
 
 Guarantees:
-- What a lane holds is a pure function of data, seed, number of lanes and step, so a rank needs only its own lanes, and
-  any rank may continue with them.
-- Each epoch of a source has each of its blocks once, whatever the ranks.
+- The contents of a lane are a pure function of data, seed, number of lanes and step, so a rank needs only its lanes,
+  and any rank can continue them.
+- Each epoch of a source has each of its blocks once, at any number of ranks.
 - A block ends with an end-of-document token.
 - Nothing is dropped between blocks.
 """
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_trainer.data.batches.order import Mixture, Permutation, shuffled
-from trainium_trainer.data.prepared.prepared import Prepared, watching
-from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Skipped
-from trainium_trainer.data.tokens.encoding import DocumentEncoder, held_back
-from trainium_trainer.data.tokens.tokenizer import AS_IT_IS, BosPrefix
+from trainium_trainer.data.prepared.reader import PreparedData, divide_file_checks
+from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, SkippedRecord
+from trainium_trainer.data.tokens.encoding import DocumentEncoder, held_back_mask
+from trainium_trainer.data.tokens.tokenizer import NO_BOS_PREFIX, BosPrefix
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LaneSource:
-    """A source of the lanes, as it travels to a process."""
+    """A source of the lanes, in a form that is sent to worker processes."""
 
     spec: SourceSpec
     weight: float
     prepared: str | None = None
-    """The folder of data that are tokens already."""
-    table: str | None = None
-    """A file with the blocks of text: rows of file, start, end, size."""
+    """The folder of prepared data."""
+    blocks_file: str | None = None
+    """The file with the blocks of text: rows of file, start, end, size."""
     blocks: int = 0
-    """Number of blocks that are trained on; further ones are held back."""
+    """The number of blocks for training; further ones are held back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanePlan:
-    """All that the lanes depend on."""
+    """Everything on which the lanes depend."""
 
     sources: tuple[LaneSource, ...]
     tokenizer: str
@@ -59,8 +59,8 @@ class LanePlan:
     sequence_length: int
     seed: int
     held_back: float | None
-    """Share of the documents that are held back by their hash."""
-    beginning: BosPrefix = AS_IT_IS
+    """The fraction of the documents that are held back by their hash."""
+    beginning: BosPrefix = NO_BOS_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,46 +68,46 @@ class BlockTokens:
     """The contents of a block."""
 
     tokens: NDArray[Any]
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[SkippedRecord, ...] = ()
     """Lines that could not be used."""
     records: int = 0
-    """With those that were skipped; 0 where documents are no records."""
+    """The number of records, with skipped ones; 0 if documents are not records."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The samples of some lanes for one step, and what became known on the way."""
+class LaneSamples:
+    """The samples of some lanes for one step, and facts learned from the blocks read for them."""
 
     rows: list[NDArray[Any]]
-    """For each lane sequence length + 1 tokens."""
+    """Sequence length + 1 tokens for each lane."""
     counts: list[tuple[int, int, int]]
-    """Source, block and tokens of blocks that were tokenised."""
+    """Source, block and number of tokens of the tokenized blocks."""
     used: list[tuple[int, BlockTokens]]
-    """Source and contents, without tokens, of blocks whose tokens are used."""
+    """Source and contents, without tokens, of the blocks whose tokens are used."""
 
 
 class PreparedBlocks:
     """The record batches of prepared data."""
 
-    def __init__(self, folder: str, blocks: int, held: float | None) -> None:
-        with watching(1, 1):  # the process that lists the blocks has looked at every file, or one beside it
-            self._prepared = Prepared(Path(folder))
+    def __init__(self, folder: str, blocks: int, held_back: float | None) -> None:
+        with divide_file_checks(1, 1):  # the files were checked when the blocks were listed
+            self._prepared = PreparedData(Path(folder))
         self._blocks = blocks
-        self._held = held
+        self._held_back = held_back
 
     def __len__(self) -> int:
-        """Record batches that are trained on."""
+        """Return the number of record batches for training."""
         return self._blocks
 
     def count(self, block: int) -> int | None:
-        """Return the tokens of a block: from the index, unless documents of the batch are held back."""
-        return int(self._prepared.batch_tokens[block]) if self._held is None else len(self.read(block).tokens)
+        """Return the number of tokens of a block, from the index unless documents of the batch are held back."""
+        return int(self._prepared.batch_tokens[block]) if self._held_back is None else len(self.read(block).tokens)
 
     def read(self, block: int) -> BlockTokens:
-        """Return the tokens as they lie in the file, or those that are kept."""
+        """Return the tokens of a block without those of held-back documents."""
         values, starts, documents = self._prepared.batch(block)
-        if self._held is not None:
-            values = values[np.repeat(~held_back(documents, self._held), np.diff(starts))]
+        if self._held_back is not None:
+            values = values[np.repeat(~held_back_mask(documents, self._held_back), np.diff(starts))]
         return BlockTokens(values)
 
 
@@ -115,34 +115,36 @@ class TextBlocks:
     """Blocks of text."""
 
     def __init__(
-        self, source: DocumentSource, table: NDArray[np.int64], encoder: DocumentEncoder, held: float | None
+        self, source: DocumentSource, table: NDArray[np.int64], encoder: DocumentEncoder, held_back: float | None
     ) -> None:
         self._source = source
         self._table = table
         self._encoder = encoder
-        self._held = held
+        self._held_back = held_back
         self._counts: dict[int, int] = {}
 
-    def learn(self, blocks: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Take what is known of other runs or ranks."""
+    def add_counts(self, blocks: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Add counts of other runs or ranks."""
         self._counts.update(zip(blocks.tolist(), counts.tolist(), strict=True))
 
     def __len__(self) -> int:
-        """Blocks that are trained on."""
+        """Return the number of blocks for training."""
         return len(self._table)
 
     def count(self, block: int) -> int | None:
-        """Return the tokens of a block; None when nobody has counted them yet."""
+        """Return the number of tokens of a block; None if it has not been counted."""
         return self._counts.get(block)
 
     def read(self, block: int) -> BlockTokens:
-        """Tokenise a block. Raises UserError or StorageError."""
+        """Tokenize a block. Raises UserError or StorageError."""
         parts = self._encoder.encode(self._source, FileBlock(*self._table[block].tolist()))
-        kept = [
-            part.tokens if self._held is None else part.select(~held_back(part.documents, self._held)).tokens
+        encoded = [
+            part.tokens
+            if self._held_back is None
+            else part.select(~held_back_mask(part.documents, self._held_back)).tokens
             for part in parts
         ]
-        tokens = np.concatenate(kept) if kept else np.empty(0, self._encoder.dtype)
+        tokens = np.concatenate(encoded) if encoded else np.empty(0, self._encoder.dtype)
         if len(tokens) and tokens[-1] != self._encoder.end:
             tokens = np.append(tokens, self._encoder.dtype.type(self._encoder.end))
         self._counts[block] = len(tokens)
@@ -156,23 +158,23 @@ Blocks = PreparedBlocks | TextBlocks
 
 @dataclass(slots=True)
 class _Stream:
-    """One lane's stream of one source."""
+    """The stream of one source in one lane."""
 
     blocks: Blocks
     lane: int
     lanes: int
     seed: int
     name: str
-    _next: int = 0  # which of the lane's blocks is read next
+    _next: int = 0  # index of the next block of the lane
     _buffer: list[NDArray[Any]] = field(default_factory=list)
     _buffered: int = 0
-    _empty: int = 0  # blocks without a token, one after the other
+    _empty: int = 0  # consecutive blocks without tokens
 
     def _block(self) -> int:
         return shuffled(self.lane + self._next * self.lanes, len(self.blocks), self.seed)
 
-    def seek(self, token: int, log: _Log) -> None:
-        """Let the stream begin at a token, counted from the beginning of the run."""
+    def seek(self, token: int, log: _ReadLog) -> None:
+        """Move the stream to a token, counted from the beginning of the run."""
         self._next, self._buffer, self._buffered = 0, [], 0
         while True:
             block = self._block()
@@ -184,7 +186,7 @@ class _Stream:
             token -= count
             self._advance(count)
         self._fill(token + 1, log)
-        self._take(token)
+        self._drop(token)
 
     def _advance(self, count: int) -> None:
         self._next += 1
@@ -192,7 +194,7 @@ class _Stream:
         if self._empty > len(self.blocks):
             raise UserError(f"data.source {self.name}: holds no text to train on: give a source with text in it")
 
-    def _fill(self, wanted: int, log: _Log) -> None:
+    def _fill(self, wanted: int, log: _ReadLog) -> None:
         while self._buffered < wanted:
             tokens = log.read(self.blocks, self._block(), used=True)
             self._advance(len(tokens))
@@ -200,8 +202,8 @@ class _Stream:
                 self._buffer.append(tokens)
                 self._buffered += len(tokens)
 
-    def _take(self, count: int) -> None:
-        """Drop tokens from the front."""
+    def _drop(self, count: int) -> None:
+        """Remove tokens from the front."""
         self._buffered -= count
         while count:
             first = self._buffer[0]
@@ -212,8 +214,8 @@ class _Stream:
                 self._buffer[0] = first[dropped:]
             count -= dropped
 
-    def sample(self, length: int, log: _Log) -> NDArray[Any]:
-        """Return the next `length` tokens and the one after them, with which the next sample begins."""
+    def sample(self, length: int, log: _ReadLog) -> NDArray[Any]:
+        """Return the next `length` tokens and the first token of the next sample."""
         self._fill(length + 1, log)
         parts, missing = [], length + 1
         for part in self._buffer:
@@ -222,13 +224,13 @@ class _Stream:
             if not missing:
                 break
         tokens = parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
-        self._take(length)
+        self._drop(length)
         return tokens
 
 
 @dataclass(slots=True)
-class _Log:
-    """Facts that become known while blocks are read."""
+class _ReadLog:
+    """Facts learned while blocks are read."""
 
     numbers: dict[int, int]
     counts: list[tuple[int, int, int]] = field(default_factory=list)
@@ -236,39 +238,39 @@ class _Log:
 
     def read(self, blocks: Blocks, block: int, *, used: bool) -> NDArray[Any]:
         """Return the tokens of a block."""
-        found, source = blocks.read(block), self.numbers[id(blocks)]
+        contents, source = blocks.read(block), self.numbers[id(blocks)]
         if isinstance(blocks, TextBlocks):
-            self.counts.append((source, block, len(found.tokens)))
+            self.counts.append((source, block, len(contents.tokens)))
         if used:
-            self.used.append((source, replace(found, tokens=found.tokens[:0])))
-        return found.tokens
+            self.used.append((source, replace(contents, tokens=contents.tokens[:0])))
+        return contents.tokens
 
 
 class Lanes:
-    """Some of the lanes, step by step."""
+    """Some of the lanes, read step by step."""
 
     def __init__(self, plan: LanePlan, lanes: Sequence[int], blocks: Sequence[Blocks]) -> None:
         self._plan = plan
-        self._numbers = {id(each): number for number, each in enumerate(blocks)}
+        self._numbers = {id(blocks_of_source): number for number, blocks_of_source in enumerate(blocks)}
         self._step = -1
         weights = [source.weight for source in plan.sources]
         self._mixtures = []
         self._streams: list[list[_Stream]] = []
         orders = [Permutation(plan.lanes, plan.seed, number) for number in range(len(weights))]
         for lane in lanes:
-            # At each step the lanes have the sources in their shares too.
+            # The phases spread the sources over the lanes, so that each step has them in their shares too.
             phase = [(order[lane] + 0.5) / plan.lanes for order in orders]
             self._mixtures.append(Mixture(weights, plan.seed, phase))
             self._streams.append(
                 [
-                    _Stream(each, lane, plan.lanes, plan.seed + 7919 * number, plan.sources[number].spec.name)
-                    for number, each in enumerate(blocks)
+                    _Stream(source_blocks, lane, plan.lanes, plan.seed + 7919 * number, plan.sources[number].spec.name)
+                    for number, source_blocks in enumerate(blocks)
                 ]
             )
 
-    def rows(self, step: int) -> Rows:
-        """Return the samples of a step; quick for the step after the last one. Raises UserError or StorageError."""
-        log = _Log(self._numbers)
+    def rows(self, step: int) -> LaneSamples:
+        """Return the samples of a step; fast for consecutive steps. Raises UserError or StorageError."""
+        log = _ReadLog(self._numbers)
         length = self._plan.sequence_length
         if step != self._step + 1 or self._step < 0:
             for mixture, streams in zip(self._mixtures, self._streams, strict=True):
@@ -279,31 +281,31 @@ class Lanes:
             streams[mixture[step][0]].sample(length, log)
             for mixture, streams in zip(self._mixtures, self._streams, strict=True)
         ]
-        return Rows(rows, log.counts, log.used)
+        return LaneSamples(rows, log.counts, log.used)
 
 
-# ---- what is called in a tokenising process, by reference -----------------------------------------------------------
+# ---- functions that a tokenizing process calls by reference ---------------------------------------------------------
 
-_installed: dict[str, Any] = {}
+_worker: dict[str, Any] = {}
 
 
-def install_lanes(plan: LanePlan, lanes: Sequence[int], known: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
-    """Prepare this process for some lanes; `known` has blocks and their counts for each source."""
+def initialize_lanes(plan: LanePlan, lanes: Sequence[int], known: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
+    """Prepare this process for some lanes; `known` has the blocks with known counts of each source."""
     encoder = DocumentEncoder(Path(plan.tokenizer), plan.beginning)
     blocks: list[Blocks] = []
     for source, (numbers, counts) in zip(plan.sources, known, strict=True):
         if source.prepared is not None:
             blocks.append(PreparedBlocks(source.prepared, source.blocks, plan.held_back))
             continue
-        assert source.table is not None
-        table: NDArray[np.int64] = np.load(source.table, mmap_mode="r")[: source.blocks]
+        assert source.blocks_file is not None
+        table: NDArray[np.int64] = np.load(source.blocks_file, mmap_mode="r")[: source.blocks]
         text = TextBlocks(source.spec.source, table, encoder, plan.held_back)
-        text.learn(numbers, counts)
+        text.add_counts(numbers, counts)
         blocks.append(text)
-    _installed["lanes"] = Lanes(plan, lanes, blocks)
+    _worker["lanes"] = Lanes(plan, lanes, blocks)
 
 
-def rows_of(step: int) -> Rows:
+def read_lane_samples(step: int) -> LaneSamples:
     """Return the samples of a step."""
-    rows: Rows = _installed["lanes"].rows(step)
+    rows: LaneSamples = _worker["lanes"].rows(step)
     return rows

@@ -1,27 +1,36 @@
-"""Open text that is tokenized while training; the streams are in `lanes` and `streaming`.
+"""Open text that is tokenized during training, and record the token counts of its blocks.
+
+The counts are stored with the checkpoints, so that a resume need not count again. Each data-parallel rank appends to
+its file, and all ranks read all files.
 
 Guarantees:
-- Nothing is tokenised here but what validation needs.
-- The blocks of a source are listed once per machine, in a file that all its processes map.
+- Only the text of the validation is tokenized here.
+- The blocks of a source are listed once per machine, in a file that all its processes memory-map.
+- The counts only cache a pure function: any of them may be missing, torn, duplicated or from another size of the job.
+- An incomplete record is ignored.
+- Nothing is written after the file is closed by any thread.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
+import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_contract.trainer.data import DataConfig, ValidationSplit
+from trainium_contract.trainer.data import ValidationSplit
 from trainium_trainer.data.batches.samples import SampleRules, TextPart
 from trainium_trainer.data.online.lanes import LanePlan, LaneSource
-from trainium_trainer.data.prepared.build import HeldBack, hold_lock
-from trainium_trainer.data.prepared.origins import Origin, TextTokenizer, open_held_back
-from trainium_trainer.data.prepared.prepared import Prepared, Selection, Stretch
+from trainium_trainer.data.prepared.cache import create_once
+from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, TokenRange
+from trainium_trainer.data.prepared.text_sources import HeldBackText
 from trainium_trainer.data.tokens.encoding import list_blocks
-from trainium_trainer.data.tokens.tokenizer import digest_of, end_facts
+from trainium_trainer.data.tokens.tokenizer import end_facts, hash_tokenizer
 from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
 
@@ -29,7 +38,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
 
+    from trainium_trainer.data.prepared.text_sources import TextSource, TextSources
+
+
+_log = logging.getLogger("trainium.data")
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64 << 10, 4 << 20
 _BLOCKS_PER_LANE = 16
 _FORMAT = 1
@@ -37,135 +51,211 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Text to train on while it is tokenised."""
+    """The training text that is tokenized during training."""
 
     plan: LanePlan
     rules: SampleRules
     workers: int
     max_bad_lines: int | None
     identity: str
-    """Digest of what the tokens of a block depend on."""
+    """The digest of everything on which the tokens of a block depend."""
 
     @property
     def name(self) -> str:
-        """The sources, for sentences."""
+        """The sources, for messages."""
         return ", ".join(source.spec.name for source in self.plan.sources)
 
     @property
     def epoch_samples(self) -> None:
-        """Unknown: nothing is counted ahead."""
+        """None, because samples are not counted ahead."""
         return
 
     def numbers(self, position: int, count: int) -> list[int]:
-        """Return the numbers of samples position .. position + count - 1: here their places in the run."""
+        """Return the numbers of samples position .. position + count - 1, which are their positions."""
         return list(range(position, position + count))
 
 
 def open_streams(
-    config: DataConfig,
-    origins: Sequence[Origin],
-    tokenizer: TextTokenizer,
-    cache: Path,
-    rules: SampleRules,
-    global_size: int,
+    texts: TextSources, rules: SampleRules, global_size: int
 ) -> tuple[Streams, list[TextPart], dict[str, Any]]:
-    """Return the streams, what is held back of the sources, and the facts that the samples follow from.
+    """Return the streams, the held-back parts of the sources, and the facts that determine the samples.
 
     Raises UserError or StorageError.
     """
-    held = config.validation
-    fraction = held.fraction if held is not None else None
-    by_hash = held is not None and held.split is ValidationSplit.DOCUMENT_HASH
-    sources, parts, facts = [], [], []
-    for origin in origins:
-        source, identity = _source(origin, global_size, cache)
-        facts.append([identity, source.blocks])
-        if held is not None and fraction is not None:
-            kept = source.blocks if by_hash else int(source.blocks * (1 - fraction))
-            if not kept or (kept == source.blocks and not by_hash):
+    config, tokenizer, validation = texts.config, texts.tokenizer, texts.config.validation
+    fraction = validation.fraction if validation is not None else None
+    by_hash = validation is not None and validation.split is ValidationSplit.DOCUMENT_HASH
+    sources, parts, identities = [], [], []
+    for text_source in texts.sources:
+        source, identity = _lane_source(text_source, global_size, texts.cache)
+        identities.append([identity, source.blocks])
+        if validation is not None and fraction is not None:
+            training_blocks = source.blocks if by_hash else int(source.blocks * (1 - fraction))
+            if not training_blocks or (training_blocks == source.blocks and not by_hash):
                 raise UserError(
-                    f"data.source {origin.spec.name}: is too small to hold back its end while it is tokenised online: "
-                    "set data.tokenization to Ahead"
+                    f"data.source {text_source.spec.name}: is too small to hold back its end while it is tokenized "
+                    "online: set data.tokenization to Ahead"
                 )
-            enough = (held.samples + 1) * config.sequence_length + 1
+            max_tokens = (validation.samples + 1) * config.sequence_length + 1
             parts.append(
-                _held_back(config, origin, source, kept, fraction if by_hash else None, enough, tokenizer, cache)
+                _open_held_back(texts, text_source, source, training_blocks, fraction if by_hash else None, max_tokens)
             )
-            source = replace(source, blocks=kept)
+            source = replace(source, blocks=training_blocks)
         sources.append(source)
     plan = LanePlan(
         sources=tuple(sources),
-        tokenizer=str(tokenizer.file),
+        tokenizer=str(tokenizer),
         lanes=global_size,
         sequence_length=config.sequence_length,
         seed=config.seed,
         held_back=fraction if by_hash else None,
-        beginning=tokenizer.beginning,
+        beginning=texts.beginning,
     )
-    known: dict[str, Any] = {
-        "blocks": facts,
+    facts: dict[str, Any] = {
+        "blocks": identities,
         "heldBack": plan.held_back,
-        "tokenizer": digest_of(tokenizer.file),
+        "tokenizer": hash_tokenizer(tokenizer),
         "format": _FORMAT,
     }
-    known |= end_facts(tokenizer.file)
-    if begins := tokenizer.beginning.facts():
-        known["bos"] = begins
-    identity = hashlib.sha256(json.dumps(known).encode()).hexdigest()
+    facts |= end_facts(tokenizer)
+    if begins := texts.beginning.facts():
+        facts["bos"] = begins
+    identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     streams = Streams(plan, rules, config.workers or 1, config.max_bad_lines, identity)
-    return streams, parts, {"online": known, "lanes": global_size}
+    return streams, parts, {"online": facts, "lanes": global_size}
 
 
-def _source(origin: Origin, lanes: int, cache: Path) -> tuple[LaneSource, str]:
-    """Return a source in blocks, and its identity."""
-    if origin.prepared is not None:
-        prepared = Prepared(origin.prepared)
-        source = LaneSource(origin.spec, origin.weight, str(origin.prepared), None, len(prepared.batch_tokens))
+def _lane_source(text_source: TextSource, lanes: int, cache: Path) -> tuple[LaneSource, str]:
+    """Return a source of the lanes and its identity."""
+    if text_source.prepared is not None:
+        prepared = PreparedData(text_source.prepared)
+        source = LaneSource(
+            text_source.spec, text_source.weight, str(text_source.prepared), None, len(prepared.batch_tokens)
+        )
         return source, prepared.manifest.identity
-    text = origin.spec.source
+    text = text_source.spec.source
     target = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, text.size // (_BLOCKS_PER_LANE * lanes)))
     identity = f"{text.identity(cache)}-{target}"
-    table = _table(origin, identity, target, cache)
-    blocks = len(np.load(table, mmap_mode="r"))
+    blocks_file = _list_blocks_once(text_source, identity, target, cache)
+    blocks = len(np.load(blocks_file, mmap_mode="r"))
     if not blocks:
-        raise UserError(f"data.source {origin.spec.name}: holds no text: give a source with text in it")
-    return LaneSource(origin.spec, origin.weight, None, str(table), blocks), identity
+        raise UserError(f"data.source {text_source.spec.name}: holds no text: give a source with text in it")
+    return LaneSource(text_source.spec, text_source.weight, None, str(blocks_file), blocks), identity
 
 
-def _table(origin: Origin, identity: str, target: int, cache: Path) -> Path:
-    """Return a file with the blocks of a text."""
+def _list_blocks_once(text_source: TextSource, identity: str, target: int, cache: Path) -> Path:
+    """Return the file with the blocks of a text."""
     file = cache / f"blocks-{hashlib.sha256(f'{_FORMAT}-{identity}'.encode()).hexdigest()[:32]}.npy"
-    if file.exists():
-        return file
-    with hold_lock(cache / f".{file.name}.lock"):
-        if not file.exists():
-            with Workers(1) as workers:
-                blocks = workers.call(list_blocks, origin.spec, target)
-            rows = [(block.file, block.start, block.end, block.size) for block in blocks]
-            temporary = file.with_suffix(".tmp")
-            with temporary.open("wb") as stream:
-                np.save(stream, np.array(rows, np.int64).reshape(-1, 4))
-            temporary.replace(file)
-    return file
+
+    def create() -> None:
+        with Workers(1) as workers:
+            blocks = workers.call(list_blocks, text_source.spec, target)
+        rows = [(block.file, block.start, block.end, block.size) for block in blocks]
+        temporary = file.with_suffix(".tmp")
+        with temporary.open("wb") as stream:
+            np.save(stream, np.array(rows, np.int64).reshape(-1, 4))
+        temporary.replace(file)
+
+    return create_once(file, create)
 
 
-def _held_back(
-    config: DataConfig,
-    origin: Origin,
+def _open_held_back(
+    texts: TextSources,
+    text_source: TextSource,
     source: LaneSource,
-    kept: int,
+    training_blocks: int,
     fraction: float | None,
-    enough: int,
-    tokenizer: TextTokenizer,
-    cache: Path,
+    max_tokens: int,
 ) -> TextPart:
-    """Return the part of a source that is held back, or the beginning of that part."""
-    name = origin.spec.name
-    if origin.prepared is not None:
-        prepared = Prepared(origin.prepared)
+    """Return the held-back part of a source, or the beginning of that part."""
+    name = text_source.spec.name
+    if text_source.prepared is not None:
+        prepared = PreparedData(text_source.prepared)
         if fraction is not None:
-            return TextPart(name, Selection(prepared, fraction, validation=True, memo=cache))
-        return TextPart(name, Stretch(prepared, int(prepared.ends[kept - 1]), prepared.tokens))
-    assert source.table is not None
-    held = HeldBack(fraction, enough, source.table, 0 if fraction is not None else kept)
-    return TextPart(name, open_held_back(config, origin, tokenizer, held, cache))
+            return TextPart(name, DocumentSelection(prepared, fraction, validation=True, cache_folder=texts.cache))
+        return TextPart(name, TokenRange(prepared, int(prepared.ends[training_blocks - 1]), prepared.tokens))
+    assert source.blocks_file is not None
+    held_back = HeldBackText(fraction, max_tokens, source.blocks_file, 0 if fraction is not None else training_blocks)
+    return TextPart(name, texts.tokens(text_source, held=held_back))
+
+
+# ---- the token counts of blocks --------------------------------------------------------------------------------------
+
+_RECORD = np.dtype([("source", "<u4"), ("block", "<u4"), ("count", "<u4"), ("check", "<u4")])
+_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+
+
+class BlockCounts:
+    """The recorded token counts of the blocks of a run's data."""
+
+    def __init__(self, folder: Path | None, identity: str, rank: int | None) -> None:
+        """Open the counts; `rank` is None for a process that only reads; without a folder nothing is recorded."""
+        self._folder = folder
+        self._prefix = f"blocks-{identity[:16]}-"
+        self._lock = threading.Lock()
+        """The run may close the file while the thread that prepares batches writes, and its descriptor may be reused.
+        """
+        self._descriptor: int | None = None
+        if folder is not None and rank is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                path = folder / f"{self._prefix}{rank}.idx"
+                self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                os.ftruncate(
+                    self._descriptor, os.fstat(self._descriptor).st_size // _RECORD.itemsize * _RECORD.itemsize
+                )
+            except OSError as error:
+                _log.warning("%s: block counts are not remembered (%s)", folder, error.strerror)
+
+    def known(self, sources: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """Return the blocks with known counts of each source."""
+        parts = [_read(path) for path in self._folder.glob(f"{self._prefix}*.idx")] if self._folder else []
+        records = np.concatenate(parts) if parts else np.empty(0, _RECORD)
+        return [
+            (records["block"][chosen], records["count"][chosen])
+            for chosen in (records["source"] == source for source in range(sources))
+        ]
+
+    def add(self, counts: Sequence[tuple[int, int, int]]) -> None:
+        """Record source, block and count; stop after the first failed write."""
+        if not counts:
+            return
+        records = np.zeros(len(counts), _RECORD)
+        for name, column in zip(("source", "block", "count"), zip(*counts, strict=True), strict=True):
+            records[name] = column
+        records["check"] = _check(records)
+        with self._lock:
+            if self._descriptor is None:
+                return
+            try:
+                os.write(self._descriptor, records.tobytes())
+            except OSError as error:
+                _log.warning("block counts are not remembered any more (%s)", error.strerror)
+                self._close()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _read(path: Path) -> NDArray[Any]:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return np.empty(0, _RECORD)
+    records = np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
+    whole: NDArray[Any] = records[records["check"] == _check(records)]
+    return whole
+
+
+def _check(records: NDArray[Any]) -> NDArray[np.uint32]:
+    mixed = np.zeros(len(records), np.uint64)
+    for name, factor in zip(("source", "block", "count"), _FACTORS, strict=True):
+        mixed += (records[name].astype(np.uint64) + 1) * np.uint64(factor)
+    return (mixed & np.uint64(0xFFFFFFFF)).astype(np.uint32)

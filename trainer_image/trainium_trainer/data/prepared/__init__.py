@@ -1,1 +1,1 @@
-"""Data that are tokenised once and kept: written, found again, read."""
+"""Data that are tokenized once and cached."""

@@ -1,1 +1,1 @@
-"""Where text and records come from: files, the hub, Python's documentation; as blocks that can be read alone."""
+"""Sources of text and records (files, the hub, Python's documentation), divided into independent blocks."""

@@ -1,9 +1,9 @@
-"""Types of sources: an ordered stream of documents or records, in blocks that can be read alone.
+"""Types of sources: an ordered stream of documents or records, in blocks that can be read independently.
 
 Guarantees:
-- Order and blocks depend on names, sizes and contents only, so every rank of every size reads the same stream.
-- What is unusable in a source is either refused in a sentence that names file, line or column, or handed on as
-  `Skipped`, so that somebody counts it.
+- Order and blocks depend only on names, sizes and contents, so all ranks read the same stream at every size.
+- Unusable content is either refused with an error that names file, line or column, or yielded as `SkippedRecord`, so
+  that it is counted.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ _COUNTED_AT_ONCE = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A stretch of text; the last piece of a document is marked, and so is one that another block begins."""
+    """A piece of text; the last piece of a document is marked, and so is one of a document from an earlier block."""
 
     text: str
     ends_document: bool = True
     document: str | None = None
-    """Name of the document, the same for all of its pieces; omitted: its text names it."""
+    """The name of the document, the same for all of its pieces; omitted: its text names it."""
     ids: NDArray[Any] | None = None
-    """Token ids in place of text."""
+    """Token ids instead of text."""
     begins_document: bool = True
-    """Whether the first piece of a block is also the first one of its document."""
+    """Whether the first piece of a block is also the first piece of its document."""
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
-    """A line or row that cannot be used."""
+class SkippedRecord:
+    """An unusable line or row."""
 
     file: DataFile | str
-    """The file, or the name of a data set whose rows have numbers."""
+    """The file, or the name of a data set with numbered rows."""
     reason: str
     number: int | None
-    """Number of the line or row, from 1; omitted where only its place is known."""
+    """The number of the line or row, from 1; omitted if only the offset is known."""
     offset: int = 0
-    """Place of the line's beginning, in bytes."""
+    """The offset of the line in bytes."""
     unit: str | None = None
-    """Unit that is counted; omitted: rows of a table, else lines."""
+    """The unit of the number; omitted: rows of a table, else lines."""
 
-    def sentence(self) -> str:
-        """Return its place and what is wrong; may read the file up to the line."""
-        return f"{self.where()}: {self.reason}"
+    def message(self) -> str:
+        """Return the location and the problem; may read the file up to the line."""
+        return f"{self.location()}: {self.reason}"
 
-    def where(self) -> str:
-        """File and line."""
+    def location(self) -> str:
+        """Return the file and line."""
         if isinstance(self.file, str):
             return f"{self.file} {self.unit or 'row'} {self.number}"
         number = self.number if self.number is not None else self._lines_before(self.file) + 1
         unit = self.unit or ("row" if self.file.format in (".arrow", ".parquet") else "line")
-        return f"{self.file.shown} {unit} {number}"
+        return f"{self.file.name} {unit} {number}"
 
     def _lines_before(self, file: DataFile) -> int:
         count, left = 0, self.offset
@@ -78,20 +78,20 @@ DEFAULT_LIMIT = 100
 _DEFAULT_SHARE = 0.01
 
 
-def refuse_skipped(skipped: int, newest: Skipped | str, limit: int | None, unit: str = "lines") -> None:
-    """Raise UserError when more lines were skipped than `data.maxBadLines` allows; `newest` is the last of them."""
-    most = DEFAULT_LIMIT if limit is None else limit
-    if skipped > most:
-        sentence = newest if isinstance(newest, str) else newest.sentence()
-        raise UserError(f"data.source {sentence} (more such {unit} than data.maxBadLines {most} lets pass)")
+def refuse_skipped(skipped: int, newest: SkippedRecord | str, limit: int | None, unit: str = "lines") -> None:
+    """Raise UserError if more lines were skipped than `data.maxBadLines` allows; `newest` is the last of them."""
+    max_skipped = DEFAULT_LIMIT if limit is None else limit
+    if skipped > max_skipped:
+        message = newest if isinstance(newest, str) else newest.message()
+        raise UserError(f"data.source {message} (more such {unit} than data.maxBadLines {max_skipped} lets pass)")
 
 
 def refuse_skipped_share(
     source: str, skipped: int, records: int, first: str, limit: int | None, *, expected: float = 0.0
 ) -> None:
-    """Raise UserError when more than 1 % of the records were skipped and `data.maxBadLines` does not allow them.
+    """Raise UserError if more than 1 % of the records were skipped and `data.maxBadLines` does not allow them.
 
-    `expected`: the records of the source, about, of which `records` have been read so far.
+    `expected` is the approximate number of records of the source, of which `records` have been read so far.
     """
     if limit is None and skipped > _DEFAULT_SHARE * max(records, expected):
         raise UserError(
@@ -103,67 +103,67 @@ def refuse_skipped_share(
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row of a table or an object of JSON, as a whole."""
+    """A whole row of a table or JSON object."""
 
     fields: dict[str, Any]
     file: DataFile | str
     number: int | None
     offset: int = 0
     unit: str | None = None
-    """The same as in `Skipped`."""
+    """The same as in `SkippedRecord`."""
 
-    def skipped(self, reason: str) -> Skipped:
-        """Return the same place as one that is skipped."""
-        return Skipped(self.file, reason, self.number, self.offset, self.unit)
+    def skipped(self, reason: str) -> SkippedRecord:
+        """Return the record as skipped."""
+        return SkippedRecord(self.file, reason, self.number, self.offset, self.unit)
 
 
 @dataclass(frozen=True, slots=True)
 class FileBlock:
-    """A stretch of one file, as its format counts: bytes, row groups, record batches or rows."""
+    """A range of one file in the unit of its format: bytes, row groups, record batches or rows."""
 
     file: int
     start: int
     end: int
     size: int
-    """Bytes, about: how much work it is."""
+    """The approximate size in bytes."""
 
 
 class DocumentSource(ABC):
-    """An ordered stream of documents with an identity; one block of unknown size unless a subclass divides it."""
+    """An ordered stream of documents with an identity; a single block of unknown size unless a subclass divides it."""
 
     name: str
-    """Name for sentences."""
+    """The name, for messages."""
     size: int = 0
-    """Bytes as stored; 0 when unknown."""
+    """The stored size in bytes; 0 if unknown."""
     divisible: bool = False
-    """Whether there can be many blocks."""
+    """Whether the source can be divided into several blocks."""
     has_lines: bool = False
-    """Whether it is text of lines, which are no documents."""
+    """Whether the source is text whose lines are not documents."""
 
     @abstractmethod
-    def identity(self, memo: Path | None) -> str:
-        """Return a digest that changes with the contents; `memo` is a folder for remembered digests of files."""
+    def identity(self, cache_folder: Path | None) -> str:
+        """Return a digest that changes with the contents; `cache_folder` is a folder for cached digests of files."""
 
     def blocks(self, target: int) -> list[FileBlock]:  # noqa: ARG002 - for sources that can be divided
         """Return the stream in blocks of about `target` bytes. Raises UserError or StorageError."""
         return [FileBlock(0, 0, 0, 0)]
 
     @abstractmethod
-    def read(self, block: FileBlock) -> Iterator[TextPiece | Skipped]:
+    def read(self, block: FileBlock) -> Iterator[TextPiece | SkippedRecord]:
         """Yield the documents of a block. Raises UserError for unreadable files, OSError when the store fails."""
 
     @abstractmethod
-    def records(self, block: FileBlock) -> Iterator[Record | Skipped]:
+    def records(self, block: FileBlock) -> Iterator[Record | SkippedRecord]:
         """Yield the records of a block. Raises UserError for unreadable files, OSError when the store fails."""
 
-    def named(self, block: FileBlock) -> str:  # noqa: ARG002 - as above
-        """Return the file of a block, for sentences."""
+    def file_name_of(self, block: FileBlock) -> str:  # noqa: ARG002 - as above
+        """Return the name of a block's file, for messages."""
         return self.name
 
-    def all_records(self, block: FileBlock) -> list[Record | Skipped]:
-        """Return the records of a block, read again when the store fails for a while."""
-        return read_with_retries(self.named(block), lambda: list(self.records(block)))
+    def all_records(self, block: FileBlock) -> list[Record | SkippedRecord]:
+        """Return the records of a block, with retries while the store fails."""
+        return read_with_retries(self.file_name_of(block), lambda: list(self.records(block)))
 
-    def all_documents(self, block: FileBlock) -> list[TextPiece | Skipped]:
-        """Return the documents of a block, likewise."""
-        return read_with_retries(self.named(block), lambda: list(self.read(block)))
+    def all_documents(self, block: FileBlock) -> list[TextPiece | SkippedRecord]:
+        """Return the documents of a block, with retries while the store fails."""
+        return read_with_retries(self.file_name_of(block), lambda: list(self.read(block)))

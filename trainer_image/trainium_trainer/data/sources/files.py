@@ -1,10 +1,10 @@
 """Find, open and identify the files of a source, on a mounted file system, in S3 or on the Hugging Face hub.
 
 Guarantees:
-- A list of files is in the order of names, whatever a listing returns.
+- Files are sorted by name, independently of the listing.
 - S3 is reached through pyarrow only, with the credentials, region and endpoint of the usual AWS variables.
-- A store that fails for a while is asked again, and then raises StorageError.
-- What the user can correct (no such file, no permission) raises UserError at once.
+- Requests to a failing store are retried for a while before they raise StorageError.
+- Problems that the user can correct (no such file, no permission) raise UserError at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
 from trainium_trainer.data.sources.hub import HUB, HubFile, list_files
 from trainium_trainer.exits import StorageError, UnreadableError, UserError
-from trainium_trainer.storage.posix import remember
+from trainium_trainer.storage.posix import write_cache_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,49 +36,49 @@ _PLAIN = (".txt", ".jsonl", ".json", ".csv")
 _TABLES = (".arrow", ".parquet")
 SUFFIXES = (*_PLAIN, *(plain + packed for plain in _PLAIN for packed in _COMPRESSED), *_TABLES)
 _NOT_IN_FOLDERS = ".json"
-"""A lone .json in a folder of data is a library's note about it, or `template.json`, not data."""
+"""A single .json in a folder of data is the metadata of a library, or `template.json`, not data."""
 
 _TRIES = 6
 _FIRST_PAUSE_SECONDS = 0.5
 _S3_TIMEOUT_SECONDS = 30
 _LOCAL_BUFFER = 1 << 20
 _REMOTE_BUFFER = 8 << 20
-_USERS = frozenset(
+_USER_ERRORS = frozenset(
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 )
-_USERS_TEXTS = ("ACCESS_DENIED", "NO_SUCH_BUCKET", "NO_SUCH_KEY", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH")
+_USER_ERROR_CODES = ("ACCESS_DENIED", "NO_SUCH_BUCKET", "NO_SUCH_KEY", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH")
 _WHOLE = 64 << 20
 _PROBES, _PROBE = 64, 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One file of a source."""
+    """A file of a source."""
 
     path: str
-    """Absolute path, bucket and key, or data set, commit and path in it."""
+    """The absolute path; bucket and key; or data set, commit and path."""
     size: int
-    """Bytes as stored."""
+    """The stored size in bytes."""
     stamp: str
-    """Changes when the file is replaced, on this machine; on the hub the digest of its contents."""
+    """A stamp that changes when the file is replaced; on the hub the digest of its contents."""
     relative: str
-    """Name below the source's root: part of the identity."""
+    """The name relative to the source's root: part of the identity."""
     scheme: str = ""
-    """Start of its address in a store; empty for a file of this machine."""
+    """The scheme of its URL in a store; empty for a local file."""
 
     @property
     def remote(self) -> bool:
-        """Return whether it is in a store."""
+        """Whether the file is in a store."""
         return bool(self.scheme)
 
     @property
-    def shown(self) -> str:
-        """The name for sentences."""
+    def name(self) -> str:
+        """The name, for messages."""
         return self.scheme + self.path
 
     @property
     def format(self) -> str:
-        """The suffix without that of a compression."""
+        """The suffix, without that of a compression."""
         stem = self.path
         for packed in _COMPRESSED:
             stem = stem.removesuffix(packed)
@@ -86,33 +86,33 @@ class DataFile:
 
     @property
     def compression(self) -> str | None:
-        """Arrow's name for the compression of the whole file."""
+        """Arrow's name of the compression of the whole file."""
         return {".gz": "gzip", ".zst": "zstd"}.get(Path(self.path).suffix)
 
     def open(self) -> BinaryIO:
-        """Return a buffered stream from the file's beginning, as stored; seekable."""
+        """Open the stored bytes as a buffered, seekable stream."""
         if self.remote:
             return cast("BinaryIO", io.BufferedReader(self.open_remote(), _REMOTE_BUFFER))
         return open(self.path, "rb", buffering=_LOCAL_BUFFER)  # noqa: PTH123 - the caller closes it
 
     def open_remote(self) -> Any:
-        """Return an unbuffered stream of a file in a store, which reads only the ranges that are asked for."""
+        """Open a file in a store as an unbuffered stream, which reads only the requested ranges."""
         return HubFile(self.path, self.size) if self.scheme == HUB else s3().open_input_file(self.path)
 
-    def digest(self, memo: Path | None) -> str:
-        """Return a digest of the contents; of a file above 64 MiB that of its size and of probes all over it.
+    def digest(self, cache_folder: Path | None) -> str:
+        """Return a digest of the contents; above 64 MiB, of the size and of samples spread over the file.
 
-        An object in S3 is known by size and time: both are the same wherever it is read from. The hub knows digests.
+        An object in S3 is identified by size and time, which are the same for all readers. The hub provides digests.
         """
         if self.remote:
             return hashlib.sha256(f"{self.size}\0{self.stamp}".encode()).hexdigest()
         key = hashlib.sha256(f"2\0{self.path}\0{self.size}\0{self.stamp}".encode()).hexdigest()[:32]
-        note = memo / f"digest-{key}" if memo else None
-        if note is not None and note.exists():
-            return note.read_text(encoding="ascii")
-        digest = read_with_retries(self.shown, self._digest)
-        if note is not None:
-            remember(note, digest.encode())
+        cached_file = cache_folder / f"digest-{key}" if cache_folder else None
+        if cached_file is not None and cached_file.exists():
+            return cached_file.read_text(encoding="ascii")
+        digest = read_with_retries(self.name, self._digest)
+        if cached_file is not None:
+            write_cache_file(cached_file, digest.encode())
         return digest
 
     def _digest(self) -> str:
@@ -127,7 +127,7 @@ class DataFile:
 
 
 def read_with_retries(what: str, action: Callable[[], T]) -> T:
-    """Run a read again when the store fails for a while. Raises UserError or StorageError with a sentence."""
+    """Run a read, with retries while the store fails. Raises UserError or StorageError."""
     pause = _FIRST_PAUSE_SECONDS
     for attempt in range(1, _TRIES + 1):
         try:
@@ -146,34 +146,34 @@ def read_with_retries(what: str, action: Callable[[], T]) -> T:
 
 
 def is_transient(error: OSError) -> bool:
-    """Return whether the store, and not the request, is at fault."""
+    """Return whether an error is the fault of the store, not of the request."""
     if error.errno is not None:
-        return error.errno not in _USERS
+        return error.errno not in _USER_ERRORS
     text = str(error)
-    return "AWS Error" in text and not any(code in text for code in _USERS_TEXTS)
+    return "AWS Error" in text and not any(code in text for code in _USER_ERROR_CODES)
 
 
 def unreadable_error(what: str, error: OSError) -> UnreadableError:
-    """Return the sentence for a file that the user has to correct."""
+    """Return the error for a file that the user has to correct."""
     return UnreadableError(f"data.source {what}: cannot be read ({describe_error(error)}): correct or replace it")
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the cause in one line."""
+    """Format the cause in one line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return " ".join(str(text).split())[:300]
 
 
 def is_in_store(name: str) -> bool:
-    """Return whether a source is reached over the network, whose libraries start threads."""
+    """Return whether a source is accessed over the network, with libraries that start threads."""
     return name.startswith((S3, HUB))
 
 
 @functools.cache
 def s3() -> Any:
-    """Return the S3 file system of this process; it starts threads, so never before a fork.
+    """Return the S3 file system of this process; it starts threads, so do not call it before a fork.
 
-    pyarrow itself waits longer and longer between tries when a request fails.
+    pyarrow retries failed requests with an exponential backoff.
     """
     from pyarrow import fs  # noqa: PLC0415 - only data in S3 pays for it
 
@@ -189,17 +189,17 @@ def s3() -> Any:
 
 
 def find_files(name: str) -> tuple[DataFile, ...]:
-    """Return the files that a path, folder or pattern names, in the order of their names below it, or those of the hub.
+    """Return the files of a path, folder or pattern, sorted by relative name, or those of the hub.
 
-    Raises UserError when there is none, StorageError when the store does not answer.
+    Raises UserError if there is none, and StorageError if the store does not answer.
     """
     if name.startswith(HUB):
         return _find_on_hub(name)
     try:
-        found = _find_remote(name) if name.startswith(S3) else _find_local(name)
+        files = _find_remote(name) if name.startswith(S3) else _find_local(name)
     except OSError as error:
         raise unreadable_error(name, error) from error
-    return tuple(sorted(found, key=lambda file: file.relative))
+    return tuple(sorted(files, key=lambda file: file.relative))
 
 
 def _find_on_hub(name: str) -> tuple[DataFile, ...]:
@@ -207,8 +207,8 @@ def _find_on_hub(name: str) -> tuple[DataFile, ...]:
     for path, _, _ in files:
         if not path.endswith(SUFFIXES):
             raise UserError(
-                f"data.source {HUB}{path}: files end in {_listed()}: set data.hub.revision to refs/convert/parquet, "
-                "the hub's conversion to Parquet"
+                f"data.source {HUB}{path}: files end in {_list_formats()}: set data.hub.revision to "
+                "refs/convert/parquet, the hub's conversion to Parquet"
             )
     return tuple(DataFile(path, size, digest, path.split("/", 3)[3], HUB) for path, size, digest in files)
 
@@ -216,23 +216,23 @@ def _find_on_hub(name: str) -> tuple[DataFile, ...]:
 def _find_local(name: str) -> list[DataFile]:
     path = Path(name).expanduser()
     if path.is_dir():
-        files = [file for file in path.rglob("*") if _counts(file.relative_to(path).parts) and file.is_file()]
+        files = [file for file in path.rglob("*") if _is_data_file(file.relative_to(path).parts) and file.is_file()]
         if not files:
-            raise UnreadableError(f"data.source {name}: the folder holds no {_listed()} file: put text into it")
-        return [_local(file, path) for file in files]
+            raise UnreadableError(f"data.source {name}: the folder holds no {_list_formats()} file: put text into it")
+        return [_local_file(file, path) for file in files]
     if path.exists():
-        return [_local(_known(path, name), path.parent)]
+        return [_local_file(_refuse_unknown_format(path, name), path.parent)]
     if glob.has_magic(name):
         matches = [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207 - any pattern
         files = [match for match in matches if match.is_file() and match.name.endswith(SUFFIXES)]
         if not files:
-            raise UnreadableError(f"data.source {name}: no {_listed()} file matches: correct the pattern")
+            raise UnreadableError(f"data.source {name}: no {_list_formats()} file matches: correct the pattern")
         root = Path(os.path.commonpath([file.parent for file in files]))
-        return [_local(file, root) for file in files]
+        return [_local_file(file, root) for file in files]
     raise UnreadableError(f"data.source {name}: there is no such file or folder: correct the path or mount the data")
 
 
-def _local(file: Path, root: Path) -> DataFile:
+def _local_file(file: Path, root: Path) -> DataFile:
     stat = file.stat()
     stamp = f"{stat.st_mtime_ns}\0{stat.st_ino}"
     return DataFile(str(file.absolute()), stat.st_size, stamp, file.relative_to(root).as_posix())
@@ -258,36 +258,36 @@ def _find_remote(name: str) -> list[DataFile]:
     files = []
     for info in read_with_retries(name, lambda: list(listed())):
         parts = tuple(info.path.removeprefix(path).strip("/").split("/"))
-        wanted = _matches(info.path, pattern) if pattern else _counts(parts)
+        wanted = _matches(info.path, pattern) if pattern else _is_data_file(parts)
         if info.type == fs.FileType.File and (wanted or info.path == path):
             relative = "/".join(parts) or info.base_name
             files.append(DataFile(info.path, info.size, str(info.mtime_ns), relative, S3))
     if not files:
         raise UnreadableError(
-            f"data.source {name}: there is no {_listed()} object: correct bucket, prefix or credentials"
+            f"data.source {name}: there is no {_list_formats()} object: correct bucket, prefix or credentials"
         )
     if files[0].path == path:
-        _known(Path(path), name)
+        _refuse_unknown_format(Path(path), name)
     return files
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Like a shell: `*` stays within one name, `**` does not."""
+    """Match as a shell does: `*` does not cross folders, `**` does."""
     levels_agree = "**" in pattern or path.count("/") == pattern.count("/")
     return levels_agree and fnmatch.fnmatchcase(path, pattern) and path.endswith(SUFFIXES)
 
 
-def _counts(parts: tuple[str, ...]) -> bool:
-    """Return whether a file of a folder is data: of a known kind, neither hidden nor a note of another program."""
+def _is_data_file(parts: tuple[str, ...]) -> bool:
+    """Return whether a file of a folder is data: of a known format, neither hidden nor metadata of a program."""
     hidden = any(part.startswith((".", "_")) for part in parts)
     return not hidden and parts[-1].endswith(SUFFIXES) and not parts[-1].endswith(_NOT_IN_FOLDERS)
 
 
-def _known(path: Path, name: str) -> Path:
+def _refuse_unknown_format(path: Path, name: str) -> Path:
     if not path.name.endswith(SUFFIXES):
-        raise UserError(f"data.source {name}: files end in {_listed()}: convert or rename it")
+        raise UserError(f"data.source {name}: files end in {_list_formats()}: convert or rename it")
     return path
 
 
-def _listed() -> str:
+def _list_formats() -> str:
     return f"{', '.join((*_PLAIN, *_TABLES))} (text also with .gz or .zst)"

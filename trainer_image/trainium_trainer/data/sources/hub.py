@@ -1,12 +1,12 @@
 """Find and read the files of data sets on the Hugging Face hub.
 
-`datasets` decides which files a configuration and a split are; they are read here, like those of a bucket, in parts
-and without a copy on the disk.
+`datasets` resolves the files of a configuration and a split; this module reads them in ranges, like those of a bucket,
+without a copy on disk.
 
 Guarantees:
-- A location with a commit names the same files with the same digests for ever; they are looked up once on a node,
-  and read from there also when HF_HOME can no longer be written.
-- The identity of a file is the digest that the hub keeps of its contents, whatever the data set is called.
+- A location with a commit always names the same files with the same digests; they are listed once per node, and the
+  list is read from there even if HF_HOME can no longer be written.
+- The identity of a file is the hub's digest of its contents, independently of the name of the data set.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pydantic import ValidationError
 
 from trainium_contract.trainer.data import HubConfig
 from trainium_trainer.exits import StorageError, UserError
-from trainium_trainer.storage.hub import Repository, api, ask, endpoint, token
-from trainium_trainer.storage.posix import remember
+from trainium_trainer.storage.hub import Repository, api, call_hub, endpoint, token
+from trainium_trainer.storage.posix import write_cache_file
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -42,18 +42,18 @@ _DATASETS = "hf://datasets/"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILES_AT_ONCE = 500
 _NOT_READING = frozenset({"name", "version", "data_dir", "data_files", "description"})
-"""Fields of a configuration of `datasets` that do not change how a file is read."""
+"""Fields of a configuration of `datasets` that do not affect how a file is read."""
 _READ_SECONDS = 60
 
 
-def location_of(config: HubConfig, split: str | None = None) -> str:
-    """Return the location of a data set as one text, for instance hf://datasets/owner/name@main?split=train."""
+def format_location(config: HubConfig, split: str | None = None) -> str:
+    """Return the URL of a data set, for instance hf://datasets/owner/name@main?split=train."""
     fields = {"name": config.name, "directory": config.directory, "split": split or config.split}
     query = urlencode({name: value for name, value in fields.items() if value is not None}, safe="/")
     return f"{_DATASETS}{config.dataset}@{quote(config.revision, safe='')}?{query}"
 
 
-def config_of(location: str) -> HubConfig:
+def parse_location(location: str) -> HubConfig:
     """Return the parts of a location. Raises UserError."""
     parts = urlsplit(location)
     dataset, _, revision = location.partition("?")[0].removeprefix(_DATASETS).partition("@")
@@ -75,23 +75,18 @@ def _repository(config: HubConfig) -> Repository:
 
 
 def pin_revision(location: str) -> str:
-    """Return the location with its revision's present commit; other sources as they are.
-
-    Raises UserError and StorageError.
-    """
-    if not location.startswith(HUB):
-        return location
-    config = config_of(location)
-    return location_of(config.model_copy(update={"revision": find_commit(config)}))
+    """Replace the revision of a location by its current commit. Raises UserError and StorageError."""
+    config = parse_location(location)
+    return format_location(config.model_copy(update={"revision": find_commit(config)}))
 
 
 @functools.lru_cache(maxsize=64)
 def find_commit(config: HubConfig) -> str:
-    """Return the commit of a revision: the same one as long as this process runs. Raises UserError and StorageError."""
+    """Return the commit of a revision, cached in this process. Raises UserError and StorageError."""
     if _COMMIT.fullmatch(config.revision):
         return config.revision
-    found = ask(lambda: api().dataset_info(config.dataset, revision=config.revision), _repository(config))
-    return str(found.sha)
+    info = call_hub(lambda: api().dataset_info(config.dataset, revision=config.revision), _repository(config))
+    return str(info.sha)
 
 
 @functools.lru_cache(maxsize=64)
@@ -102,79 +97,79 @@ def list_files(location: str) -> HubFiles:
     """
     from huggingface_hub.utils import WeakFileLock  # noqa: PLC0415 - only data on the hub pay for it
 
-    config = config_of(pin_revision(location))
-    note = _note_of(config)
+    config = parse_location(pin_revision(location))
+    cached_file = _cache_path(config)
     with contextlib.ExitStack() as locked:
         try:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            locked.enter_context(WeakFileLock(note.with_suffix(".lock")))
+            cached_file.parent.mkdir(parents=True, exist_ok=True)
+            locked.enter_context(WeakFileLock(cached_file.with_suffix(".lock")))
         except OSError as error:
-            _log.warning("%s: cannot be written (%s): what is not in it is asked for again", note.parent, error)
-        found = _read_note(note)
-        if found is None:
+            _log.warning("%s: cannot be written (%s): what is not in it is asked for again", cached_file.parent, error)
+        files = _read_cached_list(cached_file)
+        if files is None:
             try:
-                found = _find_files(config)
-            except OSError as error:  # `datasets` keeps what it reads of a repository there
+                files = _find_files(config)
+            except OSError as error:  # `datasets` caches files of a repository there
                 raise StorageError(
-                    f"data.hub {config.dataset}: {note.parent.parent} cannot be written ({error.strerror or error}): "
-                    "set HF_HOME to a folder that can"
+                    f"data.hub {config.dataset}: {cached_file.parent.parent} cannot be written "
+                    f"({error.strerror or error}): set HF_HOME to a folder that can"
                 ) from error
-            remember(note, json.dumps(found).encode())
-    return tuple((path, size, digest) for path, size, digest in found)
+            write_cache_file(cached_file, json.dumps(files).encode())
+    return tuple((path, size, digest) for path, size, digest in files)
 
 
 def store_files(location: str, files: HubFiles) -> None:
-    """Let `list_files` find the files of a location with a commit on this node, also in processes to come."""
-    note = _note_of(config_of(location))
+    """Store the files of a location with a commit on this node, for `list_files` in this and later processes."""
+    cached_file = _cache_path(parse_location(location))
     with contextlib.suppress(OSError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-    if _read_note(note) is None:
-        remember(note, json.dumps(files).encode())
+        cached_file.parent.mkdir(parents=True, exist_ok=True)
+    if _read_cached_list(cached_file) is None:
+        write_cache_file(cached_file, json.dumps(files).encode())
 
 
-def _note_of(config: HubConfig) -> Path:
+def _cache_path(config: HubConfig) -> Path:
     from huggingface_hub import constants  # noqa: PLC0415 - as above
 
-    key = hashlib.sha256(f"1\0{endpoint()}\0{location_of(config)}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"1\0{endpoint()}\0{format_location(config)}".encode()).hexdigest()[:32]
     return Path(constants.HF_HOME) / "trainium" / f"files-{key}.json"
 
 
-def _read_note(note: Path) -> list[tuple[str, int, str]] | None:
-    """Return what another process has found; None for nothing that can be read."""
+def _read_cached_list(cached_file: Path) -> list[tuple[str, int, str]] | None:
+    """Return the list that another process stored; None if there is none or it cannot be read."""
     try:
-        found: list[tuple[str, int, str]] = json.loads(note.read_text())
+        files: list[tuple[str, int, str]] = json.loads(cached_file.read_text())
     except (OSError, ValueError):
         return None
-    return found
+    return files
 
 
 def _find_files(config: HubConfig) -> list[tuple[str, int, str]]:
     about = _repository(config)
-    ask(lambda: api().auth_check(config.dataset, repo_type="dataset"), about)
+    call_hub(lambda: api().auth_check(config.dataset, repo_type="dataset"), about)
     files = _files_of_split(config)
-    found: dict[str, Any] = {}
+    infos: dict[str, Any] = {}
     for first in range(0, len(files), _FILES_AT_ONCE):
         some = files[first : first + _FILES_AT_ONCE]
-        infos = ask(
+        received = call_hub(
             lambda some=some: api().get_paths_info(  # type: ignore[misc]
                 config.dataset, some, revision=config.revision, repo_type="dataset"
             ),
             about,
         )
-        found |= {info.path: info for info in infos}
+        infos |= {info.path: info for info in received}
     prefix = f"datasets/{config.dataset}@{config.revision}"
     return [
-        (f"{prefix}/{file}", found[file].size, found[file].lfs.sha256 if found[file].lfs else found[file].blob_id)
-        for file in files
+        (f"{prefix}/{info.path}", info.size, info.lfs.sha256 if info.lfs else info.blob_id)
+        for info in (infos[file] for file in files)
     ]
 
 
 def _files_of_split(config: HubConfig) -> list[str]:
-    """Return the paths of a split's files in the repository, as `datasets` finds them. Raises UserError."""
+    """Return the paths of a split's files in the repository, as `datasets` resolves them. Raises UserError."""
     import datasets  # noqa: PLC0415 - takes two seconds, only for the first look
 
     where = f"data.hub {config.dataset}"
-    name = f"{_DATASETS}{config.dataset}"  # not a folder of that name on this machine
+    name = f"{_DATASETS}{config.dataset}"  # not a local folder of that name
 
     def opened() -> Any:
         return datasets.load_dataset_builder(
@@ -182,7 +177,7 @@ def _files_of_split(config: HubConfig) -> list[str]:
         )
 
     try:
-        builder = ask(opened, _repository(config))
+        builder = call_hub(opened, _repository(config))
     except RuntimeError as error:
         if "scripts" not in str(error):
             raise
@@ -190,7 +185,7 @@ def _files_of_split(config: HubConfig) -> list[str]:
             f"{where}: is loaded by a script, which is not run: set data.hub.revision to refs/convert/parquet, the "
             "hub's conversion to Parquet, and data.hub.directory to the folder of a configuration there"
         ) from error
-    except (ValueError, FileNotFoundError) as error:  # no such configuration, or no files of a known kind
+    except (ValueError, FileNotFoundError) as error:  # no such configuration, or no files of a known format
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{where}: {reason}: correct data.hub.name or data.hub.directory") from error
     splits = {str(split): list(files) for split, files in (builder.config.data_files or {}).items()}
@@ -215,7 +210,7 @@ class HubFile(io.RawIOBase):
     """A file of a data set, read in ranges. Raises UserError and StorageError."""
 
     def __init__(self, path: str, size: int) -> None:
-        """`path` as `list_files` has it."""
+        """Open the file; `path` is one of `list_files`."""
         from huggingface_hub import hf_hub_url  # noqa: PLC0415 - only data on the hub pay for it
 
         repository, _, rest = path.removeprefix("datasets/").partition("@")
@@ -244,7 +239,7 @@ class HubFile(io.RawIOBase):
         end = min(self._position + len(view), self._size)
         if end <= self._position:
             return 0
-        data = ask(lambda: self._fetch(self._position, end), self._about)
+        data = call_hub(lambda: self._fetch(self._position, end), self._about)
         if len(data) != end - self._position:
             raise StorageError(f"{self._about.where}: the hub sent {len(data)} bytes of {end - self._position}")
         view[: len(data)] = data

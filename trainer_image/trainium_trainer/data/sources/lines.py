@@ -1,8 +1,8 @@
 """Read text, JSON lines, JSON files that hold one array, and comma-separated values with a header.
 
 Guarantees:
-- A line belongs to the block in which it begins, and is read once whatever the blocks are.
-- An array is read as a whole, since JSON cannot be entered in the middle.
+- A line belongs to the block in which it begins, and is read once at any division into blocks.
+- An array is read as a whole, because JSON cannot be parsed from the middle.
 - All comma-separated values are text. A row of another length than the header is skipped and counted.
 """
 
@@ -14,7 +14,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from trainium_trainer.data.sources.documents import FileBlock, Record, Skipped, TextPiece
+from trainium_trainer.data.sources.documents import FileBlock, Record, SkippedRecord, TextPiece
 from trainium_trainer.data.sources.files import DataFile, read_with_retries
 from trainium_trainer.exits import UserError
 
@@ -28,7 +28,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def open_unpacked(file: DataFile) -> BinaryIO:
-    """Return the file's content, unpacked."""
+    """Open the file's decompressed content."""
     if file.compression is None:
         return file.open()
     import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
@@ -37,48 +37,48 @@ def open_unpacked(file: DataFile) -> BinaryIO:
 
 
 def unpacking_error(file: DataFile, error: OSError) -> UserError | None:
-    """Return the sentence when it is a decompressor that complains of bad data."""
+    """Return the error for corrupt compressed data; None for other errors."""
     if file.compression is None or error.errno is not None or file.remote:
         return None
-    return UserError(f"data.source {file.shown}: cannot be decompressed ({' '.join(str(error).split())}): replace it")
+    return UserError(f"data.source {file.name}: cannot be decompressed ({' '.join(str(error).split())}): replace it")
 
 
-def _lines(file: DataFile, block: FileBlock) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin in the block, each with the place where it begins."""
+def _iterate_lines(file: DataFile, block: FileBlock) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that begin in the block, each with its offset."""
     with open_unpacked(file) as stream:
-        place = block.start
-        if place:
-            # The line that this byte is in began earlier, unless the byte before it ends one.
-            stream.seek(place - 1)
-            place += len(stream.readline()) - 1
+        offset = block.start
+        if offset:
+            # The line at this offset began earlier, unless the byte before it ends a line.
+            stream.seek(offset - 1)
+            offset += len(stream.readline()) - 1
         whole = file.compression is not None
         try:
-            while (whole or place < block.end) and (line := stream.readline()):
-                yield place, line
-                place += len(line)
+            while (whole or offset < block.end) and (line := stream.readline()):
+                yield offset, line
+                offset += len(line)
         except OSError as error:
             raise unpacking_error(file, error) or error from error
 
 
-def _decoded(line: bytes, place: int) -> str:
-    """Return the line's text, without a byte-order mark; raises ValueError with a reason."""
+def _decode(line: bytes, offset: int) -> str:
+    """Decode a line, without a byte-order mark. Raises ValueError with a reason."""
     try:
-        return line.decode("utf-8-sig" if place == 0 else "utf-8")
+        return line.decode("utf-8-sig" if offset == 0 else "utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text at byte {error.start} of it") from error
 
 
-def read_text(file: DataFile, block: FileBlock) -> Iterator[TextPiece | Skipped]:
-    """One document for each file, in pieces that end with a line."""
+def read_text(file: DataFile, block: FileBlock) -> Iterator[TextPiece | SkippedRecord]:
+    """Yield one document per file, in pieces that end with a line."""
     parts: list[str] = []
     gathered = end = 0
     begins = block.start == 0
-    for number, (place, line) in enumerate(_lines(file, block), start=1):
-        end = place + len(line)
+    for number, (offset, line) in enumerate(_iterate_lines(file, block), start=1):
+        end = offset + len(line)
         try:
-            text = _decoded(line, place)
+            text = _decode(line, offset)
         except ValueError as error:
-            yield Skipped(file, str(error), number if block.start == 0 else None, place)
+            yield SkippedRecord(file, str(error), number if block.start == 0 else None, offset)
             continue
         if gathered >= _TEXT_PIECE:
             yield TextPiece("".join(parts), ends_document=False, document=file.relative, begins_document=begins)
@@ -91,29 +91,29 @@ def read_text(file: DataFile, block: FileBlock) -> Iterator[TextPiece | Skipped]
         yield TextPiece("".join(parts), ends_document=ends, document=file.relative, begins_document=begins)
 
 
-def read_json_lines(file: DataFile, block: FileBlock) -> Iterator[Record | Skipped]:
-    """One record for each line."""
-    for number, (place, line) in enumerate(_lines(file, block), start=1):
+def read_json_lines(file: DataFile, block: FileBlock) -> Iterator[Record | SkippedRecord]:
+    """Yield one record per line."""
+    for number, (offset, line) in enumerate(_iterate_lines(file, block), start=1):
         if line.isspace():
             continue
         known = number if block.start == 0 else None
         try:
-            yield _record(json.loads(_decoded(line, place)), file, known, place)
+            yield _record(json.loads(_decode(line, offset)), file, known, offset)
         except json.JSONDecodeError as error:
-            yield Skipped(file, f"not JSON ({error.msg}): correct the line", known, place)
+            yield SkippedRecord(file, f"not JSON ({error.msg}): correct the line", known, offset)
         except RecursionError:
-            yield Skipped(file, "JSON that is nested too deeply: correct the line", known, place)
+            yield SkippedRecord(file, "JSON that is nested too deeply: correct the line", known, offset)
         except ValueError as error:
-            yield Skipped(file, str(error), known, place)
+            yield SkippedRecord(file, str(error), known, offset)
 
 
-def _record(value: Any, file: DataFile, number: int | None, place: int = 0, unit: str | None = None) -> Record:
-    """Return a record; a value that is no object has no fields, so each form refuses it by the field's name."""
-    return Record(value if isinstance(value, dict) else {}, file, number, place, unit)
+def _record(value: Any, file: DataFile, number: int | None, offset: int = 0, unit: str | None = None) -> Record:
+    """Return a value as a record; a value other than an object has no fields, so the format reports a missing field."""
+    return Record(value if isinstance(value, dict) else {}, file, number, offset, unit)
 
 
 def is_array(file: DataFile) -> bool:
-    """Return whether a .json file holds one array, not a record in each line. Raises UserError or StorageError."""
+    """Return whether a .json file holds one array instead of a record per line. Raises UserError or StorageError."""
     if file.format != ".json":
         return False
 
@@ -124,56 +124,56 @@ def is_array(file: DataFile) -> bool:
             except OSError as error:
                 raise unpacking_error(file, error) or error from error
 
-    return read_with_retries(file.shown, probe).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
+    return read_with_retries(file.name, probe).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
 
 
-def read_array(file: DataFile) -> Iterator[Record | Skipped]:
-    """One record for each item of the array."""
+def read_array(file: DataFile) -> Iterator[Record | SkippedRecord]:
+    """Yield one record per item of the array."""
     with open_unpacked(file) as stream:
         try:
             values = json.loads(stream.read().decode("utf-8-sig"))
         except OSError as error:
             raise unpacking_error(file, error) or error from error
         except RecursionError as error:
-            raise UserError(f"data.source {file.shown}: JSON that is nested too deeply: correct it") from error
+            raise UserError(f"data.source {file.name}: JSON that is nested too deeply: correct it") from error
         except json.JSONDecodeError as error:
             raise UserError(
-                f"data.source {file.shown} line {error.lineno}: not one JSON array ({error.msg}): correct it, or give "
+                f"data.source {file.name} line {error.lineno}: not one JSON array ({error.msg}): correct it, or give "
                 "one record in each line"
             ) from error
         except UnicodeDecodeError as error:
-            raise UserError(f"data.source {file.shown}: not UTF-8 text at byte {error.start}: convert it") from error
+            raise UserError(f"data.source {file.name}: not UTF-8 text at byte {error.start}: convert it") from error
     for number, value in enumerate(values, start=1):
         yield _record(value, file, number, unit="item")
 
 
-def read_rows(file: DataFile) -> Iterator[Record | Skipped]:
-    """One record for each row; quoted values may hold line breaks, so a file is one stretch."""
+def read_rows(file: DataFile) -> Iterator[Record | SkippedRecord]:
+    """Yield one record per row; quoted values may contain line breaks, so a file is one block."""
     csv.field_size_limit(sys.maxsize)
-    # What is no UTF-8 is carried as lone surrogates up to the row that it is in.
+    # Invalid UTF-8 is decoded to lone surrogates, so that the error can name its row.
     with io.TextIOWrapper(open_unpacked(file), "utf-8-sig", errors="surrogateescape", newline="") as stream:
         rows = csv.reader(stream, strict=True)
         try:
             header = next(rows, [])
             doubled = next((name for name in header if header.count(name) > 1), None)
             if doubled is not None:
-                raise UserError(f"data.source {file.shown}: two columns are called {doubled!r}: rename one of them")
+                raise UserError(f"data.source {file.name}: two columns are called {doubled!r}: rename one of them")
             for row in rows:
                 if row:
-                    yield _read(file, header, row, rows.line_num)
+                    yield _parse_row(file, header, row, rows.line_num)
         except csv.Error as error:
             raise UserError(
-                f"data.source {file.shown} line {rows.line_num}: not comma-separated values ({error}): correct it"
+                f"data.source {file.name} line {rows.line_num}: not comma-separated values ({error}): correct it"
             ) from error
         except OSError as error:
             raise unpacking_error(file, error) or error from error
 
 
-def _read(file: DataFile, header: list[str], row: list[str], line: int) -> Record | Skipped:
+def _parse_row(file: DataFile, header: list[str], row: list[str], line: int) -> Record | SkippedRecord:
     if len(row) != len(header):
-        return Skipped(file, f"has {len(row)} values, the header {len(header)} names: correct the line", line)
+        return SkippedRecord(file, f"has {len(row)} values, the header {len(header)} names: correct the line", line)
     try:
         "".join(row).encode()
     except UnicodeEncodeError:
-        return Skipped(file, "not UTF-8 text: convert the file", line)
+        return SkippedRecord(file, "not UTF-8 text: convert the file", line)
     return Record(dict(zip(header, row, strict=True)), file, line)

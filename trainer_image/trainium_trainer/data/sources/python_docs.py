@@ -1,8 +1,8 @@
 """Read the documentation that ships with Python: real text that every machine has.
 
 Guarantees:
-- Nothing of the standard library is imported or run, its files are parsed.
-- The order is that of sorted paths and of the source text, so one Python build gives one stream everywhere.
+- The standard library is parsed, not imported or run.
+- Documents are ordered by path and position in the source, so the stream of a Python build is the same everywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FORMAT = 1
 _SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "pydoc_data"}
 )
-_SHORTEST = 40  # characters; shorter docstrings add little to the name
+_SHORTEST = 40  # in characters; shorter docstrings add little to the name
 
 
 class PythonDocs(DocumentSource):
@@ -36,19 +36,19 @@ class PythonDocs(DocumentSource):
     name = "python-docs"
     has_lines = True
 
-    def identity(self, memo: Path | None) -> str:  # noqa: ARG002 - as above
-        """Return the Python build: its files do not change without it."""
+    def identity(self, cache_folder: Path | None) -> str:  # noqa: ARG002 - as above
+        """Return the Python build, which identifies the files."""
         return hashlib.sha256(f"python-docs\0{_FORMAT}\0{sys.version}".encode()).hexdigest()
 
     def records(self, block: FileBlock) -> Iterator[Record]:  # noqa: ARG002 - as above
-        """None."""
+        """Refuse: running text has no records."""
         raise UserError(
             "data.source python-docs: is running text, which has no records: set data.format to Text, or data.source "
             "to records"
         )
 
     def read(self, block: FileBlock) -> Iterator[TextPiece]:  # noqa: ARG002 - as above
-        """Topics and docstrings."""
+        """Yield topics and docstrings."""
         root = Path(sysconfig.get_path("stdlib"))
         topics = root / "pydoc_data" / "topics.py"
         if topics.exists():
@@ -64,14 +64,14 @@ class PythonDocs(DocumentSource):
 def _parse(file: Path) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old escapes in old files are none of our business
+            warnings.simplefilter("ignore")  # invalid escapes in the standard library do not matter here
             return ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError):
         return None
 
 
 def _topics(file: Path) -> Iterator[TextPiece]:
-    """Yield the texts of the one dictionary in `pydoc_data/topics.py`."""
+    """Yield the texts of the dictionary in `pydoc_data/topics.py`."""
     tree = _parse(file)
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Dict):
@@ -82,7 +82,7 @@ def _topics(file: Path) -> Iterator[TextPiece]:
 
 
 def _module(file: Path, name: str) -> str:
-    """Docstrings of a module and of what it defines, each under its name."""
+    """Return the docstrings of a module and its definitions, each under its name."""
     tree = _parse(file)
     if tree is None:
         return ""

@@ -1,8 +1,8 @@
 """Read Parquet and Arrow files.
 
 Guarantees:
-- Arrow files on a mounted file system are mapped, not copied.
-- Of Parquet only the columns that are asked for are read.
+- Arrow files on a mounted file system are memory-mapped, not copied.
+- Only the requested columns of Parquet files are read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.data.sources.documents import FileBlock, Record, Skipped, TextPiece
+from trainium_trainer.data.sources.documents import FileBlock, Record, SkippedRecord, TextPiece
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -24,64 +24,72 @@ if TYPE_CHECKING:
 _ROWS = 1000
 
 
-def read_column(file: DataFile, block: FileBlock, field: str) -> Iterator[TextPiece | Skipped]:
-    """Yield the documents of a block: one in each row of a column of texts or of lists of token ids."""
-    with _refusing(file):
+def read_column(file: DataFile, block: FileBlock, field: str) -> Iterator[TextPiece | SkippedRecord]:
+    """Yield the documents of a block, one per row of a column of texts or of lists of token ids."""
+    with _convert_errors(file):
         for row, batch, note in _batches(file, block, field):
-            for item in _documents(file, batch.column(0), row, field):
-                yield Skipped(file, f"{item.reason}{note}", item.number) if isinstance(item, Skipped) else item
+            yield from _documents(file, batch.column(0), row, f"no text under {field!r}: it is null", note)
 
 
-def read_rows(file: DataFile, block: FileBlock) -> Iterator[Record | Skipped]:
-    """Yield the records of a block: one for each row."""
-    with _refusing(file):
+def read_rows(file: DataFile, block: FileBlock) -> Iterator[Record | SkippedRecord]:
+    """Yield the records of a block, one per row."""
+    with _convert_errors(file):
         for row, batch, note in _batches(file, block, None):
-            for start in range(0, batch.num_rows, _ROWS):
-                for item in _records(file, batch.slice(start, _ROWS), row + start):
-                    yield Skipped(file, f"{item.reason}{note}", item.number) if isinstance(item, Skipped) else item
+            for number, fields in _values(batch, row):
+                if isinstance(fields, UnicodeDecodeError):
+                    yield _skip_invalid_text(file, fields, number, note)
+                else:
+                    yield Record(fields, file, number)
 
 
-def _records(file: DataFile, batch: Any, first: int) -> Iterator[Record | Skipped]:
-    try:
-        for number, fields in enumerate(batch.to_pylist(maps_as_pydicts="lossy"), start=first):
-            yield Record(fields, file, number)
-    except UnicodeDecodeError:
-        for number in range(batch.num_rows):
-            try:
-                (fields,) = batch.slice(number, 1).to_pylist(maps_as_pydicts="lossy")
-                yield Record(fields, file, first + number)
-            except UnicodeDecodeError as error:
-                yield Skipped(file, f"not UTF-8 text at byte {error.start} of it", first + number)
+def _values(rows: Any, first: int) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of an array or a record batch, from number `first` on; in place of invalid text its error."""
+    for start in range(0, len(rows), _ROWS):
+        part = rows.slice(start, _ROWS)
+        try:
+            yield from enumerate(part.to_pylist(maps_as_pydicts="lossy"), start=first + start)
+        except UnicodeDecodeError:
+            for number in range(len(part)):
+                value: Any
+                try:
+                    (value,) = part.slice(number, 1).to_pylist(maps_as_pydicts="lossy")
+                except UnicodeDecodeError as error:
+                    value = error
+                yield first + start + number, value
+
+
+def _skip_invalid_text(file: DataFile, error: UnicodeDecodeError, number: int, note: str) -> SkippedRecord:
+    return SkippedRecord(file, f"not UTF-8 text at byte {error.start} of it{note}", number)
 
 
 def _batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
-    """Return record batches with the number of their first row, and a note on how it is counted."""
+    """Yield record batches with the number of their first row and the unit of that number."""
     return _parquet_batches(file, block, field) if file.format == ".parquet" else _arrow_batches(file, block, field)
 
 
 @contextmanager
-def _refusing(file: DataFile) -> Iterator[None]:
-    """Turn Arrow's error about a broken file into a sentence."""
+def _convert_errors(file: DataFile) -> Iterator[None]:
+    """Convert Arrow's errors about a damaged file into UserError."""
     from pyarrow import ArrowException  # noqa: PLC0415 - only tables pay for it
 
     kind = "a Parquet" if file.format == ".parquet" else "an Arrow"
     try:
         yield
     except ArrowException as error:
-        raise _broken(file, kind, error) from error
+        raise _damaged_error(file, kind, error) from error
     except OSError as error:
-        if error.errno is None and not file.remote:  # Arrow's own word for data that ends too early
-            raise _broken(file, kind, error) from error
+        if error.errno is None and not file.remote:  # Arrow's message for truncated data
+            raise _damaged_error(file, kind, error) from error
         raise
 
 
-def _checked_column(file: DataFile, schema: Any, field: str) -> None:
-    """Refuse a file whose column is not there or holds no text."""
+def _check_column(file: DataFile, schema: Any, field: str) -> None:
+    """Raise UserError for a file whose column is missing or holds no text."""
     from pyarrow import types  # noqa: PLC0415 - only tables pay for it
 
     if field not in schema.names:
         raise UserError(
-            f"data.source {file.shown}: no column {field!r} (columns: {', '.join(schema.names)}): set data.textField"
+            f"data.source {file.name}: no column {field!r} (columns: {', '.join(schema.names)}): set data.textField"
         )
     kind = schema.field(field).type
     if types.is_dictionary(kind):
@@ -90,70 +98,55 @@ def _checked_column(file: DataFile, schema: Any, field: str) -> None:
     ids = (types.is_list(kind) or types.is_large_list(kind)) and types.is_integer(kind.value_type)
     if not text and not ids:
         raise UserError(
-            f"data.source {file.shown}: the column {field!r} holds {kind}, neither text nor lists of token ids: "
+            f"data.source {file.name}: the column {field!r} holds {kind}, neither text nor lists of token ids: "
             "set data.textField"
         )
 
 
-def _documents(file: DataFile, column: Any, first: int, field: str) -> Iterator[TextPiece | Skipped]:
-    """Yield the values of an array, whose first one is row number `first`."""
+def _documents(file: DataFile, column: Any, first: int, missing: str, note: str) -> Iterator[TextPiece | SkippedRecord]:
+    """Yield the values of an array whose first row has the number `first`."""
     from pyarrow import types  # noqa: PLC0415 - only tables pay for it
 
-    missing = f"no text under {field!r}: it is null"
     if types.is_list(column.type) or types.is_large_list(column.type):
         for number, value in enumerate(column, start=first):
             if value.is_valid:
                 yield TextPiece("", ids=value.values.to_numpy(zero_copy_only=False))
             else:
-                yield Skipped(file, missing, number)
+                yield SkippedRecord(file, f"{missing}{note}", number)
         return
-    for start in range(0, len(column), _ROWS):
-        part = column.slice(start, _ROWS)
-        try:
-            values = part.to_pylist()
-        except UnicodeDecodeError:
-            yield from _one_by_one(file, part, first + start, missing)
-            continue
-        for number, value in enumerate(values, start=first + start):
-            yield TextPiece(value) if value is not None else Skipped(file, missing, number)
+    for number, text in _values(column, first):
+        if isinstance(text, UnicodeDecodeError):
+            yield _skip_invalid_text(file, text, number, note)
+        else:
+            yield TextPiece(text) if text is not None else SkippedRecord(file, f"{missing}{note}", number)
 
 
-def _one_by_one(file: DataFile, column: Any, first: int, missing: str) -> Iterator[TextPiece | Skipped]:
-    for number, value in enumerate(column, start=first):
-        try:
-            text = value.as_py()
-        except UnicodeDecodeError as error:
-            yield Skipped(file, f"not UTF-8 text at byte {error.start} of it", number)
-            continue
-        yield TextPiece(text) if text is not None else Skipped(file, missing, number)
-
-
-def _broken(file: DataFile, kind: str, error: BaseException) -> UserError:
+def _damaged_error(file: DataFile, kind: str, error: BaseException) -> UserError:
     return UserError(
-        f"data.source {file.shown}: not {kind} file, or not all of one ({' '.join(str(error).split())[:300]}): "
+        f"data.source {file.name}: not {kind} file, or not all of one ({' '.join(str(error).split())[:300]}): "
         "copy it again"
     )
 
 
-def _opened_parquet(file: DataFile) -> Any:
+def _open_parquet(file: DataFile) -> Any:
     from pyarrow import parquet  # noqa: PLC0415 - only tables pay for it
 
-    with _refusing(file):
+    with _convert_errors(file):
         if file.remote:
             return parquet.ParquetFile(file.open_remote(), pre_buffer=True)
         return parquet.ParquetFile(file.path, memory_map=True)
 
 
 def divide_parquet(file: DataFile, number: int, target: int) -> list[FileBlock]:
-    """Row groups in blocks."""
-    with _opened_parquet(file) as table:
+    """Combine row groups into blocks."""
+    with _open_parquet(file) as table:
         metadata = table.metadata
         sizes = [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
-    return _grouped(number, sizes, target)
+    return _group_units(number, sizes, target)
 
 
-def _grouped(number: int, sizes: list[int], target: int) -> list[FileBlock]:
-    """Neighbours put together until they are worth a block."""
+def _group_units(number: int, sizes: list[int], target: int) -> list[FileBlock]:
+    """Combine neighbouring units until they reach the size of a block."""
     blocks, start, gathered = [], 0, 0
     for index, size in enumerate(sizes):
         gathered += size
@@ -164,9 +157,9 @@ def _grouped(number: int, sizes: list[int], target: int) -> list[FileBlock]:
 
 
 def _parquet_batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
-    with _opened_parquet(file) as table:
+    with _open_parquet(file) as table:
         if field is not None:
-            _checked_column(file, table.schema_arrow, field)
+            _check_column(file, table.schema_arrow, field)
         row = 1 + sum(table.metadata.row_group(index).num_rows for index in range(block.start))
         groups = list(range(block.start, block.end))
         columns = None if field is None else [field]
@@ -176,11 +169,11 @@ def _parquet_batches(file: DataFile, block: FileBlock, field: str | None) -> Ite
 
 
 @functools.lru_cache(maxsize=2)
-def _opened_arrow(file: DataFile) -> Any:
-    """Return a reader of record batches by number, or the table of a file that has no such numbers."""
+def _open_arrow(file: DataFile) -> Any:
+    """Return a reader of record batches by index, or the table of a file in the streaming format."""
     import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
-    with _refusing(file):
+    with _convert_errors(file):
         stream = file.open_remote() if file.remote else pa.memory_map(file.path)
         try:
             reader: Any = pa.ipc.open_file(stream)
@@ -193,25 +186,25 @@ def _opened_arrow(file: DataFile) -> Any:
 
 
 def divide_arrow(file: DataFile, number: int, target: int) -> list[FileBlock]:
-    """Record batches in blocks, or rows where there is only one batch."""
+    """Combine record batches into blocks, or divide the rows of a single batch."""
     import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
-    content = _opened_arrow(file)
+    content = _open_arrow(file)
     if isinstance(content, pa.Table):
         rows = content.num_rows
         count = min(max(1, round(file.size / target)), max(1, rows))
         marks = [index * rows // count for index in range(count + 1)]
         return [FileBlock(number, a, b, file.size // count) for a, b in itertools.pairwise(marks)]
     batches = content.num_record_batches
-    return _grouped(number, [file.size // max(1, batches)] * batches, target)
+    return _group_units(number, [file.size // max(1, batches)] * batches, target)
 
 
 def _arrow_batches(file: DataFile, block: FileBlock, field: str | None) -> Iterator[tuple[int, Any, str]]:
     import pyarrow as pa  # noqa: PLC0415 - one of the slower imports
 
-    content = _opened_arrow(file)
+    content = _open_arrow(file)
     if field is not None:
-        _checked_column(file, content.schema, field)
+        _check_column(file, content.schema, field)
     if isinstance(content, pa.Table):
         table = content if field is None else content.select([field])
         row = block.start + 1

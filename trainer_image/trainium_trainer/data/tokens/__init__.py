@@ -1,1 +1,1 @@
-"""From text to tokens: the tokenizer, its special tokens, how a text begins."""
+"""The tokenizer, its special tokens, and the encoding of text."""

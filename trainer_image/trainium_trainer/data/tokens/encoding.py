@@ -3,8 +3,8 @@
 Guarantees:
 - The tokens of a block are a pure function of block, tokenizer and `data.bos`.
 - Each document ends with the end-of-document token, which occurs nowhere else.
-- A document without text leaves no trace.
-- A block is read again from its beginning when the store failed on the way.
+- A document without text has no tokens.
+- A block is read again from its beginning if the store fails during a read.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Skipped, TextPiece
+from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, SkippedRecord, TextPiece
 from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.data.tokens.tokenizer import (
-    AS_IT_IS,
+    NO_BOS_PREFIX,
     BosPrefix,
     count_entries,
     find_end_of_document,
@@ -35,34 +35,34 @@ if TYPE_CHECKING:
     from trainium_trainer.data.sources.resolve import SourceSpec
 
 
-_PIECES, _CHARACTERS = 512, 4 << 20  # that are tokenised at once
-_TOKENS = 1 << 20  # of one TokenBlock, about
+_PIECES, _CHARACTERS = 512, 4 << 20  # tokenized in one call
+_TOKENS = 1 << 20  # approximate size of a TokenBlock
 _UNUSED = 32
-"""Names of unused fields that are counted."""
+"""The maximum number of unused fields that are counted."""
 
 
 @dataclass(slots=True)
-class Counts:
-    """Numbers of records by what was done with them."""
+class RecordCounts:
+    """The counts of records by outcome."""
 
     records: int = 0
     unreadable: int = 0
-    """Lines and rows that are no records."""
+    """Lines and rows that are not records."""
     filtered: int = 0
-    """By data.examples.where."""
+    """Records filtered by data.examples.where."""
     left_out: int = 0
-    """By the user's function."""
+    """Records left out by the user's function."""
     cut: int = 0
     dropped: int = 0
     shortest_dropped: int = 0
-    """Tokens of the shortest example that was dropped."""
+    """The tokens of the shortest dropped example."""
     found: dict[str, dict[str, None]] = field(default_factory=dict)
-    """Some values of the fields that data.examples.where asks for."""
+    """Some values of the fields of data.examples.where."""
     unused: dict[str, int] = field(default_factory=dict)
-    """Records that hold what no example depends on, by its name."""
+    """The number of records with a field on which no example depends, by field."""
 
-    def add(self, other: Counts) -> None:
-        """Take another's numbers too."""
+    def add(self, other: RecordCounts) -> None:
+        """Add the counts of another block."""
         for name in ("records", "unreadable", "filtered", "left_out", "cut", "dropped"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         known = [length for length in (self.shortest_dropped, other.shortest_dropped) if length]
@@ -77,34 +77,34 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class ExampleColumns:
-    """Columns of examples beside their tokens."""
+    """The columns of examples besides the tokens."""
 
-    trained: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
     """Whether each token is learned."""
     answers: NDArray[np.int64]
-    """Place at which the last answer of each example begins."""
-    before: NDArray[np.int64]
-    """Tokens of every example before it was cut or dropped."""
+    """The index of the first token of the last answer of each example."""
+    original_lengths: NDArray[np.int64]
+    """The tokens of every example before it was cut or dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBlock:
-    """Tokens of consecutive pieces of documents, or of examples."""
+    """The tokens of consecutive pieces of documents, or of examples."""
 
     tokens: NDArray[Any]
     """uint16 or uint32."""
     lengths: NDArray[np.int64]
-    """Tokens of each piece; the last piece of a document ends with the end-of-document token."""
+    """The number of tokens of each piece; the last piece of a document ends with the end-of-document token."""
     documents: NDArray[np.uint64]
-    """Hash of the document or record that each piece is of: it decides what is held back for validation."""
-    skipped: tuple[Skipped, ...] = ()
+    """The hash of the document or record of each piece, which decides what is held back for validation."""
+    skipped: tuple[SkippedRecord, ...] = ()
     examples: ExampleColumns | None = None
-    """Columns of records; None for documents."""
-    counts: Counts | None = None
-    """Numbers of records; None for documents."""
+    """The columns of examples; None for documents."""
+    counts: RecordCounts | None = None
+    """The counts of records; None for documents."""
 
     def select(self, chosen: NDArray[np.bool_]) -> TokenBlock:
-        """Return the chosen pieces of documents, and what was skipped."""
+        """Return the block with only the chosen pieces of documents."""
         return replace(
             self,
             tokens=self.tokens[np.repeat(chosen, self.lengths)],
@@ -119,9 +119,9 @@ def token_type(vocabulary: int) -> np.dtype[Any]:
 
 
 class DocumentEncoder:
-    """A tokenizer with its end-of-document token, and how a document begins."""
+    """A tokenizer with its end-of-document token and the beginning of documents."""
 
-    def __init__(self, file: Path, beginning: BosPrefix = AS_IT_IS) -> None:
+    def __init__(self, file: Path, beginning: BosPrefix = NO_BOS_PREFIX) -> None:
         """Load a `tokenizer.json`. Raises UserError."""
         self.vocabulary = count_entries(file)
         self.dtype = token_type(self.vocabulary)
@@ -132,16 +132,16 @@ class DocumentEncoder:
     def encode(self, source: DocumentSource, block: FileBlock) -> list[TokenBlock]:
         """Return the tokens of a block. Raises UserError or StorageError."""
         return read_with_retries(
-            source.named(block), lambda: list(self._blocks(source.read(block), source.named(block)))
+            source.file_name_of(block), lambda: list(self._blocks(source.read(block), source.file_name_of(block)))
         )
 
-    def _blocks(self, items: Iterable[TextPiece | Skipped], name: str) -> Iterator[TokenBlock]:
+    def _blocks(self, items: Iterable[TextPiece | SkippedRecord], name: str) -> Iterator[TokenBlock]:
         rows: list[NDArray[Any]] = []
         hashes: list[int] = []
-        skipped: list[Skipped] = []
+        skipped: list[SkippedRecord] = []
         gathered = 0
         document: int | None = None
-        opened = begins = False  # whether the present document has had tokens, and is still to begin
+        opened = begins = False  # whether the current document has had tokens, and has yet to begin
 
         def finished() -> TokenBlock:
             lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
@@ -151,11 +151,11 @@ class DocumentEncoder:
         for pieces in _batches(items, skipped):
             for piece, ids in zip(pieces, self._ids(pieces, name), strict=True):
                 if document is None:
-                    document, begins = _hash_of(piece), piece.begins_document
+                    document, begins = _hash_text(piece), piece.begins_document
                 tokens = ids
                 if begins and len(ids):
                     begins = False
-                    if self._beginning != AS_IT_IS:
+                    if self._beginning != NO_BOS_PREFIX:
                         tokens = np.array(self._beginning.prepend_to(ids.tolist())[0], self.dtype)
                 opened = opened or len(ids) > 0
                 if piece.ends_document and opened and not (len(tokens) and tokens[-1] == self.end):
@@ -177,12 +177,12 @@ class DocumentEncoder:
         texts = [piece.text for piece in pieces]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [
-            np.array(encoding.ids, self.dtype) if piece.ids is None else self._checked(piece.ids, name)
+            np.array(encoding.ids, self.dtype) if piece.ids is None else self._check_ids(piece.ids, name)
             for piece, encoding in zip(pieces, encodings, strict=True)
         ]
 
-    def _checked(self, ids: NDArray[Any], name: str) -> NDArray[Any]:
-        """Return ids that the source has itself. Raises UserError."""
+    def _check_ids(self, ids: NDArray[Any], name: str) -> NDArray[Any]:
+        """Check token ids that the source provides. Raises UserError."""
         for bound in (ids.min(), ids.max()) if len(ids) else ():
             if not 0 <= bound < self.vocabulary:
                 raise UserError(
@@ -192,12 +192,12 @@ class DocumentEncoder:
         return ids.astype(self.dtype)
 
 
-def _batches(items: Iterable[TextPiece | Skipped], skipped: list[Skipped]) -> Iterator[list[TextPiece]]:
-    """Pieces in batches that are worth a call of the tokenizer; what is to be skipped goes into `skipped`."""
+def _batches(items: Iterable[TextPiece | SkippedRecord], skipped: list[SkippedRecord]) -> Iterator[list[TextPiece]]:
+    """Yield pieces in batches large enough for a call of the tokenizer; append skipped lines to `skipped`."""
     batch: list[TextPiece] = []
     characters = 0
     for item in items:
-        if isinstance(item, Skipped):
+        if isinstance(item, SkippedRecord):
             skipped.append(item)
             continue
         batch.append(item)
@@ -209,36 +209,36 @@ def _batches(items: Iterable[TextPiece | Skipped], skipped: list[Skipped]) -> It
         yield batch
 
 
-def _hash_of(piece: TextPiece) -> int:
-    """64 bits that name a document, the same in every run and with every tokenizer that reads text."""
+def _hash_text(piece: TextPiece) -> int:
+    """Return a 64-bit hash of a document that does not depend on the run or the tokenizer."""
     text = piece.document or piece.text
     data = piece.ids.astype("<i8").tobytes() if piece.ids is not None else text.encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def held_back(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """Return which pieces are for validation, of a share of `fraction`."""
+def held_back_mask(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
+    """Return a mask of the pieces held back for validation, a share of `fraction`."""
     return documents < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
 
 
-# ---- what is called in a tokenising process, by reference -----------------------------------------------------------
+# ---- functions that a tokenizing process calls by reference ---------------------------------------------------------
 
-_installed: dict[str, Any] = {}
+_worker: dict[str, Any] = {}
 
 
-def install(specs: tuple[SourceSpec, ...], tokenizer: str, beginning: BosPrefix) -> tuple[int, int]:
-    """Prepare this process; returns the vocabulary's size and the id of the end-of-document token."""
-    _installed["sources"] = [spec.source for spec in specs]
-    encoder = _installed["encoder"] = DocumentEncoder(Path(tokenizer), beginning)
+def initialize_worker(specs: tuple[SourceSpec, ...], tokenizer: str, beginning: BosPrefix) -> tuple[int, int]:
+    """Prepare this process; return the vocabulary's size and the id of the end-of-document token."""
+    _worker["sources"] = [spec.source for spec in specs]
+    encoder = _worker["encoder"] = DocumentEncoder(Path(tokenizer), beginning)
     return encoder.vocabulary, encoder.end
 
 
 def encode(source: int, block: FileBlock) -> list[TokenBlock]:
     """Return the tokens of a block of an installed source."""
-    blocks: list[TokenBlock] = _installed["encoder"].encode(_installed["sources"][source], block)
+    blocks: list[TokenBlock] = _worker["encoder"].encode(_worker["sources"][source], block)
     return blocks
 
 
 def list_blocks(spec: SourceSpec, target: int) -> list[FileBlock]:
-    """Return the blocks of a source, listed where it may start threads and take memory."""
+    """Return the blocks of a source; called in a worker process, where threads and memory do not matter."""
     return spec.source.blocks(target)

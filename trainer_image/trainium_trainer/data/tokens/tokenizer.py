@@ -1,14 +1,12 @@
-"""Read a tokenizer's folder, or train a byte-level BPE on the data.
+"""Read a tokenizer's folder, its special tokens and its end and beginning of documents.
 
-A folder has `tokenizer.json` and, beside it, the special tokens, added tokens and chat template that `transformers`
-reads with it.
+A folder has `tokenizer.json` and the files with special tokens, added tokens and chat template that `transformers`
+reads.
 
 Guarantees:
-- The same text gives the same tokenizer.
 - Tokens that only `tokenizer_config.json` or `added_tokens.json` adds get the ids that `transformers` gives them.
-- A trained tokenizer never has more entries than configured and encodes every byte, so no text has unknown tokens.
-- A special token in a text is text, so that the token that ends a document occurs nowhere else.
-- Special tokens that `tokenizer_config.json` names are entries of the tokenizer; otherwise nothing is read with them.
+- A special token within a text is encoded as text, so that the end-of-document token occurs nowhere else.
+- Special tokens of `tokenizer_config.json` must be entries of the tokenizer; otherwise the folder is refused.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.data import BosToken, TokenizerConfig
 from trainium_trainer.exits import UnreadableError, UserError
-from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from tokenizers import Tokenizer
 
@@ -44,7 +42,6 @@ _OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tiktoken.model", "vocab.js
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_TRAINING_CHARACTERS = 64 * 1024 * 1024
 
 
 # ---- the folder -----------------------------------------------------------------------------------------------------
@@ -53,7 +50,7 @@ _TRAINING_CHARACTERS = 64 * 1024 * 1024
 def tokenizer_file(config: TokenizerConfig) -> Path:
     """Return the `tokenizer.json` that the configuration names. Raises UserError."""
     assert config.path is not None
-    path = _copied(config.path) if is_address(config.path) else Path(config.path).expanduser()
+    path = _copy_from_store(config.path) if is_address(config.path) else Path(config.path).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if file.is_file():
         return file
@@ -65,41 +62,42 @@ def tokenizer_file(config: TokenizerConfig) -> Path:
 
 
 @functools.cache
-def _copied(address: str) -> Path:
-    """Copy a tokenizer's files from an object store to this machine; return the folder. Raises UserError, StorageError.
+def _copy_from_store(address: str) -> Path:
+    """Copy a tokenizer's files from an object store to this machine; return the folder.
 
-    The folder is named by the contents, so that processes which copy at the same time write the same files.
+    The folder is named by the contents, so that concurrent processes write the same files. Raises UserError,
+    StorageError.
     """
     folder = address.removesuffix(f"/{TOKENIZER_FILE}")
     storage, retry = open_storage(folder), Retry()
     wanted = (TOKENIZER_FILE, CONFIG_FILE, _ADDED_FILE, _MAP_FILE, _TEMPLATE_FILE)
-    found = {
+    contents = {
         name: data
         for name in wanted
         if (data := retry.run(lambda name=name: read_small(storage, name), folder)) is not None  # type: ignore[misc]
     }
-    digest = hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(repr(sorted(contents.items())).encode()).hexdigest()[:32]
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.home() may raise
     target = PosixStorage(Path(base) / "trainium" / f"tokenizer-{digest}")
-    for name, data in found.items():
+    for name, data in contents.items():
         retry.run(lambda name=name, data=data: target.write(name, data), target.location)  # type: ignore[misc]
     return Path(target.location)
 
 
 def explain_conversion(folder: Path) -> str:
-    """Return how a folder with a tokenizer in another format gets a `tokenizer.json`; empty where it has none."""
-    found = next((name for name in _OTHER_FORMATS if (folder / name).is_file()), None)
-    if found is None:
+    """Return how to convert a tokenizer in another format to `tokenizer.json`; empty without such a tokenizer."""
+    other_format = next((name for name in _OTHER_FORMATS if (folder / name).is_file()), None)
+    if other_format is None:
         return ""
     return (
-        f"has {found} but no {TOKENIZER_FILE}: convert it once with transformers "
+        f"has {other_format} but no {TOKENIZER_FILE}: convert it once with transformers "
         f"(AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(FOLDER), which needs the package "
         "sentencepiece or tiktoken) and name FOLDER in data.tokenizer.path"
     )
 
 
 def read_tokenizer(file: Path) -> dict[str, Any]:
-    """Return the document of a `tokenizer.json`, with the tokens that the files beside it add. Raises UserError."""
+    """Read a `tokenizer.json` with the tokens that the other files of its folder add. Raises UserError."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         added = list(document.get("added_tokens") or ())
@@ -111,79 +109,78 @@ def read_tokenizer(file: Path) -> dict[str, Any]:
             f"data.tokenizer.path {file}: not a {TOKENIZER_FILE} of the `tokenizers` library: export it in that format"
         ) from error
     known = {text: number for number, text in entries.items()}
-    places = {token["content"]: place for place, token in enumerate(added)}
-    beside = _added_beside(file)
+    indices = {token["content"]: index for index, token in enumerate(added)}
+    from_settings = _tokens_of_settings(file)
     extra = [token for token in _extra_special(file) if token["content"] not in known]
-    for token in [*beside, *extra]:
+    for token in [*from_settings, *extra]:
         text = token["content"]
-        if text in places:
-            added[places[text]] = added[places[text]] | token
+        if text in indices:
+            added[indices[text]] = added[indices[text]] | token
         else:
             number = known.setdefault(text, max(known.values(), default=-1) + 1)
             added.append({"id": number} | token)
-    return dict(document, added_tokens=added) if beside or extra else dict(document)
+    return dict(document, added_tokens=added) if from_settings or extra else dict(document)
 
 
-def _added_beside(file: Path) -> list[dict[str, Any]]:
+def _tokens_of_settings(file: Path) -> list[dict[str, Any]]:
     """Return the tokens that `tokenizer_config.json` or, in older folders, `added_tokens.json` adds, by their ids."""
     config = _read_json(file.with_name(CONFIG_FILE))
     listed = config.get("added_tokens_decoder")
     if isinstance(listed, dict) and listed:
-        found = {
+        tokens = {
             int(number): token
             for number, token in listed.items()
             if str(number).isdecimal() and isinstance(token, dict) and token.get("content")
         }
     else:
         special = {text for _, text in _special_names(file)}
-        found = {
+        tokens = {
             number: {"content": text, "normalized": text not in special, "special": text in special}
             for text, number in _read_json(file.with_name(_ADDED_FILE)).items()
             if isinstance(number, int)
         }
     return [
         {"content": token["content"]} | {flag: bool(token.get(flag, False)) for flag in _TOKEN_FLAGS}
-        for _, token in sorted(found.items())
+        for _, token in sorted(tokens.items())
     ]
 
 
 def _extra_special(file: Path) -> list[dict[str, Any]]:
-    """Return the special tokens without a name of their kind that the settings list; `transformers` adds them too."""
+    """Return the additional special tokens of the settings, which `transformers` adds too."""
     config, names = _read_json(file.with_name(CONFIG_FILE)), _read_json(file.with_name(_MAP_FILE))
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for key in ("additional_special_tokens", "extra_special_tokens"):
         listed = config.get(key, names.get(key))
         for one in listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ():
-            text = one.get("content") if isinstance(one, dict) else one
-            if isinstance(text, str) and text:
-                found[text] = None
-    return [{"content": text} | {flag: flag == "special" for flag in _TOKEN_FLAGS} for text in found]
+            if (text := token_text(one)) is not None:
+                texts[text] = None
+    return [{"content": text} | {flag: flag == "special" for flag in _TOKEN_FLAGS} for text in texts]
 
 
 def _entries(document: Mapping[str, Any]) -> dict[int, str]:
     vocabulary = document["model"].get("vocab") or {}
     ids = vocabulary if isinstance(vocabulary, dict) else {piece[0]: number for number, piece in enumerate(vocabulary)}
-    found = {int(number): str(text) for text, number in ids.items()}
-    return found | {int(token["id"]): str(token["content"]) for token in document.get("added_tokens") or ()}
+    entries = {int(number): str(text) for text, number in ids.items()}
+    return entries | {int(token["id"]): str(token["content"]) for token in document.get("added_tokens") or ()}
 
 
 def vocabulary_in(file: bytes) -> dict[int, str]:
-    """Return the entries of a `tokenizer.json` by their numbers."""
+    """Return the entries of a `tokenizer.json` by id."""
     return _entries(json.loads(file))
 
 
 def count_entries(file: Path) -> int:
-    """Return the number of entries of a tokenizer, from JSON alone. Raises UserError for an unusable file."""
+    """Count the entries of a tokenizer from its JSON. Raises UserError for an unusable file."""
     return max(_entries(read_tokenizer(file))) + 1
 
 
-def digest_of(file: Path) -> str:
-    """Return the digest of a tokenizer: of its contents, whatever the layout of the file. Raises UserError."""
+def hash_tokenizer(file: Path) -> str:
+    """Return a digest of the contents of a tokenizer, independent of the layout of the file. Raises UserError."""
     return hashlib.sha256(json.dumps(read_tokenizer(file), sort_keys=True).encode()).hexdigest()
 
 
 def load_tokenizer(file: Path, *, continuing: bool = False) -> Tokenizer:
-    """Load a tokenizer; one that is `continuing` puts no blank before a text. Raises UserError."""
+    """Load a tokenizer; with `continuing` it adds no space before a text. Raises UserError."""
     from tokenizers import Tokenizer  # noqa: PLC0415 - not needed when the tokens are cached
 
     document = read_tokenizer(file)
@@ -194,19 +191,19 @@ def load_tokenizer(file: Path, *, continuing: bool = False) -> Tokenizer:
     except Exception as error:  # the library raises bare Exceptions
         raise UserError(f"data.tokenizer.path {file}: cannot be read ({error}): replace the file") from error
     tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()  # some files carry a limit that was meant for another purpose
+    tokenizer.no_truncation()  # some files have a truncation limit that was meant for another purpose
     tokenizer.no_padding()
     return tokenizer
 
 
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a normalizer or pre-tokenizer without the blank that it puts before a text."""
+    """Return a normalizer or pre-tokenizer without the space that it adds before a text."""
     if part is None or part["type"] == "Prepend":
         return None
     match part["type"]:
         case "Sequence":
             name = "normalizers" if "normalizers" in part else "pretokenizers"
-            return part | {name: [kept for one in part[name] if (kept := _without_prefix(one)) is not None]}
+            return part | {name: [cleaned for one in part[name] if (cleaned := _without_prefix(one)) is not None]}
         case "Metaspace":
             rest = {name: value for name, value in part.items() if name != "add_prefix_space"}
             return rest | {"prepend_scheme": "never"}
@@ -216,7 +213,7 @@ def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def write_tokenizer(file: Path) -> dict[str, str]:
-    """Return the files, by name, that hold all of a tokenizer that tokens depend on."""
+    """Return the files, by name, with everything of a tokenizer on which tokens depend."""
     text = file.read_text(encoding="utf-8")
     document = read_tokenizer(file)
     files = {TOKENIZER_FILE: text if document == json.loads(text) else json.dumps(document, ensure_ascii=False)}
@@ -228,16 +225,16 @@ def write_tokenizer(file: Path) -> dict[str, str]:
 # ---- the end of a document ------------------------------------------------------------------------------------------
 
 
-def known_end(vocabulary: Container[str]) -> str | None:
-    """Return the usual token of a vocabulary that ends a document; None when it has none."""
+def find_known_end_token(vocabulary: Container[str]) -> str | None:
+    """Return a vocabulary's well-known end-of-document token; None if it has none."""
     return next((name for name in _END_NAMES if name in vocabulary), None)
 
 
 def find_end_token(file: Path) -> str:
-    """Return the token that ends a document: a usual one, else the folder's EOS token. Raises UserError."""
+    """Return the end-of-document token: a well-known one, else the folder's EOS token. Raises UserError."""
     known = set(_entries(read_tokenizer(file)).values())
     eos = dict(_special_names(file)).get("eos_token")
-    name = known_end(known) or (eos if eos in known else None)
+    name = find_known_end_token(known) or (eos if eos in known else None)
     if name is None:
         raise UserError(
             f"data.tokenizer.path {file}: no end-of-document token ({', '.join(_END_NAMES)}, or eos_token of the "
@@ -253,7 +250,7 @@ def find_end_of_document(file: Path) -> int:
 
 
 def end_facts(file: Path) -> dict[str, str]:
-    """Return what documents depend on beside the tokenizer's own file: an end token that only its folder names."""
+    """Return the facts besides `tokenizer.json` on which documents depend: an end token that only its folder names."""
     name = find_end_token(file)
     return {} if name in _END_NAMES else {"end": name}
 
@@ -262,8 +259,8 @@ def end_facts(file: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Special:
-    """Special tokens by name, as `bos_token`, and the chat template."""
+class SpecialTokens:
+    """The special tokens by name, as `bos_token`, and the chat template."""
 
     tokens: tuple[tuple[str, str], ...]
     chat_template: str | None
@@ -273,35 +270,39 @@ class Special:
         return dict(self.tokens).get(name)
 
 
-def read_special_tokens(tokenizer: Path) -> Special:
-    """Read special tokens and template beside a `tokenizer.json`. Raises UserError for files that do not fit it."""
-    found = _special_names(tokenizer)
-    _check_special(tokenizer, dict(found))
+def read_special_tokens(tokenizer: Path) -> SpecialTokens:
+    """Read the special tokens and template of a `tokenizer.json`. Raises UserError for files that do not match it."""
+    names = _special_names(tokenizer)
+    _check_special(tokenizer, dict(names))
     template = tokenizer.with_name(_TEMPLATE_FILE)
     config = _read_json(tokenizer.with_name(CONFIG_FILE))
-    return Special(found, template_of(template.read_bytes() if template.is_file() else None, config))
+    return SpecialTokens(names, read_chat_template(template.read_bytes() if template.is_file() else None, config))
 
 
-def template_of(file: bytes | None, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template: that of a separate file, or that of `tokenizer_config.json`."""
+def read_chat_template(file: bytes | None, config: Mapping[str, Any]) -> str | None:
+    """Return the chat template of a separate file or of `tokenizer_config.json`."""
     if file is not None:
         return file.decode()
-    given = config.get("chat_template")
-    if isinstance(given, list):  # several, by name
-        named = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
-        given = named.get("default")
-    return given if isinstance(given, str) else None
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _special_names(tokenizer: Path) -> tuple[tuple[str, str], ...]:
     config, names = _read_json(tokenizer.with_name(CONFIG_FILE)), _read_json(tokenizer.with_name(_MAP_FILE))
-    found = {}
+    by_name = {}
     for name in _NAMES:
-        value = config.get(name, names.get(name))
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str) and text:
-            found[name] = text
-    return tuple(sorted(found.items()))
+        if (text := token_text(config.get(name, names.get(name)))) is not None:
+            by_name[name] = text
+    return tuple(sorted(by_name.items()))
+
+
+def token_text(token: Any) -> str | None:
+    """Return the text of a token, which is written as text or as an object; None if there is none."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and text else None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -324,103 +325,47 @@ def _check_special(tokenizer: Path, tokens: dict[str, str]) -> None:
             )
 
 
-def difference_from_transformers(file: Path, text: str) -> str:
-    """Return where `transformers` gives a text other tokens, as a sentence; empty where it gives the same, or none."""
-    if not file.with_name(CONFIG_FILE).is_file():
-        return ""
-    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, only for a person who looks
-
-    ours = load_tokenizer(file)
-    ours.encode_special_tokens = False
-    try:
-        theirs = AutoTokenizer.from_pretrained(str(file.parent))(text, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # noqa: BLE001 - whatever the library meets in the folder
-        return f"transformers cannot load {file.parent} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    ids = ours.encode(text, add_special_tokens=False).ids
-    if ids == theirs:
-        return ""
-    place = next((at for at, (one, other) in enumerate(zip(ids, theirs, strict=False)) if one != other), None)
-    place = min(len(ids), len(theirs)) if place is None else place
-    return (
-        f"transformers' AutoTokenizer gives this text {len(theirs)} tokens, {TOKENIZER_FILE} gives it {len(ids)}; they "
-        f"differ from token {place} on: {theirs[place : place + 3]} there, {ids[place : place + 3]} here"
-    )
-
-
-# ---- training -------------------------------------------------------------------------------------------------------
-
-
-def train_tokenizer(texts: Iterable[Iterator[str]], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` entries on the first 64 million characters.
-
-    Of several streams of text each gives an equal part.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 - few runs train one
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    streams = list(texts)
-    share = _TRAINING_CHARACTERS // len(streams)
-    tokenizer.train_from_iterator((text for stream in streams for text in _first(stream, share)), trainer)
-    return tokenizer
-
-
-def _first(stream: Iterator[str], left: int) -> Iterator[str]:
-    for text in stream:
-        yield text[:left]
-        left -= len(text)
-        if left <= 0:
-            return
-
-
 _PROBE = "a"
 
 
 @dataclass(frozen=True, slots=True)
 class BosPrefix:
-    """Tokens before a text."""
+    """The tokens before a text."""
 
     rule: BosToken = BosToken.AUTO
     tokens: tuple[int, ...] = ()
-    """Ids that a text begins with, or that are taken away with `Never`; none where the tokenizer has no BOS token."""
+    """The ids at the beginning of a text, which `Never` removes; empty if the tokenizer has no BOS token."""
 
-    def prepend_to(self, ids: Sequence[int], *, framed: bool = False) -> tuple[list[int], int]:
-        """Return the tokens of a text with their beginning, and how long that is.
+    def prepend_to(self, ids: Sequence[int], *, from_chat_template: bool = False) -> tuple[list[int], int]:
+        """Return the tokens of a text with its beginning, and the length of the beginning.
 
-        `framed`: a chat template wrote the text, and with `Auto` the template decides.
+        `from_chat_template`: a chat template wrote the text, and with `Auto` the template decides.
         """
-        given, size = list(ids), len(self.tokens)
-        there = size > 0 and tuple(given[:size]) == self.tokens
+        tokens, size = list(ids), len(self.tokens)
+        has_prefix = size > 0 and tuple(tokens[:size]) == self.tokens
         if self.rule is BosToken.NEVER:
-            return (given[size:] if there else given), 0
-        if there or (self.rule is BosToken.AUTO and framed):
-            return given, size if there else 0
-        return [*self.tokens, *given], size
+            return (tokens[size:] if has_prefix else tokens), 0
+        if has_prefix or (self.rule is BosToken.AUTO and from_chat_template):
+            return tokens, size if has_prefix else 0
+        return [*self.tokens, *tokens], size
 
     def facts(self) -> list[object]:
-        """Return the facts that samples depend on; none for `Auto`."""
+        """Return the facts on which samples depend; none for `Auto`."""
         return [] if self.rule is BosToken.AUTO else [self.rule, *self.tokens]
 
 
-AS_IT_IS = BosPrefix()
-"""Running text with `Auto`: nothing is put before a document."""
+NO_BOS_PREFIX = BosPrefix()
+"""Running text with `Auto`: documents get no BOS token."""
 
 
-def find_beginning(tokenizer: Tokenizer, file: Path, special: Special, rule: BosToken) -> BosPrefix:
+def find_beginning(tokenizer: Tokenizer, file: Path, special: SpecialTokens, rule: BosToken) -> BosPrefix:
     """Return the beginning of examples. Raises UserError for a tokenizer that lacks the BOS token."""
-    own = _put_before(tokenizer)
+    leading = _leading_tokens(tokenizer)
     if rule is BosToken.AUTO:
-        return BosPrefix(rule, own)
+        return BosPrefix(rule, leading)
     name = special.token("bos_token")
     number = tokenizer.token_to_id(name) if name is not None else None
-    tokens = own if number is None or number in own else (int(number),)
+    tokens = leading if number is None or number in leading else (int(number),)
     if rule is BosToken.ALWAYS and not tokens:
         raise UserError(
             f"data.bos is Always, but the tokenizer {file} has no BOS token: set data.bos to Auto or Never, or name "
@@ -432,7 +377,7 @@ def find_beginning(tokenizer: Tokenizer, file: Path, special: Special, rule: Bos
 def find_beginning_of_documents(rule: BosToken, file: Path) -> BosPrefix:
     """Return the beginning of documents. Raises UserError for a tokenizer that cannot have one."""
     if rule is BosToken.AUTO:
-        return AS_IT_IS
+        return NO_BOS_PREFIX
     tokenizer = load_tokenizer(file)
     tokenizer.encode_special_tokens = False
     beginning = find_beginning(tokenizer, file, read_special_tokens(file), rule)
@@ -444,11 +389,11 @@ def find_beginning_of_documents(rule: BosToken, file: Path) -> BosPrefix:
     return beginning
 
 
-def _put_before(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that the tokenizer itself puts before a text."""
+def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that the tokenizer adds before a text."""
     plain = tokenizer.encode(_PROBE, add_special_tokens=False).ids
     whole = tokenizer.encode(_PROBE, add_special_tokens=True).ids
-    for place in range(len(whole) - len(plain) + 1):
-        if whole[place : place + len(plain)] == plain:
-            return tuple(whole[:place])
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return tuple(whole[:start])
     return ()

@@ -1,1 +1,1 @@
-"""Processes that do a part of the work beside the training process, started clean."""
+"""Worker processes of the training process, started without a fork."""

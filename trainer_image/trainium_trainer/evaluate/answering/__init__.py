@@ -1,1 +1,1 @@
-"""Asking a model: its folder, loading it, answers to prompts, and how likely it finds given ones."""
+"""Query a model: open its folder, load it, generate answers, and compute the likelihood of given answers."""

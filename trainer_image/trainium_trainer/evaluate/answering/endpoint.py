@@ -1,8 +1,8 @@
-"""Ask a server that speaks OpenAI's protocol: vLLM, also on Neuron, `transformers serve` and others.
+"""Query a server with OpenAI's protocol: vLLM, also on Neuron, `transformers serve` and others.
 
 Guarantees:
-- A request ends within `Endpoint.seconds`, and within 16 MiB, whatever the server sends.
-- The key comes from the environment and is in no message.
+- A request ends within `Endpoint.seconds` and 16 MiB, no matter what the server sends.
+- The key comes from the environment and never occurs in a message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from trainium_trainer.evaluate.answering.generation import Ending, GeneratedAnswer
+from trainium_trainer.evaluate.answering.generation import FinishReason, GeneratedAnswer
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.evaluate import GenerationConfig
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-"""Environment variable of the key; lm-eval reads the same one."""
+"""The environment variable of the key; lm-eval reads the same one."""
 _MOST_BYTES = 16 << 20
 _SHOWN = 200
 _OK = 200
@@ -67,15 +67,15 @@ class Endpoint:
     """A model of a server."""
 
     url: str
-    """Base of the protocol, for instance http://127.0.0.1:8000/v1."""
+    """The base URL, for instance http://127.0.0.1:8000/v1."""
     model: str = ""
     seconds: float = 300.0
-    """Longest time of an answer."""
+    """The time limit of an answer."""
 
     def complete(
         self, prompt: str, generation: GenerationConfig, receive: Callable[[str], None] = lambda _: None
     ) -> GeneratedAnswer:
-        """Return the answer to a prompt; `receive` gets its parts as they come. Raises UserError."""
+        """Return the answer to a prompt; `receive` gets its parts as they arrive. Raises UserError."""
         request = {
             "model": self.model,
             "prompt": prompt,
@@ -109,14 +109,15 @@ class Endpoint:
                         receive(choice.text)
         if finish is None:
             raise UserError(f"{self.url}: the answer breaks off after {len(parts)} parts: look at the server's log")
-        ending = Ending.LENGTH if finish == "length" else Ending.STOP if generation.stop else Ending.END_OF_TEXT
-        return GeneratedAnswer("".join(parts), len(parts) if tokens is None else tokens, ending)
+        reason = FinishReason.STOP if generation.stop else FinishReason.END_OF_TEXT
+        reason = FinishReason.LENGTH if finish == "length" else reason
+        return GeneratedAnswer("".join(parts), len(parts) if tokens is None else tokens, reason)
 
     def names(self) -> list[str]:
         """Return the names of the models that the server lists. Raises UserError."""
         text = "".join(self._lines("models"))
         try:
-            return [each.id for each in _Listing.model_validate_json(text).data]
+            return [model.id for model in _Listing.model_validate_json(text).data]
         except ValidationError as error:
             raise self._unreadable(text) from error
 
@@ -136,7 +137,7 @@ class Endpoint:
         )
 
     def _lines(self, path: str, request: dict[str, Any] | None = None) -> Generator[str, None, None]:
-        """Yield the lines of a response that are not empty. Raises UserError."""
+        """Yield the nonempty lines of a response. Raises UserError."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=self.seconds)
@@ -185,7 +186,7 @@ class Endpoint:
 
 
 def open_endpoint(url: str, model: str | None = None, seconds: float = 300.0) -> Endpoint:
-    """Return an endpoint that answered; without `model` the only one that it lists. Raises UserError."""
+    """Open an endpoint and check that it answers; without `model` use the only listed one. Raises UserError."""
     parts = urlsplit(url)
     try:
         valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
@@ -205,7 +206,7 @@ def open_endpoint(url: str, model: str | None = None, seconds: float = 300.0) ->
 
 
 def _expire(connection: socket.socket, expired: threading.Event) -> None:
-    """End the reads of a connection."""
+    """Abort the reads of a connection."""
     expired.set()
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,6 +1,6 @@
 """Open folders with a model in Hugging Face's format, without loading weights.
 
-Invariants: no torch and no weights are touched; what cannot be used is refused in one sentence, a UserError.
+Invariants: no torch is imported and no weights are read; an unusable folder is refused with one sentence, as UserError.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import json
 import tempfile
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.addresses import is_address
+from trainium_trainer.data.tokens.tokenizer import token_text
 from trainium_trainer.exits import StorageError, UserError
-from trainium_trainer.storage.opening import open_storage
+from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
@@ -32,17 +34,17 @@ _GENERATION_CONFIG = "generation_config.json"
 
 
 class ComputeType(StrEnum):
-    """Number format in which a model computes."""
+    """The number format in which a model computes."""
 
     AUTO = "auto"
-    """float32 on a CPU, the folder's own on a GPU."""
+    """float32 on a CPU, the folder's type on a GPU."""
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
 
 
 class ComputeDevice(StrEnum):
-    """Device on which a model computes."""
+    """The device on which a model computes."""
 
     AUTO = "auto"
     """A GPU if there is one."""
@@ -51,49 +53,49 @@ class ComputeDevice(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Models:
-    """Locations of models: folders or s3://bucket/prefix."""
+class ModelLocations:
+    """The locations of models: folders or s3://bucket/prefix."""
 
     model: str
-    """The one to be measured."""
+    """The evaluated model."""
     adapter: str | None = None
-    """An adapter in peft's format beside it, which is applied and not merged."""
+    """An adapter of the model in peft's format, which is applied without merging."""
     base: str | None = None
-    """The one to measure it against."""
+    """The model to compare with."""
 
     @property
     def name(self) -> str:
-        """Return the name of the evaluated model for people."""
+        """Return the displayed name of the evaluated model."""
         return self.model if self.adapter is None else f"{self.model} with {self.adapter}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A model that can be loaded and asked, with the tokenizer that goes with it."""
+class ModelFiles:
+    """A model that can be loaded, with its tokenizer."""
 
     path: Path
     adapter: Path | None
-    """Folder of an adapter in peft's format that is put beside the weights."""
+    """The folder of an adapter in peft's format that is applied to the weights."""
     tokenizer: Tokenizer
     tokenizer_folder: Path
-    """Folder that the tokenizer is from: the adapter's, if it has one."""
+    """The folder of the tokenizer: the adapter's, if it has one."""
     positions: int | None
-    """Longest sequence in tokens; None where the folder does not name it."""
+    """The maximum sequence length in tokens; None if the folder does not define it."""
     vocabulary: int
-    """Rows of the embedding."""
-    endings: tuple[int, ...]
-    """Ids of the tokens that end an answer."""
-    begin: str | None
-    """The text of the token that the tokenizer puts before a prompt, if it has one."""
+    """The number of rows of the embedding."""
+    end_tokens: tuple[int, ...]
+    """The ids of the tokens that end an answer."""
+    bos_token: str | None
+    """The text of the token that the tokenizer adds before a prompt, if any."""
 
     @property
     def name(self) -> str:
-        """For sentences."""
+        """The name, for messages."""
         return str(self.path) if self.adapter is None else f"{self.path} with {self.adapter}"
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt: special tokens count as such, and those that the tokenizer adds are there once."""
-        begins = self.begin is not None and text.startswith(self.begin)
+        """Encode a prompt: special tokens are recognized, and those that the tokenizer adds occur once."""
+        begins = self.bos_token is not None and text.startswith(self.bos_token)
         return list(self.tokenizer.encode(text, add_special_tokens=not begins).ids)
 
     def decode(self, ids: list[int]) -> str:
@@ -101,11 +103,8 @@ class Candidate:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def open_candidate(path: Path, adapter: Path | None = None, *, tokenizer_from: Path | None = None) -> Candidate:
-    """Look at a folder, and at the adapter that goes with it; `tokenizer_from` may hold a tokenizer that counts more.
-
-    Raises UserError.
-    """
+def open_model_files(path: Path, adapter: Path | None = None, *, tokenizer_from: Path | None = None) -> ModelFiles:
+    """Open a model folder and its adapter; a tokenizer in `tokenizer_from` takes precedence. Raises UserError."""
     if not path.is_dir():
         raise UserError(
             f"{path}: there is no such folder: give one with {CONFIG}, safetensors and {TOKENIZER}, or fetch a model "
@@ -125,20 +124,20 @@ def open_candidate(path: Path, adapter: Path | None = None, *, tokenizer_from: P
     file = _tokenizer_file(tokenizer_from, adapter, path)
     tokenizer = _tokenizer(file)
     settings = _optional(file.with_name(_TOKENIZER_CONFIG))
-    return Candidate(
+    return ModelFiles(
         path=path,
         adapter=adapter,
         tokenizer=tokenizer,
         tokenizer_folder=file.parent,
         positions=_number(config.get("max_position_embeddings")),
         vocabulary=_number(config.get("vocab_size")) or tokenizer.get_vocab_size(),
-        endings=tuple(sorted(set(_endings(path, config, settings, tokenizer)))),
-        begin=_content(settings.get("bos_token")),
+        end_tokens=tuple(sorted(set(_endings(path, config, settings, tokenizer)))),
+        bos_token=token_text(settings.get("bos_token")),
     )
 
 
-def positions_of(path: Path) -> int | None:
-    """Return the longest sequence of a folder's model; None where the folder does not name it. Raises UserError."""
+def read_max_positions(path: Path) -> int | None:
+    """Return the maximum sequence length of a folder's model; None if it is not defined. Raises UserError."""
     return _number(_optional(path / CONFIG).get("max_position_embeddings"))
 
 
@@ -152,7 +151,7 @@ def _check_adapter(adapter: Path) -> None:
 
 
 def _tokenizer_file(*folders: Path | None) -> Path:
-    """Return the first tokenizer file: an adapter's or a tuned model's may have tokens that the base's lacks."""
+    """Return the first tokenizer file, because that of an adapter or a tuned model may have additional tokens."""
     for folder in folders:
         if folder is not None and (folder / TOKENIZER).is_file():
             return folder / TOKENIZER
@@ -174,20 +173,14 @@ def _tokenizer(file: Path) -> Tokenizer:
 
 
 def _endings(path: Path, config: dict[str, Any], settings: dict[str, Any], tokenizer: Tokenizer) -> Iterator[int]:
-    """Ids that any of the folder's files names as the end of a text."""
+    """Return the ids that any of the folder's files names as the end of a text."""
     for document in (config, _optional(path / _GENERATION_CONFIG)):
-        found = document.get("eos_token_id")
-        yield from (number for number in (found if isinstance(found, list) else [found]) if isinstance(number, int))
-    name = _content(settings.get("eos_token"))
+        ids = document.get("eos_token_id")
+        yield from (number for number in (ids if isinstance(ids, list) else [ids]) if isinstance(number, int))
+    name = token_text(settings.get("eos_token"))
     number = tokenizer.token_to_id(name) if name is not None else None
     if number is not None:
         yield number
-
-
-def _content(token: Any) -> str | None:
-    """Return the text of a special token, which is written as text or as an object."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) and text else None
 
 
 def _number(value: Any) -> int | None:
@@ -212,21 +205,21 @@ def _document(file: Path) -> dict[str, Any]:
     return document
 
 
-T = TypeVar("T")
 _CHUNK = 16 << 20
 
 
 @contextlib.contextmanager
-def local_folder(location: str, beat: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """Yield the folder itself, or a temporary copy of a remote one; `beat` is called while copying.
+def local_folder(location: str, heartbeat: Callable[[], None] = lambda: None) -> Iterator[Path]:
+    """Yield the folder itself, or a temporary copy of a remote one; `heartbeat` is called while copying.
 
-    Raises StorageError, and UserError when there is nothing.
+    Raises StorageError, and UserError for an empty location.
     """
     if not is_address(location):
         yield Path(location).expanduser()
         return
     storage, retry = open_storage(location), Retry()
-    entries = [entry for entry in _read(lambda: storage.list(""), location, retry) if not entry.is_folder]
+    listed = retry.run(lambda: storage.list(""), location, _unreadable_error)
+    entries = [entry for entry in listed if not entry.is_folder]
     if not entries:
         raise UserError(f"{location}: there are no files: correct the bucket or the prefix")
     with tempfile.TemporaryDirectory(prefix="trainium-model-") as scratch:
@@ -234,16 +227,14 @@ def local_folder(location: str, beat: Callable[[], None] = lambda: None) -> Iter
             with (Path(scratch) / entry.name).open("wb") as file:
                 for start in range(0, entry.size, _CHUNK):
                     piece = memoryview(bytearray(min(_CHUNK, entry.size - start)))
-                    _read(lambda: storage.read_into(entry.name, start, piece), location, retry)  # noqa: B023 - called at once
+                    read = partial(storage.read_into, entry.name, start, piece)
+                    retry.run(read, location, _unreadable_error)
                     file.write(piece)
-                    beat()
+                    heartbeat()
         yield Path(scratch)
 
 
-def _read(action: Callable[[], T], location: str, retry: Retry) -> T:
-    try:
-        return retry.run(action, location)
-    except StorageError as error:
-        cause = error.__cause__
-        reason = getattr(cause, "strerror", None) or cause
-        raise StorageError(f"model {location}: cannot be read ({reason}): look at the store and its rights") from cause
+def _unreadable_error(error: OSError, location: str) -> StorageError:
+    return StorageError(
+        f"model {location}: cannot be read ({error.strerror or error}): look at the store and its rights"
+    )

@@ -1,6 +1,7 @@
-"""Models in memory, by `transformers`; adapters beside them, by `peft`.
+"""Load models with `transformers` and adapters with `peft`.
 
-Invariants: nothing is taken from a network; a folder that lacks a weight is refused, where the library would draw it.
+Invariants: the network is not used; a folder that lacks a weight is refused, although the library would initialize it
+randomly.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainium_trainer.evaluate.answering.folder import ADAPTER_WEIGHTS, Candidate, ComputeDevice, ComputeType
+from trainium_trainer.evaluate.answering.folder import ADAPTER_WEIGHTS, ComputeDevice, ComputeType, ModelFiles
 from trainium_trainer.exits import UserError
-from trainium_trainer.weights import BaseWeights
 from trainium_trainer.weights.adapter import BASE_DIGEST
+from trainium_trainer.weights.base import BaseWeights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,40 +28,37 @@ _MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that answers."""
+    """A model in memory."""
 
-    folder: Candidate
+    folder: ModelFiles
     network: Any
-    """The library's model, whose type is known to it alone."""
+    """The library's model, without a public type."""
     device: torch.device
 
 
-def device_of(choice: ComputeDevice) -> torch.device:
-    """Return the device to compute on. Raises UserError when it is not there."""
-    there = torch.cuda.is_available()
-    if choice is ComputeDevice.CUDA and not there:
+def select_device(choice: ComputeDevice) -> torch.device:
+    """Return the device to compute on. Raises UserError if it does not exist."""
+    has_gpu = torch.cuda.is_available()
+    if choice is ComputeDevice.CUDA and not has_gpu:
         raise UserError("--device cuda: torch finds no GPU on this machine: leave the option out, or use cpu")
-    return torch.device("cuda" if choice is not ComputeDevice.CPU and there else "cpu")
+    return torch.device("cuda" if choice is not ComputeDevice.CPU and has_gpu else "cpu")
 
 
 def load(
-    folder: Candidate,
+    folder: ModelFiles,
     *,
     device: ComputeDevice = ComputeDevice.AUTO,
     precision: ComputeType = ComputeType.AUTO,
     recommended: bool = False,
 ) -> LoadedModel:
-    """Load a model, and its adapter beside it; `recommended` keeps the folder's settings of generation.
-
-    Raises UserError.
-    """
+    """Load a model with its adapter; `recommended` keeps the folder's generation settings. Raises UserError."""
     from transformers import AutoModelForCausalLM, GenerationConfig  # noqa: PLC0415 - seconds
     from transformers.utils import logging  # noqa: PLC0415
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    place = device_of(device)
+    torch_device = select_device(device)
     dtype: torch.dtype | str = "auto"
-    if precision is not ComputeType.AUTO or place.type == "cpu":
+    if precision is not ComputeType.AUTO or torch_device.type == "cpu":
         dtype = torch.float32 if precision is ComputeType.AUTO else getattr(torch, precision.value)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -70,7 +68,7 @@ def load(
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{folder.path}: transformers cannot load the model ({reason}): replace the folder") from error
     network, report = loaded
-    absent = sorted(map(str, report["missing_keys"])) + sorted(str(each[0]) for each in report["mismatched_keys"])
+    absent = sorted(map(str, report["missing_keys"])) + sorted(str(key[0]) for key in report["mismatched_keys"])
     if absent:
         raise UserError(
             f"{folder.path}: {len(absent)} weights are missing or of another size, the first {absent[0]}: write or "
@@ -80,7 +78,7 @@ def load(
         network = _with_adapter(network, folder.path, folder.adapter)
     if not recommended:
         network.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
-    return LoadedModel(folder, network.to(place).eval(), place)
+    return LoadedModel(folder, network.to(torch_device).eval(), torch_device)
 
 
 def _with_adapter(network: Any, base: Path, adapter: Path) -> Any:
@@ -95,7 +93,7 @@ def _with_adapter(network: Any, base: Path, adapter: Path) -> Any:
         ) from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # warnings of one library about the other
+            warnings.simplefilter("ignore", FutureWarning)  # the libraries warn about each other
             return PeftModel.from_pretrained(network, str(adapter))
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
@@ -105,7 +103,7 @@ def _with_adapter(network: Any, base: Path, adapter: Path) -> Any:
 
 
 def _check_sizes(network: Any, base: Path, adapter: Path) -> None:
-    """Refuse an adapter whose targets are not in the model, or of other widths: it is of another base."""
+    """Raise UserError for an adapter of another base: its targets are missing or have other widths."""
     widths = {
         name: (module.in_features, module.out_features)
         for name, module in network.named_modules()
@@ -124,10 +122,10 @@ def _check_sizes(network: Any, base: Path, adapter: Path) -> None:
         module, inner = matrix["module"], matrix["matrix"] == "A"
         if module not in widths:
             raise UserError(f"{adapter}: has weights for {module}, which {base} does not have: it is of another base")
-        wanted, found = widths[module][0 if inner else 1], size[1 if inner else 0]
-        if wanted != found:
+        wanted, width = widths[module][0 if inner else 1], size[1 if inner else 0]
+        if wanted != width:
             raise UserError(
-                f"{adapter}: is for a {module} of width {found}, but in {base} it has {wanted}: it is of another base, "
+                f"{adapter}: is for a {module} of width {width}, but in {base} it has {wanted}: it is of another base, "
                 "give that with --base"
             )
     if made_for is not None and made_for != BaseWeights.open(str(base)).digest:

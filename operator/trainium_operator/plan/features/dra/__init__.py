@@ -19,9 +19,9 @@ def _is_used(observed: Observed, settings: PlanSettings) -> bool:  # noqa: ARG00
 FEATURE = Feature(
     name="claimed devices",
     is_used=_is_used,
-    pod_fields=template.claiming,
+    pod_fields=template.pod_claim_fields,
     node_problems=claims.find_problems,
     reconcile_before_pods=claims.reconcile_templates,
-    refuse_pods=claims.cannot_claim,
+    refuse_pods=claims.refuse_claims,
     describe_capacity=claims.free_devices,
 )

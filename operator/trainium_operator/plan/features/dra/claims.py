@@ -1,14 +1,14 @@
-"""Policy: the template that a job's pods claim their devices by is there before them, and goes when none refers to it.
+"""Policy: create the claim template of a job before its pods, and delete it when no pod refers to it.
 
-A template cannot change, so another shape is another template; a pod keeps the one that it was made for. Where devices
-cannot be claimed no pod is made, and what runs goes on.
+A template cannot change, so another shape is another template, and a pod keeps the one that it was created for. Where
+devices cannot be claimed no pod is created, and running pods continue.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.faults.classify import cause_of_claim_health, cause_of_device_taint
+from trainium_contract.faults.classify import find_claim_health_cause, find_device_taint_cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.faults.node_signals import NodeProblem
 from trainium_operator.plan.features.dra.template import claim_template
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.workers import Worker
 
 _SEVERITY = {"NoExecute": Severity.DRAIN, "NoSchedule": Severity.SUSPECT}
-"""Severity of a taint by its effect: its holder is about to be evicted, or would not be put there any more."""
+"""Severity of a taint by its effect: its holder is about to be evicted, or would not be placed there again."""
 _WHY = {
     ApiState.OFF: "devices are not claimed here: install the chart with dra.enabled=true, or leave out "
     "workers.accelerator.claim and install the Neuron device plugin",
     ApiState.ABSENT: "this cluster does not serve resource.k8s.io/v1, which comes with Kubernetes 1.34: leave out "
     "workers.accelerator.claim and install the Neuron device plugin",
-    ApiState.READING: "what the cluster says of claimed devices is being read",
+    ApiState.READING: "claimed devices are being read",
 }
 
 
 def reconcile_templates(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Make the template that is wanted, and remove those of earlier shapes that no pod refers to any more.
+    """Create the current template, and delete earlier ones that no pod refers to.
 
-    With parts of the spec that this version does not know none is removed: another may be what a newer version wants.
+    If the spec has parts that this version does not know none is deleted, because a newer version may want another one.
     """
     if facts.observed.devices is None:
         return PolicyResult(status=status)
-    if facts.now < facts.observed.creations_from:
-        return PolicyResult(status=status, requeue_at=(facts.observed.creations_from,))
+    if facts.now < facts.observed.create_after:
+        return PolicyResult(status=status, requeue_at=(facts.observed.create_after,))
     present, wanted = facts.observed.devices.templates, claim_template(facts.job)
     name = wanted["metadata"]["name"] if wanted is not None else ""
     made = () if wanted is None or name in present else (ApplyObject(wanted),)
@@ -53,8 +53,8 @@ def reconcile_templates(facts: Facts, status: TrainingJobStatus) -> PolicyResult
     return PolicyResult(status=status, actions=(*made, *dropped))
 
 
-def cannot_claim(facts: Facts) -> tuple[Reason, str] | None:
-    """Return why no pod can be made now, and what to do; None where devices can be claimed, or need not be."""
+def refuse_claims(facts: Facts) -> tuple[Reason, str] | None:
+    """Return why no pod can be created now, and what to do; None where devices can be claimed, or need not be."""
     state = facts.settings.dra
     if facts.job.spec.workers.accelerator.claim is None or state is ApiState.READY:
         return None
@@ -63,10 +63,7 @@ def cannot_claim(facts: Facts) -> tuple[Reason, str] | None:
 
 
 def free_devices(facts: Facts) -> str:
-    """Return how many nodes could take a worker by their ResourceSlices, as a sentence.
-
-    Empty without a claim.
-    """
+    """Return the number of nodes with enough free devices as a sentence; empty without a claim."""
     devices, count = facts.observed.devices, facts.job.spec.workers.accelerator.claimed_devices()
     if devices is None or not count:
         return ""
@@ -74,18 +71,18 @@ def free_devices(facts: Facts) -> str:
 
 
 def find_problems(observed: Observed, worker: Worker) -> Iterator[NodeProblem]:
-    """Return what is reported about the devices that the worker claims.
+    """Return the reported problems of the devices that the worker claims.
 
-    A taint means nothing of the other devices of its node, which the scheduler may give to a new worker; a device that
-    is unhealthy and not tainted would be given out again, so its node is left.
+    A taint does not concern the other devices of its node, which the scheduler may give to a new worker. A device
+    that is unhealthy and not tainted would be allocated again, so its node is avoided.
     """
     taints = observed.devices.taints.get(worker.pod.uid, ()) if observed.devices is not None else ()
     yield from filter(None, (*map(taint_problem, taints), health_problem(worker.pod.device_health)))
 
 
 def taint_problem(taint: DeviceTaint) -> NodeProblem | None:
-    """Return the problem of a taint of a claimed device; None where it asks nothing of its holder."""
-    cause = cause_of_device_taint(taint.effect)
+    """Return the problem of a taint of a claimed device; None if it requires nothing of its holder."""
+    cause = find_device_taint_cause(taint.effect)
     if cause is None:
         return None
     key = f"{taint.key}={taint.value}" if taint.value else taint.key
@@ -98,5 +95,5 @@ def health_problem(reported: tuple[str, str] | None) -> NodeProblem | None:
     if reported is None:
         return None
     health, message = reported
-    cause = cause_of_claim_health(health)
+    cause = find_claim_health_cause(health)
     return None if cause is None else NodeProblem(Severity.DRAIN, cause, "claim health", f"{health}, {message}")

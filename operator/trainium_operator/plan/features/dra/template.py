@@ -1,8 +1,8 @@
-"""The ResourceClaimTemplate of a job that claims its devices, and what its pods state of it. Pure construction.
+"""Build the ResourceClaimTemplate of a job that claims its devices, and the claims of its pods. Pure.
 
-Invariants: the name of a template is made of its content, because its spec cannot change; devices are counted, never
-`All`, so that quotas and people can count them too; a job without a claim has nothing of this.
-Shapes and names are those of resource.k8s.io/v1 and of AWS's examples for the Neuron DRA driver.
+Invariants: a template's name follows from its content, because its spec cannot change. Devices are counted, never
+`All`, so that quotas can count them too. A job without a claim has none of this. Shapes and names are those of
+resource.k8s.io/v1 and of AWS's examples for the Neuron DRA driver.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 KIND = "ResourceClaimTemplate"
 API_VERSION = "resource.k8s.io/v1"
 _GROUPS = "resource.aws.com/devicegroup{}_id"
-"""Attribute that devices share which are connected with each other, by the size of the group."""
+"""Attribute shared by devices that are connected with each other, by the size of the group."""
 _PARAMETERS = "neuron.aws.com/v1"
 
 
@@ -37,7 +37,7 @@ def claim_template(job: JobView) -> Json | None:
     return owned_object(job, API_VERSION, KIND, name, content, "devices")
 
 
-def claiming(job: JobView) -> tuple[Json, Json]:
+def pod_claim_fields(job: JobView) -> tuple[Json, Json]:
     """Return additional fields of a pod's spec and of its container's resources; empty without a claim."""
     template = claim_template(job)
     if template is None:
@@ -57,14 +57,13 @@ def _devices(accelerator: AcceleratorSpec, claim: ClaimSpec) -> Json:
     devices: Json = {"requests": [{"name": CLAIM, "exactly": exactly}]}
     if claim.connected:
         devices["constraints"] = [{"requests": [CLAIM], "matchAttribute": _GROUPS.format(count)}]
-    if parameters := _parameters(claim):
+    if parameters := _driver_parameters(claim):
         opaque = {"driver": DRIVER, "parameters": {"apiVersion": _PARAMETERS, **parameters}}
         devices["config"] = [{"requests": [CLAIM], "opaque": opaque}]
     return devices
 
 
-def _parameters(claim: ClaimSpec) -> Json:
-    """Return the parameters of the driver; empty where the job sets none."""
+def _driver_parameters(claim: ClaimSpec) -> Json:
     if claim.ultra_server_node:
         return {"kind": "UltraServerConfig", "ultraserverMode": 1}
     if claim.logical_neuron_core is not None:

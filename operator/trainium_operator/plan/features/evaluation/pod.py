@@ -1,7 +1,7 @@
 """Build the pod that measures a milestone's model, from the template of the workers.
 
-It has the image, variables, volumes and service account of a worker, so that it reads the same storage, and nothing
-that makes a pod a member: no token, no devices, no place beside or apart from workers.
+It has the image, variables, volumes and service account of a worker, so that it reads the same storage. It lacks what
+makes a pod a member: token, devices, and affinity to workers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ RESULT_NAME = "milestone.json"
 """File beside the model, on storage that is a folder."""
 _MIB = 1 << 20
 _LIBRARIES = 2048 * _MIB
-"""Memory that Python and its libraries take."""
+"""Memory of Python and its libraries."""
 _FLOAT32_SHARE = 2
-"""The model is computed in float32 on a CPU; its files have two bytes a number or four."""
+"""The model is computed in float32 on a CPU; its files have two or four bytes a number."""
 _GRACE_SECONDS = 10
 _OF_WORKERS = ("args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe")
 _ANNOTATIONS_OF_WORKERS = (env.GROUP, "karpenter.sh/", "cluster-autoscaler.kubernetes.io/")
@@ -71,7 +71,7 @@ def evaluation_pod(job: JobView, settings: PlanSettings, entry: MilestoneEvaluat
 
 def _container(worker: Json, entry: MilestoneEvaluation) -> Json:
     kept = {key: value for key, value in worker.items() if key not in _OF_WORKERS}
-    # Some container runtimes show every GPU of a node to pods that ask for none.
+    # Some container runtimes expose every GPU of a node to pods that request none.
     command = ["trainium-trainer", "evaluate", entry.path, "--config", env.CONFIG_PATH, "--device", "cpu"]
     command += ["--message", TERMINATION_LOG]
     if entry.path.startswith("/"):

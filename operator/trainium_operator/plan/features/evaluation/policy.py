@@ -1,12 +1,12 @@
-"""Policy: a pod beside the workers measures the model of each milestone, one after the other (evaluate.atMilestones).
+"""Policy: measure the model of each milestone in a pod beside the workers, one after the other (evaluate.atMilestones).
 
 The pod is a member of no generation, has no token and the lowest priority. Its termination message has the figures.
 
 Guarantees:
 - There is one pod at a time, because it has one name. It is deleted before the next one is created.
 - The status has each result before its pod is deleted, so no model is measured twice.
-- A model whose pod fails is tried again with a back-off, `ATTEMPTS` times in all; mistakes of the user only once.
-  A pod that was evicted, preempted or deleted does not count.
+- A model whose pod fails is tried again with a back-off, `ATTEMPTS` times in all; after a user error only once. A pod
+  that was evicted, preempted or deleted does not count.
 - Neither a failure nor a refused pod changes anything else of the job.
 """
 
@@ -26,7 +26,7 @@ from trainium_operator.plan.model.actions import CreateEvaluation, DeleteEvaluat
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import parse_rfc3339, rfc3339, sentence
+from trainium_operator.plan.model.text import format_figure, format_sentence, parse_rfc3339, rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
@@ -37,16 +37,16 @@ ATTEMPTS = 3
 BACKOFF_SECONDS = 30.0
 """Pause after the first failure; each further one doubles it."""
 RECHECK_SECONDS = 5.0
-"""Interval of looks until the pods have been read."""
+"""Interval of checks until the pods have been read."""
 
 
 def is_wanted(spec: TrainingJobSpec) -> bool:
-    """Return whether the job asks for figures of its milestones."""
+    """Return whether the job requests figures of its milestones."""
     return spec.trainer is not None and spec.trainer.evaluate.at_milestones
 
 
 def reconcile_evaluation(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Take the result of the pod that has ended, or create the next one."""
+    """Record the result of the pod that has ended, or create the next one."""
     observed = facts.observed.evaluation
     runs = is_wanted(facts.job.spec) and not facts.job.spec.suspend and not is_true(status, ConditionType.FAILED)
     if runs:
@@ -60,8 +60,8 @@ def reconcile_evaluation(facts: Facts, status: TrainingJobStatus) -> PolicyResul
         return PolicyResult(status=status)
     start = _next_start(entry)
     if observed.refusal is not None:
-        start = max(start, observed.refusal.again_from)
-        message = sentence(f"its pod cannot be created: {observed.refusal.sentence}")
+        start = max(start, observed.refusal.retry_at)
+        message = format_sentence(f"its pod cannot be created: {observed.refusal.sentence}")
         status = _with_entry(status, entry.replaced(message=message))
     if facts.now < start:
         return PolicyResult(status=status, requeue_at=(start,))
@@ -75,7 +75,7 @@ def is_pending(entry: MilestoneEvaluation) -> bool:
 
 
 def describe_attempt(entry: MilestoneEvaluation) -> str:
-    """Return what the next pod for a model carries: which model it measures, and how many failed before."""
+    """Return the annotation of the next pod for a model: the model, and the failed attempts before."""
     return f"{entry.failures} {entry.path}"
 
 
@@ -90,7 +90,7 @@ def _with_new_models(status: TrainingJobStatus) -> tuple[MilestoneEvaluation, ..
 
 
 def _follow(facts: Facts, status: TrainingJobStatus, pod: PodView, *, runs: bool) -> PolicyResult:
-    """Return the result of a pod that has ended, with its deletion; also that of one that nobody waits for."""
+    """Return the result of a pod that has ended, and its deletion; also for a model that is no longer wanted."""
     if pod.deleting:
         return PolicyResult(status=status)
     ended = pod.exit_code is not None or pod.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
@@ -104,18 +104,18 @@ def _follow(facts: Facts, status: TrainingJobStatus, pod: PodView, *, runs: bool
 
 
 def _record(facts: Facts, status: TrainingJobStatus, pod: PodView, entry: MilestoneEvaluation) -> PolicyResult:
-    figures = _figures_of(pod)
+    figures = _read_figures(pod)
     entry = entry.replaced(time=rfc3339(facts.now))
     if figures:
         entry = entry.replaced(figures=figures, message="")
-        text = ", ".join(_format_figure(each) for each in figures)
+        text = ", ".join(format_figure(each) for each in figures)
         note = event(Reason.EVALUATED, f"The model of step {entry.step} was measured: {text}.")
         return PolicyResult(status=_with_entry(status, entry), events=(note,))
     reason = pod.message or pod.reason or "its pod left no figures"
     if pod.disrupted:
-        return PolicyResult(status=_with_entry(status, entry.replaced(message=sentence(reason))))
+        return PolicyResult(status=_with_entry(status, entry.replaced(message=format_sentence(reason))))
     failures = ATTEMPTS if pod.exit_code == ExitCode.USER_ERROR else entry.failures + 1
-    entry = entry.replaced(failures=failures, message=sentence(reason))
+    entry = entry.replaced(failures=failures, message=format_sentence(reason))
     then = "it is tried again" if is_pending(entry) else "it is left out"
     code = "" if pod.exit_code is None else f" (exit code {pod.exit_code})"
     text = f"The model of step {entry.step} could not be measured{code}, {then}: {reason}"
@@ -123,8 +123,8 @@ def _record(facts: Facts, status: TrainingJobStatus, pod: PodView, entry: Milest
     return PolicyResult(status=_with_entry(status, entry), events=(warning,))
 
 
-def _figures_of(pod: PodView) -> tuple[EvaluationFigure, ...]:
-    """Return the figures in the termination message of a pod that succeeded; none where it has no such message."""
+def _read_figures(pod: PodView) -> tuple[EvaluationFigure, ...]:
+    """Return the figures in the termination message of a pod that succeeded; empty if it has no such message."""
     if pod.exit_code != 0:
         return ()
     try:
@@ -141,8 +141,3 @@ def _next_start(entry: MilestoneEvaluation) -> float:
 def _with_entry(status: TrainingJobStatus, entry: MilestoneEvaluation) -> TrainingJobStatus:
     changed = tuple(entry if each.path == entry.path else each for each in status.evaluations)
     return status.replaced(evaluations=changed)
-
-
-def _format_figure(figure: EvaluationFigure) -> str:
-    error = "" if figure.standard_error is None else f" ± {figure.standard_error:.2g}"
-    return f"{figure.name} none" if figure.after is None else f"{figure.name} {figure.after:.4g}{error}"

@@ -1,9 +1,11 @@
 """Build the object of each gang API and its marks on pods.
 
-Field names were read from API servers and their sources, not from memory: scheduling.k8s.io v1alpha1 (Kubernetes 1.35:
-Workload, `pod.spec.workloadRef`), v1alpha2 (1.36) and v1alpha3, v1beta1 (1.37: PodGroup, `pod.spec.schedulingGroup`);
-scheduling.x-k8s.io v1alpha1. Invariants: an object's name follows from its content, because these
-objects cannot be changed; the job owns it, so it goes with the job.
+Field names were read from API servers and their sources: scheduling.k8s.io v1alpha1 (Kubernetes 1.35: Workload,
+`pod.spec.workloadRef`), v1alpha2 (1.36) and v1alpha3, v1beta1 (1.37: PodGroup, `pod.spec.schedulingGroup`);
+scheduling.x-k8s.io v1alpha1.
+
+Invariants: an object's name follows from its content, because these objects cannot be changed. The job owns it, so it
+is deleted with the job.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _BY_SPEC = {
 }
 _COSCHEDULING_LABEL = "scheduling.x-k8s.io/pod-group"
 _WORKLOAD_GROUP = "workers"
-"""Name of the only pod group within a Workload of Kubernetes 1.35."""
+"""Name of the only pod group in a Workload of Kubernetes 1.35."""
 
 
 def group_object(job: JobView, api: GangApi, api_version: str, least: int) -> Json | None:
@@ -55,8 +57,8 @@ def group_object(job: JobView, api: GangApi, api_version: str, least: int) -> Js
     return None
 
 
-def mark(pod: Json, api: GangApi, group: str) -> Json:
-    """Mark the pod as a member of the group, for an API with group objects."""
+def join_group(pod: Json, api: GangApi, group: str) -> Json:
+    """Mark the pod as a member of the group, if the API has group objects."""
     old = pod["metadata"].get("annotations", {})
     pod = {**pod, "metadata": {**pod["metadata"], "annotations": {**old, ANNOTATION_GROUP: group}}}
     if api is GangApi.SCHEDULING_GROUP:
@@ -79,13 +81,13 @@ def _object(job: JobView, api_version: str, kind: str, spec: Json) -> Json:
 
 
 def gang_api(facts: Facts) -> GangApi:
-    """Return who sees to it that all workers of this job start together."""
+    """Return the gang API that starts all workers of this job together."""
     served = facts.settings.gang_apis
     return next((api for api in _BY_SPEC[facts.job.spec.scheduling.gang] if api in served), GangApi.NONE)
 
 
 def waits_as_gang(facts: Facts, status: PublicStatus) -> bool:
-    """Return whether no pod that is made now gets a node before all of its group are there."""
+    """Return whether a new pod gets no node before all of its group exist."""
     return status.membership.size == 0 and _group(facts) is not None
 
 
@@ -105,12 +107,15 @@ def _group(facts: Facts) -> dict[str, Any] | None:
 
 
 def group_pods(facts: Facts, status: PublicStatus, manifests: list[Json]) -> tuple[tuple[Action, ...], list[Json]]:
-    """Return the gang's object, and the new pods marked for it; those of a job that trains are no part of a gang."""
+    """Return the gang's object, and the new pods marked for it.
+
+    New pods of a job that trains are not part of a gang.
+    """
     group = _group(facts) if status.membership.size == 0 else None
     if group is None:
         return (), manifests
     api = gang_api(facts)
-    return (ApplyGroup(group),), [mark(pod, api, group["metadata"]["name"]) for pod in manifests]
+    return (ApplyGroup(group),), [join_group(pod, api, group["metadata"]["name"]) for pod in manifests]
 
 
 def describe_wait(facts: Facts) -> str:

@@ -1,4 +1,4 @@
-"""Use nodes that nobody needs beyond those that were requested."""
+"""Use idle nodes beyond the requested ones."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""Policy: nodes that nobody needs are taken beyond those that were asked for, and are the first to be given up.
+"""Policy: use idle nodes beyond the requested ones, and give them up first. `elasticity.idleNodes: Take`.
 
-`elasticity.idleNodes: Take`. What is idle the scheduler states: workers of the lowest priority are asked for, up to
-`workers.maxReplicas`, and those that get a node are extras. A worker that needs the node has a higher priority, and the
-scheduler preempts an extra for it: like a notice on its node, that is a planned departure, which saves first. The job
-grows onto extras only to a size that saves a pass, when it has rested (`growth_resumes_at`), where the steps that are
-left repay the growth and the way back, and only after the extras have been there for as long as that takes to repay:
-nobody knows how long they stay, so it is as with skis to rent or to buy, and no more than twice the least is lost.
+The scheduler decides what is idle: the job requests extra workers of the lowest priority, up to `workers.maxReplicas`.
+If another worker needs an extra's node, the scheduler preempts the extra; like a notice on its node, that is a planned
+departure, which saves first.
 
-Invariants: while the job lacks anything that it asked for nothing is asked for beyond it; nothing is ever waited for
-that is beyond it; extras that find no node, or save no pass, go after a while and are asked for again ever later.
+The job grows onto extras only to a size that saves a pass, after its rest (`growth_resumes_at`), and only where the
+remaining steps repay the growth and the way back. It also waits until the extras have been there for as long as that
+takes to repay: their stay is unknown, so this is the ski rental problem, and the loss is at most twice the least
+possible.
+
+Invariants: a job that lacks requested workers requests no extras. Nothing waits for extras. Extras that find no node,
+or save no pass, are deleted after a while and requested again at growing intervals.
 """
 
 from __future__ import annotations
@@ -40,26 +42,26 @@ _NEVER = IdleNodesStatus()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limits:
-    """Limits of the job beyond what was asked for, in nodes."""
+    """Limits of the job in nodes, beyond the requested ones."""
 
     base: int
     """Requested nodes."""
     most: int
-    """The best size that it may have."""
+    """The best size that the job may have."""
     usable: int
-    """Extras that train or can join at once, as many of them as a queue grants."""
+    """Extras that train or can join at once, at most as many as a queue grants."""
     available: int
     """Workers that train or can join at once."""
 
     def beyond(self, facts: Facts, workers: int) -> int:
-        """Return the best size for so many workers, of which `usable` may be extras; what was asked for at least."""
+        """Return the best size for that many workers, of which `usable` may be extras; at least the requested size."""
         return max(self.base, facts.size.legal_at_most(min(workers, self.base + self.usable, self.most)))
 
 
 def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
     """Return the status with the size to work towards and the extras to keep.
 
-    `status.desired` is what was asked for.
+    `status.desired` is the requested size.
     """
     if facts.current is None or not status.desired:
         return PolicyResult(status=status.replaced(idle_nodes=_NEVER))
@@ -72,15 +74,15 @@ def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
         available=len(facts.member_uids - lost) + len(healthy_joiners(facts)),
     )
     target, requeue_at = _target(facts, status, limits, losses)
-    idle, later = _kept(facts, status, limits, losses)
+    idle, later = _target_extras(facts, status, limits, losses)
     idle = idle.replaced(taken=target - limits.base)
     return PolicyResult(status=status.replaced(desired=target, idle_nodes=idle), requeue_at=requeue_at + later)
 
 
 def _most(facts: Facts, status: PublicStatus) -> int:
-    """Return the best size that the job may have; what was asked for while others wait for nodes, or it for quota."""
+    """Return the best size that the job may have; the requested one while others wait for nodes, or it for quota."""
     takes = facts.job.spec.elasticity.idle_nodes is IdleNodes.TAKE and bool(facts.settings.extra_priority_class)
-    if not takes or facts.observed.wanted_elsewhere or status.desired < facts.size.desired:
+    if not takes or facts.observed.nodes_wanted_by_gangs or status.desired < facts.size.desired:
         return status.desired
     return max(status.desired, facts.size.most)
 
@@ -88,7 +90,7 @@ def _most(facts: Facts, status: PublicStatus) -> int:
 def _target(
     facts: Facts, status: PublicStatus, limits: _Limits, losses: tuple[Loss, ...]
 ) -> tuple[int, tuple[float, ...]]:
-    """Return the size to work towards, and when to look again (Unix seconds)."""
+    """Return the size to work towards, and when to check again (Unix seconds)."""
     if losses:
         return limits.beyond(facts, limits.available), ()
     present = len(facts.members)
@@ -102,7 +104,7 @@ def _target(
 
 
 def _grow_at(facts: Facts, status: PublicStatus, present: int, size: int) -> float | None:
-    """Return when to grow beyond what was asked for (Unix seconds); None when what is left does not repay it."""
+    """Return when to grow beyond the requested size (Unix seconds); None if the remaining steps do not repay it."""
     price = resize_cost_seconds(status) or 0.0
     if not is_worth_growing(facts, status, present, size, beside=price + compile_seconds(facts, status, size)):
         return None
@@ -112,10 +114,10 @@ def _grow_at(facts: Facts, status: PublicStatus, present: int, size: int) -> flo
     return max(repaid, growth_resumes_at(facts, status))
 
 
-def _kept(
+def _target_extras(
     facts: Facts, status: TrainingJobStatus, limits: _Limits, losses: tuple[Loss, ...]
 ) -> tuple[IdleNodesStatus, tuple[float, ...]]:
-    """Return how many extras to keep or to ask for, and when to look again (Unix seconds)."""
+    """Return the number of extras to keep or to request, and when to check again (Unix seconds)."""
     idle, limit = status.idle_nodes, limits.most - limits.base
     if limit <= 0:
         return _NEVER, ()
@@ -124,7 +126,7 @@ def _kept(
     useful = facts.size.legal_at_most(min(limits.base + bound, limits.most)) - limits.base
     held = max(0, min(useful, bound))
     if any(worker.pod.extra and _failed(worker) for worker in facts.outsiders):
-        return _give_up_request(facts, idle, held)  # another one would fail there too, and nobody is in a hurry
+        return _give_up_request(facts, idle, held)  # another one would fail there too, and it is not urgent
     if idle.asked_at is not None:
         return _asking(facts, idle, min(idle.wanted, limit), bound, held)
     found = limits.usable >= held > facts.job.status.idle_nodes.taken
@@ -135,7 +137,7 @@ def _kept(
     price = resize_cost_seconds(status) or 0.0
     if not is_worth_growing(facts, status, present, limits.most, beside=price):
         return idle, ()
-    since = max(idle.retry_at or 0.0, growth_resumes_at(facts, status), facts.observed.creations_from)
+    since = max(idle.retry_at or 0.0, growth_resumes_at(facts, status), facts.observed.create_after)
     if facts.now < since:
         return idle, (since,)
     return idle.replaced(wanted=limit, asked_at=facts.now, retry_at=None), (facts.now + _timeout(facts),)
@@ -144,7 +146,7 @@ def _kept(
 def _asking(
     facts: Facts, idle: IdleNodesStatus, wanted: int, bound: int, held: int
 ) -> tuple[IdleNodesStatus, tuple[float, ...]]:
-    """Return what follows while extras are requested: they have nodes, are pending, or cannot be had."""
+    """Return the next state while extras are requested: they have nodes, are pending, or cannot be had."""
     assert idle.asked_at is not None
     if bound >= wanted:
         return idle.replaced(wanted=held, asked_at=None), ()
@@ -153,7 +155,7 @@ def _asking(
 
 
 def _give_up_request(facts: Facts, idle: IdleNodesStatus, held: int) -> tuple[IdleNodesStatus, tuple[float, ...]]:
-    """Keep what is there, and ask again after a pause that grows."""
+    """Keep the extras that exist, and request more after a growing pause."""
     times = idle.failed_requests + 1
     pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16))
     retry_at = facts.now + pause
@@ -165,17 +167,17 @@ def _failed(worker: Worker) -> bool:
 
 
 def _timeout(facts: Facts) -> float:
-    """Return how long extras may wait for a node (seconds): as long as the job waits for capacity that it needs."""
+    """Return how long extras may wait for a node (seconds): as long as the job waits for requested capacity."""
     return float(facts.job.spec.recovery.rescale_after_seconds)
 
 
 def _trains_on(facts: Facts, status: PublicStatus) -> bool:
-    """Everybody trains, no size was asked for, and steps are left."""
+    """Return whether all members train, no size was requested, and steps remain."""
     finished = any(worker is not None and worker.finished for _, worker in facts.members)
     return is_settled(facts) and not finished and not is_true(status, ConditionType.RESIZING) and not past_steps(status)
 
 
 def extras_usable(facts: Facts, lost: Collection[str]) -> tuple[Worker, ...]:
-    """Return extras that train, or can join at once; `lost` are pod uids of members that do not count."""
+    """Return extras that train or can join at once; `lost` are pod uids of members that do not count."""
     members = [worker for _, worker in facts.members if worker is not None and worker.pod.uid not in lost]
     return tuple(worker for worker in (*members, *healthy_joiners(facts)) if worker.pod.extra)

@@ -1,10 +1,10 @@
-"""Ask a queue of Kueue for quota, and use what it grants."""
+"""Request quota from a queue of Kueue, and use what it grants."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_operator.plan.features.kueue import ask, grant
+from trainium_operator.plan.features.kueue import admission, requests
 from trainium_operator.plan.model.feature import Feature
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ def _is_used(observed: Observed, settings: PlanSettings) -> bool:  # noqa: ARG00
 FEATURE = Feature(
     name="Kueue",
     is_used=_is_used,
-    admit=grant.granted,
-    place_pods=grant.place_pods,
-    reconcile=ask.reconcile_quota,
-    finish=ask.end_quota,
+    admit=admission.admit,
+    place_pods=admission.place_pods,
+    reconcile=requests.reconcile_quota,
+    finish=requests.release_quota,
 )

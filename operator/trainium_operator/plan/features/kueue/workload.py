@@ -1,7 +1,7 @@
-"""The Workload that asks Kueue for quota: pure construction.
+"""Build the Workload that requests quota from Kueue. Pure.
 
-Its pod sets hold what decides on quota and flavors and nothing else, so that a change of anything else leaves it as it
-is: pod sets cannot be changed while quota is reserved.
+Its pod sets contain only what decides on quota and flavors, so that no other change affects it: pod sets cannot change
+while quota is reserved.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def workload(
 ) -> Json:
     """Build the Workload of one part; `node_selector` binds a further part to the flavor of the first.
 
-    `priority` is the value of the job's PriorityClass; None when the class does not exist.
+    `priority` is the value of the job's PriorityClass; None if the class does not exist.
     """
-    # A queue refuses what its quota does not name, and quotas are seldom given in memory or CPU beside devices.
+    # A queue refuses resources that its quota does not name, and quotas for devices seldom name memory or CPU.
     template = _template(pod_template(job, settings, asks=False), node_selector or {})
     counts = {WORKERS: workers, SPARES: spares}
     scheduling = job.spec.scheduling
     spec: Json = {
         "queueName": scheduling.queue_name,
-        # What a job would like beside what it needs yields to what others need, and the last quota step first.
+        # Optional parts yield to what other jobs need, and the last quota step yields first.
         "priority": (priority or 0) - part,
         "podSets": [{"name": name, "count": count, "template": template} for name, count in counts.items() if count],
     }

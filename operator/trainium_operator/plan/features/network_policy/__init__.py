@@ -1,4 +1,4 @@
-"""Keep others away from a job's workers by a NetworkPolicy."""
+"""Restrict ingress to a job's workers by a NetworkPolicy."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ nobody needs to reach and which may not reach the workers.
 Egress is left open: a job reaches the coordinator, DNS, shared file systems, S3 and hubs, wherever those are, and a
 rule that omits one of them is an outage. EFA traffic bypasses the kernel's network, so no policy sees it; the security
 group of the device decides there. Pods on the network of their host are no target of any policy, and no rule by pod
-labels recognises them: an existing policy then admits everybody.
+labels recognizes them: an existing policy then admits everybody.
 
 Guarantees:
 - Nothing waits for the policy: it is written after the pods, with a back-off, and a job without it trains.
@@ -43,11 +43,11 @@ _NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """Label that the API server gives every namespace."""
 _KIND = ConditionType.NETWORK_POLICY_APPLIED
 RECHECK_SECONDS = 5.0
-"""Interval of looks until the policies have been read."""
+"""Interval of checks until the policies have been read."""
 
 
 def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
-    """Create or update the policy, and report what was refused."""
+    """Create or update the policy, and report a refusal."""
     observed, ingress = facts.observed, facts.settings.worker_ingress
     if ingress is None:
         return PolicyResult(status=_without_condition(status))
@@ -61,22 +61,22 @@ def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyR
         if find_condition(status, _KIND) is not None:
             status = with_condition(status, _KIND, True, Reason.POLICY_APPLIED, "", now=facts.now)
         return PolicyResult(status=status)
-    if not observed.policies_known:
+    if not observed.policies_listed:
         return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,))
     answer = PolicyResult(status=status)
     if observed.policy_refusal is not None:
         answer = _report_refusal(facts, status, observed.policy_refusal)
-        if facts.now < observed.policy_refusal.again_from:
-            return answer.then(PolicyResult(status=answer.status, requeue_at=(observed.policy_refusal.again_from,)))
+        if facts.now < observed.policy_refusal.retry_at:
+            return answer.then(PolicyResult(status=answer.status, requeue_at=(observed.policy_refusal.retry_at,)))
     return answer.then(PolicyResult(status=answer.status, actions=(ApplyPolicy(manifest),)))
 
 
 def _report_refusal(facts: Facts, status: TrainingJobStatus, refusal: WriteRefusal) -> PolicyResult:
     """Set the condition, and add an event when it is new."""
-    reason = Reason.NAME_TAKEN if refusal.taken else Reason.WRITE_FAILED
+    reason = Reason.NAME_TAKEN if refusal.name_in_use else Reason.WRITE_FAILED
     text = f"others can reach the workers' ports: {refusal.sentence}"
-    # False with a name that is taken would call the job stalled, and it trains.
-    status = with_condition(status, _KIND, None if refusal.taken else False, reason, text, now=facts.now)
+    # False because a name is taken would make the job stalled, but it trains.
+    status = with_condition(status, _KIND, None if refusal.name_in_use else False, reason, text, now=facts.now)
     before = find_condition(facts.job.status, _KIND)
     new = before is None or is_true(facts.job.status, _KIND) or before.reason != reason
     return PolicyResult(status=status, events=(event(reason, text, warning=True),) if new else ())
@@ -95,7 +95,7 @@ def network_policy(job: JobView, ingress: WorkerIngress) -> Json:
         "namespaceSelector": {"matchLabels": {_NAMESPACE_NAME: ingress.operator_namespace}},
         "podSelector": {"matchLabels": dict(ingress.operator_labels)},
     }
-    # The port that an agent reserves is any free one.
+    # an agent reserves any free port
     probes = {"from": [operator], "ports": [{"protocol": "TCP"}]}
     rules: list[Json] = [{}] if on_host_network(job) else [peers, probes, *map(dict, ingress.rules)]
     spec = {
@@ -110,5 +110,5 @@ def network_policy(job: JobView, ingress: WorkerIngress) -> Json:
 
 
 def on_host_network(job: JobView) -> bool:
-    """Return whether pods made now are on the network of their host."""
+    """Return whether new pods are on the network of their host."""
     return (job.spec.workers.template.get("spec") or {}).get("hostNetwork") is True

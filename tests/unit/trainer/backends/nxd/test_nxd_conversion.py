@@ -1,7 +1,5 @@
 """NxD's own checkpoints in and out: cut here by hand as NxD cuts them, and put together again by the converter."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from dataclasses import replace
@@ -12,14 +10,16 @@ import pytest
 import torch
 import yaml
 
+from tests.testing.trainer import base_models
+from tests.testing.trainer.base_models import flip_bit
 from trainium_contract.models.shape import ModelShape
 from trainium_contract.trainer.optimizer import OptimizerConfig
 from trainium_trainer.backends.nxd.conversion.from_nxd import NxdSource
-from trainium_trainer.backends.nxd.conversion.tag_files import TensorReference, name_of
+from trainium_trainer.backends.nxd.conversion.tag_files import TensorReference, rank_file_name
 from trainium_trainer.backends.nxd.conversion.to_nxd import NxdTarget, write_tag
 from trainium_trainer.backends.nxd.layout.parameter_names import Projections
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder
-from trainium_trainer.checkpoint.format.contents import Contents
+from trainium_trainer.checkpoint.format.reader import CheckpointReader
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.root.survey import survey, verify
 from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
@@ -28,25 +28,13 @@ from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, moment, s
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 
-SHAPE = ModelShape(
-    vocab_size=48,
-    hidden_size=20,
-    intermediate_size=24,
-    num_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=4,
-    rope_theta=10_000.0,
-    max_positions=64,
-    norm_eps=1e-5,
-    tie_embeddings=False,
-)
+SHAPE = replace(base_models.SHAPE, vocab_size=48, hidden_size=20)
 RETRY = Retry(())
 POSITION = Position(step=7, samples=56, tokens=1234)
 
 
 def sizes(shape: ModelShape = SHAPE) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's names and sizes."""
+    """Return the sizes of parameters by Hugging Face's names."""
     hidden, heads = shape.hidden_size, shape.head_dim
     query, key_value, inner = shape.num_attention_heads * heads, shape.num_key_value_heads * heads, 24
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
@@ -71,7 +59,7 @@ PARTS = (WEIGHT, moment("expAvg"), moment("expAvgSq"))
 
 
 def state(shape: ModelShape = SHAPE) -> dict[str, torch.Tensor]:
-    """A whole training state with values that are all different."""
+    """Return a whole training state whose values all differ."""
     generator = torch.Generator().manual_seed(3)
     found = {
         state_name(part, name): torch.randn(size, generator=generator)
@@ -81,8 +69,8 @@ def state(shape: ModelShape = SHAPE) -> dict[str, torch.Tensor]:
     return found | {OPTIMIZER_STEP: torch.tensor(7)}
 
 
-def written(folder: Path, tensors: dict[str, torch.Tensor]) -> Contents:
-    """A checkpoint of this trainer."""
+def written(folder: Path, tensors: dict[str, torch.Tensor]) -> CheckpointReader:
+    """Write a checkpoint of this trainer and open it."""
     storage = PosixStorage(folder)
     sources = [
         TensorSource(name, value.dtype, value.shape, lambda value=value: value) for name, value in tensors.items()
@@ -90,7 +78,7 @@ def written(folder: Path, tensors: dict[str, torch.Tensor]) -> Contents:
     write_whole(storage, sources, POSITION, {"model": SHAPE.to_json()}, RETRY)
     (checkpoint,) = survey(storage).committed
     assert verify(storage, checkpoint, RETRY) == []
-    return Contents(storage, checkpoint, RETRY)
+    return CheckpointReader(storage, checkpoint, RETRY)
 
 
 def read_back(source: NxdSource) -> dict[str, torch.Tensor]:
@@ -140,10 +128,10 @@ def test_a_tag_has_the_files_and_the_keys_that_nxd_gives_them(tmp_path: Path) ->
         "scheduler.pt",
         "user_content.pt",
     ]
-    model = torch.load(tag / "model" / name_of(0, 1, 0), weights_only=True)
+    model = torch.load(tag / "model" / rank_file_name(0, 1, 0), weights_only=True)
     assert model["model.layers.0.self_attn.qkv_proj.weight_qkv"].shape == (16 + 4 + 4, 20)
     assert {value.dtype for value in model.values()} == {torch.bfloat16}
-    optimizer = torch.load(tag / "optim" / name_of(1, 0, 0), weights_only=True)
+    optimizer = torch.load(tag / "optim" / rank_file_name(1, 0, 0), weights_only=True)
     assert set(optimizer) == {"state", "param_groups", "base_state", "shape_info", "sharded_master_weights"}
     assert optimizer["param_groups"][0]["params"] == list(range(len(model)))
     (norm,) = (number for number, name in enumerate(model) if name == "model.norm.weight")
@@ -175,7 +163,7 @@ def cut_by_hand(tag: Path, wanted: dict[str, torch.Tensor], *, zero1: int, xser:
 
             weights: dict[str, Any] = {name: cut(name, WEIGHT).bfloat16() for name in names}
             weights["model.rotary.inv_freq"] = torch.ones(2)
-            save(tag / "model" / name_of(0, tp, pp), weights, xser=xser)
+            save(tag / "model" / rank_file_name(0, tp, pp), weights, xser=xser)
             order = [name for name in names if len(hf[name]) == 2] + [name for name in names if len(hf[name]) == 1]
             matrices = sum(len(hf[name]) == 2 for name in names)
             groups = [
@@ -206,7 +194,7 @@ def cut_by_hand(tag: Path, wanted: dict[str, torch.Tensor], *, zero1: int, xser:
                     "shape_info": {number: torch.Size(hf[name]) for number, name in enumerate(order)},
                     "sharded_master_weights": shards[WEIGHT],
                 }
-                save(tag / "optim" / name_of(dp, tp, pp), content, xser=xser)
+                save(tag / "optim" / rank_file_name(dp, tp, pp), content, xser=xser)
     torch.save({"global_step": 7, "epoch": 1}, tag / "user_content.pt")
     (tag / "done").write_text("1")
 
@@ -272,7 +260,7 @@ def test_weights_that_nxd_left_out_come_from_the_optimizer(tmp_path: Path) -> No
     assert_same(read_back(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED)), wanted)
     with pytest.raises(UserError, match="has no weights, and the optimizer is left out: convert it with"):
         read_back(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED, weights_only=True))
-    (tmp_path / "tag" / "optim" / f"{name_of(1, 0, 0)}.tensors" / "tensor_3.pt").unlink()
+    (tmp_path / "tag" / "optim" / f"{rank_file_name(1, 0, 0)}.tensors" / "tensor_3.pt").unlink()
     with pytest.raises(UserError, match=r"optim/.*tensor_3.pt is missing"):
         read_back(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED))
 
@@ -288,7 +276,7 @@ def test_weights_alone_begin_with_moments_of_zero(tmp_path: Path) -> None:
         assert not found[state_name(moment("expAvg"), name)].any()
 
 
-def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
+def test_tags_that_cannot_be_converted_are_refused_by_name(tmp_path: Path) -> None:
     tag = tmp_path / "tag"
     cut_by_hand(tag, state(), zero1=2)
 
@@ -301,7 +289,7 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
     assert "of this model it would have (48, 20)" in refusal(shape=replace(SHAPE, vocab_size=96))
     assert "has no model.layers.2" in refusal(shape=replace(SHAPE, num_layers=3))
     assert "lm_head.weight is not the embedding" in refusal(shape=replace(SHAPE, tie_embeddings=True))
-    optimizer = tag / "optim" / name_of(1, 0, 1)
+    optimizer = tag / "optim" / rank_file_name(1, 0, 1)
     content = optimizer.read_bytes()
     optimizer.unlink()
     assert "optim/dp_rank_01_tp_rank_00_pp_rank_01.pt is missing" in refusal()
@@ -309,16 +297,16 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
     (tag / "done").unlink()
     assert "has no `done`: the save of that tag never ended" in refusal()
     (tag / "done").write_text("1")
-    (tag / "model" / name_of(0, 0, 0)).write_bytes(pickle.dumps(Path("anything")))
+    (tag / "model" / rank_file_name(0, 0, 0)).write_bytes(pickle.dumps(Path("anything")))
     assert "cannot be read, or holds more than tensors and plain values" in refusal()
 
 
 def test_a_degree_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
-    contents = written(tmp_path / "root", state())
+    reader = written(tmp_path / "root", state())
     for tensor, sentence in ((5, "numAttentionHeads 8"), (16, "numAttentionHeads 8")):
         target = NxdTarget(tensor, None, torch.float32, Projections.FUSED, KeyValueOrder.REPEATED)
         with pytest.raises(UserError, match=f"--tensor {tensor} does not divide the model's {sentence}"):
-            write_tag(tmp_path / "tag", contents, SHAPE, target, OptimizerConfig(), POSITION)
+            write_tag(tmp_path / "tag", reader, SHAPE, target, OptimizerConfig(), POSITION)
     assert not (tmp_path / "tag").exists()
 
 
@@ -326,10 +314,10 @@ def test_a_checkpoint_of_a_tuning_which_is_no_whole_model_is_refused(tmp_path: P
     name = "model.layers.0.self_attn.q_proj"
     kept = {f"{name}.lora_A.weight": torch.ones(2, 20), f"{name}.lora_B.weight": torch.ones(32, 2)}
     parts = {state_name(part, key): value for part in PARTS for key, value in kept.items()}
-    contents = written(tmp_path / "ours", parts | {OPTIMIZER_STEP: torch.tensor(7)})
+    reader = written(tmp_path / "ours", parts | {OPTIMIZER_STEP: torch.tensor(7)})
     target = NxdTarget(1, None, torch.float32, Projections.FUSED, KeyValueOrder.REPEATED)
     with pytest.raises(UserError, match=r"what a tuning trained and not model\.embed_tokens"):
-        write_tag(tmp_path / "tag", contents, SHAPE, target, OptimizerConfig(), POSITION)
+        write_tag(tmp_path / "tag", reader, SHAPE, target, OptimizerConfig(), POSITION)
     assert not (tmp_path / "tag").exists()
 
 
@@ -363,8 +351,8 @@ def test_the_commands_report_what_they_did_and_what_they_cannot_do(
     assert cli.run(["convert", "from-nxd", tag, back, "--config", str(config)]) == 0
     assert "step-7: step 7" in capsys.readouterr().out
     storage = PosixStorage(Path(back))
-    contents = Contents(storage, survey(storage).committed[0], RETRY)
-    assert_same({name: contents.read(name) for name in contents.tensors}, wanted)
+    reader = CheckpointReader(storage, survey(storage).committed[0], RETRY)
+    assert_same({name: reader.read(name) for name in reader.tensors}, wanted)
     assert cli.run(["convert", "from-nxd", tag, back, "--config", str(config)]) == 64
     assert "holds checkpoints already" in capsys.readouterr().err
     assert cli.run(["convert", "to-nxd", root, tag, "--tensor", "2"]) == 64
@@ -380,9 +368,8 @@ def test_a_damaged_checkpoint_ends_export_and_conversion_with_a_sentence(
 
     written(tmp_path / "root", state())
     shard = next((tmp_path / "root").rglob("shard-00000.safetensors"))
-    data = bytearray(shard.read_bytes())
-    data[-9] ^= 1
-    shard.write_bytes(data)
+    flip_bit(shard, -9)
+    data = shard.read_bytes()
     root, tag, model = (str(tmp_path / name) for name in ("root", "tag", "model"))
     for argv in (["convert", "to-nxd", root, tag, "--tensor", "2"], ["export", root, model]):
         assert cli.run(argv) == 64

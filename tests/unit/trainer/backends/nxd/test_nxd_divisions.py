@@ -1,31 +1,15 @@
 """Divide a state among ranks of backend Nxd: the boxes that they hold, and each value in one file."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 
-from tests.testing.trainer.schemes import assert_written_once
-from trainium_contract.models.shape import ModelShape
-from trainium_trainer.backends.nxd.layout.divisions import divisions, replicated, zero1
-from trainium_trainer.backends.nxd.layout.parameter_names import Projections, parameters_of
+from tests.testing.trainer.base_models import SHAPE
+from tests.testing.trainer.checkpoint_layouts import assert_written_once
+from trainium_trainer.backends.nxd.layout.divisions import divisions, replicated_rows, zero1_rows
+from trainium_trainer.backends.nxd.layout.parameter_names import Projections, list_parameters
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
-from trainium_trainer.checkpoint.dividing import Divided, Grid, Scheme, box_at
-
-SHAPE = ModelShape(
-    vocab_size=64,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=4,
-    rope_theta=10000.0,
-    max_positions=32,
-    norm_eps=1e-5,
-    tie_embeddings=False,
-)
+from trainium_trainer.checkpoint.sharding import CheckpointLayout, Grid, TensorMetadata, box_at
 
 
 @pytest.mark.parametrize("order", list(KeyValueOrder))
@@ -36,21 +20,21 @@ def test_the_boxes_are_those_of_nxds_layers_and_zero1(
     size: int, order: KeyValueOrder, data: int, sharded: bool
 ) -> None:
     grid = Grid(1, data, size)
-    found: dict[int, Scheme] = {}
+    found: dict[int, CheckpointLayout] = {}
     for tensor_rank, data_rank in itertools.product(range(size), range(data)):
         rank = TensorRank(SHAPE, tensor_rank, size, order)
-        tensors: list[Divided] = []
-        for name in parameters_of(SHAPE, Projections.FUSED):
+        tensors: list[TensorMetadata] = []
+        for name in list_parameters(SHAPE, Projections.FUSED):
             pieces, divided = rank.pieces(name), divisions(rank, name)
             rows = -(-sum(piece.sizes[0] for piece in pieces) // data)
-            stored = zero1(pieces, divided, data_rank, rows) if sharded else replicated(pieces, divided)
+            stored = zero1_rows(pieces, divided, data_rank, rows) if sharded else replicated_rows(pieces, divided)
             for each in stored:
                 box = box_at(each.piece.whole, each.division, grid, data_rank, tensor_rank)
                 assert (box.volume == 0 and each.piece.sizes[0] == 0) or (
                     (box.offsets, box.sizes) == (each.piece.offsets, each.piece.sizes)
                 )
-                tensors.append(Divided(each.piece.name, "F32", each.piece.whole, 0, each.division))
-        found[grid.rank(0, data_rank, tensor_rank)] = Scheme(grid, tensors)
+                tensors.append(TensorMetadata(each.piece.name, "F32", each.piece.whole, 0, each.division))
+        found[grid.rank(0, data_rank, tensor_rank)] = CheckpointLayout(grid, tensors)
     assert len({scheme.digest for scheme in found.values()}) == 1
-    assert found[0].problem() == ""
+    assert found[0].find_problem() == ""
     assert_written_once(found[0])

@@ -1,15 +1,13 @@
 """Find what NxD's layers stack, repeat and pad under Hugging Face's names: every value once, where it was."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 
 from trainium_contract.models.shape import ModelShape, QueryKeyNorm
-from trainium_contract.trainer.config import ModelConfig
-from trainium_trainer.backends.nxd.layout.parameter_names import Projections, parameters_of, pieces_of
+from trainium_contract.trainer.model import ModelConfig
+from trainium_trainer.backends.nxd.layout.parameter_names import Projections, list_parameters, list_pieces
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, Piece, TensorRank
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
@@ -76,7 +74,7 @@ def test_the_ranks_hold_every_value_of_every_tensor_as_often_as_they_report(size
 
 @pytest.mark.parametrize(("size", "order"), DIVISIONS)
 @pytest.mark.parametrize("shares", [2, 3, 5])
-def test_cut_again_into_equal_runs_of_rows_nothing_is_lost(size: int, order: str, shares: int) -> None:
+def test_division_into_equal_runs_of_rows_loses_nothing(size: int, order: str, shares: int) -> None:
     pieces = []
     for rank in ranks(size, order):
         for name in PARAMETERS:
@@ -138,9 +136,9 @@ def test_biases_and_norms_of_heads_are_held_as_often_as_reported(
     replicas: dict[str, int] = {}
     for number in range(size):
         rank = TensorRank(shape, number, size, KeyValueOrder(order))
-        for name in parameters_of(shape, projections):
+        for name in list_parameters(shape, projections):
             rows = 0
-            for piece in pieces_of(rank, name):
+            for piece in list_pieces(rank, name):
                 assert piece.start == rows, "one below the other"
                 rows = piece.end
                 piece.of(counts[piece.name]).add_(1)
@@ -151,7 +149,7 @@ def test_biases_and_norms_of_heads_are_held_as_often_as_reported(
 
 
 @pytest.mark.parametrize(("size", "order"), DIVISIONS)
-def test_a_projection_alone_is_what_it_is_within_the_stack(size: int, order: str) -> None:
+def test_a_projection_has_the_pieces_that_it_has_within_the_stack(size: int, order: str) -> None:
     for rank in ranks(size, order):
         for stack in ("self_attn.qkv_proj.weight_qkv", "mlp.gate_up_proj.weight"):
             for piece in rank.pieces(f"model.layers.0.{stack}"):

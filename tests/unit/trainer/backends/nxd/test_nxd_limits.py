@@ -1,24 +1,23 @@
-"""Refuse what backend Nxd cannot do: by the configuration alone, or by the node before a device is used."""
+"""Refuse what backend Nxd cannot do: by the configuration, by the node, and without its packages."""
 
-from __future__ import annotations
-
+import importlib.util
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import yaml
 
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
-from trainium_trainer.backends.choose import choose, find_backend, refuse_what_it_cannot
-from trainium_trainer.backends.nxd.presence import PACKAGES
+from trainium_trainer.backends.choose import choose_backend, create_backend, find_backend, refuse_unsupported
+from trainium_trainer.backends.nxd.requirements import PACKAGES
 from trainium_trainer.cli import run
-from trainium_trainer.compile.rehearsal import launch_at, places, rank_of
+from trainium_trainer.compile.dry_run import first_rank_at, launch_at, mesh_coordinates
 from trainium_trainer.configuration.config import Settings, resolve_settings
-from trainium_trainer.exits import UserError
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from trainium_trainer.exits import UserError, find_exit_code
 
 MODEL = {"numLayers": 2, "hiddenSize": 64, "intermediateSize": 64, "numAttentionHeads": 4, "numKeyValueHeads": 4}
 TEXT = {"sequenceLength": 32}
@@ -45,15 +44,17 @@ def settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: An
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_the_configuration(ranks: int, fields: dict[str, Any], sentence: str) -> None:
+def test_unsupported_settings_are_refused_by_the_configuration(
+    ranks: int, fields: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(UserError) as refused:
-        refuse_what_it_cannot(settings(ranks, **fields))
+        refuse_unsupported(settings(ranks, **fields))
     assert sentence in str(refused.value)
 
 
 @pytest.mark.parametrize("data", [PACKED, TEXT | {"maskDocuments": True}])
 def test_packed_examples_and_masked_documents_need_no_other_backend(data: dict[str, Any]) -> None:
-    refuse_what_it_cannot(settings(data=data))
+    refuse_unsupported(settings(data=data))
 
 
 @pytest.mark.parametrize(
@@ -66,14 +67,14 @@ def test_packed_examples_and_masked_documents_need_no_other_backend(data: dict[s
 )
 def test_a_family_that_it_cannot_compute_is_refused_by_name(preset: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        refuse_what_it_cannot(settings(1, model={"preset": preset, "vocabSize": 320}))
-    refuse_what_it_cannot(settings(1, model={"preset": "Qwen3-0.6B", "vocabSize": 320}))
+        refuse_unsupported(settings(1, model={"preset": preset, "vocabSize": 320}))
+    refuse_unsupported(settings(1, model={"preset": "Qwen3-0.6B", "vocabSize": 320}))
 
 
-def test_what_only_replicas_break_is_allowed_without_replicas() -> None:
-    refuse_what_it_cannot(settings(1, precision="BFloat16Stochastic"))
-    refuse_what_it_cannot(settings(2, precision="BFloat16Stochastic", dataParallel="ShardedOptimizer"))
-    refuse_what_it_cannot(settings(2, precision="BFloat16"))
+def test_settings_that_only_replicas_break_are_allowed_without_replicas() -> None:
+    refuse_unsupported(settings(1, precision="BFloat16Stochastic"))
+    refuse_unsupported(settings(2, precision="BFloat16Stochastic", dataParallel="ShardedOptimizer"))
+    refuse_unsupported(settings(2, precision="BFloat16"))
 
 
 @pytest.mark.parametrize("command", [("check", "--ranks", "2"), ("train",), ("precompile", "--sizes", "1")])
@@ -88,7 +89,7 @@ def test_every_command_refuses_before_it_starts(
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of device files, on a machine that has the packages."""
+    """Put the packages on the path; return a folder of device files."""
     for name in PACKAGES:
         (tmp_path / f"{name}.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -123,12 +124,43 @@ def test_a_node_that_cannot_be_divided_by_four_is_refused(packages: Path) -> Non
         find_backend(settings(8, node=2, **four), devices=packages)
 
 
-def test_auto_does_not_take_it_where_another_device_is_asked_for(packages: Path) -> None:
-    assert choose(BackendChoice.AUTO) is BackendChoice.NXD
-    assert choose(BackendChoice.AUTO, DeviceChoice.NEURON) is BackendChoice.NXD
-    assert choose(BackendChoice.AUTO, DeviceChoice.CPU) is BackendChoice.NATIVE
+def test_auto_does_not_choose_nxd_where_another_device_is_configured(packages: Path) -> None:
+    assert choose_backend(BackendChoice.AUTO) is BackendChoice.NXD
+    assert choose_backend(BackendChoice.AUTO, DeviceChoice.NEURON) is BackendChoice.NXD
+    assert choose_backend(BackendChoice.AUTO, DeviceChoice.CPU) is BackendChoice.NATIVE
 
 
 def test_the_places_of_four_ranks_are_spread_over_a_node_of_trn1() -> None:
     config = settings(64, node=32, parallelism={"tensor": 4}, batch={"globalSize": 16}).config
-    assert [rank_of(place, config, 64, apart=8) for place in places(config)] == [0, 8, 16, 24]
+    assert [first_rank_at(place, config, 64, tensor_stride=8) for place in mesh_coordinates(config)] == [0, 8, 16, 24]
+
+
+@pytest.fixture
+def first_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder that is searched for packages before all others."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (*PACKAGES, "trainium_trainer.backends.nxd.backend"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    for name in PACKAGES:  # transformers takes what it finds there for the real ones
+        sys.modules.pop(name, None)
+
+
+def missing_package() -> UserError:
+    with pytest.raises(UserError) as refused:
+        create_backend(BackendChoice.NXD, cast("Settings", None))
+    return refused.value
+
+
+@pytest.mark.skipif(any(map(importlib.util.find_spec, PACKAGES)), reason="packages of backend Nxd are installed")
+def test_importing_the_backend_names_what_is_missing_and_where_it_is(first_on_path: Path) -> None:
+    error = missing_package()
+    assert "backend is Nxd, but torch_xla cannot be imported" in str(error)
+    assert "Neuron SDK 2.30" in str(error)
+    assert find_exit_code(error) == 64
+
+
+def test_a_package_that_lacks_another_is_reported_by_the_missing_one(first_on_path: Path) -> None:
+    (first_on_path / "torch_xla.py").touch()
+    (first_on_path / "neuronx_distributed.py").write_text("import torch_neuronx_of_no_machine\n")
+    assert "but torch_neuronx_of_no_machine cannot be imported" in str(missing_package())

@@ -1,9 +1,9 @@
-"""From NxD's own checkpoints to this trainer's: a tag as whole tensors.
+"""Convert NxD's checkpoints to this trainer's: read a tag as whole tensors.
 
 Guarantees:
 - One whole tensor is in memory at a time.
-- Master weights, where there are any, are the weights.
-- What does not fit the model is refused by name, before anything is written.
+- The weights are the master weights, if there are any.
+- Tensors that do not match the model are refused by name, before anything is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_trainer.backends.nxd.conversion.tag_files import Tag
-from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS, pieces_of
+from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS, list_pieces
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, Piece, TensorRank
 from trainium_trainer.backends.nxd.limits import check_model
 from trainium_trainer.checkpoint.interfaces import Position
@@ -38,7 +38,7 @@ class _Place:
     pipeline: int
     parameter: str
     number: int
-    """Of the parameter in the optimizer's state."""
+    """The index of the parameter in the optimizer's state."""
     piece: Piece
 
 
@@ -46,7 +46,7 @@ class NxdSource:
     """A tag as whole tensors."""
 
     def __init__(self, folder: Path, shape: ModelShape, order: KeyValueOrder, *, weights_only: bool = False) -> None:
-        """Look at names and sizes. UserError when they are not those of the model."""
+        """Check names and sizes. Raises UserError if they are not the model's."""
         check_model(shape)
         self._tag = Tag(folder, weights_only=weights_only)
         self._shape = shape
@@ -59,32 +59,32 @@ class NxdSource:
         self._check_whole()
 
     def sources(self) -> list[TensorSource]:
-        """All tensors of the state; without the optimizer's files, its moments are zero."""
-        found = [TensorSource(OPTIMIZER_STEP, torch.int64, torch.Size(()), lambda: torch.tensor(self.optimizer_step()))]
+        """Return all tensors of the state; without the optimizer's files, the moments are zero."""
+        items = [TensorSource(OPTIMIZER_STEP, torch.int64, torch.Size(()), lambda: torch.tensor(self.optimizer_step()))]
         for name, size in self._sizes.items():
             for part in (WEIGHT, *MOMENTS):
 
                 def load(part: str = part, name: str = name) -> torch.Tensor:
                     return self._whole(part, name)
 
-                found.append(TensorSource(state_name(part, name), torch.float32, torch.Size(size), load))
-        return found
+                items.append(TensorSource(state_name(part, name), torch.float32, torch.Size(size), load))
+        return items
 
     def optimizer_step(self) -> int:
-        """Return updates that the moments have seen."""
+        """Return the number of updates in the moments."""
         if not self._tag.has_optimizer:
             return 0
-        state = _state_of(self._tag.optimizer(0, 0, 0))
+        state = _inner_state(self._tag.optimizer(0, 0, 0))
         return max((int(entry["step"]) for entry in state.values() if "step" in entry), default=0)
 
     def position(self, *, step: int | None, samples: int | None, tokens: int | None) -> Position:
-        """Where the run stood: as given, else as the training script kept it. UserError when the step is not known."""
-        kept = self._tag.user_content()
-        step = step if step is not None else _number(kept, "step", "global_step", "total_steps")
+        """Return the position of the run, as given or as stored by the training script. Raises UserError if unknown."""
+        content = self._tag.user_content()
+        step = step if step is not None else _number(content, "step", "global_step", "total_steps")
         if step is None:
             raise UserError(f"{self._tag.folder}/user_content.pt has no step: give it with --step")
-        samples = samples if samples is not None else _number(kept, "samples", "consumed_samples", "total_samples")
-        tokens = tokens if tokens is not None else _number(kept, "tokens", "consumed_tokens")
+        samples = samples if samples is not None else _number(content, "samples", "consumed_samples", "total_samples")
+        tokens = tokens if tokens is not None else _number(content, "tokens", "consumed_tokens")
         return Position(step=step, samples=samples or 0, tokens=tokens or 0)
 
     def _note(self, rank: TensorRank, pipeline: int) -> None:
@@ -99,7 +99,7 @@ class NxdSource:
         numbers = self._numbers(values, groups)
         for parameter, value in values.items():
             try:
-                pieces = pieces_of(rank, parameter)
+                pieces = list_pieces(rank, parameter)
             except KeyError as error:
                 raise UserError(
                     f"{self._tag.folder}: {parameter} is not a parameter of this model: give the configuration that "
@@ -119,7 +119,7 @@ class NxdSource:
                 )
 
     def _drop_head(self, values: dict[str, torch.Tensor], rank: TensorRank) -> None:
-        """Where the output projection is the embedding, a tag may hold it twice. UserError for a separate one."""
+        """Drop the output projection if it equals the embedding. Raises UserError if it differs."""
         head, embedding = values.pop(HEAD, None), self._tag.model(rank.rank, 0).get(EMBEDDING)
         if head is None or embedding is None or head.is_meta or embedding.is_meta:
             return
@@ -130,28 +130,28 @@ class NxdSource:
             )
 
     def _numbers(self, values: Mapping[str, torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Return the optimizer's number of each parameter, counted through its groups in the module's order."""
+        """Return the optimizer's index of each parameter, counted through its groups in the module's order."""
         names = [list(values)]
         if len(groups) > 1:
-            # One group decays and the other does not: norms and biases, which have one dimension.
+            # One group has weight decay; the other, norms and biases, which have one dimension, has none.
             spared = [name for name, value in values.items() if value.dim() == 1]
             others = [name for name in values if name not in spared]
             names = [spared if not group.get("weight_decay") else others for group in groups]
-        if groups and [len(each) for each in names] != [len(group["params"]) for group in groups]:
+        if groups and [len(group_names) for group_names in names] != [len(group["params"]) for group in groups]:
             raise UserError(
                 f"{self._tag.folder}/optim: the parameters of its {len(groups)} groups cannot be determined: convert "
                 "the weights alone (--weights-only)"
             )
-        ordered = [name for each in names for name in each]
+        ordered = [name for group_names in names for name in group_names]
         numbers = [number for group in groups for number in group["params"]] if groups else range(len(ordered))
         return dict(zip(ordered, numbers, strict=True))
 
     def _check_whole(self) -> None:
-        """Each tensor of the model is there, in boxes that cover it."""
+        """Check that each tensor of the model exists in boxes that cover it."""
         if missing := sorted(parameter_sizes(self._shape).keys() - self._places.keys()):
             raise UserError(f"{self._tag.folder} has no {missing[0]}: give the configuration it was made with")
-        for name, places in self._places.items():
-            boxes = {place.piece.offsets: torch.Size(place.piece.sizes).numel() for place in places}
+        for name, locations in self._places.items():
+            boxes = {location.piece.offsets: torch.Size(location.piece.sizes).numel() for location in locations}
             if sum(boxes.values()) != torch.Size(self._sizes[name]).numel():
                 raise UserError(f"{self._tag.folder}: not all of {name} is there")
 
@@ -160,25 +160,26 @@ class NxdSource:
         whole = torch.zeros(self._sizes[name], dtype=torch.float32)
         if part != WEIGHT and not self._tag.has_optimizer:
             return whole
-        for place in self._places[name]:
+        for location in self._places[name]:
             box = whole
-            for dimension, (offset, size) in enumerate(zip(place.piece.offsets, place.piece.sizes, strict=True)):
+            for dimension, (offset, size) in enumerate(zip(location.piece.offsets, location.piece.sizes, strict=True)):
                 box = box.narrow(dimension, offset, size)
-            box.copy_(self._local(part, place)[place.piece.start : place.piece.end])
+            box.copy_(self._local(part, location)[location.piece.start : location.piece.end])
         return whole
 
-    def _local(self, part: str, place: _Place) -> torch.Tensor:
-        """Return a rank's parameter, or what the optimizer has of it, in full."""
+    def _local(self, part: str, location: _Place) -> torch.Tensor:
+        """Return a rank's whole parameter, or the optimizer's values of it."""
         if self._tag.has_optimizer:
-            states = [self._optimizer(data, place) for data in range(self._tag.sizes.data)]
+            ranks = range(self._tag.sizes.data)
+            states = [self._tag.optimizer(data, location.tensor, location.pipeline) for data in ranks]
             if part == WEIGHT:
-                shards = [state.get("sharded_master_weights", {}).get(place.number) for state in states]
+                shards = [state.get("sharded_master_weights", {}).get(location.number) for state in states]
             else:
-                shards = [_state_of(state)[place.number][MOMENTS[part]] for state in states]
+                shards = [_inner_state(state)[location.number][MOMENTS[part]] for state in states]
             present = [shard for shard in shards if shard is not None]
             if present:
                 return torch.cat(present) if present[0].dim() else present[0]
-        weight = self._tag.model(place.tensor, place.pipeline)[place.parameter]
+        weight = self._tag.model(location.tensor, location.pipeline)[location.parameter]
         if weight.is_meta:
             raise UserError(
                 f"{self._tag.folder}/model has no weights, and "
@@ -187,15 +188,12 @@ class NxdSource:
             )
         return weight
 
-    def _optimizer(self, data: int, place: _Place) -> dict[str, Any]:
-        return self._tag.optimizer(data, place.tensor, place.pipeline)
+
+def _inner_state(optimizer: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
+    """Return the moments by index: ZeRO-1 stores them apart from the state of the outer optimizer."""
+    state: Mapping[int, Mapping[str, Any]] = optimizer.get("base_state") or optimizer["state"]
+    return state
 
 
-def _state_of(optimizer: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
-    """Moments by number: ZeRO-1 keeps them apart from the state of the optimizer around it."""
-    found: Mapping[int, Mapping[str, Any]] = optimizer.get("base_state") or optimizer["state"]
-    return found
-
-
-def _number(kept: Mapping[str, Any], *names: str) -> int | None:
-    return next((int(kept[name]) for name in names if isinstance(kept.get(name), (int, float))), None)
+def _number(content: Mapping[str, Any], *names: str) -> int | None:
+    return next((int(content[name]) for name in names if isinstance(content.get(name), (int, float))), None)

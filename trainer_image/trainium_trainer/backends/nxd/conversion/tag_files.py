@@ -1,4 +1,4 @@
-"""NxD's own checkpoints on disk: which files a tag has, what is in them, reading and writing.
+"""Read and write NxD's checkpoints on disk.
 
 A tag is a folder: `checkpoint` (a mark, written first), `model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt`,
 `optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt` (all data-parallel ranks with ZeRO-1, else rank 0), `scheduler.pt`,
@@ -7,8 +7,8 @@ A tag is a folder: `checkpoint` (a mark, written first), `model/dp_rank_00_tp_ra
 has master weights (`avoid_saving_lower_precision_weights`), and are then tensors on the device `meta` here.
 
 Guarantees:
-- Nothing but tensors and plain values is ever unpickled (NxD itself unpickles anything).
-- Of a large file only the tensors that are used are read.
+- Only tensors and plain values are ever unpickled (NxD unpickles anything).
+- Only the used tensors of a large file are read.
 - `done` is written last.
 """
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"^dp_rank_(\d+)_tp_rank_(\d+)_pp_rank_(\d+)\.pt$")
 _STARTED, _DONE = "checkpoint", "done"
 _OPEN_FILES = 256
-"""Mapped at a time."""
+"""The maximum number of files mapped at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TagDegrees:
-    """Degrees that a tag was written at."""
+    """The parallel degrees at which a tag was written."""
 
     tensor: int
     pipeline: int
     data: int
-    """Ranks that share the optimizer's state by ZeRO-1; 1 without it."""
+    """The number of ranks that share the optimizer's state by ZeRO-1; 1 without it."""
 
 
 class TensorReference:
@@ -54,7 +54,7 @@ class Tag:
     """A complete tag."""
 
     def __init__(self, folder: Path, *, weights_only: bool = False) -> None:
-        """Look at the files. UserError when it is not a tag, or not a complete one."""
+        """List the files. Raises UserError for a folder that is not a complete tag."""
         self.folder = folder
         self._cached = functools.lru_cache(_OPEN_FILES)(self._load)
         if not (folder / _STARTED).exists():
@@ -73,21 +73,21 @@ class Tag:
             self._expect("optim", optimizer, self.sizes.data)
 
     def model(self, tensor: int, pipeline: int) -> dict[str, torch.Tensor]:
-        """Return a rank's weights by the names of its modules' parameters; read when they are used."""
-        content = self._cached(f"model/{name_of(0, tensor, pipeline)}")
+        """Return a rank's weights by the names of its modules' parameters; values are read lazily."""
+        content = self._cached(f"model/{rank_file_name(0, tensor, pipeline)}")
         if not isinstance(content, dict):
             raise UserError(f"{self.folder}/model: not a dictionary of weights")
         return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
 
     def optimizer(self, data: int, tensor: int, pipeline: int) -> dict[str, Any]:
-        """Return a rank's state of the optimizer: `state` and `param_groups`, with ZeRO-1 `base_state` and more."""
-        content = self._cached(f"optim/{name_of(data, tensor, pipeline)}")
+        """Return a rank's optimizer state: `state` and `param_groups`, with ZeRO-1 `base_state` and more."""
+        content = self._cached(f"optim/{rank_file_name(data, tensor, pipeline)}")
         if not isinstance(content, dict) or "param_groups" not in content:
             raise UserError(f"{self.folder}/optim: not the state of an optimizer")
         return content
 
     def user_content(self) -> dict[str, Any]:
-        """Return what the training script kept, if those are plain values; else nothing."""
+        """Return the values stored by the training script if they are plain values, else none."""
         try:
             content = self._load("user_content.pt")
         except UserError:
@@ -98,7 +98,7 @@ class Tag:
         sizes = self.sizes
         wanted = {(d, t, p) for d in range(data) for t in range(sizes.tensor) for p in range(sizes.pipeline)}
         if missing := sorted(wanted - found):
-            raise UserError(f"{self.folder}/{kind}/{name_of(*missing[0])} is missing")
+            raise UserError(f"{self.folder}/{kind}/{rank_file_name(*missing[0])} is missing")
         if not wanted:
             raise UserError(f"{self.folder}/{kind} holds no files of ranks")
 
@@ -116,7 +116,7 @@ class Tag:
         return self._resolved(content, path)
 
     def _resolved(self, content: Any, path: Path) -> Any:
-        """Return the content with references replaced by the tensors that they mean."""
+        """Return the content with references resolved to tensors."""
         if isinstance(content, TensorReference):
             return self._referenced(content.tid, path)
         if isinstance(content, dict):
@@ -136,13 +136,13 @@ class Tag:
         return torch.empty(known["shape"], dtype=known["dtype"], device="meta")
 
 
-def name_of(data: int, tensor: int, pipeline: int) -> str:
-    """Return a rank's file."""
+def rank_file_name(data: int, tensor: int, pipeline: int) -> str:
+    """Return the name of a rank's file."""
     return f"dp_rank_{data:02d}_tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}.pt"
 
 
-def begin(folder: Path) -> None:
-    """Make a new tag. UserError when the folder is not empty."""
+def begin_tag(folder: Path) -> None:
+    """Create a tag. Raises UserError if the folder is not empty."""
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty: name a new folder, DIRECTORY/TAG")
     for kind in ("model", "optim"):
@@ -150,8 +150,8 @@ def begin(folder: Path) -> None:
     (folder / _STARTED).write_text("1")
 
 
-def finish(folder: Path) -> None:
-    """Declare a tag complete."""
+def finish_tag(folder: Path) -> None:
+    """Mark a tag as complete."""
     (folder / _DONE).write_text("1")
 
 

@@ -1,9 +1,9 @@
-"""From this trainer's checkpoints to NxD's own: a tag that NxD's `load_checkpoint` reads.
+"""Convert this trainer's checkpoints to NxD's: write a tag that NxD's `load_checkpoint` reads.
 
 Guarantees:
 - One tensor-parallel rank is in memory at a time.
-- The weights in `model` have the type that was asked for, the master weights of ZeRO-1 and the moments are what the
-  checkpoint holds, in float32.
+- The weights in `model` have the requested type; the master weights of ZeRO-1 and the moments are those of the
+  checkpoint, in float32.
 - `done` is written last.
 """
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainium_contract.models.parameters import parameter_sizes
-from trainium_trainer.backends.nxd.conversion.tag_files import begin, finish, name_of
-from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS, Projections, parameters_of, pieces_of
+from trainium_trainer.backends.nxd.conversion.tag_files import begin_tag, finish_tag, rank_file_name
+from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS, Projections, list_parameters, list_pieces
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, TensorRank
 from trainium_trainer.backends.nxd.limits import check_model
 from trainium_trainer.exits import UserError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.models.shape import ModelShape
     from trainium_contract.trainer.optimizer import OptimizerConfig
-    from trainium_trainer.checkpoint.format.contents import Contents
+    from trainium_trainer.checkpoint.format.reader import CheckpointReader
     from trainium_trainer.checkpoint.interfaces import Position
 
 
@@ -36,86 +36,86 @@ class NxdTarget:
     """The layout and the names of the tag."""
 
     tensor: int
-    """Tensor-parallel degree."""
+    """The tensor-parallel degree."""
     zero1: int | None
-    """Data-parallel degree over which ZeRO-1 divides the optimizer's state; None for a state without ZeRO-1."""
+    """The data-parallel degree over which ZeRO-1 divides the optimizer's state; None without ZeRO-1."""
     dtype: torch.dtype
-    """Of the weights in `model`."""
+    """The type of the weights in `model`."""
     projections: Projections
     order: KeyValueOrder
 
 
 def write_tag(
     folder: Path,
-    contents: Contents,
+    reader: CheckpointReader,
     shape: ModelShape,
     target: NxdTarget,
     optimizer: OptimizerConfig,
     position: Position,
 ) -> None:
-    """Write a complete tag. UserError when the model cannot be divided so, or the folder is not empty."""
+    """Write a complete tag. Raises UserError if the model cannot be divided so or the folder is not empty."""
     check_model(shape)
     _check(shape, target.tensor)
-    _refuse_parts(contents, shape)
-    begin(folder)
+    _refuse_parts(reader, shape)
+    begin_tag(folder)
     for tensor in range(target.tensor):
-        _write_rank(folder, contents, TensorRank(shape, tensor, target.tensor, target.order), target, optimizer)
+        _write_rank(folder, reader, TensorRank(shape, tensor, target.tensor, target.order), target, optimizer)
     rate = optimizer.learning_rate
     schedule = {"base_lrs": [rate], "last_epoch": position.step, "_step_count": position.step + 1, "_last_lr": [rate]}
     torch.save(schedule | {"lr_lambdas": [None]}, folder / "scheduler.pt")
     content = {"step": position.step, "samples": position.samples, "tokens": position.tokens}
     torch.save(content, folder / "user_content.pt")
-    finish(folder)
+    finish_tag(folder)
 
 
 @torch.no_grad()
 def _write_rank(
-    folder: Path, contents: Contents, rank: TensorRank, target: NxdTarget, optimizer: OptimizerConfig
+    folder: Path, reader: CheckpointReader, rank: TensorRank, target: NxdTarget, optimizer: OptimizerConfig
 ) -> None:
-    names = list(parameters_of(rank.shape, target.projections))
+    names = list(list_parameters(rank.shape, target.projections))
     ranks = target.zero1 or 1
-    step = contents.read(OPTIMIZER_STEP).float()
+    step = reader.read(OPTIMIZER_STEP).float()
     model: dict[str, torch.Tensor] = {}
     states: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in range(ranks)]
     masters: list[dict[int, torch.Tensor]] = [{} for _ in range(ranks)]
     for number, name in enumerate(names):
-        weight = _local(contents, rank, WEIGHT, name)
+        weight = _local(reader, rank, WEIGHT, name)
         model[name] = weight.to(target.dtype)
-        for data, shard in enumerate(_dealt(weight, ranks)):
+        for data, shard in enumerate(_chunk_rows(weight, ranks)):
             masters[data][number] = shard
             states[data][number] = {"step": step}
         for part, key in MOMENTS.items():
-            for data, shard in enumerate(_dealt(_local(contents, rank, part, name), ranks)):
+            for data, shard in enumerate(_chunk_rows(_local(reader, rank, part, name), ranks)):
                 states[data][number][key] = shard
     sizes = {number: model[name].shape for number, name in enumerate(names)}
     if rank.shape.tie_embeddings:
         model["lm_head.weight"] = model["model.embed_tokens.weight"]
-    torch.save(model, folder / "model" / name_of(0, rank.rank, 0))
+    torch.save(model, folder / "model" / rank_file_name(0, rank.rank, 0))
     groups = [_group(optimizer, len(names))]
     for data in range(ranks):
         content: dict[str, Any] = {"state": states[data], "param_groups": groups}
         if target.zero1 is not None:
             content = {"state": {}, "param_groups": groups, "base_state": states[data]}
             content |= {"shape_info": sizes, "sharded_master_weights": masters[data]}
-        torch.save(content, folder / "optim" / name_of(data, rank.rank, 0))
+        torch.save(content, folder / "optim" / rank_file_name(data, rank.rank, 0))
 
 
-def _local(contents: Contents, rank: TensorRank, part: str, parameter: str) -> torch.Tensor:
-    """Return a rank's parameter, put together from boxes of whole tensors."""
-    pieces = pieces_of(rank, parameter)
+def _local(reader: CheckpointReader, rank: TensorRank, part: str, parameter: str) -> torch.Tensor:
+    """Assemble a rank's parameter from boxes of whole tensors."""
+    pieces = list_pieces(rank, parameter)
     rows = sum(piece.sizes[0] for piece in pieces)
     local = torch.empty((rows, *pieces[0].sizes[1:]), dtype=torch.float32)
     wanted = [
-        each
+        item
         for piece in pieces
-        for each in contents.wanted(state_name(part, piece.name), piece.offsets, local[piece.start : piece.end])
+        for item in reader.plan_read(state_name(part, piece.name), piece.offsets, local[piece.start : piece.end])
     ]
-    contents.fill(wanted)
+    reader.fill(wanted)
     return local
 
 
-def _dealt(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """Equal runs of rows, padded with zeros at the end; copies, so that a file holds no more than its run."""
+def _chunk_rows(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """Split into equal chunks of rows, zero-padded at the end; copies, so that a file holds only its chunk."""
     missing = -tensor.shape[0] % ranks
     if missing:
         tensor = torch.cat([tensor, torch.zeros((missing, *tensor.shape[1:]), dtype=tensor.dtype)])
@@ -123,7 +123,7 @@ def _dealt(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
 
 
 def _group(optimizer: OptimizerConfig, count: int) -> dict[str, Any]:
-    """AdamW's only group of parameters."""
+    """Return AdamW's only group of parameters."""
     return {
         "lr": optimizer.learning_rate,
         "betas": (optimizer.beta1, optimizer.beta2),
@@ -139,9 +139,9 @@ def _group(optimizer: OptimizerConfig, count: int) -> dict[str, Any]:
     }
 
 
-def _refuse_parts(contents: Contents, shape: ModelShape) -> None:
-    """UserError where a tuning left weights of the base out."""
-    missing = [name for name in parameter_sizes(shape) if state_name(WEIGHT, name) not in contents.tensors]
+def _refuse_parts(reader: CheckpointReader, shape: ModelShape) -> None:
+    """Raise UserError if a checkpoint of a tuning lacks weights of the base."""
+    missing = [name for name in parameter_sizes(shape) if state_name(WEIGHT, name) not in reader.tensors]
     if missing:
         raise UserError(
             f"the checkpoint holds what a tuning trained and not {missing[0]}, which is its base's, but NxD resumes "

@@ -1,1 +1,1 @@
-"""Where the values of a model lie on the ranks of backend Nxd; neither torch nor NxD, the same on every rank."""
+"""The layout of a model's values on the ranks of backend Nxd, computed equally on every rank without torch and NxD."""

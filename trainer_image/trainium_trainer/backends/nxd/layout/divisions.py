@@ -1,7 +1,7 @@
 """The division of whole tensors over the ranks of the nxd backend, in the form of checkpoints.
 
 Guarantees:
-- Follows from the boxes of all ranks of the group, so it cannot differ from where the values are.
+- The division is derived from the boxes of all ranks of the group, so it cannot differ from the layout.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainium_trainer.checkpoint.dividing import Axis, Cut
+from trainium_trainer.checkpoint.sharding import Axis, Cut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainium_trainer.backends.nxd.layout.pieces import Piece, TensorRank
-    from trainium_trainer.checkpoint.dividing import Division
+    from trainium_trainer.checkpoint.sharding import Division
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """A tensor of the checkpoint in a parameter's state."""
+    """A tensor of the checkpoint within a parameter's state."""
 
     piece: Piece
-    """This rank's rows of it, perhaps none."""
+    """This rank's rows of the tensor, possibly none."""
     division: Division
-    """How all ranks divide it."""
+    """The division of the tensor over all ranks."""
 
 
 def divisions(rank: TensorRank, parameter: str, *, adapter_rank: int = 0) -> tuple[Division, ...]:
     """Return the division of each piece of a parameter over the tensor-parallel group.
 
-    KeyError like `TensorRank.pieces`.
+    Raises KeyError like `TensorRank.pieces`.
     """
-    group = [replace(rank, rank=each).pieces(parameter, adapter_rank=adapter_rank) for each in range(rank.size)]
+    group = [replace(rank, rank=index).pieces(parameter, adapter_rank=adapter_rank) for index in range(rank.size)]
     return tuple(_division([pieces[number] for pieces in group]) for number in range(len(group[0])))
 
 
@@ -47,13 +47,13 @@ def _division(boxes: list[Piece]) -> Division:
     return ()
 
 
-def replicated(pieces: Sequence[Piece], divided: Sequence[Division]) -> tuple[StoredRows, ...]:
-    """Return what a parameter is stacked of where every data-parallel rank holds its state."""
+def replicated_rows(pieces: Sequence[Piece], divided: Sequence[Division]) -> tuple[StoredRows, ...]:
+    """Return the stored rows of a parameter whose state every data-parallel rank holds."""
     return tuple(StoredRows(piece, division) for piece, division in zip(pieces, divided, strict=True))
 
 
-def zero1(pieces: Sequence[Piece], divided: Sequence[Division], rank: int, rows: int) -> tuple[StoredRows, ...]:
-    """Return the same where data-parallel rank number `rank` holds the state of the `rank`-th run of `rows` rows."""
+def zero1_rows(pieces: Sequence[Piece], divided: Sequence[Division], rank: int, rows: int) -> tuple[StoredRows, ...]:
+    """Return the stored rows of a parameter if data-parallel rank `rank` holds its `rank`-th `rows` rows."""
     return tuple(
         StoredRows(
             piece.within(rank * rows, (rank + 1) * rows) or piece.nothing(),

@@ -1,12 +1,12 @@
-"""PURE. The names and the order of the parameters in NxD's own checkpoints, and what their rows are.
+"""The names, order and rows of the parameters in NxD's checkpoints. Pure.
 
 NxD keeps one file per rank, cut by tensor and pipeline parallelism, and with ZeRO-1 the optimizer's state by data
-parallelism too: every parameter's rows padded to a multiple of the ranks and dealt out in equal runs. Its names are
-those of its layers, which hold query, key and value in one weight or in three, and gate and up likewise; a checkpoint
-of this trainer has whole tensors under Hugging Face's names. `pieces` gives the rows.
+parallelism too: every parameter's rows are padded to a multiple of the ranks and divided into equal chunks. Its names
+are those of its layers, which hold query, key and value in one weight or in three, and gate and up likewise; a
+checkpoint of this trainer has whole tensors under Hugging Face's names. `pieces` describes the rows.
 
 Guarantees:
-- A number in the optimizer's state is the place of a parameter in the order of the module.
+- An index in the optimizer's state is the position of a parameter in the order of the module.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _SINGLE = {
     for leaf in ("weight", "bias")
     for module, suffix in (("qkv_proj", f"_{which}"), (f"{which}_proj", ""))
 } | {"gate_proj.weight": (_GATE_UP, 0), "up_proj.weight": (_GATE_UP, 1)}
-"""Parameters of one projection: the stack that has it here, and its place there."""
+"""Parameters of one projection: the stacked parameter that contains it here, and its index there."""
 MOMENTS = {moment("expAvg"): "exp_avg", moment("expAvgSq"): "exp_avg_sq"}
-"""Parts of the state by their names here and in NxD's files."""
+"""The moments by their names here and in NxD's files."""
 
 
 class Projections(StrEnum):
     """The names of query, key and value in the tag."""
 
     FUSED = "fused"
-    """`qkv_proj.weight_qkv`: GQAQKVColumnParallelLinear with `fuse_qkv`, as this trainer's nxd backend has it."""
+    """`qkv_proj.weight_qkv`: GQAQKVColumnParallelLinear with `fuse_qkv`, as in this trainer's nxd backend."""
     SPLIT = "split"
-    """`qkv_proj.weight_q`, `weight_k`, `weight_v`: the same layer without, as NxD's example has it."""
+    """`qkv_proj.weight_q`, `weight_k`, `weight_v`: the same layer without `fuse_qkv`, as in NxD's example."""
 
 
-def pieces_of(rank: TensorRank, parameter: str) -> tuple[Piece, ...]:
-    """Return what a parameter of any of these spellings consists of; KeyError for an unknown name."""
+def list_pieces(rank: TensorRank, parameter: str) -> tuple[Piece, ...]:
+    """Return the projections in a parameter of any of these names. Raises KeyError for an unknown name."""
     prefix, last = _split(parameter)
     if last not in _SINGLE:
         return rank.pieces(parameter)
@@ -54,7 +54,7 @@ def pieces_of(rank: TensorRank, parameter: str) -> tuple[Piece, ...]:
     return (replace(rank.pieces(f"{prefix}.{stack}")[number], start=0),)
 
 
-def parameters_of(shape: ModelShape, projections: Projections) -> Iterator[str]:
+def list_parameters(shape: ModelShape, projections: Projections) -> Iterator[str]:
     """Yield the module's parameters in the order of registration, which numbers them in the optimizer's state."""
     endings = ("qkv",) if projections is Projections.FUSED else tuple("qkv")
     joined = {f"q_proj.{leaf}": [f"qkv_proj.{leaf}_{end}" for end in endings] for leaf in ("weight", "bias")}
@@ -62,12 +62,12 @@ def parameters_of(shape: ModelShape, projections: Projections) -> Iterator[str]:
     for name in parameter_sizes(shape):
         owner, last = _split(name)
         if last in joined:
-            yield from (f"{owner}.{each}" for each in joined[last])
+            yield from (f"{owner}.{joined_leaf}" for joined_leaf in joined[last])
         elif last not in _SINGLE:
             yield name
 
 
 def _split(parameter: str) -> tuple[str, str]:
-    """Return the name of what holds the module, and the rest, such as `q_proj.weight`."""
+    """Return the name of the parent module, and the rest, such as `q_proj.weight`."""
     parts = parameter.split(".")
     return ".".join(parts[:-2]), ".".join(parts[-2:])

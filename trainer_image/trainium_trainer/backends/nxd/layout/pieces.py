@@ -1,11 +1,11 @@
-"""Where the values of a model lie in the parameters of NxD's parallel layers, and back: names, rows, replicas.
+"""Map whole tensors to rows of the parameters of NxD's parallel layers, and back: names, rows, replicas.
 
 NxD computes query, key and value from one weight and gate and up from another (HLAT's coalesced layers), and repeats
 key and value heads when there are more tensor-parallel ranks than heads.
 
 Guarantees:
-- Names on one side are Hugging Face's, on the other those of the modules of `backends.nxd.llama`.
-- Every stretch of a local parameter is one box of a whole tensor.
+- Whole tensors have Hugging Face's names, local parameters those of the modules of `backends.nxd.llama`.
+- Every piece of a local parameter is one box of a whole tensor.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 
 
 class KeyValueOrder(StrEnum):
-    """Which rank holds which key/value head when a head lies on several ranks."""
+    """The assignment of key/value heads to ranks if several ranks hold a head."""
 
     REPEATED = "trn1"
-    """Heads 0, 1, ... over neighbouring ranks, then all of them again: what NxD does on trn1 and inf2."""
+    """Heads 0, 1, ... on adjacent ranks, then repeated: NxD's order on trn1 and inf2."""
     INTERLEAVED = "trn2"
-    """Each head on neighbouring ranks: what NxD does on trn2 and later."""
+    """Each head on adjacent ranks: NxD's order on trn2 and later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of a rank's local parameter, which are one box of a whole tensor."""
+    """Some rows of a rank's local parameter that form one box of a whole tensor."""
 
     name: str
-    """Hugging Face's parameter name of the whole."""
+    """Hugging Face's name of the whole parameter."""
     whole: tuple[int, ...]
-    """Size of the whole."""
+    """The size of the whole."""
     start: int
-    """First of the rows in the local parameter."""
+    """The first of the rows in the local parameter."""
     offsets: tuple[int, ...]
-    """Where the box begins in the whole."""
+    """The offsets of the box in the whole."""
     sizes: tuple[int, ...]
-    """Size of the box; its first number counts the rows."""
+    """The size of the box; its first dimension counts the rows."""
     replicas: int = 1
-    """Tensor-parallel ranks that hold this box, this one included."""
+    """The number of tensor-parallel ranks that hold this box, including this one."""
 
     @property
     def end(self) -> int:
@@ -56,7 +56,7 @@ class Piece:
         return self.start + self.sizes[0]
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the box, of the whole tensor."""
+        """Return the box of a whole tensor."""
         for dimension, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             whole = whole.narrow(dimension, offset, size)
         return whole
@@ -66,7 +66,7 @@ class Piece:
         return replace(self, start=0, offsets=(0,) * len(self.whole), sizes=(0, *self.sizes[1:]))
 
     def within(self, start: int, end: int) -> Piece | None:
-        """Return what of the piece lies in local rows [start, end), counted from `start`; None for nothing."""
+        """Return the part of the piece in local rows [start, end), relative to `start`; None if empty."""
         first, last = max(self.start, start), min(self.end, end)
         if first >= last:
             return None
@@ -79,9 +79,9 @@ class Piece:
 
 
 def norm_terms(pieces: Sequence[Piece]) -> tuple[tuple[int | None, int | None, int], ...]:
-    """Return how a sum of squares goes over what a rank holds of a parameter: first row, end and by what it is divided.
+    """Return the terms of a rank's sum of squares of a parameter: first row, end, divisor.
 
-    What several tensor-parallel ranks hold counts for its share on each; rows None: all of them.
+    Rows on several tensor-parallel ranks are divided by their number; rows None: all rows.
     """
     copies = {piece.replicas for piece in pieces}
     if len(copies) <= 1:
@@ -90,27 +90,27 @@ def norm_terms(pieces: Sequence[Piece]) -> tuple[tuple[int | None, int | None, i
 
 
 def shared_rows(pieces: Sequence[Piece], size: int) -> tuple[tuple[int, int, bool], ...]:
-    """First row, end, and whether all of a tensor-parallel group of `size` hold them, of rows that several hold."""
+    """Return the rows that several ranks hold: first row, end, and whether all `size` ranks of the group hold them."""
     return tuple((piece.start, piece.end, piece.replicas >= size) for piece in pieces if piece.replicas > 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectionCut:
-    """Which run of a projection's outputs or inputs is on a rank."""
+    """The chunk of a projection's outputs or inputs on a rank."""
 
     whole: tuple[int, ...]
-    """Outputs and inputs of the whole projection, or outputs alone of a bias."""
+    """Outputs and inputs of the whole projection, or the outputs of a bias."""
     dimension: int
-    """0 where the outputs are divided, 1 where the inputs are."""
+    """0 if the outputs are divided, 1 if the inputs are."""
     offset: int
     length: int
     replicas: int = 1
-    """Tensor-parallel ranks that hold this run, this one included."""
+    """The number of tensor-parallel ranks that hold this chunk, including this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRank:
-    """One rank's place in the tensor-parallel group, as the model is cut for it."""
+    """A rank of the tensor-parallel group, with its division of the model."""
 
     shape: ModelShape
     rank: int
@@ -119,12 +119,12 @@ class TensorRank:
 
     @property
     def key_value_copies(self) -> int:
-        """Ranks that hold the same key/value heads."""
+        """The number of ranks that hold the same key/value heads."""
         return max(1, self.size // self.shape.num_key_value_heads)
 
     @property
     def query_chunk(self) -> int:
-        """Which of `size` equal runs of query heads is here: those that attend to this rank's key/value heads."""
+        """The index of this rank's chunk of query heads: those that attend to its key/value heads."""
         copies = self.key_value_copies
         if copies == 1 or self.order is KeyValueOrder.INTERLEAVED:
             return self.rank
@@ -133,11 +133,11 @@ class TensorRank:
 
     @property
     def key_value_chunk(self) -> int:
-        """Which of the equal runs of key/value heads is here; there are size / copies of them."""
+        """The index of this rank's chunk of key/value heads, of size / copies."""
         return self.query_chunk // self.key_value_copies
 
     def cut(self, name: str) -> ProjectionCut:
-        """Return how a parameter is divided, by Hugging Face's name. KeyError for an unknown one, or a whole one."""
+        """Return the division of a parameter by Hugging Face's name. Raises KeyError for other or undivided ones."""
         parameter = find_parameter(self.shape, name)
         if parameter.dimension is None:
             raise KeyError(name)
@@ -150,7 +150,7 @@ class TensorRank:
         return ProjectionCut(parameter.size, parameter.dimension, chunk * length, length, copies)
 
     def pieces(self, parameter: str, *, adapter_rank: int = 0) -> tuple[Piece, ...]:
-        """Return what a module's parameter consists of; KeyError for a name that the model does not have.
+        """Return the pieces of a module's parameter. Raises KeyError for a name that the model does not have.
 
         `adapter_rank` is the width of the adapters, if there are any.
         """
@@ -169,15 +169,15 @@ class TensorRank:
         return (_piece(parameter, self.cut(parameter)),)
 
     def _stacked(self, *parameters: str) -> tuple[Piece, ...]:
-        """Return the rows of several parameters, one below the other."""
-        found: list[Piece] = []
+        """Return the rows of several stacked parameters."""
+        pieces: list[Piece] = []
         for name in parameters:
-            start = found[-1].end if found else 0
-            found.append(replace(_piece(name, self.cut(name)), start=start))
-        return tuple(found)
+            start = pieces[-1].end if pieces else 0
+            pieces.append(replace(_piece(name, self.cut(name)), start=start))
+        return tuple(pieces)
 
     def _adapter(self, parameter: str, cut: ProjectionCut, first: bool, rank: int) -> Piece:
-        """Divide one of A, [rank, inputs], and B, [outputs, rank], as the projection; the other is whole."""
+        """Divide A, [rank, inputs], or B, [outputs, rank], as the projection; the other one is whole."""
         side = 1 if first else 0
         whole = (rank, cut.whole[1]) if first else (cut.whole[0], rank)
         if cut.dimension == side:

@@ -1,0 +1,161 @@
+"""Sample this pod's ranks: how long each has been stalled, and how long its steps take.
+
+Guarantees:
+- A sample costs a rank nothing (shared memory and /proc are read) and signals no process.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from trainium_agent.hang.detection import Calibration, RankSample, Stall, StallTracker, percentile, stall_limit
+from trainium_agent.linux import kernel
+from trainium_agent.linux.kernel import CpuWaitSampler
+from trainium_contract.status.results import RunStage
+from trainium_contract.wire.messages import StepTiming, TrainerPhase
+from trainium_worker import Activity, ProgressPhase, Waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from trainium_agent.ranks.processes import RankProcess
+    from trainium_agent.workload.base import Workload
+    from trainium_contract.spec.recovery import HangSpec
+
+_LONGEST_INTERVAL_SECONDS = 0.5
+_SAMPLES_PER_LIMIT = 8
+_ASK_KERNEL_AFTER_SECONDS = 0.5
+_TIMED_STEPS = 20
+"""Number of the newest steps in a `StepTiming`."""
+_FEWEST_TIMED_STEPS = 3
+_PHASES = {
+    Activity.INIT: TrainerPhase.INIT,
+    Activity.LOAD: TrainerPhase.LOAD,
+    Activity.COMPILE: TrainerPhase.COMPILE,
+    Activity.STEP: TrainerPhase.STEP,
+    Activity.SAVE: TrainerPhase.SAVE,
+}
+_WAITING = {Waiting.NO: False, Waiting.YES: True, Waiting.MAYBE: None}
+_ENDING = (ProgressPhase.FINISHED, ProgressPhase.YIELDED, ProgressPhase.FAILED)
+
+
+def sample_seconds(spec: HangSpec) -> float:
+    """Return the seconds between two samples."""
+    return min(_LONGEST_INTERVAL_SECONDS, spec.step_floor_seconds / _SAMPLES_PER_LIMIT)
+
+
+class RankSampler:
+    """Samples the ranks of one generation on this pod."""
+
+    def __init__(
+        self,
+        spec: HangSpec,
+        progress_of: Callable[[int], Path],
+        workload: Workload,
+        *,
+        generation: int,
+        world_size: int,
+        calibration: Calibration,
+    ) -> None:
+        self._spec = spec
+        self._progress_of = progress_of
+        self._workload = workload
+        self._generation = generation
+        self._world_size = world_size
+        self._calibration = calibration
+        self._interval = sample_seconds(spec)
+        self._watch = StallTracker()
+        self._waits = CpuWaitSampler()
+        self._starting_since: dict[int, float | None] = {}
+        self._unchanged_since: dict[int, tuple[tuple[int, int], float]] = {}
+        self.timing: StepTiming | None = None
+        """Step times of this pod's ranks; None until enough steps are complete."""
+
+    def sample(self, living: Iterable[RankProcess]) -> tuple[Stall, ...]:
+        """Sample the ranks now."""
+        now = time.monotonic()
+        samples, timings, pids = [], [], set()
+        for process in living:
+            sample, timing = self._sample_rank(process, now)
+            samples.append(sample)
+            timings.append(timing)
+            pids.add(process.pid)
+        known = (timing for timing in timings if timing is not None)
+        self.timing = max(known, key=lambda timing: timing.own_seconds, default=None)  # the rank with the most work
+        self._waits.keep_only(frozenset(pids))
+        return self._watch.sample(now, samples)
+
+    def _sample_rank(self, process: RankProcess, now: float) -> tuple[RankSample, StepTiming | None]:
+        began = self._starting_since.setdefault(process.pid, now)
+        path = self._progress_of(process.local_rank)
+        progress = self._workload.read(path)
+        record, pulse = progress if progress is not None else (None, None)
+        current = record is not None and (record.generation, record.attempt) == (self._generation, process.attempt)
+        if record is None or pulse is None or not current:
+            return self._sample_unreported(process, now), None
+        phase = _PHASES[pulse.activity]
+        if phase is not TrainerPhase.INIT and began is not None:
+            self._calibration.record_init(self._world_size, now - began)
+            self._starting_since[process.pid] = None
+        if pulse.first_step_seconds:
+            self._calibration.record_first_step(self._world_size, pulse.first_step_seconds)
+        if record.phase in _ENDING:
+            phase = TrainerPhase.SAVE  # the remaining work may be storage, and its peers may still save
+        step_seconds = tuple(length for length, _ in pulse.steps)
+        baseline = self._calibration.baseline(self._world_size, step_seconds)
+        activity = (process.pid, pulse.beats)
+        state = self._kernel_state(process, activity, now)
+        stall = Stall(
+            rank=process.rank,
+            phase=phase,
+            step=record.step,
+            seconds=0.0,
+            limit=self._workload.step_limit(path, stall_limit(phase, self._spec, baseline, state=state[0])),
+            waiting=_WAITING[pulse.waiting],
+            state=state[0],
+            stage=RunStage.of(record.stage),
+        )
+        return RankSample(stall, activity, state[1]), timing_of(pulse.steps, self._waits.share(process.pid, now))
+
+    def _sample_unreported(self, process: RankProcess, now: float) -> RankSample:
+        """Sample a rank that has reported nothing in this attempt."""
+        counter = self._workload.activity_counter(process, now)
+        activity = (process.pid, -1 if counter is None else counter)
+        letter, cpu_seconds = self._kernel_state(process, activity, now)
+        program = self._workload.hang_detection is not None
+        if not program:
+            baseline, waiting = self._calibration.baseline(self._world_size, ()), False
+            limit = stall_limit(TrainerPhase.INIT, self._spec, baseline, state=letter)
+        else:  # its state is unknown
+            limit, waiting = (math.inf if counter is None else self._spec.init_seconds), None
+        stall = Stall(
+            process.rank, TrainerPhase.INIT, -1, 0.0, limit, waiting=waiting, state=letter, unreported=program
+        )
+        return RankSample(stall, activity, cpu_seconds)
+
+    def _kernel_state(self, process: RankProcess, activity: tuple[int, int], now: float) -> tuple[str, float]:
+        """Return state and processor time; they are read only for a rank that has been stalled for a while."""
+        unchanged = self._unchanged_since.get(process.rank)
+        if unchanged is None or unchanged[0] != activity:
+            self._unchanged_since[process.rank] = (activity, now)
+            return "", 0.0
+        if now - unchanged[1] < min(_ASK_KERNEL_AFTER_SECONDS, self._interval):
+            return "", 0.0
+        process_state = kernel.process_state(process.pid)
+        return process_state.letter, process_state.cpu_seconds
+
+
+def timing_of(steps: tuple[tuple[float, float], ...], cpu_wait: float | None = None) -> StepTiming | None:
+    """Return the medians of the newest steps of one rank; `cpu_wait` is its share of waits for a processor."""
+    newest = steps[-_TIMED_STEPS:]
+    if len(newest) < _FEWEST_TIMED_STEPS:
+        return None
+    return StepTiming(
+        steps=len(newest),
+        step_seconds=round(percentile([length for length, _ in newest], 0.5), 6),
+        own_seconds=round(percentile([own_seconds for _, own_seconds in newest], 0.5), 6),
+        cpu_wait=cpu_wait,
+    )

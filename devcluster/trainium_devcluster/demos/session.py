@@ -1,0 +1,97 @@
+"""Run the command of a demo: an empty folder, a cluster for its duration, the outcome on the terminal."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from trainium_devcluster.cluster import Cluster, node_specs, system_node
+from trainium_devcluster.demos.jobs import NAMESPACE
+from trainium_devcluster.demos.view import View
+from trainium_devcluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+_NODES = 5
+_PLAIN_WIDTH = 110
+"""Columns if the output is a file or a pipe."""
+
+
+Keep = Annotated[bool, typer.Option("--keep", help="Keep the cluster and print how to use it.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder of the report, the picture and the run's files.")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the cluster; by default a free one.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of a demo for the terminal."""
+
+    tables: tuple[Table, ...]
+    text: str
+    problems: tuple[str, ...]
+    """Deviations from the expected result, in sentences."""
+
+
+class DemoSession:
+    """A run of a demo: its view, its folder of results, and its cluster."""
+
+    def __init__(self, title: str, out: Path, name: str | None, *, keep: bool) -> None:
+        console = Console()
+        self.console = console if console.is_terminal else Console(width=_PLAIN_WIDTH)
+        self.view = View(self.console)
+        self.title = title
+        self.out = out.absolute()
+        self._name = name or (title if keep else None)
+        self._keep = keep
+
+    def show(self, work: Callable[[DemoSession], Outcome]) -> None:
+        """Run the demo in an empty folder and print its outcome; raises typer.Exit on a deviation."""
+        shutil.rmtree(self.out, ignore_errors=True)
+        self.out.mkdir(parents=True)
+        try:
+            with self.view:
+                outcome = work(self)
+        except ClusterError as error:
+            self.console.print(f"{self.title}: {error}", style="red", markup=False)
+            raise typer.Exit(1) from None
+        for table in outcome.tables:
+            self.console.print(table)
+        self.console.print(outcome.text, highlight=False, soft_wrap=True)
+        if self._keep:
+            self.console.print(_usage_of(str(self._name)), highlight=False, soft_wrap=True)
+        for problem in outcome.problems:
+            self.console.print(problem, style="red", markup=False)
+        if outcome.problems:
+            raise typer.Exit(1)
+
+    @contextmanager
+    def cluster(self) -> Iterator[Cluster]:
+        """Run a cluster, and stop it at the end of the block unless it is kept."""
+        nodes = [*node_specs(_NODES, cpu="4", memory="8Gi"), system_node()]
+        started = Cluster.start(self._name, nodes, detached=self._keep, write=self.view.log)
+        try:
+            self.view.log(f"{_NODES} nodes for workers and one for the operator are ready")
+            yield started
+        finally:
+            if not self._keep:
+                started.stop()
+
+
+def _usage_of(name: str) -> str:
+    """Return the commands for a cluster that was kept."""
+    return (
+        f"\nThe cluster {name!r} is still up:\n"
+        f"  eval $({REPOSITORY / '.venv/bin/trainium-devcluster'} env --name {name})\n"
+        f"  kubectl get trainingjobs,pods -n {NAMESPACE}\n"
+        f"  trainium-devcluster down --name {name}"
+    )

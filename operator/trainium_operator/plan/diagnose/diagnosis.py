@@ -1,0 +1,158 @@
+"""Diagnose the generation in force: which members failed, why and since when, and which leave before their nodes do.
+
+Members on nodes that are about to leave train on until another worker can replace them, the wait for capacity is over,
+or the notice nearly is.
+
+Guarantees:
+- A failure is derived from what is there, so it survives a restart of the operator.
+- A worker that restarts its processes in place has not failed; no node is blamed for a user's error.
+- While a member has failed or the generation does not train, no notice is acted on before its last moment.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.classify import severity
+from trainium_contract.status.conditions import Phase
+from trainium_operator.plan.diagnose.departures import (
+    EXIT_MARGIN_SECONDS,
+    NOTICE_SECONDS,
+    build_departure,
+    build_notice_event,
+    can_continue_without,
+    find_leaving_members,
+)
+from trainium_operator.plan.diagnose.join_timeouts import detect_join_timeout, find_join_deadlines
+from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.diagnose.node_failures import detect_deleted_node, detect_node_failure, find_handovers
+from trainium_operator.plan.diagnose.pod_failures import detect_ended_pod, detect_leaving_pod
+from trainium_operator.plan.diagnose.process_failures import detect_process_failure, find_culprit_losses
+from trainium_operator.plan.diagnose.silence import (
+    Evidence,
+    collect_evidence,
+    detect_silent_agent,
+    failed_since,
+    is_suspect,
+    next_silence_check_at,
+)
+from trainium_operator.plan.diagnose.stragglers import find_straggler_handover
+from trainium_operator.plan.view.progress import is_settled
+
+if TYPE_CHECKING:
+    from trainium_contract.wire.messages import Member
+    from trainium_operator.plan.model.actions import EventIntent
+    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.workers import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Problems of the members of the generation in force."""
+
+    losses: tuple[Loss, ...]
+    """Members that cannot continue or leave now, the most severe cause first."""
+    requeue_at: tuple[float, ...]
+    """When to diagnose again (Unix seconds)."""
+    leaving_since: float | None = None
+    """Since when there is a notice that a member's node will leave (Unix seconds); None for none."""
+    events: tuple[EventIntent, ...] = ()
+
+
+def diagnose(facts: Facts) -> Diagnosis:
+    """Return the failed members, those that leave now, and when the others must leave."""
+    losses, requeue_at = find_losses(facts)
+    lost = {loss.member.pod_uid for loss in losses}
+    leaving = [pair for pair in find_leaving_members(facts) if pair[0].pod_uid not in lost]
+    if not leaving:
+        return Diagnosis(losses=losses, requeue_at=requeue_at)
+    known_since = facts.job.status.leaving_since
+    since = facts.now if known_since is None else known_since
+    taints = [taint.key for _, worker in leaving if worker.node is not None for taint in worker.node.taints]
+    notice_seconds = min((NOTICE_SECONDS.get(key, math.inf) for key in taints), default=math.inf)
+    depart_by = since + max(0.0, notice_seconds - facts.job.spec.recovery.grace_period_seconds - EXIT_MARGIN_SECONDS)
+    # A job with more workers than it requested gives the node up at once.
+    has_surplus = len(facts.members) - len(leaving) >= facts.job.status.desired - facts.job.status.idle_nodes.taken
+    shrink_at = min(since + (0.0 if has_surplus else facts.job.spec.recovery.rescale_after_seconds), depart_by)
+    departures: tuple[Loss, ...] = ()
+    if any(worker is not None and worker.finished for _, worker in facts.members):
+        pass  # the run ends; no rank is handed over any more
+    elif not losses and is_settled(facts) and facts.now >= shrink_at and can_continue_without(facts, len(leaving)):
+        departures = tuple(build_departure(facts, *pair, keeps_pod=True) for pair in leaving)
+    elif facts.now >= depart_by:
+        departures = tuple(build_departure(facts, *pair, keeps_pod=False) for pair in leaving)
+    return Diagnosis(
+        losses=losses + departures,
+        requeue_at=(*requeue_at, *(at for at in (shrink_at, depart_by) if facts.now < at < math.inf)),
+        leaving_since=since,
+        events=(build_notice_event(facts, leaving),) if known_since is None else (),
+    )
+
+
+def find_losses(facts: Facts) -> tuple[tuple[Loss, ...], tuple[float, ...]]:
+    """Return the failed members, most severe cause first, and when to requeue for suspects (Unix seconds)."""
+    losses: list[Loss] = []
+    requeue_at: list[float] = []
+    evidence = collect_evidence(facts)
+    join_deadlines = find_join_deadlines(facts)
+    # It is not recovering, so only a new report can change the diagnosis.
+    status = facts.job.status
+    is_steady = status.phase is Phase.RUNNING and all(entry.recovered_seconds is not None for entry in status.history)
+    if is_steady:
+        requeue_at.append(facts.now + facts.status_interval)
+    for member, worker in facts.members:
+        join_by = join_deadlines.get(member.node_rank)
+        loss = _detect_loss(facts, evidence, member, worker, join_by)
+        if loss is not None:
+            losses.append(loss)
+        elif worker is not None and not worker.finished:
+            if not is_steady or is_suspect(worker):
+                requeue_at.append(next_silence_check_at(facts, evidence, worker))
+            if join_by is not None:
+                requeue_at.append(join_by)
+    losses = find_handovers(facts, evidence, losses or find_culprit_losses(facts)) or find_straggler_handover(facts)
+    if losses and len(losses) < len(facts.members):
+        losses += _finished_peers(facts, {loss.member.pod_uid for loss in losses})
+    return tuple(sorted(losses, key=lambda loss: (severity(loss.cause), loss.member.node_rank))), tuple(requeue_at)
+
+
+def _detect_loss(
+    facts: Facts, evidence: Evidence, member: Member, worker: Worker | None, join_by: float | None
+) -> Loss | None:
+    if worker is None:
+        agent = facts.observed.agents.get(member.pod_uid)
+        since = agent.last_seen if agent is not None else failed_since(facts, None)
+        message = f"pod {member.pod_name} on node {member.node_name} no longer exists"
+        return Loss(member=member, worker=None, cause=Cause.POD_LOST, failed_at=since, message=message)
+    if worker.finished:
+        return None
+    return (
+        detect_ended_pod(facts, member, worker)
+        or detect_deleted_node(facts, member, worker)
+        or detect_process_failure(facts, member, worker)
+        or detect_leaving_pod(facts, member, worker)
+        or detect_node_failure(facts, evidence, member, worker)
+        or detect_silent_agent(facts, evidence, member, worker)
+        or detect_join_timeout(facts, member, worker, join_by)
+    )
+
+
+def _finished_peers(facts: Facts, lost: set[str]) -> list[Loss]:
+    """Return workers that finished before a peer was lost.
+
+    Their processes have ended, so the next generation replaces them.
+    """
+    return [
+        Loss(
+            member=member,
+            worker=worker,
+            cause=Cause.FINISHED,
+            failed_at=facts.now,
+            message=f"pod {member.pod_name} had finished already",
+        )
+        for member, worker in facts.members
+        if worker is not None and worker.finished and member.pod_uid not in lost
+    ]

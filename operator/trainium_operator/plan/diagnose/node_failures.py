@@ -1,0 +1,107 @@
+"""Find members whose nodes are deleted or bad, and hand the ranks on bad nodes over.
+
+A member on a bad node hands its rank over while it still answers, as soon as another worker is warm. While the fleet is
+frozen (`FleetView.frozen`) no problem of a node counts for more than a preference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.node_polarity import Severity
+from trainium_contract.wire.messages import WorkerPhase
+from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.diagnose.silence import Evidence, failed_since, last_step_at
+from trainium_operator.plan.view.progress import is_settled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_contract.wire.messages import Member
+    from trainium_operator.plan.faults.node_signals import NodeProblem
+    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.view.workers import Worker
+
+
+def detect_deleted_node(facts: Facts, member: Member, worker: Worker) -> Loss | None:
+    """Return a member whose node was deleted or declared out of service; its pod is deleted by force."""
+    if not worker.node_deleted:
+        return None
+    state = "no longer exists" if worker.node is None else "was declared out of service"
+    message = f"node {worker.pod.node} of pod {worker.pod.name} {state}"
+    failed_at = failed_since(facts, worker)
+    return Loss(
+        member=member, worker=worker, cause=Cause.NODE_LOST, failed_at=failed_at, message=message, force_delete=True
+    )
+
+
+def detect_node_failure(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> Loss | None:
+    """Return a member whose node is permanently broken; it saves if it can, and no replacement is awaited."""
+    problem = facts.node_problems.get(worker.pod.uid)
+    if problem is None or problem.severity is not Severity.FATAL:
+        return None
+    return _bad_node_loss(facts, member, worker, problem, can_save=_is_training(facts, evidence, worker))
+
+
+def find_handovers(facts: Facts, evidence: Evidence, losses: list[Loss]) -> list[Loss]:
+    """Add the members on bad nodes whose ranks free candidates can take over.
+
+    A member on a broken node that is handed over this way keeps its pod until its rank is elsewhere.
+    """
+    by_uid = {loss.member.pod_uid: loss for loss in losses}
+    fatal = [loss for loss in losses if _is_fatal(facts, loss)]
+    free_candidates = len(facts.candidates) - len(losses)
+    if free_candidates >= 0:
+        losses = [replace(loss, keeps_pod=loss.can_save) if loss in fatal else loss for loss in losses]
+    for member, worker in members_to_move(facts):
+        if free_candidates <= 0:
+            break
+        if member.pod_uid not in by_uid and not worker.silent and not worker.node_bad:
+            can_save = is_settled(facts) and _is_training(facts, evidence, worker)
+            problem = facts.node_problems[worker.pod.uid]
+            loss = _bad_node_loss(facts, member, worker, problem, can_save=can_save)
+            losses.append(replace(loss, keeps_pod=can_save))
+            free_candidates -= 1
+    return losses
+
+
+def members_to_move(facts: Facts) -> Iterator[tuple[Member, Worker]]:
+    """Yield members that train on until a worker that replaces them is ready, by rank."""
+    for member, worker in facts.members:
+        problem = facts.node_problems.get(member.pod_uid)
+        if worker is not None and problem is not None and problem.severity is Severity.DRAIN and worker.alive:
+            yield member, worker
+
+
+def _bad_node_loss(facts: Facts, member: Member, worker: Worker, problem: NodeProblem, *, can_save: bool) -> Loss:
+    message = f"node {worker.pod.node} of pod {worker.pod.name} is bad: {problem}"
+    if problem.message:
+        message += f": {problem.message}"
+    began = problem.since if problem.severity is Severity.FATAL else None
+    if began is None or not worker.pod.created <= began <= facts.now:
+        began = facts.now  # the ranks train on until now
+    return Loss(
+        member=member,
+        worker=worker,
+        cause=problem.cause,
+        # While the fleet is frozen, ranks also train on after a fatal problem.
+        failed_at=min(max(began, last_step_at(facts)), facts.now),
+        message=message,
+        force_delete=worker.node_bad,
+        can_save=can_save,
+    )
+
+
+def _is_fatal(facts: Facts, loss: Loss) -> bool:
+    problem = facts.node_problems.get(loss.member.pod_uid)
+    return loss.worker is not None and loss.can_save and problem is not None and problem.severity is Severity.FATAL
+
+
+def _is_training(facts: Facts, evidence: Evidence, worker: Worker) -> bool:
+    """Return whether it answers and makes steps, so that it can save before it leaves."""
+    beat = worker.heartbeat
+    if beat is None or worker.silent or worker.node_bad or beat.phase is not WorkerPhase.TRAINING:
+        return False
+    return not evidence.stalled(facts.now)

@@ -1,0 +1,226 @@
+"""Close interruptions at the first new step, or when the interrupted run is given up.
+
+The agents' records are the best source of when training resumed and from which step; without one, the first heartbeat
+with a new step counts. Seconds are from the failure to the first step that had not been completed before. After the
+last step there is none: then the interruption ends when the ranks are again in a stage with no step left. For a program
+that reports no steps it ends when the processes of all members run again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.wire.messages import Progress, RestartRecord, WorkerPhase
+from trainium_operator.plan.history.interruptions import replace_entry
+from trainium_operator.plan.view.node_problems import is_clock_in_sync
+from trainium_operator.plan.view.progress import (
+    has_reported_steps,
+    is_settled,
+    last_step,
+    newest_progress,
+    steady_at,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.view.facts import Facts
+
+_UNREPORTED_SECONDS = 60.0
+"""Steps of this time may be missing in the last heartbeats before a fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Resumption:
+    at: float
+    resume_step: int | None
+    step_before: int
+    stopped_at: float = 0.0
+    """When the ranks stopped, if they trained on after the decision; 0 if unknown."""
+
+
+def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """Record when, from which step and at what cost training resumed, for each open interruption that is over."""
+    for index, entry in enumerate(status.history):
+        if not entry.is_open:
+            continue
+        if facts.job.spec.program is not None:
+            entry = entry.replaced(step_before=max([entry.step_before, *_steps_before(facts, entry)]))  # noqa: PLW2901
+            status = replace_entry(status, index, entry)
+            if _awaits_first_step(facts, entry):
+                continue
+        resumed = _recorded(facts, entry) or _observed(facts, entry) or _without_steps(facts, entry)
+        if resumed is None:
+            continue
+        status = replace_entry(status, index, _closed(entry, resumed, facts.now))
+    return status
+
+
+def _awaits_first_step(facts: Facts, entry: Interruption) -> bool:
+    """Return whether a program's rank without a step still loads; ranks that report no steps run at once."""
+    return not has_reported_steps(facts) and any(
+        beat.phase is WorkerPhase.LOADING or (beat.generation, beat.attempt) <= (entry.generation, entry.attempt)
+        for _, beat in facts.beats
+    )
+
+
+def _steps_before(facts: Facts, entry: Interruption) -> list[int]:
+    """Return the steps of ranks that an open interruption has not ended yet.
+
+    A program may train until it is asked to stop, and repeats what it has not saved. An agent shows the last step of
+    the previous generation until its ranks train in the new one.
+    """
+    return [
+        beat.progress.step
+        for _, beat in facts.beats
+        if beat.progress is not None
+        and ((beat.generation, beat.attempt) <= (entry.generation, entry.attempt) or beat.phase is WorkerPhase.LOADING)
+    ]
+
+
+def close_lapsed(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """Close open entries of the current generation if it was never left; call when no member is failed any more.
+
+    A silent worker was seen again, a notice was withdrawn, or a person wrote the entry: no later generation closes it.
+    """
+    current = facts.current
+    if current is None or status.membership.generation != current.generation or not is_settled(facts):
+        return status
+    attempt = max(beat.attempt for _, beat in facts.beats)
+    for index, entry in enumerate(status.history):
+        if not entry.is_open:
+            continue
+        in_force = (entry.generation, entry.attempt) >= (current.generation, attempt)
+        if in_force and (last_step(facts) > entry.step_before or _past_steps(facts) or steady_at(facts) is not None):
+            resumed = _Resumption(at=facts.now, resume_step=entry.step_before, step_before=-1)
+            status = replace_entry(status, index, _closed(entry, resumed, facts.now))
+    return status
+
+
+def close_abandoned(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """Close every open interruption: the time after a suspension is charged to no cause."""
+    for index, entry in enumerate(status.history):
+        if entry.is_open:
+            seconds = round(max(0.0, facts.now - (entry.failed_at or facts.now)), 3)
+            status = replace_entry(status, index, entry.replaced(recovered_seconds=seconds))
+    return status
+
+
+def _closed(entry: Interruption, resumed: _Resumption, now: float) -> Interruption:
+    failed_at = entry.failed_at if entry.failed_at is not None else now
+    failed_at = max(failed_at, min(resumed.stopped_at, resumed.at, now))
+    step_before = max(entry.step_before, resumed.step_before)
+    lost = None if resumed.resume_step is None else max(0, step_before - resumed.resume_step)
+    return entry.replaced(
+        failed_at=entry.failed_at if entry.failed_at is None else failed_at,
+        recovered_seconds=round(min(max(0.0, resumed.at - failed_at), max(0.0, now - failed_at)), 3),
+        step_before=step_before,
+        resume_step=resumed.resume_step,
+        steps_lost=lost,
+    )
+
+
+def _recorded(facts: Facts, entry: Interruption) -> _Resumption | None:
+    """Return the agents' record of the restart that ended this interruption."""
+    records = [record for record in _answers(facts, entry) if record.resumed_at is not None]
+    if facts.job.spec.program is not None and has_reported_steps(facts):
+        # Ranks without steps count as resumed when they run again; the rank with the steps has the better time.
+        records = [record for record in records if record.step_before >= 0]
+    if not records:
+        return None
+    last = max(records, key=lambda record: record.resumed_at or 0.0)
+    steps = [record.resume_step for record in records if record.resume_step is not None]
+    return _Resumption(
+        at=last.resumed_at or 0.0,
+        resume_step=min(steps, default=None),
+        step_before=max(record.step_before for record in records),
+    )
+
+
+def _answers(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]:
+    """Yield records of the current generation, if possible by agents whose clocks are in sync.
+
+    Records of older generations are never completed.
+    """
+    beats = [beat for _, beat in facts.beats]
+    for beat in [each for each in beats if is_clock_in_sync(each)] or beats:
+        for record in beat.restarts:
+            later = (record.generation, record.attempt) > (entry.generation, entry.attempt)
+            if later and record.generation == beat.generation:
+                yield record
+
+
+def _observed(facts: Facts, entry: Interruption) -> _Resumption | None:
+    """Return the first heartbeat after the interruption with a new step, if no agent's record is pending."""
+    if any(record.resumed_at is None for record in _answers(facts, entry)):
+        return None
+    for _, beat in facts.beats:
+        later = (beat.generation, beat.attempt) > (entry.generation, entry.attempt)
+        progress = beat.progress
+        if not later or beat.phase is not WorkerPhase.TRAINING or progress is None:
+            continue
+        # After a graceful change the ranks resume past the step that was known at the decision.
+        if progress.step > max(entry.step_before, progress.resume_step or 0):
+            dated = is_clock_in_sync(beat) and progress.updated > (entry.failed_at or 0.0)
+            at = _first_new_step(entry, progress) if dated else facts.now
+            stopped_at = _stopped_at(facts, entry, progress)
+            return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1, stopped_at=stopped_at)
+        if not progress.training and progress.step >= entry.step_before:
+            dated = is_clock_in_sync(beat) and progress.stage_since > (entry.failed_at or 0.0)
+            at = progress.stage_since if dated else facts.now
+            return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
+    return None
+
+
+def _without_steps(facts: Facts, entry: Interruption) -> _Resumption | None:
+    """Return when all members' processes of a program without steps ran again."""
+    if steady_at(facts) is None:
+        return None
+    beats = [beat for _, beat in facts.beats if (beat.generation, beat.attempt) > (entry.generation, entry.attempt)]
+    if len(beats) < len(facts.members):
+        return None
+    started = [beat.progress.started for beat in beats if beat.progress is not None and is_clock_in_sync(beat)]
+    at = max(started, default=0.0)
+    return _Resumption(at=at if at > (entry.failed_at or 0.0) else facts.now, resume_step=None, step_before=-1)
+
+
+def _first_new_step(entry: Interruption, progress: Progress) -> float:
+    """Return when the first new step ended; a delayed plan sees only a later one.
+
+    The steps since the ranks had loaded are assumed to be equally long.
+    """
+    resumed = progress.resume_step or 0
+    first, made = max(entry.step_before, resumed) + 1 - resumed, progress.step - resumed
+    began = max(progress.loaded, entry.failed_at or 0.0)
+    if not progress.loaded or made <= first or progress.updated <= began:
+        return progress.updated
+    return began + (progress.updated - began) * first / made
+
+
+def _stopped_at(facts: Facts, entry: Interruption, progress: Progress) -> float:
+    """Return when the ranks stopped, if they trained on: until a planned change, or on a bad node until one is free.
+
+    Such steps were not lost. 0 if unknown.
+    """
+    size = next((each for each in facts.job.status.goodput.sizes if each.size == len(facts.members)), None)
+    seconds = next(
+        (each for _, beat in facts.beats if beat.timing and (each := beat.timing.step_seconds)),
+        size.step_seconds if size is not None else None,
+    )
+    made = (progress.resume_step or 0) - entry.step_before
+    if entry.failed_at is None or entry.step_before < 0 or made <= 0 or not seconds:
+        return 0.0
+    planned = entry.rung in (Rung.RESIZE, Rung.GROW) or entry.cause in (Cause.PREEMPTED, Cause.STRAGGLER)
+    if not planned and made * seconds < _UNREPORTED_SECONDS:
+        return 0.0
+    return min(entry.failed_at + made * seconds, progress.started or progress.updated)
+
+
+def _past_steps(facts: Facts) -> bool:
+    """Return whether the ranks are in a stage after the last step, so that no step will show that they run again."""
+    newest = newest_progress(facts)
+    return newest is not None and not newest.training

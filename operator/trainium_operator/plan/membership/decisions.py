@@ -1,0 +1,313 @@
+"""Decide who trains next: the first generation, one without the failed members, the same again, or one of another size.
+
+The first generation begins when enough workers are warm; an elastic job that lacks some begins smaller after
+`rescaleAfterSeconds`. A failed member is replaced by a warm spare, else by a new pod, else (elastic jobs, after a wait)
+the job shrinks. A job that had to shrink grows back when all workers are there; a size that a user requests is taken at
+once. A generation that was decided on and never recorded, because the operator died between the two writes, is finished
+by the members that are there once each of them was seen.
+
+Guarantees:
+- The first policy that wants a new generation gets it. This module alone writes `waitingSince`, except for its start
+  with a failure (`history.interruptions`) and its end with the job's pods.
+- Survivors keep their ranks at the same size, and stay as they are while a replacement is pending.
+- A size is never below the job's floor nor illegal. Shrinking removes extras first, then the highest ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trainium_contract.faults.causes import Cause
+from trainium_contract.status.conditions import ConditionType
+from trainium_contract.status.interruptions import Rung
+from trainium_contract.wire.messages import Member, Transition, WorkerPhase
+from trainium_operator.plan.diagnose.process_failures import cause_of_stop
+from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry, replace_entry
+from trainium_operator.plan.membership import growth
+from trainium_operator.plan.membership.generation import Decision, NewGeneration
+from trainium_operator.plan.membership.ranks import assign_ranks, build_member, order_first_ranks, rank_context
+from trainium_operator.plan.model.conditions import AnyShown, is_true, with_condition
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.text import format_count
+from trainium_operator.plan.view.facts import Facts, healthy_joiners, list_joiners
+from trainium_operator.plan.view.progress import is_settled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_contract.status.public import PublicStatus
+    from trainium_operator.plan.diagnose.loss import Loss
+    from trainium_operator.plan.view.workers import Worker
+
+
+def form_first_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
+    """Form it at the desired size, or after `rescaleAfterSeconds` at the largest legal size that is available."""
+    ready = facts.candidates
+    size = status.desired
+    if len(ready) < size:
+        deadline = growth.rescale_at(facts, status)
+        if facts.now < deadline:
+            return Decision(status=status, requeue_at=(deadline,))
+        size = growth.available_size(facts, status, len(ready))
+    if size == 0:
+        return Decision(status=status)
+    ordered = order_first_ranks(ready, size, rank_context(facts))
+    members = tuple(build_member(worker, rank) for rank, worker in enumerate(ordered))
+    new = NewGeneration(members=members, transition=Transition.IMMEDIATE, cause=Cause.RESIZE)
+    return Decision(status=status, new=new)
+
+
+_CREATION_ROUNDING = 1.0
+"""Kubernetes truncates creation times to seconds, so a pod created right after the failure may look older than it."""
+
+
+def replace_failed(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:
+    """Form the next generation without the failed members; None while too few workers are available."""
+    assert facts.current is not None
+    lost = {loss.member.pod_uid for loss in losses}
+    survivors = tuple(member for member in facts.current.members if member.pod_uid not in lost)
+    newcomers = list_joiners(facts)
+    available = len(survivors) + len(newcomers)
+    deadline = _wait_until(
+        facts, status, available, waited=all(loss.keeps_pod or not loss.awaits_replacement for loss in losses)
+    )
+    if deadline is not None:
+        return Decision(status=status, requeue_at=(deadline,))
+    size = _next_size(facts, status, available)
+    if size == 0:
+        return Decision(status=status)
+    members = assign_ranks(select_survivors(facts, survivors, size), newcomers, size, rank_context(facts))
+    member_uids = {member.pod_uid for member in members}
+    joined = tuple(worker for worker in newcomers if worker.pod.uid in member_uids)
+    all_can_save = all(loss.can_save for loss in losses if loss.cause is not Cause.FINISHED)
+    new = NewGeneration(
+        members=members,
+        transition=Transition.GRACEFUL if all_can_save else Transition.IMMEDIATE,
+        cause=losses[0].cause,
+    )
+    return Decision(status=_record_rung(facts, status, size, joined), new=new)
+
+
+def restart_stopped(facts: Facts, status: TrainingJobStatus) -> Decision:
+    """Restart the same members if all of them stopped and none reports that it failed."""
+    assert facts.current is not None
+    beats = facts.beats
+    if len(beats) < len(facts.current.members) or any(beat.phase is not WorkerPhase.FAILED for _, beat in beats):
+        return Decision(status=status)
+    cause = cause_of_stop(facts)
+    status = open_interruption(
+        facts,
+        status,
+        cause=cause,
+        rung=Rung.REPLACE,
+        failed_at=facts.now,
+        attempt=status.membership.attempt,
+        message="all workers stopped, and none reported a failure; they start again",
+    )
+    new = NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=cause)
+    return Decision(status=status, new=new)
+
+
+def _wait_until(facts: Facts, status: TrainingJobStatus, available: int, *, waited: bool) -> float | None:
+    """Return until when a replacement is awaited (Unix seconds).
+
+    None if enough are available, or if the wait is over.
+    """
+    assert facts.current is not None
+    if available >= min(status.desired, len(facts.current.members)) or waited:
+        return None
+    deadline = growth.rescale_at(facts, status)
+    return deadline if facts.now < deadline else None
+
+
+def _next_size(facts: Facts, status: PublicStatus, available: int) -> int:
+    """Return the size of the next generation; 0 if no legal one is available."""
+    assert facts.current is not None
+    if available >= status.desired:
+        return status.desired
+    return growth.available_size(facts, status, min(available, len(facts.current.members)))
+
+
+def _record_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]) -> TrainingJobStatus:
+    """Record in the open interruption how it was recovered."""
+    assert facts.current is not None
+    index = open_membership_entry(status, facts.current.generation)
+    if index is None:
+        return status
+    entry = status.history[index]
+    # A pod created because of a notice is no spare, although it existed before the rank was handed over.
+    failed_at = min(entry.failed_at or facts.now, facts.job.status.leaving_since or facts.now)
+    if size < len(facts.current.members):
+        rung = Rung.SHRINK
+    elif joined and all(worker.pod.created + _CREATION_ROUNDING <= failed_at for worker in joined):
+        rung = Rung.SPARE
+    else:
+        rung = Rung.REPLACE
+    return replace_entry(status, index, entry.replaced(rung=rung, pods_replaced=len(joined)))
+
+
+def record_size_request(facts: Facts, status: AnyShown, desired: int) -> AnyShown:
+    """Record that the user changed the size; until it is reached, a change of size is attributed to the user."""
+    if facts.current is None or status.desired == 0 or status.desired - status.idle_nodes.taken == desired:
+        return status
+    message = f"from {len(facts.current.members)} to {format_count(desired, 'node')}"
+    return with_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, message, now=facts.now)
+
+
+def resize(facts: Facts, status: TrainingJobStatus) -> Decision:
+    """Form the next generation at another size; None if the size fits, or not yet."""
+    assert facts.current is not None
+    present, desired = len(facts.current.members), status.desired
+    if any(worker is not None and worker.finished for _, worker in facts.members):
+        return Decision(status=status)
+    if present == desired:
+        return Decision(status=status)
+    requested = is_true(status, ConditionType.RESIZING)
+    newcomers = list_joiners(facts) if requested else healthy_joiners(facts)
+    size, requeue_at = (desired, ()) if present > desired else _grow(facts, status, present, len(newcomers))
+    if size == present:
+        return Decision(status=status, requeue_at=requeue_at)
+    survivors = select_survivors(facts, facts.current.members, size)
+    joined = select_joiners(facts, survivors, newcomers, size, desired - status.idle_nodes.taken)
+    members = assign_ranks(survivors, joined, size, rank_context(facts))
+    new = NewGeneration(members=members, transition=Transition.GRACEFUL, cause=Cause.RESIZE)
+    return Decision(status=_record_resize(facts, status, size), new=new, requeue_at=requeue_at)
+
+
+def _grow(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int) -> tuple[int, tuple[float, ...]]:
+    """Return the size to grow to now, or `present` if not yet; and when to check again (Unix seconds)."""
+    if newcomers == 0 or not is_settled(facts):
+        return present, ()
+    requested = is_true(status, ConditionType.RESIZING)
+    resume_at = 0.0 if requested else growth.growth_resumes_at(facts, status)
+    if facts.now < resume_at:
+        return present, (resume_at,)
+    size = _growth_target(facts, status, present, min(status.desired, present + newcomers), requested=requested)
+    cost = growth.compile_seconds(facts, status, size)
+    if size <= present or not (requested or growth.is_worth_growing(facts, status, present, size, beside=cost)):
+        return present, ()
+    worthwhile_at = facts.now if requested else growth.worthwhile_at(facts, status, size, _last_change(status))
+    if facts.now < worthwhile_at:
+        return present, (worthwhile_at,)
+    if size == status.desired:
+        return size, ()
+    deadline = growth.rescale_at(facts, status)
+    return (present, (deadline,)) if facts.now < deadline else (size, ())
+
+
+def _growth_target(facts: Facts, status: PublicStatus, present: int, nodes: int, *, requested: bool) -> int:
+    """Return the size to grow to with this number of nodes; a compiled one if that is growth."""
+    size = nodes if nodes == status.desired else facts.size.legal_at_most(nodes)
+    if requested or not growth.compile_seconds(facts, status, size):
+        return size
+    compiled = growth.available_size(facts, status, nodes)
+    return compiled if compiled > present else size
+
+
+def _last_change(status: PublicStatus) -> float:
+    """Return when the current size was reached (Unix seconds), as far as the history reaches."""
+    changes = (Rung.SHRINK, Rung.GROW, Rung.RESIZE)
+    times = [entry.decided_at for entry in status.history if entry.rung in changes and entry.decided_at is not None]
+    return max(times, default=0.0)
+
+
+def _record_resize(facts: Facts, status: TrainingJobStatus, size: int) -> TrainingJobStatus:
+    """Record this change of size, unless the current generation is already being left."""
+    assert facts.current is not None
+    present = len(facts.current.members)
+    if open_membership_entry(status, facts.current.generation) is not None:
+        return status
+    if status.membership.generation != facts.current.generation:
+        return status
+    requested = is_true(status, ConditionType.RESIZING)
+    return open_interruption(
+        facts,
+        status,
+        cause=Cause.RESIZE if requested else Cause.CAPACITY,
+        rung=Rung.RESIZE if requested or size < present else Rung.GROW,
+        failed_at=facts.now,
+        attempt=status.membership.attempt,
+        message=f"from {present} to {format_count(size, 'node')}{_resize_reason(facts, status, size - present)}",
+    )
+
+
+def _resize_reason(facts: Facts, status: PublicStatus, more: int) -> str:
+    if facts.grant is not None and status.desired < facts.size.desired:
+        return f": the queue grants {status.desired} of {facts.size.desired}"
+    taken = status.idle_nodes.taken
+    if more > 0 and taken:
+        return f": {taken} that were idle, beyond the {status.desired - taken} asked for"
+    if more < 0 and facts.observed.nodes_wanted_by_gangs:
+        return f": {-more} that were idle are given back, other jobs wait for {facts.observed.nodes_wanted_by_gangs}"
+    return ""
+
+
+def finish_decided_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
+    """Start the same members under the number in the status if that generation was not recorded."""
+    current = facts.current
+    if current is None or status.membership.generation <= current.generation:
+        return Decision(status=status)
+    if not all((worker is not None and worker.warm and not worker.finished) for _, worker in facts.members):
+        return Decision(status=status)
+    index = open_membership_entry(status, current.generation)
+    cause = Cause.RESIZE if index is None else status.history[index].cause
+    new = NewGeneration(members=current.members, transition=Transition.GRACEFUL, cause=cause)
+    return Decision(status=status, new=new)
+
+
+def decide_generation(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:
+    """Return the decision; `status` has the interruption that the failures opened."""
+    decision = _decide(facts, status, losses)
+    since = _waiting_since(facts, status, decision.new, losses)
+    return replace(decision, status=decision.status.replaced(waiting_since=since))
+
+
+def _waiting_since(
+    facts: Facts, status: TrainingJobStatus, new: NewGeneration | None, losses: tuple[Loss, ...]
+) -> float | None:
+    """Return since when the job waits for missing workers (Unix seconds); None while none is missing."""
+    since = facts.now if status.waiting_since is None else status.waiting_since
+    if new is not None:
+        return facts.now if len(new.members) < status.desired else None
+    if facts.current is None:
+        return since
+    if losses or any(worker is not None and worker.finished for _, worker in facts.members):
+        return status.waiting_since
+    return None if len(facts.current.members) == status.desired else since
+
+
+def _decide(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:
+    if facts.current is None:
+        return form_first_generation(facts, status)
+    if losses:
+        return replace_failed(facts, status, losses)
+    requeue_at: tuple[float, ...] = ()
+    for policy in (restart_stopped, resize, finish_decided_generation):
+        decision = policy(facts, status)
+        status, requeue_at = decision.status, requeue_at + decision.requeue_at
+        if decision.new is not None:
+            break
+    return Decision(status=status, new=decision.new, requeue_at=requeue_at)
+
+
+def select_survivors(facts: Facts, members: Sequence[Member], size: int) -> tuple[Member, ...]:
+    """Return at most `size` of the members, dropping extras first, then the highest ranks."""
+    extra = {uid for uid, worker in facts.workers.items() if worker.pod.extra}
+    kept = sorted(members, key=lambda member: (member.pod_uid in extra, member.node_rank))[:size]
+    return tuple(sorted(kept, key=lambda member: member.node_rank))
+
+
+def select_joiners(
+    facts: Facts, survivors: Sequence[Member], newcomers: tuple[Worker, ...], size: int, base: int
+) -> tuple[Worker, ...]:
+    """Return the joiners for the ranks up to `size`; ranks beyond `base` take extras, so that spares remain."""
+    extra = [worker for worker in newcomers if worker.pod.extra]
+    if size <= base or not extra:
+        return newcomers
+    survivor_uids = {member.pod_uid for member in survivors}
+    surviving_extras = sum(worker.pod.extra for uid, worker in facts.workers.items() if uid in survivor_uids)
+    chosen_extras = extra[: max(0, size - base - surviving_extras)]
+    others = [worker for worker in newcomers if worker not in chosen_extras]
+    return (*chosen_extras, *others)[: max(0, size - len(survivors))]

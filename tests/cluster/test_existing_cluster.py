@@ -1,0 +1,301 @@
+"""An existing cluster (`--cluster=existing`): one session at a time, in any order, after any end.
+
+Run on a control plane of the development cluster without nodes, where the chart has no replicas.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts import generate
+from tests.testing.cluster.access import ROOT
+from tests.testing.cluster.installed import DEFINITION, InstalledParts, apply_definition, make_namespace
+from tests.testing.cluster.leftovers import OccupiedError, check_unoccupied, remove_leftovers
+from tests.testing.cluster.marks import HOLD, LABELS, cordon_patch
+from tests.testing.cluster.session_lease import NAME, LeaseHeldError, LeaseHolder, SessionLease
+from tests.testing.cluster.shared_cluster import SharedCluster
+from tests.testing.suite.timeouts import until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
+    from trainium_devcluster.cluster import Cluster
+
+    with Cluster.start(nodes=()) as cluster:
+        shared = tmp_path_factory.mktemp("shared")
+        yield SharedCluster("existing", cluster.variables(), shared, {"chartValues": {"replicas": 0}})
+
+
+@pytest.fixture
+def existing(control_plane: SharedCluster) -> Iterator[SharedCluster]:
+    """Yield an existing cluster for one test."""
+    cluster = replace(control_plane)
+    yield cluster
+    for left in (("lease", NAME), ("namespace", "trainium-system", "theirs"), ("crd", DEFINITION)):
+        cluster.run("kubectl", "delete", *left, "--wait=false", "--ignore-not-found")
+    remove_leftovers(cluster, fail_to_power_on)
+
+
+@pytest.fixture
+def contested(control_plane: SharedCluster) -> Iterator[SharedCluster]:
+    """Yield an existing cluster for several sessions."""
+    yield control_plane
+    control_plane.run("kubectl", "delete", "lease", NAME, "--ignore-not-found")
+
+
+def fail_to_power_on(node: str) -> None:
+    raise AssertionError(node)
+
+
+def create(cluster: SharedCluster, document: dict[str, Any]) -> None:
+    cluster.kubectl("create", "-f", "-", stdin=json.dumps(document))
+
+
+def names(cluster: SharedCluster, kind: str, namespace: str = "default") -> set[str]:
+    return {each["metadata"]["name"] for each in cluster.get(kind, "-n", namespace)["items"]}
+
+
+# --- one session at a time -------------------------------------------------------------------------------------------
+
+
+def test_a_second_session_is_refused_until_the_first_ends(contested: SharedCluster) -> None:
+    with (
+        SessionLease(contested).held(),
+        pytest.raises(LeaseHeldError, match=f"this cluster: process {os.getpid()} on "),
+    ):
+        SessionLease(contested).held().__enter__()
+    with SessionLease(contested).held():
+        assert names(contested, "leases") == {NAME}
+    assert names(contested, "leases") == set()
+
+
+def test_the_lease_of_an_ended_local_process_is_acquired_at_once(contested: SharedCluster) -> None:
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        ended.wait()
+    missing = replace(LeaseHolder.current(), process=ended.pid)
+    # Never released: as after a SIGKILL.
+    SessionLease(contested, missing)._acquire()
+    with SessionLease(contested, within=3600).held():
+        assert LeaseHolder.read(contested.get("lease", NAME)["spec"]["holderIdentity"]) == LeaseHolder.current()
+
+
+def test_a_remote_session_keeps_its_lease_while_it_renews(
+    contested: SharedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.testing.cluster.session_lease.RENEW_SECONDS", 0.1)
+    elsewhere = replace(LeaseHolder.current(), machine="elsewhere-1")
+    with SessionLease(contested, elsewhere).held(), pytest.raises(LeaseHeldError, match="on elsewhere-1"):
+        SessionLease(contested, within=60).held().__enter__()
+    SessionLease(contested, elsewhere)._acquire()
+    with SessionLease(contested, within=0.5).held():
+        assert LeaseHolder.read(contested.get("lease", NAME)["spec"]["holderIdentity"]) == LeaseHolder.current()
+
+
+def test_a_session_that_lost_its_lease_does_not_delete_it(
+    contested: SharedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.testing.cluster.session_lease.RENEW_SECONDS", 0.1)
+    lease = SessionLease(contested)
+    with lease.held():
+        change = json.dumps({"spec": {"holderIdentity": "elsewhere-1/7/100"}})
+        # Between what the session reads and writes: it is refused then.
+        until(
+            lambda: contested.run("kubectl", "patch", "lease", NAME, "--type=merge", "-p", change).returncode == 0,
+            "taken",
+        )
+        until(lambda: lease.lost, "the loss is seen")
+    assert lease.lost == "elsewhere-1/7/100"
+    assert names(contested, "leases") == {NAME}
+
+
+def test_one_of_two_concurrent_sessions_acquires_the_lease(contested: SharedCluster) -> None:
+    missing = replace(LeaseHolder.current(), process=1, started=1)
+    SessionLease(contested, missing)._acquire()
+    shown: list[str] = []
+
+    def take() -> None:
+        try:
+            SessionLease(contested)._acquire()
+        except LeaseHeldError:
+            shown.append("taken")
+        else:
+            shown.append("has it")
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(shown) == ["has it", "taken", "taken", "taken"]
+
+
+# --- what is left ----------------------------------------------------------------------------------------------------
+
+
+def test_only_objects_of_tests_are_removed(existing: SharedCluster) -> None:
+    for name in ("t-left", "theirs"):
+        if name == "theirs":
+            existing.kubectl("create", "namespace", name)
+        else:
+            make_namespace(existing, name)
+        pod = {"metadata": {"name": "p", "finalizers": [HOLD]}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
+        create(existing, {"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {**pod["metadata"], "namespace": name}})
+    for role, labels in (("left-by-tests", LABELS), ("theirs", {})):
+        kind = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "rules": []}
+        create(existing, {**kind, "metadata": {"name": role, "labels": labels}})
+    remove_leftovers(existing, fail_to_power_on)
+    assert "t-left" not in names(existing, "namespaces")
+    assert {"theirs"} <= names(existing, "namespaces")
+    assert "left-by-tests" not in names(existing, "clusterroles")
+    assert "theirs" in names(existing, "clusterroles")
+    assert names(existing, "pods", "theirs") == {"p"}
+    existing.kubectl("patch", "pod", "p", "-n", "theirs", "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+    existing.kubectl("delete", "clusterrole", "theirs")
+
+
+def test_disturbed_nodes_are_restored(existing: SharedCluster) -> None:
+    theirs = {"key": "theirs", "effect": "NoSchedule"}
+    for name in ("disturbed", "cordoned"):
+        spec = {"taints": [theirs], "unschedulable": name == "cordoned"}
+        create(existing, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": spec})
+    existing.kubectl("patch", "node", "disturbed", "--type=merge", "-p", json.dumps(cordon_patch(on=True)))
+    remove_leftovers(existing, fail_to_power_on)
+    nodes = {each["metadata"]["name"]: each for each in existing.get("nodes")["items"]}
+    assert "unschedulable" not in nodes["disturbed"]["spec"]
+    assert nodes["cordoned"]["spec"]["unschedulable"], "by another user"
+    taints = [each["key"] for each in nodes["disturbed"]["spec"]["taints"] if not each["key"].startswith("node.")]
+    assert taints == ["theirs"]
+    assert not [key for key in nodes["disturbed"]["metadata"].get("annotations", {}) if key.startswith("tests.")]
+    existing.kubectl("delete", "node", *nodes)
+
+
+def test_a_cordoned_node_is_restored(existing: SharedCluster) -> None:
+    create(existing, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}})
+    before = existing.get("node", "n")
+    with existing.cordoned("n"):
+        assert existing.get("node", "n")["spec"]["unschedulable"]
+    after = existing.get("node", "n")
+    assert after["metadata"].get("annotations", {}) == before["metadata"].get("annotations", {})
+    assert "unschedulable" not in after["spec"]
+    existing.kubectl("delete", "node", "n")
+
+
+def test_a_foreign_operator_or_job_stops_the_session(existing: SharedCluster) -> None:
+    apply_definition(existing)
+    check_unoccupied(existing)
+    job = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "llama"}}
+    create(existing, {**job, "spec": {"workers": {"accelerator": {"device": "cpu"}}, "trainer": {}}})
+    with pytest.raises(OccupiedError, match=r"has trainingjobs .* no test made \(default/llama\).* delete them first"):
+        check_unoccupied(existing)
+    existing.kubectl("delete", "trn", "llama")
+    install = [each for each in yaml.safe_load_all((ROOT / generate.INSTALL).read_text()) if each]
+    existing.run("kubectl", "create", "namespace", "trainium-system")
+    (deployment,) = (each for each in install if each["kind"] == "Deployment")
+    create(existing, deployment | {"spec": {**deployment["spec"], "replicas": 0}})
+    with pytest.raises(OccupiedError, match=r"deployments .*\(trainium-system/trainium-operator\).*\(helm uninstall\)"):
+        check_unoccupied(existing)
+
+
+def test_only_a_definition_that_tests_installed_is_removed(
+    existing: SharedCluster,
+) -> None:
+    apply_definition(existing)
+    crd = str(ROOT / "manifests/crd.yaml")
+    existing.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
+    remove_leftovers(existing, fail_to_power_on)
+    assert DEFINITION not in names(existing, "crd")
+    existing.kubectl("apply", "--server-side", "-f", crd)
+    apply_definition(existing)
+    remove_leftovers(existing, fail_to_power_on)
+    assert DEFINITION in names(existing, "crd")
+
+
+# --- rings in any order ----------------------------------------------------------------------------------------------
+
+
+def deployments(cluster: SharedCluster) -> list[str]:
+    return [each["metadata"]["name"] for each in cluster.get("deployments", "-A")["items"]]
+
+
+def test_each_ring_finds_the_parts_that_it_needs_in_any_order(existing: SharedCluster) -> None:
+    for need in (InstalledParts.OPERATOR, InstalledParts.DEFINITION, InstalledParts.OPERATOR, InstalledParts.OPERATOR):
+        existing.installed.ensure(need)
+        assert deployments(existing) == (["trainium-operator"] if need is InstalledParts.OPERATOR else [])
+        assert DEFINITION in names(existing, "crd")
+
+
+SAMPLE_FIXTURES = """
+import pytest
+
+@pytest.fixture(scope="session")
+def defined(shared_cluster): return shared_cluster
+
+@pytest.fixture(scope="session")
+def operator(shared_cluster): return shared_cluster
+"""
+SAMPLE = """
+import os, signal
+from tests.testing.cluster.installed import make_namespace
+
+def deployments(cluster):
+    return [each["metadata"]["name"] for each in cluster.get("deployments", "-A")["items"]]
+
+def test_defined(defined):
+    assert deployments(defined) == []
+    make_namespace(defined, "t-defined")
+
+def test_operator(operator):
+    assert deployments(operator) == ["trainium-operator"]
+    make_namespace(operator, "t-operator")
+    if os.environ.get("KILL"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def test_again(defined):
+    assert deployments(defined) == []
+"""
+
+
+def run_in(existing: SharedCluster, folder: Path, *tests: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a separate session with this project's hooks."""
+    (folder / "test_sample.py").write_text(SAMPLE)
+    (folder / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text() + SAMPLE_FIXTURES)
+    settings = folder / "settings.yaml"
+    settings.write_text(yaml.safe_dump({"shared": str(folder), **existing.settings}))
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
+    command += ["-o", f"pythonpath={ROOT}", "-p", "no:cacheprovider", "--cluster=existing"]
+    environment = os.environ | existing.variables | {"TRAINIUM_TEST_SITE": str(settings)} | more
+    command += [f"test_sample.py::{test}" for test in tests]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_sessions_pass_in_any_order_and_after_one_that_was_killed(existing: SharedCluster, tmp_path: Path) -> None:
+    remaining = names(existing, "namespaces")
+    killed = run_in(existing, tmp_path, "test_defined", "test_operator", KILL="yes")
+    assert killed.returncode == -signal.SIGKILL
+    assert {"t-defined", "t-operator", "trainium-system"} <= names(existing, "namespaces")
+    assert deployments(existing) == ["trainium-operator"]
+    for order in (("test_defined", "test_operator", "test_again"), ("test_operator", "test_defined")):
+        done = run_in(existing, tmp_path, *order)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert names(existing, "namespaces") == remaining
+        assert DEFINITION not in names(existing, "crd")
+
+
+def test_a_second_session_exits_with_a_message_and_changes_nothing(existing: SharedCluster, tmp_path: Path) -> None:
+    with SessionLease(existing).held():
+        done = run_in(existing, tmp_path, "test_operator")
+    assert done.returncode == 2
+    assert "Another session of tests uses this cluster" in done.stdout + done.stderr
+    assert deployments(existing) == []

@@ -1,0 +1,26 @@
+"""Overrides of a run that choose its layout, and what each layout is compared at."""
+
+import pytest
+
+from trainium_trainer.backends.pipeline import check_torch
+from trainium_trainer.exits import UserError
+
+TP, SP = "parallelism.tensor=2", "parallelism.sequence=true"
+PP, CP = "parallelism.pipeline=2", "parallelism.context=2"
+SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
+TWO_PASSES = "batch.microSize=4"
+"""Half as many passes as usual in a step, for ranks whose passes take long."""
+VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, samples: 5}"
+"""An odd number of samples, so that the ranks' shares differ."""
+
+
+def has_pipelines() -> bool:
+    """Return whether the installed torch has pipeline schedules that can be used."""
+    try:
+        check_torch()
+    except UserError:
+        return False
+    return True
+
+
+needs_pipelines = pytest.mark.skipif(not has_pipelines(), reason="this torch has no usable pipeline schedules")

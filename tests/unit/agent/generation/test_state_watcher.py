@@ -1,0 +1,344 @@
+"""Change notifications of the shared state on a real store: latency, number of requests, loss of the publisher."""
+
+import gc
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.unit.agent.shared_store import membership_at
+from trainium_agent.exits.restart_policy import GenerationState
+from trainium_agent.generation import state_watcher
+from trainium_agent.generation import store as generation_store
+from trainium_agent.generation.server import StoreClient, StoreServer
+from trainium_agent.generation.state_watcher import MAX_PUBLISH_INTERVAL_SECONDS, StatePublisher, StateWatcher
+from trainium_agent.generation.store import GenerationStore, StoreLostError
+from trainium_agent.rendezvous import (
+    GenerationRendezvous,
+    GenerationStoppedError,
+    RendezvousInterruptedError,
+)
+from trainium_agent.workload.program import ReservedPort
+from trainium_contract.exit_codes import ExitCode
+from trainium_contract.wire.messages import Membership
+
+SOON = 0.5
+"""Less than the longest time between two notifications."""
+
+
+class CountingStore(GenerationStore):
+    """A store that counts its requests."""
+
+    requests = 0
+
+    def _request(self, *request: str | float) -> Any:
+        self.requests += 1
+        return super()._request(*request)
+
+
+class Follower:
+    """A watcher of one agent, and the states that it reported."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.received: queue.Queue[GenerationState] = queue.Queue()
+        self.lost = threading.Event()
+        self.watcher = StateWatcher(membership, self.received.put, self.lost.set)
+        self.store = self.watcher._store = CountingStore(membership)
+        self.watcher.start()
+
+
+class Agents:
+    """The store of a generation, and its agents."""
+
+    def __init__(self) -> None:
+        self.server = StoreServer("127.0.0.1")
+        self.membership = membership_at(self.server.port, nodes=3)
+        self.store = GenerationStore(self.membership)
+        self.store.connect()
+        self.followers: list[Follower] = []
+        self.publishers: list[StatePublisher] = []
+        self.handlers: list[GenerationRendezvous] = []
+        self.threads: list[threading.Thread] = []
+        self.over = threading.Event()
+
+    def publish(self) -> StatePublisher:
+        self.store.create_state(GenerationState())
+        before = self.store.count(self.store.key("publications"))
+        publisher = StatePublisher(self.membership)
+        publisher.start()
+        self.publishers.append(publisher)
+        self.until(lambda: self.store.count(self.store.key("publications")) > before)
+        return publisher
+
+    def follower(self) -> Follower:
+        self.followers.append(Follower(self.membership))
+        return self.followers[-1]
+
+    def rendezvous(self, node_rank: int, reported: threading.Event | None = None) -> GenerationRendezvous:
+        handler = GenerationRendezvous(
+            self.membership,
+            node_rank,
+            initial=GenerationState(),
+            interrupted=lambda: self.over.is_set() or (reported is not None and reported.is_set()),
+            waiting_for=lambda _missing: None,
+            watcher=self.follower().watcher,
+            reserve_port=ReservedPort,
+            pair_rounds={},
+        )
+        handler.store = CountingStore(self.membership)
+        self.handlers.append(handler)
+        return handler
+
+    def join(self, handler: GenerationRendezvous) -> tuple[threading.Thread, list[object]]:
+        """Start the rendezvous in a thread; return both and the list of its results."""
+        results: list[object] = []
+
+        def join() -> None:
+            try:
+                results.append(handler.next_rendezvous())
+            except (RendezvousInterruptedError, GenerationStoppedError) as interruption:
+                results.append(interruption)
+
+        thread = threading.Thread(target=join, daemon=True)
+        thread.start()
+        self.threads.append(thread)
+        return thread, results
+
+    def end(self) -> None:
+        """Stop all threads: none may be in the library when the interpreter exits."""
+        self.over.set()
+        for follower in self.followers:
+            follower.watcher.stop()
+            follower.watcher.interrupt_waits()
+        self.threads += [follower.watcher._thread for follower in self.followers]
+        self.publishers += [handler._publisher for handler in self.handlers if handler._publisher is not None]
+        for publisher in self.publishers:
+            publisher.stop()
+            self.threads.append(publisher._thread)
+        for thread in self.threads:
+            thread.join(10)
+            assert not thread.is_alive(), thread.name
+        for handler in self.handlers:
+            handler.shutdown()
+        self.store.close()
+        self.server.close()
+
+    def raise_attempt(self) -> None:
+        """Raise the attempt as an agent that ends before it has notified any other."""
+        self.store.update_state(lambda state: GenerationState(attempt=state.attempt + 1))
+
+    def until(self, condition: Callable[[], object], seconds: float = 20.0) -> float:
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() < began + seconds, "never seen"
+            time.sleep(0.005)
+        return time.monotonic() - began
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    agents = Agents()
+    yield agents
+    agents.end()
+
+
+def test_an_unpublished_change_is_seen_before_the_next_periodic_notification(agents: Agents) -> None:
+    agents.publish()
+    followers = [agents.follower() for _ in range(8)]
+    for follower in followers:
+        assert follower.received.get(timeout=20).attempt == 0
+    time.sleep(0.2)
+    began = time.monotonic()
+    agents.raise_attempt()
+    for follower in followers:
+        assert follower.received.get(timeout=20).attempt == 1
+    assert time.monotonic() - began < SOON
+
+
+def test_a_watcher_sends_one_request_for_each_notification(agents: Agents, capfd: pytest.CaptureFixture[str]) -> None:
+    agents.publish()
+    follower = agents.follower()
+    follower.received.get(timeout=20)
+    before = follower.store.requests
+    time.sleep(3 * MAX_PUBLISH_INTERVAL_SECONDS)
+    assert 2 <= follower.store.requests - before <= 4
+    assert not follower.lost.is_set()
+    assert "waitForInput" not in capfd.readouterr().err  # the library's client writes it where a wait runs out
+
+
+def test_old_notifications_are_deleted(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_watcher, "_KEPT", 3)
+    publisher, store = agents.publish(), agents.store
+    for _ in range(8):
+        number = store.count(store.key("publications"))
+        publisher.notify()
+        agents.until(lambda number=number: store.count(store.key("publications")) > number)
+    newest = store.count(store.key("publications"))
+    agents.until(lambda: not store.has(store.key("publication", newest - 3)))
+    assert store.has(*(store.key("publication", newest - age) for age in range(3)))
+
+
+def test_a_state_without_publisher_is_followed_by_polling(agents: Agents) -> None:
+    agents.store.create_state(GenerationState())
+    follower = agents.follower()
+    assert follower.received.get(timeout=20).attempt == 0
+    agents.raise_attempt()
+    assert follower.received.get(timeout=SOON).attempt == 1
+
+
+def test_watchers_poll_between_two_publishers(agents: Agents) -> None:
+    publisher = agents.publish()
+    follower = agents.follower()
+    follower.received.get(timeout=20)
+    publisher.stop()
+    time.sleep(0.3)
+    before = follower.store.requests
+    agents.raise_attempt()
+    assert follower.received.get(timeout=SOON).attempt == 1
+    time.sleep(0.3)
+    assert follower.store.requests > before + 6, "it asks at intervals"
+    assert not follower.lost.is_set()
+    agents.publish()
+    time.sleep(0.3)
+    before = follower.store.requests
+    time.sleep(MAX_PUBLISH_INTERVAL_SECONDS)
+    assert follower.store.requests - before <= 3
+    agents.raise_attempt()
+    assert follower.received.get(timeout=SOON).attempt == 2
+
+
+def test_watchers_poll_after_a_publisher_falls_silent(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_store, "_WAIT_SECONDS", 1.0)
+    agents.store.create_state(GenerationState())
+    agents.store.count(agents.store.key("publications"), 7)  # as a publisher whose thread died
+    follower = agents.follower()
+    assert follower.received.get(timeout=20).attempt == 0
+    assert follower.lost.wait(5)
+    agents.raise_attempt()
+    assert follower.received.get(timeout=5).attempt == 1
+    before = follower.store.requests
+    time.sleep(1.5)
+    assert follower.store.requests > before + 10, "it waits for no turn again"
+
+
+def test_an_unsigned_notification_is_rejected(agents: Agents) -> None:
+    agents.store.create_state(GenerationState())
+    agents.store.count(agents.store.key("publications"), 1)
+    follower = agents.follower()
+    assert follower.received.get(timeout=20).stopped is None
+    stranger = StoreClient(socket.create_connection(("127.0.0.1", agents.server.port)))
+    forged = GenerationState(stopped=int(ExitCode.USER_ERROR)).encode()
+    stranger.request(("set", agents.store.key("publication", 2), forged), lambda: 5.0)
+    assert follower.lost.wait(5)
+    agents.publish()
+    agents.raise_attempt()
+    assert follower.received.get(timeout=20) == GenerationState(attempt=1)
+
+
+def test_all_agents_start_at_once_after_the_last_joined_and_wait_with_few_requests(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        state_watcher, "MAX_PUBLISH_INTERVAL_SECONDS", 4.0
+    )  # so that the clock calls none when the last one joins
+    handlers = [agents.rendezvous(rank) for rank in range(3)]
+    first, second = agents.join(handlers[0]), agents.join(handlers[1])
+    time.sleep(3.2)
+    assert second[0].is_alive()
+    store = handlers[1].store
+    assert isinstance(store, CountingStore)
+    assert store.requests < 30, store.requests  # polling every 10 ms would need hundreds
+    began = time.monotonic()
+    last = agents.join(handlers[2])
+    for thread, results in (first, second, last):
+        thread.join(20)
+        assert len(results) == 1
+        assert not isinstance(results[0], Exception)
+    assert time.monotonic() - began < SOON
+
+
+def test_an_agent_that_waits_for_an_ended_attempt_joins_the_next_at_once(agents: Agents) -> None:
+    handlers = [agents.rendezvous(rank) for rank in range(2)]  # a third never comes
+    for handler in handlers:
+        agents.join(handler)
+    joined = [agents.store.key(0, "joined", rank) for rank in range(2)]
+    agents.until(lambda: agents.store.has(*joined))
+    time.sleep(0.3)
+    agents.raise_attempt()
+    again = [agents.store.key(1, "joined", rank) for rank in range(2)]
+    assert agents.until(lambda: agents.store.has(*again)) < SOON
+
+
+def test_a_waiting_agent_sees_the_stop_of_its_generation_at_once(agents: Agents) -> None:
+    waiting = [agents.join(agents.rendezvous(rank)) for rank in range(2)]
+    agents.until(lambda: agents.store.has(*(agents.store.key(0, "joined", rank) for rank in range(2))))
+    time.sleep(0.3)
+    began = time.monotonic()
+    agents.store.update_state(lambda _: GenerationState(stopped=int(ExitCode.USER_ERROR)))
+    for thread, results in waiting:
+        thread.join(20)
+        assert isinstance(results[0], GenerationStoppedError)
+    assert time.monotonic() - began < SOON
+
+
+def test_a_waiting_agent_can_be_interrupted_at_once(agents: Agents) -> None:
+    agents.publish()
+    reported = threading.Event()
+    handler = agents.rendezvous(1, reported)
+    thread, results = agents.join(handler)
+    agents.until(lambda: agents.store.has(agents.store.key(0, "joined", 1)))
+    time.sleep(0.3)
+    began = time.monotonic()
+    reported.set()
+    handler._watcher.interrupt_waits()
+    thread.join(20)
+    assert time.monotonic() - began < 0.2
+    assert isinstance(results[0], RendezvousInterruptedError)
+
+
+def test_a_rendezvous_completes_without_notifications(agents: Agents) -> None:
+    agents.publish()
+    handler = agents.rendezvous(1)
+    handler._watcher = StateWatcher(agents.membership, lambda _: None, lambda: None)  # never started
+    thread, results = agents.join(handler)
+    agents.until(lambda: agents.store.has(agents.store.key(0, "joined", 1)))
+    agents.store.set(agents.store.key(0, "port"), "29500")
+    agents.store.set(agents.store.key(0, "go"))
+    thread.join(5)
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("timeout", [5.0, 0.2], ids=["the server gives up", "we give up first"])
+def test_a_failed_request_leaves_no_connection_and_no_thread(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
+    """Without the collector: a quiet agent makes so little that it runs once in hours."""
+    monkeypatch.setattr(generation_store, "_WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(generation_store, "_HURRIED_SECONDS", timeout)
+    server = StoreServer("127.0.0.1")
+    process, threads = psutil.Process(), threading.active_count()
+
+    def connections() -> int:
+        sockets = process.net_connections("tcp")
+        return sum(bool(each.raddr) and server.port in (each.laddr.port, each.raddr.port) for each in sockets)
+
+    gc.collect()
+    before = connections()
+    gc.disable()
+    try:
+        for _ in range(3):
+            store = GenerationStore(membership_at(server.port, nodes=3), hurried=lambda: True)
+            store.connect()
+            with pytest.raises(StoreLostError):
+                store.get(store.key("nothing"))
+            del store
+        deadline = time.monotonic() + 30
+        while connections() > before or threading.active_count() > threads:
+            assert time.monotonic() < deadline, (connections(), before, threading.enumerate())
+            time.sleep(0.05)
+    finally:
+        gc.enable()
+        server.close()

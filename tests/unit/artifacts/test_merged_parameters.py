@@ -1,0 +1,52 @@
+"""The rows of a finished model, asked for by several threads at once as a writer does."""
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from trainium_trainer.artifacts.merged_parameters import MergedParameters
+
+MODULES = ("q_proj", "k_proj", "v_proj")
+SIZE, RANK = 4, 2
+
+
+class InMemory:
+    """Parameters in a dictionary."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+        self.parameters = parameters
+
+    def size(self, name: str) -> torch.Size:
+        return self.parameters[name].shape
+
+    def fill(self, name: str, offsets: tuple[int, ...], target: torch.Tensor) -> None:
+        target.copy_(self.parameters[name][offsets[0] : offsets[0] + target.shape[0]])
+
+
+@pytest.fixture
+def frequent_thread_switches() -> Iterator[None]:
+    """Switch threads as often as the interpreter allows."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-7)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("frequent_thread_switches")
+def test_threads_that_merge_different_weights_each_take_their_own_adapter() -> None:
+    frozen = {f"{name}.weight": torch.zeros(SIZE, SIZE) for name in MODULES}
+    trained = {f"{name}.lora_A.weight": torch.full((RANK, SIZE), 1.0 + place) for place, name in enumerate(MODULES)}
+    trained |= {f"{name}.lora_B.weight": torch.ones(SIZE, RANK) for name in MODULES}
+    result = MergedParameters(InMemory(trained), trained.keys(), InMemory(frozen), lambda _: 1.0)
+    asked = [place for _ in range(2000) for place in range(len(MODULES))]
+
+    def first_value(place: int) -> float:
+        return float(result.rows(f"{MODULES[place]}.weight", 0, SIZE, torch.float32)[0, 0])
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(first_value, asked))
+
+    assert found == [RANK * (1.0 + place) for place in asked]

@@ -1,0 +1,271 @@
+"""Tokenizer, generation settings and model card are written beside the weights, from the base and the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.testing.trainer.base_models import save_base, save_tuned, write_run
+from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
+from trainium_trainer.artifacts.card import add_evaluation
+from trainium_trainer.artifacts.export import export, merge
+from trainium_trainer.checkpoint.interfaces import Position
+from trainium_trainer.exits import UserError
+from trainium_trainer.weights.base import BaseWeights
+
+FLOAT32 = ArtifactPrecision.FLOAT32
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+def save_tokenizer(folder: Path, *, more: tuple[str, ...] = (), size: int = 60) -> None:
+    """Save a tokenizer as `transformers` does, with a chat template."""
+    vocabulary = {word: number for number, word in enumerate(["<s>", "</s>", *(f"w{n}" for n in range(size - 2))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.add_special_tokens({"additional_special_tokens": list(more)})
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def run_of(tmp_path: Path, **settings: Any) -> str:
+    """Write a checkpoint of all weights, tuned from a base with tokenizer and generation settings."""
+    model = save_base(tmp_path / "base", eos_token_id=1, bos_token_id=0)
+    save_tokenizer(tmp_path / "base")
+    (tmp_path / "base/generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [1, 2]}')
+    base = BaseWeights.open(str(tmp_path / "base"))
+    weights = dict(model.named_parameters())
+    write_run(tmp_path / "run", base.shape, weights, settings={"weights": base.digest} | settings)
+    return str(tmp_path / "run")
+
+
+def test_tokenizer_template_and_generation_settings_travel_from_the_base(tmp_path: Path) -> None:
+    root = run_of(tmp_path)
+    export(root, tmp_path / "out", base=str(tmp_path / "base"))
+    before, after = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("base", "out"))
+    assert after("w3 w9").input_ids == before("w3 w9").input_ids
+    assert after.chat_template == TEMPLATE
+    assert after.eos_token == "</s>"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.generation_config.eos_token_id == [1, 2]
+    assert model.generation_config.temperature == 0.6
+    assert (model.config.eos_token_id, model.config.bos_token_id) == (1, 0)
+    assert str(model.dtype) == "torch.bfloat16"
+
+
+def test_a_tokenizer_with_added_tokens_replaces_the_bases(tmp_path: Path) -> None:
+    root = run_of(tmp_path)
+    save_tokenizer(tmp_path / "grown", more=("<|ask|>", "<|answer|>"))
+    export(root, tmp_path / "out", base=str(tmp_path / "base"), tokenizer=tmp_path / "grown")
+    after = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert after("<|ask|> w1").input_ids == [60, 3]
+    assert after.chat_template == TEMPLATE
+
+
+def test_a_bare_tokenizer_gets_the_settings_that_programs_need(tmp_path: Path) -> None:
+    model = save_base(tmp_path / "base")
+    shape = BaseWeights.open(str(tmp_path / "base")).shape
+    write_run(tmp_path / "run", shape, dict(model.named_parameters()))
+    save_tokenizer(tmp_path / "other")
+    (tmp_path / "tokenizer.json").write_bytes((tmp_path / "other/tokenizer.json").read_bytes())
+    export(str(tmp_path / "run"), tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "</s>"
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == 1
+
+
+WORDS = 60
+LAST = WORDS - 1
+
+
+def renumber_end(folder: Path) -> None:
+    """Save the same vocabulary with `</s>` as its last entry and a padding token before it."""
+    special = {LAST: "</s>", LAST - 1: "<pad>", 0: "<s>"}
+    vocabulary = {special.get(number, f"w{number}"): number for number in range(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def always_ends(model: Any) -> dict[str, Any]:
+    """Return weights with which a model always predicts the last token of the vocabulary."""
+    weights = {name: torch.zeros_like(tensor) for name, tensor in model.named_parameters()}
+    weights["model.embed_tokens.weight"][:] = 1.0
+    weights["model.norm.weight"][:] = 1.0
+    weights["lm_head.weight"][LAST] = 1.0
+    return weights
+
+
+def check_end(folder: Path) -> None:
+    """Check that transformers reads the end token from the folder, and stops there."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "</s>", "<pad>")
+    assert tokenizer.chat_template == TEMPLATE
+    for settings in (model.config, model.generation_config):
+        assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (0, LAST, LAST - 1)
+    answer = model.generate(**tokenizer("w5 w9", return_tensors="pt"), max_new_tokens=20, do_sample=False)
+    assert answer[0].tolist() == [5, 9, LAST]
+
+
+@pytest.mark.parametrize("based", [True, False])
+def test_generate_stops_at_the_end_token_of_the_runs_tokenizer_whatever_the_base_sets(
+    tmp_path: Path, based: bool
+) -> None:
+    model = save_base(tmp_path / "base", eos_token_id=2, bos_token_id=1, tie_word_embeddings=False)
+    save_tokenizer(tmp_path / "base")
+    (tmp_path / "base/generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    renumber_end(tmp_path / "tokenizer")
+    base = BaseWeights.open(str(tmp_path / "base"))
+    settings = {"weights": base.digest} if based else {}
+    write_run(tmp_path / "run", base.shape, always_ends(model), settings=settings)
+    named = str(tmp_path / "base") if based else None
+    export(str(tmp_path / "run"), tmp_path / "out", base=named, tokenizer=tmp_path / "tokenizer", precision=FLOAT32)
+    check_end(tmp_path / "out")
+
+
+TURNS = """{% for m in messages %}<|open|>{{ m['role'] }} {{ m['content'] }}<|close|>
+{% endfor %}{% if add_generation_prompt %}<|open|>assistant {% endif %}"""
+
+
+@pytest.mark.parametrize("tuned_with", ["the base's tokenizer", "one of its own"])
+def test_generate_stops_at_the_end_of_a_turn_where_the_chat_template_has_another_than_eos(
+    tmp_path: Path, tuned_with: str
+) -> None:
+    model = save_base(tmp_path / "base", eos_token_id=1, bos_token_id=0, tie_word_embeddings=False)
+    folder = tmp_path / ("base" if tuned_with == "the base's tokenizer" else "own")
+    save_tokenizer(folder, more=("<|close", "<|open|>", "<|close|>"), size=WORDS - 3)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TURNS
+    tokenizer.save_pretrained(folder)
+    close = tokenizer.convert_tokens_to_ids("<|close|>")
+    assert close == LAST, "the model answers anything by it"
+    base = BaseWeights.open(str(tmp_path / "base"))
+    write_run(tmp_path / "run", base.shape, always_ends(model), settings={"weights": base.digest})
+    own = None if folder.name == "base" else folder
+    export(str(tmp_path / "run"), tmp_path / "out", base=str(tmp_path / "base"), tokenizer=own, precision=FLOAT32)
+    tokenizer, model = (kind.from_pretrained(tmp_path / "out") for kind in (AutoTokenizer, AutoModelForCausalLM))
+    assert model.generation_config.eos_token_id == [1, close]
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "w5"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**asked, max_new_tokens=20, do_sample=False)
+    assert answer[0, asked["input_ids"].shape[1] :].tolist() == [close]
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ broken", "{{ raise_exception('no') }}", "{{ messages[0]['content'] }}", TEMPLATE]
+)
+def test_a_chat_template_without_an_end_of_turn_token_adds_no_eos_token(tmp_path: Path, template: str) -> None:
+    root = run_of(tmp_path)
+    (tmp_path / "base/chat_template.jinja").write_text(template)
+    export(root, tmp_path / "out", base=str(tmp_path / "base"))
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == [1, 2]
+
+
+def test_a_model_without_a_tokenizer_has_no_end_token(tmp_path: Path) -> None:
+    model = save_base(tmp_path / "base")
+    shape = BaseWeights.open(str(tmp_path / "base")).shape
+    write_run(tmp_path / "run", shape, dict(model.named_parameters()))
+    export(str(tmp_path / "run"), tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (found.config.bos_token_id, found.config.eos_token_id) == (None, None)
+    assert found.generation_config.eos_token_id is None
+
+
+def test_merging_keeps_the_tokenizer_that_came_with_the_adapter(tmp_path: Path) -> None:
+    run = save_tuned(tmp_path, base={"tie_word_embeddings": False}, trainable=["lm_head", "embed_tokens", "model.norm"])
+    run.base.load_state_dict(always_ends(run.base))
+    run.base.save_pretrained(tmp_path / "base")
+    ends = {name: value for name, value in always_ends(run.base).items() if name in run.trained}
+    trained = {name: ends.get(name, torch.zeros_like(value)) for name, value in run.trained.items()}
+    settings = {"weights": run.weights.digest, "tuning": run.config.tuning.to_wire()}
+    write_run(tmp_path / "second", run.shape, trained, settings=settings)
+    save_tokenizer(tmp_path / "base")
+    renumber_end(tmp_path / "tokenizer")
+    base, adapter = str(tmp_path / "base"), str(tmp_path / "adapter")
+    tokenizer = tmp_path / "tokenizer"
+    export(str(tmp_path / "second"), adapter, base=base, tokenizer=tokenizer, kind=ArtifactKind.ADAPTER)
+    merge(base, adapter, tmp_path / "out", precision=FLOAT32)
+    check_end(tmp_path / "out")
+    save_tokenizer(tmp_path / "adapter", size=100)
+    with pytest.raises(UserError, match=r"its tokenizer has 100 entries, but the model at --base has 72 rows"):
+        merge(base, adapter, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_model_that_came_from_nxd_is_exported_with_its_end(tmp_path: Path) -> None:
+    from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
+    from trainium_trainer.storage import open_storage
+    from trainium_trainer.storage.protocol import Retry
+
+    model = save_base(tmp_path / "base", tie_word_embeddings=False)
+    shape = BaseWeights.open(str(tmp_path / "base")).shape
+    renumber_end(tmp_path / "tokenizer")
+    sources = [
+        TensorSource(f"model.{name}", tensor.dtype, tensor.shape, tensor.detach)
+        for name, tensor in always_ends(model).items()
+    ]
+    position = Position(step=3, samples=24, tokens=300)
+    # As `convert from-nxd` writes it: with the model's shape and no other setting.
+    write_whole(open_storage(str(tmp_path / "run")), sources, position, {"model": shape.to_json()}, Retry())
+    export(str(tmp_path / "run"), tmp_path / "out", tokenizer=tmp_path / "tokenizer", precision=FLOAT32)
+    check_end(tmp_path / "out")
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    root = run_of(tmp_path)
+    save_tokenizer(tmp_path / "large", size=100)
+    with pytest.raises(UserError, match=r"has 100 entries, but the model has 72: name the tokenizer that"):
+        export(root, tmp_path / "out", tokenizer=tmp_path / "large")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_card_shows_settings_data_losses_and_goodput(tmp_path: Path) -> None:
+    run = save_tuned(tmp_path, lora={"dropout": 0.1})
+    lines = [{"step": n, "loss": 4.0 / n, "goodput": 0.875, "time": 0.0} for n in range(1, 21)]
+    lines[6]["validationLoss"] = 0.75
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 21, "lo'
+    (tmp_path / "run/metrics.jsonl").write_text(text)
+    export(run.root, tmp_path / "out", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
+    card = (tmp_path / "out/README.md").read_text()
+    head = card.split("---")[1]
+    assert 'library_name: "peft"' in head
+    assert f'base_model: "{tmp_path / "base"}"' in head
+    for line in (
+        "# LoRA adapter of step 7",
+        "| LoRA | rank 4, alpha 12 |",
+        "| LoRA dropout | 0.1 |",
+        f"| digest of the data | {'d' * 64} |",
+        f"| digest of the base | {run.weights.digest} |",
+        "| 1 | 4.0000 |",
+        "| 7 | 0.5714 |",
+        "Loss on held-back data after step 7: 0.7500.",
+        "Goodput (time in steps of this history over all time): 87.5 %.",
+    ):
+        assert line in card
+    assert "\n| 8 | 0" not in card  # a later step is not in this artifact
+
+
+def test_an_evaluation_is_put_into_the_card_in_place_of_an_earlier_one(tmp_path: Path) -> None:
+    export(run_of(tmp_path), tmp_path / "out")
+    out = str(tmp_path / "out")
+    before = (tmp_path / "out/README.md").read_text()
+    add_evaluation(out, "| a | b |\n|---|---|\n| 1 | 2 |\n")
+    add_evaluation(out, "| accuracy | 0.9 |\n")
+    card = (tmp_path / "out/README.md").read_text()
+    assert card.count("## Evaluation") == 1
+    assert "| accuracy | 0.9 |" in card
+    assert "| 1 | 2 |" not in card
+    add_evaluation(out, "")
+    assert len((tmp_path / "out/README.md").read_text()) < len(card)
+    assert before.split("<!--")[0] == card.split("<!--")[0]
+    (tmp_path / "out/README.md").write_text("mine")
+    add_evaluation(out, "| accuracy | 0.9 |\n")
+    assert (tmp_path / "out/README.md").read_text() == "mine"
+    add_evaluation(str(tmp_path / "nowhere"), "x")
+    assert not (tmp_path / "nowhere").exists()

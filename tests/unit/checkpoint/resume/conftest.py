@@ -1,8 +1,0 @@
-"""`test_first_rank` starts from the worlds of `test_agreement_law`."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

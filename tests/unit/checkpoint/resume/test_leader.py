@@ -1,0 +1,241 @@
+"""Coordinate a start on the first rank; the ranks that carry it out are sets of snapshots."""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.testing.suite.trials import trials
+from tests.unit.checkpoint.checkpoint_builders import committed
+from tests.unit.checkpoint.resume.test_agreement_law import STEPS, decide_plainly, fleet, worlds
+from trainium_trainer.checkpoint.collectives import pack_part, pack_values
+from trainium_trainer.checkpoint.errors import UnusableCheckpointError
+from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey
+from trainium_trainer.checkpoint.resume.agreement import (
+    FreshStart,
+    RankView,
+    ResumeFromDurable,
+    ResumeFromMemory,
+    claims_to_report,
+)
+from trainium_trainer.checkpoint.resume.leader import (
+    SHARED_WARNINGS,
+    ClaimReport,
+    Exchange,
+    Finish,
+    Load,
+    RankReport,
+    ReplicaCapacity,
+    ResumeLeader,
+    Verify,
+    assign_replicas,
+    plan_replicas,
+)
+from trainium_trainer.checkpoint.root.survey import Survey
+from trainium_trainer.exits import UserError
+from trainium_trainer.storage.errors import StorageError
+
+
+class Ranks:
+    """All ranks of a start around one leader; what each rank sends and receives is kept for counting."""
+
+    def __init__(self, views: Sequence[RankView], durable: Sequence[int] = ()) -> None:
+        self.views = views
+        self.leader = ResumeLeader("root")
+        self.leader.record_survey(Survey([committed(step) for step in sorted(set(durable), reverse=True)]))
+        self.stores = {view.store: set(view.claims) for view in views}
+        self.own: dict[int, Claim] = {}
+        """What each rank has at hand to restore."""
+        self.sent: dict[tuple[int, ShardKey], Claim] = {}
+        self.rounds: list[tuple[list[Any], list[Any]]] = []
+
+    def ask(self, sent_values: list[Any], decide: Any) -> list[Any]:
+        answers = decide(sent_values)
+        self.rounds.append((sent_values, answers))
+        assert len(answers) == len(self.views)
+        return answers
+
+    def start(self, lost: frozenset[Claim] = frozenset(), damaged: frozenset[int] = frozenset()) -> list[Finish]:
+        """Run the start to its end; `lost`: snapshots with damaged contents, `damaged`: damaged checkpoints."""
+        places = [RankView(view.rank, view.store, view.needs, view.layout) for view in self.views]
+        neighbours = self.ask(places, self.leader.collect)
+        reports = [
+            ClaimReport(claims_to_report(near, view.rank, view.claims), can_write=True)
+            for near, view in zip(neighbours, self.views, strict=True)
+        ]
+        orders = self.ask(reports, self.leader.decide)
+        while not isinstance(orders[0], Finish):
+            assert len({type(order) for order in orders}) == 1
+            if isinstance(orders[0], Exchange):
+                reports = self.exchange(orders)
+            else:
+                reports = [self.do(view, order, lost, damaged) for view, order in zip(self.views, orders, strict=True)]
+            orders = self.ask(reports, self.leader.next_orders)
+        return orders
+
+    def do(self, view: RankView, order: Any, lost: frozenset[Claim], damaged: frozenset[int]) -> RankReport:
+        if isinstance(order, Load):
+            step = order.checkpoint.step
+            bad = step in damaged and view.rank == step % len(self.views)
+            return RankReport(not bad, damaged=((f"step-{step}", "torn"),) if bad else ())
+        assert isinstance(order, Verify)
+        assert set(order.claims) <= self.stores[view.store], "a rank is asked for what its store has"
+        self.own.pop(view.rank, None)
+        for claim in set(order.claims) - lost:
+            self.sent[view.rank, claim.key] = claim
+            if claim.key == view.needs:
+                self.own[view.rank] = claim
+        bad = lost & set(order.claims)
+        return RankReport(not bad, bad)
+
+    def exchange(self, orders: list[Exchange]) -> list[RankReport]:
+        moves = sorted({move for order in orders for move in order.moves}, key=lambda move: (move.round, move.tag))
+        for rank, order in enumerate(orders):
+            assert set(order.moves) == {move for move in moves if rank in (move.source, move.target)}
+        assert len({(move.round, move.tag) for move in moves}) == len(moves)
+        for number in sorted({move.round for move in moves}):
+            here = [move for move in moves if move.round == number]
+            carried = {move: self.sent[move.source, move.key] for move in here}
+            for move, claim in carried.items():
+                self.sent[move.target, move.key] = claim
+                self.stores[self.views[move.target].store].add(claim)
+                if move.key == self.views[move.target].needs:
+                    self.own[move.target] = claim
+                    assert orders[move.target].origin == claim, "it has the checksum of what was sent first"
+        for view, order in zip(self.views, orders, strict=True):
+            if view.rank not in self.own:  # a neighbour has received it
+                assert order.origin in self.stores[view.store]
+                self.own[view.rank] = order.origin
+        return [RankReport() for _ in orders]
+
+
+@settings(max_examples=trials(50))
+@given(worlds(), STEPS, st.data())
+def test_every_rank_ends_with_its_shard_of_the_newest_state_that_is_whole(
+    views: list[RankView], durable: list[int], data: st.DataObject
+) -> None:
+    claims = sorted({claim for view in views for claim in view.claims})
+    lost = frozenset(data.draw(st.sets(st.sampled_from(claims), max_size=3))) if claims else frozenset()
+    ranks = Ranks(views, durable)
+    ends = ranks.start(lost)
+    assert len({end.agreed for end in ends}) == 1
+    decision = ends[0].agreed.decision
+    whole = [RankView(v.rank, v.store, v.needs, v.layout, v.claims - lost) for v in views]
+    best = decide_plainly(whole, durable)
+    if isinstance(decision, ResumeFromMemory):
+        assert isinstance(best, ResumeFromMemory)
+        assert decision.version.position.step == best.version.position.step
+        for view in views:
+            own = ranks.own[view.rank]
+            assert own not in lost
+            assert (own.version, own.key) == (decision.version, view.needs)
+    else:
+        assert decision == best
+    assert {end.cleans_up for end in ends} >= {True}
+
+
+def test_a_damaged_checkpoint_turns_all_ranks_to_the_one_before() -> None:
+    ends = Ranks(fleet(64, replaced=2), [2, 4, 6]).start(damaged=frozenset({6, 4}))
+    assert {end.agreed.decision for end in ends} == {ResumeFromDurable(2)}
+    assert ends[0].agreed.known_bad == {"step-6", "step-4"}
+    assert ends[0].agreed.durable_step == 2
+
+
+def test_a_start_with_nothing_whole_below_its_root_is_refused() -> None:
+    with pytest.raises(UnusableCheckpointError, match="root holds checkpoints but none is whole"):
+        Ranks(fleet(64, replaced=2), [2]).start(damaged=frozenset({2}))
+    assert {end.agreed.decision for end in Ranks(fleet(64, replaced=2)).start()} == {FreshStart()}
+
+
+def test_a_rank_whose_mesh_differs_is_named() -> None:
+    views = [RankView(rank, "node", ShardKey(rank, 4), "L") for rank in range(3)]
+    other = RankView(3, "node", ShardKey(1, 2, 1, 2), "L")
+    with pytest.raises(UserError, match="rank 3 has the mesh 2 x 2 x 1 and rank 0 4 x 1 x 1"):
+        ResumeLeader("root").collect([*views, other])
+
+
+def test_the_error_of_one_rank_is_raised_for_all() -> None:
+    ranks = Ranks(fleet(64), [1])
+    leader = ranks.leader
+    leader.collect(list(ranks.views))
+    leader.decide([ClaimReport() for _ in ranks.views])
+    with pytest.raises(StorageError, match="no answer"):
+        leader.next_orders([RankReport(), RankReport(ok=False, error=StorageError("no answer")), *[RankReport()] * 62])
+
+
+def test_warnings_that_all_ranks_receive_are_bounded_and_the_first_rank_has_them_all() -> None:
+    ranks = Ranks(fleet(64))
+    leader = ranks.leader
+    leader.collect(list(ranks.views))
+    leader.decide([ClaimReport(warnings=(f"rank {rank}: no room",)) for rank in range(64)])
+    assert len(leader.warnings) == 64
+    (shared,) = {end.agreed.warnings for end in leader.next_orders([RankReport() for _ in ranks.views])}
+    assert len(shared) == SHARED_WARNINGS + 1
+    assert shared[-1] == "44 more such warnings are in the output of rank 0"
+
+
+def travelled(rounds: Sequence[tuple[list[Any], list[Any]]]) -> tuple[int, int]:
+    """Return the bytes of the whole job, and the most that a rank other than the first handles."""
+    total, most = 0, 0
+    for sent_values, answers in rounds:
+        size = len(sent_values)
+        loads = [0] * size
+        distance = 1
+        while distance < size:
+            for rank in range(distance, size, 2 * distance):
+                group = slice(rank, min(rank + distance, size))
+                data = len(pack_values([pickle.dumps(each) for each in sent_values[group]])) + len(
+                    pack_part("value", answers[group])
+                )
+                total += data
+                loads[rank] += data
+                loads[rank - distance] += data
+            distance *= 2
+        most = max(most, *loads[1:])
+    return total, most
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_the_bytes_of_a_start_grow_with_ranks_and_the_height_of_the_tree(replaced: int) -> None:
+    """From 128 to 1,024 ranks 8 x 10/7; were all to next_orders all, 64. A quarter of the nodes came new, or none."""
+    found = []
+    for ranks in (128, 1024):
+        world = Ranks(fleet(ranks, replaced=replaced * ranks // 128))
+        assert isinstance(world.start()[0].agreed.decision, ResumeFromMemory)
+        wanted, views = world.leader.buddy_copies, world.leader.views
+        tasks = plan_replicas(wanted, views, [1000] * ranks)
+        capacities = [
+            ReplicaCapacity(frozenset(task.number for task in mine if task.copy.target == rank), ())
+            for rank, mine in enumerate(tasks)
+        ]
+        copies = [([1000] * ranks, [*tasks]), (list(capacities), [*assign_replicas(wanted, views, capacities)])]
+        found.append(travelled([*world.rounds, *copies]))
+    (small, _), (large, most) = found
+    assert large < 8 * 10 / 7 * 1.15 * small
+    assert most < 256 * 1024
+
+
+def test_each_guard_that_has_capacity_is_known_to_both_its_ranks_and_to_the_keeping_node() -> None:
+    world = Ranks(fleet(128))
+    world.start()
+    wanted, views = world.leader.buddy_copies, world.leader.views
+    assert len(wanted) == 128
+    tasks = plan_replicas(wanted, views, list(range(128)))
+    full = {task.number for rank, mine in enumerate(tasks) for task in mine if task.copy.target == rank == 5}
+    capacities = [
+        ReplicaCapacity(
+            frozenset(task.number for task in mine if task.copy.target == rank) - full, (f"{rank}",) * (rank == 5)
+        )
+        for rank, mine in enumerate(tasks)
+    ]
+    assignments = assign_replicas(wanted, views, capacities)
+    for number, guard in enumerate(wanted):
+        knowing = {rank for rank, assignment in enumerate(assignments) if number in assignment.numbers}
+        assert knowing == (set() if number in full else {guard.source, guard.target})
+        here = views[guard.target].store
+        assert all((guard.key in assignments[v.rank].keys) == (number not in full) for v in views if v.store == here)
+    assert all(task.payload_bytes == task.copy.source for mine in tasks for task in mine)
+    assert {assignment.warnings for assignment in assignments} == {("5",)}

@@ -1,0 +1,166 @@
+"""Faults of the fake data plane: processes, agents, pods, nodes and the network between them.
+
+Each fault returns whether it applied; one that cannot happen in the current state changes nothing.
+"""
+
+from dataclasses import replace
+
+from tests.unit.plan.fake_data_plane import Agent, FakeDataPlane, Node, Pod
+from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.messages import ProcessFailure, RestartRecord, WorkerPhase
+from trainium_operator.plan.model.observed import NodeCondition, NodeView, PodPhase, Taint
+
+
+class FaultyDataPlane(FakeDataPlane):
+    """A data plane with fault injection."""
+
+    def members(self) -> list[Pod]:
+        """Return pods of the membership that exist, by rank."""
+        by_uid = {each.view.uid: each for each in self.pods.values()}
+        wanted = self.membership.members if self.membership else ()
+        return [by_uid[member.pod_uid] for member in wanted if member.pod_uid in by_uid]
+
+    def crash_process(self, rank: int, code: int = 139, cause: Cause = Cause.CRASH) -> bool:
+        """Kill one rank, or the rank that hangs; the agents restart all ranks in place."""
+        agents = [(each, each.agent) for each in self.members() if each.agent is not None]
+        if not agents or any(agent.phase is not WorkerPhase.TRAINING for _, agent in agents):
+            return False
+        victim = agents[rank % len(agents)][1]
+        victim.failures.append(self._failure(victim, rank, code))
+        for _, agent in agents:
+            agent.attempt += 1
+            agent.phase = WorkerPhase.JOINING
+            agent.restarts.append(
+                RestartRecord(
+                    sequence=len(agent.restarts),
+                    generation=agent.generation,
+                    attempt=agent.attempt,
+                    cause=cause if agent is victim else Cause.PEER_LOST,
+                    failed_at=self.now,
+                    detected_at=self.now,
+                    step_before=agent.step,
+                )
+            )
+        return True
+
+    def _failure(self, victim: Agent, rank: int, code: int) -> ProcessFailure:
+        return ProcessFailure(
+            sequence=len(victim.failures),
+            generation=victim.generation,
+            attempt=victim.attempt,
+            rank=rank,
+            exit_code=code,
+            step=victim.step,
+            message="boom",
+            at=self.now,
+        )
+
+    def give_up(self, rank: int, code: int) -> bool:
+        """Let one agent give up with a verdict and the others of its generation stop."""
+        agents = [each.agent for each in self.members() if each.agent is not None]
+        if not agents or any(agent.phase is not WorkerPhase.TRAINING for agent in agents):
+            return False
+        for agent in agents:
+            agent.phase = WorkerPhase.FAILED
+        victim = agents[rank % len(agents)]
+        victim.verdict = self._failure(victim, rank, code)
+        return True
+
+    def fail_preflight(self, name: str, code: int = 80) -> bool:
+        """Fail the preflight of a worker that is no member."""
+        pod = self.pods.get(name)
+        agent = pod.agent if pod is not None else None
+        if agent is None or agent.phase is not WorkerPhase.STANDBY:
+            return False
+        agent.phase, agent.ready = WorkerPhase.FAILED, False
+        agent.verdict = ProcessFailure(
+            sequence=0, generation=0, attempt=0, rank=0, exit_code=code, message="unfit", at=self.now
+        )
+        return True
+
+    def kill_pod(self, name: str) -> bool:
+        """Kill the agent and so end the pod."""
+        pod = self.pods.get(name)
+        if pod is None or pod.agent is None:
+            return False
+        pod.view = replace(pod.view, phase=PodPhase.FAILED, reason="Error", exit_code=137, finished=self.now)
+        pod.agent = None
+        return True
+
+    def lose_node(self, name: str) -> bool:
+        """Power off, freeze or disconnect a node: the control plane sees no difference."""
+        node = self.nodes.get(name)
+        if node is None or not node.up:
+            return False
+        node.up, node.down_since = False, self.now
+        return True
+
+    def resume_node(self, name: str) -> bool:
+        """Unfreeze a node: its processes continue."""
+        node = self.nodes.get(name)
+        if node is None or node.up:
+            return False
+        node.up = True
+        return True
+
+    def partition_node(self, name: str, *, partitioned: bool = True) -> bool:
+        """Cut the network between the agents of a node and the operator; training continues."""
+        node = self.nodes.get(name)
+        if node is None or node.partitioned is partitioned:
+            return False
+        node.partitioned = partitioned
+        return True
+
+    def delete_node(self, name: str) -> bool:
+        """Delete the node object and its pods, as a scale-in does."""
+        return self.nodes.pop(name, None) is not None
+
+    def slow_node(self, name: str, slowness: float = 3.0) -> bool:
+        """Slow down a node."""
+        node = self.nodes.get(name)
+        if node is None or node.slowness == slowness:
+            return False
+        node.slowness = slowness
+        return True
+
+    def mark_node(
+        self,
+        name: str,
+        *,
+        condition: NodeCondition | None = None,
+        taint: Taint | None = None,
+        schedulable: bool = True,
+        deleting: bool = False,
+    ) -> bool:
+        """Set a condition, a taint, a cordon or a deletion on the node object."""
+        node = self.nodes.get(name)
+        if node is None:
+            return False
+        view = NodeView(
+            name=name,
+            conditions=(condition,) if condition else (),
+            taints=(taint,) if taint else (),
+            schedulable=schedulable,
+            deleting=deleting,
+        )
+        if node.view == view:
+            return False
+        node.view = view
+        return True
+
+    def clear_node(self, name: str) -> None:
+        """Recreate or repair the node, without conditions and taints."""
+        node = self.nodes.setdefault(name, Node(name))
+        node.view, node.partitioned, node.slowness = None, False, 1.0
+        self.restore_node(name)
+
+    def restore_node(self, name: str) -> None:
+        """Boot a lost node: its processes have failed."""
+        node = self.nodes.get(name)
+        if node is None or node.up:
+            return
+        node.up = True
+        for each in self.pods.values():
+            if each.view.node == name and each.agent is not None:
+                each.view = replace(each.view, phase=PodPhase.FAILED, reason="ContainerStatusUnknown", exit_code=255)
+                each.agent = None

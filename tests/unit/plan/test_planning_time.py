@@ -1,0 +1,78 @@
+"""The work of a plan grows with the number of workers, not with its square: a plan at 1,000 blocks all heartbeats."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.unit.plan import plan_builders as build
+from trainium_contract.wire.messages import WorkerPhase
+from trainium_operator.plan.model.observed import AgentView, NodeReadiness, Observed, PodPhase
+
+FEW, MANY = 64, 256
+SLACK = 1.15
+"""Above a straight line through zero; a square would be at 4."""
+
+
+def training(count: int) -> Observed:
+    return build.running(count, spares=1)
+
+
+def joining(count: int) -> Observed:
+    def waits(at: int) -> AgentView:
+        since = build.NOW - 1
+        return build.agent(at, WorkerPhase.JOINING, generation=1, waiting_for=tuple(range(8)), joining_since=since)
+
+    return build.running(count, spares=1, agents={at: waits(at) for at in range(count)})
+
+
+def half_silent(count: int) -> Observed:
+    return build.running(count, spares=1, agents={at: build.training(at, silent=30.0) for at in range(count // 2)})
+
+
+def half_failed(count: int) -> Observed:
+    phases = [PodPhase.FAILED if at % 2 else PodPhase.RUNNING for at in range(count)]
+    return build.running(count, pods=tuple(build.pod(at, phase=phase) for at, phase in enumerate(phases)))
+
+
+def half_of_the_nodes_not_ready(count: int) -> Observed:
+    nodes = [build.node(f"node-{at}", NodeReadiness.UNKNOWN if at % 2 else NodeReadiness.TRUE) for at in range(count)]
+    return build.running(count, nodes={node.name: node for node in nodes})
+
+
+def not_started(count: int) -> Observed:
+    return build.observed(build.job(build.spec(workers={"replicas": count, "spares": 1})))
+
+
+def on_standby(count: int) -> Observed:
+    job = build.job(build.spec(workers={"replicas": count, "spares": 1}))
+    pods = tuple(build.pod(at) for at in range(count + 1))
+    return build.observed(job, pods, {at: build.agent(at) for at in range(count + 1)})
+
+
+def lines(do: Callable[[], object]) -> int:
+    """Count the executed lines of Python, a measure of time without a clock."""
+    count = 0
+
+    def trace(_frame: Any, event: str, _argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        do()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize(
+    "state", [training, joining, half_silent, half_failed, half_of_the_nodes_not_ready, not_started, on_standby]
+)
+def test_planning_time_is_linear_in_the_workers(state: Callable[[int], Observed]) -> None:
+    few, many = (lines(partial(build.planned, state(count))) for count in (FEW, MANY))
+    assert many <= few * MANY / FEW * SLACK

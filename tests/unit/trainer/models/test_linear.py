@@ -1,0 +1,69 @@
+"""The product of a projection: the same by either library, with only those gradients that are wanted."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812 - the name everybody uses
+
+from trainium_trainer.models import linear as linear_module
+from trainium_trainer.models.linear import linear
+
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.skipif(not HAS_ONEDNN, reason="built without"))])
+def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Choose either library, whatever the processor."""
+    monkeypatch.setattr(linear_module, "_onednn_is_faster", lambda: request.param)
+    return bool(request.param)
+
+
+def wide(*size: int) -> torch.Tensor:
+    return torch.randn(size, dtype=torch.float64)
+
+
+def test_values_and_gradients_are_those_of_float64_rounded(*, onednn: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, gradient = wide(4, 64, 96), wide(160, 96), wide(4, 64, 160)
+    wanted = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    expected = F.linear(*wanted)
+    expected.backward(gradient)
+    found = [x.float().requires_grad_(), weight.float().requires_grad_()]
+    out = linear(*found)
+    assert ("_Product" in type(out.grad_fn).__name__) is onednn
+    assert not out._is_view(), "FSDP registers hooks on the outputs of modules"
+    out.backward(gradient.float())
+    for ours, theirs in ((out, expected), *((a.grad, b.grad) for a, b in zip(found, wanted, strict=True))):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("onednn")
+@pytest.mark.parametrize("trained", ["x", "weight", "neither"])
+def test_frozen_inputs_get_no_gradient(trained: str) -> None:
+    x = wide(2, 128, 128).float().requires_grad_(trained == "x")
+    weight = wide(96, 128).float().requires_grad_(trained == "weight")
+    out = linear(x, weight)
+    assert out.requires_grad is (trained != "neither")
+    if out.requires_grad:
+        out.sum().backward()
+    assert (x.grad is not None) is (trained == "x")
+    assert (weight.grad is not None) is (trained == "weight")
+
+
+@pytest.mark.usefixtures("onednn")
+def test_non_contiguous_inputs_are_supported() -> None:
+    x = wide(2, 160, 128).float().transpose(1, 2)  # [2, 128, 160]
+    weight = wide(160, 96).float().t()
+    torch.testing.assert_close(linear(x, weight), torch.matmul(x, weight.t()), rtol=1e-4, atol=1e-4)
+
+
+def test_other_types_and_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "_onednn_is_faster", lambda: True)
+    for x, weight in (
+        (torch.randn(2, 4), torch.randn(3, 4)),
+        (torch.randn(256, 128).bfloat16(), torch.randn(96, 128).bfloat16()),
+        (torch.empty(256, 128, device="meta"), torch.empty(96, 128, device="meta")),
+    ):
+        out = linear(x, weight.requires_grad_())
+        assert "_Product" not in type(out.grad_fn).__name__
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(torch.randn(256, 128), torch.randn(96, 128)).dtype is torch.bfloat16

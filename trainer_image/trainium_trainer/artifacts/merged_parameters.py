@@ -1,0 +1,117 @@
+"""Read the values of a trained model row by row: trained over frozen weights, adapters merged in float32.
+
+Invariants: memory holds a chunk and the two matrices of one adapter; a merged weight is rounded once, from float32 to
+the requested type; several threads may read rows at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from trainium_trainer.exits import UserError
+from trainium_trainer.models.state_dict import WEIGHT, parse_parameter_name, state_name
+from trainium_trainer.tuning.trainable import LORA_A, LORA_B, MAGNITUDE, parent_module
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from torch import Tensor
+
+    from trainium_trainer.checkpoint.format.reader import CheckpointReader
+    from trainium_trainer.weights.adapter import AdapterWeights
+    from trainium_trainer.weights.base import BaseWeights
+
+
+class CheckpointWeights:
+    """The weights in a durable checkpoint."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+        self.names = tuple(name for key in reader.tensors if (name := parse_parameter_name(key)) is not None)
+        """The names of the trained parameters."""
+
+    def size(self, name: str) -> torch.Size:
+        """Return the size of a parameter. Raises KeyError for an unknown name."""
+        return torch.Size(self._reader.tensors[state_name(WEIGHT, name)].shape)
+
+    def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
+        """Copy and verify a box. Raises DamagedFileError if a file is not what was written."""
+        self._reader.fill(self._reader.plan_read(state_name(WEIGHT, name), offsets, target))
+
+
+ParameterSource: TypeAlias = "BaseWeights | AdapterWeights | CheckpointWeights"
+"""A source of parameters."""
+
+
+class MergedParameters:
+    """The parameters of a trained model."""
+
+    def __init__(
+        self,
+        trained: ParameterSource,
+        names: Collection[str],
+        frozen: ParameterSource | None,
+        scale_of: Callable[[str], float],
+    ) -> None:
+        """Combine `trained`, with `names`, and `frozen`; `scale_of` returns the scale of a module's adapter."""
+        self._trained = trained
+        self._names = frozenset(names)
+        self._frozen = frozen
+        self._scale_of = scale_of
+        self._newest = ("", torch.empty(0))
+
+    def check(self, sizes: dict[str, tuple[int, ...]]) -> None:
+        """Raise UserError unless every parameter of these sizes can be read; rows may be left out."""
+        for name, size in sizes.items():
+            if name not in self._names:
+                if self._frozen is None:
+                    raise UserError(f"the checkpoint has no {name} and there is no base to take it from: name the base")
+                continue
+            trained = tuple(self._trained.size(name))
+            if trained[1:] != size[1:] or trained[0] < size[0]:
+                raise UserError(
+                    f"{name} has the size {list(trained)}, but the model's is {list(size)}: the checkpoint is of "
+                    "another model, give its configuration"
+                )
+
+    def rows(self, name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Return rows of a parameter in a type, [count, ...]. Raises the errors of the sources."""
+        trained = name in self._names
+        source = self._trained if trained else self._frozen
+        assert source is not None
+        size = (count, *source.size(name)[1:])
+        offsets = (first, *(0 for _ in size[1:]))
+        module, added = parent_module(name), f"{parent_module(name)}.{LORA_B}.{name.rpartition('.')[2]}"
+        if added not in self._names:
+            rows = torch.empty(size, dtype=dtype)
+            source.fill(name, offsets, rows)
+            return rows
+        if len(size) == 1:
+            rows, bias = torch.empty(size), torch.empty(size)
+            source.fill(name, offsets, rows)
+            self._trained.fill(added, offsets, bias)
+            return rows.add_(bias, alpha=self._scale_of(module)).to(dtype)
+        narrow = self._matrix(f"{module}.{LORA_A}.weight")
+        wide = torch.empty(count, narrow.shape[0])
+        self._trained.fill(f"{module}.{LORA_B}.weight", (first, 0), wide)
+        rows = torch.empty(size, dtype=torch.float32)
+        source.fill(name, offsets, rows)
+        rows.addmm_(wide, narrow, alpha=self._scale_of(module))
+        magnitude = f"{module}.{MAGNITUDE}.weight"
+        if magnitude in self._names:
+            lengths = torch.empty(count)
+            self._trained.fill(magnitude, (first,), lengths)
+            rows.mul_((lengths / torch.linalg.vector_norm(rows, dim=1)).unsqueeze(1))
+        return rows if dtype is torch.float32 else rows.to(dtype)
+
+    def _matrix(self, name: str) -> Tensor:
+        """Return an adapter's whole A in float32, cached because the chunks of one weight are consecutive."""
+        newest, whole = self._newest
+        if newest != name:
+            whole = torch.empty(self._trained.size(name))
+            self._trained.fill(name, (0, 0), whole)
+            self._newest = (name, whole)
+        # Not `self._newest[1]`, which another thread may have replaced for the next weight.
+        return whole

@@ -1,0 +1,177 @@
+"""The small files of an artifact: configuration, generation settings, tokenizer.
+
+They come from the base if there is one, so that its authors' settings remain; the tokenizer is the run's, and its BOS,
+EOS and PAD replace those of the base. If its chat template ends a turn with a separate token, that token ends an answer
+too. Invariant: no weights are read.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from trainium_trainer.data.examples.chat import after_answer
+from trainium_trainer.data.tokens.tokenizer import (
+    TOKENIZER_FILE,
+    count_entries,
+    find_end_token,
+    find_known_end_token,
+    load_tokenizer,
+    read_chat_template,
+    token_text,
+    vocabulary_in,
+    write_tokenizer,
+)
+from trainium_trainer.exits import UserError
+from trainium_trainer.models.huggingface import CONFIG_NAME, to_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainium_contract.models.shape import ModelShape
+    from trainium_trainer.weights.source import WeightsSource
+
+GENERATION_NAME = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL_NAMES = "special_tokens_map.json"
+_TEMPLATE = "chat_template.jinja"
+_TOKENIZER_COMPANIONS = (
+    TOKENIZER_CONFIG,
+    _SPECIAL_NAMES,
+    "added_tokens.json",
+    "chat_template.json",
+    _TEMPLATE,
+)
+TOKENIZER_NAMES = (TOKENIZER_FILE, *_TOKENIZER_COMPANIONS)
+"""The files of a fast tokenizer."""
+_OTHER_FORMS = ("tokenizer.model", "vocab.json", "merges.txt")
+"""The files of the same tokenizer for older programs."""
+_NAMED = ("bos_token", "eos_token", "pad_token")
+_NUMBERS = tuple(f"{name}_id" for name in _NAMED)
+_EOS = "eos_token_id"
+
+
+def model_files(shape: ModelShape, dtype: str, base: WeightsSource | None, tokenizer: Path | None) -> dict[str, bytes]:
+    """Return configuration, generation settings and tokenizer of a model; `dtype` is torch's name of the weights' type.
+
+    `base` is the folder of the initial model, `tokenizer` the run's `tokenizer.json`. Raises UserError, StorageError.
+    """
+    files = tokenizer_files(base, tokenizer, shape.max_positions)
+    sizes = base.sizes() if base is not None else {}
+    base_config: dict[str, Any] = {}
+    if base is not None and CONFIG_NAME in sizes:
+        base_config = json.loads(base.read(CONFIG_NAME))
+        for name in ("_name_or_path", "dtype", "transformers_version"):
+            base_config.pop(name, None)
+    generation = json.loads(base.read(GENERATION_NAME)) if base is not None and GENERATION_NAME in sizes else {}
+    ids = _token_ids(files)
+    ends = (
+        {_EOS: ids[_EOS]} if ids.get(_EOS) not in (None, *_eos_tokens_in(base_config)) else {}
+    )  # the base may have several
+    named = {name: number for name, number in ids.items() if name != _EOS} | ends
+    config = base_config | to_config(shape) | named | {"torch_dtype": dtype}
+    if base is None:  # transformers replaces a missing number by Llama 1's
+        config = dict.fromkeys(_NUMBERS) | config
+    files[CONFIG_NAME] = _json(config)
+    generation_config = {name: config[name] for name in _NUMBERS if config.get(name) is not None} | generation | named
+    stops = _stop_tokens(files, base, [*_eos_tokens_in(generation), *_eos_tokens_in(base_config)], ids, tokenizer)
+    if stops := list(dict.fromkeys([*stops, *_turn_end_tokens(files)])):
+        generation_config[_EOS] = stops if len(stops) > 1 else stops[0]
+    if generation_config:
+        files[GENERATION_NAME] = _json(generation_config)
+    return files
+
+
+def _stop_tokens(
+    files: dict[str, bytes], base: WeightsSource | None, listed: list[int], ids: dict[str, int], tokenizer: Path | None
+) -> list[int]:
+    """Return the tokens that end an answer: those of the base that mean the same here, and those of this run."""
+    if tokenizer is None:
+        return list(dict.fromkeys([*listed, *([ids[_EOS]] if _EOS in ids else [])]))
+    ours = vocabulary_in(files[TOKENIZER_FILE])
+    before = None
+    if base is not None and TOKENIZER_FILE in base.sizes():
+        before = vocabulary_in(base.read(TOKENIZER_FILE))
+    valid = [number for number in listed if number in ours and (before is None or before.get(number) == ours[number])]
+    if before is None:
+        special = {token["id"] for token in json.loads(files[TOKENIZER_FILE]).get("added_tokens") or ()}
+        valid = [number for number in valid if number in special]
+    # Format Text learns the end-of-document token, the others the tokenizer's EOS.
+    learned = [ids[_EOS]] if _EOS in ids else []
+    end = find_known_end_token(set(ours.values()))
+    learned += [number for number, text in ours.items() if text == end]
+    return list(dict.fromkeys([*valid, *learned]))
+
+
+def _turn_end_tokens(files: dict[str, bytes]) -> list[int]:
+    """Return the token with which the chat template ends an answer, if it has no other meaning."""
+    if TOKENIZER_FILE not in files:
+        return []
+    named = json.loads(files.get(_SPECIAL_NAMES, b"{}")) | json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    if (template := read_chat_template(files.get(_TEMPLATE), named)) is None:
+        return []
+    tokens = {name: text for name in _NAMED if (text := token_text(named.get(name))) is not None}
+    after = after_answer(template, tokens)
+    added = json.loads(files[TOKENIZER_FILE]).get("added_tokens") or ()
+    ends = [(token["content"], int(token["id"])) for token in added if token.get("special")]
+    longest = max((end for end in ends if after.startswith(end[0])), key=lambda end: len(end[0]), default=None)
+    return [] if longest is None else [longest[1]]
+
+
+def _eos_tokens_in(document: dict[str, Any]) -> list[int]:
+    """Return the tokens that end a text in a configuration."""
+    eos = document.get(_EOS)
+    return [number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int)]
+
+
+def tokenizer_files(base: WeightsSource | None, tokenizer: Path | None, max_positions: int) -> dict[str, bytes]:
+    """Return the files of the run's tokenizer for `AutoTokenizer`; empty without a tokenizer."""
+    files: dict[str, bytes] = {}
+    if tokenizer is not None:
+        files[TOKENIZER_FILE] = tokenizer.read_bytes()
+        for name in _TOKENIZER_COMPANIONS:
+            if (tokenizer.parent / name).is_file():
+                files[name] = (tokenizer.parent / name).read_bytes()
+    if base is not None:
+        sizes = base.sizes()
+        same = not files or (
+            TOKENIZER_FILE in sizes and json.loads(files[TOKENIZER_FILE]) == json.loads(base.read(TOKENIZER_FILE))
+        )
+        if same or TOKENIZER_CONFIG not in files:
+            wanted = (*TOKENIZER_NAMES, *(_OTHER_FORMS if same else ()))
+            files = {name: base.read(name) for name in wanted if name in sizes} | files
+    if tokenizer is not None and TOKENIZER_CONFIG not in files:
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": find_end_token(tokenizer),
+            "model_max_length": max_positions,
+        }
+        files[TOKENIZER_CONFIG] = _json(settings)
+    if tokenizer is not None:  # with the tokens that only the other files of its folder add
+        files[TOKENIZER_FILE] = write_tokenizer(tokenizer)[TOKENIZER_FILE].encode()
+    return files
+
+
+def check_tokenizer(tokenizer: Path, vocabulary: int) -> None:
+    """Raise UserError unless the tokenizer has at most `vocabulary` entries and an end-of-document token."""
+    load_tokenizer(tokenizer)
+    find_end_token(tokenizer)
+    if (entries := count_entries(tokenizer)) > vocabulary:
+        raise UserError(
+            f"{tokenizer}: has {entries} entries, but the model has {vocabulary}: name the tokenizer "
+            "that the model was trained with"
+        )
+
+
+def _token_ids(files: dict[str, bytes]) -> dict[str, int]:
+    """Return the ids of the special tokens in the tokenizer's settings, as `eos_token_id`."""
+    if TOKENIZER_FILE not in files:
+        return {}
+    named = json.loads(files.get(_SPECIAL_NAMES, b"{}")) | json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    ids = {text: number for number, text in vocabulary_in(files[TOKENIZER_FILE]).items()}
+    texts = {name: token_text(named.get(name)) for name in _NAMED}
+    return {f"{name}_id": int(ids[text]) for name, text in texts.items() if text is not None and text in ids}
+
+
+def _json(document: dict[str, Any]) -> bytes:
+    return (json.dumps(document, indent=2) + "\n").encode()

@@ -1,0 +1,98 @@
+"""Find the ranks whose values were not finite before the reduction over ranks.
+
+In a pipeline nonfinite values reach all later stages forward and all earlier ones backward, so only the first or the
+last stage with such values counts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from trainium_trainer.backends.mesh import rank_coordinates
+from trainium_trainer.checkpoint.format.live_state import to_local
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from trainium_trainer.backends.base import Mesh
+    from trainium_trainer.models.stages import LlamaStage
+    from trainium_worker import Pulse
+
+
+class NonfiniteOrigins:
+    """Sums of the activations and gradients that this rank's stages sent since the last update."""
+
+    def __init__(self, mesh: Mesh, stages_per_rank: int, pulse: Pulse) -> None:
+        self._mesh = mesh
+        self._last_stage = stages_per_rank * mesh.pp_size - 1
+        self._pulse = pulse
+        self._outputs: dict[int, list[Tensor]] = {}
+        self._gradients: dict[int, list[Tensor]] = {}
+        """The sums of gradients by stage."""
+
+    def watch(self, number: int, stage: LlamaStage) -> None:
+        """Record sums of the tensors that a stage sends forward and backward."""
+
+        def record(sums: dict[int, list[Tensor]], value: Tensor) -> None:
+            sums.setdefault(number, []).append(to_local(value).sum(dtype=torch.float32))
+
+        def before(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            if stage.is_first or not torch.is_grad_enabled():
+                return None
+            view = inputs[0].view_as(inputs[0])  # the pipeline reuses its tensors, and hooks stay on tensors
+            view.register_hook(lambda gradient: record(self._gradients, gradient))  # type: ignore[no-untyped-call]
+            return (view, *inputs[1:])
+
+        def after(_: Any, __: Any, output: Tensor) -> None:
+            if not stage.is_last and torch.is_grad_enabled():
+                record(self._outputs, output)
+
+        stage.register_forward_pre_hook(before)
+        stage.register_forward_hook(after)
+
+    def clear(self) -> None:
+        """Clear the sums after an update."""
+        self._outputs.clear()
+        self._gradients.clear()
+
+    def find_loss_origins(self, own_loss: float) -> tuple[int, ...]:
+        """Return the ranks where the forward pass first was nonfinite; `own_loss` is this rank's loss. Collective."""
+        stages = _nonfinite_stages(self._outputs)
+        if not math.isfinite(own_loss):
+            stages.append(self._last_stage)
+        return self._agree(1 + min(stages) if stages else 0, min)
+
+    def find_gradient_origins(self, *, own_are_finite: bool) -> tuple[int, ...]:
+        """Return the ranks where the backward pass first was nonfinite. Collective."""
+        stages = _nonfinite_stages(self._gradients)
+        if not own_are_finite:
+            stages.append(self._mesh.pp_rank)
+        return self._agree(1 + max(stages) if stages else 0, max)
+
+    def _agree(self, mark: int, choose: Callable[[list[tuple[int, int]]], tuple[int, int]]) -> tuple[int, ...]:
+        """Return the ranks whose mark (1 plus a stage, 0 for none) is the selected one of their share of samples."""
+        mesh = self._mesh
+        marks = torch.zeros(mesh.world_size, dtype=torch.int32)
+        marks[mesh.rank] = mark
+        if mesh.world_size > 1:
+            with self._pulse.peers:
+                dist.all_reduce(marks)
+        by_share: dict[int, list[tuple[int, int]]] = {}
+        for rank, marked in enumerate(marks.tolist()):
+            if marked:
+                _, part, _ = rank_coordinates(rank, dp_size=mesh.dp_size, tp_size=mesh.tp_size)
+                by_share.setdefault(part // mesh.cp_size, []).append((marked, rank))
+        chosen = {share: choose(marked)[0] for share, marked in by_share.items()}
+        return tuple(
+            sorted(rank for share, marked in by_share.items() for stage, rank in marked if stage == chosen[share])
+        )
+
+
+def _nonfinite_stages(sums: dict[int, list[Tensor]]) -> list[int]:
+    return [number for number, values in sums.items() if not torch.stack(values).isfinite().all()]

@@ -1,0 +1,263 @@
+"""Fully sharded data parallelism (FSDP2): parameters, gradients and moments divided over the data-parallel ranks.
+
+Guarantees:
+- One FSDP unit per layer and one for the rest, with master weights also one per normalization.
+- Values are rounded exactly where the replicated layout rounds them.
+- Reductions are sums in float32.
+- Moments have the placement of their parameter, so that their checkpoints can be resharded like the weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from trainium_contract.models.parameters import EMBEDDING
+from trainium_contract.trainer.parallelism import DataParallelMode, Precision
+from trainium_trainer.backends.optimizers import Slot
+from trainium_trainer.backends.state_store import square_sum
+from trainium_trainer.checkpoint.format.live_state import to_local
+from trainium_trainer.models.llama import RMSNorm
+from trainium_trainer.models.stages import canonical_parameters, present_layers, shared_with_first
+from trainium_trainer.models.state_dict import WEIGHT, moment, state_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from trainium_trainer.models.llama import Llama
+
+
+def apply_sharding(model: Llama, mesh: DeviceMesh, precision: Precision, mode: DataParallelMode) -> None:
+    """Shard a model (already divided by tensor parallelism, on the meta device) over the data-parallel `mesh`.
+
+    If only the optimizer is sharded, weights stay gathered from a step's first forward to its last backward pass. With
+    master weights the layers' projections are gathered in bfloat16. Normalisations and the embedding stay in float32,
+    as in the replicated layout, and inputs are not converted, because the rotary table is float32.
+    """
+    again = mode is DataParallelMode.FULLY_SHARDED
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mixed = policy if precision is Precision.FLOAT32 else replace(policy, param_dtype=torch.bfloat16)
+    for layer in present_layers(model):
+        if precision is Precision.BFLOAT16:
+            for norm in (module for module in layer.modules() if isinstance(module, RMSNorm)):
+                fully_shard(norm, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=again)
+    whole = mixed if precision.keeps_half else policy
+    fully_shard(model, mesh=mesh, mp_policy=whole, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are sums, not means: the loop divides by the valid tokens of the whole batch.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+class _WatchedReduceScatter(DefaultReduceScatter):
+    """FSDP's reduction, which first records the sum of this rank's gradients: it is nonfinite if a gradient is."""
+
+    def __init__(self, sums: list[Tensor]) -> None:
+        self._sums = sums
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._sums.append(input_tensor.sum(dtype=torch.float32))
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    parameter: nn.Parameter
+    moments: dict[str, Tensor]
+    """The moments by section of the state."""
+    gradient: Tensor | None
+    """The float32 sum of FSDP's gradients, if these are in bfloat16 like the parameter."""
+    key: str
+    shared: bool
+    """Whether other ranks of the tensor-parallel group or of other stages hold the same values."""
+    divided: bool
+    counted: bool
+    cuts: tuple[tuple[int, int, int], ...]
+
+    def sum(self) -> Tensor:
+        """Return this rank's part of the step's gradient, float32."""
+        return to_local(self.parameter.grad) if self.gradient is None else self.gradient
+
+
+class ShardedStore:
+    """The state of an FSDP2 model; FSDP stores the gradients."""
+
+    def __init__(
+        self,
+        models: Sequence[Llama],
+        device: torch.device,
+        *,
+        dp: tuple[int, int],
+        tp: tuple[int, int],
+        moments: Sequence[str],
+        once: bool = False,
+    ) -> None:
+        """Create the state of `models`, the whole or this rank's stages; `dp` and `tp` are (size, rank).
+
+        `moments` are those of the optimizer by name; `once`: gather and reduce once per step, and keep gathered weights
+        in between.
+        """
+        self._roots = [model for model in models if isinstance(model, FSDPModule)] if once else []
+        self._own_sums: list[Tensor] = []
+        """The sums before the reductions of this step."""
+        for model in models:
+            model.to_empty(device=device)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_reduce_scatter(_WatchedReduceScatter(self._own_sums))
+        self._models = models
+        self._frozen = [
+            (name, parameter.shape, to_local(parameter), _cuts(parameter, dp, tp))
+            for model in models
+            for name, parameter in canonical_parameters(model)
+            if not parameter.requires_grad
+        ]
+        self._entries = [
+            _entry(
+                name,
+                parameter,
+                dp=dp,
+                tp=tp,
+                moments=moments,
+                counted=name not in shared_with_first(model),
+                tied=name == EMBEDDING and model.shape.tie_embeddings,
+            )
+            for model in models
+            for name, parameter in canonical_parameters(model)
+            if parameter.requires_grad
+        ]
+
+    def begin_backward(self, passes: int) -> None:
+        """Configure FSDP to reduce in every backward pass, or with `once` only in the last."""
+        for root in self._roots:
+            root.set_requires_gradient_sync(passes > 0)
+            root.set_reshard_after_backward(passes > 0)
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add FSDP's gradients, which have the type of the parameters, to the float32 sums."""
+        for entry in self._entries:
+            if entry.gradient is not None and entry.parameter.grad is not None:
+                entry.gradient.add_(to_local(entry.parameter.grad))
+                entry.parameter.grad = None
+
+    def reduce(self) -> None:
+        """Do nothing: the backward pass has reduced."""
+
+    def square_sums(self) -> tuple[float, float]:
+        """Return sums of squares of this rank's shards."""
+        return self._square_sums(_Entry.sum)
+
+    def weight_square_sums(self) -> tuple[float, float]:
+        """Return sums of squares of this rank's shards of the weights."""
+        return self._square_sums(lambda entry: to_local(entry.parameter))
+
+    def _square_sums(self, values: Callable[[_Entry], Tensor]) -> tuple[float, float]:
+        counted = [entry for entry in self._entries if entry.counted]
+        divided = [values(entry) for entry in counted if entry.divided]
+        repeated = [values(entry) for entry in counted if not entry.divided]
+        return square_sum(divided), square_sum(repeated)
+
+    def has_finite_own_gradients(self) -> bool:
+        """See `StateStore.has_finite_own_gradients`."""
+        sums = self._own_sums or [entry.sum().sum() for entry in self._entries]
+        return bool(torch.stack(sums).isfinite().all())
+
+    def gradient(self, name: str) -> Tensor:
+        """See `Store.gradient`."""
+        return next(entry.sum() for entry in self._entries if entry.name == name)
+
+    def slots(self) -> Iterator[Slot]:
+        """Yield one slot per parameter shard."""
+        for entry in self._entries:
+            yield Slot(
+                to_local(entry.parameter),
+                entry.sum(),
+                tuple(map(to_local, entry.moments.values())),
+                len(entry.parameter.shape) > 1,
+                entry.key,
+                shared=entry.shared,
+            )
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        self._own_sums.clear()
+        for entry in self._entries:
+            entry.parameter.grad = None
+            if entry.gradient is not None:
+                entry.gradient.zero_()
+
+    def after_evaluation(self) -> None:
+        """Free the gathered parameters that FSDP keeps for a backward pass; the next update would make them stale."""
+        for module in itertools.chain.from_iterable(model.modules() for model in self._models):
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def parameters(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
+        """See `Store.parameters`."""
+        for entry in self._entries:
+            yield entry.name, entry.parameter.shape, to_local(entry.parameter), entry.cuts
+
+    def frozen(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
+        """See `Store.frozen`."""
+        yield from self._frozen
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return DTensors, which have their offsets in the whole."""
+        return {
+            state_name(part, entry.name): value
+            for entry in self._entries
+            for part, value in ({WEIGHT: entry.parameter.detach()} | entry.moments).items()
+        }
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """Return this rank's shards."""
+        return {name: to_local(value) for name, value in self.state_dict().items()}
+
+
+def _entry(
+    name: str,
+    parameter: nn.Parameter,
+    *,
+    dp: tuple[int, int],
+    tp: tuple[int, int],
+    moments: Sequence[str],
+    counted: bool,
+    tied: bool,
+) -> _Entry:
+    """Create the entry of a parameter; `dp` and `tp` are (size, rank). Tensor parallelism divides first, then FSDP."""
+    cuts = _cuts(parameter, dp, tp)
+    divided = len(cuts) == 2
+    local = to_local(parameter)
+    return _Entry(
+        name=name,
+        parameter=parameter,
+        gradient=None if local.dtype is torch.float32 else torch.zeros_like(local, dtype=torch.float32),
+        key=f"{name}:{dp[1]}:{tp[1] if divided else 0}",
+        shared=tied or (tp[0] > 1 and not divided),
+        moments={moment(moment_name): torch.zeros_like(parameter.detach()) for moment_name in moments},
+        divided=divided,
+        counted=counted,
+        cuts=cuts,
+    )
+
+
+def _cuts(parameter: nn.Parameter, dp: tuple[int, int], tp: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
+    """Return the cuts by which this rank's part is taken from the whole."""
+    placements: tuple[Any, ...] = parameter.placements  # type: ignore[attr-defined]
+    by_data = (placements[0].dim, *dp)
+    if len(placements) == 2 and placements[1].is_shard():
+        return (placements[1].dim, *tp), by_data
+    return (by_data,)

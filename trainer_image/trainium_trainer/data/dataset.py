@@ -1,0 +1,240 @@
+"""Open the data of a configuration, which every rank does first, before it uses a device.
+
+Guarantees:
+- Every problem of the data is found here, or counted during training.
+- Every rank that reads the same data under the same configuration gets the same identity.
+- Data held back for validation are never used in training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.trainer.data import BosToken, DataConfig, Tokenization, ValidationSplit
+from trainium_contract.trainer.examples import DataFormat
+from trainium_trainer.data.batches.samples import (
+    SampleRules,
+    Samples,
+    TextPart,
+    TokenSequence,
+    ValidationSet,
+    refuse_weights,
+)
+from trainium_trainer.data.examples.dataset import DataReport, open_examples
+from trainium_trainer.data.examples.recipe import build_recipe
+from trainium_trainer.data.online.streams import Streams, open_streams
+from trainium_trainer.data.prepared.cache import find_validation_source, list_sources, with_cache
+from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, TokenRange
+from trainium_trainer.data.prepared.text_sources import TextSources
+from trainium_trainer.data.sources.files import is_in_store
+from trainium_trainer.data.tokens.tokenizer import (
+    count_entries,
+    find_beginning_of_documents,
+    find_end_of_document,
+    hash_tokenizer,
+    load_tokenizer,
+    tokenizer_file,
+)
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from trainium_trainer.data.prepared.build import BuildProgress
+
+_WORTH_STREAMS = 256 << 20
+"""The bytes of text from which on it is tokenized during training, unless the configuration decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """The open data of a run."""
+
+    training: Samples | Streams
+    validation: ValidationSet | None
+    identity: str
+    """The digest of the stream of samples: equal on all ranks that read the same data."""
+    tokenizer: Path
+    """The `tokenizer.json` of the tokens."""
+    report: DataReport | None = None
+    """The counts of the records; None for data.format Text, which has none."""
+
+    @property
+    def epoch_samples(self) -> int | None:
+        """The samples of one epoch, rounded up to the global batch; None if epochs are not counted."""
+        return self.training.epoch_samples
+
+    @property
+    def fingerprint(self) -> int:
+        """The identity as a 62-bit number, to compare between ranks."""
+        return int(self.identity[:16], 16) >> 2
+
+
+def open_data(
+    config: DataConfig,
+    global_size: int,
+    *,
+    epochs: float = 0.0,
+    steps_differ: bool = False,
+    progress: Callable[[BuildProgress], None] | None = None,
+) -> Dataset:
+    """Open the data for batches of `global_size` samples; tokenize missing data into the cache first.
+
+    With `epochs` each epoch has every sample of all sources once, and ends with a full batch; only whether epochs are
+    counted matters, not their number. If `steps_differ` in size, epochs are not padded, and text is not tokenized
+    during training, where a step is one sample of each stream. `progress` replaces the log of a long build. If the
+    cache folder cannot be used, missing data are built on this node's disk. Raises UserError for unusable data,
+    StorageError for a store that is full or fails.
+    """
+    filled = 1 if steps_differ else global_size
+    if config.format is not DataFormat.TEXT:
+        sets = with_cache(config, lambda cache: open_examples(config, cache, filled, epochs=epochs, progress=progress))
+        return Dataset(sets.training, sets.validation, sets.identity, sets.tokenizer, sets.report)
+
+    def open_text(cache: Path) -> Dataset:
+        texts = TextSources.open(config, cache)
+        tokenizer = texts.tokenizer
+        rules = SampleRules(
+            sequence_length=config.sequence_length,
+            vocabulary=count_entries(tokenizer),
+            end_of_document=find_end_of_document(tokenizer) if config.mask_documents else None,
+        )
+        training: Samples | Streams
+        if _tokenizes_online(texts, epochs=epochs > 0, steps_differ=steps_differ):
+            training, held_back, facts = open_streams(texts, rules, global_size)
+        else:
+            whole = [texts.tokens(text_source, progress) for text_source in texts.sources]
+            training_parts, held_back = _divide(texts, whole)
+            batch = filled if epochs else None
+            training = _build_samples(config, training_parts, rules, texts.weights, batch)
+            facts = {"tokens": [prepared.manifest.identity for prepared in whole]}
+            if batch is not None:
+                facts["epochs"] = batch
+        return Dataset(training, _build_validation(texts, held_back, rules), _compute_identity(texts, facts), tokenizer)
+
+    return with_cache(config, open_text)
+
+
+def refuse_unusable(config: DataConfig) -> None:
+    """Raise the UserErrors of opening the data that need no record; build and import nothing."""
+    if config.tokenizer.path is None:
+        return
+    file = tokenizer_file(config.tokenizer)
+    if config.format is DataFormat.TEXT:
+        find_end_of_document(file)
+        find_beginning_of_documents(config.bos, file)
+        return
+    for name, _, _ in list_sources(config):
+        if not is_in_store(name):
+            recipe = build_recipe(config, name, file)
+            if config.format is DataFormat.FUNCTION:
+                recipe.key_of_function()
+            else:
+                recipe.record_format(())
+
+
+def text_prompt_ids(config: DataConfig, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """Encode texts to continue, with the beginning of documents in training. Format Text.
+
+    Empty with data.bos `Auto`, where the model's tokenizer decides how a text begins. Raises UserError or StorageError.
+    """
+    if config.bos is BosToken.AUTO:
+        return [()] * len(texts)
+    sources = with_cache(config, lambda cache: TextSources.open(config, cache))
+    tokenizer = load_tokenizer(sources.tokenizer)
+    tokenizer.encode_special_tokens = False  # a prompt may contain special tokens
+    encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [tuple(sources.beginning.prepend_to(one.ids)[0]) for one in encoded]
+
+
+def _tokenizes_online(texts: TextSources, *, epochs: bool, steps_differ: bool) -> bool:
+    """Return whether data are tokenized during training. Raises UserError if that is configured but impossible."""
+    specs = [text_source.spec for text_source in texts.sources if text_source.prepared is None]
+    tokenization = texts.config.tokenization
+    if not specs or tokenization is Tokenization.AHEAD:
+        return False
+    if tokenization is Tokenization.ONLINE:
+        if epochs:
+            raise UserError(
+                "data.tokenization is Online, which does not know where an epoch ends: set it to Ahead, or set steps "
+                "in place of epochs"
+            )
+        for spec in specs:
+            if not spec.source.size and not spec.source.divisible:  # read only from its beginning
+                raise UserError(
+                    f"data.source {spec.name}: cannot be tokenized while training: set data.tokenization to "
+                    "Ahead, or prepare the data"
+                )
+        return True
+    if epochs or steps_differ:
+        return False
+    return all(spec.source.divisible for spec in specs) and sum(spec.source.size for spec in specs) >= _WORTH_STREAMS
+
+
+def _compute_identity(texts: TextSources, facts: dict[str, Any]) -> str:
+    """Return the identity of a whole source's tokens, else a digest of everything that determines the samples."""
+    config, validation = texts.config, texts.config.validation
+    fraction = validation.fraction if validation is not None else None
+    if list(facts) == ["tokens"] and len(texts.sources) == 1 and fraction is None and not config.mask_documents:
+        return str(facts["tokens"][0])
+    facts |= {
+        "tokenizer": hash_tokenizer(texts.tokenizer),
+        "weights": texts.weights,
+        "validation": [fraction, validation.split] if validation is not None and fraction is not None else None,
+        "maskDocuments": config.mask_documents,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _divide(texts: TextSources, whole: Sequence[PreparedData]) -> tuple[list[TextPart], list[TextPart]]:
+    """Divide the sources into training and validation."""
+    names, validation = [text_source.spec.name for text_source in texts.sources], texts.config.validation
+    if validation is None or validation.fraction is None:
+        return list(map(TextPart, names, whole)), []
+    training: list[TokenSequence] = []
+    tails: list[TokenSequence] = []
+    for prepared in whole:
+        if validation.split is ValidationSplit.TAIL:
+            mark = int(prepared.tokens * (1 - validation.fraction))
+            training.append(TokenRange(prepared, 0, mark))
+            tails.append(TokenRange(prepared, mark, prepared.tokens))
+        else:
+            training.append(
+                DocumentSelection(prepared, validation.fraction, validation=False, cache_folder=texts.cache)
+            )
+            tails.append(DocumentSelection(prepared, validation.fraction, validation=True, cache_folder=texts.cache))
+    return list(map(TextPart, names, training)), list(map(TextPart, names, tails))
+
+
+def _build_samples(
+    config: DataConfig, parts: list[TextPart], rules: SampleRules, weights: list[float], batch: int | None
+) -> Samples:
+    if batch is not None:
+        refuse_weights(weights)
+    for part in parts:
+        if part.sequence.tokens - 1 < config.sequence_length:
+            raise UserError(
+                f"data.source {part.name}: holds {part.sequence.tokens} tokens to train on, fewer than one sequence of "
+                f"{config.sequence_length} and its next token: add text or lower data.sequenceLength"
+            )
+    return Samples(parts, weights, seed=config.seed, rules=rules, epoch_batch=batch)
+
+
+def _build_validation(texts: TextSources, parts: list[TextPart], rules: SampleRules) -> ValidationSet | None:
+    """Return the samples of a validation: the first ones of each source, by its share."""
+    config, validation, weights = texts.config, texts.config.validation, texts.weights
+    if validation is None:
+        return None
+    if (source := find_validation_source(config)) is not None:
+        parts, weights = [TextPart(source, texts.validation_source(source))], [1.0]
+    for part in parts:
+        if part.sequence.tokens < 2:
+            raise UserError(
+                f"data.validation: {part.name} has no document to hold back: raise data.validation.fraction, set "
+                "data.validation.split to Tail, or give data.validation.source"
+            )
+    return ValidationSet(Samples(parts, weights, seed=config.seed, rules=rules), validation.samples)

@@ -1,0 +1,320 @@
+"""Open a data configuration as training examples, and report how many records were used.
+
+Guarantees:
+- Every rank that reads the same records under the same configuration gets the same samples and identity.
+- Held-back records are never used in training, and stay held back when data are added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainium_contract.trainer.data import DataConfig, Tokenization, ValidationSplit
+from trainium_contract.trainer.examples import DataFormat, LossOn
+from trainium_trainer.data.batches.samples import SampleRules, Samples, ValidationSet, refuse_weights
+from trainium_trainer.data.examples.part import ExamplePart, PairPart
+from trainium_trainer.data.examples.recipe import FORMAT, Recipe, build_recipe
+from trainium_trainer.data.examples.store import BLOCK_BYTES, StoredExamples, build_inputs
+from trainium_trainer.data.examples.templates import BadRecordError, RecordFilter
+from trainium_trainer.data.prepared.cache import find_validation_source, list_sources, prepared_folder
+from trainium_trainer.data.prepared.text_sources import build_in_cache, train_once, train_tokenizer
+from trainium_trainer.data.sources.documents import Record
+from trainium_trainer.data.sources.resolve import pin_source
+from trainium_trainer.data.tokens.encoding import RecordCounts, held_back_mask
+from trainium_trainer.data.tokens.tokenizer import count_entries, hash_tokenizer, tokenizer_file
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from trainium_trainer.data.prepared.build import BuildProgress
+
+
+_BARS = 12
+_USUAL = 0.98
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """The counts over all sources."""
+
+    counts: RecordCounts
+    examples: int
+    """The remaining examples, including held-back ones."""
+    held_back: int
+    skipped: int
+    """The number of unusable records."""
+    sequences: int
+    """Samples of one epoch."""
+    tokens: int
+    """The number of positions of the sequences that examples occupy."""
+    sequence_length: int
+    lengths: NDArray[Any]
+    """The tokens of each example before it was cut or dropped."""
+
+    @property
+    def used(self) -> float:
+        """The fraction of the positions of an epoch that examples occupy."""
+        return self.tokens / max(1, self.sequences * self.sequence_length)
+
+    def line(self) -> str:
+        """Format the report as one line."""
+        parts = [f"{self.examples:,} examples of {self.counts.records:,} records"]
+        named = (
+            (self.counts.filtered, "filtered"),
+            (self.counts.left_out, "left out by the function"),
+            (self.skipped, "skipped"),
+            (self.counts.dropped, "dropped as too long"),
+            (self.counts.cut, "cut"),
+            (self.held_back, "held back"),
+        )
+        parts += [f"{count:,} {name}" for count, name in named if count]
+        parts.append(f"{self.sequences:,} sequences with {self.used:.1%} of their positions used")
+        return ", ".join(parts)
+
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """Return the shortest and longest length of each bar and its number of examples.
+
+        All bars have one width except the last one, which holds the few much longer examples.
+        """
+        if not len(self.lengths):
+            return []
+        width = max(1, -(-int(np.quantile(self.lengths, _USUAL)) // _BARS))
+        counts = np.bincount(np.minimum((self.lengths - 1) // width, _BARS))
+        bars = [(number * width + 1, (number + 1) * width, int(count)) for number, count in enumerate(counts)]
+        first, last, count = bars[-1]
+        return [*bars[:-1], (first, max(last, int(self.lengths.max())), count)]
+
+
+def _train_and_save(recipes: tuple[Recipe, ...], vocab_size: int, file: str) -> None:
+    """Train and save a tokenizer; called in a child process, so that its memory and threads end with it."""
+    train_tokenizer([_iterate_texts(recipe) for recipe in recipes], vocab_size).save(file)
+
+
+def _iterate_texts(recipe: Recipe) -> Iterator[str]:
+    source, record_format, chosen = recipe.spec.source, recipe.record_format(()), RecordFilter(recipe.config.where)
+    for block in source.blocks(BLOCK_BYTES):
+        for item in source.all_records(block):
+            if not isinstance(item, Record) or not chosen(item.fields):
+                continue
+            try:
+                examples = record_format.examples(item)
+            except BadRecordError:  # counted when the examples are encoded
+                continue
+            yield from (example.text for example in examples)
+
+
+_log = logging.getLogger("trainium.data")
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleSource:
+    """A source with its examples."""
+
+    recipe: Recipe
+    weight: float
+    stored: StoredExamples
+    held_back: NDArray[np.bool_]
+    """Whether each example is held back."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleDataset:
+    """Open examples."""
+
+    training: Samples
+    validation: ValidationSet | None
+    identity: str
+    tokenizer: Path
+    report: DataReport
+    sources: tuple[ExampleSource, ...]
+
+
+def open_examples(
+    config: DataConfig,
+    cache: Path,
+    global_size: int,
+    *,
+    epochs: float = 0.0,
+    progress: Callable[[BuildProgress], None] | None = None,
+) -> ExampleDataset:
+    """Open the examples for batches of `global_size` samples; encode those that are not in the cache first.
+
+    Raises UserError or StorageError.
+    """
+    _refuse_unsupported(config, cache)
+    tokenizer = find_tokenizer(config, cache)
+    sources = open_sources(config, tokenizer, cache, progress)
+    weights = [source.weight for source in sources]
+    batch = global_size if epochs else None
+    if batch is not None:
+        refuse_weights(weights)
+    examples, pairs = config.examples, config.format is DataFormat.PREFERENCE
+    rules = SampleRules(
+        sequence_length=config.sequence_length,
+        vocabulary=count_entries(tokenizer),
+        packed=config.masked,
+        rows=config.rows_per_sample,
+        padding=sources[0].stored.manifest.end_of_document,
+    )
+
+    def part(source: ExampleSource, chosen: NDArray[np.bool_]) -> ExamplePart | PairPart:
+        if pairs:
+            return PairPart(source.recipe.source, source.stored, chosen, whole=examples.loss is LossOn.ALL)
+        return ExamplePart(
+            source.recipe.source,
+            source.stored,
+            chosen,
+            config.sequence_length,
+            packing=examples.packing,
+            masked=config.masked,
+        )
+
+    parts = [part(source, ~source.held_back) for source in sources]
+    for one in parts:
+        if not one.size(rules):
+            raise UserError(
+                f"data.source {one.name}: all of its examples are held back: lower data.validation.fraction"
+            )
+    training = Samples(parts, weights, seed=config.seed, rules=rules, epoch_batch=batch)
+    validation = None
+    if config.validation is not None:
+        if find_validation_source(config) is not None:
+            held_out, weights = [_validation_source(config, sources[0], cache)], [1.0]
+        else:
+            held_out = list(sources)
+        measured = Samples(
+            [part(source, source.held_back) for source in held_out], weights, seed=config.seed, rules=rules
+        )
+        validation = ValidationSet(measured, config.validation.samples)
+    identity = _compute_identity(config, sources, tokenizer, batch)
+    return ExampleDataset(training, validation, identity, tokenizer, _report(config, sources, training), tuple(sources))
+
+
+def _refuse_unsupported(config: DataConfig, cache: Path) -> None:
+    """Raise UserError for settings that examples do not support."""
+    if config.tokenization is Tokenization.ONLINE:
+        raise UserError(
+            f"data.tokenization is Online, but data.format {config.format} is always encoded before the first step: "
+            "leave data.tokenization out"
+        )
+    for name, _, _ in list_sources(config):
+        if prepared_folder(name, cache) is not None:
+            raise UserError(
+                f"data.source {name}: is prepared text, which has no records: set data.format to Text, or give the "
+                "records"
+            )
+
+
+def find_tokenizer(config: DataConfig, cache: Path) -> Path:
+    """Return the tokenizer's file, trained on the examples when none is given. Raises UserError or StorageError."""
+    if config.tokenizer.path is not None:
+        file = tokenizer_file(config.tokenizer)
+        count_entries(file)
+        return file
+    recipes = [build_recipe(config, name, None) for name, _, _ in list_sources(config)]
+    parts = [config.tokenizer.vocab_size, [recipe.key(cache) for recipe in recipes]]
+    return train_once(parts, cache, _train_and_save, tuple(recipes), config.tokenizer.vocab_size)
+
+
+def open_sources(
+    config: DataConfig, tokenizer: Path, cache: Path, progress: Callable[[BuildProgress], None] | None = None
+) -> list[ExampleSource]:
+    """Encode and open each source. Raises UserError or StorageError."""
+    sources = []
+    for name, _, weight in list_sources(config):
+        recipe = build_recipe(config, name, tokenizer)
+        stored = _open_stored(config, recipe, cache, progress)
+        sources.append(ExampleSource(recipe, weight, stored, _held_back_examples(config, stored)))
+    fraction = config.validation.fraction if config.validation is not None else None
+    for source in sources if fraction is not None else ():
+        if not source.held_back.any():
+            raise UserError(
+                f"data.validation: {source.recipe.source} has no example to hold back: raise data.validation.fraction, "
+                "set data.validation.split to Tail, or give data.validation.source"
+            )
+    return sources
+
+
+def open_validation_sources(config: DataConfig, tokenizer: Path, cache: Path) -> list[ExampleSource]:
+    """Return the sources with held-back examples. Raises UserError or StorageError."""
+    sources = open_sources(config, tokenizer, cache)
+    if find_validation_source(config) is not None:
+        return [_validation_source(config, sources[0], cache)]
+    return sources
+
+
+def _validation_source(config: DataConfig, first: ExampleSource, cache: Path) -> ExampleSource:
+    """Open the separate source of `data.validation`, encoded like the first source."""
+    source = find_validation_source(config)
+    assert source is not None
+    recipe = replace(first.recipe, source=pin_source(source))
+    stored = _open_stored(config, recipe, cache, None)
+    return ExampleSource(recipe, 1.0, stored, np.ones(len(stored), np.bool_))
+
+
+def _open_stored(
+    config: DataConfig, recipe: Recipe, cache: Path, progress: Callable[[BuildProgress], None] | None
+) -> StoredExamples:
+    folder = build_in_cache(config, "examples", recipe.key(cache), build_inputs(recipe), cache, progress)
+    stored = StoredExamples(folder)
+    if unused := stored.manifest.counts.unused:
+        listed = ", ".join(f"{name} ({count:,} records)" for name, count in unused.items())
+        _log.info("data.source %s: not used: %s", recipe.source, listed)
+    return stored
+
+
+def _held_back_examples(config: DataConfig, stored: StoredExamples) -> NDArray[np.bool_]:
+    validation, number = config.validation, len(stored)
+    if validation is None or validation.fraction is None:
+        return np.zeros(number, np.bool_)
+    if validation.split is ValidationSplit.TAIL:
+        width = config.rows_per_sample
+        return np.arange(number) // width >= int(number // width * (1 - validation.fraction))
+    return held_back_mask(stored.records, validation.fraction)
+
+
+def _compute_identity(config: DataConfig, sources: Sequence[ExampleSource], tokenizer: Path, batch: int | None) -> str:
+    """Return a digest of everything on which the stream of samples depends.
+
+    The digests of the encoded examples cover their inputs (records, templates, filter, loss, function).
+    """
+    validation = config.validation
+    fraction = validation.fraction if validation is not None else None
+    facts = {
+        "format": FORMAT,
+        "examples": [source.stored.manifest.identity for source in sources],
+        "tokenizer": hash_tokenizer(tokenizer),
+        "weights": [source.weight for source in sources],
+        "validation": [fraction, validation.split] if validation is not None and fraction is not None else None,
+        "packing": config.examples.packing,
+        "masks": config.masked,
+        "epochs": batch,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _report(config: DataConfig, sources: Sequence[ExampleSource], training: Samples) -> DataReport:
+    manifests, width = [source.stored.manifest for source in sources], config.rows_per_sample
+    counts = RecordCounts()
+    for one in manifests:
+        counts.add(one.counts)
+    return DataReport(
+        counts=counts,
+        examples=sum(one.documents for one in manifests) // width,
+        held_back=sum(int(source.held_back.sum()) for source in sources) // width,
+        skipped=sum(one.skipped for one in manifests),
+        sequences=training.num_samples * width,
+        tokens=sum(int(part.used.sum()) for part in training.parts),
+        sequence_length=config.sequence_length,
+        lengths=np.concatenate([source.stored.original_lengths for source in sources]),
+    )

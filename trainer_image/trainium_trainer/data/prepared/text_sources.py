@@ -1,0 +1,337 @@
+"""Find the sources of a configuration, each as prepared data or as text, and their shared tokenizer.
+
+Guarantees:
+- A tokenizer is trained once per machine, sources and vocabulary size, and its file is complete.
+- Training on the same text gives the same tokenizer, which never has more entries than configured and encodes every
+  byte, so no text has unknown tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainium_contract.trainer.data import BosToken, DataConfig
+from trainium_trainer.data.prepared.build import BuildInputs, BuildProgress, build
+from trainium_trainer.data.prepared.cache import create_once, list_sources, prepared_folder
+from trainium_trainer.data.prepared.reader import FORMAT, PreparedData, PreparedManifest, read_manifest
+from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, TextPiece
+from trainium_trainer.data.sources.resolve import SourceSpec, pin_source
+from trainium_trainer.data.tokens.encoding import TokenBlock, encode, held_back_mask, initialize_worker
+from trainium_trainer.data.tokens.tokenizer import (
+    END_OF_DOCUMENT,
+    NO_BOS_PREFIX,
+    TOKENIZER_FILE,
+    BosPrefix,
+    count_entries,
+    end_facts,
+    find_beginning_of_documents,
+    hash_tokenizer,
+    tokenizer_file,
+    write_tokenizer,
+)
+from trainium_trainer.data.workers.pool import Workers
+from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from tokenizers import Tokenizer
+
+
+_FORMAT = 1
+_TRAINING_CHARACTERS = 64 * 1024 * 1024
+BLOCK_BYTES = 4 << 20
+
+
+def train_tokenizer(texts: Iterable[Iterator[str]], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE of at most `vocab_size` entries on the first 64 million characters.
+
+    Several streams of text contribute equal parts.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 - few runs train one
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    streams = list(texts)
+    share = _TRAINING_CHARACTERS // len(streams)
+    tokenizer.train_from_iterator((text for stream in streams for text in _take_characters(stream, share)), trainer)
+    return tokenizer
+
+
+def _take_characters(stream: Iterator[str], left: int) -> Iterator[str]:
+    for text in stream:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def train_for_texts(specs: Sequence[SourceSpec], vocab_size: int, cache: Path) -> Path:
+    """Train a tokenizer for these sources; return its `tokenizer.json`. Raises UserError, StorageError, WorkerError."""
+    parts = [_FORMAT, vocab_size, [spec.source.identity(cache) for spec in specs]]
+    return train_once(parts, cache, _train_and_save, tuple(specs), vocab_size)
+
+
+def train_once(parts: list[Any], cache: Path, train: Callable[..., None], *arguments: Any) -> Path:
+    """Return the file that `train(*arguments, file)` writes in a process, unless the cache has one for `parts`."""
+    folder = cache / f"tokenizer-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
+
+    def create() -> None:
+        temporary = folder.with_name(folder.name + ".unfinished")
+        temporary.mkdir(exist_ok=True)
+        with Workers(1) as workers:
+            workers.call(train, *arguments, str(temporary / TOKENIZER_FILE))
+        temporary.rename(folder)
+
+    return create_once(folder, create) / TOKENIZER_FILE
+
+
+def _train_and_save(specs: tuple[SourceSpec, ...], vocab_size: int, file: str) -> None:
+    """Train and save a tokenizer; called in a child process, so that its memory and threads end with it."""
+    train_tokenizer([_iterate_texts(spec.source) for spec in specs], vocab_size).save(file)
+
+
+def _iterate_texts(source: DocumentSource) -> Iterator[str]:
+    for block in source.blocks(BLOCK_BYTES):
+        yield from (item.text for item in source.all_documents(block) if isinstance(item, TextPiece))
+
+
+_log = logging.getLogger("trainium.data")
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBackText:
+    """The held-back part of a source, limited to the needed tokens."""
+
+    fraction: float | None
+    """The fraction of the documents, by their hash; None: all documents of the blocks."""
+    max_tokens: int
+    """The number of tokens after which no further block is read."""
+    blocks_file: str
+    """The file with the source's blocks."""
+    first: int
+    """The first block to read."""
+
+    def blocks(self) -> list[FileBlock]:
+        """Return the blocks to read."""
+        return [FileBlock(*row) for row in np.load(self.blocks_file)[self.first :].tolist()]
+
+    def select(self, results: Iterator[list[TokenBlock]]) -> Iterator[list[TokenBlock]]:
+        """Yield the held-back documents of encoded blocks until there are enough tokens."""
+        tokens = 0
+        for encoded in results:
+            selected = encoded
+            if self.fraction is not None:
+                selected = [block.select(held_back_mask(block.documents, self.fraction)) for block in encoded]
+            tokens += sum(len(block.tokens) for block in selected)
+            yield selected
+            if tokens >= self.max_tokens:
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRecipe:
+    """Text and its tokenizer."""
+
+    specs: tuple[SourceSpec, ...]
+    tokenizer: Path
+    max_bad_lines: int | None
+    held_back: HeldBackText | None = None
+    beginning: BosPrefix = NO_BOS_PREFIX
+
+    @property
+    def name(self) -> str:
+        """The sources, for messages."""
+        return ", ".join(spec.name for spec in self.specs)
+
+    def key(self, cache_folder: Path | None) -> str:
+        """Return a digest of everything on which the result depends. Raises UserError or StorageError."""
+        parts: list[Any] = [
+            FORMAT,
+            hash_tokenizer(self.tokenizer),
+            [spec.source.identity(cache_folder) for spec in self.specs],
+        ]
+        if self.held_back is not None:
+            held_back = self.held_back
+            parts.append([held_back.fraction, held_back.max_tokens, held_back.first, Path(held_back.blocks_file).name])
+        if facts := self.beginning.facts():
+            parts.append({"bos": facts})
+        if end := end_facts(self.tokenizer):
+            parts.append(end)
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def inputs(self) -> BuildInputs:
+        """Return the inputs of a build. Raises UserError."""
+        held_back = self.held_back
+        return BuildInputs(
+            name=self.name,
+            specs=self.specs,
+            tokenizer=self.tokenizer,
+            max_bad_lines=self.max_bad_lines,
+            prepare=(initialize_worker, (self.specs, str(self.tokenizer), self.beginning)),
+            encode=encode,
+            refuse_empty=self._refuse_empty,
+            count_records=self._count_records,
+            block_bytes=BLOCK_BYTES,
+            files=functools.partial(write_tokenizer, self.tokenizer),
+            beginning=self.beginning,
+            blocks=None if held_back is None else held_back.blocks,
+            select=iter if held_back is None else held_back.select,
+        )
+
+    def _refuse_empty(self, data: PreparedManifest) -> None:
+        if not data.tokens and self.held_back is None:
+            why = f" ({data.skipped} lines were skipped, the first: {data.examples[0]})" if data.examples else ""
+            raise UserError(f"data.source {self.name}: holds no text{why}: give a source with text in it")
+
+    def _count_records(self, data: PreparedManifest) -> int | None:
+        if self.held_back is not None or any(spec.source.has_lines for spec in self.specs):
+            return None
+        return data.documents + data.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """A source as prepared data or as text."""
+
+    spec: SourceSpec
+    weight: float
+    prepared: Path | None
+    """The folder of prepared data; None for text."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextSources:
+    """The sources of a configuration, and the tokenizer that all of them share."""
+
+    config: DataConfig
+    cache: Path
+    sources: tuple[TextSource, ...]
+    tokenizer: Path
+    """The `tokenizer.json`."""
+    beginning: BosPrefix
+    """The tokens before each document."""
+
+    @staticmethod
+    def open(config: DataConfig, cache: Path) -> TextSources:
+        """Find sources and tokenizer, which is trained if there is none. Raises UserError or StorageError."""
+        sources = tuple(
+            TextSource(SourceSpec(pin_source(name), field), weight, prepared_folder(name, cache))
+            for name, field, weight in list_sources(config)
+        )
+        prepared = [text_source.prepared for text_source in sources if text_source.prepared is not None]
+        if config.tokenizer.path is not None:
+            file = tokenizer_file(config.tokenizer)
+            count_entries(file)
+        elif prepared:
+            file = prepared[0] / TOKENIZER_FILE
+        else:
+            file = train_for_texts([text_source.spec for text_source in sources], config.tokenizer.vocab_size, cache)
+        marks = [
+            mark for text_source in sources if (mark := check_prepared_source(config, text_source, file)) is not None
+        ]
+        # tokenizer.json alone may not name the token.
+        known = config.bos is BosToken.ALWAYS and marks
+        beginning = BosPrefix(config.bos, marks[0]) if known else find_beginning_of_documents(config.bos, file)
+        return TextSources(config, cache, sources, file, beginning)
+
+    @property
+    def weights(self) -> list[float]:
+        """Weight of each source."""
+        return [text_source.weight for text_source in self.sources]
+
+    def tokens(
+        self,
+        text_source: TextSource,
+        progress: Callable[[BuildProgress], None] | None = None,
+        held: HeldBackText | None = None,
+    ) -> PreparedData:
+        """Open all tokens of a source, or what is `held` back of a text; build them if they are missing.
+
+        Raises UserError or StorageError.
+        """
+        if text_source.prepared is not None:
+            return PreparedData(text_source.prepared)
+        recipe = PreparedRecipe((text_source.spec,), self.tokenizer, self.config.max_bad_lines, held, self.beginning)
+        key = recipe.key(self.cache)
+        return PreparedData(build_in_cache(self.config, "tokens", key, recipe.inputs(), self.cache, progress))
+
+    def validation_source(self, name: str) -> PreparedData:
+        """Return all tokens of the separate source of `data.validation`. Raises UserError or StorageError."""
+        spec = SourceSpec(pin_source(name), self.config.text_field)
+        text_source = TextSource(spec, 1.0, prepared_folder(name, self.cache))
+        check_prepared_source(self.config, text_source, self.tokenizer)
+        return self.tokens(text_source)
+
+
+def check_prepared_source(config: DataConfig, text_source: TextSource, tokenizer: Path) -> tuple[int, ...] | None:
+    """Return the BOS tokens of a prepared source; None for text.
+
+    Raises UserError if it was prepared with another tokenizer, or `data.bos` demands others.
+    """
+    if text_source.prepared is None:
+        return None
+    manifest = read_manifest(text_source.prepared)
+    if manifest.tokenizer != hash_tokenizer(tokenizer):
+        raise UserError(
+            f"data.source {text_source.spec.name}: was prepared with another tokenizer than {tokenizer}: leave out "
+            "data.tokenizer.path, or prepare the data with that tokenizer"
+        )
+    mark = manifest.beginning
+    if config.bos is not BosToken.AUTO and (config.bos is BosToken.ALWAYS) != bool(mark):
+        how = "with" if mark else "without"
+        raise UserError(
+            f"data.source {text_source.spec.name}: was prepared {how} BOS tokens, but data.bos is {config.bos}: leave "
+            f"out data.bos, or prepare the data again with prepare-data --bos {config.bos}"
+        )
+    return mark
+
+
+def build_in_cache(
+    config: DataConfig,
+    kind: str,
+    key: str,
+    inputs: BuildInputs,
+    cache: Path,
+    progress: Callable[[BuildProgress], None] | None = None,
+) -> Path:
+    """Build a folder, unless the cache has it, and warn about what was skipped. Raises UserError or StorageError."""
+    folder = cache / f"{kind}-{key[:32]}"
+    manifest = build(folder, inputs, key, workers=config.workers, progress=progress or _ProgressLog(inputs.name))
+    if manifest.skipped:
+        first = manifest.examples[0]
+        _log.warning("data.source %s: skipped %d %s, the first: %s", inputs.name, manifest.skipped, inputs.unit, first)
+    return folder
+
+
+class _ProgressLog:
+    """Logs the progress of a long build at intervals."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last = time.monotonic()
+
+    def __call__(self, progress: BuildProgress) -> None:
+        """Log the progress, unless it was logged recently."""
+        now = time.monotonic()
+        if now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = now
+            share = 100 * progress.bytes / max(1, progress.total_bytes)
+            _log.info("tokenizing %s: %.0f %%, %d tokens", self._name, share, progress.tokens)

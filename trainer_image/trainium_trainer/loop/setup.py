@@ -1,0 +1,255 @@
+"""Set up one rank for its first step: data, peers, model, checkpoints and records.
+
+Guarantees:
+- Errors in packages, devices and data are reported before a device or a process group is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+
+from trainium_contract.models.parameters import count_parameters
+from trainium_trainer.artifacts.stage import milestone_hook
+from trainium_trainer.backends.choose import create_backend, find_backend
+from trainium_trainer.backends.device import open_store
+from trainium_trainer.checkpoint.interfaces import Position
+from trainium_trainer.checkpoint.manager import CheckpointManager
+from trainium_trainer.checkpoint.root.metrics_copy import records_folder
+from trainium_trainer.checkpoint.root.owner import RunStart
+from trainium_trainer.configuration.config import Settings, with_steps
+from trainium_trainer.data.batches.broadcast import BatchGroup
+from trainium_trainer.data.batches.micro_batches import Share
+from trainium_trainer.data.dataset import Dataset, open_data
+from trainium_trainer.data.loader import Loader, open_loader
+from trainium_trainer.data.online.streams import Streams
+from trainium_trainer.data.prepared.reader import divide_file_checks
+from trainium_trainer.data.revisions import RunRevisions
+from trainium_trainer.data.tokens.tokenizer import hash_tokenizer
+from trainium_trainer.exits import UserError
+from trainium_trainer.loop.history import History
+from trainium_trainer.loop.memory_check import check_device_memory
+from trainium_trainer.loop.references import load_references
+from trainium_trainer.loop.run_progress import RunProgress
+from trainium_trainer.monitor.writers import Recorder
+from trainium_trainer.storage import open_storage
+from trainium_trainer.trackers.process import TrackerProcess, refuse_missing_trackers
+from trainium_trainer.weights.initial import InitialWeights
+from trainium_worker import Activity
+
+if TYPE_CHECKING:
+    from trainium_contract.trainer.config import TrainingConfig
+    from trainium_trainer.backends.base import Backend, Mesh
+    from trainium_trainer.loop.stop import StopRequest
+    from trainium_trainer.monitor.progress import ProgressWriter
+    from trainium_trainer.monitor.step_monitor import StepMonitor
+
+_log = logging.getLogger("trainium.train")
+
+
+class Stopwatch:
+    """Measures the phases of start-up."""
+
+    def __init__(self) -> None:
+        self._last = self._first = time.perf_counter()
+        self._laps: list[str] = []
+
+    def lap(self, name: str) -> None:
+        """Record the time since the last lap under a name."""
+        now = time.perf_counter()
+        self._laps.append(f"{name} {now - self._last:.2f} s")
+        self._last = now
+
+    def line(self) -> str:
+        """Return all laps and their sum as a line."""
+        return f"start-up: {', '.join(self._laps)}, together {self._last - self._first:.2f} s"
+
+
+@dataclass(slots=True)
+class Run:
+    """The parts of one rank, created by `set_up_run`."""
+
+    config: TrainingConfig
+    run_progress: RunProgress
+    backend: Backend
+    data: Dataset
+    loader: Loader
+    manager: CheckpointManager
+    recorder: Recorder
+    monitor: StepMonitor
+    progress: ProgressWriter
+    position: Position
+    stopwatch: Stopwatch
+    stop: StopRequest
+    initial_weights: InitialWeights
+    trackers: TrackerProcess | None = None
+    """The tracker process of rank 0; None without trackers."""
+    validation_loss: float | None = None
+    """The newest one that this process has computed."""
+
+
+def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Run:
+    """Open the data, connect to the other ranks, build the state and find the position to resume. Collective."""
+    launch = settings.launch
+    stopwatch = Stopwatch()
+    # Check packages, devices and data before a device or a process group is touched.
+    refuse_missing_trackers(settings.config.monitor.trackers)
+    choice = find_backend(settings)
+    given = settings.config
+    if launch.rank == 0 and given.artifacts.push is not None and not launch.is_restart:  # a restart needs no hub
+        from trainium_trainer.artifacts.push import open_repository  # noqa: PLC0415 - few runs ask the hub
+
+        open_repository(given)
+    revisions = RunRevisions(
+        open_storage(given.checkpoint.path), rank=launch.rank, open_store=lambda: open_store(launch)
+    )
+    given = given.model_copy(update={"data": revisions.pin(given.data)})
+    with divide_file_checks(launch.local_rank, launch.local_world_size):
+        data = open_data(
+            given.data, given.batch.global_size, epochs=given.epochs, steps_differ=given.batch.tolerance > 0
+        )
+    config = with_steps(given, data.epoch_samples)
+    settings = replace(settings, config=config)
+    run_progress = RunProgress.of(settings, data.epoch_samples)
+    initial_weights = InitialWeights.open(config, settings.shape)
+    stopwatch.lap("data")
+    backend = create_backend(choice, settings, progress.pulse)
+    stopwatch.lap("process group")
+    if config.evaluate.enabled and config.evaluate.tasks is not None:
+        from trainium_trainer.evaluate.stage import refuse_unmeasurable  # noqa: PLC0415 - imports transformers
+
+        refuse_unmeasurable(backend.mesh.device.type)
+    if launch.world_size > 1 and not backend.is_equal_on_all_ranks(data.fingerprint):
+        raise UserError(
+            f"data.source {config.data.source}: the ranks do not read the same tokens: mount the same data everywhere, "
+            "run the same image, or set one data.cacheDirectory on shared storage"
+        )
+    if launch.world_size > 1 and not backend.is_equal_on_all_ranks(initial_weights.fingerprint):
+        raise UserError(
+            f"model.weights {config.model.weights}: the ranks do not begin with the same models: mount the same "
+            "folders everywhere"
+        )
+    for warning in check_device_memory(settings, backend.mesh.device):
+        _log.warning("%s", warning)
+        progress.write_notice(warning)
+    backend.build()
+    stopwatch.lap("model")
+    progress.pulse.enter(Activity.LOAD)
+    if initial_weights.reference is not None:
+        load_references(settings, data, initial_weights.reference, backend)
+        stopwatch.lap("references")
+    if initial_weights.base is not None and config.tuning.freezes:
+        backend.load_frozen(initial_weights.base)
+        stopwatch.lap("base")
+    fixed = settings.fixed_settings(data.identity, hash_tokenizer(data.tokenizer), initial_weights.digests)
+    manager = CheckpointManager(
+        config.checkpoint,
+        state=backend.state,
+        mesh=backend.mesh,
+        start=RunStart(launch.generation, launch.job, launch.run_id),
+        memory_directory=launch.memory_directory,
+        after_milestone=milestone_hook(
+            config, backend.mesh, progress, base=initial_weights.base, tokenizer=data.tokenizer
+        ),
+        settings=fixed,
+    )
+    with progress.pulse.work_with_collectives:
+        position = manager.resume()
+    if launch.rank == 0:
+        revisions.write()
+    if position is None:
+        backend.initialize(config.seed, initial_weights.base, initial_weights.adapter)
+        position = Position(step=0, samples=0, tokens=0)
+    stopwatch.lap("state")
+    report_warnings(manager, progress, 0)
+    mesh = backend.mesh
+    root = records_folder(config.checkpoint)
+    history = History(root, launch.memory_directory, progress)
+    monitor = history.open(settings, run_progress, position, data, mesh)
+    if config.monitor.record_samples and mesh.world_size > 1:
+        backend.barrier()  # no rank may append to a file that rank 0 is still truncating
+    recorder = Recorder(
+        root,
+        rank=mesh.rank,
+        dp_rank=mesh.data_rank if mesh.counts_samples else None,
+        tensorboard=config.monitor.tensorboard,
+        record_samples=config.monitor.record_samples,
+        resume_step=position.step,
+        fallback=history.fallback,
+        notify=history.notify,
+    )
+    tracked = mesh.rank == 0 and config.monitor.trackers
+    trackers = TrackerProcess(settings, root, fixed, step=position.step) if tracked else None
+    loader = open_loader(
+        data,
+        Share(
+            global_size=run_progress.batch,
+            micro_size=config.batch.micro_size,
+            dp_rank=mesh.data_rank,
+            dp_size=mesh.data_size,
+            end=run_progress.end,
+        ),
+        ahead=config.data.prefetch_steps,
+        counts_folder=root / "data",
+        writes=mesh.counts_samples,
+        batch_group=_find_batch_group(mesh) if isinstance(data.training, Streams) else BatchGroup(),
+    )
+    stopwatch.lap("files")
+    if mesh.rank == 0 and data.report is not None:
+        _log.info("data: %s", data.report.line())
+    progress.set_total_steps(run_progress.total_steps(position))
+    progress.record_resume(position.step, tokens=position.tokens, samples=position.samples)
+    progress.record_checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
+    _log.info(
+        "%s; %s parameters%s, data parallel %d, tensor parallel %d, pipeline %d%s, step %d from %s",
+        stopwatch.line(),
+        f"{count_parameters(settings.shape):,}",
+        f" ({settings.trainable.trained:,} are trained)" if config.tuning.freezes else "",
+        mesh.data_size,
+        mesh.tp_size,
+        mesh.pp_size,
+        f", context {mesh.cp_size}" if mesh.cp_size > 1 else "",
+        position.step,
+        manager.resumed_from,
+    )
+    return Run(
+        config,
+        run_progress,
+        backend,
+        data,
+        loader,
+        manager,
+        recorder,
+        monitor,
+        progress,
+        position,
+        stopwatch,
+        stop,
+        initial_weights,
+        trackers,
+    )
+
+
+def report_warnings(manager: CheckpointManager, progress: ProgressWriter, already: int) -> int:
+    """Report the new warnings of the checkpoint manager; return the number of all warnings."""
+    for warning in manager.warnings[already:]:
+        _log.warning("%s", warning)
+        progress.write_notice(warning)
+    return len(manager.warnings)
+
+
+def _find_batch_group(mesh: Mesh) -> BatchGroup:
+    """Return the ranks that train on the same samples as this rank. Collective where samples are shared."""
+    if mesh.tp_size * mesh.pp_size * mesh.cp_size == 1:
+        return BatchGroup(mesh.rank, mesh.rank)
+    gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(mesh.world_size)]
+    dist.all_gather(gathered, torch.tensor([mesh.data_rank, mesh.counts_samples]), group=mesh.world)
+    rows = [tuple(row.tolist()) for row in gathered]
+    same = [rank for rank, (data_rank, _) in enumerate(rows) if data_rank == mesh.data_rank]
+    leader = next(rank for rank in same if rows[rank][1])
+    return BatchGroup(leader, mesh.rank, tuple(rank for rank in same if rank != leader), mesh.world)

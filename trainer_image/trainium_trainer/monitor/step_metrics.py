@@ -1,0 +1,178 @@
+"""The figures of one step, as written to metrics.jsonl and to TensorBoard.
+
+Importing this module is fast.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trainium_trainer.monitor.stability import METRICS_FIELDS, Stability
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_LARGEST_EXPONENT = 700.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """Figures of preference tuning: means over the pairs of a global batch."""
+
+    chosen: float
+    """The reward of the preferred answers."""
+    rejected: float
+    """The reward of the rejected answers."""
+    accuracy: float
+    """The fraction of pairs whose preferred answer has the greater reward."""
+
+    @property
+    def margin(self) -> float:
+        """Mean difference of the two rewards."""
+        return self.chosen - self.rejected
+
+    def items(self) -> Iterator[tuple[str, float]]:
+        """Yield the figures by name."""
+        yield from (
+            ("chosen", self.chosen),
+            ("rejected", self.rejected),
+            ("margin", self.margin),
+            ("accuracy", self.accuracy),
+        )
+
+    @staticmethod
+    def of_sums(sums: Sequence[float], pairs: float) -> Rewards | None:
+        """Return the means of summed rewards and counts; None without a pair."""
+        return Rewards(*(value / pairs for value in sums)) if pairs else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """The figures of a completed step; None for those that were not measured."""
+
+    step: int
+    loss: float
+    """Mean of a valid token, or of a pair, of the global batch before the update."""
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    tokens: int
+    """Valid tokens since the beginning of the run."""
+    samples: int
+    """Samples since the beginning of the run."""
+    batch: int
+    """Samples of this step."""
+    seconds: float | None = None
+    """The length of the step; None if all processes ended before they could measure it."""
+    tokens_per_second: float | None = None
+    """The throughput of the whole job over the newest steps."""
+    samples_per_second: float | None = None
+    """The same in samples."""
+    nodes: int | None = None
+    """The number of nodes of the step."""
+    utilisation: float | None = None
+    """Model FLOPs utilisation (MFU), 0 to 1."""
+    parameter_norm: float | None = None
+    """Norm of all parameters, after the update."""
+    validation_loss: float | None = None
+    """Mean of a valid token, or of a pair, of the validation split after the update."""
+    rewards: Rewards | None = None
+    """Figures of the pairs of the global batch, before the update."""
+    validation_rewards: Rewards | None = None
+    """Figures of the pairs of the validation split, after the update."""
+    of_pairs: bool = False
+    """Whether the losses are those of pairs of answers instead of cross-entropies of tokens."""
+    productive_seconds: float = 0.0
+    """Time in the steps of the history up to this one."""
+    goodput: float | None = None
+    """Productive time over the time since the first step began, 0 to 1."""
+    host_bytes: int | None = None
+    """Resident memory of rank 0."""
+    device_bytes: int | None = None
+    """Most device memory of rank 0 so far."""
+    resumed: bool = False
+    """Whether this is the first step after a restart."""
+    stability: Stability = field(default_factory=Stability)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the line of metrics.jsonl."""
+        line = {
+            "step": self.step,
+            "loss": _finite(self.loss),
+            "gradNorm": _finite(self.grad_norm),
+            "learningRate": self.learning_rate,
+            "tokens": self.tokens,
+            "samples": self.samples,
+            "batch": self.batch,
+            "seconds": None if self.seconds is None else round(self.seconds, 6),
+            "time": round(time.time(), 6),
+            "productiveSeconds": round(self.productive_seconds, 3),
+        }
+        line |= {name: _finite(getattr(self.stability, field)) for name, field in METRICS_FIELDS.items()}
+        measured = {
+            "perplexity": self._perplexity(self.loss),
+            "validationLoss": self.validation_loss,
+            "validationPerplexity": self._perplexity(self.validation_loss),
+            "parameterNorm": self.parameter_norm,
+            "tokensPerSecond": self.tokens_per_second,
+            "samplesPerSecond": self.samples_per_second,
+            "nodes": self.nodes,
+            "mfu": self.utilisation,
+            "goodput": self.goodput,
+            "hostBytes": self.host_bytes,
+            "deviceBytes": self.device_bytes,
+            "resumed": self.resumed or None,
+        }
+        for prefix, rewards in (("reward", self.rewards), ("validationReward", self.validation_rewards)):
+            if rewards is not None:
+                measured |= {prefix + name.title(): value for name, value in rewards.items()}
+        return line | {name: value for name, number in measured.items() if (value := _short(number)) is not None}
+
+    def scalars(self) -> dict[str, float]:
+        """Return the values for TensorBoard."""
+        values = {
+            "train/loss": self.loss,
+            "train/perplexity": self._perplexity(self.loss),
+            "train/gradNorm": self.grad_norm,
+            "train/parameterNorm": self.parameter_norm,
+            "train/learningRate": self.learning_rate,
+            "train/tokens": self.tokens,
+            "train/spikes": self.stability.spikes,
+            "train/spikeSteps": self.stability.spike_steps,
+            "validation/loss": self.validation_loss,
+            "validation/perplexity": self._perplexity(self.validation_loss),
+            "train/tokensPerSecond": self.tokens_per_second,
+            "train/samplesPerSecond": self.samples_per_second,
+            "train/mfu": self.utilisation,
+            "train/goodput": self.goodput,
+            "train/hostBytes": self.host_bytes,
+            "train/deviceBytes": self.device_bytes,
+        }
+        for prefix, rewards in (("rewards", self.rewards), ("validation/rewards", self.validation_rewards)):
+            if rewards is not None:
+                values |= {f"{prefix}/{name}": value for name, value in rewards.items()}
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+    def _perplexity(self, loss: float | None) -> float | None:
+        """Return the perplexity of a loss that is the cross-entropy of tokens; None for one of pairs."""
+        return None if self.of_pairs else perplexity(loss)
+
+
+def perplexity(loss: float | None) -> float | None:
+    """Return exp(loss); None without a loss or if the result is not finite."""
+    return None if loss is None or not loss < _LARGEST_EXPONENT else math.exp(loss)
+
+
+def _finite(value: float) -> float | None:
+    """Return None for values that are not finite, because JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _short(value: float | None) -> float | None:
+    """Round to seven digits, the precision of float32, to keep lines short."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else None
+    return value
