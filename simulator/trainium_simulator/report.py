@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from trainium_contract.status.ledger import OVERHEAD
 from trainium_contract.views.interruptions import describe_stage
 from trainium_simulator.errors import InputError
 from trainium_simulator.interval import (
@@ -48,19 +49,18 @@ def print_report(
 
 
 def describe_goals(results: Sequence[Result], goal: float | None) -> Iterator[str]:
-    """Yield a sentence per result: whether it reaches the goal of strict goodput, else the stage to shorten."""
+    """Yield a sentence per result: whether it reaches the goal of strict goodput, else its largest loss."""
     for result in results if goal is not None else ():
         assert goal is not None
-        reached = result.strict_goodput.mean >= goal
         text = f"{_format_case(result)}: {_format_percent(result.strict_goodput.mean)} of {_format_percent(goal)}"
-        if reached:
+        stage = result.largest_loss
+        share = _format_percent(result.lost_by_stage.get(stage, 0.0))
+        if result.strict_goodput.mean >= goal:
             yield f"{text}: reached."
-        elif result.stage_to_shorten:
-            stage = result.stage_to_shorten
-            share = _format_percent(result.lost_by_stage[stage])
-            yield f"{text}: missed; most is lost in {describe_stage(stage)}, {share}: shorten that first."
+        elif stage == OVERHEAD:
+            yield f"{text}: missed; most is lost to slow steps (Overhead), {share}."
         else:
-            yield f"{text}: missed, by overhead in the steps."
+            yield f"{text}: missed; most is lost in {describe_stage(stage)}, {share}: shorten that first."
 
 
 def _goodput_table(results: Sequence[Result]) -> Table:
@@ -259,7 +259,7 @@ def _result_document(result: Result, gain: tuple[float, float] | None, goal: flo
         "durableInterval": _interval_document(result),
         "sparesBring": None if gain is None else {"nodeHours": round(gain[0], 2), "holdNodeHours": round(gain[1], 2)},
         "goal": None if goal is None else {"strict": goal, "reached": result.strict_goodput.mean >= goal},
-        "stageToShorten": result.stage_to_shorten or None,
+        "largestLoss": result.largest_loss,
         "nodeHours": result.simulated_node_hours,
     }
 

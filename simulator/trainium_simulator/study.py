@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, mean, median, stdev
 from typing import TYPE_CHECKING, TypeVar
 
+from trainium_contract.status.ledger import OVERHEAD
 from trainium_simulator.interval import Rollbacks
 from trainium_simulator.virtual.schedule import DAY, Fault, draw_faults
 from trainium_simulator.virtual.simulation import Simulation, SimulationSettings
@@ -102,6 +103,7 @@ class Result:
     lost_by_cause: Mapping[str, float]
     """Lost share of the time, the largest first."""
     lost_by_stage: Mapping[str, float]
+    """Lost share of the time, the largest first."""
     share_by_size: Mapping[int, float]
     """Share of the time at each size."""
     recoveries: tuple[RecoveryStatistics, ...]
@@ -112,9 +114,9 @@ class Result:
     """Node-hours that the job held in a month of 30 days, spares included."""
 
     @property
-    def stage_to_shorten(self) -> str:
-        """Return the stage with the greatest loss, "" without one; overhead is no stage."""
-        return next((name for name, share in self.lost_by_stage.items() if share > 0 and name != "Overhead"), "")
+    def largest_loss(self) -> str:
+        """Return the stage with the greatest loss, or Overhead."""
+        return next(iter(self.lost_by_stage), OVERHEAD)
 
 
 def simulate_seed(case: Case, seed: int) -> SimulationResult:

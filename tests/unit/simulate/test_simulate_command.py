@@ -78,6 +78,14 @@ def test_a_table_shows_what_a_spare_buys_and_which_stage_to_shorten(
     assert "reached." in output
 
 
+def test_slow_steps_are_named_as_the_largest_loss(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = written(tmp_path, "trace.csv", "seconds,class,node,duration\n3600,Straggler,1,7200\n")
+    assert main([str(job), "--spares", "0", "--trace", trace, "--days", "1", "--goal", "0.999"]) == 0
+    assert "missed; most is lost to slow steps (Overhead), " in capsys.readouterr().out
+
+
 def test_costs_cover_held_nodes_and_their_work(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = written(tmp_path, "trace.csv", "seconds,class,node,duration\n3600,NodeLost,1,7200\n")
     given = [str(job), "--spares", "1", "--trace", trace, "--days", "1", "--price-per-node-hour", "2.5"]
