@@ -37,7 +37,7 @@ PARTS = {
 """Distribution of each part."""
 
 
-SEPARATE = frozenset({"mlflow", "wandb", "trackio"})
+SEPARATE = frozenset({"mlflow", "wandb", "trackio", "tasks"})
 """Extras that are not in the environment of the tests but in a separate one (Makefile)."""
 
 

@@ -199,6 +199,14 @@ def test_a_package_pinned_twice_by_markers_keeps_both_pins_and_hashes() -> None:
     assert script.strip_hashes(found["other"]) == ["other==3"]
 
 
+@pytest.mark.parametrize("part", [*script.PARTS, "build", "dev"])
+def test_each_requirement_of_a_part_is_pinned(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    names = [re.match(r"[A-Za-z0-9._-]+", requirement) for requirement in script.requirements_of(part)]
+    pinned = script.parse_constraints(Path("constraints.txt").read_text(encoding="utf-8"))
+    assert {script.normalize_name(name[0]) for name in names if name} <= pinned.keys()
+
+
 def test_all_pins_of_constraints_txt_are_selected() -> None:
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     pins = re.findall(r"^[A-Za-z0-9][^\\\n]*==[^\\\n]*", text, re.MULTILINE)
