@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.testing.suite.processes import has_ended, process_state
 from tests.testing.suite.timeouts import scaled, until
 from trainium_devcluster.cluster import Cluster, node_specs
 from trainium_devcluster.errors import ClusterError
@@ -16,13 +17,6 @@ from trainium_devcluster.state import MARKER, NodeSpec
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 GRACE_SECONDS = 4
-
-
-def state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return "gone"
 
 
 def command_line(pid: int) -> str:
@@ -67,7 +61,7 @@ def pod(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
 def processes(cluster: Cluster, text: str) -> list[int]:
     """Return the pids of living processes on node-1 whose command line has a text."""
     pids = find_marked(MARKER, cluster.paths.marker("node-1"))
-    return [pid for pid in pids if text in command_line(pid) and state(pid) not in {"Z", "gone"}]
+    return [pid for pid in pids if text in command_line(pid) and not has_ended(pid)]
 
 
 def phase(cluster: Cluster, pod: str) -> str:
@@ -103,9 +97,9 @@ def test_one_process_inside_a_container_is_killed_by_its_command_line(cluster: C
 
 def test_a_frozen_container_stalls_until_it_is_thawed(cluster: Cluster, pod: str) -> None:
     cluster.faults.freeze_container("default", pod)
-    until(lambda: [state(pid) for pid in processes(cluster, "sleep 90")] == ["T", "T"], "both stand still")
+    until(lambda: [process_state(pid) for pid in processes(cluster, "sleep 90")] == ["T", "T"], "both are frozen")
     cluster.faults.thaw_container("default", pod)
-    until(lambda: [state(pid) for pid in processes(cluster, "sleep 90")] == ["S", "S"], "both go on")
+    until(lambda: [process_state(pid) for pid in processes(cluster, "sleep 90")] == ["S", "S"], "both run")
 
 
 def test_a_condition_stays_until_it_is_cleared(cluster: Cluster) -> None:
@@ -125,7 +119,7 @@ def test_a_condition_stays_until_it_is_cleared(cluster: Cluster) -> None:
 
 def test_a_frozen_node_is_not_ready_until_it_is_thawed(cluster: Cluster, pod: str) -> None:
     cluster.faults.freeze_node("node-1")
-    assert all(state(pid) == "T" for pid in processes(cluster, "sleep 90"))
+    assert all(process_state(pid) == "T" for pid in processes(cluster, "sleep 90"))
     cluster.wait_for_nodes(["node-1"], ready=False)
     cluster.faults.thaw_node("node-1")
     cluster.wait_for_nodes(["node-1"])

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainium_agent.ranks.output import OutputTail
+from trainium_agent.ranks.output import LineFormatter, OutputTail
 from trainium_agent.ranks.processes import RankProcess
 
 
@@ -26,9 +26,9 @@ def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
     }
 
 
-def ended_rank(code: int, output: str = "") -> RankProcess:
+def ended_rank(code: int, output: str = "", formatter: LineFormatter | None = None) -> RankProcess:
     """Return rank 3 after it wrote this output and ended with this code."""
-    process = RankProcess(0, 3, 0, 12345, OutputTail("[rank 3] "))
+    process = RankProcess(0, 3, 0, 12345, OutputTail("[rank 3] ", formatter))
     process.output.feed(output.encode())
     process.output.close()
     process.record_exit(code)

@@ -1,4 +1,4 @@
-"""Settings of the agent from its environment, and its checks of configuration, folders and devices."""
+"""Settings of the agent from its environment, and its early handling of SIGTERM."""
 
 import subprocess
 import sys
@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.agent.pod_environment import environment
-from trainium_agent.checks.preflight import preflight
 from trainium_agent.settings import Endpoint, SettingsError, settings_from
-from trainium_contract.exit_codes import ExitCode
 
 
 def test_a_complete_environment_is_parsed(tmp_path: Path) -> None:
@@ -47,54 +45,13 @@ def test_a_malformed_variable_is_an_error(tmp_path: Path, name: str, value: str,
         settings_from(environment(tmp_path, **{name: value}))
 
 
-def test_a_healthy_pod_has_no_fatal_finding(tmp_path: Path) -> None:
-    assert not [found for found in preflight(settings_from(environment(tmp_path))) if found.code is not None]
-
-
-def test_a_missing_or_empty_configuration_is_a_user_error(tmp_path: Path) -> None:
-    settings = settings_from(environment(tmp_path, TRAINIUM_CONFIG=str(tmp_path / "none.yaml")))
-    (finding,) = [found for found in preflight(settings) if found.code is not None]
-    assert finding.code is ExitCode.USER_ERROR
-    assert "none.yaml cannot be read" in finding.sentence
-    settings = settings_from(environment(tmp_path))
-    settings.config_path.write_text("\n")
-    (finding,) = [found for found in preflight(settings) if found.code is not None]
-    assert "is empty" in finding.sentence
-
-
-def test_a_memory_directory_that_cannot_be_created_is_a_user_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    settings = settings_from(environment(tmp_path, TRAINIUM_MEMORY_DIR=str(tmp_path / "file" / "memory")))
-    (finding,) = [found for found in preflight(settings) if found.code is not None]
-    assert finding.code is ExitCode.USER_ERROR
-    assert "not writable" in finding.sentence
-
-
-def test_missing_devices_are_a_device_fault(tmp_path: Path) -> None:
-    devices = tmp_path / "dev"
-    devices.mkdir()
-    for name in ("neuron0", "neuron1", "neuron_monitor"):
-        (devices / name).touch()
-    settings = settings_from(environment(tmp_path, TRAINIUM_NEURON_DEVICES="2"))
-    assert not [found for found in preflight(settings, devices) if found.code is not None]
-    (devices / "neuron1").unlink()
-    (finding,) = [found for found in preflight(settings, devices) if found.code is not None]
-    assert finding.code is ExitCode.DEVICE_FAULT
-    assert "1 Neuron devices are visible" in finding.sentence
-
-
-def test_an_unresolvable_coordinator_is_a_warning(tmp_path: Path) -> None:
-    settings = settings_from(environment(tmp_path, TRAINIUM_COORDINATOR="no-such-host.invalid:1"))
-    assert [found.code for found in preflight(settings) if "no-such-host" in found.sentence] == [None]
-
-
 PROGRAM = """
 import signal, sys
-def first(number, handler):
+def on_first_signal_handler(number, handler):
     print(number == signal.SIGTERM, sorted(name for name in sys.modules if name in SLOW))
     sys.exit()
 SLOW = {"asyncio", "pydantic", "torch", "trainium_contract", "logging"}
-signal.signal = first
+signal.signal = on_first_signal_handler
 from trainium_agent.__main__ import main
 main()
 """

@@ -1,7 +1,7 @@
-"""A generation on one pod in virtual time: the real state machine, with everything else drawn at random.
+"""Simulate a generation on one pod in virtual time: the real state machine with random events.
 
-Ranks, the worker, the other agents, the coordinator and the clock are simulated; every choice and every duration comes
-from the seed. What must hold in any order of events is asserted as it happens, so a failure names the seed.
+Ranks, the worker thread, the other agents, the coordinator and the clock are simulated. Every choice and every duration
+comes from the seed. The invariants are asserted after each event.
 """
 
 import heapq
@@ -18,11 +18,11 @@ from trainium_contract.faults.causes import Cause
 
 LIMITS = GenerationLimits(generation=3, grace_seconds=20.0, sample_seconds=2.0)
 LOCAL_RANKS = 3
-FAILURES = (1, 64, 66, 76, 80, 81, 137)
-PEACEFUL = (0, 75)
+FAILURE_CODES = (1, 64, 66, 76, 80, 81, 137)
+SUCCESSFUL_CODES = (0, 75)
 LONGEST_TASK_SECONDS = 6.0
-ENOUGH_SECONDS = 90.0
-"""After an order: grace, the longest tasks, and every kill."""
+LEAVE_LIMIT_SECONDS = 90.0
+"""Longest time from the last order to the end: grace, the longest tasks, and every kill."""
 
 
 @dataclass
@@ -31,19 +31,19 @@ class Rank:
 
     attempt: int
     local_rank: int
-    asked: bool = False
+    exit_requested: bool = False
     code: int | None = None
     reports: int = 0
 
 
 @dataclass(order=True)
-class _Pending:
-    at: float
+class _ScheduledCall:
+    time: float
     number: int
-    what: Callable[[], None] = field(compare=False)
+    function: Callable[[], None] = field(compare=False)
 
 
-class Generation:
+class VirtualGeneration:
     """A generation in a random order of events."""
 
     def __init__(self, seed: int) -> None:
@@ -54,26 +54,26 @@ class Generation:
         self.ranks: list[Rank] = []
         self.all_ranks: list[Rank] = []
         self.task: actions.Task | None = None
-        self.hurried = False
+        self.interrupted = False
         self.stages: set[Stage] = set()
         self.restarts: list[int] = []
         self.verdicts = 0
-        self.parted = 0
+        self.barriers_passed = 0
         self.finished_attempt = -1
         self.broken = False
         self.steps = 0
-        self._queue: list[_Pending] = []
+        self._queue: list[_ScheduledCall] = []
         self._number = 0
         self._alarm = 0
         self.unkillable = self.random.random() < 0.01
-        # How likely things are differs from history to history, so that rare chains are seen as well.
-        self.crash, self.loss, self.hang, self.others = (self.random.random() ** 2 for _ in range(4))
+        # The rates differ between histories, so that rare sequences occur as well.
+        self.crash_rate, self.store_loss_rate, self.hang_rate = (self.random.random() ** 2 for _ in range(3))
 
     # The clock.
 
-    def schedule(self, seconds: float, what: Callable[[], None]) -> None:
+    def schedule(self, seconds: float, function: Callable[[], None]) -> None:
         self._number += 1
-        heapq.heappush(self._queue, _Pending(self.now + seconds, self._number, what))
+        heapq.heappush(self._queue, _ScheduledCall(self.now + seconds, self._number, function))
 
     def random_duration(self, longest: float) -> float:
         """Return a duration, often zero, so that many events happen at one time."""
@@ -84,18 +84,18 @@ class Generation:
         self.apply_event(events.SimpleEvent.BEGIN)
         for _ in range(self.random.randrange(4)):
             self.schedule(self.random.uniform(0, 40), self.act_as_another_agent)
-        ordered = 50 * self.random.random() ** 2
+        ordered_at = 50 * self.random.random() ** 2
         orders = self.random.sample([Order.GRACEFUL, Order.TERMINATE, Order.IMMEDIATE], self.random.randrange(1, 4))
         for order in orders:
-            self.schedule(ordered, lambda order=order: self.apply_event(events.LeaveOrdered(order, 4)))
-            ordered += self.random_duration(30)
+            self.schedule(ordered_at, lambda order=order: self.apply_event(events.LeaveOrdered(order, 4)))
+            ordered_at += self.random_duration(30)
         while self._queue and self.local.stage is not Stage.ENDED:
-            pending = heapq.heappop(self._queue)
-            self.now = pending.at
-            pending.what()
+            call = heapq.heappop(self._queue)
+            self.now = call.time
+            call.function()
             self.steps += 1
-            assert self.steps < 20_000, "it does not end"
-        self.check_end(ordered)
+            assert self.steps < 20_000, "the generation does not end"
+        self.check_end(ordered_at)
 
     # The owner.
 
@@ -113,7 +113,7 @@ class Generation:
         self._alarm += 1
         wake_time = wake_at(self.local)
         if wake_time is not None:
-            assert wake_time > self.now, "a wake in the past would turn in a circle"
+            assert wake_time > self.now, "a wake time in the past would loop"
             self.schedule(wake_time - self.now, lambda number=self._alarm: self.tick(number))
 
     def check_nothing_is_missed(self, event: events.Event) -> None:
@@ -125,7 +125,7 @@ class Generation:
             return
         assert not local.pending
         assert local.alive == (local.stage is Stage.RUNNING)
-        assert not [end for end in local.exits if not end.requested and end.code not in PEACEFUL], "a failure missing"
+        assert not [end for end in local.exits if not end.requested and end.code not in SUCCESSFUL_CODES], "unreported"
         assert self.reported.stopped is None, "the end of the generation was not reported"
         assert self.reported.attempt <= local.attempt, "a newer attempt was not reported"
         assert local.order is Order.NONE, "an order was not executed"
@@ -142,7 +142,7 @@ class Generation:
                 self.task = task
                 self.begin(task)
             case actions.SimpleAction.INTERRUPT_TASK:
-                self.hurried = True
+                self.interrupted = True
             case actions.SimpleAction.KILL:
                 for rank in self.ranks:
                     self.signal(rank, 137)
@@ -151,10 +151,10 @@ class Generation:
                     self.signal(rank, self.random.choice((75, 75, 75, 75, 0, 1, 143)))
             case actions.ReportFailure(local_rank):
                 rank = self.ranks[local_rank]
-                assert not rank.asked, "an end that was asked for is no failure"
-                assert rank.code not in (None, *PEACEFUL)
+                assert not rank.exit_requested, "a requested exit is no failure"
+                assert rank.code not in (None, *SUCCESSFUL_CODES)
                 rank.reports += 1
-                assert rank.reports == 1, "one end, one report"
+                assert rank.reports == 1, "an exit is reported once"
             case actions.ReportHang(number, _):
                 rank = self.ranks[number]
                 rank.reports += 1
@@ -177,14 +177,14 @@ class Generation:
 
     def signal(self, rank: Rank, code: int) -> None:
         if rank.code is None and not (self.unkillable and code == 137 and rank.local_rank == 0):
-            rank.asked = True
+            rank.exit_requested = True
             self.schedule(self.random_duration(1.0 if code == 137 else 25.0), lambda: self.end_rank(rank, code))
 
     def end_rank(self, rank: Rank, code: int) -> None:
         if rank.code is not None:
             return
         rank.code = code
-        event = events.RankExited(rank.attempt, rank.local_rank, rank.local_rank, code, rank.asked)
+        event = events.RankExited(rank.attempt, rank.local_rank, rank.local_rank, code, rank.exit_requested)
         self.schedule(self.random.choice((0.0, 0.0, 0.002)), lambda: self.apply_event(event))
 
     def start(self, attempt: int) -> None:
@@ -192,9 +192,9 @@ class Generation:
         self.ranks = [Rank(attempt, number) for number in range(LOCAL_RANKS)]
         self.all_ranks += self.ranks
         length = self.random_duration(30)
-        together = self.random.choice((0, 0, 75))
+        usual_code = self.random.choice((0, 0, 75))
         for rank in self.ranks:
-            code = self.random.choice(FAILURES) if self.random.random() < self.crash / 2 else together
+            code = self.random.choice(FAILURE_CODES) if self.random.random() < self.crash_rate / 2 else usual_code
             self.schedule(length + self.random_duration(2), lambda rank=rank, code=code: self.end_rank(rank, code))
 
     # Other agents.
@@ -232,7 +232,7 @@ class Generation:
         self.schedule(self.random_duration(longest), lambda: self.finish(self.random_result(task)))
 
     def join(self) -> None:
-        if self.hurried:
+        if self.interrupted:
             self.finish(events.SimpleResult.INTERRUPTED)
         elif self.shared.stopped is not None:
             self.finish(events.SimpleResult.STOPPED)
@@ -253,7 +253,7 @@ class Generation:
         chance = self.random.random
         attempt, simple = self.local.attempt, actions.SimpleTask
         needs_store = (simple.COUNT_UNANSWERED_HANG, simple.OPEN_INQUIRY, simple.CONCLUDE_INQUIRY)
-        if (isinstance(task, actions.DiagnoseExits) or task in needs_store) and chance() < self.loss:
+        if (isinstance(task, actions.DiagnoseExits) or task in needs_store) and chance() < self.store_loss_rate:
             return events.StoreLost("it does not answer")
         match task:
             case actions.StartRanks():
@@ -263,7 +263,7 @@ class Generation:
             case actions.SimpleTask.COUNT_UNANSWERED_HANG:
                 return events.HangCounted(self.raise_attempt(attempt, Cause.HANG))
             case actions.SimpleTask.SAMPLE_RANKS:
-                return events.RanksSampled(overdue=chance() < self.hang / 4)
+                return events.RanksSampled(overdue=chance() < self.hang_rate / 4)
             case actions.SimpleTask.OPEN_INQUIRY:
                 return events.InquiryUpdated(chance() < 0.8, ())
             case actions.AnswerQuestion():
@@ -284,15 +284,15 @@ class Generation:
                 return events.SimpleResult.DONE
 
     def finish_checked(self, attempt: int) -> events.FinishChecked:
-        parted = self.random.random() < 0.3
-        self.parted += parted
+        all_finished = self.random.random() < 0.3
+        self.barriers_passed += all_finished
         self.finished_attempt = attempt
-        return events.FinishChecked(parted)
+        return events.FinishChecked(all_finished)
 
     def diagnose(self, task: actions.DiagnoseExits) -> events.ExitsDiagnosed:
         assert task.local_ranks, "a rank failed"
-        decides = self.ranks[self.random.choice(task.local_ranks)]
-        assert decides.reports == 1, "a verdict needs a report"
+        decisive_rank = self.ranks[self.random.choice(task.local_ranks)]
+        assert decisive_rank.reports == 1, "a verdict needs a report"
         assert not any(rank.code is None for rank in self.ranks), "judged while ranks are alive"
         attempt = self.local.attempt
         withdraw = self.random.random() < 0.05
@@ -302,17 +302,17 @@ class Generation:
             after = replace(after, stopped=stopped)
             self.change(after)
         backoff = self.random.choice((0.0, 0.0, 0.0, 8.0))
-        code = decides.code or 0
+        code = decisive_rank.code or 0
         return events.ExitsDiagnosed(
-            decides.local_rank, decides.local_rank, code, Cause.CRASH, "", 1.0, withdraw, backoff, after
+            decisive_rank.local_rank, decisive_rank.local_rank, code, Cause.CRASH, "", 1.0, withdraw, backoff, after
         )
 
     def hang_found(self, after: GenerationState) -> events.HangFound:
-        living = [rank.local_rank for rank in self.ranks if rank.code is None and not rank.asked]
+        living = [rank.local_rank for rank in self.ranks if rank.code is None and not rank.exit_requested]
         culprits = tuple((number, "it made no progress") for number in living if self.random.random() < 0.3)
-        named = bool(culprits) or self.random.random() < 0.5
-        cause = Cause.HANG if culprits or not named else Cause.PEER_LOST
-        return events.HangFound(after, cause, 1.0, named, culprits)
+        is_explained = bool(culprits) or self.random.random() < 0.5
+        cause = Cause.HANG if culprits or not is_explained else Cause.PEER_LOST
+        return events.HangFound(after, cause, 1.0, is_explained, culprits)
 
     def raise_attempt(self, attempt: int, cause: Cause) -> GenerationState:
         """Raise the shared attempt, unless another agent has done so."""
@@ -320,19 +320,19 @@ class Generation:
             self.change(replace(self.shared, attempt=attempt + 1, cause=cause))
         return self.shared
 
-    # What must hold at the end.
+    # Invariants at the end.
 
-    def check_end(self, ordered: float) -> None:
-        assert self.local.stage is Stage.ENDED, f"never over: {self.local}"
-        assert self.now <= ordered + ENOUGH_SECONDS, "an order was forgotten"
+    def check_end(self, ordered_at: float) -> None:
+        assert self.local.stage is Stage.ENDED, f"the generation did not end: {self.local}"
+        assert self.now <= ordered_at + LEAVE_LIMIT_SECONDS, "an order was forgotten"
         if self.broken:
             return
-        assert self.task is None, "over while a task is under way"
-        assert not any(rank.code is None for rank in self.all_ranks), "over while a rank is alive"
-        assert self.parted == (self.local.outcome is GenerationOutcome.FINISHED), "the agents part at most once"
+        assert self.task is None, "ended while a task is under way"
+        assert not any(rank.code is None for rank in self.all_ranks), "ended while a rank is alive"
+        assert self.barriers_passed == (self.local.outcome is GenerationOutcome.FINISHED), "passed at most once"
         if self.local.outcome is GenerationOutcome.FINISHED:
             assert self.finished_attempt == self.ranks[0].attempt
-            assert all(rank.code == 0 for rank in self.ranks), "finished though a rank had not"
+            assert all(rank.code == 0 for rank in self.ranks), "finished before all ranks"
         if self.local.yielded:
             assert all(rank.code == 75 for rank in self.ranks)
         before = self.local

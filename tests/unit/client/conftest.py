@@ -2,13 +2,30 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.testing.api.recorded_jobs import ApiServer, recorded_responses
+from trainium_client import TrainingJob
 from trainium_client.commands.main import main
 
-Run = tuple[int, str, str]
+QUARANTINE = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
+
+
+class CommandResult(NamedTuple):
+    """Exit code and both output streams of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., CommandResult]
+
+
+def open_job(server: ApiServer, name: str = "llama") -> TrainingJob:
+    return TrainingJob(name, kubeconfig=str(server.kubeconfig))
 
 
 @pytest.fixture
@@ -18,15 +35,15 @@ def server(tmp_path: Path) -> Iterator[ApiServer]:
 
 
 @pytest.fixture
-def trn(server: ApiServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    """Run a command of `kubectl trn`: its exit code and what it prints on both streams."""
+def trn(server: ApiServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Return a function that runs a command of `kubectl trn`."""
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
     monkeypatch.setenv("COLUMNS", "100")
 
-    def run(*arguments: str) -> Run:
-        with pytest.raises(SystemExit) as left:
+    def run(*arguments: str) -> CommandResult:
+        with pytest.raises(SystemExit) as exit_info:
             main(list(arguments))
         output = capfd.readouterr()
-        return int(left.value.code or 0), output.out, output.err
+        return CommandResult(int(exit_info.value.code or 0), output.out, output.err)
 
     return run

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from tests.testing.api.recorded_jobs import (
     recorded_log_as_json,
     recorded_object,
 )
-from tests.unit.client.conftest import Run
+from tests.unit.client.conftest import QUARANTINE, Command
 from trainium_client.commands.complete import candidates
 from trainium_client.commands.main import app
 
 
-def test_status_asks_once_for_each_kind(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_status_sends_one_request_for_each_kind(trn: Command, server: ApiServer) -> None:
     code, out, err = trn("status", "llama")
 
     assert (code, err) == (0, "")
@@ -36,7 +35,7 @@ def test_status_asks_once_for_each_kind(trn: Callable[..., Run], server: ApiServ
 @pytest.mark.parametrize(
     "command", ["status", "why", "history", "goodput", "sizes", "scaling", "ranks --no-steps", "checkpoints"]
 )
-def test_every_command_has_json(trn: Callable[..., Run], command: str) -> None:
+def test_every_command_has_json(trn: Command, command: str) -> None:
     words = command.split()
     code, out, _ = trn(words[0], "llama", *words[1:], "-o", "json")
 
@@ -44,7 +43,7 @@ def test_every_command_has_json(trn: Callable[..., Run], command: str) -> None:
     assert json.loads(out)
 
 
-def test_sizes_shows_passes_and_speed_of_each_size_and_marks_the_current_one(trn: Callable[..., Run]) -> None:
+def test_sizes_shows_passes_and_speed_of_each_size_and_marks_the_current_one(trn: Command) -> None:
     code, out, _ = trn("sizes", "llama", "-o", "json")
     rows = json.loads(out)
 
@@ -56,10 +55,10 @@ def test_sizes_shows_passes_and_speed_of_each_size_and_marks_the_current_one(trn
     assert [row["current"] for row in rows] == [True, False]
     assert rows[0]["stepSeconds"] > 0
     assert rows[1]["stepSeconds"] is None
-    assert "100.0 %" in trn("sizes", "llama")[1]
+    assert "100.0 %" in trn("sizes", "llama").out
 
 
-def test_goodput_shows_the_cost_at_a_given_price(trn: Callable[..., Run]) -> None:
+def test_goodput_shows_the_cost_at_a_given_price(trn: Command) -> None:
     code, out, _ = trn("goodput", "llama", "--price-per-node-hour", "21.5", "-o", "json")
     ledger = json.loads(out)
 
@@ -70,12 +69,12 @@ def test_goodput_shows_the_cost_at_a_given_price(trn: Callable[..., Run]) -> Non
     assert "--price-per-node-hour" in err
 
 
-def test_sizes_reports_ranks_without_work_and_the_loss_of_speed(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_sizes_reports_ranks_without_work_and_the_loss_of_speed(trn: Command, server: ApiServer) -> None:
     job = recorded_object("job")
     job["spec"]["workers"] |= {"replicas": 1, "accelerator": {"device": "cpu", "coresPerNode": 4}}
     job["spec"]["trainer"]["batch"] = {"globalSize": 3, "microSize": 1}
     server.answers[f"{JOBS}/llama"] = job
-    rows = json.loads(trn("sizes", "llama", "-o", "json")[1])
+    rows = json.loads(trn("sizes", "llama", "-o", "json").out)
     code, out, _ = trn("sizes", "llama")
 
     assert code == 0
@@ -85,7 +84,7 @@ def test_sizes_reports_ranks_without_work_and_the_loss_of_speed(trn: Callable[..
     assert "75.0 % of the speed" in reported
 
 
-def test_sizes_refuses_an_unknown_field_by_name(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_sizes_refuses_an_unknown_field_by_name(trn: Command, server: ApiServer) -> None:
     job = recorded_object("job")
     job["spec"]["elasticity"] = {"newer": True}
     server.answers[f"{JOBS}/llama"] = job
@@ -95,14 +94,14 @@ def test_sizes_refuses_an_unknown_field_by_name(trn: Callable[..., Run], server:
     assert "spec.elasticity.newer is not known to this command" in err
 
 
-def test_an_unknown_job_gets_suggestions_of_similar_names(trn: Callable[..., Run]) -> None:
+def test_an_unknown_job_gets_suggestions_of_similar_names(trn: Command) -> None:
     code, out, err = trn("status", "lama")
 
     assert (code, out) == (1, "")
     assert err == "error: there is no TrainingJob 'lama' in namespace team; did you mean llama?\n"
 
 
-def test_a_missing_right_is_named_with_verb_and_resource(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_a_missing_right_is_named_with_verb_and_resource(trn: Command, server: ApiServer) -> None:
     server.answers[f"{JOBS}/llama"] = 403
     code, _, err = trn("history", "llama")
 
@@ -111,7 +110,7 @@ def test_a_missing_right_is_named_with_verb_and_resource(trn: Callable[..., Run]
     assert "verb 'get' on 'trainingjobs'" in err
 
 
-def test_status_names_the_resources_that_rbac_forbids(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_status_names_the_resources_that_rbac_forbids(trn: Command, server: ApiServer) -> None:
     server.answers |= {f"{CORE}/pods": 403, f"{CORE}/events": 403}
     code, out, _ = trn("status", "llama")
 
@@ -121,38 +120,41 @@ def test_status_names_the_resources_that_rbac_forbids(trn: Callable[..., Run], s
     assert "events: you may not list events in namespace team" in out
 
 
-def test_a_cluster_without_the_definition_is_reported(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_a_cluster_without_the_definition_is_reported(trn: Command, server: ApiServer) -> None:
     server.answers[f"{JOBS}/llama"] = b"404 page not found\n"
 
-    assert "does not know TrainingJobs" in trn("status", "llama")[2]
+    assert "does not know TrainingJobs" in trn("status", "llama").err
     server.answers["/apis/trainium.dev"] = {"versions": [{"version": "v2"}]}
-    assert "serves TrainingJobs as trainium.dev/v2 and this command speaks v1alpha1" in trn("status", "llama")[2]
+    assert "serves TrainingJobs as trainium.dev/v2 and this command speaks v1alpha1" in trn("status", "llama").err
 
 
-def test_a_job_without_a_status_is_shown(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_a_job_without_a_status_is_shown(trn: Command, server: ApiServer) -> None:
     server.answers[f"{JOBS}/llama"] = {key: value for key, value in recorded_object("job").items() if key != "status"}
     code, out, _ = trn("status", "llama")
 
     assert code == 0
     assert "No operator has answered this job yet" in out
-    assert trn("why", "llama")[0] == 0
+    assert trn("why", "llama").code == 0
 
 
-def test_an_unreachable_cluster_and_a_bad_kubeconfig_are_one_sentence(trn: Callable[..., Run], tmp_path: Path) -> None:
-    dead = tmp_path / "dead"
-    dead.write_text(yaml.safe_dump(kubeconfig("http://127.0.0.1:1")))
-    odd = tmp_path / "odd"
-    odd.write_text("[]")
+def test_an_unreachable_cluster_and_a_bad_kubeconfig_are_one_sentence(trn: Command, tmp_path: Path) -> None:
+    unreachable = tmp_path / "unreachable"
+    unreachable.write_text(yaml.safe_dump(kubeconfig("http://127.0.0.1:1")))
+    invalid = tmp_path / "invalid"
+    invalid.write_text("[]")
 
-    assert "no answer from the API server http://127.0.0.1:1" in trn("status", "llama", "--kubeconfig", str(dead))[2]
-    assert "is no kubeconfig" in trn("status", "llama", "--kubeconfig", str(odd))[2]
-    assert "there is no kubeconfig at" in trn("status", "llama", "--kubeconfig", str(tmp_path / "none"))[2]
+    assert (
+        "no answer from the API server http://127.0.0.1:1"
+        in trn("status", "llama", "--kubeconfig", str(unreachable)).err
+    )
+    assert "is no kubeconfig" in trn("status", "llama", "--kubeconfig", str(invalid)).err
+    assert "there is no kubeconfig at" in trn("status", "llama", "--kubeconfig", str(tmp_path / "none")).err
     code, _, err = trn("status", "llama", "--context", "elsewhere")
     assert (code, err.count("\n")) == (1, 1)
     assert "no context named 'elsewhere'" in err
 
 
-def test_a_deeply_nested_job_is_shown_and_hides_no_other_job(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_a_deeply_nested_job_is_shown_and_hides_no_other_job(trn: Command, server: ApiServer) -> None:
     template = '{"a":' * 9_000 + "1" + "}" * 9_000
     deep = json.dumps(recorded_object("job")).replace('"workers": {', f'"workers": {{"template": {template}, ', 1)
     server.answers[f"{JOBS}/llama"] = deep
@@ -161,10 +163,10 @@ def test_a_deeply_nested_job_is_shown_and_hides_no_other_job(trn: Callable[..., 
     code, out, err = trn("status", "llama")
     assert (code, err) == (0, "")
     assert "Running" in out
-    assert "did you mean llama" in trn("status", "lama")[2]
+    assert "did you mean llama" in trn("status", "lama").err
 
 
-def test_a_response_that_is_not_json_is_reported(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_a_response_that_is_not_json_is_reported(trn: Command, server: ApiServer) -> None:
     server.answers[f"{JOBS}/llama"] = "<html>log in</html>"
 
     code, out, err = trn("status", "llama")
@@ -172,63 +174,59 @@ def test_a_response_that_is_not_json_is_reported(trn: Callable[..., Run], server
     assert "the answer is no JSON" in err
 
 
-def test_wrong_usage_exits_with_code_1(trn: Callable[..., Run]) -> None:
-    assert trn("stats", "llama")[0] == 1
-    assert trn("status")[0] == 1
-    assert trn("scale", "llama", "none")[0] == 1
+def test_wrong_usage_exits_with_code_1(trn: Command) -> None:
+    assert trn("stats", "llama").code == 1
+    assert trn("status").code == 1
+    assert trn("scale", "llama", "none").code == 1
 
 
-def test_the_log_of_a_rank_is_its_own_lines(trn: Callable[..., Run]) -> None:
+def test_the_log_of_a_rank_is_its_own_lines(trn: Command) -> None:
     code, out, _ = trn("logs", "llama", "--rank", "0")
 
     assert code == 0
     assert out.splitlines()
     assert all("[rank" not in line and " agent " not in line for line in out.splitlines())
-    assert "agent rank 0 ended with code 137" in trn("logs", "llama", "--all")[1]
+    assert "agent rank 0 ended with code 137" in trn("logs", "llama", "--all").out
 
 
 @pytest.mark.parametrize("words", [("--rank", "0"), ("--timestamps",), ("--tail", "5")])
-def test_a_json_log_is_printed_like_a_text_log(
-    trn: Callable[..., Run], server: ApiServer, words: tuple[str, ...]
-) -> None:
-    as_text = trn("logs", "llama", *words)[1]
-    why = json.loads(trn("why", "llama", "-o", "json")[1])["logLines"]
+def test_a_json_log_is_printed_like_a_text_log(trn: Command, server: ApiServer, words: tuple[str, ...]) -> None:
+    as_text = trn("logs", "llama", *words).out
+    why = json.loads(trn("why", "llama", "-o", "json").out)["logLines"]
     server.answers[f"{CORE}/pods/llama-w-0/log"] = recorded_log_as_json()
     assert trn("logs", "llama", *words) == (0, as_text, "")
-    assert json.loads(trn("why", "llama", "-o", "json")[1])["logLines"] == why
+    assert json.loads(trn("why", "llama", "-o", "json").out)["logLines"] == why
 
 
-def test_json_output_of_logs_has_the_original_json_records(trn: Callable[..., Run], server: ApiServer) -> None:
-    before = [json.loads(line) for line in trn("logs", "llama", "--all", "-o", "json")[1].splitlines()]
+def test_json_output_of_logs_has_the_original_json_records(trn: Command, server: ApiServer) -> None:
+    before = [json.loads(line) for line in trn("logs", "llama", "--all", "-o", "json").out.splitlines()]
     server.answers[f"{CORE}/pods/llama-w-0/log"] = recorded_log_as_json()
-    after = [json.loads(line) for line in trn("logs", "llama", "--all", "-o", "json")[1].splitlines()]
+    after = [json.loads(line) for line in trn("logs", "llama", "--all", "-o", "json").out.splitlines()]
 
     assert all("record" not in line for line in before)
     assert [line["record"]["message"] in line["line"] for line in after] == [True] * len(before)
     assert [line["rank"] for line in after] == [line["rank"] for line in before]
     (agent,) = [line for line in after if line["rank"] is None]
     assert agent["record"]["source"] == "agent"
-    shown = trn("logs", "llama", "--all")[1]
+    shown = trn("logs", "llama", "--all").out
     assert "[rank 0] 02:08:38 rank 0 INFO step 106/4000" in shown
     assert "2026-11-23 02:09:14,033 WARNING agent rank 0 ended with code 137" in shown
 
 
-def test_logs_of_a_deleted_pod_are_one_sentence(trn: Callable[..., Run]) -> None:
-    assert "llama-w-2 is gone, and its log with it" in trn("logs", "llama", "--rank", "1")[2]
-    assert "there is no rank 2: llama has ranks 0 to 1" in trn("logs", "llama", "--rank", "2")[2]
-    assert "no pod is left that had this rank before" in trn("logs", "llama", "--rank", "1", "--previous")[2]
+def test_logs_of_a_deleted_pod_are_one_sentence(trn: Command) -> None:
+    assert "llama-w-2 is gone, and its log with it" in trn("logs", "llama", "--rank", "1").err
+    assert "there is no rank 2: llama has ranks 0 to 1" in trn("logs", "llama", "--rank", "2").err
+    assert "no pod is left that had this rank before" in trn("logs", "llama", "--rank", "1", "--previous").err
 
 
-def test_previous_logs_come_from_the_pod_that_had_the_rank_in_the_history(
-    trn: Callable[..., Run], server: ApiServer
-) -> None:
+def test_previous_logs_come_from_the_pod_that_had_the_rank_in_the_history(trn: Command, server: ApiServer) -> None:
     entry = server.answers[f"{JOBS}/llama"]["status"]["history"][-1]
     entry |= {"pod": "llama-w-7", "rank": 1}
     _, _, err = trn("logs", "llama", "--rank", "1", "--previous")
     assert "rank 1 was in llama-w-7 before, which is gone" in err
-    assert "no pod is left" in trn("logs", "llama", "--rank", "0", "--previous")[2]
-    assert "llama-w-7" in trn("why", "llama")[1]
-    assert "whose first rank was 1" in " ".join(trn("why", "llama")[1].split())
+    assert "no pod is left" in trn("logs", "llama", "--rank", "0", "--previous").err
+    assert "llama-w-7" in trn("why", "llama").out
+    assert "whose first rank was 1" in " ".join(trn("why", "llama").out.split())
 
     row = json.loads(json.dumps(server.answers[f"{CORE}/pods"]["rows"][0]))
     rows = server.answers[f"{CORE}/pods"]["rows"]
@@ -236,74 +234,72 @@ def test_previous_logs_come_from_the_pod_that_had_the_rank_in_the_history(
     for pod in ("llama-w-7", "llama-w-9"):
         server.answers[f"{CORE}/pods/{pod}/log"] = f"2026-01-01T00:00:00.0Z [rank 1] in {pod}\n"
     code, out, err = trn("logs", "llama", "--rank", "1", "--previous")
-    assert (code, out) == (0, "in llama-w-7\n"), "not the newest pod, the one that had it"
+    assert (code, out) == (0, "in llama-w-7\n"), "the pod that had the rank, although another one is newer"
 
 
-def test_suspend_and_scale_patch_only_their_field(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_suspend_and_scale_patch_only_their_field(trn: Command, server: ApiServer) -> None:
     server.answers[f"{JOBS}/llama/scale"] = {}
 
-    assert trn("suspend", "llama")[0] == 0
-    assert trn("scale", "llama", "4")[0] == 0
+    assert trn("suspend", "llama").code == 0
+    assert trn("scale", "llama", "4").code == 0
     changes = [(method, path.partition("?")[0], body) for method, path, body in server.requests if method != "GET"]
     assert changes == [
         ("PATCH", f"{JOBS}/llama", {"spec": {"suspend": True}}),
         ("PATCH", f"{JOBS}/llama/scale", {"spec": {"replicas": 4}}),
     ]
-    assert "is not suspended already" in trn("resume", "llama")[2]
+    assert "is not suspended already" in trn("resume", "llama").err
 
 
-def test_scale_to_zero_is_refused_and_suggests_suspend(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_scale_to_zero_is_refused_and_suggests_suspend(trn: Command, server: ApiServer) -> None:
     code, _, err = trn("scale", "llama", "0")
     assert (code, err.count("\n")) == (1, 1)
     assert "llama cannot train on 0 nodes; to release all of its nodes, suspend it: kubectl trn suspend llama" in err
-    assert "cannot train on -2 nodes" in trn("scale", "llama", "--", "-2")[2]
+    assert "cannot train on -2 nodes" in trn("scale", "llama", "--", "-2").err
     assert all(method == "GET" for method, _, _ in server.requests)
 
 
-def test_an_ended_job_is_not_changed_and_only_a_failed_one_is_retried(
-    trn: Callable[..., Run], server: ApiServer
-) -> None:
+def test_an_ended_job_is_not_changed_and_only_a_failed_one_is_retried(trn: Command, server: ApiServer) -> None:
     for words in (("suspend", "broken"), ("scale", "broken", "2"), ("retry", "llama")):
-        assert trn(*words)[0] == 1
+        assert trn(*words).code == 1
     assert all(method == "GET" for method, _, _ in server.requests)
 
 
-def test_actions_print_the_next_command_and_where_a_retry_resumes(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_actions_print_the_next_command_and_where_a_retry_resumes(trn: Command, server: ApiServer) -> None:
     job = recorded_object("job")
     server.answers[f"{JOBS}/llama"] = job
     job["spec"]["suspend"] = True
-    assert trn("resume", "llama")[2] == "llama goes on from its newest checkpoint; see: kubectl trn watch llama\n"
+    assert trn("resume", "llama").err == "llama goes on from its newest checkpoint; see: kubectl trn watch llama\n"
     job["spec"]["suspend"] = False
-    assert trn("suspend", "llama")[2].endswith("to go on: kubectl trn resume llama\n")
+    assert trn("suspend", "llama").err.endswith("to go on: kubectl trn resume llama\n")
 
     failed = server.answers[f"{JOBS}/broken"]
-    _missing_when_deleted(server, "broken")
-    assert "runs again; from the beginning, no checkpoint of it is known; see: " in trn("retry", "broken")[2]
+    _allow_recreation(server, "broken")
+    assert "runs again; from the beginning, no checkpoint of it is known; see: " in trn("retry", "broken").err
     server.requests.clear()
     failed["status"]["checkpoint"]["durableStep"] = 7
-    assert "runs again; it resumes from its newest checkpoint; see: " in trn("retry", "broken")[2]
+    assert "runs again; it resumes from its newest checkpoint; see: " in trn("retry", "broken").err
 
 
-def test_why_a_job_failed_is_reported_once_and_followed_by_what_to_do(trn: Callable[..., Run]) -> None:
+def test_why_a_job_failed_is_reported_once_and_followed_by_what_to_do(trn: Command) -> None:
     code, output, _ = trn("why", "broken")
 
     assert code == 0
     assert " ".join(output.split()).count("there is no such file or folder") == 1
     assert "kubectl trn retry broken" in output
-    assert "kubectl trn why" not in output, "it is what was asked"
+    assert "kubectl trn why" not in output, "the output of `why` does not refer to itself"
 
 
-def test_a_watch_in_a_pipe_ends_with_why_the_job_failed(trn: Callable[..., Run]) -> None:
+def test_a_watch_in_a_pipe_ends_with_why_the_job_failed(trn: Command) -> None:
     code, output, _ = trn("watch", "broken")
 
     assert code == 0
-    first, *rest = output.splitlines()
-    assert "Failed, step 0" in first
+    status_line, *rest = output.splitlines()
+    assert "Failed, step 0" in status_line
     assert "there is no such file or folder" in rest[0]
     assert rest[1] == "- What led to it: kubectl trn why broken"
 
 
-def test_a_job_that_cannot_be_recreated_is_not_deleted(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_a_job_that_cannot_be_recreated_is_not_deleted(trn: Command, server: ApiServer) -> None:
     server.answers[f"POST {JOBS}"] = 422
 
     code, _, err = trn("retry", "broken")
@@ -313,28 +309,28 @@ def test_a_job_that_cannot_be_recreated_is_not_deleted(trn: Callable[..., Run], 
     assert not any(method == "DELETE" for method, _, _ in server.requests)
 
 
-def _missing_when_deleted(server: ApiServer, name: str) -> None:
+def _allow_recreation(server: ApiServer, name: str) -> None:
     """Serve the job until its deletion is requested, and accept its creation."""
-    path, there = f"{JOBS}/{name}", server.answers[f"{JOBS}/{name}"]
-    asked = server.requests
+    path, job = f"{JOBS}/{name}", server.answers[f"{JOBS}/{name}"]
+    requests = server.requests
 
     class Answers(dict[str, Any]):
         def get(self, key: str, default: Any = None) -> Any:
             if key == path:
-                return 404 if any(method == "DELETE" for method, _, _ in asked) else there
+                return 404 if any(method == "DELETE" for method, _, _ in requests) else job
             return {} if key in (f"POST {JOBS}", f"DELETE {path}") else super().get(key, default)
 
     server.answers = Answers(server.answers)
 
 
-def _created(server: ApiServer) -> list[tuple[bool, Any]]:
+def _created_jobs(server: ApiServer) -> list[tuple[bool, Any]]:
     return [("dryRun=All" in path, body) for method, path, body in server.requests if method == "POST"]
 
 
 def test_a_failed_job_is_recreated_as_the_corrected_file_specifies(
-    trn: Callable[..., Run], server: ApiServer, tmp_path: Path
+    trn: Command, server: ApiServer, tmp_path: Path
 ) -> None:
-    _missing_when_deleted(server, "broken")
+    _allow_recreation(server, "broken")
     owner = [{"apiVersion": "v1", "kind": "ConfigMap", "name": "flow", "uid": "u"}]
     server.answers[f"{JOBS}/broken"]["metadata"]["ownerReferences"] = owner
     file = tmp_path / "fixed.yaml"
@@ -348,10 +344,10 @@ def test_a_failed_job_is_recreated_as_the_corrected_file_specifies(
     code, _, err = trn("retry", "broken", "-f", str(file))
 
     assert (code, "broken runs again" in err) == (0, True)
-    probe, made = _created(server)
+    probe, recreated = _created_jobs(server)
     assert (probe[0], probe[1]["metadata"]["name"]) == (True, "broken-probe")
-    assert made[0] is False
-    assert made[1] == {
+    assert recreated[0] is False
+    assert recreated[1] == {
         "apiVersion": "trainium.dev/v1alpha1",
         "kind": "TrainingJob",
         "metadata": {"name": "broken", "namespace": "team", "labels": {"a": "b"}, "ownerReferences": owner},
@@ -362,24 +358,24 @@ def test_a_failed_job_is_recreated_as_the_corrected_file_specifies(
 
 
 def test_retry_keeps_the_last_applied_configuration_for_kubectl_apply(
-    trn: Callable[..., Run], server: ApiServer, tmp_path: Path
+    trn: Command, server: ApiServer, tmp_path: Path
 ) -> None:
     last = "kubectl.kubernetes.io/last-applied-configuration"
     server.answers[f"{JOBS}/broken"]["metadata"]["annotations"] = {last: "what was applied", "mine": "yes"}
-    _missing_when_deleted(server, "broken")
+    _allow_recreation(server, "broken")
     file = tmp_path / "fixed.yaml"
     file.write_text("{kind: TrainingJob, metadata: {name: broken, annotations: {mine: 'no'}}, spec: {suspend: false}}")
 
-    assert trn("retry", "broken")[0] == 0
-    assert _created(server)[-1][1]["metadata"]["annotations"] == {last: "what was applied", "mine": "yes"}
+    assert trn("retry", "broken").code == 0
+    assert _created_jobs(server)[-1][1]["metadata"]["annotations"] == {last: "what was applied", "mine": "yes"}
     server.requests.clear()
-    assert trn("retry", "broken", "-f", str(file))[0] == 0
-    made = _created(server)[-1][1]
-    applied = json.loads(made["metadata"]["annotations"].pop(last))
-    assert applied == made
+    assert trn("retry", "broken", "-f", str(file)).code == 0
+    recreated = _created_jobs(server)[-1][1]
+    applied = json.loads(recreated["metadata"]["annotations"].pop(last))
+    assert applied == recreated
 
 
-def test_retry_refuses_a_file_of_another_job(trn: Callable[..., Run], server: ApiServer, tmp_path: Path) -> None:
+def test_retry_refuses_a_file_of_another_job(trn: Command, server: ApiServer, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     for text, output in (
         ("kind: Pod", "holds no TrainingJob with a name"),
@@ -393,41 +389,39 @@ def test_retry_refuses_a_file_of_another_job(trn: Callable[..., Run], server: Ap
     assert all(method == "GET" for method, _, _ in server.requests)
 
 
-def test_release_removes_the_entry_of_a_machine(trn: Callable[..., Run], server: ApiServer) -> None:
-    path = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
+def test_release_removes_the_entry_of_a_machine(trn: Command, server: ApiServer) -> None:
     entry = "machine: aws:///a/i-0\nnode: node-3\nstate: Permanent\n"
-    server.answers[path] = {"data": {"about": "", "aws.a.i-0": entry}}
+    server.answers[QUARANTINE] = {"data": {"about": "", "aws.a.i-0": entry}}
 
-    assert "node-3" in trn("nodes")[1]
+    assert "node-3" in trn("nodes").out
     code, _, err = trn("release", "node-3")
     assert (code, "node-3 is released" in err) == (0, True)
     assert server.requests[-1][2] == [{"op": "remove", "path": "/data/aws.a.i-0"}]
-    assert "no fault was attributed to node-4; recorded machines: node-3" in trn("release", "node-4")[2]
+    assert "no fault was attributed to node-4; recorded machines: node-3" in trn("release", "node-4").err
 
 
 def test_a_machine_whose_node_was_renamed_is_shown_and_released_by_the_new_name(
-    trn: Callable[..., Run], server: ApiServer
+    trn: Command, server: ApiServer
 ) -> None:
-    path = "/api/v1/namespaces/trainium-system/configmaps/trainium-operator-quarantine"
     entry = "machine: aws:///a/i-0\nnode: node-3\nstate: Permanent\n"
-    server.answers[path] = {"data": {"aws.a.i-0": entry}}
+    server.answers[QUARANTINE] = {"data": {"aws.a.i-0": entry}}
 
-    def bullet_list(**nodes: str) -> None:
+    def set_nodes(**nodes: str) -> None:
         items = [{"metadata": {"name": name}, "spec": {"providerID": machine}} for name, machine in nodes.items()]
         server.answers["/api/v1/nodes"] = {"items": items}
 
-    bullet_list(other="aws:///a/i-1")
-    assert "node-3 (gone)" in trn("nodes")[1]
-    bullet_list(**{"node-3": "aws:///a/i-1"})
-    assert "node-3 (gone)" in trn("nodes")[1], "another machine has its name"
-    bullet_list(**{"node-9": "aws:///a/i-0", "node-3": "aws:///a/i-1"})
-    assert "node-9 (was node-3)" in trn("nodes")[1]
+    set_nodes(other="aws:///a/i-1")
+    assert "node-3 (gone)" in trn("nodes").out
+    set_nodes(**{"node-3": "aws:///a/i-1"})
+    assert "node-3 (gone)" in trn("nodes").out, "another machine has its name"
+    set_nodes(**{"node-9": "aws:///a/i-0", "node-3": "aws:///a/i-1"})
+    assert "node-9 (was node-3)" in trn("nodes").out
     code, _, err = trn("release", "node-9")
     assert (code, "node-9 is released" in err) == (0, True)
     assert server.requests[-1][2] == [{"op": "remove", "path": "/data/aws.a.i-0"}]
 
 
-def test_every_command_takes_a_namespace_a_context_and_an_output(trn: Callable[..., Run]) -> None:
+def test_every_command_takes_a_namespace_a_context_and_an_output(trn: Command) -> None:
     for command in app.registered_commands:
         name = str(command.name or getattr(command.callback, "__name__", ""))
         code, out, _ = trn(name, "--help")
@@ -436,10 +430,10 @@ def test_every_command_takes_a_namespace_a_context_and_an_output(trn: Callable[.
         assert all(option in out for option in options), name
 
 
-def test_a_job_of_another_namespace_is_named_with_its_namespace(trn: Callable[..., Run], server: ApiServer) -> None:
+def test_a_job_of_another_namespace_is_named_with_its_namespace(trn: Command, server: ApiServer) -> None:
     everywhere = "/apis/trainium.dev/v1alpha1/trainingjobs"
     server.answers[everywhere] = {"items": [{"metadata": {"name": "elsewhere", "namespace": "team-b"}}]}
-    error = trn("status", "elsewhere")[2]
+    error = trn("status", "elsewhere").err
     assert "there is no TrainingJob 'elsewhere' in namespace team; there is one in namespace team-b" in error
 
 
@@ -447,25 +441,25 @@ def test_a_job_of_another_namespace_is_named_with_its_namespace(trn: Callable[..
 def test_output_to_a_full_disk_is_one_sentence(server: ApiServer, form: str) -> None:
     command = [sys.executable, "-m", "trainium_client.commands.main", "status", "llama", "-o", form, "--kubeconfig"]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
+        ended = subprocess.run(
             [*command, str(server.kubeconfig)], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
-    assert done.returncode == 1
-    assert done.stderr == "error: cannot write the output: No space left on device\n"
+    assert ended.returncode == 1
+    assert ended.stderr == "error: cannot write the output: No space left on device\n"
 
 
 def test_a_command_loads_neither_models_nor_the_kubernetes_library(server: ApiServer) -> None:
     program = (
         "import sys; from trainium_client.commands.main import main\n"
         f"try: main(['status', 'llama', '--kubeconfig', {str(server.kubeconfig)!r}])\n"
-        "except SystemExit as left: assert not left.code\n"
+        "except SystemExit as exit_info: assert not exit_info.code\n"
         "slow = {'trainium_contract.base', 'kubernetes', 'aiohttp', 'asyncio', 'requests', 'websocket'}\n"
         "heavy = slow & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
-    assert done.returncode == 0, done.stderr
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_shell_completion_offers_commands_and_then_jobs() -> None:
@@ -481,9 +475,9 @@ def test_shell_completion_offers_commands_and_then_jobs() -> None:
 
 
 def test_an_exec_plugin_provides_the_token_and_its_failure_is_one_sentence(
-    trn: Callable[..., Run], server: ApiServer, tmp_path: Path
+    trn: Command, server: ApiServer, tmp_path: Path
 ) -> None:
-    def use(*command: str) -> list[str]:
+    def kubeconfig_options(*command: str) -> list[str]:
         plugin: dict[str, Any] = {"apiVersion": "client.authentication.k8s.io/v1", "command": command[0]}
         plugin |= {"args": list(command[1:]), "env": [{"name": "WHO", "value": "me"}]}
         path = tmp_path / "login"
@@ -491,6 +485,9 @@ def test_an_exec_plugin_provides_the_token_and_its_failure_is_one_sentence(
         return ["--kubeconfig", str(path)]
 
     granted = 'import json, os; print(json.dumps({"status": {"token": os.environ["WHO"]}}))'
-    assert trn("history", "llama", *use(sys.executable, "-c", granted))[0] == 0
-    assert "gave no credential; log in again" in trn("history", "llama", *use(sys.executable, "-c", "print(1)"))[2]
-    assert "failed" in trn("history", "llama", *use("no-such-login-program"))[2]
+    assert trn("history", "llama", *kubeconfig_options(sys.executable, "-c", granted)).code == 0
+    assert (
+        "gave no credential; log in again"
+        in trn("history", "llama", *kubeconfig_options(sys.executable, "-c", "print(1)")).err
+    )
+    assert "failed" in trn("history", "llama", *kubeconfig_options("no-such-login-program")).err

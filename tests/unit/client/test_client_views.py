@@ -41,7 +41,7 @@ from trainium_contract.wire.recorded_membership import LARGEST_TEXT, parse_membe
 from trainium_operator.plan.fleet.memory import MachineState
 
 
-def screen(name: str = "job", **changes: Any) -> JobView:
+def job_view(name: str = "job", **changes: Any) -> JobView:
     job = recorded_object(name)
     job["status"] |= changes
     workers = count_workers(parse_pod_table(recorded_object("pods")), members())
@@ -52,18 +52,18 @@ def members() -> Members:
     return build_members(parse_membership(recorded_object("membership")))
 
 
-def text_of(content: RenderableType, width: int = 100) -> str:
+def rendered(content: RenderableType, width: int = 100) -> str:
     return render_text(content, width=width, colour=False)
 
 
-def page(view: JobView, width: int = 100, *, colour: bool = False) -> str:
+def status_text(view: JobView, width: int = 100, *, colour: bool = False) -> str:
     return render_text(status_page(view, now=NOW, width=width), width=width, colour=colour)
 
 
 def test_status_shows_figures_of_milestones_or_why_there_are_none() -> None:
     figure = {"name": "mmlu acc", "after": 0.3125, "standardError": 0.0208}
-    shown = page(
-        screen(
+    shown = status_text(
+        job_view(
             evaluation=[figure | {"before": 0.25}],
             evaluations=[
                 {"step": 100, "tokens": 12_345_678, "path": "/m", "figures": [figure]},
@@ -79,18 +79,18 @@ def test_status_shows_figures_of_milestones_or_why_there_are_none() -> None:
 
 
 def test_status_shows_progress_and_remaining_time() -> None:
-    view = screen()
+    view = job_view()
 
     assert (view.phase, view.step, view.total_steps, view.size, view.restarts) == ("Running", 263, 4000, 2, 3)
     # 3,737 steps of 0.301 s, and beside each 0.41 s lost, as until now: 118.4 s after the start for 79.6 s of steps.
     assert view.eta_seconds == pytest.approx(3737 * 0.301376 * (120.851 - 2.479) / 79.563)
     assert view.checkpoints.durable_step == 254
     assert view.advice == ()
-    assert f"step 263/4000, {duration(view.eta_seconds)} left" in page(view)
+    assert f"step 263/4000, {duration(view.eta_seconds)} left" in status_text(view)
 
 
 def test_a_failed_job_shows_its_verdict_and_how_to_retry() -> None:
-    view = screen("failed")
+    view = job_view("failed")
 
     assert "there is no such file or folder" in view.advice[0]
     assert view.advice[1] == "What led to it: kubectl trn why broken"
@@ -98,14 +98,14 @@ def test_a_failed_job_shows_its_verdict_and_how_to_retry() -> None:
     assert "kubectl trn retry broken -f FILE" in view.advice[2]
     assert view.eta_seconds is None
     assert view.checkpoints.durable_step is None
-    assert "none on storage" in page(view)
-    assert re.search(r"Stopped +UserCode on ", page(view)), "an end is no interruption"
+    assert "none on storage" in status_text(view)
+    assert re.search(r"Stopped +UserCode on ", status_text(view)), "the end of a job is no interruption"
 
 
 def test_memory_checkpoints_are_not_shown_without_pods() -> None:
-    assert "step 262 in memory" in page(screen())
+    assert "step 262 in memory" in status_text(job_view())
     for phase in ("Completed", "Failed", "Suspended"):
-        assert "in memory" not in page(screen(phase=phase))
+        assert "in memory" not in status_text(job_view(phase=phase))
 
 
 def test_the_status_line_counts_requested_workers_before_training() -> None:
@@ -118,10 +118,9 @@ def test_a_job_without_a_status_asks_for_the_operator() -> None:
     job = {key: value for key, value in recorded_object("job").items() if key != "status"}
 
     view = build_job_view(job, now=NOW)
-
     assert view.phase == ""
     assert "No operator has answered" in view.advice[0]
-    assert "not answered yet" in page(view)
+    assert "not answered yet" in status_text(view)
 
 
 def test_a_status_that_is_no_longer_updated_is_stale() -> None:
@@ -129,7 +128,7 @@ def test_a_status_that_is_no_longer_updated_is_stale() -> None:
 
     assert view.stale
     assert "does not write" in view.advice[0]
-    assert not screen().stale
+    assert not job_view().stale
 
 
 def test_a_step_that_is_no_longer_updated_is_shown_with_its_age() -> None:
@@ -138,16 +137,16 @@ def test_a_step_that_is_no_longer_updated_is_shown_with_its_age() -> None:
     updated = parse_rfc3339(job["status"]["progress"]["updated"])
     assert updated is not None
 
-    def progress(seconds: float) -> str:
-        (fact,) = [
-            each.value for each in job_facts(build_job_view(job, now=updated + seconds)) if each.label == "Progress"
+    def progress_after(seconds: float) -> str:
+        (progress,) = [
+            fact.value for fact in job_facts(build_job_view(job, now=updated + seconds)) if fact.label == "Progress"
         ]
-        return fact
+        return progress
 
-    assert "step 263/4000 (10m ago)" in progress(600)
-    assert "step 263/4000, " in progress(STALE_SECONDS), "the operator writes at intervals"
+    assert "step 263/4000 (10m ago)" in progress_after(600)
+    assert "step 263/4000, " in progress_after(STALE_SECONDS), "the operator writes at intervals"
     job["status"]["phase"] = "Suspended"
-    assert "ago" not in progress(600), "no further step is expected"
+    assert "ago" not in progress_after(600), "a suspended job makes no step"
 
 
 def test_a_status_that_need_not_change_is_not_stale() -> None:
@@ -212,8 +211,8 @@ def test_a_failed_job_lists_its_changed_fields_and_the_retry_command() -> None:
     assert f"kubectl trn retry {name}." in output
     assert "and 4 more" in advice(changes=[source] * 10)
     for unknown in (advice(), advice(generation=2, changes=[])):
-        assert unknown.startswith("Run it again as it is, "), "they were not compared"
-    assert "kubectl trn retry" in page(build_job_view(job, now=NOW))
+        assert unknown.startswith("Run it again as it is, "), "the specs were not compared"
+    assert "kubectl trn retry" in status_text(build_job_view(job, now=NOW))
 
 
 def test_an_ended_job_is_not_stale() -> None:
@@ -224,7 +223,7 @@ def test_members_spares_and_failing_pods_are_counted_separately() -> None:
     table = recorded_object("pods")
     bad = json.loads(json.dumps(table["rows"][0]))
     bad["cells"][0], bad["cells"][2] = "llama-w-9", "ImagePullBackOff"
-    node = [each["name"] for each in table["columnDefinitions"]].index("Node")
+    node = [column["name"] for column in table["columnDefinitions"]].index("Node")
     bad["cells"][node] = "<none>"
     table["rows"].append(bad)
 
@@ -274,7 +273,7 @@ def test_why_shows_pod_cause_and_log_line_of_a_crash() -> None:
     assert (report.entry.cause, report.entry.pod, report.number) == ("Crash", "llama-w-0", 3)
     assert any("rank 0 ended with code 137" in line for line in report.log_lines)
     assert len(report.log_lines) <= MOST_LINES
-    output = text_of(interruption_page(report))
+    output = rendered(interruption_page(report))
     assert f"restart {duration(report.entry.stages['restart'])}" in output
     assert "processes restarted in place, pods kept" in output
 
@@ -291,7 +290,7 @@ def report_of(message: str, *, rung: str, log: str) -> str:
     job = recorded_object("job")
     last = job["status"]["history"][-1]
     last |= {"message": message, "rung": rung}
-    return text_of(interruption_page(explain_interruption(job, log=log)), 110)
+    return rendered(interruption_page(explain_interruption(job, log=log)), 110)
 
 
 def test_why_shows_the_whole_verdict_before_the_log() -> None:
@@ -301,7 +300,9 @@ def test_why_shows_the_whole_verdict_before_the_log() -> None:
 
 
 def test_why_cuts_long_messages_at_words_and_drops_step_lines() -> None:
-    steps = " | ".join(f"23:12:{at} rank 0 INFO step {at}/900: loss 5.1400, 1593 tokens/s" for at in range(10, 40))
+    steps = " | ".join(
+        f"23:12:{step} rank 0 INFO step {step}/900: loss 5.1400, 1593 tokens/s" for step in range(10, 40)
+    )
     output = report_of(f"rank 0 crashed; killed by signal 9 | {steps}", rung="InPlace", log=recorded_log())
     assert "rank 0 crashed; killed by signal 9 | …\n" in output
     words = " ".join(f"word{number}" for number in range(100))
@@ -311,14 +312,14 @@ def test_why_cuts_long_messages_at_words_and_drops_step_lines() -> None:
 
 
 def test_why_shows_python_frames_and_no_cpp_frames() -> None:
-    (end,) = re.findall(r"^(\S+) .*rank 0 ended with code 137", recorded_log(), re.MULTILINE)[-1:]
+    (time,) = re.findall(r"^(\S+) .*rank 0 ended with code 137", recorded_log(), re.MULTILINE)[-1:]
     python = [
         "Traceback (most recent call last):", '  File "/app/mine.py", line 7, in columns', '    return row["text"]',
         "KeyError: 'text'",
     ]  # fmt: skip
     native = ["Exception raised from get at /pytorch/a.cpp:9 (most recent call first):"]
     native += [f"frame #{number}: c10::Error::Error(std::string) + 0x8 (0x7 in libc10.so)" for number in range(20)]
-    log = "".join(f"{end} [rank 0] {line}\n" for line in [*python, *native])
+    log = "".join(f"{time} [rank 0] {line}\n" for line in [*python, *native])
 
     shown = explain_interruption(recorded_object("job"), log=log).log_lines
 
@@ -327,17 +328,16 @@ def test_why_shows_python_frames_and_no_cpp_frames() -> None:
 
 def test_wrapped_lines_are_indented() -> None:
     job = recorded_object("failed")
-    output = text_of(interruption_page(explain_interruption(job, advice=("word " * 40,))), 60)
+    output = rendered(interruption_page(explain_interruption(job, advice=("word " * 40,))), 60)
     assert re.search(r"^- word .*\n  word ", output, re.MULTILINE)
     log = recorded_log()
-    lines = text_of(interruption_page(explain_interruption(recorded_object("job"), log=log)), 60).partition(
-        " at that time\n"
-    )[2]
+    report = rendered(interruption_page(explain_interruption(recorded_object("job"), log=log)), 60)
+    lines = report.partition(" at that time\n")[2]
     assert all(line.startswith("  ") for line in lines.splitlines())
 
 
 def test_cost_is_node_hours_and_divides_fully_into_causes() -> None:
-    view = screen()
+    view = job_view()
     assert view.eta_seconds is not None
     cost = cost_view(view, price=36.0)
 
@@ -351,19 +351,19 @@ def test_cost_is_node_hours_and_divides_fully_into_causes() -> None:
 
 
 def test_the_ledger_shows_the_cost_of_each_part_where_a_price_is_given() -> None:
-    view = screen()
+    view = job_view()
     goodput = replace(view.goodput, cost=cost_view(view, price=3600.0))
 
-    page = text_of(goodput_page(goodput, 120))
+    page = rendered(goodput_page(goodput, 120))
     assert re.search(r"Cost +633\.81 so far, [\d,.]+ more until the last step", page)
     assert re.search(r"CAUSE +SECONDS +SHARE +COST", page)
     assert re.search(r"productive +79\.6 +65\.8 % +159\.15", page)
     assert re.search(r"nodes beside it +\d", page)
-    assert "COST" not in text_of(goodput_page(view.goodput, 120))
+    assert "COST" not in rendered(goodput_page(view.goodput, 120))
 
 
 def test_a_job_that_has_not_started_costs_nothing_yet() -> None:
-    cost = cost_view(screen(goodput={}, progress={}), price=10.0)
+    cost = cost_view(job_view(goodput={}, progress={}), price=10.0)
     assert (cost.so_far, cost.productive, cost.lost, cost.idle, cost.to_end) == (0, 0, {}, 0, None)
 
 
@@ -379,7 +379,7 @@ def test_speeds_are_compared_with_the_smallest_size() -> None:
     assert [(row.nodes, row.steps, row.current) for row in rows] == [(1, 10, False), (2, 20, True), (4, 30, False)]
     assert [row.samples_per_second for row in rows] == pytest.approx([10.0, 16.0, 30.0])
     assert [(row.speedup, row.efficiency) for row in rows] == [(1.0, 1.0), (1.6, 0.8), (3.0, 0.75)]
-    assert re.search(r"4 +30 .* 30 +x3\.00 +75\.0 %", text_of(scaling_page(rows, 100)))
+    assert re.search(r"4 +30 .* 30 +x3\.00 +75\.0 %", rendered(scaling_page(rows, 100)))
 
 
 def test_speeds_of_a_program_whose_batch_is_not_known_are_step_times() -> None:
@@ -389,8 +389,8 @@ def test_speeds_of_a_program_whose_batch_is_not_known_are_step_times() -> None:
 
     (row,) = scaling_rows(job)
     assert (row.step_seconds, row.samples_per_second, row.efficiency) == (0.301376, None, None)
-    assert "Give program.batch" in text_of(scaling_page((row,), 100))
-    assert "no step time was measured yet" in text_of(scaling_page((), 100))
+    assert "Give program.batch" in rendered(scaling_page((row,), 100))
+    assert "no step time was measured yet" in rendered(scaling_page((), 100))
 
 
 def test_the_command_of_a_program_is_shown_on_one_line() -> None:
@@ -405,9 +405,9 @@ def test_the_stage_decide_is_labelled_as_the_wait_for_a_worker() -> None:
     job["status"]["history"][-1]["stages"]["decide"] = 41.0
     job["status"]["goodput"]["lostByStage"]["Decide"] = 41.0
 
-    output = text_of(interruption_page(explain_interruption(job)), 200)
+    output = rendered(interruption_page(explain_interruption(job)), 200)
     assert f"decide (wait for a worker) {duration(41.0)}" in output
-    ledger = text_of(goodput_page(build_job_view(job, now=NOW).goodput, 100))
+    ledger = rendered(goodput_page(build_job_view(job, now=NOW).goodput, 100))
     assert re.search(r"Decide \(wait for a worker\) +41\.0", ledger)
     assert "Decide (wait for a worker): 41.0 s" in report_html(
         JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW
@@ -428,14 +428,14 @@ def test_the_report_of_a_failed_job_is_its_verdict() -> None:
 
     assert report.entry is not None
     assert report.entry.stopped
-    assert "stopped for good" in text_of(interruption_page(report))
+    assert "stopped for good" in rendered(interruption_page(report))
 
 
-def test_a_job_that_nothing_interrupted_has_nothing_to_explain() -> None:
+def test_a_job_without_interruptions_has_nothing_to_explain() -> None:
     job = recorded_object("job")
     job["status"]["history"] = []
 
-    assert "nothing has interrupted this job" in text_of(interruption_page(explain_interruption(job)))
+    assert "nothing has interrupted this job" in rendered(interruption_page(explain_interruption(job)))
 
 
 def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> None:
@@ -450,14 +450,14 @@ def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> No
     assert machines[0].state == "Quarantined"
     assert machines[0].strikes[0].cause == "Device"
     assert machines[0].present is False
-    assert {each.state for each in machines[1:]} == {"Unreadable"}
+    assert {machine.state for machine in machines[1:]} == {"Unreadable"}
     assert find_machine(machines, "ip-10-0-3-7") is machines[0]
     assert find_machine(machines, "nowhere") is None
-    assert "Device 11-23 02:00 by team/llama" in text_of(machines_page(machines, 160, now=NOW), 160)
+    assert "Device 11-23 02:00 by team/llama" in rendered(machines_page(machines, 160, now=NOW), 160)
 
 
 def test_machines_are_sorted_by_the_states_that_the_operator_writes() -> None:
-    data = {f"m{at}": f"node: n{at}\nstate: {state.value}\n" for at, state in enumerate(MachineState)}
+    data = {f"m{number}": f"node: n{number}\nstate: {state.value}\n" for number, state in enumerate(MachineState)}
     data["m9"] = "node: n9\n"
 
     states = [machine.state for machine in machine_views({"data": data}, None)]
@@ -510,12 +510,12 @@ def test_sizes_above_the_requested_one_are_marked_as_idle_nodes() -> None:
         (2, 1.0, False),
         (1, 0.5, False),
     ]
-    assert text_of(sizes_page(rows, 120), 120).count("idle nodes") == 2
+    assert rendered(sizes_page(rows, 120), 120).count("idle nodes") == 2
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
 def test_no_page_is_wider_than_the_terminal(width: int) -> None:
-    view, entries = screen(), read_interruptions(public_status(recorded_object("job")))
+    view, entries = job_view(), read_interruptions(public_status(recorded_object("job")))
     rows = build_rank_rows(members(), {}, public_status({}), NOW)
     pages = [
         status_page(view, now=NOW, width=width),
@@ -526,25 +526,25 @@ def test_no_page_is_wider_than_the_terminal(width: int) -> None:
         interruption_page(explain_interruption(recorded_object("job"), log=recorded_log())),
     ]
 
-    shown = [text_of(each, width) for each in pages]
+    shown = [rendered(content, width) for content in pages]
 
-    assert all(len(line) <= width for each in shown for line in each.splitlines())
+    assert all(len(line) <= width for text in shown for line in text.splitlines())
     assert "Running" in shown[0]
     if width >= 40:
         assert all(word in shown[1] for word in ("Crash", "Preempted", "InPlace", "Spare"))
 
 
 def test_escape_sequences_are_printed_only_with_colour() -> None:
-    assert "\x1b" not in page(screen())
-    assert "\x1b" in page(screen(), colour=True)
+    assert "\x1b" not in status_text(job_view())
+    assert "\x1b" in status_text(job_view(), colour=True)
 
 
 def test_text_of_a_pod_can_neither_control_the_terminal_nor_be_markup() -> None:
     hostile = "\x1b]0;owned\x07\x1b[2J[red]boo[/red] \u202eevil"
     history = recorded_object("job")["status"]["history"]
-    view = screen(verdict=hostile, phase="Failed", history=[{**history[0], "message": hostile}])
+    view = job_view(verdict=hostile, phase="Failed", history=[{**history[0], "message": hostile}])
 
-    shown = page(view)
+    shown = status_text(view)
 
     assert "[red]boo[/red]" in shown
     assert not any(sign in shown for sign in "\x1b\x07\u202e")
@@ -559,9 +559,9 @@ JSON = st.recursive(
 
 @given(st.sampled_from(sorted(recorded_object("job")["status"])), JSON)
 def test_a_status_with_any_malformed_field_is_shown(field: str, value: Any) -> None:
-    view = screen(**{field: value})
+    view = job_view(**{field: value})
 
-    assert page(view, 60)
+    assert status_text(view, 60)
     json.loads(as_json(view))
     assert status_line(view)
     explain_interruption(
@@ -570,7 +570,7 @@ def test_a_status_with_any_malformed_field_is_shown(field: str, value: Any) -> N
 
 
 def test_json_output_has_camel_case_keys_and_all_figures() -> None:
-    reported = json.loads(as_json(screen()))
+    reported = json.loads(as_json(job_view()))
 
     assert reported["goodput"]["lostSeconds"]["Crash"] == pytest.approx(2.834)
     assert reported["checkpoints"]["durableStep"] == 254
@@ -578,13 +578,17 @@ def test_json_output_has_camel_case_keys_and_all_figures() -> None:
 
 
 def test_a_malformed_or_oversized_membership_is_refused() -> None:
-    def packed(text: bytes) -> dict[str, Any]:
+    def membership_config_map(text: bytes) -> dict[str, Any]:
         return {"binaryData": {"membership.json.gz": base64.b64encode(gzip.compress(text)).decode()}}
 
     assert parse_members(recorded_object("membership"))[0]["podName"] == "llama-w-0"
-    for bad in (packed(b" " * (LARGEST_TEXT + 1)), packed(b"[]"), {"binaryData": {"membership.json.gz": "AAAA"}}):
+    for config_map in (
+        membership_config_map(b" " * (LARGEST_TEXT + 1)),
+        membership_config_map(b"[]"),
+        {"binaryData": {"membership.json.gz": "AAAA"}},
+    ):
         with pytest.raises(ValueError, match="membership"):
-            parse_membership(bad)
+            parse_membership(config_map)
     with pytest.raises(KeyError):
         parse_membership({"data": {}})
 
@@ -617,8 +621,8 @@ def test_durations_have_at_most_two_units(seconds: float | None, output: str) ->
 def test_a_job_that_has_not_started_reports_what_it_waits_for(pods: tuple[str, str, str], output: str) -> None:
     status, reason, message = pods
     condition = {"type": "PodsReady", "status": status, "reason": reason, "message": message}
-    view = screen(phase="Pending", stage="", conditions=[condition])
-    shown = re.sub(" +", " ", page(view))
+    view = job_view(phase="Pending", stage="", conditions=[condition])
+    shown = re.sub(" +", " ", status_text(view))
     assert f"Phase {output}" in re.sub(" *\n", "\n", shown)
     assert (message in view.advice) is (reason == "Unschedulable")
 
@@ -626,17 +630,17 @@ def test_a_job_that_has_not_started_reports_what_it_waits_for(pods: tuple[str, s
 def test_failing_saves_are_reported_once_with_the_error_of_the_store() -> None:
     overdue = {"type": "CheckpointHealthy", "status": "False", "reason": "CheckpointOverdue", "message": "too slow"}
     full = "a save failed, training goes on: No space left on device: free space"
-    view = screen(conditions=[overdue], checkpoint={"durableStep": 50, "notice": full})
+    view = job_view(conditions=[overdue], checkpoint={"durableStep": 50, "notice": full})
 
     assert view.advice == (full,)
-    assert page(view, 200).count("free space") == 1
-    assert "too slow" in screen(conditions=[overdue]).advice
+    assert status_text(view, 200).count("free space") == 1
+    assert "too slow" in job_view(conditions=[overdue]).advice
 
 
 def test_a_repeated_alert_is_shown_once() -> None:
-    view = screen(alerts=[{"kind": "LossAlarm", "step": 606, "message": "the run diverges unless this passes"}])
-    again = tuple(replace(view.events[0], reason="LossAlarm", message=f"step {step}") for step in range(9))
-    shown = page(replace(view, events=again + view.events))
+    view = job_view(alerts=[{"kind": "LossAlarm", "step": 606, "message": "the run diverges unless this passes"}])
+    repeated = tuple(replace(view.events[0], reason="LossAlarm", message=f"step {step}") for step in range(9))
+    shown = status_text(replace(view, events=repeated + view.events))
 
     assert shown.count("LossAlarm") == 1
     assert "LossAlarm: step 606: the run diverges" in shown
@@ -649,13 +653,13 @@ def test_a_repeated_alert_is_shown_once() -> None:
 def test_a_job_that_exceeds_its_deadline_shows_it_while_stopping_and_afterwards() -> None:
     output = "The job has been active for 60 s, as long as activeDeadlineSeconds allows."
     target = {"type": "FailureTarget", "status": "True", "reason": "DeadlineExceeded", "message": output}
-    view = screen(phase="Stopping", conditions=[target])
+    view = job_view(phase="Stopping", conditions=[target])
 
     assert view.advice == (f"{output} Its workers save and leave, then it fails.",)
     job = recorded_object("job")
     entry = {"generation": 1, "time": "2026-01-01T00:00:00Z", "cause": "Yielded", "rung": "Stop", "message": output}
     job["status"] |= {"phase": "Failed", "verdict": output, "history": [entry]}
-    report = text_of(interruption_page(explain_interruption(job, advice=build_job_view(job, now=NOW).advice)))
+    report = rendered(interruption_page(explain_interruption(job, advice=build_job_view(job, now=NOW).advice)))
     assert "stopped for good" in report
     assert "active for 60 s" in report
     assert "kubectl trn retry" in report
@@ -680,7 +684,7 @@ def test_control_characters_are_removed_and_line_breaks_kept() -> None:
 
 
 def test_unpaired_surrogates_are_removed() -> None:
-    half = json.loads('"a\\ud800b"')
-    assert plain(half) == "ab"
-    (event,) = build_event_views([{"reason": half, "message": half}])
+    unpaired = json.loads('"a\\ud800b"')
+    assert plain(unpaired) == "ab"
+    (event,) = build_event_views([{"reason": unpaired, "message": unpaired}])
     assert (event.reason, event.message) == ("ab", "ab")

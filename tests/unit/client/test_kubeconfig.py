@@ -12,17 +12,17 @@ from trainium_contract.api_server.errors import NoClusterError
 from trainium_contract.api_server.kubeconfig import find_access
 
 
-def written(path: Path, document: dict[str, Any]) -> str:
+def write_yaml(path: Path, document: dict[str, Any]) -> str:
     path.parent.mkdir(exist_ok=True)
     path.write_text(yaml.safe_dump(document))
     return str(path)
 
 
 def test_the_first_kubeconfig_that_defines_a_name_wins(tmp_path: Path) -> None:
-    first = written(
+    first = write_yaml(
         tmp_path / "a", {"contexts": kubeconfig("")["contexts"], "users": kubeconfig("", token="t1")["users"]}
     )
-    second = written(tmp_path / "b", kubeconfig("https://example.test", token="t2"))
+    second = write_yaml(tmp_path / "b", kubeconfig("https://example.test", token="t2"))
 
     access = find_access(None, None, {"KUBECONFIG": f"{first}:{second}:{tmp_path / 'none'}"})
 
@@ -37,7 +37,7 @@ def test_paths_are_relative_to_their_file_and_inline_data_wins(tmp_path: Path) -
         "certificate-authority": "nowhere.crt",
         "certificate-authority-data": base64.b64encode(b"CA").decode(),
     }
-    path = written(folder / "config", document)
+    path = write_yaml(folder / "config", document)
     (folder / "me.crt").write_bytes(b"CERT")
     (folder / "me.key").write_bytes(b"KEY")
 
@@ -48,7 +48,7 @@ def test_paths_are_relative_to_their_file_and_inline_data_wins(tmp_path: Path) -
 
 def test_impersonation_sets_its_headers(tmp_path: Path) -> None:
     user = {"token": "t", "as": "viewer", "as-groups": ["readers"]}
-    path = written(tmp_path / "config", kubeconfig("https://example.test", **user))
+    path = write_yaml(tmp_path / "config", kubeconfig("https://example.test", **user))
 
     headers = find_access(path, None, {}).headers
 
@@ -67,17 +67,17 @@ def test_impersonation_sets_its_headers(tmp_path: Path) -> None:
     ],
 )
 def test_a_kubeconfig_that_cannot_be_used_is_one_sentence(tmp_path: Path, change: dict[str, Any], output: str) -> None:
-    path = written(tmp_path / "config", {**kubeconfig("https://example.test"), **change})
+    path = write_yaml(tmp_path / "config", {**kubeconfig("https://example.test"), **change})
 
-    with pytest.raises(NoClusterError, match=output) as shown:
+    with pytest.raises(NoClusterError, match=output) as error:
         find_access(path, None, {})
-    assert "\n" not in str(shown.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_token_is_never_in_an_error_message(tmp_path: Path) -> None:
     path = tmp_path / "config"
     path.write_text("users: [{name: me, user: {token: s3cret}\n")
 
-    with pytest.raises(NoClusterError) as shown:
+    with pytest.raises(NoClusterError) as error:
         find_access(str(path), None, {})
-    assert "s3cret" not in str(shown.value)
+    assert "s3cret" not in str(error.value)

@@ -23,43 +23,43 @@ _MAGIC = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 SUCCESS = {"status": "Success"}
 
 
-def frame(kind: int, data: bytes) -> bytes:
+def websocket_frame(kind: int, data: bytes) -> bytes:
     return bytes([0x80 | kind, len(data)]) + data if len(data) < 126 else bytes([0x80 | kind, 126]) + struct.pack(
         "!H", len(data)
     ) + data  # fmt: skip
 
 
-def _send(taken: socket.socket, shown: tuple[tuple[int, bytes], ...], status: Any) -> None:
-    for channel, data in (*shown, (3, json.dumps(status).encode())):
-        taken.sendall(frame(2, bytes([channel]) + data))
-    taken.sendall(frame(8, struct.pack("!H", 1000)))
-    taken.recv(4096)
+def _send(client: socket.socket, frames: tuple[tuple[int, bytes], ...], status: Any) -> None:
+    for channel, data in (*frames, (3, json.dumps(status).encode())):
+        client.sendall(websocket_frame(2, bytes([channel]) + data))
+    client.sendall(websocket_frame(8, struct.pack("!H", 1000)))
+    client.recv(4096)
 
 
 @contextlib.contextmanager
-def worker(*shown: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -> Iterator[Api]:
-    """Serve one exec request whose program writes this to these channels."""
+def worker(*frames: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -> Iterator[Api]:
+    """Serve one exec request whose program writes these (channel, data) frames."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
-        taken, _ = listener.accept()
-        with taken:
+        client, _ = listener.accept()
+        with client:
             head = b""
             while b"\r\n\r\n" not in head:
-                head += taken.recv(4096)
+                head += client.recv(4096)
             if code != 101:
-                taken.sendall(b"HTTP/1.1 %d No\r\nContent-Length: 0\r\n\r\n" % code)
+                client.sendall(b"HTTP/1.1 %d No\r\nContent-Length: 0\r\n\r\n" % code)
                 return
             assert b"command=cat&command=%2Fetc%2Fhosts" in head
             fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
             accept = base64.b64encode(hashlib.sha1(fields[b"Sec-WebSocket-Key"] + _MAGIC).digest())
-            taken.sendall(
+            client.sendall(
                 b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
                 b"Sec-WebSocket-Protocol: v4.channel.k8s.io\r\nSec-WebSocket-Accept: " + accept + b"\r\n\r\n"
             )
-            # A client that has received enough leaves early.
+            # A client that disconnects once it has received enough.
             with contextlib.suppress(ConnectionError):
-                _send(taken, shown, status)
+                _send(client, frames, status)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -93,16 +93,11 @@ def test_a_failed_program_raises_its_last_line_unless_its_code_is_accepted() -> 
 
 def test_a_failed_program_with_a_json_log_line_raises_its_message() -> None:
     stamp = "2026-11-24T08:09:10Z"
-    line = {
-        "time": stamp,
-        "level": "error",
-        "source": "trainer",
-        "logger": "trainium.exit",
-        "message": "no such folder",
-    }
+    line = {"time": stamp, "level": "error", "source": "trainer", "logger": "trainium.exit"}
+    line |= {"message": "no such folder", "error": "Traceback"}
     failed = {"status": "Failure", "details": {"causes": [{"reason": "ExitCode", "message": "64"}]}}
-    ended = worker((2, f"{json.dumps(line | {'error': 'Traceback'})}\n".encode()), status=failed)
-    with ended as api, pytest.raises(ClientError, match=r"^w-0: no such folder$"):
+    failed_worker = worker((2, f"{json.dumps(line)}\n".encode()), status=failed)
+    with failed_worker as api, pytest.raises(ClientError, match=r"^w-0: no such folder$"):
         run_in_pod(api, "w-0", ("cat", "/etc/hosts"))
 
 

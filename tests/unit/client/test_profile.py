@@ -2,7 +2,7 @@
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,24 +10,24 @@ from unittest import mock
 import pytest
 
 from tests.testing.api.recorded_jobs import JOBS, ApiServer
-from tests.unit.client.conftest import Run
+from tests.unit.client.conftest import Command
 from trainium_client import pod_exec
 from trainium_client.commands import profile
 from trainium_client.pod_exec import ExecOutput
 from trainium_contract.api_server.errors import ClientError
 
 
-class Workers:
+class FakeWorkers:
     """Two workers with one rank each, of which one has slower matrix products."""
 
     def __init__(self) -> None:
         self.step, self.total, self.seconds = 100, 1000, 0.5
-        self.asked: list[tuple[str, tuple[str, ...]]] = []
+        self.commands: list[tuple[str, tuple[str, ...]]] = []
         self.problems: dict[str, str] = {}
         self.trace: bytes | None = None
 
     def run(self, _: Any, pod: str, command: tuple[str, ...], **__: Any) -> ExecOutput:
-        self.asked.append((pod, tuple(command)))
+        self.commands.append((pod, tuple(command)))
         if command[0] == "cat":
             return ExecOutput(self.trace or self._trace(int(command[1][-1])), b"")
         if command[2] == "trainium_agent.show_ranks":
@@ -48,41 +48,43 @@ class Workers:
 
 
 @pytest.fixture
-def workers() -> Iterator[Workers]:
-    found = Workers()
-    with mock.patch.object(profile, "run_in_pod", found.run), mock.patch.object(pod_exec, "run_in_pod", found.run):
-        yield found
+def workers() -> Iterator[FakeWorkers]:
+    fake = FakeWorkers()
+    with mock.patch.object(profile, "run_in_pod", fake.run), mock.patch.object(pod_exec, "run_in_pod", fake.run):
+        yield fake
 
 
-def requests(workers: Workers) -> dict[str, tuple[str, ...]]:
-    return {pod: command[3:] for pod, command in workers.asked if command[-4:-3] == ("trainium_agent.request_profile",)}
+def profile_requests(workers: FakeWorkers) -> dict[str, tuple[str, ...]]:
+    return {
+        pod: command[3:] for pod, command in workers.commands if command[-4:-3] == ("trainium_agent.request_profile",)
+    }
 
 
 def test_the_slowest_rank_and_another_record_the_same_steps_a_few_seconds_ahead(
-    trn: Callable[..., Run], server: ApiServer, workers: Workers, tmp_path: Path
+    trn: Command, server: ApiServer, workers: FakeWorkers, tmp_path: Path
 ) -> None:
     pods = [row["cells"][0] for row in server.answers["/api/v1/namespaces/team/pods"]["rows"]]
     server.answers[f"{JOBS}/llama"]["status"]["stragglers"] = [{"pod": "llama-w-2", "slowdown": 1.8}]
     file = tmp_path / "trace.json.gz"
     code, out, err = trn("profile", "llama", "-f", str(file))
-    assert (code, set(requests(workers)) <= set(pods)) == (0, True)
-    assert requests(workers) == {"llama-w-0": ("0", "107", "3"), "llama-w-2": ("0", "107", "3")}
+    assert (code, set(profile_requests(workers)) <= set(pods)) == (0, True)
+    assert profile_requests(workers) == {"llama-w-0": ("0", "107", "3"), "llama-w-2": ("0", "107", "3")}
     assert "recording steps 107 to 109 of ranks 1, 0\n" in err
     assert f"{file} opens in https://ui.perfetto.dev; in the job's storage: s3://b/2, s3://b/0\n" in err
     assert "aten::mm" in out
     assert len(json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]) == 4
-    document = json.loads(trn("profile", "llama", "-f", str(file), "-o", "json")[1])
-    assert [(one["pod"], one["stored"]) for one in document] == [("llama-w-2", "s3://b/2"), ("llama-w-0", "s3://b/0")]
+    rows = json.loads(trn("profile", "llama", "-f", str(file), "-o", "json").out)
+    assert [(row["pod"], row["stored"]) for row in rows] == [("llama-w-2", "s3://b/2"), ("llama-w-0", "s3://b/0")]
 
 
 def test_only_named_ranks_record_and_near_the_end_they_start_at_once(
-    trn: Callable[..., Run], workers: Workers, tmp_path: Path
+    trn: Command, workers: FakeWorkers, tmp_path: Path
 ) -> None:
     workers.total = 104
     code, _, err = trn("profile", "llama", "--ranks", "1", "--steps", "4", "-f", str(tmp_path / "a"))
     assert code == 0, err
-    assert {pod for pod, _ in workers.asked} == {"llama-w-2"}
-    assert requests(workers) == {"llama-w-2": ("0", "101", "4")}
+    assert {pod for pod, _ in workers.commands} == {"llama-w-2"}
+    assert profile_requests(workers) == {"llama-w-2": ("0", "101", "4")}
     code, _, err = trn("profile", "llama", "--ranks", "1", "--steps", "5")
     assert code == 1
     assert "llama has completed step 100 of 104: --steps 5 is more than the 4 that are left" in err
@@ -98,25 +100,23 @@ def test_only_named_ranks_record_and_near_the_end_they_start_at_once(
     ],
 )
 def test_ranks_and_steps_that_do_not_exist_are_refused(
-    trn: Callable[..., Run], workers: Workers, words: tuple[str, ...], message: str
+    trn: Command, workers: FakeWorkers, words: tuple[str, ...], message: str
 ) -> None:
     code, out, err = trn("profile", "llama", *words)
     assert (code, out) == (1, "")
     assert message in err
-    assert workers.asked == []
+    assert workers.commands == []
 
 
-def test_a_job_that_cannot_be_recorded_reports_why(
-    trn: Callable[..., Run], server: ApiServer, workers: Workers
-) -> None:
-    assert "broken is Failed: only the steps of a job that trains can be recorded" in trn("profile", "broken")[2]
+def test_a_job_that_cannot_be_recorded_reports_why(trn: Command, server: ApiServer, workers: FakeWorkers) -> None:
+    assert "broken is Failed: only the steps of a job that trains can be recorded" in trn("profile", "broken").err
     server.answers[f"{JOBS}/llama"]["spec"]["program"] = {"command": ["python"]}
-    assert "record them in the program with torch.profiler; `kubectl trn stacks llama`" in trn("profile", "llama")[2]
-    assert workers.asked == []
+    assert "record them in the program with torch.profiler; `kubectl trn stacks llama`" in trn("profile", "llama").err
+    assert workers.commands == []
 
 
 def test_a_rank_that_fails_to_record_is_named_and_the_others_are_shown(
-    trn: Callable[..., Run], workers: Workers, tmp_path: Path
+    trn: Command, workers: FakeWorkers, tmp_path: Path
 ) -> None:
     file = tmp_path / "a"
     workers.problems = {"llama-w-0": "the rank makes no steps now"}
@@ -129,9 +129,9 @@ def test_a_rank_that_fails_to_record_is_named_and_the_others_are_shown(
     code, out, err = trn("profile", "llama", "-f", str(file))
     assert (code, out, file.exists()) == (1, "", False)
     workers.problems, workers.trace = {}, b"nonsense"
-    assert "cannot be read: it is not JSON" in trn("profile", "llama", "-f", str(file))[2]
+    assert "cannot be read: it is not JSON" in trn("profile", "llama", "-f", str(file)).err
 
 
-def test_an_unreachable_worker_is_reported(trn: Callable[..., Run]) -> None:
+def test_an_unreachable_worker_is_reported(trn: Command) -> None:
     with mock.patch.object(pod_exec, "run_in_pod", side_effect=ClientError("no such pod")):
-        assert "is not training now: no such pod" in trn("profile", "llama")[2]
+        assert "is not training now: no such pod" in trn("profile", "llama").err

@@ -6,37 +6,34 @@ from pathlib import Path
 import pytest
 
 from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded_log_as_json, recorded_object
+from tests.unit.client.conftest import open_job
 from trainium_client import ClientError, JobFailedError, TrainingJob
 from trainium_contract.job import TrainingJobSpec
 
 
-def job(server: ApiServer, name: str = "llama") -> TrainingJob:
-    return TrainingJob(name, kubeconfig=str(server.kubeconfig))
-
-
 def test_a_job_is_read_as_the_commands_read_it(server: ApiServer) -> None:
-    found = job(server)
+    job = open_job(server)
 
-    assert found.status().step == 263
-    assert found.why().number == 3
-    assert found.events()[0].reason == "Recovered"
-    assert found.logs(0)
-    assert "team/llama" in found._repr_html_()
+    assert job.status().step == 263
+    assert job.why().number == 3
+    assert job.events()[0].reason == "Recovered"
+    assert job.logs(0)
+    assert "team/llama" in job._repr_html_()
     with pytest.raises(ClientError, match="no rank 9"):
-        found.logs(9)
+        job.logs(9)
 
 
 def test_text_and_json_logs_of_a_rank_read_the_same(server: ApiServer) -> None:
-    lines = job(server).logs()
+    lines = open_job(server).logs()
     assert lines
     assert lines[0].startswith("02:08:38 rank 0 INFO step 106/4000")
     server.answers[f"{CORE}/pods/llama-w-0/log"] = recorded_log_as_json()
-    assert job(server).logs() == lines
+    assert open_job(server).logs() == lines
     stamp = "2026-11-24T08:09:10Z"
     failed = {"time": stamp, "level": "error", "source": "trainer", "logger": "trainium.exit", "rank": 0}
     failed |= {"message": "KeyError: 1", "error": "Traceback\nKeyError: 1"}
     server.answers[f"{CORE}/pods/llama-w-0/log"] = f"{stamp} {json.dumps(failed)}\n"
-    assert job(server).logs() == ["Traceback", "KeyError: 1", "KeyError: 1"]
+    assert open_job(server).logs() == ["Traceback", "KeyError: 1", "KeyError: 1"]
 
 
 def test_a_typed_spec_is_applied_in_the_context_s_namespace(server: ApiServer) -> None:
@@ -68,32 +65,32 @@ def test_waiting_ends_with_the_phase_the_verdict_or_the_time(server: ApiServer) 
     reads = []
 
     def finish(_seconds: float) -> None:
-        done = recorded_object("job")
-        done["status"]["phase"] = "Completed"
-        server.answers[f"{JOBS}/llama"] = done
+        completed = recorded_object("job")
+        completed["status"]["phase"] = "Completed"
+        server.answers[f"{JOBS}/llama"] = completed
 
-    assert job(server).wait(on_view=reads.append, pause=finish).phase == "Completed"
+    assert open_job(server).wait(on_view=reads.append, pause=finish).phase == "Completed"
     assert [view.phase for view in reads] == ["Running", "Completed"]
     with pytest.raises(JobFailedError, match="there is no such file or folder"):
-        job(server, "broken").wait()
+        open_job(server, "broken").wait()
     with pytest.raises(ClientError, match="has completed, and was waited for to be Suspended"):
-        job(server).wait("Suspended")
+        open_job(server).wait("Suspended")
 
 
 def test_waiting_has_a_limit(server: ApiServer) -> None:
     with pytest.raises(ClientError, match="is Running after 0 s, not Completed"):
-        job(server).wait(seconds=0)
+        open_job(server).wait(seconds=0)
 
 
 def test_delete_sends_the_uid_and_accepts_a_missing_job(server: ApiServer) -> None:
-    job(server).delete()
+    open_job(server).delete()
     assert server.requests[-1][2]["preconditions"] == {"uid": recorded_object("job")["metadata"]["uid"]}
-    job(server, "gone").delete()
+    open_job(server, "gone").delete()
 
 
 def test_suspend_and_resume_are_patches(server: ApiServer) -> None:
-    job(server).suspend()
-    job(server).resume()
+    open_job(server).suspend()
+    open_job(server).resume()
 
     assert [body for method, _, body in server.requests if method == "PATCH"] == [
         {"spec": {"suspend": True}},
@@ -103,12 +100,12 @@ def test_suspend_and_resume_are_patches(server: ApiServer) -> None:
 
 def test_retry_needs_a_failed_job_and_takes_a_corrected_spec(server: ApiServer) -> None:
     with pytest.raises(ClientError, match="only a failed job can be retried, and llama is Running"):
-        job(server).retry()
+        open_job(server).retry()
     server.answers |= {f"POST {JOBS}": 422}
     corrected = TrainingJob("broken", {"trainer": {"seed": 7}}, kubeconfig=str(server.kubeconfig))
-    for each in (corrected, job(server, "broken")):
+    for failed_job in (corrected, open_job(server, "broken")):
         with pytest.raises(ClientError, match="create trainingjobs"):
-            each.retry()
+            failed_job.retry()
     specs = [body["spec"] for method, _, body in server.requests if method == "POST"]
     assert specs == [{"trainer": {"seed": 7}}, recorded_object("failed")["spec"]]
     assert not any(method == "DELETE" for method, _, _ in server.requests)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.testing.api.recorded_jobs import NOW, ApiServer, recorded_object, recorded_responses
+from tests.testing.api.recorded_jobs import NOW, recorded_object
 from tests.testing.page.html_page import Page
-from trainium_client.commands.main import main
+from tests.unit.client.conftest import Command
 from trainium_client.commands.report import read_curve_of
 from trainium_client.read import JobSnapshot
 from trainium_contract.pages.job_page import JobReport, report_html
@@ -27,11 +27,16 @@ from trainium_contract.views.workers import MemberRow, Members
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'
 
 
-def lines(steps: int) -> list[str]:
+def metric_lines(steps: int) -> list[str]:
     return [json.dumps({"step": step, "loss": 6 - step / steps, "tokensPerSecond": 10.0}) for step in range(steps)]
 
 
-def full() -> JobReport:
+def page_of_job(job: dict[str, Any]) -> str:
+    return report_html(JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW)
+
+
+def hostile_report() -> JobReport:
+    """Return a report with every section and markup in every text."""
     job = recorded_object("job")
     view = build_job_view(job, now=NOW, events=build_event_views(recorded_object("events")["items"]))
     view = replace(
@@ -44,15 +49,15 @@ def full() -> JobReport:
         not_shown=(HOSTILE,),
     )
     entries = tuple(
-        replace(each, message=HOSTILE, pod=HOSTILE, cause=HOSTILE) for each in read_interruptions(public_status(job))
+        replace(entry, message=HOSTILE, pod=HOSTILE, cause=HOSTILE) for entry in read_interruptions(public_status(job))
     )
     members = Members(3, 32, (MemberRow(0, HOSTILE, HOSTILE), MemberRow(1, "w-1", "n-1")))
     row = CheckpointRow(HOSTILE, "committed", 254, 2**20, None, "2x1x1", NOW - 60, HOSTILE)
-    return JobReport(view, entries, members, (row,), read_curve(lines(300)), (HOSTILE,))
+    return JobReport(view, entries, members, (row,), read_curve(metric_lines(300)), (HOSTILE,))
 
 
 def test_hostile_text_becomes_no_element_and_the_page_loads_nothing() -> None:
-    page = Page(report_html(full(), NOW))
+    page = Page(report_html(hostile_report(), NOW))
 
     assert page.open == []
     assert not {"script", "img", "link", "iframe", "object", "a"} & set(page.tags)
@@ -62,11 +67,11 @@ def test_hostile_text_becomes_no_element_and_the_page_loads_nothing() -> None:
 
 
 def test_the_page_has_every_section() -> None:
-    page = Page(report_html(full(), NOW))
+    page = Page(report_html(hostile_report(), NOW))
 
-    for words in ("Loss", "Where the time went", "Interruptions", "Who trains (generation 3)", "Checkpoints on storage",
+    for text in ("Loss", "Where the time went", "Interruptions", "Who trains (generation 3)", "Checkpoints on storage",
                   "Artifacts", "Evaluation", "Events", "Not shown", "32-63", "6.6 %", "1.0 MiB"):  # fmt: skip
-        assert words in page.text, words
+        assert text in page.text, text
     assert page.tags.count("polyline") == 1
     marks = [value for name, value in page.attributes if (name, value) == ("class", "mark")]
     assert len(marks) == 3
@@ -77,14 +82,14 @@ def test_the_page_of_a_failed_job_shows_what_was_changed_since() -> None:
     job["metadata"]["generation"] = job["status"]["observedGeneration"] = 2
     change = {"field": "trainer.data.source", "was": '"/a<b>"', "now": '"/c"'}
     job["status"]["failedSpec"] = {"changes": [change]}
-    html = report_html(JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW)
+    html = page_of_job(job)
     assert "Changed since it failed: trainer.data.source (was &quot;/a&lt;b&gt;&quot;, is &quot;/c&quot;)" in html
 
 
-def test_a_job_that_has_only_started_has_a_page_too() -> None:
+def test_a_job_without_a_status_has_a_page() -> None:
     job = {key: value for key, value in recorded_object("job").items() if key != "status"}
 
-    page = Page(report_html(JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW))
+    page = Page(page_of_job(job))
 
     assert page.open == []
     assert "not answered yet" in page.text
@@ -114,38 +119,36 @@ def test_an_infinite_loss_is_left_out() -> None:
 
 
 def test_a_long_curve_is_thinned_and_a_spike_stays() -> None:
-    long = lines(20_000)
+    long = metric_lines(20_000)
     long[777] = json.dumps({"step": 777, "loss": 99.0, "validationLoss": 3.0})
 
     curve = read_curve([*long, "", "{", '{"step": 20001, "loss": null}', "[]"])
 
     assert len(curve) == MOST_POINTS
     assert curve[-1].step == 19_999
-    assert max(each.highest for each in curve) == 99.0
-    assert [each.validation for each in curve if each.validation is not None] == [3.0]
+    assert max(point.highest for point in curve) == 99.0
+    assert [point.validation for point in curve if point.validation is not None] == [3.0]
 
 
 def test_a_thousand_workers_and_a_full_history_stay_a_page_that_a_browser_opens() -> None:
     rows = tuple(MemberRow(rank, f"llama-w-{rank}", f"node-{rank}") for rank in range(1000))
-    page = report_html(replace(full(), members=Members(9, 32, rows), curve=read_curve(lines(20_000))), NOW)
+    page = report_html(
+        replace(hostile_report(), members=Members(9, 32, rows), curve=read_curve(metric_lines(20_000))), NOW
+    )
 
     assert len(page) < 1_000_000
     assert Page(page).open == []
 
 
-def test_the_curve_comes_from_the_file_that_is_given(tmp_path: Path) -> None:
+def test_the_curve_comes_from_the_file_that_is_given(trn: Command, tmp_path: Path) -> None:
     metrics, output = tmp_path / "metrics.jsonl", tmp_path / "page.html"
-    metrics.write_text("\n".join(lines(50)))
-    arguments = ["report", "llama", "--metrics", str(metrics), "-o", str(output), "--kubeconfig"]
-    with ApiServer(recorded_responses(), tmp_path).running() as server, pytest.raises(SystemExit) as left:
-        main([*arguments, str(server.kubeconfig)])
-
-    assert not left.value.code
+    metrics.write_text("\n".join(metric_lines(50)))
+    assert trn("report", "llama", "--metrics", str(metrics), "-o", str(output)).code == 0
     assert "polyline" in Page(output.read_text()).tags
 
 
 @pytest.mark.parametrize(
-    ("storage", "place"),
+    ("storage", "location"),
     [
         ({"hostPath": {"path": "/data"}}, "/data/team/llama/metrics.jsonl on the nodes"),
         ({"hostPath": {"path": "/data"}, "subPath": "runs/one"}, "/data/runs/one/metrics.jsonl on the nodes"),
@@ -154,17 +157,17 @@ def test_the_curve_comes_from_the_file_that_is_given(tmp_path: Path) -> None:
         ({}, ""),
     ],
 )
-def test_artifacts_and_checkpoints_are_shown_by_their_location(storage: dict[str, object], place: str) -> None:
+def test_artifacts_and_checkpoints_are_shown_by_their_location(storage: dict[str, object], location: str) -> None:
     job = recorded_object("job")
     job["spec"]["checkpoint"]["storage"] = storage
-    assert describe_location(job, "metrics.jsonl") == place
+    assert describe_location(job, "metrics.jsonl") == location
 
 
 def test_the_curve_explains_only_what_is_drawn_in_it() -> None:
-    plain = report_html(replace(full(), entries=(), curve=read_curve(lines(50))), NOW)
+    plain = report_html(replace(hostile_report(), entries=(), curve=read_curve(metric_lines(50))), NOW)
     assert "<p class=soft>by step</p>" in plain
-    assert "dashed: interruptions" in report_html(replace(full(), curve=read_curve(lines(50))), NOW)
-    assert "the band" in report_html(replace(full(), curve=read_curve(lines(20_000))), NOW)
+    assert "dashed: interruptions" in report_html(replace(hostile_report(), curve=read_curve(metric_lines(50))), NOW)
+    assert "the band" in report_html(replace(hostile_report(), curve=read_curve(metric_lines(20_000))), NOW)
 
 
 def test_figures_are_beside_the_checkpoints_and_never_in_a_bucket() -> None:
@@ -182,6 +185,6 @@ def test_figures_of_a_program_are_read_beside_its_checkpoints() -> None:
     assert describe_location(job, "metrics.jsonl") == "/data/run/metrics.jsonl on the nodes"
     del job["spec"]["program"]["checkpoints"]
     notes: list[str] = []
-    screen = JobSnapshot(job=job, view=full().view, members=None, pods=())
-    assert read_curve_of(cast("Any", None), screen, None, notes) == ()
+    snapshot = JobSnapshot(job=job, view=hostile_report().view, members=None, pods=())
+    assert read_curve_of(cast("Any", None), snapshot, None, notes) == ()
     assert "set that, or give --metrics FILE" in notes[0]

@@ -4,11 +4,9 @@ import json
 import tarfile
 from pathlib import Path
 
-import pytest
-
-from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded_object, recorded_responses
+from tests.testing.api.recorded_jobs import CORE, ApiServer, recorded_object
+from tests.unit.client.conftest import Command
 from trainium_client.commands.bundle import redact
-from trainium_client.commands.main import main
 
 SECRET = "hunter2hunter2"
 
@@ -27,16 +25,13 @@ def pod(name: str) -> dict[str, object]:
     }
 
 
-def test_a_support_bundle_has_every_part_and_no_secret(tmp_path: Path) -> None:
-    answers = recorded_responses()
+def test_a_support_bundle_has_every_part_and_no_secret(trn: Command, server: ApiServer, tmp_path: Path) -> None:
+    answers = server.answers
     answers[f"{CORE}/pods"] = {"items": [pod("llama-w-0"), pod("llama-w-2")]}
     answers[f"{CORE}/pods/llama-w-0/log"] = f"2026-11-23T02:00:00Z password={SECRET}\n2026-11-23T02:00:01Z step 1\n"
     answers["/api/v1/nodes"] = {"items": [{"metadata": {"name": "node-2"}, "status": {"images": [1]}}]}
     path = tmp_path / "bundle.tar.gz"
-    with ApiServer(answers, tmp_path).running() as server, pytest.raises(SystemExit) as left:
-        main(["support-bundle", "llama", "--file", str(path), "--kubeconfig", str(server.kubeconfig)])
-
-    assert not left.value.code
+    assert trn("support-bundle", "llama", "--file", str(path)).code == 0
     assert path.stat().st_mode & 0o077 == 0
     with tarfile.open(path) as archive:
         parts = {
@@ -53,20 +48,17 @@ def test_a_support_bundle_has_every_part_and_no_secret(tmp_path: Path) -> None:
     assert "operator" in parts["missing.txt"]
 
 
-def test_an_unknown_job_leaves_no_archive(tmp_path: Path) -> None:
+def test_an_unknown_job_leaves_no_archive(trn: Command, tmp_path: Path) -> None:
     path = tmp_path / "bundle.tar.gz"
-    with ApiServer({JOBS: {"items": []}}, tmp_path).running() as server, pytest.raises(SystemExit) as left:
-        main(["support-bundle", "none", "--file", str(path), "--kubeconfig", str(server.kubeconfig)])
-
-    assert left.value.code == 1
+    assert trn("support-bundle", "none", "--file", str(path)).code == 1
     assert not path.exists()
 
 
 def test_the_job_itself_is_not_changed_by_redaction() -> None:
     job = recorded_object("job")
 
-    shown = redact(job)
+    redacted = redact(job)
 
-    assert shown["status"] == job["status"]
-    assert "managedFields" not in shown["metadata"]
+    assert redacted["status"] == job["status"]
+    assert "managedFields" not in redacted["metadata"]
     assert "managedFields" in job["metadata"]

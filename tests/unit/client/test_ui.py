@@ -4,16 +4,16 @@ import http.client
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.testing.api.recorded_jobs import CORE, JOBS, ApiServer, recorded_object, recorded_responses
 from tests.testing.page.browser import CHROMIUM, browser
 from tests.testing.page.html_page import Page
+from tests.testing.suite.timeouts import until
 from trainium_client.api import Api
 from trainium_client.commands import pages
 from trainium_client.commands.main import main
@@ -22,64 +22,56 @@ from trainium_client.commands.ui_server import UiServer
 from trainium_contract.api_server.connection import Connection
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.api_server.kubeconfig import find_access
+from trainium_contract.views.curve import read_curve
 
 HOSTILE = '"><script>document.title="hacked"</script><img src=x onerror=alert(2)>'
 
 
-class Harness:
-    """The server of `ui` on recorded answers, with its own clock."""
+class UiHarness:
+    """The server of `ui` with recorded responses and a clock that tests set."""
 
     def __init__(self, api: ApiServer) -> None:
         self.api = api
         self.now = 0.0
-        local = LocalPages(self.connected, "/secret", monotonic=lambda: self.now)
+        local = LocalPages(self.open_api, "/secret", monotonic=lambda: self.now)
         self.server = UiServer(local, "secret", "/team/llama")
 
-    def connected(self) -> Api:
+    def open_api(self) -> Api:
         return Api(Connection(find_access(str(self.api.kubeconfig), None, {})), "team")
 
     def get(self, path: str, method: str = "GET", host: str = "") -> tuple[int, str, dict[str, str]]:
         connection = http.client.HTTPConnection("127.0.0.1", self.server.server_port, timeout=30)
         connection.request(method, path, headers={"Host": host} if host else {})
-        answer = connection.getresponse()
-        text = answer.read().decode()
+        response = connection.getresponse()
+        text = response.read().decode()
         connection.close()
-        return answer.status, text, dict(answer.headers)
+        return response.status, text, dict(response.headers)
 
-    def asked(self, part: str) -> int:
+    def count_requests(self, part: str) -> int:
         return sum(part in path for _, path, _ in self.api.requests)
 
 
-def eventually(condition: Callable[[], Any]) -> None:
-    over = threading.Event()
-    for _ in range(600):
-        if condition():
-            return
-        over.wait(0.05)
-    raise AssertionError(condition)
-
-
 @contextmanager
-def serving(api: ApiServer) -> Iterator[Harness]:
-    harness = Harness(api)
+def serving(api: ApiServer) -> Iterator[UiHarness]:
+    harness = UiHarness(api)
     thread = threading.Thread(target=harness.server.serve_forever, args=(0.05,))
     thread.start()
     try:
         yield harness
     finally:
         harness.server.shutdown()
-        eventually(lambda: not any(each.busy for each in harness.server.pages._results.values()))
+        until(lambda: not any(result.busy for result in harness.server.pages._results.values()), "all reads have ended")
         harness.server.server_close()
         thread.join()
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    with ApiServer(recorded_responses(), tmp_path).running() as api, serving(api) as made:
-        yield made
+def harness(tmp_path: Path) -> Iterator[UiHarness]:
+    with ApiServer(recorded_responses(), tmp_path).running() as api, serving(api) as harness:
+        yield harness
 
 
-def test_job_and_list_pages_link_to_each_other(harness: Harness) -> None:
+def test_job_and_list_pages_link_to_each_other(harness: UiHarness) -> None:
     harness.api.answers["/apis/trainium.dev/v1alpha1/trainingjobs"] = harness.api.answers[JOBS]
     status, text, headers = harness.get("/secret/team/llama")
     page = Page(text)
@@ -94,7 +86,7 @@ def test_job_and_list_pages_link_to_each_other(harness: Harness) -> None:
         assert "Failed" in listed.text
 
 
-def test_requests_without_the_secret_or_of_another_host_are_refused(harness: Harness) -> None:
+def test_requests_without_the_secret_or_of_another_host_are_refused(harness: UiHarness) -> None:
     for path in ("/", "/team/llama", "/wrong/team/llama", "/secretteam", "/favicon.ico", "/secret/a/b/c"):
         status, text, _ = harness.get(path)
         assert (status, "llama" in text) == (404, False), path
@@ -104,7 +96,7 @@ def test_requests_without_the_secret_or_of_another_host_are_refused(harness: Har
     assert not harness.api.requests
 
 
-def test_the_ticket_of_the_browser_is_valid_once(harness: Harness) -> None:
+def test_the_ticket_of_the_browser_is_valid_once(harness: UiHarness) -> None:
     ticket = harness.server.one_time_url.partition(str(harness.server.server_port))[2]
     assert "secret" not in ticket
     status, _, headers = harness.get(ticket)
@@ -112,7 +104,7 @@ def test_the_ticket_of_the_browser_is_valid_once(harness: Harness) -> None:
     assert harness.get(ticket)[0] == 404
 
 
-def test_a_refusal_of_the_api_server_is_shown_with_its_code(harness: Harness) -> None:
+def test_a_refusal_of_the_api_server_is_shown_with_its_code(harness: UiHarness) -> None:
     assert harness.get("/secret/team/nothing")[0] == 404
     assert "did you mean" in harness.get("/secret/team/lama")[1]
     harness.api.answers[f"{JOBS}/llama"] = 403
@@ -122,43 +114,42 @@ def test_a_refusal_of_the_api_server_is_shown_with_its_code(harness: Harness) ->
 
 
 def test_many_tabs_share_reads_and_workers_are_read_once_a_minute(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
+    harness: UiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[str] = []
     monkeypatch.setattr(pages, "read_curve_of", lambda *_: reads.append("curve") or ())
     monkeypatch.setattr(pages, "list_stored_checkpoints", lambda *_, **__: (reads.append("storage") or (), ""))
     for _ in range(10):
         harness.get("/secret/team/llama")
-    assert harness.asked("/pods") == harness.asked("/events") == 1
+    assert harness.count_requests("/pods") == harness.count_requests("/events") == 1
     harness.now = pages.FRESH_SECONDS
     harness.get("/secret/team/llama")
-    assert harness.asked("/pods") == 2
-    eventually(lambda: reads == ["curve", "storage"])
+    assert harness.count_requests("/pods") == 2
+    until(lambda: reads == ["curve", "storage"], "curve and storage are read")
     harness.now = pages.STORAGE_SECONDS
     harness.get("/secret/team/llama")
-    eventually(lambda: len(reads) == 4)
+    until(lambda: len(reads) == 4, "curve and storage are read again")
 
 
-def test_the_curve_is_read_once_and_extended_by_live_steps(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainium_contract.views.curve import read_curve
-
-    started = read_curve(json.dumps({"step": step, "loss": 6.0 - step / 100}) for step in range(5))
-    monkeypatch.setattr(pages, "read_curve_of", lambda *_: started)
+def test_the_curve_is_read_once_and_extended_by_live_steps(harness: UiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = read_curve(json.dumps({"step": step, "loss": 6.0 - step / 100}) for step in range(5))
+    monkeypatch.setattr(pages, "read_curve_of", lambda *_: curve)
     monkeypatch.setattr(pages, "list_stored_checkpoints", lambda *_, **__: (None, "no worker"))
     harness.get("/secret/team/llama")
-    eventually(lambda: not harness.server.pages._results[recorded_object("job")["metadata"]["uid"]].busy)
+    uid = recorded_object("job")["metadata"]["uid"]
+    until(lambda: not harness.server.pages._results[uid].busy, "the curve is read")
     for number, step in enumerate((300, 301), 1):
         harness.now = pages.FRESH_SECONDS * number
         harness.api.answers[f"{JOBS}/llama"]["status"]["progress"]["step"] = step
         text = harness.get("/secret/team/llama")[1]
     assert "checkpoints on storage: no worker" in text
     (line,) = re.findall(r'<polyline points="([^"]*)"', text)
-    assert len(line.split()) in {7, 8}, "the first look may have come before or after the curve"
+    assert len(line.split()) in {7, 8}, "the first request came before or after the curve"
 
 
-def test_the_kubeconfig_is_reloaded_every_ten_minutes(harness: Harness) -> None:
+def test_the_kubeconfig_is_reloaded_every_ten_minutes(harness: UiHarness) -> None:
     opened: list[float] = []
-    local = LocalPages(lambda: opened.append(harness.now) or harness.connected(), "", monotonic=lambda: harness.now)
+    local = LocalPages(lambda: opened.append(harness.now) or harness.open_api(), "", monotonic=lambda: harness.now)
     for now in (0, 100, 500, 600, 700):
         harness.now = now
         local.jobs("team")
@@ -166,20 +157,20 @@ def test_the_kubeconfig_is_reloaded_every_ten_minutes(harness: Harness) -> None:
     local.close()
 
 
-def test_a_port_in_use_is_reported_in_one_sentence(harness: Harness) -> None:
+def test_a_port_in_use_is_reported_in_one_sentence(harness: UiHarness) -> None:
     with pytest.raises(ClientError, match="choose another --port"):
         UiServer(harness.server.pages, "s", "/", harness.server.server_port)
 
 
-def test_ui_reports_an_unknown_job_before_it_serves(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
+def test_ui_reports_an_unknown_job_before_it_serves(harness: UiHarness, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
         main(["ui", "lama", "--no-browser", "--kubeconfig", str(harness.api.kubeconfig)])
-    assert left.value.code == 1
+    assert exit_info.value.code == 1
     assert "did you mean llama" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_a_real_browser_updates_the_page_and_runs_no_foreign_script(harness: Harness) -> None:
+def test_a_real_browser_updates_the_page_and_runs_no_foreign_script(harness: UiHarness) -> None:
     job = harness.api.answers[f"{JOBS}/llama"]
     job["status"]["verdict"] = HOSTILE
     job["status"]["history"][-1]["message"] = HOSTILE
@@ -191,15 +182,15 @@ def test_a_real_browser_updates_the_page_and_runs_no_foreign_script(harness: Har
         assert tab.evaluate("document.images.length") == 0
         assert HOSTILE in tab.visible_text()
         background = "getComputedStyle(document.querySelector('.c0')).fill"
-        assert tab.evaluate(background) == "rgb(47, 158, 99)", "the policy lets our own style in"
+        assert tab.evaluate(background) == "rgb(47, 158, 99)", "the policy allows the style of the page"
         tab.evaluate("window.kept = document.getElementById('history'); 0")
         tab.evaluate("window.facts = document.getElementById('facts'); 0")
         harness.now = 100.0
         job["status"]["progress"]["step"] = 777
-        job["status"]["artifacts"] = [{"kind": "Model", "path": "/made", "step": 777, "bytes": 1, "digest": "d"}]
+        job["status"]["artifacts"] = [{"kind": "Model", "path": "/new", "step": 777, "bytes": 1, "digest": "d"}]
         tab.until("document.getElementById('facts').innerText.includes('step 777')")
-        assert tab.evaluate("document.getElementById('results').innerText.includes('/made')"), "a part that is new"
-        assert tab.evaluate("document.getElementById('history') === window.kept"), "nothing has happened there"
+        assert tab.evaluate("document.getElementById('results').innerText.includes('/new')"), "a new part"
+        assert tab.evaluate("document.getElementById('history') === window.kept"), "an unchanged part is kept"
         assert tab.evaluate("document.getElementById('facts') !== window.facts")
         harness.now = 200.0
         harness.api.answers[f"{JOBS}/llama"] = 403
@@ -208,4 +199,4 @@ def test_a_real_browser_updates_the_page_and_runs_no_foreign_script(harness: Har
         harness.now = 300.0
         harness.api.answers[f"{JOBS}/llama"] = job
         tab.until("document.getElementById('quiet').hidden")
-        assert [each for each in tab.complaints if "favicon" not in each and "403" not in each] == []
+        assert not [line for line in tab.complaints if "favicon" not in line and "403" not in line]

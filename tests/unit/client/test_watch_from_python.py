@@ -10,46 +10,43 @@ from rich.live import Live
 
 from tests.testing.api.recorded_jobs import JOBS, ApiServer
 from tests.testing.page.html_page import Page
-from trainium_client import TrainingJob, aio
+from tests.unit.client.conftest import open_job
+from trainium_client import aio
 from trainium_client.live import NotebookDisplay, TerminalDisplay, notebook_display
 from trainium_contract.views.curve import CurvePoint
 
 TIMEOUT_SECONDS = 120
 
 
-class Steps:
+class ProgressOnPause:
     """A job that makes ten steps at each pause and completes at the third."""
 
     def __init__(self, server: ApiServer) -> None:
         self.status = server.answers[f"{JOBS}/llama"]["status"]
-        self.paused = 0
+        self.pauses = 0
 
     def pause(self, _seconds: float) -> None:
-        self.paused += 1
+        self.pauses += 1
         self.status["progress"]["step"] += 10
-        if self.paused == 3:
+        if self.pauses == 3:
             self.status["phase"] = "Completed"
 
     async def wait(self, seconds: float) -> None:
         self.pause(seconds)
 
 
-def job(server: ApiServer) -> TrainingJob:
-    return TrainingJob("llama", kubeconfig=str(server.kubeconfig))
-
-
 def test_in_a_pipe_each_change_is_a_line_until_the_job_has_ended(
     server: ApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    last = job(server).watch(pause=Steps(server).pause)
+    last = open_job(server).watch(pause=ProgressOnPause(server).pause)
     lines = capsys.readouterr().out.splitlines()
     assert last.phase == "Completed"
     assert [line.split()[2].rstrip(",") for line in lines] == ["263/4000", "273/4000", "283/4000", "293/4000"]
 
 
 async def test_async_watch_prints_the_same_lines(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
-    found = aio.TrainingJob("llama", kubeconfig=str(server.kubeconfig))
-    assert (await found.watch(pause=Steps(server).wait)).step == 293
+    job = aio.TrainingJob("llama", kubeconfig=str(server.kubeconfig))
+    assert (await job.watch(pause=ProgressOnPause(server).wait)).step == 293
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
@@ -57,15 +54,15 @@ def test_an_interrupted_or_timed_out_watch_leaves_the_job_alone(server: ApiServe
     def interrupted(_seconds: float) -> None:
         raise KeyboardInterrupt
 
-    assert job(server).watch(pause=interrupted).phase == "Running"
-    assert job(server).watch(seconds=0.0).phase == "Running"
+    assert open_job(server).watch(pause=interrupted).phase == "Running"
+    assert open_job(server).watch(seconds=0.0).phase == "Running"
     assert {method for method, _, _ in server.requests} == {"GET"}
 
 
 def test_a_terminal_shows_the_screen_of_status_in_place(server: ApiServer) -> None:
     file = io.StringIO()
     with Live(console=Console(file=file, force_terminal=True, width=100), auto_refresh=False) as live:
-        TerminalDisplay(live).show(job(server).status(), ())
+        TerminalDisplay(live).show(open_job(server).status(), ())
     assert "step 263/4000" in file.getvalue()
 
 
@@ -80,10 +77,10 @@ def test_a_notebook_updates_the_output_of_one_cell(server: ApiServer) -> None:
         shown.append(("display", data, options))
         return Handle()
 
-    view, screen = job(server).status(), NotebookDisplay(display)
+    view, screen = open_job(server).status(), NotebookDisplay(display)
     screen.show(view, ())
     screen.show(view, [CurvePoint(step, 5.0, 5.0, 5.0, None, None) for step in (1, 2)])
-    assert [what for what, _, _ in shown] == ["display", "update"]
+    assert [call for call, _, _ in shown] == ["display", "update"]
     assert shown[0][2] == {"raw": True, "display_id": True}
     page = Page(shown[1][1]["text/html"])
     assert page.open == []
@@ -101,13 +98,13 @@ def test_in_a_real_kernel_each_cell_shows_the_last_state_alone(server: ApiServer
     import nbclient
     import nbformat
 
-    begin = f"""
+    setup = f"""
 from trainium_client import TrainingJob, aio
 kubeconfig = {str(server.kubeconfig)!r}
 """
     watch = "TrainingJob('llama', kubeconfig=kubeconfig).watch(seconds=5)"
-    cells = [begin, f"view = {watch}\nview.step", f"view = await aio.{watch}\nview.step"]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in cells])
+    cells = [setup, f"view = {watch}\nview.step", f"view = await aio.{watch}\nview.step"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     server.answers[f"{JOBS}/llama"]["status"]["progress"]["step"] = 500
     nbclient.NotebookClient(notebook, timeout=TIMEOUT_SECONDS).execute()
     for cell in notebook.cells[1:]:

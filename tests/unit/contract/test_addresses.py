@@ -8,14 +8,14 @@ from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 
 
-@pytest.mark.parametrize("place", ["s3://bucket", "s3://bucket/prefix", "file:///data", "HTTPS://host"])
-def test_an_address_begins_with_its_scheme(place: str) -> None:
-    assert is_address(place)
+@pytest.mark.parametrize("address", ["s3://bucket", "s3://bucket/prefix", "file:///data", "HTTPS://host"])
+def test_an_address_begins_with_its_scheme(address: str) -> None:
+    assert is_address(address)
 
 
-@pytest.mark.parametrize("place", ["/checkpoints", "checkpoints", "/a/http://user", "://", "1://", "/a:b", ""])
-def test_a_path_is_never_an_address(place: str) -> None:
-    assert not is_address(place)
+@pytest.mark.parametrize("address", ["/checkpoints", "checkpoints", "/a/http://user", "://", "1://", "/a:b", ""])
+def test_a_path_is_never_an_address(address: str) -> None:
+    assert not is_address(address)
 
 
 def test_records_stay_in_a_checkpoint_folder_whose_name_contains_a_scheme() -> None:

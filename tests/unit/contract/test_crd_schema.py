@@ -10,17 +10,17 @@ from trainium_contract.definition.crd import SchemaError, custom_resource_defini
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 
 
-def every_node(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
+def nested_schemas(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
     schemas = [(path, schema)]
     for name, child in schema.get("properties", {}).items():
-        schemas += every_node(child, f"{path}.{name}")
+        schemas += nested_schemas(child, f"{path}.{name}")
     for key in ("items", "additionalProperties"):
         if key in schema:
-            schemas += every_node(schema[key], f"{path}[{key}]")
+            schemas += nested_schemas(schema[key], f"{path}[{key}]")
     return schemas
 
 
-NODES = [(path, node) for path, node in every_node(object_schema()) if not path.startswith(".metadata")]
+NODES = [(path, node) for path, node in nested_schemas(object_schema()) if not path.startswith(".metadata")]
 
 
 def with_defaults(schema: dict[str, Any], value: Any) -> Any:
@@ -36,14 +36,14 @@ def without_empty(value: Any) -> Any:
     """Return the same without empty objects, which mean nothing."""
     if not isinstance(value, dict):
         return value
-    return {name: kept for name, item in value.items() if (kept := without_empty(item)) != {}}
+    return {name: pruned for name, item in value.items() if (pruned := without_empty(item)) != {}}
 
 
-def holds(stored: Any, expected: Any) -> bool:
+def contains(stored: Any, expected: Any) -> bool:
     """Return whether every expected field is stored with its value."""
     if not isinstance(expected, dict):
         return bool(stored == expected)
-    return all(name in stored and holds(stored[name], item) for name, item in expected.items())
+    return all(name in stored and contains(stored[name], item) for name, item in expected.items())
 
 
 def spec_schema() -> dict[str, Any]:
@@ -77,17 +77,19 @@ def test_a_derived_default_is_neither_stored_nor_written() -> None:
         size: int = 8
         """First."""
         tolerance: float = derived(0.0, ge=0, le=0.5)
-        """A separate one."""
+        """Second."""
 
     schema = model_schema(Batch, "spec.batch", strict=True)
     assert "default" in schema["properties"]["size"]
-    found = schema["properties"]["tolerance"]
-    assert "default" not in found
-    assert found["description"] == "A separate one. Range: 0 to 0.5."
+    tolerance = schema["properties"]["tolerance"]
+    assert "default" not in tolerance
+    assert tolerance["description"] == "Second. Range: 0 to 0.5."
     assert Batch().tolerance == 0.0
     assert Batch.model_validate({"tolerance": 0.0}).to_wire() == {"size": 8}
     assert Batch(tolerance=0.1).to_wire() == {"size": 8, "tolerance": 0.1}
-    assert not model_schema(Derived, "spec.derived", strict=True).get("default"), "nor is an object of such fields"
+    assert not model_schema(Derived, "spec.derived", strict=True).get("default"), (
+        "an object with only derived fields has no default"
+    )
 
 
 class Derived(ContractModel):
@@ -128,11 +130,11 @@ def test_the_stored_defaults_are_those_of_the_models(given: dict[str, Any]) -> N
     assert TrainingJobSpec.model_validate(stored) == TrainingJobSpec.model_validate(given)
 
 
-def test_what_the_api_server_stores_pins_the_trainer_against_later_defaults() -> None:
+def test_a_stored_job_pins_the_trainer_against_later_defaults() -> None:
     stored, trainer = with_defaults(spec_schema(), {"trainer": {}}), TrainingJobSpec().trainer
     assert trainer is not None
-    # Some fields are left out of messages while they are unset; what is stored has their defaults too.
-    assert holds(stored["trainer"], without_empty(trainer.to_wire()))
+    # Messages omit some unset fields; the stored object has their defaults.
+    assert contains(stored["trainer"], without_empty(trainer.to_wire()))
     assert TrainingJobSpec.model_validate({"trainer": stored["trainer"]}).trainer == trainer
 
 

@@ -9,7 +9,7 @@ from trainium_contract.base import ContractModel
 from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
 
 LARGE = 2**31 - 1
-DECIDED_TOGETHER = {
+DEPENDENT_FIELDS = {
     "schedule.decaySteps": "no default allows a decay that is longer than the run",
     "tuning.lora.rankPattern": "the numbers are values of a map",
     "tuning.lora.alphaPattern": "the numbers are values of a map",
@@ -21,40 +21,40 @@ DECIDED_TOGETHER = {
 
 
 def bounds(model: type[ContractModel], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every number of the file at each end of its range."""
+    """Yield the path of each number in the file with the values at both ends of its range."""
     for name, field in model.model_fields.items():
-        place = f"{path}{field.alias or name}"
+        field_path = f"{path}{field.alias or name}"
         kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
         for kind in kinds:
             if isinstance(kind, type) and issubclass(kind, ContractModel):
-                yield from bounds(kind, f"{place}.")
-        whole, limits = int in kinds, {}
+                yield from bounds(kind, f"{field_path}.")
+        is_whole, limits = int in kinds, {}
         for meta in [*field.metadata, *(meta for kind in kinds for meta in getattr(kind, "__metadata__", ()))]:
-            for each in getattr(meta, "metadata", [meta]):
-                limits |= {key: getattr(each, key) for key in ("ge", "gt", "le", "lt") if hasattr(each, key)}
-        near = 1 if whole else 1e-3
+            for bound in getattr(meta, "metadata", [meta]):
+                limits |= {key: getattr(bound, key) for key in ("ge", "gt", "le", "lt") if hasattr(bound, key)}
+        step = 1 if is_whole else 1e-3
         if "ge" in limits or "gt" in limits:
-            yield place, limits["ge"] if "ge" in limits else limits["gt"] + near
+            yield field_path, limits["ge"] if "ge" in limits else limits["gt"] + step
         if "le" in limits or "lt" in limits:
-            yield place, limits["le"] if "le" in limits else limits["lt"] - near
+            yield field_path, limits["le"] if "le" in limits else limits["lt"] - step
 
 
-def file_with(place: str, value: Any) -> dict[str, Any]:
-    *parents, name = place.split(".")
-    found: dict[str, Any] = {name: value}
+def file_with(path: str, value: Any) -> dict[str, Any]:
+    *parents, name = path.split(".")
+    file: dict[str, Any] = {name: value}
     for parent in reversed(parents):
-        found = {parent: found}
-    return found
+        file = {parent: file}
+    return file
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
-    [each for each in bounds(TrainerSpec) if not each[0].startswith(tuple(DECIDED_TOGETHER))]
+    ("path", "value"),
+    [(path, value) for path, value in bounds(TrainerSpec) if not path.startswith(tuple(DEPENDENT_FIELDS))]
     + [("schedule.decaySteps", 95), ("steps", 3), ("batch.microSize", 16), ("model.vocabSize", 512)],
 )
-def test_a_number_alone_is_accepted_at_each_end_of_its_range(place: str, value: Any) -> None:
-    config = TrainingConfig.model_validate(file_with(place, value))
-    assert TrainingConfig.model_validate(config.to_wire()) == config, "what the operator writes reads as the same"
+def test_a_number_alone_is_accepted_at_each_end_of_its_range(path: str, value: Any) -> None:
+    config = TrainingConfig.model_validate(file_with(path, value))
+    assert TrainingConfig.model_validate(config.to_wire()) == config, "the written file is read as the same"
 
 
 def test_dependent_defaults_adapt_to_given_values() -> None:

@@ -1,16 +1,17 @@
-"""Every sign of a fault, and what agent and operator make of it: `every_sign.txt` is this table, one line a sign.
+"""The responses of agent and operator to every sign of a fault equal the recorded table `every_sign.txt`.
 
-`python tests/unit/contract/test_every_sign.py` writes it. A new sign adds its line and changes no other (a new code is
-named in those of what explains it); any other change is one of behaviour, for the review to see.
+`python tests/unit/contract/test_every_sign.py` writes the table, one line a sign. A new sign adds its line and changes
+no other, except that a new exit code is added to the lines of the signs that explain it. Any other changed line is a
+change of behaviour, which the review must see.
 """
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.unit.agent.pod_environment import ended_rank
 from trainium_agent.exits.diagnosis import ExitDiagnoser, describe_exit, exit_priority
 from trainium_agent.exits.restart_policy import GenerationState, decide_restart
-from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Cause
@@ -70,7 +71,7 @@ from trainium_operator.plan.model.reasons import Reason
 TABLE = Path(__file__).with_name("every_sign.txt")
 AT = 1000.0
 CODES = (*(code.value for code in ExitCode), 1, 2, 127, 128, 134, 137, 139, 143, 255)
-LINES = {
+KERNEL_EXAMPLES = {
     "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR": "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR nd-id=0 nc-id=0",
     "NEURON_HW_ERR=NC_UNCORRECTABLE_ERROR": "NEURON_HW_ERR=NC_UNCORRECTABLE_ERROR nd-id=0 nc-id=0",
     "NEURON_HW_ERR=HBM_UNCORRECTABLE_ERROR": "NEURON_HW_ERR=HBM_UNCORRECTABLE_ERROR nd-id=0",
@@ -85,8 +86,8 @@ LINES = {
     "network link": "ena 0000:00:05.0 eth0: Keep alive watchdog timeout.",
     "out of memory": "Out of memory: Killed process 4242 (python) total-vm:1kB",
 }
-"""An example of each kernel line whose name is none."""
-OUTPUT = {
+"""An example of each kind of kernel line whose name is not the line itself."""
+OUTPUT_EXAMPLES = {
     "gloo": (
         "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4",
         "[rank1]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection reset by peer",
@@ -111,47 +112,43 @@ OUTPUT = {
     "XLA's coordination service": ("RuntimeError: UNAVAILABLE: 14: Socket closed",),
     "Neuron collectives": ("2023-Aug-01 16:12:43.02 1:2 [21] bootstrap.cc:106 CCOM WARN Timeout waiting for RX",),
 }
-"""Lines of output of each row, as the libraries print them."""
+"""Output lines of each kind, as the libraries print them."""
 
 
-def reported(verdict: Verdict) -> str:
+def format_verdict(verdict: Verdict) -> str:
     """Format a verdict without its sentence."""
-    again = f", then {verdict.repeated}" if verdict.repeated is not verdict.response else ""
-    return f"{verdict.cause} {verdict.blame} {verdict.response}{again}{' indirect' if verdict.indirect else ''}"
+    repeated = f", then {verdict.repeated}" if verdict.repeated is not verdict.response else ""
+    return f"{verdict.cause} {verdict.blame} {verdict.response}{repeated}{' indirect' if verdict.indirect else ''}"
 
 
-def agent_meaning(process: RankProcess, line: str = "") -> str:
-    """Return the agent's reading at first, again without a step in between, on a node that had it, before any step."""
-    signs = ExitDiagnoser(None, lambda: None)
+def agent_response(process: RankProcess, line: str = "") -> str:
+    """Format the agent's verdict and its decisions.
+
+    The decisions are: at first, when repeated without a new step, on a node that had the failure before, before any
+    step, and when repeated before any step.
+    """
+    diagnoser = ExitDiagnoser(None, lambda: None)
     if line:
-        signs.kernel.add(line, process.ended_at)
-    verdict = signs.diagnose(process).verdict
-    seen = signs.diagnose(process).seen_before
+        diagnoser.kernel.add(line, process.ended_at)
+    verdict = diagnoser.diagnose(process).verdict
+    seen_before = diagnoser.diagnose(process).seen_before
     code = process.exit_code or 0
     if verdict.cause in NO_FAULT_CAUSES:
-        return reported(verdict)
+        return format_verdict(verdict)
     first = decide_restart(code, 0, 7, GenerationState(), 3, verdict=verdict)
-    again = decide_restart(code, 1, 7, first.state, 3, verdict=verdict)
-    elsewhere = decide_restart(code, 0, 7, GenerationState(), 3, verdict=verdict, seen_before=True)
+    repeated = decide_restart(code, 1, 7, first.state, 3, verdict=verdict)
+    on_same_node = decide_restart(code, 0, 7, GenerationState(), 3, verdict=verdict, seen_before=True)
     early = decide_restart(code, 0, -1, GenerationState(), 3, verdict=verdict)
-    early_again = decide_restart(code, 1, -1, early.state, 3, verdict=verdict)
-    outcomes = (first, again, elsewhere, early, early_again)
+    early_repeated = decide_restart(code, 1, -1, early.state, 3, verdict=verdict)
     decisions = ">".join(
-        f"{each.action}{f'+{each.backoff_seconds:g}' * bool(each.backoff_seconds)}" for each in outcomes
+        f"{decision.action}{f'+{decision.backoff_seconds:g}' * bool(decision.backoff_seconds)}"
+        for decision in (first, repeated, on_same_node, early, early_repeated)
     )
     priority = "".join(map(str, map(int, exit_priority(verdict))))
-    return f"{reported(verdict)} | {decisions} {priority}{' seen' if seen else ''}"
+    return f"{format_verdict(verdict)} | {decisions} {priority}{' seen' if seen_before else ''}"
 
 
-def ended(code: int, output: str = "") -> RankProcess:
-    process = RankProcess(0, 3, 0, 12345, OutputTail("[rank 3] "))
-    process.output.feed(output.encode())
-    process.output.close()
-    process.record_exit(code)
-    return process
-
-
-def beat(failure: ProcessFailure | None = None, line: str = "") -> HeartbeatRequest:
+def heartbeat(failure: ProcessFailure | None = None, line: str = "") -> HeartbeatRequest:
     kernel = (KernelEvent(sequence=0, line=line, at=AT),) if line else ()
     return HeartbeatRequest(
         namespace="default", job="demo", pod_name="demo-w-0", pod_uid="uid-0", phase=WorkerPhase.JOINING, ready=True,
@@ -159,29 +156,32 @@ def beat(failure: ProcessFailure | None = None, line: str = "") -> HeartbeatRequ
     )  # fmt: skip
 
 
-def operator_meaning(code: int, status: int | None = None, line: str = "", output: str = "") -> str:
-    """Return the operator's reading of a process's end: meaning, and whether it waited for others."""
+def operator_response(code: int, status: int | None = None, line: str = "", output: str = "") -> str:
+    """Format the operator's verdict on the exit of a process, and whether it waited in a collective."""
     failure = ProcessFailure(
         sequence=0, generation=1, attempt=0, rank=0, exit_code=code, runtime_status=status, output_line=output, at=AT,
         message="m",
     )  # fmt: skip
-    verdict = meaning_of_failure(beat(failure, line), failure, ())
+    verdict = meaning_of_failure(heartbeat(failure, line), failure, ())
     waited = " waited" if silence._waited_in_collective(failure) else ""
-    return f"{reported(verdict)}{waited} | {verdict.sentence}"
+    return f"{format_verdict(verdict)}{waited} | {verdict.sentence}"
 
 
-def pod_meaning(reason: str, code: int | None, *, disrupted: bool = False) -> str:
+def pod_response(reason: str, code: int | None, *, disrupted: bool = False) -> str:
     pod = PodView(
         name="demo-w-0", uid="uid-0", ordinal=0, phase=PodPhase.FAILED, node="n", reason=reason, exit_code=code,
         disrupted=disrupted,
     )  # fmt: skip
     verdict = classify_pod_failure(pod, ())
-    return f"{reported(verdict)}{' by itself' if failed_by_itself(pod) else ''}, {verdict.sentence}"
+    return f"{format_verdict(verdict)}{' by itself' if failed_by_itself(pod) else ''}, {verdict.sentence}"
 
 
 def problem_text(node: NodeView, demand: PodRequirements | None = None) -> str:
     return (
-        "; ".join(f"{each.severity.name} {each.cause} {each} {each.since}" for each in find_node_problems(node, demand))
+        "; ".join(
+            f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
+            for problem in find_node_problems(node, demand)
+        )
         or "-"
     )
 
@@ -191,7 +191,7 @@ def cause_rows() -> Iterator[str]:
     for cause in (row.cause for row in CAUSES):
         row, responses = get_cause_row(cause), default_responses(cause)
         lost = FailureRecord(at=AT, cause=cause, pod="p", node="")
-        marks = [
+        columns = [
             f"{severity(cause)} {cause}",
             f"{row.blame} {responses.first.value}, then {responses.repeated.value}",
             f"budget {getattr(get_budget(cause), 'value', 'none')}",
@@ -203,100 +203,105 @@ def cause_rows() -> Iterator[str]:
             row.sentence,
             row.advice,
         ]
-        yield " | ".join(marks)
+        yield " | ".join(columns)
 
 
 def code_rows() -> Iterator[str]:
     for code in CODES:
-        pod = pod_meaning("Error", code)
+        pod = pod_response("Error", code)
         plain = classify_exit_code(code)
-        assert reported(plain) in operator_meaning(code)
-        yield f"{code} | agent: {agent_meaning(ended(code))} | operator: {operator_meaning(code)} | its pod: {pod}"
+        assert format_verdict(plain) in operator_response(code)
+        agent = agent_response(ended_rank(code))
+        yield f"{code} | agent: {agent} | operator: {operator_response(code)} | its pod: {pod}"
         if code and code <= 128:
-            assert describe_exit(ended(code)) == plain.sentence
+            assert describe_exit(ended_rank(code)) == plain.sentence
 
 
 def status_rows() -> Iterator[str]:
     for status, name in ((sign.number, sign.key) for sign in RUNTIME_STATUSES):
         output = f"nrt_execute: status={status}"
-        by_name = agent_meaning(ended(1, f"Failure: {name} in nrt_load()"))
-        assert agent_meaning(ended(1, output)) == by_name
-        received = [code for code in CODES if classify_exit(code, runtime_status=status) != classify_exit_code(code)]
-        operator = operator_meaning(1, status)
-        yield f"{status} {name} | agent: {by_name} | operator: {operator} | explains {codes(received)}"
+        by_name = agent_response(ended_rank(1, f"Failure: {name} in nrt_load()"))
+        assert agent_response(ended_rank(1, output)) == by_name
+        explained = [code for code in CODES if classify_exit(code, runtime_status=status) != classify_exit_code(code)]
+        operator = operator_response(1, status)
+        yield f"{status} {name} | agent: {by_name} | operator: {operator} | explains {format_codes(explained)}"
 
 
 def output_rows() -> Iterator[str]:
     for sign in OUTPUT_LINES:
-        received = [code for code in CODES if classify_exit(code, output_line=sign.key) != classify_exit(code)]
-        by_agent = {agent_meaning(ended(1, f"step 7\n{line}\nbye")) for line in OUTPUT[sign.key]}
-        beside = classify_exit(1, output_line=sign.key, runtime_status=6).cause
+        explained = [code for code in CODES if classify_exit(code, output_line=sign.key) != classify_exit(code)]
+        by_agent = {agent_response(ended_rank(1, f"step 7\n{line}\nbye")) for line in OUTPUT_EXAMPLES[sign.key]}
+        with_status = classify_exit(1, output_line=sign.key, runtime_status=6).cause
         yield (
-            f"{sign.key} | agent: {' '.join(by_agent)} | operator: {operator_meaning(1, output=sign.key)} | explains "
-            f"{codes(received)}, with status 6 {beside}"
+            f"{sign.key} | agent: {' '.join(by_agent)} | operator: {operator_response(1, output=sign.key)} | explains "
+            f"{format_codes(explained)}, with status 6 {with_status}"
         )
 
 
 def kernel_rows() -> Iterator[str]:
     for name, decisive in ((sign.key, sign.decisive) for sign in KERNEL_LINES):
-        line = LINES.get(name, name)
-        received = [code for code in CODES if classify_exit(code, kernel=(line,)) != classify_exit_code(code)]
-        code = 137 if 1 not in received else 1
-        problem = kernel_problem(beat(line=line), ())
-        bad = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem}"
-        beside = classify_exit(code, runtime_status=5, kernel=(line,)).cause
+        line = KERNEL_EXAMPLES.get(name, name)
+        explained = [code for code in CODES if classify_exit(code, kernel=(line,)) != classify_exit_code(code)]
+        code = 137 if 1 not in explained else 1
+        problem = kernel_problem(heartbeat(line=line), ())
+        node_problem = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem}"
+        with_status = classify_exit(code, runtime_status=5, kernel=(line,)).cause
         yield (
-            f"{name}{' (decisive)' * decisive} | agent: {agent_meaning(ended(code), line)} | operator: "
-            f"{operator_meaning(code, line=line)} | explains {codes(received)}, with status 5 {beside} | node: {bad}"
+            f"{name}{' (decisive)' * decisive} | agent: {agent_response(ended_rank(code), line)} | operator: "
+            f"{operator_response(code, line=line)} | explains {format_codes(explained)}, with status 5 {with_status} | "
+            f"node: {node_problem}"
         )
 
 
-def codes(received: list[int]) -> str:
-    return ",".join(map(str, received)) or "nothing"
+def format_codes(explained: list[int]) -> str:
+    return ",".join(map(str, explained)) or "nothing"
 
 
 def pod_rows() -> Iterator[str]:
     for reason in ("", "Error", "SomethingNew", *(sign.key for sign in POD_REASONS)):
-        given = f"{reason[:-1]}cpu" if reason.endswith("*") else reason
-        found: dict[str, list[str]] = {}
+        example = f"{reason[:-1]}cpu" if reason.endswith("*") else reason
+        codes_by_response: dict[str, list[str]] = {}
         for code in (None, *CODES):
-            found.setdefault(pod_meaning(given, code), []).append(str(code))
-        everything = [f"{'any code' if len(found) == 1 else ','.join(some)}: {text}" for text, some in found.items()]
-        yield f"{reason or '(none)'} | {' | '.join(everything)}"
-    yield f"(disrupted) | {pod_meaning('Error', 64, disrupted=True)}"
+            codes_by_response.setdefault(pod_response(example, code), []).append(str(code))
+        responses = [
+            f"{'any code' if len(codes_by_response) == 1 else ','.join(codes)}: {response}"
+            for response, codes in codes_by_response.items()
+        ]
+        yield f"{reason or '(none)'} | {' | '.join(responses)}"
+    yield f"(disrupted) | {pod_response('Error', 64, disrupted=True)}"
 
 
 def condition_rows() -> Iterator[str]:
-    others = (("MoonPhaseReady", ""), ("SomethingHealthy", ""), ("SomethingAvailable", ""), ("MoonPhase", ""))
-    for kind, reason in (*((sign.key, sign.value) for sign in CONDITIONS), *others):
-        given = "Why" if reason == "*" else reason
-        seen = [
-            problem_text(NodeView(name="n", conditions=(NodeCondition(kind, status, given, "text", AT),)))
+    unknown = (("MoonPhaseReady", ""), ("SomethingHealthy", ""), ("SomethingAvailable", ""), ("MoonPhase", ""))
+    for kind, reason in (*((sign.key, sign.value) for sign in CONDITIONS), *unknown):
+        example = "Why" if reason == "*" else reason
+        problems = [
+            problem_text(NodeView(name="n", conditions=(NodeCondition(kind, status, example, "text", AT),)))
             for status in NodeReadiness
         ]
-        cause = find_condition_cause(kind, given)
-        yield f"{kind} {reason} | {cause} | bad when {bad_status(kind)} | {' | '.join(seen)}"
+        cause = find_condition_cause(kind, example)
+        yield f"{kind} {reason} | {cause} | bad when {bad_status(kind)} | {' | '.join(problems)}"
     for ready in NodeReadiness:
         yield f"Ready is {ready} | {problem_text(NodeView(name='n', ready=ready, unready_since=AT))}"
 
 
 def taint_rows() -> Iterator[str]:
     for key in (*(sign.key for sign in TAINTS), "maintenance", "aws.amazon.com/neuron"):
-        given = f"{key[:-1]}spot-itn" if key.endswith("*") else key
-        seen = [
-            problem_text(NodeView(name="n", taints=(Taint(given, value, effect),)), demand)
+        example = f"{key[:-1]}spot-itn" if key.endswith("*") else key
+        problems = [
+            problem_text(NodeView(name="n", taints=(Taint(example, value, effect),)), demand)
             for effect in ("NoSchedule", "NoExecute")
             for value in ("", "UnschedulablePendingReboot", "UnschedulablePendingReplacement")
             for demand in (None, PodRequirements({}), PodRequirements({}, ({"operator": "Exists"},)))
         ]
-        yield f"{key} | {find_taint_cause(given)} | {' | '.join(dict.fromkeys(seen))}"
+        yield f"{key} | {find_taint_cause(example)} | {' | '.join(dict.fromkeys(problems))}"
 
 
 def label_rows() -> Iterator[str]:
     health, check = "sagemaker.amazonaws.com/node-health-status", "sagemaker.amazonaws.com/deep-health-check-status"
     known = ((health, "Schedulable"), (health, "Unschedulable"), (check, "Failed"), (check, "InProgress"))
-    others = (*known, (health, "nonsense"), ("a", "b"))
-    for key, value in (*((sign.key, sign.value) for sign in LABELS), *others):
+    examples = (*known, (health, "nonsense"), ("a", "b"))
+    for key, value in (*((sign.key, sign.value) for sign in LABELS), *examples):
         problem = problem_text(NodeView(name="n", labels={key: value}))
         yield f"{key}={value} | {find_label_cause(key, value)} | {problem}"
 
@@ -311,26 +316,27 @@ def disruption_rows() -> Iterator[str]:
         pod = PodView(
             name="p", uid="u", ordinal=0, phase=PodPhase.FAILED, exit_code=75, disrupted=True, disruption=reason
         )
-        yield f"{reason} | leaves for {cause_of_leaving(pod)} | ended: {reported(classify_pod_failure(pod, ()))}"
+        yield f"{reason} | leaves for {cause_of_leaving(pod)} | ended: {format_verdict(classify_pod_failure(pod, ()))}"
 
 
 def device_rows() -> Iterator[str]:
     for effect in (*(sign.key for sign in DEVICE_TAINTS), "None", "SomethingNew"):
         problem = taint_problem(DeviceTaint("pool/d3", "neuron.aws.com/any", effect, "value", AT))
-        seen = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
-        yield f"taint {effect} | {find_device_taint_cause(effect)} | {seen}"
+        description = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
+        yield f"taint {effect} | {find_device_taint_cause(effect)} | {description}"
     for health in (*(sign.key for sign in CLAIM_HEALTH), "Healthy", "Unknown"):
         problem = health_problem((health, "neuron.aws.com/pool/d3: why"))
-        seen = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
-        yield f"health {health} | {find_claim_health_cause(health)} | {seen}"
+        description = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
+        yield f"health {health} | {find_claim_health_cause(health)} | {description}"
 
 
 def rule_rows() -> Iterator[str]:
     for cause in Cause:
-        made = [
+        verdicts = [
             match_rules((RecoveryRule(exit_codes=(3,), cause=cause, action=action),), code=3) for action in RuleAction
         ]
-        yield f"{cause} | " + " | ".join("-" if each is None else f"{reported(each)}, {each.sentence}" for each in made)
+        columns = ("-" if verdict is None else f"{format_verdict(verdict)}, {verdict.sentence}" for verdict in verdicts)
+        yield f"{cause} | {' | '.join(columns)}"
 
 
 def table() -> str:
@@ -353,10 +359,10 @@ def table() -> str:
 
 
 def test_responses_to_every_sign_equal_the_recorded_table() -> None:
-    written, found = TABLE.read_text(encoding="utf-8").splitlines(), table().splitlines()
-    assert [line for line in found if line not in written] == [], "signs that mean something else, or are new"
-    assert [line for line in written if line not in found] == [], "signs that no longer occur"
-    assert found == written, "the order decides which of several counts"
+    recorded, computed = TABLE.read_text(encoding="utf-8").splitlines(), table().splitlines()
+    assert [line for line in computed if line not in recorded] == [], "signs with another response, or new signs"
+    assert [line for line in recorded if line not in computed] == [], "signs that no longer occur"
+    assert computed == recorded, "the order decides which of several signs counts"
 
 
 def test_a_code_outside_the_contract_is_a_crash() -> None:

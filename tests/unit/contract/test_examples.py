@@ -44,9 +44,9 @@ BASES = {
     "/data/models/llama3-8b": ModelPreset.LLAMA3_8B,
 }
 TUNING = [name for name in EXAMPLES if DOCUMENTS[name]["spec"]["trainer"].get("model", {}).get("weights")]
-DOLLY = 15_011
+DOLLY_RECORDS = 15_011
 """Records of databricks-dolly-15k."""
-HLAT = {
+HLAT_SETTINGS = {
     "nodes": (128, "trn1.32xlarge"),
     "layers, width, heads": (32, 4096, 32),
     "sequence length": 4096,
@@ -80,7 +80,7 @@ def trainer_of(spec: TrainingJobSpec) -> TrainerSpec:
 
 
 def base_folder(shape: ModelShape, folder: Path) -> Path:
-    """Return the folder from which the shape of a published model is read."""
+    """Write the configuration file of a published model; return its folder."""
     folder.mkdir(exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -100,8 +100,8 @@ def base_folder(shape: ModelShape, folder: Path) -> Path:
     return folder
 
 
-def here(config: TrainingConfig, folder: Path) -> TrainingConfig:
-    """Return the configuration with local stand-ins for files on volumes of the cluster."""
+def with_local_files(config: TrainingConfig, folder: Path) -> TrainingConfig:
+    """Replace files on volumes of the cluster by local ones."""
     # The corpus and its tokenizer are on the volume; the vocabulary of the published model is known.
     data = config.data.model_copy(update={"tokenizer": type(config.data.tokenizer)()})
     model = config.model
@@ -111,10 +111,13 @@ def here(config: TrainingConfig, folder: Path) -> TrainingConfig:
     return config.model_copy(update={"data": data, "model": model})
 
 
-def settled(example: str, folder: Path, nodes: int | None = None) -> Settings:
+def settings_of(example: str, folder: Path, nodes: int | None = None) -> Settings:
     spec = spec_of(example)
-    ranks = (nodes or spec.workers.replicas) * spec.workers.accelerator.cores()
-    return resolve_settings(here(spec.training_config(), folder), launch(ranks))
+    launch = Launch(
+        rank=0, local_rank=0, world_size=(nodes or spec.workers.replicas) * spec.workers.accelerator.cores(),
+        generation=1, attempt=0, run_id="", progress_file=None, memory_directory=None,
+    )  # fmt: skip
+    return resolve_settings(with_local_files(spec.training_config(), folder), launch)
 
 
 def legal_sizes(spec: TrainingJobSpec) -> tuple[int, ...]:
@@ -123,30 +126,17 @@ def legal_sizes(spec: TrainingJobSpec) -> tuple[int, ...]:
     return spec.batch_shape().legal_sizes(workers.min_replicas or workers.replicas, largest)
 
 
-def launch(world_size: int) -> Launch:
-    return Launch(
-        rank=0,
-        local_rank=0,
-        world_size=world_size,
-        generation=1,
-        attempt=0,
-        run_id="",
-        progress_file=None,
-        memory_directory=None,
-    )
-
-
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_the_trainer_takes_an_example_at_each_of_its_sizes(example: str, tmp_path: Path) -> None:
+def test_the_trainer_accepts_an_example_at_each_of_its_sizes(example: str, tmp_path: Path) -> None:
     spec = spec_of(example)
     sizes = legal_sizes(spec)
     assert spec.workers.replicas in sizes
     config = spec.training_config()
     assert type(config).model_validate(config.to_wire()) == config
     for nodes in sizes:
-        found = settled(example, tmp_path, nodes)
-        rows = found.dp_size * config.batch.micro_size * found.passes
-        assert found.passes == spec.batch_shape().passes(nodes)
+        settings = settings_of(example, tmp_path, nodes)
+        rows = settings.dp_size * config.batch.micro_size * settings.passes
+        assert settings.passes == spec.batch_shape().passes(nodes)
         assert config.batch.global_size == round(spec.batch_shape().filled(nodes) * rows)
 
 
@@ -163,7 +153,7 @@ def test_the_hlat_example_has_the_settings_of_the_papers_table() -> None:
     model = PRESETS[config.model.preset]
     tokens_of_a_step = config.batch.global_size * config.data.sequence_length
     milestone = config.checkpoint.milestones
-    ours = {
+    settings = {
         "nodes": (nodes, spec.workers.accelerator.instance_type),
         "layers, width, heads": (model.num_layers, model.hidden_size, model.num_attention_heads),
         "sequence length": config.data.sequence_length,
@@ -190,7 +180,7 @@ def test_the_hlat_example_has_the_settings_of_the_papers_table() -> None:
         ),
         "weights alone: steps between": round((milestone.every_tokens or 0) / tokens_of_a_step),
     }
-    assert ours == HLAT
+    assert settings == HLAT_SETTINGS
 
 
 def test_the_hlat_examples_learning_rate_ends_its_cosine_at_480_000_of_500_000_steps() -> None:
@@ -204,14 +194,14 @@ def test_the_hlat_example_rounds_at_random_and_saves_by_steps_alone() -> None:
     config = spec_of("hlat-7b.yaml").training_config()
     variables = neuron_environment.variables(config, nxd=True, given={})
     assert variables["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
-    # Time alone must not make a save: a step takes seconds.
+    # Saves follow from steps: elapsed time must not cause one.
     assert config.checkpoint.durable.every_seconds == 86_400
 
 
 def test_deviations_of_the_hlat_example_are_commented() -> None:
     spec = spec_of("hlat-7b.yaml")
-    untouched = {"model", "data", "batch", "steps", "optimizer", "schedule", "precision", "recompute"}
-    assert trainer_of(spec).model_fields_set - untouched == {"data_parallel", "non_finite_tolerance"}
+    copied_fields = {"model", "data", "batch", "steps", "optimizer", "schedule", "precision", "recompute"}
+    assert trainer_of(spec).model_fields_set - copied_fields == {"data_parallel", "non_finite_tolerance"}
     assert spec.workers.min_replicas == 64
     text = (FOLDER / "hlat-7b.yaml").read_text(encoding="utf-8")
     for field in ("minReplicas: 64", "dataParallel: ShardedOptimizer", "nonFiniteTolerance: 3"):
@@ -239,28 +229,28 @@ def test_the_true_shape_of_an_example_fits_its_cores_at_each_of_its_sizes(exampl
     accelerator = spec_of(example).workers.accelerator
     instance = accelerator.instance()
     for nodes in legal_sizes(spec_of(example)) if instance is not None else ():
-        settings = settled(example, tmp_path, nodes)
-        divides = settings.config.parallelism.context > 1  # which backend Nxd refuses
-        for backend in set(BackendChoice) - ({BackendChoice.NXD} if divides else set()):
-            each = replace(settings, config=settings.config.model_copy(update={"backend": backend}))
-            found = estimate_run_memory(each, accelerator.cores(), accelerator.instance_type or "")
-            assert found is not None
-            assert refuse_too_small(found, instance, "the instance") == []
+        settings = settings_of(example, tmp_path, nodes)
+        has_context = settings.config.parallelism.context > 1  # which backend Nxd refuses
+        for backend in set(BackendChoice) - ({BackendChoice.NXD} if has_context else set()):
+            with_backend = replace(settings, config=settings.config.model_copy(update={"backend": backend}))
+            estimate = estimate_run_memory(with_backend, accelerator.cores(), accelerator.instance_type or "")
+            assert estimate is not None
+            assert refuse_too_small(estimate, instance, "the instance") == []
 
 
 def test_the_70b_example_would_not_fit_the_cores_of_trn1(tmp_path: Path) -> None:
-    found = estimate_run_memory(settled("hlat-70b.yaml", tmp_path), 32, "trn1.32xlarge")
-    assert found is not None
-    assert found.state == pytest.approx(13.7e9 + 0.2e9, rel=0.005)
+    estimate = estimate_run_memory(settings_of("hlat-70b.yaml", tmp_path), 32, "trn1.32xlarge")
+    assert estimate is not None
+    assert estimate.state == pytest.approx(13.7e9 + 0.2e9, rel=0.005)
     with pytest.raises(UserError, match=r"has 16.0 GiB, but a process needs 13.0 GiB of weights"):
-        refuse_too_small(found, INSTANCES["trn1.32xlarge"], "trn1.32xlarge")
+        refuse_too_small(estimate, INSTANCES["trn1.32xlarge"], "trn1.32xlarge")
 
 
-def mounted(document: dict[str, Any], example: str) -> dict[str, str]:
-    """Return the claims of a pod by mount path."""
+def claims_by_mount_path(document: dict[str, Any], example: str) -> dict[str, str]:
+    """Return the volume claims of a pod by mount path."""
     pod = document["spec"]["template"]["spec"] if example == "fetch-model.yaml" else document
-    claims = {each["name"]: each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"]}
-    return {each["mountPath"]: claims[each["name"]] for each in pod["containers"][0]["volumeMounts"]}
+    claims = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]}
+    return {mount["mountPath"]: claims[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
 
 
 def test_the_fetched_model_is_at_the_path_of_the_examples_with_a_token_from_a_secret() -> None:
@@ -274,7 +264,7 @@ def test_the_fetched_model_is_at_the_path_of_the_examples_with_a_token_from_a_se
     assert variable["valueFrom"]["secretKeyRef"]["name"]
     for example in TUNING:
         template = spec_of(example).workers.template["spec"]
-        assert mounted(template, example) == mounted(fetch, "fetch-model.yaml")
+        assert claims_by_mount_path(template, example) == claims_by_mount_path(fetch, "fetch-model.yaml")
         assert "env" not in template["containers"][0], "workers need no token"
 
 
@@ -326,11 +316,11 @@ def test_lora_on_dolly_has_the_settings_of_optimum_neuron(tmp_path: Path) -> Non
     assert config.data.hub == HubConfig(dataset="databricks/databricks-dolly-15k")
     assert (config.data.sequence_length, config.epochs) == (1024, 3)
     assert (config.schedule.kind, config.schedule.warmup_ratio) == (ScheduleKind.CONSTANT, 0.03)
-    timed = with_steps(config, -(-DOLLY // config.batch.global_size) * config.batch.global_size)
+    timed = with_steps(config, -(-DOLLY_RECORDS // config.batch.global_size) * config.batch.global_size)
     assert (timed.steps, timed.schedule.warmup_steps) == (1410, 43)
     assert learning_rate(timed, 42) == learning_rate(timed, 1409) == pytest.approx(5e-5)
     assert neuron_environment.variables(config, nxd=True, given={})["MALLOC_ARENA_MAX"] == "64"
-    assert settled("llama3-8b-lora-dolly.yaml", tmp_path).dp_size == 16
+    assert settings_of("llama3-8b-lora-dolly.yaml", tmp_path).dp_size == 16
 
 
 def test_the_subsets_of_redpajama_have_the_shares_of_llama() -> None:
@@ -355,11 +345,11 @@ def test_lora_beside_full_has_the_settings_and_the_numbers_of_hyperpod(tmp_path:
     assert [getattr(trainer_of(lora), name) for name in same] == [getattr(trainer_of(full), name) for name in same]
     adapters = trainer_of(lora).tuning.lora
     assert (adapters.rank, adapters.targets) == (16, ("q_proj", "v_proj"))
-    assert settled("llama3-8b-lora-hyperpod.yaml", tmp_path).trainable.trained == 6_815_744
-    found = settled("llama3-8b-full-hyperpod.yaml", tmp_path)
-    assert found.trainable.trained == 8_030_261_248
-    vocabulary = found.shape.vocab_size * found.shape.hidden_size
-    assert found.trainable.trained - vocabulary * 7 // 8 == 7_570_591_744, "the number of the table"
+    assert settings_of("llama3-8b-lora-hyperpod.yaml", tmp_path).trainable.trained == 6_815_744
+    full_settings = settings_of("llama3-8b-full-hyperpod.yaml", tmp_path)
+    assert full_settings.trainable.trained == 8_030_261_248
+    vocabulary = full_settings.shape.vocab_size * full_settings.shape.hidden_size
+    assert full_settings.trainable.trained - vocabulary * 7 // 8 == 7_570_591_744, "the number of the table"
 
 
 def test_llama2_13b_has_the_two_forms_of_data_of_jumpstart(tmp_path: Path) -> None:
@@ -375,10 +365,10 @@ def test_llama2_13b_has_the_two_forms_of_data_of_jumpstart(tmp_path: Path) -> No
     assert (trainer_of(domain).data.format, Path(trainer_of(domain).data.source).suffix) == (DataFormat.TEXT, ".txt")
     assert legal_sizes(domain) == (1, 2)
     for example in ("llama2-13b-instruction.yaml", "llama2-13b-domain.yaml"):
-        assert count_parameters(settled(example, tmp_path).shape) == 13_015_864_320
+        assert count_parameters(settings_of(example, tmp_path).shape) == 13_015_864_320
 
 
-def test_the_example_of_a_program_names_a_script_that_is_there_and_sizes_that_keep_its_batch() -> None:
+def test_the_example_of_a_program_names_a_script_that_exists_and_sizes_that_keep_its_batch() -> None:
     (name,) = set(JOBS) - set(EXAMPLES)
     spec = spec_of(name)
     assert spec.program is not None
@@ -389,6 +379,6 @@ def test_the_example_of_a_program_names_a_script_that_is_there_and_sizes_that_ke
     assert [spec.batch_shape().passes(nodes) for nodes in (1, 2, 3)] == [12, 6, 4]
     line, pattern = "step: 12 loss: 0.026069", spec.program.progress.pattern
     assert pattern is not None
-    found = re.search(pattern, line)
-    assert found is not None
-    assert found.groupdict() == {"step": "12", "loss": "0.026069"}
+    match = re.search(pattern, line)
+    assert match is not None
+    assert match.groupdict() == {"step": "12", "loss": "0.026069"}

@@ -55,7 +55,7 @@ def test_responses_of_a_sign_are_more_specific_than_those_of_its_cause() -> None
         for sign in SIGNS
         if sign.responses is not None and sign.responses == classify_sign(replace(sign, responses=None)).responses
     ]
-    assert same == [], "leave it out, it follows from the cause"
+    assert same == [], "omit responses that equal those of the cause"
 
 
 def test_signs_are_unique() -> None:
@@ -77,5 +77,5 @@ def test_a_lost_peer_is_the_least_specific_cause_and_a_users_error_the_most() ->
 
 
 def test_only_exit_codes_of_requested_ends_are_no_fault() -> None:
-    asked = {sign.number for sign in SIGNS if sign.cause in NO_FAULT_CAUSES}
-    assert asked == {ExitCode.FINISHED, ExitCode.YIELDING}
+    codes = {sign.number for sign in SIGNS if sign.cause in NO_FAULT_CAUSES}
+    assert codes == {ExitCode.FINISHED, ExitCode.YIELDING}

@@ -1,3 +1,5 @@
+"""Classification of exits, kernel lines and rules of a job; redaction of secrets."""
+
 import time
 from typing import Any
 
@@ -85,7 +87,7 @@ def test_the_most_specific_of_several_signs_determines_the_cause(
 
 
 def test_only_kernel_lines_from_the_time_of_the_failure_explain_it() -> None:
-    events = [KernelEvent(sequence=at, line=str(at), at=1000.0 + at) for at in (-500, -60, 0, 5, 300) if at >= 0]
+    events = [KernelEvent(sequence=delay, line=str(delay), at=1000.0 + delay) for delay in (0, 5, 300)]
     assert select_kernel_lines(events, 1000.0) == ("0", "5")
     assert select_kernel_lines(events, 1600.0) == ()
 
@@ -152,7 +154,7 @@ def test_secrets_are_redacted_and_other_text_is_unchanged() -> None:
 
 @given(st.text(max_size=3000))
 def test_redaction_is_idempotent_and_fast(text: str) -> None:
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     once = redact_secrets(text)
     assert redact_secrets(once) == once
-    assert time.perf_counter() - began < 0.5
+    assert time.perf_counter() - started_at < 0.5

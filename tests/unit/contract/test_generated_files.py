@@ -1,4 +1,4 @@
-"""Generated files are those that the code gives now, and the chart's values and their schema list the same names."""
+"""Generated files are current; the chart's values and their schema list the same names."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,13 @@ from trainium_contract.definition.crd import custom_resource_definition
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_written_definition_is_the_one_of_the_models() -> None:
+def test_generated_files_are_current() -> None:
     assert generate.find_stale(ROOT, helm=None) == [], "run `make generate`"
 
 
 def test_the_plain_install_has_the_same_definition() -> None:
     documents = yaml.load_all((ROOT / generate.INSTALL).read_text(encoding="utf-8"), yaml.CSafeLoader)
-    (definition,) = [one for one in documents if one and one["kind"] == "CustomResourceDefinition"]
+    (definition,) = [document for document in documents if document and document["kind"] == "CustomResourceDefinition"]
     assert definition["spec"] == custom_resource_definition()["spec"], "run `make generate`"
 
 
@@ -34,7 +34,7 @@ def test_check_names_the_stale_file_and_fails(
     assert "manifests/crd.yaml is stale" in capsys.readouterr().err
 
 
-def listed(values: Any, schema: dict[str, Any], path: str = "") -> list[str]:
+def differing_names(values: Any, schema: dict[str, Any], path: str = "") -> list[str]:
     """Return names that only one of values.yaml and values.schema.json has; skip free-form objects."""
     if not isinstance(values, dict) or "properties" not in schema:
         return []
@@ -43,7 +43,7 @@ def listed(values: Any, schema: dict[str, Any], path: str = "") -> list[str]:
     inside = [
         name
         for key, value in values.items()
-        for name in listed(value, schema["properties"].get(key, {}), f"{path}.{key}")
+        for name in differing_names(value, schema["properties"].get(key, {}), f"{path}.{key}")
     ]
     return [f"{path}.{name}" for name in different] + inside
 
@@ -52,7 +52,7 @@ def test_the_values_and_their_schema_list_the_same_names() -> None:
     chart = ROOT / generate.CHART
     values = yaml.safe_load((chart / "values.yaml").read_text(encoding="utf-8"))
     schema = json.loads((chart / "values.schema.json").read_text(encoding="utf-8"))
-    assert listed(values, schema) == []
+    assert differing_names(values, schema) == []
 
 
 def test_every_value_is_explained() -> None:
@@ -64,9 +64,9 @@ def test_every_value_is_explained() -> None:
         "crds", "rbac", "serviceAccount", "metrics", "podDisruptionBudget", "networkPolicy", "logLevel",
         "trainerImagePullPolicy",
     }  # fmt: skip
-    bare = [
+    unexplained = [
         line.split(":")[0]
         for before, line in zip(["", *lines], lines, strict=False)
         if line[:1].isalpha() and not before.startswith("#")
     ]
-    assert set(bare) <= self_evident
+    assert set(unexplained) <= self_evident

@@ -21,9 +21,18 @@ def test_lean_messages_share_their_field_sets() -> None:
 
 
 def test_messages_in_a_list_are_lean_too() -> None:
-    at = {"sequence": 0, "generation": 1, "attempt": 0, "rank": 0, "exitCode": 1, "step": 1, "message": "", "at": 1.0}
-    one, other = (heartbeat(1, failures=[at | {"sequence": each}]).share_fields_set() for each in (1, 2))
-    assert one.failures[0].__pydantic_fields_set__ is other.failures[0].__pydantic_fields_set__
+    failure = {
+        "sequence": 0,
+        "generation": 1,
+        "attempt": 0,
+        "rank": 0,
+        "exitCode": 1,
+        "step": 1,
+        "message": "",
+        "at": 1.0,
+    }
+    first, second = (heartbeat(1, failures=[failure | {"sequence": number}]).share_fields_set() for number in (1, 2))
+    assert first.failures[0].__pydantic_fields_set__ is second.failures[0].__pydantic_fields_set__
 
 
 def test_a_lean_message_keeps_its_values_and_its_copies_do_not_change_it() -> None:
@@ -32,5 +41,5 @@ def test_a_lean_message_keeps_its_values_and_its_copies_do_not_change_it() -> No
     assert lean.to_wire() == heartbeat(1).to_wire()
     assert lean.model_dump(exclude_unset=True) == heartbeat(1).model_dump(exclude_unset=True)
     changed = (lean.replaced(attempt=3), lean.model_copy(update={"attempt": 3}))
-    assert [each.model_fields_set - lean.model_fields_set for each in changed] == [{"attempt"}, {"attempt"}]
+    assert [message.model_fields_set - lean.model_fields_set for message in changed] == [{"attempt"}, {"attempt"}]
     assert "attempt" not in heartbeat(2).share_fields_set().model_fields_set

@@ -40,7 +40,7 @@ MODES = (DataParallelMode.REPLICATED, DataParallelMode.SHARDED_OPTIMIZER, DataPa
 
 
 @pytest.mark.parametrize(
-    ("precision", "bytes_each", "accumulating"),
+    ("precision", "bytes_by_mode", "accumulating"),
     [
         (Precision.FLOAT32, (16, 4 + 16 / N, 16 / N), 8 + 16 / N),
         (Precision.BFLOAT16, (16, 2 + 16 / N, 16 / N), 6 + 16 / N),
@@ -48,10 +48,10 @@ MODES = (DataParallelMode.REPLICATED, DataParallelMode.SHARDED_OPTIMIZER, DataPa
     ],
 )
 def test_the_bytes_of_a_parameter_are_those_of_the_documented_table(
-    precision: Precision, bytes_each: tuple[float, ...], accumulating: float
+    precision: Precision, bytes_by_mode: tuple[float, ...], accumulating: float
 ) -> None:
     number = count_rank_parameters(MODEL, SETTING)
-    for mode, expected in zip(MODES, bytes_each, strict=True):
+    for mode, expected in zip(MODES, bytes_by_mode, strict=True):
         estimate = estimate_memory(MODEL, replace(SETTING, mode=mode, precision=precision))
         assert estimate.state / number == pytest.approx(expected, rel=1e-6), mode
     divided = replace(SETTING, mode=DataParallelMode.SHARDED_OPTIMIZER, precision=precision)
@@ -74,40 +74,40 @@ def test_snapshots_take_three_files_of_each_shard_of_a_node_and_two_of_a_buddys(
     assert estimate_memory(MODEL, replace(SETTING, snapshots=False)).shared_memory == 0
     sharded = replace(SETTING, mode=DataParallelMode.FULLY_SHARDED)
     assert estimate_memory(MODEL, sharded).shared_memory == pytest.approx(3 * state, rel=1e-6), "one node has no buddy"
-    two = replace(sharded, processes_per_node=4)
-    assert estimate_memory(MODEL, two).shared_memory == pytest.approx(5 * state / 2, rel=1e-6)
-    assert estimate_memory(MODEL, replace(two, buddies=False)).shared_memory == pytest.approx(3 * state / 2, rel=1e-6)
+    two_nodes = replace(sharded, processes_per_node=4)
+    assert estimate_memory(MODEL, two_nodes).shared_memory == pytest.approx(5 * state / 2, rel=1e-6)
+    assert estimate_memory(MODEL, replace(two_nodes, buddies=False)).shared_memory == pytest.approx(
+        3 * state / 2, rel=1e-6
+    )
 
 
 def test_recomputing_and_dividing_the_sequence_take_less_and_longer_samples_more() -> None:
     kept = replace(SETTING, recompute=Recompute.NONE, tensor=8)
-    assert (
-        estimate_memory(MODEL, replace(kept, recompute=Recompute.FULL)).activations
-        < estimate_memory(MODEL, kept).activations
-    )
-    assert estimate_memory(MODEL, replace(kept, sequence=True)).activations < estimate_memory(MODEL, kept).activations
-    assert estimate_memory(MODEL, replace(kept, length=256)).activations > estimate_memory(MODEL, kept).activations
+    activations = estimate_memory(MODEL, kept).activations
+    assert estimate_memory(MODEL, replace(kept, recompute=Recompute.FULL)).activations < activations
+    assert estimate_memory(MODEL, replace(kept, sequence=True)).activations < activations
+    assert estimate_memory(MODEL, replace(kept, length=256)).activations > activations
 
 
 @pytest.mark.parametrize(
-    ("precision", "used", "each"),
+    ("precision", "weight_bytes", "trained_bytes"),
     [(Precision.FLOAT32, 4, 16), (Precision.BFLOAT16, 2, 16), (Precision.BFLOAT16_STOCHASTIC, 2, 10)],
 )
 def test_frozen_weights_have_no_gradient_and_no_moments_and_are_in_no_snapshot(
-    precision: Precision, used: int, each: int
+    precision: Precision, weight_bytes: int, trained_bytes: int
 ) -> None:
     number, tuned = count_rank_parameters(MODEL, SETTING), Trained(weights=1000, adapters=5000)
     setting = replace(SETTING, precision=precision, trained=tuned)
     estimate, kept = estimate_memory(MODEL, setting), 2 if precision.keeps_half else 4
-    assert estimate.state == (number - 1000) * used + 6000 * each
+    assert estimate.state == (number - 1000) * weight_bytes + 6000 * trained_bytes
     assert estimate.shared_memory == 3 * 3 * kept * 6000
     assert estimate.parameters == number + 5000
     divided = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED))
     assert divided.state == pytest.approx(estimate.state / N, rel=1e-3)
     gathered = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.SHARDED_OPTIMIZER))
-    assert gathered.state == pytest.approx(number * used * (1 + 1 / N), rel=1e-3)
+    assert gathered.state == pytest.approx(number * weight_bytes * (1 + 1 / N), rel=1e-3)
     nxd = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED, layouts=Layouts.NXD))
-    assert nxd.state == pytest.approx(number * used, rel=1e-3), "NxD divides no frozen weight over the replicas"
+    assert nxd.state == pytest.approx(number * weight_bytes, rel=1e-3), "NxD divides no frozen weight over the replicas"
 
 
 def test_training_all_weights_by_name_needs_what_training_all_needs() -> None:
@@ -131,8 +131,8 @@ def test_a_mask_on_nxd_costs_the_scores_of_one_layer_or_of_all_without_recompute
     plain = replace(SETTING, tensor=8, length=4096, layouts=Layouts.NXD)
     for recompute, layers in ((Recompute.FULL, 1), (Recompute.NONE, model.num_layers)):
         without = replace(plain, recompute=recompute)
-        more = estimate_memory(model, replace(without, masked=True)).activations
-        more -= estimate_memory(model, without).activations
-        assert more == layers * 12 * 4096**2 * model.num_attention_heads // 8
+        scores = estimate_memory(model, replace(without, masked=True)).activations
+        scores -= estimate_memory(model, without).activations
+        assert scores == layers * 12 * 4096**2 * model.num_attention_heads // 8
     native = replace(plain, layouts=Layouts.NATIVE)
     assert estimate_memory(model, replace(native, masked=True)) == estimate_memory(model, native)

@@ -14,7 +14,7 @@ from trainium_contract.job import GoodputStatus
 
 ROOT = Path(__file__).parents[3]
 PLUGIN = "scripts/mypy_contract.py"
-_WELL = """
+_VALID = """
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import Phase
 
@@ -31,7 +31,7 @@ reveal_type(view.part("goodput").parts("sizes"))
 reveal_type(view.part("failedSpec"))
 print(view.text("phase"), view.part("goodput").number("ratio"), PublicStatus().desired)
 """
-_REFUSED = (
+_REFUSED_READS = (
     'view.text("waitingSince")',
     'view.text("phasse")',
     'view.part("gang")',
@@ -41,7 +41,7 @@ _REFUSED = (
 )
 
 
-def checked(folder: Path, **programs: str) -> tuple[dict[str, list[str]], str]:
+def run_mypy(folder: Path, **programs: str) -> tuple[dict[str, list[str]], str]:
     """Return the lines of errors in each program, and all output, of one run of mypy, whose start takes longest."""
     for name, text in programs.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
@@ -61,34 +61,34 @@ def checked(folder: Path, **programs: str) -> tuple[dict[str, list[str]], str]:
 
 @pytest.mark.timeout(300)
 def test_mypy_rejects_misspelt_and_internal_fields_and_wrong_types(tmp_path: Path) -> None:
-    wrong = _WELL.replace("waiting_since=None", "waitingsince=None").replace("=True", '="yes"')
-    ill = wrong + _READING + "\n".join(_REFUSED) + "\n"
-    errors, output = checked(tmp_path, well=_WELL + _READING, ill=ill)
-    assert errors["well"] == []
-    revealed = "\n".join(line for line in output.splitlines() if line.startswith("well.py:"))
+    wrong = _VALID.replace("waiting_since=None", "waitingsince=None").replace("=True", '="yes"')
+    invalid = wrong + _READING + "\n".join(_REFUSED_READS) + "\n"
+    errors, output = run_mypy(tmp_path, valid=_VALID + _READING, invalid=invalid)
+    assert errors["valid"] == []
+    revealed = "\n".join(line for line in output.splitlines() if line.startswith("valid.py:"))
     assert 'note: Revealed type is "trainium_contract.job.TrainingJobStatus"' in revealed
     assert "StatusReader[trainium_contract.status.ledger.SizeAccount]]" in revealed
     assert "StatusReader[trainium_contract.status.failed_spec.FailedSpecStatus]" in revealed
-    unexpected, incompatible, *refused = errors["ill"]
+    unexpected, incompatible, *refused = errors["invalid"]
     assert 'Unexpected keyword argument "waitingsince"' in unexpected
     wanted = 'Argument "starting" to "replaced" of "ContractModel" has incompatible type "str"; expected "bool"'
     assert wanted in incompatible
-    first = (_WELL + _READING).count("\n") + 1
-    assert [int(line.split(":")[1]) for line in refused] == list(range(first, first + len(_REFUSED))), output
+    first = (_VALID + _READING).count("\n") + 1
+    assert [int(line.split(":")[1]) for line in refused] == list(range(first, first + len(_REFUSED_READS))), output
 
 
 def test_replaced_equals_model_copy() -> None:
     before = GoodputStatus(starting=True, lost_seconds={"Crash": 2.0})
-    ours, theirs = before.replaced(wall_seconds=5.0), before.model_copy(update={"wall_seconds": 5.0})
+    replaced, copied = before.replaced(wall_seconds=5.0), before.model_copy(update={"wall_seconds": 5.0})
 
-    assert ours == theirs
-    assert type(ours) is GoodputStatus
-    assert ours.model_fields_set == theirs.model_fields_set == {"starting", "lost_seconds", "wall_seconds"}
-    assert ours.to_wire() == theirs.to_wire()
-    assert ours.lost_seconds is before.lost_seconds
+    assert replaced == copied
+    assert type(replaced) is GoodputStatus
+    assert replaced.model_fields_set == copied.model_fields_set == {"starting", "lost_seconds", "wall_seconds"}
+    assert replaced.to_wire() == copied.to_wire()
+    assert replaced.lost_seconds is before.lost_seconds
     assert (before.wall_seconds, before.model_fields_set) == (0.0, {"starting", "lost_seconds"})
     with pytest.raises(ValidationError):
-        ours.starting = False  # type: ignore[misc]
+        replaced.starting = False  # type: ignore[misc]
 
 
 def test_operator_and_contract_never_call_model_copy() -> None:

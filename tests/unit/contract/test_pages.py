@@ -19,7 +19,7 @@ HOSTILE = '"><script>alert(1)</script>'
 
 
 def test_running_jobs_come_first_and_omitted_jobs_are_counted() -> None:
-    rows = [JobRow("a", f"job-{at:04}", phase="Completed") for at in range(MOST_JOBS)]
+    rows = [JobRow("a", f"job-{number:04}", phase="Completed") for number in range(MOST_JOBS)]
     rows += [JobRow("z", "alive", phase="Running", step=5, total_steps=10)]
     page = Page(live_jobs_html(rows, 0.0, where="all namespaces", root="/ui"))
     links = [value for name, value in page.attributes if name == "href"]
@@ -39,7 +39,7 @@ def test_list_and_form_escape_user_text() -> None:
     assert form.open == []
 
 
-def test_the_content_security_policy_allows_only_the_own_style_and_script() -> None:
+def test_the_content_security_policy_allows_only_the_style_and_script_of_the_page() -> None:
     policy = HEADERS["Content-Security-Policy"]
     assert policy.startswith("default-src 'none';")
     assert csp_digest(STYLE) in policy
@@ -75,8 +75,10 @@ def interruption_view(cause: str, node: str) -> InterruptionView:
 def test_the_node_map_shows_workers_and_interruptions_of_each_node() -> None:
     pods = [PodRow("j-w-0", "Running", "node-10"), PodRow("j-w-1", "Running", "node-2"), PodRow("j-w-2", "Pending", "")]
     pods.append(PodRow("j-w-3", "Error", "node-30"))
-    befell = [interruption_view(*each) for each in (("Crash", "node-2"), ("Crash", "node-2"), ("NodeLost", "node-1"))]
-    page = node_map_html(pods, befell, {"j-w-0": "0 to 3"}, 10)
+    interruptions = [
+        interruption_view(*fields) for fields in (("Crash", "node-2"), ("Crash", "node-2"), ("NodeLost", "node-1"))
+    ]
+    page = node_map_html(pods, interruptions, {"j-w-0": "0 to 3"}, 10)
 
     titles = re.findall(r'class="c(\d+)"><title>(.*?)</title>', page)
     assert titles == [
@@ -86,7 +88,7 @@ def test_the_node_map_shows_workers_and_interruptions_of_each_node() -> None:
         (str(OTHER), "node-30; j-w-3 Error"),
     ]
     assert "4 nodes that the job has or had" in page
-    assert "3 more are not shown" in node_map_html(pods, befell, {}, 1)
+    assert "3 more are not shown" in node_map_html(pods, interruptions, {}, 1)
     assert node_map_html([], [], {}, 10) == ""
 
 

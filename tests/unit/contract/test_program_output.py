@@ -41,7 +41,7 @@ def test_native_frames_do_not_explain_an_exit(line: str) -> None:
         "",
     ],
 )
-def test_what_a_program_writes_in_words_is_kept(line: str) -> None:
+def test_lines_that_may_explain_an_exit_are_kept(line: str) -> None:
     assert explains_exit(line)
 
 
@@ -52,16 +52,16 @@ def test_what_a_program_writes_in_words_is_kept(line: str) -> None:
         "23:11:29 rank 1 INFO start-up: data 0.11 s, process group 0.07 s, model 0.07 s, state 0.23 s, files 0.00 s",
     ],
 )
-def test_what_went_well_shows_no_reason_but_is_no_frame(line: str) -> None:
+def test_lines_about_healthy_steps_do_not_explain_an_exit(line: str) -> None:
     assert not explains_exit(line)
     assert not is_native_frame(line)
 
 
 def test_noise_within_a_message_is_replaced_by_one_ellipsis() -> None:
-    reported = (
+    message = (
         f"Rank 3 ended: ValueError: no such column | {TORCH} | {TORCH} | File train.py | step 7/9: loss 2.1. {ADVICE}"
     )
-    assert drop_noise(reported) == f"Rank 3 ended: ValueError: no such column | … | File train.py | … {ADVICE}"
+    assert drop_noise(message) == f"Rank 3 ended: ValueError: no such column | … | File train.py | … {ADVICE}"
     assert drop_noise(f"killed by signal 9 | {TORCH}") == "killed by signal 9 | …"
     assert drop_noise(f"as it is | was. {ADVICE}") == f"as it is | was. {ADVICE}"
     assert drop_noise("") == ""

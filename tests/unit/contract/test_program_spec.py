@@ -36,9 +36,9 @@ def test_a_program_spec_round_trips_through_json() -> None:
     ],
 )
 def test_the_path_of_a_complete_checkpoint_names_its_step(committed: str, path: str, step: int) -> None:
-    found = ProgramCheckpoints(path="/c", committed=committed).committed_pattern().fullmatch(path)
-    assert found is not None
-    assert int(found["step"]) == step
+    match = ProgramCheckpoints(path="/c", committed=committed).committed_pattern().fullmatch(path)
+    assert match is not None
+    assert int(match["step"]) == step
 
 
 @pytest.mark.parametrize(

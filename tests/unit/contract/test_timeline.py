@@ -28,82 +28,92 @@ def entry(
 
 
 def members(*names: str, generation: int = 1) -> Members:
-    return Members(generation, 1, tuple(MemberRow(at, name, f"node-{at}") for at, name in enumerate(names)))
+    return Members(generation, 1, tuple(MemberRow(rank, name, f"node-{rank}") for rank, name in enumerate(names)))
 
 
 def pod(name: str, state: str = "Running", created: float | None = BEGIN) -> PodRow:
     return PodRow(name, state, "node", created)
 
 
-def shown(entries: Any, pods: Any, who: Members | None, **changes: Any) -> Timeline:
-    ranks = {} if who is None else {row.pod: str(row.rank) for row in who.rows}
-    return build_timeline(entries, pods, who, ranks, begin=BEGIN, end=END, **changes)
+def timeline_of(entries: Any, pods: Any, current_members: Members | None, **changes: Any) -> Timeline:
+    ranks = {} if current_members is None else {row.pod: str(row.rank) for row in current_members.rows}
+    return build_timeline(entries, pods, current_members, ranks, begin=BEGIN, end=END, **changes)
 
 
-def times(found: Timeline, name: str) -> list[tuple[WorkerState, float, float]]:
-    (row,) = [row for row in found.rows if row.name == name]
-    return [(each.state, each.since, each.until) for each in row.segments]
+def segments_of(view: Timeline, name: str) -> list[tuple[WorkerState, float, float]]:
+    (row,) = [row for row in view.rows if row.name == name]
+    return [(segment.state, segment.since, segment.until) for segment in row.segments]
 
 
 def test_an_uninterrupted_worker_trains_since_the_first_step() -> None:
-    found = shown([], [pod("w-0")], members("w-0"), first_step=1_500.0)
-    assert times(found, "w-0") == [(WorkerState.UNKNOWN, BEGIN, 1_500.0), (WorkerState.TRAINED, 1_500.0, END)]
+    view = timeline_of([], [pod("w-0")], members("w-0"), first_step=1_500.0)
+    assert segments_of(view, "w-0") == [(WorkerState.UNKNOWN, BEGIN, 1_500.0), (WorkerState.TRAINED, 1_500.0, END)]
 
 
 def test_a_lost_worker_is_a_member_until_its_replacement_by_a_spare() -> None:
-    found = shown([entry(5_000.0, "w-1")], [pod("w-0"), pod("w-2")], members("w-0", "w-2", generation=2))
-    assert times(found, "w-1") == [(WorkerState.MEMBER, BEGIN, 5_000.0), (WorkerState.FAILED, 5_000.0, 5_060.0)]
-    assert times(found, "w-2") == [(WorkerState.UNKNOWN, BEGIN, 5_060.0), (WorkerState.TRAINED, 5_060.0, END)]
-    assert found.rows[0].name == "w-1", "whom the history names comes first"
+    view = timeline_of([entry(5_000.0, "w-1")], [pod("w-0"), pod("w-2")], members("w-0", "w-2", generation=2))
+    assert segments_of(view, "w-1") == [(WorkerState.MEMBER, BEGIN, 5_000.0), (WorkerState.FAILED, 5_000.0, 5_060.0)]
+    assert segments_of(view, "w-2") == [(WorkerState.UNKNOWN, BEGIN, 5_060.0), (WorkerState.TRAINED, 5_060.0, END)]
+    assert view.rows[0].name == "w-1", "interrupted workers come first"
 
 
 def test_a_lost_worker_with_a_recorded_rank_trained_until_its_loss() -> None:
-    who = replace(members("w-0", "w-2", generation=2), processes_per_node=4)
-    found = shown([replace(entry(5_000.0, "w-1"), rank=4)], [pod("w-0"), pod("w-2")], who)
-    assert times(found, "w-1")[0] == (WorkerState.TRAINED, BEGIN, 5_000.0)
-    (row,) = [row for row in found.rows if row.name == "w-1"]
+    current_members = replace(members("w-0", "w-2", generation=2), processes_per_node=4)
+    view = timeline_of([replace(entry(5_000.0, "w-1"), rank=4)], [pod("w-0"), pod("w-2")], current_members)
+    assert segments_of(view, "w-1")[0] == (WorkerState.TRAINED, BEGIN, 5_000.0)
+    (row,) = [row for row in view.rows if row.name == "w-1"]
     assert row.segments[0].text == "w-1: ranks 4-7 of generation 1"
 
 
 def test_a_restart_in_place_is_a_gap_in_training() -> None:
-    found = shown([entry(5_000.0, "w-0", "InPlace")], [pod("w-0")], members("w-0"))
-    assert [each[0] for each in times(found, "w-0")] == [WorkerState.TRAINED, WorkerState.FAILED, WorkerState.TRAINED]
+    view = timeline_of([entry(5_000.0, "w-0", "InPlace")], [pod("w-0")], members("w-0"))
+    assert [state for state, _, _ in segments_of(view, "w-0")] == [
+        WorkerState.TRAINED,
+        WorkerState.FAILED,
+        WorkerState.TRAINED,
+    ]
 
 
 def test_pods_outside_the_membership_are_spares_or_pending() -> None:
-    found = shown([], [pod("w-0"), pod("w-1"), pod("w-2", "Pending", 9_000.0)], members("w-0"))
-    assert times(found, "w-1") == [(WorkerState.SPARE, BEGIN, END)]
-    assert times(found, "w-2") == [(WorkerState.PENDING, 9_000.0, END)]
+    view = timeline_of([], [pod("w-0"), pod("w-1"), pod("w-2", "Pending", 9_000.0)], members("w-0"))
+    assert segments_of(view, "w-1") == [(WorkerState.SPARE, BEGIN, END)]
+    assert segments_of(view, "w-2") == [(WorkerState.PENDING, 9_000.0, END)]
 
 
 def test_a_failing_pod_comes_first() -> None:
-    found = shown([entry(5_000.0, "w-1")], [pod("w-0"), pod("w-3", "CrashLoopBackOff")], members("w-0", generation=2))
-    assert [row.name for row in found.rows] == ["w-3", "w-1", "w-0"]
-    assert times(found, "w-3")[-1][0] is WorkerState.FAILED
+    view = timeline_of(
+        [entry(5_000.0, "w-1")], [pod("w-0"), pod("w-3", "CrashLoopBackOff")], members("w-0", generation=2)
+    )
+    assert [row.name for row in view.rows] == ["w-3", "w-1", "w-0"]
+    assert segments_of(view, "w-3")[-1][0] is WorkerState.FAILED
 
 
 def test_members_of_an_ended_job_trained_until_its_end() -> None:
-    assert times(shown([], [], members("w-0"), job_ended=True), "w-0") == [(WorkerState.TRAINED, BEGIN, END)]
-    assert shown([], [], members("w-0")).rows == ()
+    assert segments_of(timeline_of([], [], members("w-0"), job_ended=True), "w-0") == [
+        (WorkerState.TRAINED, BEGIN, END)
+    ]
+    assert timeline_of([], [], members("w-0")).rows == ()
 
 
 def test_a_failing_member_trained_before() -> None:
-    found = shown([], [pod("w-0", "Error")], members("w-0"))
-    assert [each[0] for each in times(found, "w-0")] == [WorkerState.TRAINED, WorkerState.FAILED]
+    view = timeline_of([], [pod("w-0", "Error")], members("w-0"))
+    assert [state for state, _, _ in segments_of(view, "w-0")] == [WorkerState.TRAINED, WorkerState.FAILED]
 
 
 def test_without_a_membership_no_pod_is_a_spare() -> None:
-    assert times(shown([], [pod("w-0")], None), "w-0") == [(WorkerState.UNKNOWN, BEGIN, END)]
+    assert segments_of(timeline_of([], [pod("w-0")], None), "w-0") == [(WorkerState.UNKNOWN, BEGIN, END)]
 
 
 def test_only_interrupted_workers_of_a_large_job_are_shown() -> None:
-    names = [f"w-{at}" for at in range(1_000)]
+    names = [f"w-{number}" for number in range(1_000)]
     pods = [pod(name) for name in names]
-    found = shown([entry(2_000.0 + at, f"w-{at}", "InPlace") for at in range(30)], pods, members(*names))
-    assert (len(found.rows), found.quiet, found.left_out) == (30, 970, 0)
-    assert len(shown([], pods, members(*names)).rows) == FEW_ROWS
-    found = shown([], pods, members())
-    assert (len(found.rows), found.quiet, found.left_out) == (MOST_ROWS, 0, 960)
+    view = timeline_of(
+        [entry(2_000.0 + number, f"w-{number}", "InPlace") for number in range(30)], pods, members(*names)
+    )
+    assert (len(view.rows), view.quiet, view.left_out) == (30, 970, 0)
+    assert len(timeline_of([], pods, members(*names)).rows) == FEW_ROWS
+    view = timeline_of([], pods, members())
+    assert (len(view.rows), view.quiet, view.left_out) == (MOST_ROWS, 0, 960)
 
 
 @given(
@@ -115,40 +125,42 @@ def test_only_interrupted_workers_of_a_large_job_are_shown() -> None:
         max_size=12,
     ),
     st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["Running", "Pending", "Error"]),
-                       st.none() | st.floats(0, 20_000)), max_size=4, unique_by=lambda each: each[0]),
+                       st.none() | st.floats(0, 20_000)), max_size=4, unique_by=lambda pod: pod[0]),
     st.none() | st.integers(0, 5),
     st.booleans(),
 )  # fmt: skip
 def test_segments_of_a_worker_are_ordered_bounded_and_disjoint(
-    reported: list[Any], pods: list[Any], generation: int | None, over: bool
+    entries: list[Any], pods: list[Any], generation: int | None, job_ended: bool
 ) -> None:
-    who = None if generation is None else members("a", "d", generation=generation)
-    found = shown([entry(*each) for each in reported], [pod(*each) for each in pods], who, job_ended=over)
-    for row in found.rows:
-        at = BEGIN
-        for each in row.segments:
-            assert at <= each.since < each.until <= END
-            at = each.until
+    current_members = None if generation is None else members("a", "d", generation=generation)
+    view = timeline_of(
+        [entry(*fields) for fields in entries], [pod(*fields) for fields in pods], current_members, job_ended=job_ended
+    )
+    for row in view.rows:
+        end = BEGIN
+        for segment in row.segments:
+            assert end <= segment.since < segment.until <= END
+            end = segment.until
 
 
 def test_creation_times_are_read_from_tables() -> None:
-    found = {row.name: row.created for row in parse_pod_table(recorded_object("pods"), NOW)}
-    assert found == {"llama-w-0": NOW - 214, "llama-w-2": NOW - 214, "llama-w-3": NOW - 97}
+    created = {row.name: row.created for row in parse_pod_table(recorded_object("pods"), NOW)}
+    assert created == {"llama-w-0": NOW - 214, "llama-w-2": NOW - 214, "llama-w-3": NOW - 97}
     assert {row.created for row in parse_pod_table(recorded_object("pods"))} == {None}
 
 
 def test_a_page_shows_each_workers_states_and_what_is_not_recorded() -> None:
     job, pods = recorded_object("job"), parse_pod_table(recorded_object("pods"), NOW)
-    who = Members(2, 1, (MemberRow(0, "llama-w-0", "node-2"), MemberRow(1, "llama-w-2", "node-1")))
-    view = build_job_view(job, now=NOW, workers=count_workers(pods, who))
-    report = JobReport(view, read_interruptions(public_status(job)), who, None, (), (), pods)
+    current_members = Members(2, 1, (MemberRow(0, "llama-w-0", "node-2"), MemberRow(1, "llama-w-2", "node-1")))
+    view = build_job_view(job, now=NOW, workers=count_workers(pods, current_members))
+    report = JobReport(view, read_interruptions(public_status(job)), current_members, None, (), (), pods)
     page = Page(report_html(report, NOW))
     assert page.open == []
-    for words in ("Who was what when", "llama-w-1: member of generation 1", "llama-w-2 on node-1: ranks 1",
+    for text in ("Who was what when", "llama-w-1: member of generation 1", "llama-w-2 on node-1: ranks 1",
                   "are not recorded", "Nov 23 02:07"):  # fmt: skip
-        assert words in page.text
+        assert text in page.text
     later = live_job_html(report, NOW)
-    assert later == live_job_html(report, NOW), "and it does not change by itself"
+    assert later == live_job_html(report, NOW), "equal data is an equal page"
 
 
 @pytest.mark.parametrize(
@@ -163,16 +175,16 @@ def test_a_page_shows_each_workers_states_and_what_is_not_recorded() -> None:
 )
 def test_an_axis_has_round_times_and_names_each_new_day(begin: float, length: float, words: list[str]) -> None:
     marks = time_marks(begin, begin + length)
-    assert [reported for _, reported in marks][: len(words)] == words
+    assert [label for _, label in marks][: len(words)] == words
     assert 2 <= len(marks) <= 9
 
 
 @given(st.floats(0, 2e9, allow_subnormal=False), st.floats(0.5, 1e9))
 def test_time_marks_are_ordered_and_in_range(begin: float, length: float) -> None:
-    places = [at for at, _ in time_marks(begin, begin + length)]
-    assert places == sorted(set(places))
-    assert all(begin <= at <= begin + length for at in places)
-    assert len(places) <= 9
+    times = [time for time, _ in time_marks(begin, begin + length)]
+    assert times == sorted(set(times))
+    assert all(begin <= time <= begin + length for time in times)
+    assert len(times) <= 9
 
 
 def test_an_empty_timeline_is_no_picture() -> None:

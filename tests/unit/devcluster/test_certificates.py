@@ -16,45 +16,45 @@ from trainium_devcluster.state import ClusterPaths
 
 def handshake(folder: Path, *, trusted: str, server: str, client: str | None, name: str) -> str:
     """Connect over a socket pair; return the common name that the server reads, or the errors of both."""
-    theirs, ours = socket.socketpair()
-    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / f"{trusted}.crt"))
-    serving.verify_mode = ssl.CERT_REQUIRED
-    serving.load_cert_chain(folder / f"{server}.crt", folder / f"{server}.key")
-    calling = ssl.create_default_context(cafile=str(folder / f"{trusted}.crt"))
+    server_end, client_end = socket.socketpair()
+    server_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / f"{trusted}.crt"))
+    server_context.verify_mode = ssl.CERT_REQUIRED
+    server_context.load_cert_chain(folder / f"{server}.crt", folder / f"{server}.key")
+    client_context = ssl.create_default_context(cafile=str(folder / f"{trusted}.crt"))
     if client is not None:
-        calling.load_cert_chain(folder / f"{client}.crt", folder / f"{client}.key")
-    seen: list[str] = []
+        client_context.load_cert_chain(folder / f"{client}.crt", folder / f"{client}.key")
+    results: list[str] = []
 
     def serve() -> None:
         try:
-            with serving.wrap_socket(theirs, server_side=True) as connection:
+            with server_context.wrap_socket(server_end, server_side=True) as connection:
                 connection.recv(1)
                 subject = connection.getpeercert()["subject"]  # type: ignore[index]
-                seen.append(dict(pair[0] for pair in subject)["commonName"])  # type: ignore[index, misc]
+                results.append(dict(pair[0] for pair in subject)["commonName"])  # type: ignore[index, misc]
         except (ssl.SSLError, OSError) as error:
-            seen.append(f"server: {error}")
+            results.append(f"server: {error}")
 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        with calling.wrap_socket(ours, server_hostname=name) as connection:
+        with client_context.wrap_socket(client_end, server_hostname=name) as connection:
             connection.sendall(b"x")
     except (ssl.SSLError, OSError) as error:
-        seen.append(f"client: {error}")
+        results.append(f"client: {error}")
     thread.join()
-    ours.close()
-    theirs.close()
-    return "; ".join(seen)
+    client_end.close()
+    server_end.close()
+    return "; ".join(results)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pki")
-    authority = Authority.create("ours")
+    authority = Authority.create("cluster")
     authority.pair.write(folder, "ca")
     authority.issue("server", names=("localhost", "127.0.0.1")).write(folder, "server")
     authority.issue("alice", organization="system:masters").write(folder, "alice")
-    Authority.create("theirs").issue("mallory").write(folder, "mallory")
+    Authority.create("other").issue("mallory").write(folder, "mallory")
     return folder
 
 
@@ -86,7 +86,7 @@ def test_the_token_signing_pair_is_private_and_public() -> None:
     assert b"PUBLIC KEY" in public
 
 
-def test_a_kubeconfig_holds_all_that_a_client_needs(tmp_path: Path) -> None:
+def test_a_kubeconfig_has_server_authority_and_client_certificate(tmp_path: Path) -> None:
     paths = ClusterPaths(tmp_path)
     prepare(paths, Ports(etcd=1, etcd_peer=2, apiserver=3, controller_manager=4, scheduler=5))
     access = find_access(str(paths.kubeconfig), None, {})

@@ -24,13 +24,13 @@ def listener(tmp_path: Path) -> Iterator[tuple[socket.socket, Path]]:
         yield server, path
 
 
-def serve_once(server: socket.socket, answer: bytes, asked: list[object]) -> threading.Thread:
+def serve_once(server: socket.socket, answer: bytes, received: list[object]) -> threading.Thread:
     server.listen()
 
     def work() -> None:
         connection, _ = server.accept()
         with connection, connection.makefile("rb") as lines:
-            asked.append(json.loads(lines.readline()))
+            received.append(json.loads(lines.readline()))
             connection.sendall(answer)
 
     thread = threading.Thread(target=work)
@@ -47,11 +47,11 @@ def test_a_socket_file_without_a_listener_does_not_answer(listener: tuple[socket
 
 
 def test_a_request_returns_its_reply(listener: tuple[socket.socket, Path]) -> None:
-    asked: list[object] = []
-    thread = serve_once(listener[0], b'{"ok": true, "pid": 7}\n', asked)
+    received: list[object] = []
+    thread = serve_once(listener[0], b'{"ok": true, "pid": 7}\n', received)
     assert request(listener[1], {"op": "status"}) == {"ok": True, "pid": 7}
     thread.join()
-    assert asked == [{"op": "status"}]
+    assert received == [{"op": "status"}]
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ async def test_a_malformed_request_has_an_error_in_its_reply(
     assert path.stat().st_mode & 0o777 == 0o600
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(line + b"\n")
-    found = json.loads(await reader.readline())
-    if "error" in found:
-        found["error"] = found["error"][: len(answer["error"])]
-    assert found == answer
+    reply = json.loads(await reader.readline())
+    if "error" in reply:
+        reply["error"] = reply["error"][: len(answer["error"])]
+    assert reply == answer
     writer.close()
     await writer.wait_closed()
     server.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.testing.suite.processes import has_ended, process_state
 from tests.testing.suite.timeouts import until
 from trainium_devcluster.nodepool.unresponsive_ports import UnresponsivePorts, listening_addresses
 from trainium_devcluster.processes.process_tree import (
@@ -26,13 +27,6 @@ from trainium_devcluster.processes.process_tree import (
 )
 
 VARIABLE = "TRAINIUM_TEST_MARK"
-
-
-def state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return "gone"
 
 
 @pytest.fixture
@@ -53,22 +47,22 @@ def process_tree(tmp_path: Path, mark: str) -> Iterator[subprocess.Popen[bytes]]
     process.wait()
 
 
-def test_a_family_includes_processes_of_other_sessions(process_tree: subprocess.Popen[bytes], mark: str) -> None:
+def test_a_process_tree_includes_processes_of_other_sessions(process_tree: subprocess.Popen[bytes], mark: str) -> None:
     assert set(find_marked(VARIABLE, mark)) == set(tree_of([process_tree.pid]))
 
 
-def test_a_killed_family_has_no_process_left(process_tree: subprocess.Popen[bytes], mark: str) -> None:
+def test_a_killed_process_tree_has_no_process_left(process_tree: subprocess.Popen[bytes], mark: str) -> None:
     members = tree_of([process_tree.pid])
     kill_tree(process_tree.pid, VARIABLE, mark)
-    assert all(state(pid) in {"Z", "gone"} for pid in members)
+    assert all(has_ended(pid) for pid in members)
 
 
 def test_orphans_are_found_by_their_mark(process_tree: subprocess.Popen[bytes], mark: str) -> None:
-    _, *below = tree_of([process_tree.pid])
+    _, *descendants = tree_of([process_tree.pid])
     process_tree.kill()
     process_tree.wait()
     kill_tree(None, VARIABLE, mark)
-    assert all(state(pid) in {"Z", "gone"} for pid in below)
+    assert all(has_ended(pid) for pid in descendants)
 
 
 def test_a_mark_is_matched_exactly_or_by_prefix(process_tree: subprocess.Popen[bytes], mark: str) -> None:
@@ -76,22 +70,21 @@ def test_a_mark_is_matched_exactly_or_by_prefix(process_tree: subprocess.Popen[b
     assert process_tree.pid in find_marked(VARIABLE, mark[:-1], prefix=True)
 
 
-def test_a_family_is_frozen_and_thawed(process_tree: subprocess.Popen[bytes], mark: str) -> None:
+def test_a_process_tree_is_frozen_and_thawed(process_tree: subprocess.Popen[bytes], mark: str) -> None:
     members = tree_of([process_tree.pid])
     freeze_tree(process_tree.pid, VARIABLE, mark)
-    until(lambda: all(state(pid) == "T" for pid in members), "all are frozen", pause=0.01)
+    until(lambda: all(process_state(pid) == "T" for pid in members), "all are frozen", pause=0.01)
     thaw_tree(process_tree.pid, VARIABLE, mark)
-    until(lambda: all(state(pid) == "S" for pid in members), "all are thawed", pause=0.01)
+    until(lambda: all(process_state(pid) == "S" for pid in members), "all are thawed", pause=0.01)
 
 
 def test_a_pid_file_of_an_earlier_process_is_not_alive(tmp_path: Path) -> None:
-    mine = identify(os.getpid())
-    assert mine is not None
-    assert mine.is_alive()
-    earlier = ProcessId(mine.pid, mine.started - 1)
+    process = identify(os.getpid())
+    assert process is not None
+    assert process.is_alive()
+    earlier = ProcessId(process.pid, process.started - 1)
     earlier.write(tmp_path / "pid.json")
-    read = ProcessId.read(tmp_path / "pid.json")
-    assert read == earlier
+    assert ProcessId.read(tmp_path / "pid.json") == earlier
     assert not earlier.is_alive()
     assert earlier.signal(signal.SIGKILL) is False
 
@@ -119,29 +112,29 @@ def test_a_child_dies_with_its_supervisor(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as supervisor:
         assert supervisor.stdout is not None
         child = int(supervisor.stdout.readline())
-        assert state(child) in {"S", "R", "D"}
+        assert process_state(child) in {"S", "R", "D"}
         supervisor.kill()
-    until(lambda: state(child) in {"Z", "gone"}, "the child has ended", pause=0.01)
+    until(lambda: has_ended(child), "the child has ended", pause=0.01)
 
 
 SERVER = """
 import socket, sys, time
-one = socket.socket(); one.bind(("127.77.66.55", 0)); one.listen(5)
-print(one.getsockname()[1], flush=True); time.sleep(60)
+server = socket.create_server(("127.77.66.55", 0))
+print(server.getsockname()[1], flush=True); time.sleep(60)
 """
 
 
-def test_silenced_ports_of_a_killed_process_time_out() -> None:
+def test_unresponsive_ports_of_a_killed_process_time_out() -> None:
     marker = f"cluster-{os.getpid()}/node-{time.monotonic_ns()}"
     environment = os.environ | {"TRAINIUM_TEST_MARKER": marker}
     with subprocess.Popen([sys.executable, "-c", SERVER], env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         address = ("127.77.66.55", int(server.stdout.readline()))
-        found = listening_addresses("TRAINIUM_TEST_MARKER", marker)
+        addresses = listening_addresses("TRAINIUM_TEST_MARKER", marker)
         server.kill()
-    assert found == [address]
+    assert addresses == [address]
 
-    unresponsive_ports = UnresponsivePorts(found)
+    unresponsive_ports = UnresponsivePorts(addresses)
     try:
         for _ in range(2):
             with pytest.raises(TimeoutError):
@@ -152,7 +145,7 @@ def test_silenced_ports_of_a_killed_process_time_out() -> None:
         socket.create_connection(address, timeout=0.3)
 
 
-def test_a_port_in_use_is_not_silenced() -> None:
+def test_a_port_in_use_is_not_unresponsive() -> None:
     with socket.create_server(("127.77.66.56", 0)) as server:
         unresponsive_ports = UnresponsivePorts([server.getsockname()])
         assert unresponsive_ports.missing == [server.getsockname()]
@@ -160,7 +153,7 @@ def test_a_port_in_use_is_not_silenced() -> None:
         unresponsive_ports.release()
 
 
-def test_a_port_that_is_released_later_is_silenced() -> None:
+def test_a_port_that_is_released_later_is_unresponsive() -> None:
     with socket.create_server(("127.77.66.57", 0)) as server:
         address = server.getsockname()
         unresponsive_ports = UnresponsivePorts([address])

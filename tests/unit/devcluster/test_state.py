@@ -86,7 +86,7 @@ def test_every_component_listens_on_loopback_and_verifies_tls(tmp_path: Path) ->
         assert not any("insecure" in flag for flag in flags[component])
 
 
-def test_flags_of_the_spec_override_ours(tmp_path: Path) -> None:
+def test_flags_of_the_spec_override_the_defaults(tmp_path: Path) -> None:
     spec = ClusterSpec("dev", apiserver_args=("--v=4",), controller_manager_args=("--v=5",), scheduler_args=("--v=6",))
     paths = ClusterPaths(tmp_path)
     assert arguments(Component.APISERVER, spec, paths, PORTS)[-1] == "--v=4"
@@ -132,15 +132,15 @@ def test_a_node_registers_its_capacity_and_taints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "sentence"),
+    ("options", "sentence"),
     [
         ({"memory": "lots"}, "capacity of memory: 'lots' is not a quantity"),
         ({"taints": ("a=b:Sometimes",)}, "with an effect of NoSchedule"),
     ],
 )
-def test_an_invalid_option_of_a_node_is_an_error(tmp_path: Path, wrong: dict[str, Any], sentence: str) -> None:
+def test_an_invalid_option_of_a_node_is_an_error(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ClusterError, match=sentence):
-        options_of(tmp_path, **wrong)
+        options_of(tmp_path, **options)
 
 
 def test_the_environment_of_a_node_has_its_mark(tmp_path: Path) -> None:
@@ -152,11 +152,11 @@ def test_the_environment_of_a_node_has_its_mark(tmp_path: Path) -> None:
 def test_a_reserved_port_is_exclusive_and_can_be_listened_on() -> None:
     port = reserve_port()
     assert port != reserve_port()
-    for taken in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):  # a process node gives each pod its own address
+    for pod_address in ("127.0.0.1", "127.0.0.2", "0.0.0.0"):  # a process node gives each pod a separate address
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind((taken, port))
-    for listening in ("127.0.0.1", "0.0.0.0"):
+            other.bind((pod_address, port))
+    for address in ("127.0.0.1", "0.0.0.0"):
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((listening, port))
+            server.bind((address, port))
             server.listen()

@@ -44,29 +44,34 @@ def test_exactly_the_bad_nodes_are_found(data: st.DataObject) -> None:
     bad = data.draw(st.sets(st.integers(0, nodes - 1), max_size=nodes))
     healthy_pair = any(not bad & set(group) for group in first_wave(nodes))
     results = run_waves(nodes, bad)
-    found = disconnected_nodes(results)
-    assert found <= bad, "no healthy node is blamed"
+    blamed = disconnected_nodes(results)
+    assert blamed <= bad, "no healthy node is blamed"
     if healthy_pair:
-        assert found == bad
+        assert blamed == bad
         if len(bad) * 8 <= nodes:
             assert len(results) <= 2, "two rounds"
 
 
 @given(st.integers(3, 8), st.integers(0, 7))
-def test_one_bad_node_of_a_few_is_found_in_four_rounds(nodes: int, one: int) -> None:
-    bad = {one % nodes}
+def test_one_bad_node_of_a_few_is_found_in_four_rounds(nodes: int, number: int) -> None:
+    bad = {number % nodes}
     results = run_waves(nodes, bad)
     assert disconnected_nodes(results) == bad
     assert len(results) <= 4
 
 
-def test_a_node_that_slows_its_peers_is_found() -> None:
-    assert disconnected_nodes(run_waves(4, {2}, slow=True)) == {2}
-    assert disconnected_nodes(run_waves(128, {2, 77}, slow=True)) == {2, 77}
-
-
-def test_a_bad_link_is_blamed_on_neither_of_its_nodes() -> None:
-    assert disconnected_nodes(run_waves(8, set(), links=((2, 3),))) == frozenset()
+@pytest.mark.parametrize(
+    ("results", "blamed"),
+    [
+        pytest.param(run_waves(4, {2}, slow=True), {2}, id="a node that slows its peers"),
+        pytest.param(run_waves(128, {2, 77}, slow=True), {2, 77}, id="two nodes that slow their peers"),
+        pytest.param(run_waves(8, set(), links=((2, 3),)), set(), id="neither node of a bad link"),
+        pytest.param(run_waves(3, {0, 1, 2}), set(), id="no node when all exchanges of 3 fail"),
+        pytest.param(run_waves(64, set(range(64))), set(), id="no node when all exchanges of 64 fail"),
+    ],
+)
+def test_only_a_node_with_healthy_peers_is_blamed(results: list[WaveResults], blamed: set[int]) -> None:
+    assert disconnected_nodes(results) == blamed
 
 
 def run_bandwidth_waves(nodes: int, gigabits: dict[int, float], minimum: float) -> list[WaveResults]:
@@ -74,7 +79,7 @@ def run_bandwidth_waves(nodes: int, gigabits: dict[int, float], minimum: float) 
     results: list[WaveResults] = []
     while (wave := next_wave(nodes, results, minimum)) is not None:
         outcomes = {
-            node: PairingResult(passed=True, seconds=0.1, gigabits=min(gigabits.get(each, 100.0) for each in group))
+            node: PairingResult(passed=True, seconds=0.1, gigabits=min(gigabits.get(member, 100.0) for member in group))
             for group in wave for node in group
         }  # fmt: skip
         results.append(WaveResults(wave, outcomes))
@@ -99,11 +104,6 @@ def test_neither_of_two_nodes_is_blamed_and_unmeasured_links_are_left_out() -> N
     assert disconnected_nodes(results, 10.0) == frozenset()
     assert slowest_link(results) == ((0, 1), 3.0)
     assert slowest_link(run_waves(4, {2})) is None
-
-
-def test_no_node_is_blamed_when_every_exchange_fails() -> None:
-    assert disconnected_nodes(run_waves(3, {0, 1, 2})) == frozenset()
-    assert disconnected_nodes(run_waves(64, set(range(64)))) == frozenset()
 
 
 def test_a_node_that_reports_nothing_failed() -> None:

@@ -1,7 +1,10 @@
 """Checks before a worker may join: what each finds, and that only wrong numbers fail a node."""
 
+import fcntl
 import json
+import os
 import shutil
+import socket
 import threading
 from collections import namedtuple
 from collections.abc import Callable
@@ -17,7 +20,8 @@ from tests.unit.agent.pod_environment import environment
 from trainium_agent.checks import node_checks, preflight
 from trainium_agent.checks.node_checks import NodeChecks, NodeTask
 from trainium_agent.checks.preflight import driver_version, explain_version_mismatch, runtime_version
-from trainium_agent.ranks.standby import StartRequest
+from trainium_agent.linux.open_files import raise_limit
+from trainium_agent.ranks.standby import StartRequest, is_readable
 from trainium_agent.ranks.standby_manager import StandbyLostError
 from trainium_agent.settings import QUICK_CHECKS, AgentSettings, settings_from
 from trainium_contract.exit_codes import ExitCode
@@ -27,27 +31,33 @@ from trainium_trainer.checks import pair_test
 from trainium_trainer.checks.pair_test import has_exact_product
 
 
-def settings(tmp_path: Path, **changes: Any) -> AgentSettings:
+def build_settings(tmp_path: Path, **changes: Any) -> AgentSettings:
     variables = {"TRAINIUM_NODE_NAME": "node-3", **{key: value for key, value in changes.items() if key.isupper()}}
-    made = settings_from(environment(tmp_path, **variables))
-    return replace(made, **{key: value for key, value in changes.items() if not key.isupper()})
+    return replace(
+        settings_from(environment(tmp_path, **variables)),
+        **{key: value for key, value in changes.items() if not key.isupper()},
+    )
 
 
-def passed(found: AgentSettings) -> dict[str, bool]:
-    findings = preflight.preflight(found)
-    return {result.check.value: result.passed for result in preflight.check_results(found, findings, 0.01)}
+def quick_check_results(agent_settings: AgentSettings) -> dict[str, bool]:
+    findings = preflight.preflight(agent_settings)
+    return {result.check.value: result.passed for result in preflight.check_results(agent_settings, findings, 0.01)}
+
+
+def fatal_findings(agent_settings: AgentSettings, devices: Path = Path("/dev")) -> list[preflight.PreflightFinding]:
+    return [finding for finding in preflight.preflight(agent_settings, devices) if finding.code is not None]
 
 
 def test_the_environment_selects_the_checks(tmp_path: Path) -> None:
-    assert settings(tmp_path).checks == QUICK_CHECKS
-    assert settings(tmp_path, TRAINIUM_PREFLIGHT="").checks == frozenset()
-    named = settings(tmp_path, TRAINIUM_PREFLIGHT="Devices,Matmul,OfTheFuture", TRAINIUM_PREFLIGHT_SECONDS="7")
+    assert build_settings(tmp_path).checks == QUICK_CHECKS
+    assert build_settings(tmp_path, TRAINIUM_PREFLIGHT="").checks == frozenset()
+    named = build_settings(tmp_path, TRAINIUM_PREFLIGHT="Devices,Matmul,OfTheFuture", TRAINIUM_PREFLIGHT_SECONDS="7")
     assert named.checks == {PreflightCheck.DEVICES, PreflightCheck.MATMUL}
     assert named.check_seconds == 7.0
 
 
 def test_a_healthy_pod_passes_every_quick_check(tmp_path: Path) -> None:
-    assert passed(settings(tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))) == {
+    assert quick_check_results(build_settings(tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))) == {
         "Devices": True,
         "Memory": True,
         "Disk": True,
@@ -55,18 +65,55 @@ def test_a_healthy_pod_passes_every_quick_check(tmp_path: Path) -> None:
 
 
 def test_a_check_that_is_not_selected_does_not_run(tmp_path: Path) -> None:
-    found = settings(tmp_path, TRAINIUM_PREFLIGHT="Memory", TRAINIUM_NEURON_DEVICES="99")
-    assert passed(found) == {"Memory": True}
-    assert not [finding for finding in preflight.preflight(found) if finding.check is PreflightCheck.DEVICES]
+    agent_settings = build_settings(tmp_path, TRAINIUM_PREFLIGHT="Memory", TRAINIUM_NEURON_DEVICES="99")
+    assert quick_check_results(agent_settings) == {"Memory": True}
+    assert not [finding for finding in preflight.preflight(agent_settings) if finding.check is PreflightCheck.DEVICES]
+
+
+def test_a_healthy_pod_has_no_fatal_finding(tmp_path: Path) -> None:
+    assert fatal_findings(build_settings(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "path", "sentence"),
+    [
+        ("TRAINIUM_CONFIG", "none.yaml", "none.yaml cannot be read"),
+        ("TRAINIUM_CONFIG", "empty", "is empty"),
+        ("TRAINIUM_MEMORY_DIR", "empty/memory", "not writable"),
+    ],
+)
+def test_an_unusable_path_is_a_user_error(tmp_path: Path, variable: str, path: str, sentence: str) -> None:
+    (tmp_path / "empty").write_text("\n")
+    (finding,) = fatal_findings(build_settings(tmp_path, **{variable: str(tmp_path / path)}))
+    assert finding.code is ExitCode.USER_ERROR
+    assert sentence in finding.sentence
+
+
+def test_missing_devices_are_a_device_fault(tmp_path: Path) -> None:
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    for name in ("neuron0", "neuron1", "neuron_monitor"):
+        (devices / name).touch()
+    agent_settings = build_settings(tmp_path, TRAINIUM_NEURON_DEVICES="2")
+    assert fatal_findings(agent_settings, devices) == []
+    (devices / "neuron1").unlink()
+    (finding,) = fatal_findings(agent_settings, devices)
+    assert finding.code is ExitCode.DEVICE_FAULT
+    assert "1 Neuron devices are visible" in finding.sentence
+
+
+def test_an_unresolvable_coordinator_is_a_warning(tmp_path: Path) -> None:
+    findings = preflight.preflight(build_settings(tmp_path, TRAINIUM_COORDINATOR="no-such-host.invalid:1"))
+    assert [finding.code for finding in findings if "no-such-host" in finding.sentence] == [None]
 
 
 def test_a_read_only_scratch_folder_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = settings(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file" / "cache"))
-    (finding,) = [each for each in preflight.preflight(found) if each.check is PreflightCheck.DISK]
+    agent_settings = build_settings(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file" / "cache"))
+    (finding,) = [finding for finding in preflight.preflight(agent_settings) if finding.check is PreflightCheck.DISK]
     assert finding.code is None
     assert "not writable" in finding.sentence
-    assert passed(found)["Disk"] is False
+    assert quick_check_results(agent_settings)["Disk"] is False
 
 
 @pytest.mark.parametrize(
@@ -88,15 +135,15 @@ def test_host_memory_that_cannot_be_read_reports_nothing(tmp_path: Path, text: s
 
 
 @pytest.mark.parametrize(
-    ("theirs", "asked", "answered", "good"),
+    ("coordinator_time", "sent_at", "received_at", "is_close"),
     [(100.0, 99.9, 100.1, True), (107.0, 99.9, 100.1, False), (93.0, 99.9, 100.1, False), (106.0, 98.0, 102.0, True)],
 )
 def test_clocks_may_differ_by_seconds_and_half_the_round_trip(
-    theirs: float, asked: float, answered: float, good: bool
+    coordinator_time: float, sent_at: float, received_at: float, is_close: bool
 ) -> None:
-    result = preflight.compare_clocks(theirs, asked, answered)
-    assert result.passed is good
-    assert ("NTP" in result.detail) is not good
+    result = preflight.compare_clocks(coordinator_time, sent_at, received_at)
+    assert result.passed is is_close
+    assert ("NTP" in result.detail) is not is_close
 
 
 def test_a_wrong_matrix_product_is_detected() -> None:
@@ -120,7 +167,7 @@ class FakeProcess:
         self._on_kill()
 
 
-class FakeStandbyManager:
+class FakeCheckManager:
     """A manager whose processes write the given results."""
 
     def __init__(self, texts: list[str | None], *, ends: bool = True, warm: bool = True) -> None:
@@ -130,7 +177,7 @@ class FakeStandbyManager:
     def start(self, request: StartRequest, **_: Any) -> FakeProcess:
         task = NodeTask(**json.loads(request.argv[0]))
         if not self.texts:
-            raise StandbyLostError("gone")
+            raise StandbyLostError("the standby ended")
         text = self.texts[task.index]
         if text is not None:
             task.result.write_text(text)
@@ -140,9 +187,9 @@ class FakeStandbyManager:
         self.killed += 1
 
 
-def run_checks(found: AgentSettings, manager: FakeStandbyManager) -> tuple[str, dict[str, CheckResult]]:
+def run_checks(agent_settings: AgentSettings, manager: FakeCheckManager) -> tuple[str, dict[str, CheckResult]]:
     reported: dict[str, CheckResult] = {}
-    checks = NodeChecks(found, manager, report=lambda result: reported.update({result.check.value: result}))
+    checks = NodeChecks(agent_settings, manager, report=lambda result: reported.update({result.check.value: result}))
     return checks.run(), reported
 
 
@@ -150,7 +197,7 @@ GOOD = '{"matmul": true, "loopback": true}'
 
 
 def with_active_checks(tmp_path: Path, seconds: float = 5.0, processes: int = 2) -> AgentSettings:
-    return settings(
+    return build_settings(
         tmp_path,
         TRAINIUM_PREFLIGHT="Matmul,Loopback",
         TRAINIUM_PROCESSES_PER_NODE=str(processes),
@@ -159,7 +206,7 @@ def with_active_checks(tmp_path: Path, seconds: float = 5.0, processes: int = 2)
 
 
 def test_a_node_with_correct_results_passes(tmp_path: Path) -> None:
-    unfit, reported = run_checks(with_active_checks(tmp_path), FakeStandbyManager([GOOD, GOOD]))
+    unfit, reported = run_checks(with_active_checks(tmp_path), FakeCheckManager([GOOD, GOOD]))
     assert unfit == ""
     assert {name: (result.passed, result.detail) for name, result in reported.items()} == {
         "Matmul": (True, ""),
@@ -170,7 +217,7 @@ def test_a_node_with_correct_results_passes(tmp_path: Path) -> None:
 
 def test_a_wrong_result_names_its_core(tmp_path: Path) -> None:
     unfit, reported = run_checks(
-        with_active_checks(tmp_path), FakeStandbyManager([GOOD, '{"matmul": false, "loopback": null}'])
+        with_active_checks(tmp_path), FakeCheckManager([GOOD, '{"matmul": false, "loopback": null}'])
     )
     assert unfit == "node node-3: a matrix product is wrong on core 1"
     assert not reported["Matmul"].passed
@@ -181,7 +228,7 @@ def test_a_wrong_result_names_its_core(tmp_path: Path) -> None:
     "text", [None, "", "{", "[]", "null", '{"matmul": "false"}', '{"matmul": 0}', '{"matmul": null}', "\x00"]
 )
 def test_an_unreadable_result_counts_as_passed_and_is_reported(tmp_path: Path, text: str | None) -> None:
-    unfit, reported = run_checks(with_active_checks(tmp_path), FakeStandbyManager([GOOD, text]))
+    unfit, reported = run_checks(with_active_checks(tmp_path), FakeCheckManager([GOOD, text]))
     assert unfit == ""
     assert reported["Matmul"].passed
     assert "counts as passed" in reported["Matmul"].detail
@@ -189,10 +236,10 @@ def test_an_unreadable_result_counts_as_passed_and_is_reported(tmp_path: Path, t
 
 @given(st.text('{}[]:,"matmul 019.eE-\\', max_size=40))
 def test_any_text_of_a_result_is_parsed(text: str) -> None:
-    assert isinstance(node_checks._read(_Task(text)), dict)
+    assert isinstance(node_checks._read(TaskWithResult(text)), dict)
 
 
-class _Task:
+class TaskWithResult:
     def __init__(self, text: str) -> None:
         self.result = self
         self.text = text
@@ -202,32 +249,32 @@ class _Task:
 
 
 def test_a_check_beyond_its_time_limit_is_killed_and_counts_as_passed(tmp_path: Path) -> None:
-    manager = FakeStandbyManager([None, None], ends=False)
+    manager = FakeCheckManager([None, None], ends=False)
     unfit, reported = run_checks(with_active_checks(tmp_path, seconds=0.1), manager)
     assert unfit == ""
     assert manager.killed == 2
     assert "did not end in time" in reported["Matmul"].detail
 
 
-@pytest.mark.parametrize("manager", [FakeStandbyManager([]), FakeStandbyManager([GOOD, GOOD], warm=False)])
-def test_a_standby_that_is_lost_or_never_warm_fails_no_node(tmp_path: Path, manager: FakeStandbyManager) -> None:
+@pytest.mark.parametrize("manager", [FakeCheckManager([]), FakeCheckManager([GOOD, GOOD], warm=False)])
+def test_a_standby_that_is_lost_or_never_warm_fails_no_node(tmp_path: Path, manager: FakeCheckManager) -> None:
     unfit, reported = run_checks(with_active_checks(tmp_path, seconds=0.1), manager)
     assert unfit == ""
     assert all(result.passed for result in reported.values())
 
 
 def test_one_process_runs_no_loopback_check(tmp_path: Path) -> None:
-    _, reported = run_checks(with_active_checks(tmp_path, processes=1), FakeStandbyManager([GOOD]))
+    _, reported = run_checks(with_active_checks(tmp_path, processes=1), FakeCheckManager([GOOD]))
     assert set(reported) == {"Matmul"}
 
 
 def test_a_node_without_active_checks_passes_at_once(tmp_path: Path) -> None:
-    checks = NodeChecks(settings(tmp_path), FakeStandbyManager([]), report=lambda _: None)
+    checks = NodeChecks(build_settings(tmp_path), FakeCheckManager([]), report=lambda _: None)
     assert checks.run() == ""
 
 
 def test_a_pod_that_ends_does_not_wait_for_its_checks(tmp_path: Path) -> None:
-    manager = FakeStandbyManager([None, None], ends=False)
+    manager = FakeCheckManager([None, None], ends=False)
     checks = NodeChecks(with_active_checks(tmp_path, seconds=60), manager, report=lambda _: None)
     thread = threading.Thread(target=checks.run)
     thread.start()
@@ -241,29 +288,18 @@ def test_a_limit_of_open_files_below_the_need_of_the_job_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "read_limit", lambda: 1024)
-    found = settings(tmp_path)
-
-    def wrong() -> list[preflight.PreflightFinding]:
-        return [finding for finding in preflight.preflight(found) if finding.code is not None]
-
-    assert not wrong(), "the operator does not send the size of the job"
+    agent_settings = build_settings(tmp_path)
+    assert not fatal_findings(agent_settings), "the operator does not send the size of the job"
     (tmp_path / "nodes").write_text("4\n")
-    assert not wrong()
+    assert not fatal_findings(agent_settings)
     (tmp_path / "nodes").write_text("500\n")
-    (finding,) = wrong()
+    (finding,) = fatal_findings(agent_settings)
     assert finding.code == 64
     assert finding.sentence.startswith("Too few open files: a process may open 1,024 files at most (ulimit -Hn), but ")
     assert "are needed with 1,000 training processes: raise LimitNOFILE" in finding.sentence
 
 
 def test_a_socket_beyond_descriptor_1024_can_be_polled() -> None:
-    import fcntl
-    import os
-    import socket
-
-    from trainium_agent.linux.open_files import raise_limit
-    from trainium_agent.ranks.standby import is_readable
-
     limit = raise_limit()
     if 0 <= limit < 2000:
         pytest.skip("this machine lets no process open so many files")
@@ -275,7 +311,7 @@ def test_a_socket_beyond_descriptor_1024_can_be_polled() -> None:
         assert is_readable(high, 10)
         os.read(high.fileno(), 1)
         theirs.close()
-        assert is_readable(high, -1), "the end counts, and a time that is over is none"
+        assert is_readable(high, -1), "the end of the stream is readable, also without time left"
 
 
 STATUS = """Package: aws-neuronx-collectives
@@ -340,7 +376,7 @@ def test_incompatible_versions_are_a_warning(monkeypatch: pytest.MonkeyPatch) ->
     (finding,) = preflight._versions(16)
     assert (finding.code, finding.check) == (None, PreflightCheck.DEVICES)
     assert finding.sentence.startswith("The node's Neuron driver 2.26 and the image's runtime 2.32")
-    assert list(preflight._versions(0)) == [], "a worker without devices does not ask"
+    assert list(preflight._versions(0)) == [], "a worker without devices needs no driver"
 
 
 Usage = namedtuple("Usage", "total used free")  # noqa: PYI024 - as shutil's

@@ -27,15 +27,15 @@ class FakeWorkload:
     durable_step = -1
 
     def __init__(self) -> None:
-        self.now: SimpleNamespace | None = None
+        self.progress: SimpleNamespace | None = None
 
     def read(self, path: Path) -> tuple[SimpleNamespace, None] | None:
-        return None if self.now is None else (self.now, None)
+        return None if self.progress is None else (self.progress, None)
 
     def newest(self, files: list[Path]) -> tuple[SimpleNamespace, Path] | None:
-        return None if self.now is None else (self.now, files[0])
+        return None if self.progress is None else (self.progress, files[0])
 
-    def at(
+    def set_progress(
         self,
         step: int,
         *,
@@ -43,9 +43,9 @@ class FakeWorkload:
         resume: int = 0,
         phase: str = "TRAINING",
         stage: RunStage = RunStage.TRAIN,
-        done: float = 0.0,
+        stage_progress: float = 0.0,
     ) -> None:
-        self.now = SimpleNamespace(
+        self.progress = SimpleNamespace(
             generation=1,
             attempt=attempt,
             phase=ProgressPhase[phase],
@@ -63,7 +63,7 @@ class FakeWorkload:
             productive_seconds=1.0,
             total_steps=100,
             stage=stage,
-            stage_progress=done,
+            stage_progress=stage_progress,
             stage_since=0.0 if stage is RunStage.TRAIN else 2000.0 + attempt,
         )
 
@@ -74,55 +74,55 @@ def ranks() -> FakeWorkload:
 
 
 @pytest.fixture
-def report(ranks: FakeWorkload) -> PodReport:
-    made = PodReport(SETTINGS, ranks, lambda: None)
-    made.start_generation(1, WorkerPhase.JOINING)
-    made.progress_files = [Path("g1-r0")]
-    made.set_phase(WorkerPhase.LOADING, attempt=0)
-    return made
+def report(ranks: FakeWorkload, tmp_path: Path) -> PodReport:
+    report = PodReport(SETTINGS, ranks, lambda: None)
+    report.start_generation(1, WorkerPhase.JOINING)
+    report.progress_files = [tmp_path / "g1-r0"]
+    report.set_phase(WorkerPhase.LOADING, attempt=0)
+    return report
 
 
 def test_a_pod_is_training_once_its_first_rank_is(report: PodReport, ranks: FakeWorkload) -> None:
-    ranks.at(0, phase="LOADING")
+    ranks.set_progress(0, phase="LOADING")
     assert report.heartbeat().phase is WorkerPhase.LOADING
-    ranks.at(0)
+    ranks.set_progress(0)
     assert report.heartbeat().phase is WorkerPhase.TRAINING
 
 
 def test_infinite_and_nan_figures_are_left_out(report: PodReport, ranks: FakeWorkload) -> None:
-    ranks.at(3)
+    ranks.set_progress(3)
     progress = report.heartbeat().progress
     assert (progress.step, progress.loss, progress.tokens_per_second) == (3, None, None)
     assert progress.samples_per_second == 12.5
 
 
 def test_a_restart_has_resumed_with_the_first_new_step(report: PodReport, ranks: FakeWorkload) -> None:
-    ranks.at(10)
+    ranks.set_progress(10)
     report.heartbeat()
     report.record_restart(1, 1, Cause.CRASH, 999.0)
     assert report.heartbeat().restarts[0].resumed_at is None
     assert report.recovering
     report.set_phase(WorkerPhase.LOADING, attempt=1)
-    ranks.at(9, attempt=1, resume=8)
+    ranks.set_progress(9, attempt=1, resume=8)
     assert report.heartbeat().restarts[0].resumed_at is None
     assert report.heartbeat().restarts[0].resume_step == 8
-    ranks.at(11, attempt=1, resume=8)
+    ranks.set_progress(11, attempt=1, resume=8)
     restart = report.heartbeat().restarts[0]
     assert (restart.step_before, restart.resume_step, restart.resumed_at) == (10, 8, 1011.0)
     assert not report.recovering
 
 
 def test_a_restart_after_the_last_step_has_resumed_in_its_stage(report: PodReport, ranks: FakeWorkload) -> None:
-    ranks.at(100, stage=RunStage.EXPORT, done=0.5)
+    ranks.set_progress(100, stage=RunStage.EXPORT, stage_progress=0.5)
     report.heartbeat()
     report.record_restart(1, 1, Cause.CRASH, 1999.0)
     report.set_phase(WorkerPhase.LOADING, attempt=1)
-    ranks.at(98, attempt=1, resume=98)
+    ranks.set_progress(98, attempt=1, resume=98)
     assert report.heartbeat().restarts[0].resumed_at is None, "two steps are done again"
-    ranks.at(100, attempt=1, resume=98)
+    ranks.set_progress(100, attempt=1, resume=98)
     assert report.heartbeat().restarts[0].resumed_at is None, "no step is new, and the stage has not started"
     assert report.recovering
-    ranks.at(100, attempt=1, resume=98, stage=RunStage.EXPORT)
+    ranks.set_progress(100, attempt=1, resume=98, stage=RunStage.EXPORT)
     restart = report.heartbeat().restarts[0]
     assert (restart.step_before, restart.resume_step, restart.resumed_at) == (100, 98, 2001.0)
     assert not report.recovering
@@ -131,7 +131,7 @@ def test_a_restart_after_the_last_step_has_resumed_in_its_stage(report: PodRepor
 def test_reached_progress_rises_through_the_stages_and_never_falls(report: PodReport, ranks: FakeWorkload) -> None:
     assert report.best_progress == -1
     seen = []
-    for step, stage, done in (
+    for step, stage, stage_progress in (
         (99, RunStage.TRAIN, 0.0),
         (100, RunStage.TRAIN, 0.0),
         (100, RunStage.EXPORT, 0.0),
@@ -140,32 +140,25 @@ def test_reached_progress_rises_through_the_stages_and_never_falls(report: PodRe
         (100, RunStage.EXPORT, 0.25),
         (100, RunStage.EVALUATE, 0.75),
     ):
-        ranks.at(step, stage=stage, done=done)
+        ranks.set_progress(step, stage=stage, stage_progress=stage_progress)
         report.observe()
         seen.append(report.best_progress)
     assert seen == [99, 100, 101, 101.5, 102, 102, 102.75]
     assert report._best_step == 100
 
 
-def test_stage_total_and_results_are_reported(ranks: FakeWorkload, tmp_path: Path) -> None:
-    report = PodReport(SETTINGS, ranks, lambda: None)
-    report.start_generation(1, WorkerPhase.TRAINING)
-    report.progress_files = [tmp_path / "g1-r0"]
-    ranks.at(3)
+def test_stage_total_and_results_are_reported(report: PodReport, ranks: FakeWorkload) -> None:
+    ranks.set_progress(3)
     progress = report.heartbeat().progress
-    assert (progress.total_steps, progress.stage, progress.stage_progress, progress.training) == (
-        100,
-        "Train",
-        None,
-        True,
-    )
+    assert (progress.total_steps, progress.stage, progress.stage_progress) == (100, "Train", None)
+    assert progress.training
     assert (progress.artifacts, progress.evaluation) == ((), ())
     artifact = ArtifactReport(kind="Model", path="/out", step=100, bytes=7, digest="ab")
     figures = (EvaluationFigure(name="accuracy", before=0.5, after=0.75),)
-    writer = ProgressWriter(tmp_path / "g1-r0")
+    writer = ProgressWriter(report.progress_files[0])
     writer.record_artifact(artifact)
     writer.record_evaluation(figures)
-    ranks.at(100, stage=RunStage.EVALUATE, done=0.5)
+    ranks.set_progress(100, stage=RunStage.EVALUATE, stage_progress=0.5)
     progress = report.heartbeat().progress
     assert (progress.stage, progress.stage_progress, progress.stage_since) == ("Evaluate", 0.5, 2000.0)
     assert (progress.artifacts, progress.evaluation, progress.training) == ((artifact,), figures, False)
@@ -173,7 +166,7 @@ def test_stage_total_and_results_are_reported(ranks: FakeWorkload, tmp_path: Pat
 
 
 def test_a_new_generation_keeps_only_the_step(report: PodReport, ranks: FakeWorkload) -> None:
-    ranks.at(10, resume=4)
+    ranks.set_progress(10, resume=4)
     assert report.heartbeat().progress.resume_step == 4
     report.start_generation(2, WorkerPhase.JOINING)
     progress = report.heartbeat().progress
@@ -181,7 +174,7 @@ def test_a_new_generation_keeps_only_the_step(report: PodReport, ranks: FakeWork
 
 
 def test_a_record_of_an_earlier_attempt_is_ignored(report: PodReport, ranks: FakeWorkload) -> None:
-    ranks.at(10)
+    ranks.set_progress(10)
     report.heartbeat()
     report.record_restart(1, 1, Cause.CRASH, 999.0)
     report.set_phase(WorkerPhase.LOADING, attempt=1)
@@ -224,28 +217,24 @@ def test_a_newer_generation_clears_the_verdict(report: PodReport) -> None:
 
 
 def test_a_restart_has_its_own_times_of_start_and_load(report: PodReport, ranks: FakeWorkload) -> None:
-    ranks.at(5)
+    ranks.set_progress(5)
     first = report.heartbeat().progress
-    assert first is not None
     assert 0 < first.started <= first.loaded
     report.record_restart(1, 1, Cause.CRASH, 1000.0)
     waiting = report.heartbeat().progress
     assert waiting is not None
     assert (waiting.started, waiting.loaded) == (0.0, 0.0)
-    ranks.at(5, attempt=1, phase="LOADING")
+    ranks.set_progress(5, attempt=1, phase="LOADING")
     loading = report.heartbeat().progress
     assert loading is not None
     assert loading.started >= first.loaded
     assert loading.loaded == 0.0
 
 
-def test_the_newest_alert_of_each_kind_is_reported(ranks: FakeWorkload, tmp_path: Path) -> None:
-    report = PodReport(SETTINGS, ranks, lambda: None)
-    report.start_generation(1, WorkerPhase.TRAINING)
-    report.progress_files = [tmp_path / "g1-r0"]
-    ranks.at(3)
+def test_the_newest_alert_of_each_kind_is_reported(report: PodReport, ranks: FakeWorkload) -> None:
+    ranks.set_progress(3)
     assert report.heartbeat().progress.alerts == ()
-    writer = ProgressWriter(tmp_path / "g1-r0")
+    writer = ProgressWriter(report.progress_files[0])
     for step in (1, 2):
         writer.write_alert("LossSpike", step, "s" * 5000)
     writer.write_alert("LossAlarm", 3, "It diverges.")
@@ -263,7 +252,7 @@ def test_a_late_restart_of_an_old_generation_leaves_the_new_one_unchanged(report
     report.set_phase(WorkerPhase.LOADING, generation=1, attempt=3)
     reported = report.heartbeat()
     assert (reported.generation, reported.attempt, reported.phase) == (2, 0, WorkerPhase.JOINING)
-    assert [(each.generation, each.attempt) for each in reported.restarts] == [(1, 3)], "the ledger has it all the same"
+    assert [(restart.generation, restart.attempt) for restart in reported.restarts] == [(1, 3)], "the ledger has it"
     report.set_phase(WorkerPhase.LOADING, generation=2, attempt=1)
     assert (report.heartbeat().attempt, report.phase) == (1, WorkerPhase.LOADING)
 
@@ -275,7 +264,7 @@ def test_a_late_verdict_of_an_old_generation_is_not_one_of_the_new(report: PodRe
     report.set_verdict(process)
     reported = report.heartbeat()
     assert (reported.phase, reported.verdict) == (WorkerPhase.JOINING, None)
-    assert [each.exit_code for each in reported.failures] == [64]
+    assert [failure.exit_code for failure in reported.failures] == [64]
 
 
 def test_a_new_generation_waits_for_no_peers_of_the_old_one(report: PodReport) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.testing.operator.coordinator_fixture import register
-from tests.unit.agent.shared_store import membership_at
+from tests.unit.agent.fake_generation_store import build_membership
 from trainium_agent.coordinator import connection
 from trainium_agent.coordinator.client import StreamSession, _Sent
 from trainium_agent.coordinator.connection import (
@@ -35,15 +35,15 @@ from trainium_contract.wire.messages import (
 )
 from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, encode_frame, parse_frame_header
 
-MEMBERSHIP = membership_at(29500, nodes=1, generation=3)
+MEMBERSHIP = build_membership(29500, nodes=1, generation=3)
 REQUEST = RegisterRequest.model_validate(register())
 
 
-def encoded(message: Any) -> bytes:
+def to_json(message: Any) -> bytes:
     return message.model_dump_json(by_alias=True).encode()
 
 
-class Writer:
+class FakeWriter:
     """The sending half of a connection, which records what is sent."""
 
     def __init__(self) -> None:
@@ -63,23 +63,23 @@ class Writer:
         self.aborted = True
 
 
-def connected(*reported: bytes, ended: bool = False) -> tuple[Stream, Writer]:
+def connected(*frames: bytes, ended: bool = False) -> tuple[Stream, FakeWriter]:
     """Return a stream that has received these frames."""
-    reader, writer = asyncio.StreamReader(limit=1 << 12), Writer()
-    reader.feed_data(b"".join(reported))
+    reader, writer = asyncio.StreamReader(limit=1 << 12), FakeWriter()
+    reader.feed_data(b"".join(frames))
     if ended:
         reader.feed_eof()
     return Stream(reader, writer), writer  # type: ignore[arg-type]
 
 
-REFUSAL = encoded(ErrorResponse(error="the pod is gone", status=403))
-CONFLICT = encoded(ErrorResponse(error="generation 2 is over", status=409))
+REFUSAL = to_json(ErrorResponse(error="the pod was deleted", status=403))
+CONFLICT = to_json(ErrorResponse(error="generation 2 is over", status=409))
 
 
 async def test_a_registration_skips_frames_before_its_reply() -> None:
     welcome = RegisterResponse(heartbeat_seconds=3.0, time=7.0)
     stream, writer = connected(
-        encode_frame(FrameKind.HEARTBEAT_ACK, b"{}"), encode_frame(FrameKind.REGISTERED, encoded(welcome))
+        encode_frame(FrameKind.HEARTBEAT_ACK, b"{}"), encode_frame(FrameKind.REGISTERED, to_json(welcome))
     )
     assert await stream.register(REQUEST, 5.0) == welcome
     assert parse_frame_header(writer.sent[:HEAD_BYTES])[0] == FrameKind.REGISTER
@@ -87,9 +87,9 @@ async def test_a_registration_skips_frames_before_its_reply() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reported", "sentence"),
+    ("frames", "sentence"),
     [
-        ((encode_frame(FrameKind.ERROR, REFUSAL),), "the coordinator answered 403: the pod is gone"),
+        ((encode_frame(FrameKind.ERROR, REFUSAL),), "the coordinator answered 403: the pod was deleted"),
         ((encode_frame(FrameKind.ERROR, b"no JSON"),), "refused with something that is not understood"),
         ((encode_frame(FrameKind.REGISTERED, b"no JSON"),), r"was not answered \(ValidationError\)"),
         ((encode_frame(FrameKind.REGISTERED)[:3],), "the coordinator closed the stream"),
@@ -98,9 +98,9 @@ async def test_a_registration_skips_frames_before_its_reply() -> None:
     ],
 )
 async def test_a_failed_registration_raises_one_sentence_and_closes_the_stream(
-    reported: tuple[bytes, ...], sentence: str
+    frames: tuple[bytes, ...], sentence: str
 ) -> None:
-    stream, writer = connected(*reported, ended=True)
+    stream, writer = connected(*frames, ended=True)
     with pytest.raises(StreamEndedError, match=sentence):
         await stream.register(REQUEST, 5.0)
     assert writer.aborted
@@ -121,7 +121,7 @@ async def test_a_broken_connection_raises_one_sentence() -> None:
 
 
 async def test_a_packed_membership_is_unpacked() -> None:
-    stream, _ = connected(encode_frame(FrameKind.PACKED_MEMBERSHIP, gzip.compress(encoded(MEMBERSHIP))))
+    stream, _ = connected(encode_frame(FrameKind.PACKED_MEMBERSHIP, gzip.compress(to_json(MEMBERSHIP))))
     kind, payload = await stream.receive()
     assert (kind, Membership.model_validate_json(payload)) == (FrameKind.MEMBERSHIP, MEMBERSHIP)
 
@@ -129,12 +129,12 @@ async def test_a_packed_membership_is_unpacked() -> None:
 class RecordingSession:
     """A session that records the callbacks of received frames."""
 
-    def __init__(self, *reported: bytes, ended: bool = True) -> None:
+    def __init__(self, *frames: bytes, ended: bool = True) -> None:
         self.acknowledged: list[HeartbeatRequest] = []
         self.memberships: list[Membership] = []
         self.changes: list[MembershipChange] = []
         self.answers = 0
-        self.stream, self.writer = connected(*reported, ended=ended)
+        self.stream, self.writer = connected(*frames, ended=ended)
         self.session = StreamSession(
             self.stream,
             self.heartbeat,
@@ -153,8 +153,7 @@ class RecordingSession:
             namespace="team", job="llama", pod_name="w-0", pod_uid="u", generation=3, phase=WorkerPhase.STANDBY
         )
 
-    def report(self) -> None:
-        """Report that a heartbeat is sent."""
+    def mark_heartbeat_sent(self) -> None:
         self.session._unanswered.append(_Sent(self.heartbeat(), 0.0, 0.0))
 
     async def listen(self) -> str:
@@ -164,13 +163,13 @@ class RecordingSession:
 
 
 ACKNOWLEDGED = encode_frame(
-    FrameKind.HEARTBEAT_ACK, encoded(HeartbeatResponse(generation=3, full_heartbeat_seconds=9.0, time=1.0))
+    FrameKind.HEARTBEAT_ACK, to_json(HeartbeatResponse(generation=3, full_heartbeat_seconds=9.0, time=1.0))
 )
 
 
 async def test_each_reply_acknowledges_the_oldest_heartbeat_and_extra_replies_none() -> None:
     recorded = RecordingSession(ACKNOWLEDGED, ACKNOWLEDGED)
-    recorded.report()
+    recorded.mark_heartbeat_sent()
     assert await recorded.listen() == "the coordinator closed the stream"
     assert (len(recorded.acknowledged), recorded.answers) == (1, 2)
     assert recorded.session._detail_seconds == 9.0
@@ -178,7 +177,7 @@ async def test_each_reply_acknowledges_the_oldest_heartbeat_and_extra_replies_no
 
 async def test_a_membership_is_handled_and_an_unknown_frame_skipped() -> None:
     recorded = RecordingSession(
-        encode_frame(FrameKind.MEMBERSHIP, encoded(MEMBERSHIP)), b"\x63\x00\x00\x00\x01x", ACKNOWLEDGED
+        encode_frame(FrameKind.MEMBERSHIP, to_json(MEMBERSHIP)), b"\x63\x00\x00\x00\x01x", ACKNOWLEDGED
     )
     await recorded.listen()
     assert (recorded.memberships, recorded.answers) == ([MEMBERSHIP], 1)
@@ -187,7 +186,7 @@ async def test_a_membership_is_handled_and_an_unknown_frame_skipped() -> None:
 async def test_a_membership_change_is_handled() -> None:
     change = diff_memberships(MEMBERSHIP, MEMBERSHIP.replaced(generation=4, processes_per_node=2))
     assert change is not None
-    recorded = RecordingSession(encode_frame(FrameKind.MEMBERSHIP_CHANGE, encoded(change)))
+    recorded = RecordingSession(encode_frame(FrameKind.MEMBERSHIP_CHANGE, to_json(change)))
     await recorded.listen()
     assert (recorded.memberships, recorded.changes) == ([], [change])
 
@@ -196,26 +195,26 @@ async def test_a_conflict_reply_acknowledges_no_heartbeat() -> None:
     recorded = RecordingSession(
         encode_frame(FrameKind.ERROR, CONFLICT), ACKNOWLEDGED, encode_frame(FrameKind.ERROR, CONFLICT)
     )
-    recorded.report()
-    recorded.report()
+    recorded.mark_heartbeat_sent()
+    recorded.mark_heartbeat_sent()
     assert await recorded.listen() == "the coordinator closed the stream"
     assert (len(recorded.acknowledged), recorded.answers) == (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("reported", "sentence"),
+    ("frames", "sentence"),
     [
-        (encode_frame(FrameKind.ERROR, REFUSAL), "the coordinator answered 403: the pod is gone"),
+        (encode_frame(FrameKind.ERROR, REFUSAL), "the coordinator answered 403: the pod was deleted"),
         (encode_frame(FrameKind.MEMBERSHIP, b"{}"), "validation error"),
     ],
 )
-async def test_an_error_or_an_invalid_frame_ends_the_stream(reported: bytes, sentence: str) -> None:
-    assert sentence in await RecordingSession(reported).listen()
+async def test_an_error_or_an_invalid_frame_ends_the_stream(frames: bytes, sentence: str) -> None:
+    assert sentence in await RecordingSession(frames).listen()
 
 
 async def test_an_unanswered_heartbeat_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = RecordingSession(ended=False)
-    recorded.report()  # at monotonic time 0: long ago
+    recorded.mark_heartbeat_sent()  # at monotonic time 0, so that it is overdue
     with pytest.raises(CoordinatorUnavailableError, match="a heartbeat was not answered within"):
         await recorded.session.send_heartbeats(1.0)
 
@@ -266,10 +265,10 @@ class FakeResolver:
 
 @pytest.fixture
 def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeResolver]:
-    found = FakeResolver()
-    monkeypatch.setattr(socket, "getaddrinfo", found)
-    yield found
-    found.answers.set()
+    fake = FakeResolver()
+    monkeypatch.setattr(socket, "getaddrinfo", fake)
+    yield fake
+    fake.answers.set()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from trainium_contract.faults.responses import Response
 SRAM = "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR nd-id=0"
 
 
-def signs(rules: Path | None = None) -> ExitDiagnoser:
+def build_diagnoser(rules: Path | None = None) -> ExitDiagnoser:
     return ExitDiagnoser(rules, lambda: None)
 
 
@@ -38,7 +38,7 @@ def signs(rules: Path | None = None) -> ExitDiagnoser:
 def test_a_runtime_status_takes_precedence_over_a_crash(
     code: int, output: str, cause: Cause, response: Response
 ) -> None:
-    verdict = signs().diagnose(ended_rank(code, output)).verdict
+    verdict = build_diagnoser().diagnose(ended_rank(code, output)).verdict
     assert (verdict.cause, verdict.response) == (cause, response)
 
 
@@ -63,60 +63,62 @@ SUMMARY = "".join(f"{line}\n" for line in range(30))
     ],
 )
 def test_an_error_of_a_lost_connection_at_the_end_is_a_lost_peer(code: int, output: str, cause: Cause) -> None:
-    assert signs().diagnose(ended_rank(code, output)).verdict.cause is cause
+    assert build_diagnoser().diagnose(ended_rank(code, output)).verdict.cause is cause
 
 
 def test_a_device_error_in_the_kernel_log_explains_a_crash_and_a_lost_peer() -> None:
     for code in (1, 76, 139):
-        made = signs()
-        made.kernel.add(SRAM, time.time())
-        assert made.diagnose(ended_rank(code, "Connection closed by peer")).verdict.cause is Cause.DEVICE
+        diagnoser = build_diagnoser()
+        diagnoser.kernel.add(SRAM, time.time())
+        assert diagnoser.diagnose(ended_rank(code, "Connection closed by peer")).verdict.cause is Cause.DEVICE
 
 
 def test_an_oom_kill_in_the_kernel_log_is_a_memory_failure() -> None:
-    made = signs()
-    assert made.diagnose(ended_rank(137)).verdict.cause is Cause.CRASH
-    made.kernel.add("Memory cgroup out of memory: Killed process 12 (python) total-vm:1kB", time.time())
-    assert made.diagnose(ended_rank(137)).verdict.cause is Cause.MEMORY
-    assert made.diagnose(ended_rank(1)).verdict.cause is Cause.CRASH
+    diagnoser = build_diagnoser()
+    assert diagnoser.diagnose(ended_rank(137)).verdict.cause is Cause.CRASH
+    diagnoser.kernel.add("Memory cgroup out of memory: Killed process 12 (python) total-vm:1kB", time.time())
+    assert diagnoser.diagnose(ended_rank(137)).verdict.cause is Cause.MEMORY
+    assert diagnoser.diagnose(ended_rank(1)).verdict.cause is Cause.CRASH
 
 
 def test_an_old_kernel_line_explains_nothing() -> None:
-    made = signs()
-    made.kernel.add(SRAM, time.time() - 3600)
-    assert made.diagnose(ended_rank(1)).verdict.cause is Cause.CRASH
+    diagnoser = build_diagnoser()
+    diagnoser.kernel.add(SRAM, time.time() - 3600)
+    assert diagnoser.diagnose(ended_rank(1)).verdict.cause is Cause.CRASH
 
 
 def test_a_second_repairable_device_failure_of_a_node_is_seen_before() -> None:
-    made = signs()
-    assert not made.diagnose(ended_rank(1, "nrt_execute: status=1205")).seen_before
-    assert made.diagnose(ended_rank(1, "nrt_execute: status=1205")).seen_before
-    assert not made.diagnose(ended_rank(1, "nrt_execute: status=1206")).seen_before
-    assert not made.diagnose(ended_rank(1, "nrt_execute: status=1206")).seen_before  # a healthy node may report it too
+    diagnoser = build_diagnoser()
+    assert not diagnoser.diagnose(ended_rank(1, "nrt_execute: status=1205")).seen_before
+    assert diagnoser.diagnose(ended_rank(1, "nrt_execute: status=1205")).seen_before
+    assert not diagnoser.diagnose(ended_rank(1, "nrt_execute: status=1206")).seen_before
+    assert not diagnoser.diagnose(
+        ended_rank(1, "nrt_execute: status=1206")
+    ).seen_before  # a healthy node may report it too
 
 
-def write(path: Path, *rules: dict[str, Any]) -> Path:
+def write_rules(path: Path, *rules: dict[str, Any]) -> Path:
     path.write_text(json.dumps(rules))
     return path
 
 
 def test_a_rule_of_the_job_takes_precedence_and_is_reloaded(tmp_path: Path) -> None:
     path = tmp_path / "rules.json"
-    made = signs(path)
-    assert made.diagnose(ended_rank(3)).verdict.cause is Cause.CRASH
-    write(path, {"exitCodes": [3], "message": "license", "cause": "UserCode", "action": "Stop"})
-    assert made.diagnose(ended_rank(3)).verdict.cause is Cause.CRASH
-    verdict = made.diagnose(ended_rank(3, "no license left")).verdict
+    diagnoser = build_diagnoser(path)
+    assert diagnoser.diagnose(ended_rank(3)).verdict.cause is Cause.CRASH
+    write_rules(path, {"exitCodes": [3], "message": "license", "cause": "UserCode", "action": "Stop"})
+    assert diagnoser.diagnose(ended_rank(3)).verdict.cause is Cause.CRASH
+    verdict = diagnoser.diagnose(ended_rank(3, "no license left")).verdict
     assert (verdict.cause, verdict.response) == (Cause.USER_CODE, Response.STOP)
-    write(path, {"reason": "NRT_TIMEOUT", "cause": "Device", "action": "AvoidNode"})
-    assert made.diagnose(ended_rank(1, "nrt_execute: status=5")).verdict.response is Response.REPLACE_NODE
+    write_rules(path, {"reason": "NRT_TIMEOUT", "cause": "Device", "action": "AvoidNode"})
+    assert diagnoser.diagnose(ended_rank(1, "nrt_execute: status=5")).verdict.response is Response.REPLACE_NODE
 
 
 @pytest.mark.parametrize("text", ["", "{", "[{}]", '[{"cause": "UserCode"}]', "[1]", "\xff", "null"])
 def test_unreadable_rules_are_ignored(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rules.json"
     path.write_text(text, encoding="latin-1")
-    assert signs(path).diagnose(ended_rank(1)).verdict.cause is Cause.CRASH
+    assert build_diagnoser(path).diagnose(ended_rank(1)).verdict.cause is Cause.CRASH
 
 
 def test_a_runtime_status_stays_in_the_message_after_many_later_lines() -> None:
@@ -138,15 +140,15 @@ def test_a_message_starts_with_the_last_error_and_leaves_out_steps() -> None:
     )
     text = describe_exit(ended_rank(81, f"{steps}WARNING a save failed\n{FULL}\n"))
     assert text == f"{FULL}\nWARNING a save failed"
-    assert describe_exit(ended_rank(81, steps)).startswith("2026-01-01"), "better than nothing"
+    assert describe_exit(ended_rank(81, steps)).startswith("2026-01-01"), "the only line"
 
 
 def test_a_message_starts_with_the_last_line_of_a_long_output() -> None:
     text = describe_exit(ended_rank(1, "a frame of the traceback\n" * 200 + "ValueError: the cause\n"))
     assert text.startswith("ValueError: the cause\na frame of the traceback\n"), "no half line"
     assert len(text) <= 1024
-    word = "x" * 3000 + " cause"
-    assert describe_exit(ended_rank(1, f"line\n{word}")) == word[:1024]
+    long_line = "x" * 3000 + " cause"
+    assert describe_exit(ended_rank(1, f"line\n{long_line}")) == long_line[:1024]
 
 
 def test_a_message_has_python_frames_before_cpp_frames() -> None:
@@ -196,10 +198,10 @@ def test_a_message_contains_no_secret() -> None:
 
 def test_unreadable_rules_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "rules.json"
-    signs = ExitDiagnoser(path, lambda: None)
-    assert signs._rules() == ()
-    assert ExitDiagnoser(None, lambda: None)._rules() == ()
+    diagnoser = build_diagnoser(path)
+    assert diagnoser._rules() == ()
+    assert build_diagnoser()._rules() == ()
     path.write_text("no JSON")
-    assert signs._rules() == ()
-    assert signs._rules() == ()
+    assert diagnoser._rules() == ()
+    assert diagnoser._rules() == ()
     assert caplog.text.count("cannot be read") == 1

@@ -161,5 +161,5 @@ def test_a_file_without_read_permission_ends_the_follower(tmp_path: Path, monkey
     log = KernelLog(path, KernelEvents(lambda: None))
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
-        log._follow()  # returns, and does not try for ever
+        log._follow()  # returns, and does not retry forever
     assert log._refused

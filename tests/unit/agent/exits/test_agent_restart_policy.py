@@ -9,7 +9,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import Verdict, classify_exit, classify_sign
 from trainium_contract.faults.signs import RUNTIME_STATUSES, Sign
 
-codes = st.sampled_from([1, 64, 65, 66, 76, 80, 81, 134, 137, 139])
+exit_codes = st.sampled_from([1, 64, 65, 66, 76, 80, 81, 134, 137, 139])
 states = st.builds(
     GenerationState,
     attempt=st.integers(0, 5),
@@ -22,7 +22,7 @@ states = st.builds(
 )
 
 
-def decided(code: int, state: GenerationState, best: int = 5) -> RestartAction:
+def action_after(code: int, state: GenerationState, best: int = 5) -> RestartAction:
     return decide_restart(code, state.attempt, best, state, 3).action
 
 
@@ -61,17 +61,17 @@ def test_the_same_crash_twice_before_the_first_step_is_a_verdict() -> None:
 
 def test_a_job_that_has_completed_a_step_is_not_judged_by_two_crashes() -> None:
     first = decide_restart(1, 0, 4, GenerationState(), 3)
-    assert decided(1, first.state, best=4) is RestartAction.RESTART
+    assert action_after(1, first.state, best=4) is RestartAction.RESTART
 
 
 def test_a_step_before_the_generation_counts_as_progress_of_the_job() -> None:
     state = decide_restart(1, 0, -1, GenerationState(best_progress=100), 3).state
-    assert decided(1, state, best=-1) is RestartAction.RESTART
+    assert action_after(1, state, best=-1) is RestartAction.RESTART
 
 
 def test_different_crashes_before_the_first_step_are_not_yet_a_verdict() -> None:
     state = decide_restart(1, 0, -1, GenerationState(), 3).state
-    assert decided(139, state, best=-1) is RestartAction.RESTART
+    assert action_after(139, state, best=-1) is RestartAction.RESTART
 
 
 def test_restarts_without_a_new_step_are_limited_and_recomputed_steps_are_not_new() -> None:
@@ -80,8 +80,8 @@ def test_restarts_without_a_new_step_are_limited_and_recomputed_steps_are_not_ne
         decision = decide_restart(137, state.attempt, 10, state, 3)
         assert decision.action is RestartAction.RESTART
         state = decision.state
-    assert decided(137, state, best=10) is RestartAction.GIVE_UP
-    assert decided(137, state, best=11) is RestartAction.RESTART
+    assert action_after(137, state, best=10) is RestartAction.GIVE_UP
+    assert action_after(137, state, best=11) is RestartAction.RESTART
 
 
 def test_unavailable_storage_backs_off_without_a_limit() -> None:
@@ -100,7 +100,7 @@ def test_a_yield_uses_no_budget() -> None:
     assert after_yield(2, 9, state) == state
 
 
-@given(codes, states, st.integers(-1, 100), st.integers(0, 5), st.integers(0, 5))
+@given(exit_codes, states, st.integers(-1, 100), st.integers(0, 5), st.integers(0, 5))
 def test_every_exit_raises_the_attempt_by_one_gives_a_verdict_or_changes_nothing(
     code: int, state: GenerationState, best: int, limit: int, attempt: int
 ) -> None:
@@ -123,28 +123,30 @@ def test_the_shared_state_is_decoded_as_encoded_and_ignores_unknown_fields(state
     assert GenerationState.decode(state.encode()[:-1] + ', "later": 1}') == state
 
 
-def meaning(status: int) -> Verdict:
+def status_verdict(status: int) -> Verdict:
     return classify_exit(1, runtime_status=status)
 
 
 def test_a_user_error_known_by_its_text_is_restarted_once() -> None:
-    first = decide_restart(1, 0, 7, GenerationState(), 3, verdict=meaning(1003))
+    first = decide_restart(1, 0, 7, GenerationState(), 3, verdict=status_verdict(1003))
     assert (first.action, first.state.cause) == (RestartAction.RESTART, Cause.NUMERICAL)
-    again = decide_restart(1, 1, 7, first.state, 3, verdict=meaning(1003))
+    again = decide_restart(1, 1, 7, first.state, 3, verdict=status_verdict(1003))
     assert (again.action, again.state.stopped) == (RestartAction.GIVE_UP, 1)
-    after_a_step = decide_restart(1, 1, 8, first.state, 3, verdict=meaning(1003))
+    after_a_step = decide_restart(1, 1, 8, first.state, 3, verdict=status_verdict(1003))
     assert after_a_step.action is RestartAction.RESTART
 
 
 def test_a_repeated_user_error_is_recognised_after_a_peer_started_the_attempt() -> None:
-    first = decide_restart(1, 0, 7, GenerationState(), 3, verdict=meaning(1003)).state
+    first = decide_restart(1, 0, 7, GenerationState(), 3, verdict=status_verdict(1003)).state
     by_victim = decide_restart(76, 1, 7, first, 3).state
-    assert decide_restart(1, 1, 7, by_victim, 3, verdict=meaning(1003)).action is RestartAction.GIVE_UP
+    assert decide_restart(1, 1, 7, by_victim, 3, verdict=status_verdict(1003)).action is RestartAction.GIVE_UP
     progressed = decide_restart(76, 1, 8, first, 3).state
-    assert decide_restart(1, 1, 8, progressed, 3, verdict=meaning(1003)).action is RestartAction.RESTART
+    assert decide_restart(1, 1, 8, progressed, 3, verdict=status_verdict(1003)).action is RestartAction.RESTART
 
 
-@pytest.mark.parametrize(("code", "verdict"), [(80, None), (1, meaning(1202))], ids=["by its code", "by its status"])
+@pytest.mark.parametrize(
+    ("code", "verdict"), [(80, None), (1, status_verdict(1202))], ids=["by its code", "by its status"]
+)
 def test_a_device_fault_withdraws_the_pod_and_restarts_the_others(code: int, verdict: Verdict | None) -> None:
     decision = decide_restart(code, 0, 5, GenerationState(), 3, verdict=verdict)
     assert decision.action is RestartAction.WITHDRAW
@@ -152,8 +154,8 @@ def test_a_device_fault_withdraws_the_pod_and_restarts_the_others(code: int, ver
 
 
 def test_a_repairable_device_gets_one_restart_and_then_another_node() -> None:
-    assert decide_restart(1, 0, 7, GenerationState(), 3, verdict=meaning(1205)).action is RestartAction.RESTART
-    again = decide_restart(1, 1, 9, GenerationState(attempt=1), 3, verdict=meaning(1205), seen_before=True)
+    assert decide_restart(1, 0, 7, GenerationState(), 3, verdict=status_verdict(1205)).action is RestartAction.RESTART
+    again = decide_restart(1, 1, 9, GenerationState(attempt=1), 3, verdict=status_verdict(1205), seen_before=True)
     assert again.action is RestartAction.WITHDRAW
 
 

@@ -9,26 +9,16 @@ import pytest
 
 import trainium_worker
 from tests.testing.suite.timeouts import scaled
-from tests.unit.agent.shared_store import Shared
+from tests.unit.agent.fake_generation_store import FakeGenerationStore
 from trainium_agent.generation.agreed_stop import AgreedStop
 from trainium_agent.generation.store import StoreLostError
 
 
-class AgreementStore(Shared):
-    """The shared store, with checks for several keys at once."""
-
-    def has(self, *keys: str) -> bool:  # type: ignore[override]
-        return all(key in self.values for key in keys)
-
-    def close(self) -> None:
-        pass
-
-
-class Job:
+class LockstepNodes:
     """Nodes with one rank each; the ranks train in step and check for a stop after each step."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
-        self.store: Any = AgreementStore()
+        self.store: Any = FakeGenerationStore()
         self.records = [folder / f"g1-r{node}" for node in range(nodes)]
         self.programs = [
             trainium_worker._Program(trainium_worker.ProgressWriter(path, generation=1, attempt=2))
@@ -37,10 +27,10 @@ class Job:
         self.signalled: list[int] = []
         self.stopped: list[int | None] = [None] * nodes
         self._steps = threading.Barrier(nodes)
-        self._membership: Any = SimpleNamespace(generation=1, members=(None,) * nodes)
+        self.membership: Any = SimpleNamespace(generation=1, members=(None,) * nodes)
 
     def stop(self, node: int, *, attempt: int = 2, timeout: float = 30.0) -> AgreedStop:
-        stop = AgreedStop(self._membership, node, attempt, [self.records[node]], timeout=timeout, store=self.store)
+        stop = AgreedStop(self.membership, node, attempt, [self.records[node]], timeout=timeout, store=self.store)
         stop.signal_on_failure(lambda: self.signalled.append(node))
         return stop
 
@@ -53,61 +43,63 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(tmp_path, 3)
+def nodes(tmp_path: Path) -> LockstepNodes:
+    return LockstepNodes(tmp_path, 3)
 
 
-def run(*parts: Any) -> None:
-    threads = [threading.Thread(target=part) for part in parts]
+def run_in_threads(*functions: Any) -> None:
+    threads = [threading.Thread(target=function) for function in functions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(scaled(60))
 
 
-def test_training_ranks_stop_after_the_same_step(job: Job) -> None:
-    for program in job.programs:
+def test_training_ranks_stop_after_the_same_step(nodes: LockstepNodes) -> None:
+    for program in nodes.programs:
         program.should_stop()
-    run(*(lambda node=node: job.train(node) for node in range(3)), *(job.stop(node).run for node in range(3)))
-    assert len(set(job.stopped)) == 1
-    assert job.stopped[0] is not None
-    assert job.signalled == []
+    run_in_threads(
+        *(lambda node=node: nodes.train(node) for node in range(3)), *(nodes.stop(node).run for node in range(3))
+    )
+    assert len(set(nodes.stopped)) == 1
+    assert nodes.stopped[0] is not None
+    assert nodes.signalled == []
 
 
-def test_ranks_that_never_check_for_a_stop_are_signalled_on_all_nodes(job: Job) -> None:
-    job.programs[0].should_stop()
-    run(*(job.stop(node).run for node in range(3)))
-    assert sorted(job.signalled) == [0, 1, 2]
-    assert not job.programs[0].should_stop(), "the rank that checked continues"
+def test_ranks_that_never_check_for_a_stop_are_signalled_on_all_nodes(nodes: LockstepNodes) -> None:
+    nodes.programs[0].should_stop()
+    run_in_threads(*(nodes.stop(node).run for node in range(3)))
+    assert sorted(nodes.signalled) == [0, 1, 2]
+    assert not nodes.programs[0].should_stop(), "the rank that checked continues"
 
 
-def test_checks_of_an_earlier_attempt_do_not_count(job: Job) -> None:
-    for program in job.programs:
+def test_checks_of_an_earlier_attempt_do_not_count(nodes: LockstepNodes) -> None:
+    for program in nodes.programs:
         program.should_stop()
-    run(*(job.stop(node, attempt=3).run for node in range(3)))
-    assert sorted(job.signalled) == [0, 1, 2]
+    run_in_threads(*(nodes.stop(node, attempt=3).run for node in range(3)))
+    assert sorted(nodes.signalled) == [0, 1, 2]
 
 
-def test_ranks_are_signalled_when_no_other_agent_answers(job: Job) -> None:
-    job.programs[0].should_stop()
-    job.stop(0, timeout=0.0).run()
-    assert job.signalled == [0]
-    assert not job.programs[0].should_stop()
+def test_ranks_are_signalled_when_no_other_agent_answers(nodes: LockstepNodes) -> None:
+    nodes.programs[0].should_stop()
+    nodes.stop(0, timeout=0.0).run()
+    assert nodes.signalled == [0]
+    assert not nodes.programs[0].should_stop()
 
 
-def test_an_agent_signals_its_ranks_when_it_leaves_later(job: Job) -> None:
-    stop = AgreedStop(job._membership, 0, 2, [job.records[0]], timeout=0.0, store=job.store)
+def test_an_agent_signals_its_ranks_when_it_leaves_later(nodes: LockstepNodes) -> None:
+    stop = AgreedStop(nodes.membership, 0, 2, [nodes.records[0]], timeout=0.0, store=nodes.store)
     stop.run()
-    assert job.signalled == []
-    stop.signal_on_failure(lambda: job.signalled.append(0))
-    assert job.signalled == [0]
+    assert nodes.signalled == []
+    stop.signal_on_failure(lambda: nodes.signalled.append(0))
+    assert nodes.signalled == [0]
 
 
-def test_ranks_are_signalled_when_the_store_is_lost(job: Job) -> None:
-    def lost(key: str, value: str) -> None:
+def test_ranks_are_signalled_when_the_store_is_lost(nodes: LockstepNodes) -> None:
+    def raise_store_lost(key: str, value: str) -> None:
         raise StoreLostError("gone")
 
-    job.programs[0].should_stop()
-    job.store.set = lost
-    job.stop(0).run()
-    assert job.signalled == [0]
+    nodes.programs[0].should_stop()
+    nodes.store.set = raise_store_lost
+    nodes.stop(0).run()
+    assert nodes.signalled == [0]

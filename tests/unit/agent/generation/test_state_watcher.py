@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.unit.agent.shared_store import membership_at
+from tests.unit.agent.fake_generation_store import build_membership
 from trainium_agent.exits.restart_policy import GenerationState
 from trainium_agent.generation import state_watcher
 from trainium_agent.generation import store as generation_store
@@ -27,8 +27,8 @@ from trainium_agent.workload.program import ReservedPort
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import Membership
 
-SOON = 0.5
-"""Less than the longest time between two notifications."""
+NOTIFIED_SECONDS = 0.5
+"""Less than the longest time between two periodic notifications."""
 
 
 class CountingStore(GenerationStore):
@@ -41,7 +41,7 @@ class CountingStore(GenerationStore):
         return super()._request(*request)
 
 
-class Follower:
+class RecordingWatcher:
     """A watcher of one agent, and the states that it reported."""
 
     def __init__(self, membership: Membership) -> None:
@@ -52,19 +52,19 @@ class Follower:
         self.watcher.start()
 
 
-class Agents:
-    """The store of a generation, and its agents."""
+class GenerationAgents:
+    """The store of a generation and its agents, in threads."""
 
     def __init__(self) -> None:
         self.server = StoreServer("127.0.0.1")
-        self.membership = membership_at(self.server.port, nodes=3)
+        self.membership = build_membership(self.server.port, nodes=3)
         self.store = GenerationStore(self.membership)
         self.store.connect()
-        self.followers: list[Follower] = []
+        self.followers: list[RecordingWatcher] = []
         self.publishers: list[StatePublisher] = []
         self.handlers: list[GenerationRendezvous] = []
         self.threads: list[threading.Thread] = []
-        self.over = threading.Event()
+        self.is_ending = threading.Event()
 
     def publish(self) -> StatePublisher:
         self.store.create_state(GenerationState())
@@ -75,16 +75,16 @@ class Agents:
         self.until(lambda: self.store.count(self.store.key("publications")) > before)
         return publisher
 
-    def follower(self) -> Follower:
-        self.followers.append(Follower(self.membership))
+    def follower(self) -> RecordingWatcher:
+        self.followers.append(RecordingWatcher(self.membership))
         return self.followers[-1]
 
-    def rendezvous(self, node_rank: int, reported: threading.Event | None = None) -> GenerationRendezvous:
+    def rendezvous(self, node_rank: int, interrupt: threading.Event | None = None) -> GenerationRendezvous:
         handler = GenerationRendezvous(
             self.membership,
             node_rank,
             initial=GenerationState(),
-            interrupted=lambda: self.over.is_set() or (reported is not None and reported.is_set()),
+            interrupted=lambda: self.is_ending.is_set() or (interrupt is not None and interrupt.is_set()),
             waiting_for=lambda _missing: None,
             watcher=self.follower().watcher,
             reserve_port=ReservedPort,
@@ -111,7 +111,7 @@ class Agents:
 
     def end(self) -> None:
         """Stop all threads: none may be in the library when the interpreter exits."""
-        self.over.set()
+        self.is_ending.set()
         for follower in self.followers:
             follower.watcher.stop()
             follower.watcher.interrupt_waits()
@@ -133,34 +133,36 @@ class Agents:
         self.store.update_state(lambda state: GenerationState(attempt=state.attempt + 1))
 
     def until(self, condition: Callable[[], object], seconds: float = 20.0) -> float:
-        began = time.monotonic()
+        started_at = time.monotonic()
         while not condition():
-            assert time.monotonic() < began + seconds, "never seen"
+            assert time.monotonic() < started_at + seconds, "never seen"
             time.sleep(0.005)
-        return time.monotonic() - began
+        return time.monotonic() - started_at
 
 
 @pytest.fixture
-def agents() -> Iterator[Agents]:
-    agents = Agents()
+def agents() -> Iterator[GenerationAgents]:
+    agents = GenerationAgents()
     yield agents
     agents.end()
 
 
-def test_an_unpublished_change_is_seen_before_the_next_periodic_notification(agents: Agents) -> None:
+def test_an_unpublished_change_is_seen_before_the_next_periodic_notification(agents: GenerationAgents) -> None:
     agents.publish()
     followers = [agents.follower() for _ in range(8)]
     for follower in followers:
         assert follower.received.get(timeout=20).attempt == 0
     time.sleep(0.2)
-    began = time.monotonic()
+    started_at = time.monotonic()
     agents.raise_attempt()
     for follower in followers:
         assert follower.received.get(timeout=20).attempt == 1
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - started_at < NOTIFIED_SECONDS
 
 
-def test_a_watcher_sends_one_request_for_each_notification(agents: Agents, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_watcher_sends_one_request_for_each_notification(
+    agents: GenerationAgents, capfd: pytest.CaptureFixture[str]
+) -> None:
     agents.publish()
     follower = agents.follower()
     follower.received.get(timeout=20)
@@ -168,10 +170,10 @@ def test_a_watcher_sends_one_request_for_each_notification(agents: Agents, capfd
     time.sleep(3 * MAX_PUBLISH_INTERVAL_SECONDS)
     assert 2 <= follower.store.requests - before <= 4
     assert not follower.lost.is_set()
-    assert "waitForInput" not in capfd.readouterr().err  # the library's client writes it where a wait runs out
+    assert "waitForInput" not in capfd.readouterr().err  # the client of the library writes it when a wait times out
 
 
-def test_old_notifications_are_deleted(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_notifications_are_deleted(agents: GenerationAgents, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_watcher, "_KEPT", 3)
     publisher, store = agents.publish(), agents.store
     for _ in range(8):
@@ -183,15 +185,15 @@ def test_old_notifications_are_deleted(agents: Agents, monkeypatch: pytest.Monke
     assert store.has(*(store.key("publication", newest - age) for age in range(3)))
 
 
-def test_a_state_without_publisher_is_followed_by_polling(agents: Agents) -> None:
+def test_a_state_without_publisher_is_followed_by_polling(agents: GenerationAgents) -> None:
     agents.store.create_state(GenerationState())
     follower = agents.follower()
     assert follower.received.get(timeout=20).attempt == 0
     agents.raise_attempt()
-    assert follower.received.get(timeout=SOON).attempt == 1
+    assert follower.received.get(timeout=NOTIFIED_SECONDS).attempt == 1
 
 
-def test_watchers_poll_between_two_publishers(agents: Agents) -> None:
+def test_watchers_poll_between_two_publishers(agents: GenerationAgents) -> None:
     publisher = agents.publish()
     follower = agents.follower()
     follower.received.get(timeout=20)
@@ -199,9 +201,9 @@ def test_watchers_poll_between_two_publishers(agents: Agents) -> None:
     time.sleep(0.3)
     before = follower.store.requests
     agents.raise_attempt()
-    assert follower.received.get(timeout=SOON).attempt == 1
+    assert follower.received.get(timeout=NOTIFIED_SECONDS).attempt == 1
     time.sleep(0.3)
-    assert follower.store.requests > before + 6, "it asks at intervals"
+    assert follower.store.requests > before + 6, "it polls"
     assert not follower.lost.is_set()
     agents.publish()
     time.sleep(0.3)
@@ -209,10 +211,12 @@ def test_watchers_poll_between_two_publishers(agents: Agents) -> None:
     time.sleep(MAX_PUBLISH_INTERVAL_SECONDS)
     assert follower.store.requests - before <= 3
     agents.raise_attempt()
-    assert follower.received.get(timeout=SOON).attempt == 2
+    assert follower.received.get(timeout=NOTIFIED_SECONDS).attempt == 2
 
 
-def test_watchers_poll_after_a_publisher_falls_silent(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchers_poll_after_a_publisher_falls_silent(
+    agents: GenerationAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(generation_store, "_WAIT_SECONDS", 1.0)
     agents.store.create_state(GenerationState())
     agents.store.count(agents.store.key("publications"), 7)  # as a publisher whose thread died
@@ -223,10 +227,10 @@ def test_watchers_poll_after_a_publisher_falls_silent(agents: Agents, monkeypatc
     assert follower.received.get(timeout=5).attempt == 1
     before = follower.store.requests
     time.sleep(1.5)
-    assert follower.store.requests > before + 10, "it waits for no turn again"
+    assert follower.store.requests > before + 10, "it polls, and waits for no notification"
 
 
-def test_an_unsigned_notification_is_rejected(agents: Agents) -> None:
+def test_an_unsigned_notification_is_rejected(agents: GenerationAgents) -> None:
     agents.store.create_state(GenerationState())
     agents.store.count(agents.store.key("publications"), 1)
     follower = agents.follower()
@@ -241,11 +245,10 @@ def test_an_unsigned_notification_is_rejected(agents: Agents) -> None:
 
 
 def test_all_agents_start_at_once_after_the_last_joined_and_wait_with_few_requests(
-    agents: Agents, monkeypatch: pytest.MonkeyPatch
+    agents: GenerationAgents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        state_watcher, "MAX_PUBLISH_INTERVAL_SECONDS", 4.0
-    )  # so that the clock calls none when the last one joins
+    # No periodic notification occurs while the last agent joins.
+    monkeypatch.setattr(state_watcher, "MAX_PUBLISH_INTERVAL_SECONDS", 4.0)
     handlers = [agents.rendezvous(rank) for rank in range(3)]
     first, second = agents.join(handlers[0]), agents.join(handlers[1])
     time.sleep(3.2)
@@ -253,55 +256,55 @@ def test_all_agents_start_at_once_after_the_last_joined_and_wait_with_few_reques
     store = handlers[1].store
     assert isinstance(store, CountingStore)
     assert store.requests < 30, store.requests  # polling every 10 ms would need hundreds
-    began = time.monotonic()
+    started_at = time.monotonic()
     last = agents.join(handlers[2])
     for thread, results in (first, second, last):
         thread.join(20)
         assert len(results) == 1
         assert not isinstance(results[0], Exception)
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - started_at < NOTIFIED_SECONDS
 
 
-def test_an_agent_that_waits_for_an_ended_attempt_joins_the_next_at_once(agents: Agents) -> None:
-    handlers = [agents.rendezvous(rank) for rank in range(2)]  # a third never comes
+def test_an_agent_that_waits_for_an_ended_attempt_joins_the_next_at_once(agents: GenerationAgents) -> None:
+    handlers = [agents.rendezvous(rank) for rank in range(2)]  # a third never joins
     for handler in handlers:
         agents.join(handler)
     joined = [agents.store.key(0, "joined", rank) for rank in range(2)]
     agents.until(lambda: agents.store.has(*joined))
     time.sleep(0.3)
     agents.raise_attempt()
-    again = [agents.store.key(1, "joined", rank) for rank in range(2)]
-    assert agents.until(lambda: agents.store.has(*again)) < SOON
+    joined_next = [agents.store.key(1, "joined", rank) for rank in range(2)]
+    assert agents.until(lambda: agents.store.has(*joined_next)) < NOTIFIED_SECONDS
 
 
-def test_a_waiting_agent_sees_the_stop_of_its_generation_at_once(agents: Agents) -> None:
+def test_a_waiting_agent_sees_the_stop_of_its_generation_at_once(agents: GenerationAgents) -> None:
     waiting = [agents.join(agents.rendezvous(rank)) for rank in range(2)]
     agents.until(lambda: agents.store.has(*(agents.store.key(0, "joined", rank) for rank in range(2))))
     time.sleep(0.3)
-    began = time.monotonic()
+    started_at = time.monotonic()
     agents.store.update_state(lambda _: GenerationState(stopped=int(ExitCode.USER_ERROR)))
     for thread, results in waiting:
         thread.join(20)
         assert isinstance(results[0], GenerationStoppedError)
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - started_at < NOTIFIED_SECONDS
 
 
-def test_a_waiting_agent_can_be_interrupted_at_once(agents: Agents) -> None:
+def test_a_waiting_agent_can_be_interrupted_at_once(agents: GenerationAgents) -> None:
     agents.publish()
-    reported = threading.Event()
-    handler = agents.rendezvous(1, reported)
+    interrupt = threading.Event()
+    handler = agents.rendezvous(1, interrupt)
     thread, results = agents.join(handler)
     agents.until(lambda: agents.store.has(agents.store.key(0, "joined", 1)))
     time.sleep(0.3)
-    began = time.monotonic()
-    reported.set()
+    started_at = time.monotonic()
+    interrupt.set()
     handler._watcher.interrupt_waits()
     thread.join(20)
-    assert time.monotonic() - began < 0.2
+    assert time.monotonic() - started_at < 0.2
     assert isinstance(results[0], RendezvousInterruptedError)
 
 
-def test_a_rendezvous_completes_without_notifications(agents: Agents) -> None:
+def test_a_rendezvous_completes_without_notifications(agents: GenerationAgents) -> None:
     agents.publish()
     handler = agents.rendezvous(1)
     handler._watcher = StateWatcher(agents.membership, lambda _: None, lambda: None)  # never started
@@ -313,9 +316,9 @@ def test_a_rendezvous_completes_without_notifications(agents: Agents) -> None:
     assert len(results) == 1
 
 
-@pytest.mark.parametrize("timeout", [5.0, 0.2], ids=["the server gives up", "we give up first"])
+@pytest.mark.parametrize("timeout", [5.0, 0.2], ids=["the server times out", "the client times out first"])
 def test_a_failed_request_leaves_no_connection_and_no_thread(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
-    """Without the collector: a quiet agent makes so little that it runs once in hours."""
+    """The garbage collector is off: in an idle agent, it runs once in hours."""
     monkeypatch.setattr(generation_store, "_WAIT_SECONDS", 1.0)
     monkeypatch.setattr(generation_store, "_HURRIED_SECONDS", timeout)
     server = StoreServer("127.0.0.1")
@@ -323,14 +326,17 @@ def test_a_failed_request_leaves_no_connection_and_no_thread(monkeypatch: pytest
 
     def connections() -> int:
         sockets = process.net_connections("tcp")
-        return sum(bool(each.raddr) and server.port in (each.laddr.port, each.raddr.port) for each in sockets)
+        return sum(
+            bool(connection.raddr) and server.port in (connection.laddr.port, connection.raddr.port)
+            for connection in sockets
+        )
 
     gc.collect()
     before = connections()
     gc.disable()
     try:
         for _ in range(3):
-            store = GenerationStore(membership_at(server.port, nodes=3), hurried=lambda: True)
+            store = GenerationStore(build_membership(server.port, nodes=3), hurried=lambda: True)
             store.connect()
             with pytest.raises(StoreLostError):
                 store.get(store.key("nothing"))

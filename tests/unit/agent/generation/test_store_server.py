@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.agent.shared_store import membership_at
+from tests.unit.agent.fake_generation_store import build_membership
 from trainium_agent.exits.restart_policy import GenerationState
 from trainium_agent.generation.server import LONGEST_FRAME, Answer, StoreClient, StoreServer, frame
 from trainium_agent.generation.state_watcher import StateWatcher
@@ -35,7 +35,7 @@ def server() -> Iterator[StoreServer]:
     served.close()
 
 
-def ask(server: StoreServer, *request: str | float) -> Answer:
+def send_request(server: StoreServer, *request: str | float) -> Answer:
     client = StoreClient(socket.create_connection(("127.0.0.1", server.port), timeout=5))
     try:
         return client.request(request, lambda: 5.0)
@@ -44,43 +44,45 @@ def ask(server: StoreServer, *request: str | float) -> Answer:
 
 
 def test_each_operation_returns_the_content_of_the_store(server: StoreServer) -> None:
-    assert ask(server, "has", "a") is False
-    assert ask(server, "set", "a", "1") is None
-    assert ask(server, "has", "a") is True
-    assert ask(server, "has", "a", "b") is False
-    assert ask(server, "get", "a", 1.0) == "1"
-    assert ask(server, "add", "n", 0) == 0
-    assert ask(server, "has", "n") is False
-    assert ask(server, "add", "n", 2) == 2
-    assert ask(server, "add", "n", 0) == 2
-    assert ask(server, "delete", "a") is True
-    assert ask(server, "delete", "a") is False
+    assert send_request(server, "has", "a") is False
+    assert send_request(server, "set", "a", "1") is None
+    assert send_request(server, "has", "a") is True
+    assert send_request(server, "has", "a", "b") is False
+    assert send_request(server, "get", "a", 1.0) == "1"
+    assert send_request(server, "add", "n", 0) == 0
+    assert send_request(server, "has", "n") is False
+    assert send_request(server, "add", "n", 2) == 2
+    assert send_request(server, "add", "n", 0) == 2
+    assert send_request(server, "delete", "a") is True
+    assert send_request(server, "delete", "a") is False
 
 
 def test_a_swap_succeeds_only_on_the_expected_value(server: StoreServer) -> None:
-    assert ask(server, "swap", "state", "", "one") == "one"
-    assert ask(server, "swap", "state", "", "two") == "one"
-    assert ask(server, "swap", "state", "one", "two") == "two"
-    assert ask(server, "swap", "gone", "one", "two") == "one"
-    assert ask(server, "has", "gone") is False
+    assert send_request(server, "swap", "state", "", "one") == "one"
+    assert send_request(server, "swap", "state", "", "two") == "one"
+    assert send_request(server, "swap", "state", "one", "two") == "two"
+    assert send_request(server, "swap", "gone", "one", "two") == "one"
+    assert send_request(server, "has", "gone") is False
 
 
 def test_waiting_clients_receive_a_key_once_it_is_set(server: StoreServer) -> None:
-    found: list[Answer] = []
-    waiting = [threading.Thread(target=lambda: found.append(ask(server, "get", "late", 4.0))) for _ in range(8)]
+    replies: list[Answer] = []
+    waiting = [
+        threading.Thread(target=lambda: replies.append(send_request(server, "get", "late", 4.0))) for _ in range(8)
+    ]
     for thread in waiting:
         thread.start()
     time.sleep(0.1)
-    began = time.monotonic()
-    ask(server, "set", "late", "here")
+    started_at = time.monotonic()
+    send_request(server, "set", "late", "here")
     for thread in waiting:
         thread.join(5)
-    assert found == ["here"] * 8
-    assert time.monotonic() - began < 2
+    assert replies == ["here"] * 8
+    assert time.monotonic() - started_at < 2
 
 
 def test_a_request_for_a_missing_key_times_out_with_none(server: StoreServer) -> None:
-    assert ask(server, "get", "never", 0.05) is None
+    assert send_request(server, "get", "never", 0.05) is None
     assert server._waiting == {}
 
 
@@ -113,10 +115,10 @@ def test_an_invalid_request_closes_only_its_own_connection(server: StoreServer, 
 def test_a_request_to_a_silent_server_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = StoreClient(socket.create_connection(("127.0.0.1", silent.getsockname()[1]), timeout=5))
-        began = time.monotonic()
+        started_at = time.monotonic()
         with pytest.raises(TimeoutError):
-            client.request(("has", "key"), lambda: began + 0.3 - time.monotonic())
-        assert time.monotonic() - began < 2
+            client.request(("has", "key"), lambda: started_at + 0.3 - time.monotonic())
+        assert time.monotonic() - started_at < 2
         client.close()
 
 
@@ -145,68 +147,73 @@ def connected(membership: Membership) -> GenerationStore:
 
 
 def test_agents_of_a_generation_share_values_state_and_counters(server: StoreServer) -> None:
-    one, two = (connected(membership_at(server.port)) for _ in range(2))
-    one.create_state(GenerationState())
-    one.set(one.key(0, "port"), "29500")
-    assert two.get(two.key(0, "port")) == "29500"
-    after = two.update_state(lambda state: GenerationState(attempt=state.attempt + 1))
-    assert after.attempt == one.state().attempt == 1
-    assert one.update_state(lambda state: state).attempt == 1
-    assert one.count(one.key("left"), 2) == 2
+    first, second = (connected(build_membership(server.port)) for _ in range(2))
+    first.create_state(GenerationState())
+    first.set(first.key(0, "port"), "29500")
+    assert second.get(second.key(0, "port")) == "29500"
+    after = second.update_state(lambda state: GenerationState(attempt=state.attempt + 1))
+    assert after.attempt == first.state().attempt == 1
+    assert first.update_state(lambda state: state).attempt == 1
+    assert first.count(first.key("left"), 2) == 2
 
 
 def test_an_unsigned_state_is_rejected_and_logged_once(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
-    membership = membership_at(server.port)
-    ours = connected(membership)
-    ours.create_state(GenerationState())
-    signed = UnsignedClient(server).get(ours.key("state"))
+    membership = build_membership(server.port)
+    store = connected(membership)
+    store.create_state(GenerationState())
+    signed = UnsignedClient(server).get(store.key("state"))
     stopped = GenerationState(attempt=5, stopped=int(ExitCode.USER_ERROR)).encode()
     for forged in (stopped, "x" * 32 + stopped, "", "\xff" * 40, signed[:-1], "["):
-        UnsignedClient(server).set(ours.key("state"), forged)
-        for ask in (ours.state, lambda: ours.update_state(lambda state: state)):
-            ours.connect()
+        UnsignedClient(server).set(store.key("state"), forged)
+        for read in (store.state, lambda: store.update_state(lambda state: state)):
+            store.connect()
             with pytest.raises(StoreLostError, match="was not written by an agent of this generation"):
-                ask()
+                read()
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
-    UnsignedClient(server).set(ours.key("state"), signed)
-    assert ours.state() == GenerationState()
+    UnsignedClient(server).set(store.key("state"), signed)
+    assert store.state() == GenerationState()
 
 
 def test_a_signature_is_valid_for_one_key_and_generation(server: StoreServer) -> None:
-    ours = connected(membership_at(server.port))
-    ours.set(ours.key(0, "port"), "29500")
-    signed = UnsignedClient(server).get(ours.key(0, "port"))
-    UnsignedClient(server).set(ours.key(1, "port"), signed)
+    store = connected(build_membership(server.port))
+    store.set(store.key(0, "port"), "29500")
+    signed = UnsignedClient(server).get(store.key(0, "port"))
+    UnsignedClient(server).set(store.key(1, "port"), signed)
     with pytest.raises(StoreLostError):
-        ours.get(ours.key(1, "port"))
-    next_one = ValueSigner(membership_at(generation=2))
+        store.get(store.key(1, "port"))
+    next_signer = ValueSigner(build_membership(generation=2))
     with pytest.raises(ForgedValueError):
-        next_one.verify(ours.key(0, "port"), signed)
+        next_signer.verify(store.key(0, "port"), signed)
     with pytest.raises(ForgedValueError):
-        ValueSigner(membership_at(uid="other")).verify(ours.key(0, "port"), signed)
+        ValueSigner(build_membership(uid="other")).verify(store.key(0, "port"), signed)
 
 
 def test_a_value_above_the_longest_length_is_rejected() -> None:
     with pytest.raises(ForgedValueError, match="longer than anything"):
-        ValueSigner(membership_at()).verify("state", "x" * (LONGEST_VALUE + 1))
+        ValueSigner(build_membership()).verify("state", "x" * (LONGEST_VALUE + 1))
 
 
-@given(name=st.text(max_size=40), value=st.text(max_size=200), at=st.integers(0, 250), to=st.characters(codec="utf-8"))
-def test_any_change_of_a_signed_value_is_detected(name: str, value: str, at: int, to: str) -> None:
-    signature = ValueSigner(membership_at())
-    signed = signature.sign(name, value)
-    assert signature.verify(name, signed) == value
-    at %= len(signed)
-    changed = signed[:at] + to + signed[at + 1 :]
+@given(
+    name=st.text(max_size=40),
+    value=st.text(max_size=200),
+    position=st.integers(0, 250),
+    replacement=st.characters(codec="utf-8"),
+)
+def test_any_change_of_a_signed_value_is_detected(name: str, value: str, position: int, replacement: str) -> None:
+    signer = ValueSigner(build_membership())
+    signed = signer.sign(name, value)
+    assert signer.verify(name, signed) == value
+    position %= len(signed)
+    changed = signed[:position] + replacement + signed[position + 1 :]
     if changed != signed:
         with pytest.raises(ForgedValueError):
-            signature.verify(name, changed)
+            signer.verify(name, changed)
 
 
 NODES = 100
 
 
-class CountingStore(GenerationStore):
+class HasCountingStore(GenerationStore):
     """A store that counts its `has` requests."""
 
     requests = 0
@@ -218,14 +225,14 @@ class CountingStore(GenerationStore):
 
 def test_the_first_node_checks_all_others_in_one_request_and_names_the_missing() -> None:
     server = StoreServer("127.0.0.1")
-    membership = membership_at(server.port, nodes=NODES)
-    listed = threading.Event()
+    membership = build_membership(server.port, nodes=NODES)
+    is_named = threading.Event()
     missing: list[tuple[int, ...]] = []
 
     def waiting_for(ranks: tuple[int, ...]) -> None:
         missing.append(ranks)
         if ranks == tuple(range(1, 65)):
-            listed.set()
+            is_named.set()
 
     handler = GenerationRendezvous(
         membership,
@@ -237,24 +244,24 @@ def test_the_first_node_checks_all_others_in_one_request_and_names_the_missing()
         reserve_port=ReservedPort,
         pair_rounds={},
     )
-    store = handler.store = CountingStore(membership)
-    joined = threading.Thread(target=handler.next_rendezvous, daemon=True)
+    store = handler.store = HasCountingStore(membership)
+    thread = threading.Thread(target=handler.next_rendezvous, daemon=True)
     others = GenerationStore(membership)
     others.connect()
-    joined.start()
-    assert listed.wait(30), missing
+    thread.start()
+    assert is_named.wait(30), missing
     requests = store.requests
     # Two requests per check, until missing ranks are named: then one request for each of 64, once.
     assert requests < 2 * NODES, requests
     for rank in range(1, NODES):
         others.set(others.key(0, "joined", rank))
-    joined.join(30)
-    assert not joined.is_alive()
+    thread.join(30)
+    assert not thread.is_alive()
     assert missing[-1] == ()
     assert others.has(others.key(0, "go"))
-    caller = handler._publisher
-    assert caller is not None
+    publisher = handler._publisher
+    assert publisher is not None
     handler.shutdown()
-    caller._thread.join(10)
+    publisher._thread.join(10)
     others.close()
     server.close()

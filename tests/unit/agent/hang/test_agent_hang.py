@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.agent.shared_store import Shared
+from tests.unit.agent.fake_generation_store import FakeGenerationStore
 from trainium_agent.exits.restart_policy import GenerationState
 from trainium_agent.hang import response
 from trainium_agent.hang.detection import (
@@ -124,7 +124,7 @@ def sample(watch: StallTracker, now: float, beats: int = 7, state: str = "", cpu
 
 def test_a_stall_lasts_until_the_next_heartbeat() -> None:
     watch = StallTracker()
-    assert [sample(watch, at).seconds for at in (0.0, 0.5, 1.0)] == [0.0, 0.5, 1.0]
+    assert [sample(watch, now).seconds for now in (0.0, 0.5, 1.0)] == [0.0, 0.5, 1.0]
     assert sample(watch, 1.5, beats=8).seconds == 0.0
     assert sample(watch, 2.0, beats=8).seconds == 0.5
 
@@ -222,14 +222,15 @@ stalls = st.builds(
 @given(st.lists(st.lists(stalls, max_size=4), min_size=1, max_size=4), st.integers(0, 2))
 def test_only_overdue_ranks_that_do_not_wait_are_blamed(nodes: list[list[Stall]], missing: int) -> None:
     nodes = [
-        [replace(each, rank=4 * node + number) for number, each in enumerate(rows)] for node, rows in enumerate(nodes)
+        [replace(stall, rank=4 * node + number) for number, stall in enumerate(node_stalls)]
+        for node, node_stalls in enumerate(nodes)
     ]
-    finding = find_culprits({node: tuple(rows) for node, rows in enumerate(nodes)}, len(nodes) + missing)
-    ranks = {each.rank: each for rows in nodes for each in rows}
+    finding = find_culprits({node: tuple(node_stalls) for node, node_stalls in enumerate(nodes)}, len(nodes) + missing)
+    ranks = {stall.rank: stall for node_stalls in nodes for stall in node_stalls}
     for culprit in finding.culprits:
         assert ranks[culprit].overdue
         assert ranks[culprit].waits is not True
-    overdue = [each for each in ranks.values() if each.overdue]
+    overdue = [stall for stall in ranks.values() if stall.overdue]
     if not overdue:
         assert finding.kind is FindingKind.PROGRESSING
     assert (finding.kind is FindingKind.STUCK) == bool(finding.culprits)
@@ -238,8 +239,8 @@ def test_only_overdue_ranks_that_do_not_wait_are_blamed(nodes: list[list[Stall]]
 
 
 @given(st.lists(stalls, max_size=5))
-def test_stalls_are_decoded_as_encoded(word: list[Stall]) -> None:
-    assert decode_stalls(encode_stalls(word)) == tuple(word)
+def test_stalls_are_decoded_as_encoded(samples: list[Stall]) -> None:
+    assert decode_stalls(encode_stalls(samples)) == tuple(samples)
 
 
 def test_a_long_stage_that_reports_progress_is_no_hang(tmp_path: Path) -> None:
@@ -247,19 +248,19 @@ def test_a_long_stage_that_reports_progress_is_no_hang(tmp_path: Path) -> None:
     watch, limit = StallTracker(), stall_limit(SAVE, SPEC, BaselineTimes())
 
     def sample(now: int) -> Stall:
-        found = read_with_pulse(tmp_path / "r0")
-        assert found is not None
-        assert found[1] is not None
-        stall = Stall(0, SAVE, 100, 0.0, limit, waiting=None, stage=RunStage.of(found[0].stage))
-        return watch.sample(float(now), [RankSample(stall, (1, found[1].beats))])[0]
+        record = read_with_pulse(tmp_path / "r0")
+        assert record is not None
+        assert record[1] is not None
+        stall = Stall(0, SAVE, 100, 0.0, limit, waiting=None, stage=RunStage.of(record[0].stage))
+        return watch.sample(float(now), [RankSample(stall, (1, record[1].beats))])[0]
 
     for now in range(10 * int(limit)):
         if now % (int(limit) // 2) == 0:
             writer.set_stage(RunStage.EXPORT, now / (10 * limit))
         assert not sample(now).overdue
-    silent = [sample(now) for now in range(10 * int(limit), 12 * int(limit))]
-    assert silent[-1].overdue
-    assert silent[-1].stage is RunStage.EXPORT
+    later = [sample(now) for now in range(10 * int(limit), 12 * int(limit))]
+    assert later[-1].overdue
+    assert later[-1].stage is RunStage.EXPORT
     writer.close()
 
 
@@ -271,14 +272,9 @@ def test_a_finding_is_decoded_as_encoded() -> None:
 def test_a_hang_counts_once_and_is_unexplained_without_a_blamed_rank() -> None:
     state = GenerationState(best_progress=100)
     stuck = after_hang(Finding(FindingKind.STUCK, (3,)), 0, 120, state, 3)
-    assert (stuck.attempt, stuck.cause, stuck.restarts_without_progress, stuck.unexplained_failures) == (
-        1,
-        Cause.HANG,
-        1,
-        0,
-    )
-    again = after_hang(Finding(FindingKind.STUCK, (3,)), 0, 120, stuck, 3)
-    assert again == stuck
+    assert (stuck.attempt, stuck.cause, stuck.restarts_without_progress) == (1, Cause.HANG, 1)
+    assert stuck.unexplained_failures == 0
+    assert after_hang(Finding(FindingKind.STUCK, (3,)), 0, 120, stuck, 3) == stuck
     collective = after_hang(Finding(FindingKind.COLLECTIVE), 1, 120, stuck, 3)
     assert (collective.attempt, collective.unexplained_failures) == (2, 1)
     assert after_hang(Finding(FindingKind.COLLECTIVE), 1, 120, collective, 3).unexplained_failures == 1
@@ -287,40 +283,28 @@ def test_a_hang_counts_once_and_is_unexplained_without_a_blamed_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "sentence"),
+    ("stall", "circumstances"),
     [
-        (
-            stalled(3, waiting=False, state="T"),
-            "rank 3 of pod w-1 made no progress for 16 s in step 120 (not waiting for peers, stopped by a signal)",
-        ),
-        (stalled(3), "rank 3 of pod w-1 made no progress for 16 s in step 120 (waiting for its peers)"),
+        (stalled(3, waiting=False, state="T"), "in step 120 (not waiting for peers, stopped by a signal)"),
+        (stalled(3), "in step 120 (waiting for its peers)"),
         (
             stalled(3, waiting=False, phase=COMPILE, step=0, busy=0.9),
-            (
-                "rank 3 of pod w-1 made no progress for 16 s in step 1, its first "
-                "(not waiting for peers, using 90% of a processor)"
-            ),
+            "in step 1, its first (not waiting for peers, using 90% of a processor)",
         ),
         (
             stalled(3, waiting=False, phase=SAVE, stage=RunStage.EXPORT),
-            (
-                "rank 3 of pod w-1 made no progress for 16 s while writing artifacts after step 119 "
-                "(not waiting for peers)"
-            ),
+            "while writing artifacts after step 119 (not waiting for peers)",
         ),
-        (
-            stalled(3, phase=SAVE),
-            "rank 3 of pod w-1 made no progress for 16 s while saving after step 119 (waiting for its peers)",
-        ),
+        (stalled(3, phase=SAVE), "while saving after step 119 (waiting for its peers)"),
         (
             stalled(3, phase=LOAD, waiting=None),
-            "rank 3 of pod w-1 made no progress for 16 s while loading its state (in work that has collectives inside)",
+            "while loading its state (in work that has collectives inside)",
         ),
-        (stalled(3, phase=INIT), "rank 3 of pod w-1 made no progress for 16 s while starting (waiting for its peers)"),
+        (stalled(3, phase=INIT), "while starting (waiting for its peers)"),
     ],
 )
-def test_a_stall_is_described_in_one_sentence(seen: Stall, sentence: str) -> None:
-    assert describe_stall(seen, "w-1") == sentence
+def test_a_stall_is_described_in_one_sentence(stall: Stall, circumstances: str) -> None:
+    assert describe_stall(stall, "w-1") == f"rank 3 of pod w-1 made no progress for 16 s {circumstances}"
 
 
 @pytest.fixture
@@ -330,17 +314,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def inquiries(shared: Shared, count: int = 2) -> list[Inquiry]:
+def inquiries(shared: FakeGenerationStore, count: int = 2) -> list[Inquiry]:
     """Return the inquiries of agents whose ranks all wait for peers, but for the first."""
     return [
-        Inquiry(shared, at, count, lambda at=at: (stalled(at, waiting=at > 0),))  # type: ignore[arg-type]
-        for at in range(count)
+        Inquiry(shared, node_rank, count, lambda node_rank=node_rank: (stalled(node_rank, waiting=node_rank > 0),))  # type: ignore[arg-type]
+        for node_rank in range(count)
     ]
 
 
 @pytest.mark.usefixtures("clock")
 def test_the_agent_that_asked_concludes_once_all_have_answered() -> None:
-    shared = Shared()
+    shared = FakeGenerationStore()
     first, second = inquiries(shared)
     second.start(0)
     assert second.is_open
@@ -357,12 +341,12 @@ def test_the_agent_that_asked_concludes_once_all_have_answered() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_a_missing_finding_blames_no_rank() -> None:
-    assert inquiries(Shared())[0].read_finding(0) == Finding(FindingKind.COLLECTIVE)
+    assert inquiries(FakeGenerationStore())[0].read_finding(0) == Finding(FindingKind.COLLECTIVE)
 
 
 @pytest.mark.usefixtures("clock")
 def test_no_inquiry_is_opened_after_the_attempt_or_generation_ended() -> None:
-    for shared in (Shared(attempt=1), Shared(stopped=64)):
+    for shared in (FakeGenerationStore(attempt=1), FakeGenerationStore(stopped=64)):
         first = inquiries(shared)[0]
         first.start(0)
         assert not first.is_open
@@ -372,7 +356,7 @@ def test_no_inquiry_is_opened_after_the_attempt_or_generation_ended() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_an_inquiry_of_an_earlier_attempt_is_not_answered() -> None:
-    shared = Shared()
+    shared = FakeGenerationStore()
     first, second = inquiries(shared)
     first.start(0)
     second.answer(
@@ -382,7 +366,7 @@ def test_an_inquiry_of_an_earlier_attempt_is_not_answered() -> None:
 
 
 def test_an_agent_takes_over_only_an_overdue_inquiry(clock: list[float]) -> None:
-    shared = Shared()
+    shared = FakeGenerationStore()
     first, second = inquiries(shared)
     first.start(0)
     second.answer(shared.state())
@@ -392,11 +376,11 @@ def test_an_agent_takes_over_only_an_overdue_inquiry(clock: list[float]) -> None
     second.start(0)
     assert second.is_open, "the asking agent is assumed to have failed"
     first.answer(shared.state())
-    assert not first.is_open, "the other took over"
+    assert not first.is_open, "another agent took over"
 
 
 def test_an_open_inquiry_is_not_repeated_and_is_forgotten_with_its_attempt(clock: list[float]) -> None:
-    shared = Shared()
+    shared = FakeGenerationStore()
     first = inquiries(shared)[0]
     first.start(0)
     first.start(0)
@@ -406,7 +390,7 @@ def test_an_open_inquiry_is_not_repeated_and_is_forgotten_with_its_attempt(clock
 
 
 def test_an_inquiry_times_out_and_answers_to_it_do_not_count_for_the_next(clock: list[float]) -> None:
-    shared = Shared()
+    shared = FakeGenerationStore()
     first, second, third = inquiries(shared, 3)
     third.start(0)
     second.answer(shared.state())
@@ -420,7 +404,7 @@ def test_an_inquiry_times_out_and_answers_to_it_do_not_count_for_the_next(clock:
     assert set(second._read_answers(shared, 0)) == {0, 1}  # type: ignore[arg-type]
 
 
-STILL = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=None)
+SILENT_RANK = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=None)
 
 
 @pytest.mark.parametrize(
@@ -435,27 +419,27 @@ STILL = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0,
 def test_the_log_has_the_finding_and_the_stack_of_each_rank(
     finding: Finding, summary: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = object.__new__(response.HangResponse)
-    made._settings = SimpleNamespace(pod_name="w-1", log_format=LogFormat.TEXT)
-    known = SimpleNamespace(innermost="train.py:7", text="frame one\nframe two")
-    made._stacks = {}
-    made._write_log(finding, (STILL, STILL))
-    made._stacks = {1: known}
-    made._write_log(finding, (STILL,))
+    hang_response = object.__new__(response.HangResponse)
+    hang_response._settings = SimpleNamespace(pod_name="w-1", log_format=LogFormat.TEXT)
+    stack = SimpleNamespace(innermost="train.py:7", text="frame one\nframe two")
+    hang_response._stacks = {}
+    hang_response._write_log(finding, (SILENT_RANK, SILENT_RANK))
+    hang_response._stacks = {1: stack}
+    hang_response._write_log(finding, (SILENT_RANK,))
     assert summary in caplog.text
     assert "not asked" in caplog.text
     assert "train.py:7" in caplog.text
     assert capsys.readouterr().out == "[rank 1] frame one\n[rank 1] frame two\n"
     caplog.clear()
-    made._settings = SimpleNamespace(pod_name="w-1", log_format=LogFormat.JSON)
-    made._write_log(finding, (STILL,))
+    hang_response._settings = SimpleNamespace(pod_name="w-1", log_format=LogFormat.JSON)
+    hang_response._write_log(finding, (SILENT_RANK,))
     assert (caplog.records[-1].getMessage(), vars(caplog.records[-1])["rank"]) == ("frame one\nframe two", 1)
-    assert capsys.readouterr().out == "", "a line of the schema is handled as all others"
+    assert capsys.readouterr().out == "", "the log has it as a structured line"
 
 
 def test_a_stack_decides_whether_a_rank_waits_where_that_is_unknown() -> None:
-    assert response._apply_stack(STILL, None) is STILL
-    assert response._apply_stack(STILL, SimpleNamespace(in_collective=None)) is STILL
-    assert response._apply_stack(STILL, SimpleNamespace(in_collective=True)).waiting is True
-    known = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=False)
-    assert response._apply_stack(known, SimpleNamespace(in_collective=True)) is known
+    assert response._apply_stack(SILENT_RANK, None) is SILENT_RANK
+    assert response._apply_stack(SILENT_RANK, SimpleNamespace(in_collective=None)) is SILENT_RANK
+    assert response._apply_stack(SILENT_RANK, SimpleNamespace(in_collective=True)).waiting is True
+    active_rank = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=False)
+    assert response._apply_stack(active_rank, SimpleNamespace(in_collective=True)) is active_rank

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import trainium_trainer
-from tests.unit.agent.virtual_generation import Generation
+from tests.unit.agent.virtual_generation import VirtualGeneration
 from trainium_agent.exits.restart_policy import GenerationState
 from trainium_agent.lifecycle import actions, events, pod
 from trainium_agent.lifecycle.events import GenerationOutcome
@@ -28,7 +28,7 @@ def test_a_generation_keeps_its_invariants_in_ten_thousand_random_orders_of_even
     outcomes: Counter[GenerationOutcome] = Counter()
     restarts = 0
     for seed in range(part, HISTORIES, PARTS):
-        history = Generation(seed)
+        history = VirtualGeneration(seed)
         try:
             history.run()
         except AssertionError as error:
@@ -37,7 +37,7 @@ def test_a_generation_keeps_its_invariants_in_ten_thousand_random_orders_of_even
         stages.update(history.stages)
         outcomes[history.local.outcome] += 1
         restarts += len(history.restarts)
-    # The histories are worth something: every stage, both ends and many restarts are among them.
+    # The histories cover every stage, both outcomes and many restarts.
     assert set(stages) >= set(Stage) - {Stage.NEW}
     assert all(outcomes[outcome] > HISTORIES / PARTS / 100 for outcome in GenerationOutcome)
     assert restarts > HISTORIES / PARTS / 2
@@ -51,11 +51,11 @@ class VirtualPod:
         self.pod = pod.Pod(check_seconds=5.0)
         self.now = 0.0
         self.running = 0
-        self.gave_up = False
-        """No rank is alive, and the coordinator may know why."""
+        self.has_verdict = False
+        """No rank is alive, and the coordinator may have the verdict."""
         self.leave_requested = False
         self.checking, self.compiling = True, False
-        self.waits_since: float | None = None
+        self.join_requested_at: float | None = None
         self.launched: list[int] = []
         self.exits: list[int | None] = []
 
@@ -71,10 +71,10 @@ class VirtualPod:
                 assert not self.running, "two generations at once"
                 assert not self.compiling, "ranks beside the compiler"
                 assert not self.pod.unfit
-                waited = self.now - (self.now if self.waits_since is None else self.waits_since)
-                assert not self.checking or waited >= 5.0, "ranks beside the node's checks"
+                seconds_waited = self.now - (self.now if self.join_requested_at is None else self.join_requested_at)
+                assert not self.checking or seconds_waited >= 5.0, "ranks beside the node's checks"
                 assert generation == self.pod.newest.generation > max(self.launched, default=0)
-                self.running, self.leave_requested, self.gave_up = generation, False, False
+                self.running, self.leave_requested, self.has_verdict = generation, False, False
                 self.launched.append(generation)
             case pod.BecomeSpare(generation):
                 assert not self.running
@@ -84,28 +84,28 @@ class VirtualPod:
                 assert self.running, "no generation runs"
                 self.leave_requested = True
             case pod.ExitPod(code):
-                assert not self.running or self.gave_up, "the pod is left while ranks are alive"
+                assert not self.running or self.has_verdict, "the pod is left while ranks are alive"
                 self.exits.append(code)
 
     def random_event(self) -> None:
         newest, pick = self.pod.newest.generation, self.random.random()
         if pick < 0.25:
-            if self.waits_since is None:
-                self.waits_since = self.now
+            if self.join_requested_at is None:
+                self.join_requested_at = self.now
             number = newest + self.random.choice((0, 1, 1, 2))
-            self.gave_up = self.gave_up and number == newest
+            self.has_verdict = self.has_verdict and number == newest
             self.apply_event(pod.MembershipReceived(number, immediate=pick < 0.1, member=self.random.random() < 0.7))
         elif pick < 0.4 and self.checking:
             self.checking = False
             self.apply_event(pod.SimpleEvent.NODE_UNFIT if pick < 0.27 else pod.SimpleEvent.NODE_CHECKED)
         elif pick < 0.6 and self.running:
-            over, self.running, self.gave_up = self.random.choice(tuple(GenerationOutcome)), 0, False
-            self.apply_event(pod.GenerationEnded(over, yielded=self.random.random() < 0.3))
+            outcome, self.running, self.has_verdict = self.random.choice(tuple(GenerationOutcome)), 0, False
+            self.apply_event(pod.GenerationEnded(outcome, yielded=self.random.random() < 0.3))
         elif pick < 0.75 and self.compiling:
             self.compiling = False
             self.apply_event(pod.SimpleEvent.COMPILER_ENDED)
         elif pick < 0.8 and self.running == newest and not self.leave_requested:
-            self.gave_up = True
+            self.has_verdict = True
             self.apply_event(pod.VerdictAcknowledged(self.random.choice((newest, newest - 1))))
         elif pick < 0.85:
             self.apply_event(pod.FinishAcknowledged(newest))
@@ -121,10 +121,10 @@ class VirtualPod:
     def check(self) -> None:
         newest = self.pod.newest.generation
         if self.running and newest > self.running:
-            assert self.leave_requested, "a newer generation was lost"
+            assert self.leave_requested, "a newer generation was ignored"
         if self.running or self.exits or self.compiling or newest <= self.pod.last_handled or self.pod.unfit:
             return
-        assert self.pod.deadline is not None, "it waits for nothing"
+        assert self.pod.deadline is not None, "no event or deadline would wake it"
 
 
 def test_a_pod_keeps_its_invariants_in_ten_thousand_random_orders_of_events() -> None:
@@ -151,31 +151,31 @@ def test_a_pod_exits_after_its_verdict_is_acknowledged_unless_a_generation_follo
     assert pod.step(waiting, pod.SimpleEvent.TICK, 12.9)[1] == ()
     ended, requested = pod.step(pod.step(waiting, pod.VerdictAcknowledged(1), 12.0)[0], pod.SimpleEvent.TICK, 13.0)
     assert (ended.has_exited, requested) == (True, (pod.ExitPod(None),))
-    going_on, _ = pod.step(waiting, pod.MembershipReceived(2, member=True), 11.0)
-    assert going_on.wake_at is None
-    assert pod.step(going_on, pod.VerdictAcknowledged(1), 11.5)[0] == going_on, "it was about the generation before"
+    superseded, _ = pod.step(waiting, pod.MembershipReceived(2, member=True), 11.0)
+    assert superseded.wake_at is None
+    assert pod.step(superseded, pod.VerdictAcknowledged(1), 11.5)[0] == superseded, "a late reply"
 
 
 def test_a_hang_report_is_cleared_before_the_next_attempt_joins() -> None:
     limits = GenerationLimits(1, grace_seconds=10.0, sample_seconds=0.5)
     local = LocalGeneration(limits, stage=Stage.RUNNING, attempt=2, started=1, busy=actions.SimpleTask.CONCLUDE_INQUIRY)
     stuck = (StuckRank(rank=0, phase=TrainerPhase.STEP, step=7, seconds=9.0, waiting=False),)
-    found = events.HangFound(
+    hang = events.HangFound(
         GenerationState(attempt=3, cause=Cause.HANG), Cause.HANG, 1.0, culprit_known=True, stuck=stuck
     )
-    local, reported = step(local, found, 100.0)
-    assert actions.ReportStuck(stuck) in reported
+    local, requested = step(local, hang, 100.0)
+    assert actions.ReportStuck(stuck) in requested
     local, _ = step(local, events.RankExited(2, 0, 0, 137, requested=True), 100.1)
     assert local.busy == actions.SimpleTask.JOIN
     wake_time = wake_at(local)
     assert wake_time == 102.5, "a heartbeat carries it first"
-    local, reported = step(local, events.SimpleEvent.TICK, wake_time)
-    assert reported == (actions.ReportStuck(()),)
+    local, requested = step(local, events.SimpleEvent.TICK, wake_time)
+    assert requested == (actions.ReportStuck(()),)
     assert wake_at(local) is None
 
 
 def test_the_trainer_uses_no_module_of_torch_elastic() -> None:
-    """Ranks follow from the membership, attempts from the shared state; its private methods change with torch."""
+    """Its private methods change with each release of torch; membership and shared state replace them."""
     package = Path(trainium_trainer.__file__).parent
     used = [path.name for path in package.rglob("*.py") if "distributed.elastic" in path.read_text(encoding="utf-8")]
     assert used == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agent.shared_store import Shared, membership_at
+from tests.unit.agent.fake_generation_store import FakeGenerationStore, build_membership
 from trainium_agent import supervisor as supervisor_module
 from trainium_agent.exits.restart_policy import GenerationState
 from trainium_agent.generation.store import ExitBarrier, GenerationStore, StoreLostError
@@ -26,26 +26,26 @@ from trainium_agent.supervisor import AgentSupervisor
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import WorkerPhase
 
-MEMBERSHIP = membership_at(9, generation=3)
-GIVEN = TaskContext(7.0, (), 0)
+MEMBERSHIP = build_membership(9, generation=3)
+TASK_CONTEXT = TaskContext(7.0, (), 0)
 LIMITS = GenerationLimits(generation=3, grace_seconds=20.0, sample_seconds=2.0)
 JUST_STARTED = LocalGeneration(LIMITS, stage=Stage.RUNNING)
 
 
-def generation_tasks(store: Any = None, *, signed: bool = True) -> GenerationTasks:
+def generation_tasks(store: Any = None, *, all_yielded: bool = True) -> GenerationTasks:
     """Return the tasks of one generation that need no process."""
-    made = object.__new__(GenerationTasks)
-    made._settings = SimpleNamespace(max_in_place_restarts=3)
-    made._membership = MEMBERSHIP
-    made._store = store or Shared()
-    made._exit_barrier = SimpleNamespace(all_entered=lambda _: signed)
-    made._leave_requested = threading.Event()
-    made._hangs = SimpleNamespace(sample=lambda: events.RanksSampled(overdue=False), set_living_ranks=lambda _: None)
-    return made
+    tasks = object.__new__(GenerationTasks)
+    tasks._settings = SimpleNamespace(max_in_place_restarts=3)
+    tasks._membership = MEMBERSHIP
+    tasks._store = store or FakeGenerationStore()
+    tasks._exit_barrier = SimpleNamespace(all_entered=lambda _: all_yielded)
+    tasks._leave_requested = threading.Event()
+    tasks._hangs = SimpleNamespace(sample=lambda: events.RanksSampled(overdue=False), set_living_ranks=lambda _: None)
+    return tasks
 
 
 @pytest.mark.parametrize(
-    ("state", "signed", "goes_on"),
+    ("state", "all_yielded", "should_restart"),
     [
         ({}, True, True),
         ({}, False, False),
@@ -56,24 +56,25 @@ def generation_tasks(store: Any = None, *, signed: bool = True) -> GenerationTas
     ],
 )
 def test_yielded_ranks_restart_in_place_only_when_all_yielded_and_no_pod_leaves(
-    state: dict[str, Any], signed: bool, goes_on: bool
+    state: dict[str, Any], all_yielded: bool, should_restart: bool
 ) -> None:
-    found = generation_tasks(Shared(**state), signed=signed).perform(actions.SimpleTask.CHECK_YIELDED, GIVEN)
-    assert isinstance(found, events.YieldChecked)
-    assert (found.state is not None and found.state.attempt == 1) is goes_on
+    tasks = generation_tasks(FakeGenerationStore(**state), all_yielded=all_yielded)
+    result = tasks.perform(actions.SimpleTask.CHECK_YIELDED, TASK_CONTEXT)
+    assert isinstance(result, events.YieldChecked)
+    assert (result.state is not None and result.state.attempt == 1) is should_restart
 
 
-class LostStore(Shared):
+class LostStore(FakeGenerationStore):
     """A store that cannot be reached."""
 
     connected = False
 
-    def __init__(self, *, comes_back: bool = False) -> None:
+    def __init__(self, *, is_back: bool = False) -> None:
         super().__init__()
-        self.comes_back = comes_back
+        self.is_back = is_back
 
     def connect(self) -> None:
-        if not self.comes_back:
+        if not self.is_back:
             raise StoreLostError("connection refused")
         self.connected = True
 
@@ -84,93 +85,94 @@ class LostStore(Shared):
 
 
 def test_an_unanswered_hang_is_counted_once_the_store_is_back() -> None:
-    silent = actions.SimpleTask.COUNT_UNANSWERED_HANG
-    assert isinstance(generation_tasks(LostStore()).perform(silent, GIVEN), events.StoreLost)
-    counted = generation_tasks(LostStore(comes_back=True)).perform(silent, GIVEN)
+    task = actions.SimpleTask.COUNT_UNANSWERED_HANG
+    assert isinstance(generation_tasks(LostStore()).perform(task, TASK_CONTEXT), events.StoreLost)
+    counted = generation_tasks(LostStore(is_back=True)).perform(task, TASK_CONTEXT)
     assert isinstance(counted, events.HangCounted)
     assert counted.state.attempt == 1
 
 
 def test_an_announcement_to_a_lost_store_is_no_error() -> None:
-    shared = Shared()
-    assert generation_tasks(shared).perform(actions.SimpleTask.ANNOUNCE_BROKEN, GIVEN) == events.SimpleResult.DONE
+    shared = FakeGenerationStore()
+    tasks, tasks_without_store = generation_tasks(shared), generation_tasks(LostStore())
+    announce_broken = actions.SimpleTask.ANNOUNCE_BROKEN
+    assert tasks.perform(announce_broken, TASK_CONTEXT) == events.SimpleResult.DONE
     assert shared.state().broken
-    assert (
-        generation_tasks(shared).perform(actions.Announce(leaving=True, superseded_by=5), GIVEN)
-        == events.SimpleResult.DONE
-    )
+    leave = actions.Announce(leaving=True, superseded_by=5)
+    assert tasks.perform(leave, TASK_CONTEXT) == events.SimpleResult.DONE
     assert (shared.state().leaving, shared.state().superseded_by) == (True, 5)
-    assert generation_tasks(LostStore()).perform(actions.SimpleTask.ANNOUNCE_BROKEN, GIVEN) == events.SimpleResult.DONE
-    assert generation_tasks(LostStore()).perform(actions.SimpleTask.CHECK_YIELDED, GIVEN).state is None  # type: ignore[union-attr]
+    assert tasks_without_store.perform(announce_broken, TASK_CONTEXT) == events.SimpleResult.DONE
+    check = actions.SimpleTask.CHECK_YIELDED
+    assert tasks_without_store.perform(check, TASK_CONTEXT).state is None  # type: ignore[union-attr]
 
 
 def test_an_order_to_leave_ends_a_pair_test() -> None:
-    mine = generation_tasks()
-    mine._raise_when_ordered_to_leave()
-    mine._leave_requested.set()
+    tasks = generation_tasks()
+    tasks._raise_when_ordered_to_leave()
+    tasks._leave_requested.set()
     with pytest.raises(RendezvousInterruptedError):
-        mine._raise_when_ordered_to_leave()
+        tasks._raise_when_ordered_to_leave()
 
 
 def generation_runner(local: LocalGeneration = JUST_STARTED, perform: Any = None) -> Any:
-    made: Any = object.__new__(GenerationRunner)
-    made._local, made._timer, made._ranks, made._generation = local, None, (), 3
-    made._report = SimpleNamespace(best_progress=0.0, set_stuck_ranks=lambda _: None)
-    made._watcher = SimpleNamespace(stop=lambda: None)
-    made._tasks = SimpleNamespace(perform=perform, close=lambda: None)
-    made._worker = SimpleNamespace(submit=lambda what: what())
-    made._post = lambda what: what()
-    made.broken, made.over = [], []
-    made._on_broken, made._on_end = made.broken.append, made.over.append
-    return made
+    runner: Any = object.__new__(GenerationRunner)
+    runner._local, runner._timer, runner._ranks, runner._generation = local, None, (), 3
+    runner._report = SimpleNamespace(best_progress=0.0, set_stuck_ranks=lambda _: None)
+    runner._watcher = SimpleNamespace(stop=lambda: None)
+    runner._tasks = SimpleNamespace(perform=perform, close=lambda: None)
+    runner._worker = SimpleNamespace(submit=lambda function: function())
+    runner._post = lambda function: function()
+    runner.errors, runner.ended = [], []
+    runner._on_broken, runner._on_end = runner.errors.append, runner.ended.append
+    return runner
 
 
 def test_an_unexpected_error_of_a_task_ends_the_pod() -> None:
     def perform(*_: Any) -> None:
         raise KeyError("unforeseen")
 
-    made = generation_runner(perform=perform)
-    made._submit(actions.SimpleTask.ANNOUNCE_BROKEN)
-    assert len(made.broken) == 1
-    assert "KeyError: 'unforeseen'" in made.broken[0]
+    runner = generation_runner(perform=perform)
+    runner._submit(actions.SimpleTask.ANNOUNCE_BROKEN)
+    assert len(runner.errors) == 1
+    assert "KeyError: 'unforeseen'" in runner.errors[0]
 
 
 def test_a_successful_rank_has_ended_once_its_output_is_read() -> None:
-    made, ended, later = generation_runner(), [], []
-    made._stop, made._handle, made._call_at = None, ended.append, lambda _, what: later.append(what)
+    runner, exits, scheduled = generation_runner(), [], []
+    runner._stop, runner._handle, runner._call_at = None, exits.append, lambda _, function: scheduled.append(function)
     rank = RankProcess(0, 0, 0, 1, OutputTail(""))
     rank.record_exit(0)
-    made._handle_exit(rank)
-    assert ended == [], "its last step may be in the pipe"
+    runner._handle_exit(rank)
+    assert exits == [], "its last step may be in the pipe"
     rank.output.close()
-    later.pop()()
-    assert [event.code for event in ended] == [0]
+    scheduled.pop()()
+    assert [event.code for event in exits] == [0]
     failed = RankProcess(0, 0, 0, 2, OutputTail(""))
     failed.record_exit(1)
-    made._handle_exit(failed)
-    assert [event.code for event in ended] == [0, 1], "its diagnosis reads the output"
+    runner._handle_exit(failed)
+    assert [event.code for event in exits] == [0, 1], "its diagnosis reads the output"
 
 
 def test_fatal_errors_and_log_lines_of_a_generation_are_forwarded(caplog: pytest.LogCaptureFixture) -> None:
-    made = generation_runner()
-    made._perform(actions.FailPod("a process did not end"))
-    made._perform(actions.Log("a word"))
-    made._perform(actions.Log("a hard word", severe=True))
-    assert made.broken == ["a process did not end"]
+    runner = generation_runner()
+    runner._perform(actions.FailPod("a process did not end"))
+    runner._perform(actions.Log("a warning"))
+    runner._perform(actions.Log("an error", severe=True))
+    assert runner.errors == ["a process did not end"]
     assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", "a word"),
-        ("ERROR", "a hard word"),
+        ("WARNING", "a warning"),
+        ("ERROR", "an error"),
     ]
 
 
 def test_a_generation_ends_once_despite_later_events() -> None:
-    made = generation_runner(LocalGeneration(LIMITS, stage=Stage.ENDED))
-    made._handle(events.SimpleEvent.TICK)
-    assert made.over == []
-    made = generation_runner(LocalGeneration(LIMITS, stage=Stage.KILLING, started=1, deadline=0.0))
-    made._handle(events.SimpleEvent.TICK)
-    made._handle(events.SimpleEvent.TICK)
-    assert [local.stage for local in made.over] == [Stage.ENDED]
+    runner = generation_runner(LocalGeneration(LIMITS, stage=Stage.ENDED))
+    runner._handle(events.SimpleEvent.TICK)
+    assert runner.ended == []
+    runner = generation_runner(LocalGeneration(LIMITS, stage=Stage.KILLING, started=1, deadline=0.0))
+    runner._handle(events.SimpleEvent.TICK)
+    runner._handle(events.SimpleEvent.TICK)
+    assert [local.stage for local in runner.ended] == [Stage.ENDED]
 
 
 class FakeReport:
@@ -178,8 +180,8 @@ class FakeReport:
 
     def __init__(self) -> None:
         self.checks: list[Any] = []
-        self.given_up: list[Any] = []
-        self.entered: list[Any] = []
+        self.verdicts: list[Any] = []
+        self.generations: list[Any] = []
         self.phase = WorkerPhase.FAILED
         self.recovering = False
         self.verdict_code = 76
@@ -188,50 +190,50 @@ class FakeReport:
         self.checks.append(result)
 
     def set_pod_verdict(self, code: int, sentence: str) -> None:
-        self.given_up.append((code, sentence))
+        self.verdicts.append((code, sentence))
 
-    def start_generation(self, *entered: Any) -> None:
-        self.entered.append(entered)
+    def start_generation(self, *generation: Any) -> None:
+        self.generations.append(generation)
 
     def observe(self) -> None: ...
 
 
 def supervisor(loop: Any = None, *, checks: Any = (PreflightCheck.CLOCK,)) -> Any:
-    made: Any = object.__new__(AgentSupervisor)
-    made._settings = SimpleNamespace(checks=checks, grace_seconds=5.0)
-    made._report, made._clock_passed, made._runner, made._timer = FakeReport(), None, None, None
-    made._workload = SimpleNamespace(observe=lambda: None)
-    made._client = SimpleNamespace(answered_at=-1e9, heartbeat_now=lambda: None)
-    made._pod = pod.Pod(check_seconds=1.0)
-    made._loop = loop
-    made.codes = []
-    made._exit = SimpleNamespace(done=lambda: bool(made.codes), set_result=made.codes.append)
-    return made
+    agent: Any = object.__new__(AgentSupervisor)
+    agent._settings = SimpleNamespace(checks=checks, grace_seconds=5.0)
+    agent._report, agent._clock_passed, agent._runner, agent._timer = FakeReport(), None, None, None
+    agent._workload = SimpleNamespace(observe=lambda: None)
+    agent._client = SimpleNamespace(answered_at=-1e9, heartbeat_now=lambda: None)
+    agent._pod = pod.Pod(check_seconds=1.0)
+    agent._loop = loop
+    agent.codes = []
+    agent._exit = SimpleNamespace(done=lambda: bool(agent.codes), set_result=agent.codes.append)
+    return agent
 
 
 def test_a_wrong_clock_is_reported_once_and_again_when_corrected(caplog: pytest.LogCaptureFixture) -> None:
-    made = supervisor()
-    for theirs in (1000.0, 2000.0, 2000.0, 1000.0, 1000.0):
-        made._on_coordinator_time(theirs, 1000.0, 1000.1)
-    assert [check.passed for check in made._report.checks] == [True, False, False, True]
+    agent = supervisor()
+    for coordinator_time in (1000.0, 2000.0, 2000.0, 1000.0, 1000.0):
+        agent._on_coordinator_time(coordinator_time, 1000.0, 1000.1)
+    assert [check.passed for check in agent._report.checks] == [True, False, False, True]
     assert caplog.text.count("The node's clock is") == 1
 
 
 def test_a_disabled_clock_check_reports_nothing() -> None:
-    made = supervisor(checks=())
-    made._on_coordinator_time(5000.0, 1000.0, 1000.1)
-    assert made._report.checks == []
+    agent = supervisor(checks=())
+    agent._on_coordinator_time(5000.0, 1000.0, 1000.1)
+    assert agent._report.checks == []
 
 
-def test_a_node_that_fails_its_checks_is_given_up_with_the_finding() -> None:
-    made = supervisor()
-    made._on_checked("core 3 computes wrong numbers")
-    assert [sentence for _, sentence in made._report.given_up] == ["core 3 computes wrong numbers"]
-    assert made._pod.unfit
-    healthy = supervisor()
-    healthy._on_checked("")
-    assert healthy._pod.checked
-    assert not healthy._pod.unfit
+def test_a_node_that_fails_its_checks_is_unfit_and_has_the_finding_as_verdict() -> None:
+    unfit = supervisor()
+    unfit._on_checked("core 3 computes wrong numbers")
+    assert [sentence for _, sentence in unfit._report.verdicts] == ["core 3 computes wrong numbers"]
+    assert unfit._pod.unfit
+    fit = supervisor()
+    fit._on_checked("")
+    assert fit._pod.checked
+    assert not fit._pod.unfit
 
 
 async def test_a_failed_task_ends_the_pod_and_a_cancelled_one_does_not() -> None:
@@ -241,52 +243,52 @@ async def test_a_failed_task_ends_the_pod_and_a_cancelled_one_does_not() -> None
     async def lasts() -> None:
         await asyncio.sleep(600)
 
-    made = supervisor()
+    agent = supervisor()
     cancelled, failed = asyncio.create_task(lasts()), asyncio.create_task(fails())
     await asyncio.sleep(0)
     cancelled.cancel()
     await asyncio.gather(cancelled, failed, return_exceptions=True)
-    made._on_task_end(cancelled)
-    assert made.codes == []
-    made._on_task_end(failed)
-    made._on_broken("and once more")
-    assert made.codes == [supervisor_module._INTERNAL_ERROR], "the first word counts"
+    agent._on_task_end(cancelled)
+    assert agent.codes == []
+    agent._on_task_end(failed)
+    agent._on_broken("and once more")
+    assert agent.codes == [supervisor_module._INTERNAL_ERROR], "the first error counts"
 
 
 async def test_a_pod_exits_with_its_verdict_though_no_coordinator_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor_module, "_TRAINING_SECONDS", 0.0)
-    made = supervisor()
-    watching = asyncio.create_task(made._observe())
-    while not made.codes:  # noqa: ASYNC110 - each turn of the loop is a look
+    agent = supervisor()
+    observer = asyncio.create_task(agent._observe())
+    while not agent.codes:  # noqa: ASYNC110 - each iteration observes once
         await asyncio.sleep(0)
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
-    assert made.codes[0] == 76
+    observer.cancel()
+    await asyncio.gather(observer, return_exceptions=True)
+    assert agent.codes[0] == 76
 
 
 def test_events_after_the_end_of_the_pod_are_ignored() -> None:
-    made = supervisor()
-    made.codes.append(0)
-    before = made._pod
-    made._handle(pod.SimpleEvent.NODE_CHECKED)
-    assert made._pod is before
+    agent = supervisor()
+    agent.codes.append(0)
+    before = agent._pod
+    agent._handle(pod.SimpleEvent.NODE_CHECKED)
+    assert agent._pod is before
 
 
 def test_an_unexpected_error_of_an_event_ends_the_pod() -> None:
-    made = supervisor()
-    made._run_guarded(lambda: {}["unforeseen"])
-    assert made.codes == [supervisor_module._INTERNAL_ERROR]
+    agent = supervisor()
+    agent._run_guarded(lambda: {}["unforeseen"])
+    assert agent.codes == [supervisor_module._INTERNAL_ERROR]
 
 
 def test_orders_between_generations_are_carried_out() -> None:
     calls: list[Any] = []
-    made = supervisor(SimpleNamespace(call_later=lambda *call: calls.append(call)))
-    made._leave_generation(Order.IMMEDIATE, 4)
-    assert made._report.entered == [(4, WorkerPhase.JOINING)]
+    agent = supervisor(SimpleNamespace(call_later=lambda *call: calls.append(call)))
+    agent._leave_generation(Order.IMMEDIATE, 4)
+    assert agent._report.generations == [(4, WorkerPhase.JOINING)]
     assert calls == []
-    made._leave_generation(Order.TERMINATE, 0)
+    agent._leave_generation(Order.TERMINATE, 0)
     assert calls[0][0] > 5.0, "the ranks have their time to save"
 
 
@@ -300,11 +302,11 @@ def test_a_lost_exit_barrier_counts_as_finished_after_its_timeout(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    store = LostStore(comes_back=True)
+    store = LostStore(is_back=True)
     barrier = ExitBarrier(store, 1, 2)
     barrier.enter(0, WorkerPhase.FINISHED)
     assert not barrier.all_finished(0), "one of two"
-    store.connected, store.comes_back = False, False
+    store.connected, store.is_back = False, False
     assert not barrier.all_finished(0), "it may come back"
     now[0] += 10_000.0
     assert barrier.all_finished(0)
@@ -313,17 +315,14 @@ def test_a_lost_exit_barrier_counts_as_finished_after_its_timeout(
 RUNNING = LocalGeneration(LIMITS, stage=Stage.RUNNING, attempt=1, started=2, next_sample_at=1000.0)
 
 
-def ended(rank: int = 0, code: int = 1, *, attempt: int = 1, asked: bool = False) -> events.RankExited:
-    return events.RankExited(attempt=attempt, local_rank=rank, rank=rank, code=code, requested=asked)
-
-
 def test_a_generation_that_has_not_started_ignores_a_tick() -> None:
     assert step(LocalGeneration(LIMITS), events.SimpleEvent.TICK, 0.0) == (LocalGeneration(LIMITS), ())
     assert wake_at(LocalGeneration(LIMITS)) is None
 
 
 def test_a_late_end_of_an_earlier_attempt_is_ignored() -> None:
-    assert step(RUNNING, ended(attempt=0), 1.0) == (RUNNING, ())
+    late_exit = events.RankExited(attempt=0, local_rank=0, rank=0, code=1, requested=False)
+    assert step(RUNNING, late_exit, 1.0) == (RUNNING, ())
 
 
 @pytest.mark.parametrize("order", [Order.TERMINATE, Order.GRACEFUL])

@@ -26,16 +26,16 @@ def test_a_refused_call_raises_with_the_kernels_reason() -> None:
 
 def test_an_unknown_architecture_keeps_its_io_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="riscv64"))
-    found: list[int] = []
+    priorities: list[int] = []
 
     def work() -> None:
         kernel.lower_thread_priority()
-        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [kernel._LOW]
+    assert priorities == [kernel._LOW]
 
 
 @pytest.mark.parametrize("reported", [b"", b"1 (x) " + b"S " + b"0 " * 49])
@@ -89,8 +89,8 @@ def test_show_stacks_prints_the_newest_generation_as_json_lines(
     (folder / "g2-of-others").write_bytes(b"nothing")
     show_stacks.main()
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["localRank"] for each in shown] == [0, 1]
-    assert {each["pid"] for each in shown} == {os.getpid()}
+    assert [rank["localRank"] for rank in shown] == [0, 1]
+    assert {rank["pid"] for rank in shown} == {os.getpid()}
 
 
 def test_show_ranks_prints_reported_steps_before_steps_found_in_output(
@@ -103,13 +103,13 @@ def test_show_ranks_prints_reported_steps_before_steps_found_in_output(
         ProgressWriter(folder / name).publish(step=step)
     show_ranks.main()
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(each["localRank"], each["step"]) for each in shown] == [(0, 7), (1, 5)]
+    assert [(rank["localRank"], rank["step"]) for rank in shown] == [(0, 7), (1, 5)]
     show_stacks.main()
     (stack,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert stack["localRank"] == 1, "the process that wrote the other record is the agent"
 
 
-def schedstat(root: Path, pid: int, *threads: tuple[int, int]) -> None:
+def write_schedstat(root: Path, pid: int, *threads: tuple[int, int]) -> None:
     for number, (ran, waited) in enumerate(threads):
         folder = root / str(pid) / "task" / str(number)
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,13 +118,13 @@ def schedstat(root: Path, pid: int, *threads: tuple[int, int]) -> None:
 
 def test_the_share_is_computed_from_the_newest_sample_of_all_threads(tmp_path: Path) -> None:
     waits = CpuWaitSampler(tmp_path)
-    schedstat(tmp_path, 5, (10**9, 10**9), (0, 0))
+    write_schedstat(tmp_path, 5, (10**9, 10**9), (0, 0))
     assert waits.share(5, 100.0) is None
-    schedstat(tmp_path, 5, (3 * 10**9, 2 * 10**9), (10**9, 0))
+    write_schedstat(tmp_path, 5, (3 * 10**9, 2 * 10**9), (10**9, 0))
     assert waits.share(5, 101.0) is None, "a sample takes some seconds"
     assert waits.share(5, 106.0) == 0.25
     assert waits.share(5, 107.0) == 0.25
-    assert waits.share(5, 112.0) is None, "it wanted nothing"
+    assert waits.share(5, 112.0) is None, "it was idle"
     waits.keep_only(frozenset({6}))
     assert waits.share(5, 112.1) is None
 
@@ -133,15 +133,15 @@ def test_a_process_without_schedstat_has_no_share(tmp_path: Path) -> None:
     waits = CpuWaitSampler(tmp_path)
     (tmp_path / "5" / "task" / "5").mkdir(parents=True)
     (tmp_path / "5" / "task" / "5" / "schedstat").write_text("\n")
-    assert [waits.share(pid, at) for pid in (5, 6) for at in (0.0, 10.0)] == [None] * 4
+    assert [waits.share(pid, now) for pid in (5, 6) for now in (0.0, 10.0)] == [None] * 4
 
 
 def test_two_processes_that_share_one_processor_wait_for_each_other() -> None:
-    reported = Path("/proc/self/schedstat")
-    if not reported.exists() or not reported.read_text().strip():
+    schedstat_file = Path("/proc/self/schedstat")
+    if not schedstat_file.exists() or not schedstat_file.read_text().strip():
         pytest.skip("this kernel does not report it")
-    one = min(os.sched_getaffinity(0))
-    spin = f"import os; os.sched_setaffinity(0, {{{one}}})\nwhile True: pass"
+    processor = min(os.sched_getaffinity(0))
+    spin = f"import os; os.sched_setaffinity(0, {{{processor}}})\nwhile True: pass"
     processes = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
     try:
         waits, deadline = CpuWaitSampler(), time.monotonic() + 60

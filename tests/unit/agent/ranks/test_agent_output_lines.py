@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testing.operator.agent_settings import agent_settings
+from tests.unit.agent.pod_environment import ended_rank
 from trainium_agent.exits.diagnosis import describe_exit
 from trainium_agent.ranks import output
 from trainium_agent.ranks.output import OutputSource, OutputTail, line_formatter
-from trainium_agent.ranks.processes import RankProcess
 from trainium_agent.ranks.runtime_status import RuntimeMessages, find_status
 from trainium_contract.faults.signs import RUNTIME_STATUSES, Sign
 from trainium_contract.wire.log_line import EXIT_LOGGER, LINE_BYTES, LogFormat, LogLine, build_log_line, read_log_line
@@ -25,14 +25,14 @@ RANK = OutputSource("rank 3", 3, 2, 1)
 
 
 def lines(log: bytes) -> list[LogLine]:
-    found = [read_log_line(line) for line in log.decode().splitlines()]
-    assert all(found)
-    return [line for line in found if line is not None]
+    parsed = [read_log_line(line) for line in log.decode().splitlines()]
+    assert all(parsed)
+    return [line for line in parsed if line is not None]
 
 
 def trainer_line(message: str, **fields: Any) -> bytes:
-    about = {"time": "2026-11-24T08:09:10Z", "level": "warning", "source": "trainer", "logger": "trainium.loop"}
-    return build_log_line(message, **{**about, "rank": 3, **fields}).to_line().encode()
+    defaults = {"time": "2026-11-24T08:09:10Z", "level": "warning", "source": "trainer", "logger": "trainium.loop"}
+    return build_log_line(message, **{**defaults, "rank": 3, **fields}).to_line().encode()
 
 
 def test_a_text_line_is_prefixed_with_its_process() -> None:
@@ -41,26 +41,26 @@ def test_a_text_line_is_prefixed_with_its_process() -> None:
 
 
 def test_printed_lines_are_wrapped_and_logged_lines_keep_their_fields() -> None:
-    show = line_formatter(JSON, RANK)
-    (printed,) = lines(show(b'{"my": "own json"}\r').log)
+    format_line = line_formatter(JSON, RANK)
+    (printed,) = lines(format_line(b'{"my": "own json"}\r').log)
     assert (printed.message, printed.source, printed.logger) == ('{"my": "own json"}', "output", "program")
-    (logged,) = lines(show(trainer_line("step 3/9: loss 2.5")).log)
+    (logged,) = lines(format_line(trainer_line("step 3/9: loss 2.5")).log)
     assert (logged.message, logged.level, logged.time) == ("step 3/9: loss 2.5", "warning", "2026-11-24T08:09:10Z")
     for line in (printed, logged):
         assert (line.namespace, line.job, line.pod, line.node) == (
             SETTINGS.namespace, SETTINGS.job, SETTINGS.pod_name, SETTINGS.node_name,
         )  # fmt: skip
         assert (line.generation, line.attempt, line.rank) == (2, 1, 3)
-    assert show(b"  ").log == b"", "an empty line is not logged"
+    assert format_line(b"  ").log == b"", "an empty line is not logged"
 
 
 def test_a_line_that_claims_another_source_is_attributed_to_its_writer() -> None:
-    show = line_formatter(JSON, RANK)
-    (line,) = lines(show(trainer_line("m", rank=0, job="other", namespace="prod", generation=9, pod="p")).log)
+    format_line = line_formatter(JSON, RANK)
+    (line,) = lines(format_line(trainer_line("m", rank=0, job="other", namespace="prod", generation=9, pod="p")).log)
     assert (line.rank, line.job, line.namespace, line.generation) == (3, SETTINGS.job, SETTINGS.namespace, 2)
     assert line.pod == SETTINGS.pod_name
     claimed = trainer_line("all is well", source="operator")
-    (line,) = lines(show(claimed).log)
+    (line,) = lines(format_line(claimed).log)
     assert (line.source, line.message) == ("output", claimed.decode())
 
 
@@ -82,14 +82,6 @@ def test_bytes_that_are_not_utf_8_are_escaped() -> None:
     assert line.message == "\\xff\x00 \\xe2\\x82"
 
 
-def ended(settings: Any, code: int, *output: bytes) -> RankProcess:
-    process = RankProcess(0, 3, 1, 12345, OutputTail("[rank 3] ", line_formatter(settings, RANK)))
-    process.output.feed(b"".join(line + b"\n" for line in output))
-    process.output.close()
-    process.record_exit(code)
-    return process
-
-
 @pytest.mark.parametrize("code", [1, 64, 137])
 def test_a_diagnosis_is_the_same_from_text_and_json(code: int) -> None:
     steps = [f"step {number}/9: loss 2.5, 10 tokens/s" for number in range(1, 4)]
@@ -101,12 +93,15 @@ def test_a_diagnosis_is_the_same_from_text_and_json(code: int) -> None:
         printed,
         trainer_line("KeyError: 1 (the sentence)", error=trace, logger=EXIT_LOGGER),
     ]
-    one = ended(SETTINGS, code, *as_text, b"KeyError: 1 (the sentence)")
-    other = ended(JSON, code, *as_json)
-    assert describe_exit(one) == describe_exit(other)
-    assert "(the sentence)" in describe_exit(one)
-    words = [each.output.last_message(each.ended_at) for each in (one, other)]
-    assert [word.status if word else None for word in words] == [1004, 1004]
+    as_text.append(b"KeyError: 1 (the sentence)")
+    text_rank, json_rank = (
+        ended_rank(code, b"\n".join(output).decode(), line_formatter(settings, RANK))
+        for settings, output in ((SETTINGS, as_text), (JSON, as_json))
+    )
+    assert describe_exit(text_rank) == describe_exit(json_rank)
+    assert "(the sentence)" in describe_exit(text_rank)
+    messages = [rank.output.last_message(rank.ended_at) for rank in (text_rank, json_rank)]
+    assert [message.status if message else None for message in messages] == [1004, 1004]
 
 
 def test_a_partial_line_is_held_until_it_is_complete() -> None:
@@ -200,26 +195,26 @@ def test_every_status_of_the_table_is_found_by_name_and_by_number(sign: Sign) ->
 
 @given(st.binary(max_size=6000))
 def test_any_bytes_are_parsed_in_half_a_second(data: bytes) -> None:
-    words = RuntimeMessages()
-    began = time.perf_counter()
-    words.read(b"nrt " + data, NOW)
-    assert time.perf_counter() - began < 0.5
-    word = words.last(NOW)
-    assert word is None or word.status in {sign.number for sign in RUNTIME_STATUSES}
+    messages = RuntimeMessages()
+    started_at = time.perf_counter()
+    messages.read(b"nrt " + data, NOW)
+    assert time.perf_counter() - started_at < 0.5
+    message = messages.last(NOW)
+    assert message is None or message.status in {sign.number for sign in RUNTIME_STATUSES}
 
 
 def test_the_most_specific_of_several_statuses_counts() -> None:
-    words = RuntimeMessages()
-    words.read(b"Uncorrectable HBM memory error is detected. Please terminate this instance", NOW - 3)
-    words.read(b"nrt_execute status=5", NOW - 2)
-    words.read(b"NRT_CLOSED", NOW - 1)
-    assert words.last(NOW).status == 1201
+    messages = RuntimeMessages()
+    messages.read(b"Uncorrectable HBM memory error is detected. Please terminate this instance", NOW - 3)
+    messages.read(b"nrt_execute status=5", NOW - 2)
+    messages.read(b"NRT_CLOSED", NOW - 1)
+    assert messages.last(NOW).status == 1201
 
 
 def test_an_old_status_does_not_count() -> None:
-    words = RuntimeMessages()
-    words.read(b"nrt_execute status=1202", NOW - 600)
-    assert words.last(NOW) is None
+    messages = RuntimeMessages()
+    messages.read(b"nrt_execute status=1202", NOW - 600)
+    assert messages.last(NOW) is None
 
 
 def test_a_status_before_a_long_dump_counts() -> None:

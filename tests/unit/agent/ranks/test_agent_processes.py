@@ -28,7 +28,7 @@ def test_a_compiler_stopped_during_the_start_leaves_no_process() -> None:
     under_way = threading.Event()
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", "exec sleep 60"], os.environ, setpgroup=0)
 
-    class Keeper:
+    class SlowManager:
         warm = True
 
         def start(self, _: object, *, on_exit: Callable[[RankProcess], None], **__: object) -> RankProcess:
@@ -44,21 +44,21 @@ def test_a_compiler_stopped_during_the_start_leaves_no_process() -> None:
             return process
 
     compiler = BackgroundCompiler(
-        SimpleNamespace(background_sizes=(1, 2), processes_per_node=1), Keeper(), post=posted.put,
+        SimpleNamespace(background_sizes=(1, 2), processes_per_node=1), SlowManager(), post=posted.put,
         on_compiled=lambda size: ended.append(f"{size.nodes} nodes"), on_end=lambda: ended.append("over"),
     )  # fmt: skip
     compiler.start(1)
     under_way.set()
     posted.get(timeout=30)()
-    assert ended == ["over"], "nothing was compiled, and it ended once"
+    assert ended == ["over"], "nothing was compiled, and the end was reported once"
     assert posted.empty()
 
 
 def test_the_exit_of_a_process_that_ends_during_its_start_is_reported() -> None:
     reaper = Reaper()
-    first, ends = [], []
+    long_ranks, ended_pids = [], []
 
-    class Prompt:
+    class ShortRankStandby:
         pid = 100
         lost = False
 
@@ -66,25 +66,27 @@ def test_the_exit_of_a_process_that_ends_during_its_start_is_reported() -> None:
             pid = 101 if request.title == "short" else 102
             if pid == 101:
                 reaper._unclaimed[pid] = 7  # as `reap` leaves the exit of a child that is not watched yet
-                other.start()
-                other.join(0.2)
+                thread.start()
+                thread.join(0.2)
             return pid
 
-    def start(what: str) -> RankProcess:
-        request = StartRequest((), {}, what)
-        return manager.start(request, local_rank=0, rank=0, attempt=0, on_exit=lambda ended: ends.append(ended.pid))
+    def start(title: str) -> RankProcess:
+        request = StartRequest((), {}, title)
+        return manager.start(
+            request, local_rank=0, rank=0, attempt=0, on_exit=lambda process: ended_pids.append(process.pid)
+        )
 
     pump = SimpleNamespace(open=lambda source, _: (os.open(os.devnull, os.O_WRONLY), OutputTail(source.prefix)))
-    manager = StandbyManager(SimpleNamespace(), Prompt(), reaper, pump, lambda _: None)
-    other = threading.Thread(target=lambda: first.append(start("long")))
+    manager = StandbyManager(SimpleNamespace(), ShortRankStandby(), reaper, pump, lambda _: None)
+    thread = threading.Thread(target=lambda: long_ranks.append(start("long")))
     short = start("short")
-    other.join(10)
-    assert (short.exit_code, ends) == (7, [101])
-    assert first[0].alive
+    thread.join(10)
+    assert (short.exit_code, ended_pids) == (7, [101])
+    assert long_ranks[0].alive
 
 
 def test_a_rank_that_failed_before_its_signal_was_not_asked_to_end() -> None:
-    """Two fail at once: the first is detected, and the other is asked to end before its exit is collected."""
+    """Two ranks fail at once: the second is signalled before its exit is collected."""
     processes = []
     for script in ("exit 70", "sleep 60"):
         pid = os.posix_spawn("/bin/sh", ["sh", "-c", script], os.environ, setpgroup=0)
@@ -131,12 +133,12 @@ reaper.watch(late, seen.append)
 reaper.reap()
 assert seen == [4], seen
 reaper.watch(early, seen.append)
-assert seen == [4, 3], "it had ended before anybody asked"
+assert seen == [4, 3], "it had ended before the watch"
 stranger = child(5)
 reaper.reap()
 reaper.clear_unclaimed()
 reaper.watch(stranger, seen.append)
-assert seen == [4, 3], "its number may be another's by now"
+assert seen == [4, 3], "the kernel may have reused its pid"
 
 processes._UNCLAIMED = 2
 first, second, third = child(6), child(7), child(8)
@@ -171,7 +173,7 @@ def test_the_reaper_reports_each_exit_once_and_kills_process_groups() -> None:
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-class FakeStandbyManager:
+class FakeCompilerManager:
     """A manager whose processes end at once, each with the next code, or raise it if it is an error."""
 
     def __init__(self, *codes: int | Exception, warm: bool = True) -> None:
@@ -195,7 +197,7 @@ class FakeStandbyManager:
 class IdleSpare:
     """A compiler of an idle spare, with its event loop."""
 
-    def __init__(self, manager: FakeStandbyManager, sizes: tuple[int, ...] = (2, 4, 8)) -> None:
+    def __init__(self, manager: FakeCompilerManager, sizes: tuple[int, ...] = (2, 4, 8)) -> None:
         self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.reported: list[int] = []
         self.ends = 0
@@ -214,7 +216,7 @@ class IdleSpare:
 
 
 def test_every_size_is_compiled_once_and_reported() -> None:
-    manager = FakeStandbyManager(0, 0, 0)
+    manager = FakeCompilerManager(0, 0, 0)
     spare = IdleSpare(manager)
     spare.compiler.start(4)
     spare.run_until_end()
@@ -226,7 +228,7 @@ def test_every_size_is_compiled_once_and_reported() -> None:
 
 
 def test_a_failed_size_is_not_reported_or_retried() -> None:
-    manager = FakeStandbyManager(0, 70, 0)
+    manager = FakeCompilerManager(0, 70, 0)
     spare = IdleSpare(manager)
     spare.compiler.start(4)
     spare.run_until_end()
@@ -235,7 +237,7 @@ def test_a_failed_size_is_not_reported_or_retried() -> None:
 
 
 def test_a_lost_standby_ends_the_compilation_and_the_next_start_resumes_it(caplog: pytest.LogCaptureFixture) -> None:
-    manager = FakeStandbyManager(StandbyLostError("the standby process ended"), 0, 0, 0)
+    manager = FakeCompilerManager(StandbyLostError("the standby process ended"), 0, 0, 0)
     spare = IdleSpare(manager)
     spare.compiler.start(4)
     spare.run_until_end()
@@ -247,7 +249,7 @@ def test_a_lost_standby_ends_the_compilation_and_the_next_start_resumes_it(caplo
 
 
 def test_a_compilation_stopped_before_the_standby_is_warm_compiles_nothing() -> None:
-    manager = FakeStandbyManager(warm=False)
+    manager = FakeCompilerManager(warm=False)
     spare = IdleSpare(manager)
     spare.compiler.stop()  # nothing is under way yet
     spare.compiler.start(4)
@@ -259,7 +261,7 @@ def test_a_compilation_stopped_before_the_standby_is_warm_compiles_nothing() -> 
 def test_a_compilation_waits_for_a_warm_standby(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_compile, "_POLL_SECONDS", 0.001)
 
-    class Warming(FakeStandbyManager):
+    class Warming(FakeCompilerManager):
         observations = 0
 
         @property
@@ -278,12 +280,12 @@ def test_a_compilation_waits_for_a_warm_standby(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_next_size_is_the_one_nearest_to_the_current_size() -> None:
-    manager = FakeStandbyManager(0, 0, 0)
+    manager = FakeCompilerManager(0, 0, 0)
     manager.go.clear()
     spare = IdleSpare(manager)
     spare.compiler.start(8)
-    spare.compiler.start(4)  # a node is gone: the others train on fewer
+    spare.compiler.start(4)  # a node failed: the others train on fewer
     manager.go.set()
     spare.run_until_end()
     assert sorted(manager.sizes) == [2, 4, 8]
-    assert spare.ends == 1, "there was one try"
+    assert spare.ends == 1, "one compilation ran"

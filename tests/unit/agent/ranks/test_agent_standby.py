@@ -46,10 +46,10 @@ class FakeStandby:
 
 
 @pytest.fixture
-def peer() -> Iterator[FakeStandby]:
-    made = FakeStandby()
-    yield made
-    made.close()
+def fake() -> Iterator[FakeStandby]:
+    fake = FakeStandby()
+    yield fake
+    fake.close()
 
 
 @pytest.fixture
@@ -59,34 +59,34 @@ def dev_null() -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_a_standby_is_warm_from_its_report_until_its_end(peer: FakeStandby) -> None:
-    assert not peer.standby.warm
-    peer.report(ready=True, threads=[])
-    assert peer.standby.warm
-    peer.standby.ended()
-    assert not peer.standby.warm
+def test_a_standby_is_warm_from_its_report_until_its_end(fake: FakeStandby) -> None:
+    assert not fake.standby.warm
+    fake.report(ready=True, threads=[])
+    assert fake.standby.warm
+    fake.standby.ended()
+    assert not fake.standby.warm
 
 
-def test_a_standby_that_ends_early_never_becomes_warm(peer: FakeStandby) -> None:
-    peer.channel.close()
-    assert not peer.standby.warm
+def test_a_standby_that_ends_early_never_becomes_warm(fake: FakeStandby) -> None:
+    fake.channel.close()
+    assert not fake.standby.warm
 
 
 def test_threads_that_a_fork_loses_are_logged(
-    peer: FakeStandby, dev_null: int, caplog: pytest.LogCaptureFixture
+    fake: FakeStandby, dev_null: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    peer.report(ready=True, threads=["pool-1"])
-    peer.report(pid=7)
-    assert peer.standby.start(REQUEST, dev_null) == 7
+    fake.report(ready=True, threads=["pool-1"])
+    fake.report(pid=7)
+    assert fake.standby.start(REQUEST, dev_null) == 7
     assert "left with threads pool-1" in caplog.text
 
 
-def test_a_start_sends_arguments_environment_and_output_descriptor(peer: FakeStandby, dev_null: int) -> None:
-    peer.report(ready=True, threads=[])
+def test_a_start_sends_arguments_environment_and_output_descriptor(fake: FakeStandby, dev_null: int) -> None:
+    fake.report(ready=True, threads=[])
     for pid in (7, 8):
-        peer.report(pid=pid)
-    assert [peer.standby.start(REQUEST, dev_null) for _ in range(2)] == [7, 8]
-    packet, descriptors = standby_process.receive(peer.channel)
+        fake.report(pid=pid)
+    assert [fake.standby.start(REQUEST, dev_null) for _ in range(2)] == [7, 8]
+    packet, descriptors = standby_process.receive(fake.channel)
     received = StartRequest.decode(packet)
     assert ([*received.argv], received.environment) == (["--step", "1"], {"RANK": "0"})
     assert os.fstat(descriptors[0]).st_rdev == Path(os.devnull).stat().st_rdev
@@ -94,25 +94,25 @@ def test_a_start_sends_arguments_environment_and_output_descriptor(peer: FakeSta
         os.close(descriptor)
 
 
-def test_an_ended_standby_starts_no_rank(peer: FakeStandby, dev_null: int) -> None:
-    peer.channel.close()
+def test_an_ended_standby_starts_no_rank(fake: FakeStandby, dev_null: int) -> None:
+    fake.channel.close()
     for _ in range(2):
         with pytest.raises(StandbyLostError, match="the standby process"):
-            peer.standby.start(REQUEST, dev_null)
+            fake.standby.start(REQUEST, dev_null)
 
 
 def test_a_standby_that_does_not_answer_is_lost(
-    peer: FakeStandby, dev_null: int, monkeypatch: pytest.MonkeyPatch
+    fake: FakeStandby, dev_null: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peer.report(ready=True, threads=[])
+    fake.report(ready=True, threads=[])
     monkeypatch.setattr(standby_manager, "_START_SECONDS", 0.01)
     with pytest.raises(StandbyLostError, match="no answer in 0 s"):
-        peer.standby.start(REQUEST, dev_null)
-    assert not peer.standby.warm
+        fake.standby.start(REQUEST, dev_null)
+    assert not fake.standby.warm
 
 
-class KeeperWithFakes:
-    """A StandbyManager whose standbys are fakes; it calls the main thread's functions at once."""
+class PodWithFakeStandbys:
+    """A StandbyManager with fake standbys, which runs functions of the main thread at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, respawns: bool = True) -> None:
         self.reaper = Reaper()
@@ -122,7 +122,7 @@ class KeeperWithFakes:
         monkeypatch.setattr(os, "kill", lambda pid, _: self.end(pid))
         pump = SimpleNamespace(open=lambda source, _: (os.open(os.devnull, os.O_WRONLY), OutputTail(source.prefix)))
         self.standby_manager = StandbyManager(
-            SimpleNamespace(), self.peers[0].standby, self.reaper, pump, lambda do: do()
+            SimpleNamespace(), self.peers[0].standby, self.reaper, pump, lambda function: function()
         )
 
     def _spawn(self, _: Any) -> Standby:
@@ -145,7 +145,7 @@ class KeeperWithFakes:
 
 
 def test_a_lost_standby_is_replaced_before_the_start_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    pod = KeeperWithFakes(monkeypatch)
+    pod = PodWithFakeStandbys(monkeypatch)
     pod.peers[0].channel.close()
     assert pod.start().pid == 7
     assert pod.standby_manager._standby.pid == 102
@@ -154,7 +154,7 @@ def test_a_lost_standby_is_replaced_before_the_start_of_a_rank(monkeypatch: pyte
 
 
 def test_a_standby_that_cannot_be_replaced_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    pod = KeeperWithFakes(monkeypatch, respawns=False)
+    pod = PodWithFakeStandbys(monkeypatch, respawns=False)
     pod.peers[0].channel.close()
     monkeypatch.setattr(standby_manager, "_RESPAWN_SECONDS", 0.01)
     with pytest.raises(StandbyLostError, match="no new standby could be started"):
@@ -162,8 +162,8 @@ def test_a_standby_that_cannot_be_replaced_is_an_error(monkeypatch: pytest.Monke
     pod.close()
 
 
-def test_a_closed_keeper_spawns_no_standby(monkeypatch: pytest.MonkeyPatch) -> None:
-    pod = KeeperWithFakes(monkeypatch, respawns=False)
+def test_a_closed_manager_spawns_no_standby(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = PodWithFakeStandbys(monkeypatch, respawns=False)
     pod.standby_manager.close()
     pod.reaper._watched[101](0)
     assert len(pod.peers) == 1
@@ -186,7 +186,7 @@ def test_a_standby_whose_agent_has_ended_exits() -> None:
 @pytest.mark.parametrize(
     ("entry", "reported"),
     [
-        ("a_module_that_nobody_has:main", "warming up failed; ranks will start cold"),
+        ("no_such_module:main", "warming up failed; ranks will start cold"),
         ("leaves_when_imported:main", "an import left with 3; ranks will start cold"),
         ("os:abort", ""),
     ],

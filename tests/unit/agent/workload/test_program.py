@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.agent.pod_environment import environment
 from trainium_agent.settings import SettingsError, settings_from
-from trainium_agent.workload import program as module
+from trainium_agent.workload import program as program_module
 from trainium_agent.workload.base import AttemptLayout
 from trainium_agent.workload.program import Program, ReservedPort, neuron_environment
 from trainium_contract.faults.causes import Cause
@@ -23,16 +23,16 @@ from trainium_trainer.configuration.config import read_launch
 LAYOUT = AttemptLayout(3, 1, 1, 2, 4, "10.0.0.1", 29500, accumulation=8)
 
 
-def program(tmp_path: Path, given: dict[str, str], **spec: Any) -> Program:
+def build_program(tmp_path: Path, container_environment: dict[str, str], **spec: Any) -> Program:
     text = json.dumps({"image": "team/train:1", "command": ["python", "train.py"], "args": ["--x"], **spec})
     settings = settings_from(environment(tmp_path, TRAINIUM_PROGRAM=text))
     assert settings.program is not None
-    return Program(settings, settings.program, given)
+    return Program(settings, settings.program, container_environment)
 
 
 def test_a_rank_has_the_environment_of_torchrun_and_of_the_job(tmp_path: Path) -> None:
-    made = program(tmp_path, {"OMP_NUM_THREADS": "7", "RANK": "99"}, workingDirectory="/work")
-    request = made.request(LAYOUT, 2)
+    program = build_program(tmp_path, {"OMP_NUM_THREADS": "7", "RANK": "99"}, workingDirectory="/work")
+    request = program.request(LAYOUT, 2)
     assert (request.argv, request.directory, request.image) == (("python", "train.py", "--x"), "/work", "team/train:1")
     env = request.environment
     assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("6", "2", "8", "4")
@@ -46,22 +46,22 @@ def test_a_rank_has_the_environment_of_torchrun_and_of_the_job(tmp_path: Path) -
 
 
 def test_a_restarted_rank_has_the_cause_of_its_interruption(tmp_path: Path) -> None:
-    made = program(tmp_path, {})
-    assert "TRAINIUM_CAUSE" not in made.request(LAYOUT, 0).environment
-    later = made.request(replace(LAYOUT, cause=Cause.NODE_LOST), 0).environment
+    program = build_program(tmp_path, {})
+    assert "TRAINIUM_CAUSE" not in program.request(LAYOUT, 0).environment
+    later = program.request(replace(LAYOUT, cause=Cause.NODE_LOST), 0).environment
     assert read_launch(later).cause == "NodeLost"
 
 
 def test_the_worker_library_is_appended_to_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LIBRARY", tmp_path)
-    assert program(tmp_path, {}).request(LAYOUT, 0).environment["PYTHONPATH"] == str(tmp_path)
-    made = program(tmp_path, {"PYTHONPATH": "/app"})
-    assert made.request(LAYOUT, 0).environment["PYTHONPATH"] == f"/app:{tmp_path}"
+    monkeypatch.setattr(program_module, "_LIBRARY", tmp_path)
+    assert build_program(tmp_path, {}).request(LAYOUT, 0).environment["PYTHONPATH"] == str(tmp_path)
+    program = build_program(tmp_path, {"PYTHONPATH": "/app"})
+    assert program.request(LAYOUT, 0).environment["PYTHONPATH"] == f"/app:{tmp_path}"
 
 
 def test_neuron_cores_are_divided_among_the_ranks_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_NEURON", tmp_path)
-    monkeypatch.setattr(module, "_INFINIBAND", tmp_path)
+    monkeypatch.setattr(program_module, "_NEURON", tmp_path)
+    monkeypatch.setattr(program_module, "_INFINIBAND", tmp_path)
     for number in range(8):
         (tmp_path / f"neuron0/neuron_core{number}").mkdir(parents=True)
     environment = neuron_environment(LAYOUT, 2, 2)
@@ -99,7 +99,7 @@ def test_an_invalid_program_in_the_environment_is_an_error(tmp_path: Path, text:
         settings_from(environment(tmp_path, TRAINIUM_PROGRAM=text))
 
 
-RUN = "from trainium_agent.ranks.standby import _run_python; import sys; _run_python(sys.argv[1:])"
+FORK_MAIN = "from trainium_agent.ranks.standby import _run_python; import sys; _run_python(sys.argv[1:])"
 
 
 @pytest.mark.parametrize(
@@ -117,17 +117,17 @@ def test_a_python_command_behaves_the_same_in_a_fork(tmp_path: Path, arguments: 
     for name in ("script.py", "pack.py"):
         (tmp_path / name).write_text(show)
     (tmp_path / "helper.py").touch()
-    command = [str(tmp_path / "script.py") if each == "SCRIPT" else each for each in arguments]
+    command = [str(tmp_path / "script.py") if argument == "SCRIPT" else argument for argument in arguments]
     alone, forked = (
         subprocess.run([sys.executable, *start], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-        for start in (command, ["-c", RUN, *command])
+        for start in (command, ["-c", FORK_MAIN, *command])
     )
     assert forked == alone
     assert "__main__" in alone
 
 
 def test_a_python_command_without_a_script_is_an_error() -> None:
-    done = subprocess.run([sys.executable, "-c", RUN, "-u"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", FORK_MAIN, "-u"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         64,
         "program.command starts python without a script: add a script, or -m and a module\n",

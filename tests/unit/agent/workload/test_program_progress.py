@@ -35,16 +35,16 @@ class MonitoredProgram:
         progress = {} if pattern is None else {"progress": {"pattern": pattern}}
         spec = ProgramSpec.model_validate({"image": "i", "command": ["c"], **progress, **more})
         self.monitor = Program(self.settings, spec, {})
-        self.begin()
+        self.start_attempt()
 
-    def begin(self, attempt: int = 0, node_rank: int = 0) -> None:
+    def start_attempt(self, attempt: int = 0, node_rank: int = 0) -> None:
         layout = AttemptLayout(1, attempt, node_rank, 2, 2, "127.0.0.1", 1)
         self.output: list[Callable[[bytes], None]] = [self.monitor.on_output(layout, rank) for rank in range(2)]
 
     def path(self, rank: int = 0) -> Path:
         return progress_file(self.settings, 1, rank)
 
-    def writes(self, *lines: str, rank: int = 0) -> None:
+    def print_lines(self, *lines: str, rank: int = 0) -> None:
         for line in lines:
             self.output[rank](line.encode())
         self.monitor.observe()
@@ -56,7 +56,7 @@ class MonitoredProgram:
 
 
 @pytest.fixture(autouse=True)
-def _read_always(monkeypatch: pytest.MonkeyPatch) -> None:
+def _observe_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_progress, "_READ_SECONDS", 0.0)
 
 
@@ -67,7 +67,7 @@ def monitored(tmp_path: Path) -> MonitoredProgram:
 
 def test_steps_and_losses_are_parsed_from_output(monitored: MonitoredProgram) -> None:
     assert monitored.record().phase is ProgressPhase.LOADING
-    monitored.writes("loading", "step 1 loss 2.5", "noise step x", "step 2 loss 2.25")
+    monitored.print_lines("loading", "step 1 loss 2.5", "noise step x", "step 2 loss 2.25")
     progress = monitored.monitor.read(monitored.path())
     assert progress is not None
     record, pulse = progress
@@ -75,7 +75,7 @@ def test_steps_and_losses_are_parsed_from_output(monitored: MonitoredProgram) ->
     assert pulse is not None
     assert pulse.first_step_seconds > 0
     assert abs(record.updated - time.time()) < 5
-    monitored.writes("step 4")
+    monitored.print_lines("step 4")
     assert monitored.record().step == 4
     assert monitored.record().loss != monitored.record().loss, "a line without a loss has none"
     assert monitored.monitor.hang_detection is HangDetection.STEPS
@@ -83,13 +83,13 @@ def test_steps_and_losses_are_parsed_from_output(monitored: MonitoredProgram) ->
 
 
 def test_a_restart_keeps_the_productive_time_of_kept_steps(monitored: MonitoredProgram) -> None:
-    monitored.writes("step 1")
+    monitored.print_lines("step 1")
     time.sleep(0.05)
-    monitored.writes("step 11")
+    monitored.print_lines("step 11")
     before = monitored.record()
     assert before.productive_seconds >= 0.05
-    monitored.begin(attempt=1)
-    monitored.writes("step 6")
+    monitored.start_attempt(attempt=1)
+    monitored.print_lines("step 6")
     after = monitored.record()
     assert after.attempt == 1
     assert after.productive_seconds == pytest.approx(before.productive_seconds / 2, rel=0.01)
@@ -97,37 +97,37 @@ def test_a_restart_keeps_the_productive_time_of_kept_steps(monitored: MonitoredP
 
 
 def test_a_step_that_is_printed_twice_counts_once(monitored: MonitoredProgram) -> None:
-    monitored.writes("step 1", "step 1")
+    monitored.print_lines("step 1", "step 1")
     time.sleep(0.05)
-    monitored.writes("step 2 loss 2.0", "step 2 loss 2.5")
+    monitored.print_lines("step 2 loss 2.0", "step 2 loss 2.5")
     record = monitored.record()
     assert (record.step, record.loss) == (2, 2.0)
     assert record.step_seconds >= 0.05, "not the time between the lines of two ranks"
 
 
 def test_a_restarted_rank_is_loading_until_its_first_step(monitored: MonitoredProgram) -> None:
-    monitored.writes("step 7")
+    monitored.print_lines("step 7")
     ProgressWriter(monitored.path(), generation=1, attempt=0).publish(step=8)
-    monitored.begin(attempt=1)
+    monitored.start_attempt(attempt=1)
     assert (monitored.record().attempt, monitored.record().phase) == (1, ProgressPhase.LOADING)
-    monitored.writes("step 6")
+    monitored.print_lines("step 6")
     assert (monitored.record().attempt, monitored.record().step) == (1, 6)
 
 
 def test_the_last_step_is_read_at_the_end_of_a_rank(
     monitored: MonitoredProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitored.writes("step 1")
+    monitored.print_lines("step 1")
     monkeypatch.setattr(program_progress, "_READ_SECONDS", 60.0)
-    monitored.writes("step 2")
+    monitored.print_lines("step 2")
     newest = [monitored.monitor.newest(())]
     monitored.monitor.observe(fresh=True)
     newest.append(monitored.monitor.newest(()))
-    assert [found[0].step for found in newest if found is not None] == [1, 2]
+    assert [progress[0].step for progress in newest if progress is not None] == [1, 2]
 
 
 def test_the_library_takes_precedence_over_the_pattern(monitored: MonitoredProgram) -> None:
-    monitored.writes("step 1")
+    monitored.print_lines("step 1")
     writer = ProgressWriter(monitored.path(), generation=1, attempt=0)
     assert monitored.record().step == 1, "the library has no step yet"
     writer.publish(step=7, phase=ProgressPhase.TRAINING)
@@ -151,7 +151,7 @@ def test_a_program_without_a_pattern_is_training_at_once(tmp_path: Path) -> None
     record = monitored.record()
     assert (record.phase, record.step) == (ProgressPhase.TRAINING, -1)
     assert monitored.monitor.hang_detection is HangDetection.OFF
-    monitored.writes("hello")
+    monitored.print_lines("hello")
     assert monitored.monitor.hang_detection is HangDetection.OUTPUT
     assert not monitored.monitor.has_steps
 
@@ -159,50 +159,50 @@ def test_a_program_without_a_pattern_is_training_at_once(tmp_path: Path) -> None
 def test_only_the_first_node_is_loading_until_a_step_or_a_timeout(
     monitored: MonitoredProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitored.writes("banner")
+    monitored.print_lines("banner")
     assert monitored.record().phase is ProgressPhase.LOADING
     monkeypatch.setattr(program_progress, "_UNMATCHED_SECONDS", -1)
     assert monitored.record().phase is ProgressPhase.TRAINING
     monkeypatch.undo()
-    monitored.begin(node_rank=1)
+    monitored.start_attempt(node_rank=1)
     assert monitored.record().phase is ProgressPhase.TRAINING
 
 
 def test_a_pattern_that_matches_nothing_is_a_problem_after_a_minute_of_output(
     monitored: MonitoredProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitored.writes("epoch 1")
+    monitored.print_lines("epoch 1")
     assert monitored.monitor.problem == ""
     monkeypatch.setattr(program_progress, "_UNMATCHED_SECONDS", -1)
     assert "has matched no line of output" in monitored.monitor.problem
     assert "the last line of rank 0 is 'epoch 1': correct the pattern" in monitored.monitor.problem
-    monitored.writes("step 1", rank=1)
+    monitored.print_lines("step 1", rank=1)
     assert monitored.monitor.problem == ""
 
 
 def test_steps_that_run_backwards_are_a_problem(monitored: MonitoredProgram) -> None:
-    monitored.writes("step 5", "step 3")
+    monitored.print_lines("step 5", "step 3")
     assert monitored.monitor.problem.startswith("step 3 of rank 0 follows step 5 within one start")
 
 
 def test_ranks_that_report_different_steps_are_a_problem(monitored: MonitoredProgram) -> None:
-    monitored.writes("step 10")
-    monitored.writes("step 11", rank=1)
+    monitored.print_lines("step 10")
+    monitored.print_lines("step 11", rank=1)
     assert monitored.monitor.problem == ""
-    monitored.writes("step 80", rank=1)
+    monitored.print_lines("step 80", rank=1)
     assert monitored.monitor.problem.startswith("rank 0 reports step 10 and rank 1 step 80")
 
 
 def test_a_slow_expression_is_interrupted_and_then_disabled(tmp_path: Path) -> None:
     monitored = MonitoredProgram(tmp_path, pattern=r"(a+)+(?P<step>\d+)b")
-    began = time.monotonic()
-    monitored.writes(*["a" * 64 + "1"] * 30)
-    assert time.monotonic() - began < 10
+    started_at = time.monotonic()
+    monitored.print_lines(*["a" * 64 + "1"] * 30)
+    assert time.monotonic() - started_at < 10
     assert "takes more than 50 ms a line and is no longer searched for" in monitored.monitor.problem
 
 
 def test_a_fast_search_leaves_no_timer(monitored: MonitoredProgram) -> None:
-    monitored.writes(*[f"step {step}" for step in range(1, 200)])
+    monitored.print_lines(*[f"step {step}" for step in range(1, 200)])
     time.sleep(0.1)
     assert monitored.record().step == 199
 
@@ -219,7 +219,7 @@ def test_output_and_processor_time_are_activity_and_idleness_is_not(
 ) -> None:
     process = RankProcess(0, 0, 0, os.getpid(), OutputTail(""))
     assert monitored.monitor.activity_counter(process, 0.0) is None, "it has written nothing"
-    monitored.writes("hello")
+    monitored.print_lines("hello")
     used = [1.0]
     monkeypatch.setattr(kernel, "process_state", lambda _: SimpleNamespace(cpu_seconds=used[0]))
     monkeypatch.setattr(kernel, "descendants", lambda _: [])
@@ -228,7 +228,7 @@ def test_output_and_processor_time_are_activity_and_idleness_is_not(
     used[0] = 3.0
     busy = monitored.monitor.activity_counter(process, 30.0)
     assert busy != first
-    monitored.writes("again")
+    monitored.print_lines("again")
     assert monitored.monitor.activity_counter(process, 31.0) != busy
 
 
@@ -242,11 +242,11 @@ def test_the_newest_complete_checkpoint_is_observed(tmp_path: Path) -> None:
     monitored = MonitoredProgram(tmp_path, checkpoints=spec)
     until(lambda: monitored.monitor.durable_step >= 0, "the checkpoint is listed", pause=0.01)
     assert monitored.monitor.durable_step == 20
-    monitored.writes("step 0", "step 25")
+    monitored.print_lines("step 0", "step 25")
     assert monitored.record().resume_step == 20, "a progress bar begins at 0, wherever the program resumes"
     (folder / "step-30/.metadata").touch()
     assert monitored.monitor.on_finish(()) == ""
-    assert monitored.monitor.durable_step == 30, "the one that is saved at the end, between two listings"
+    assert monitored.monitor.durable_step == 30, "saved at the end, between two listings"
 
 
 def test_a_missing_folder_of_checkpoints_is_a_problem(tmp_path: Path) -> None:

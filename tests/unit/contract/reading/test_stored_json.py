@@ -12,7 +12,7 @@ def nested(levels: int, inner: str = "1") -> str:
     return '{"a":' * levels + inner + "}" * levels
 
 
-def beside(part: bytes) -> bytes:
+def list_with(part: bytes) -> bytes:
     """Return a list of two objects, the first with this part."""
     return b'{"items":[{"name":"first","spec":' + part + b'},{"name":"second \\" [ {","spec":[[1],{}]}]}'
 
@@ -28,13 +28,13 @@ def beside(part: bytes) -> bytes:
         b'{"a":' + b"9" * 5_000 + b"}",
         b'{"a":-' + b"9" * 5_000 + b".5e7}",
     ],
-    ids=["deep", "deepest", "lists", "half a pair", "no text", "long", "long and broken"],
+    ids=["deep", "deepest", "lists", "unpaired surrogate", "invalid UTF-8", "long number", "long fraction"],
 )
 def test_an_unparsable_object_does_not_hide_the_rest_of_a_list(part: bytes) -> None:
-    for parsed in (read_json(beside(part)), read_json(beside(part), from_json)):
-        assert [each["name"] for each in parsed["items"]] == ["first", 'second " [ {']
+    for parsed in (read_json(list_with(part)), read_json(list_with(part), from_json)):
+        assert [item["name"] for item in parsed["items"]] == ["first", 'second " [ {']
         assert parsed["items"][1]["spec"] == [[1], {}]
-        json.dumps(parsed)  # nothing that is left is too deep for anybody
+        json.dumps(parsed)  # no remaining object is too deep for the standard library
 
 
 def test_nesting_beyond_the_limit_is_replaced_by_a_marker() -> None:

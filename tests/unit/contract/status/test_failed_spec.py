@@ -17,21 +17,21 @@ SPECS: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
 )
 
 
-def changes(was: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str, str]]:
-    found = compare_failed_spec(record_failed_spec(was), now).changes
-    assert found is not None
-    return [(each.field, each.was, each.now) for each in found]
+def compare(was: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str, str]]:
+    changes = compare_failed_spec(record_failed_spec(was), now).changes
+    assert changes is not None
+    return [(change.field, change.was, change.now) for change in changes]
 
 
 def test_changed_added_and_removed_fields_are_reported_by_path() -> None:
     was = {"trainer": {"data": {"source": "/a"}, "steps": 5}, "suspend": False}
     now = {"trainer": {"data": {"source": "/b"}, "seed": 7}, "suspend": False}
-    assert changes(was, now) == [
+    assert compare(was, now) == [
         ("trainer.data.source", '"/a"', '"/b"'),
         ("trainer.seed", "", "7"),
         ("trainer.steps", "5", ""),
     ]
-    assert changes(was, was) == []
+    assert compare(was, was) == []
 
 
 def test_secrets_and_template_values_are_hashed_and_their_changes_detected() -> None:
@@ -40,25 +40,25 @@ def test_secrets_and_template_values_are_hashed_and_their_changes_detected() -> 
 
     record = record_failed_spec(template("swordfish"))
     assert "swordfish" not in str(record.to_wire())
-    [(field, was, now)] = changes(template("swordfish"), template("mackerel"))
+    [(field, was, now)] = compare(template("swordfish"), template("mackerel"))
     assert field == "workers.template.spec.containers[0].env[0].value"
     assert was.startswith("#")
     assert was != now
     address = "https://me:{}@example.org/data"
-    [(_, was, now)] = changes({"url": address.format("one1")}, {"url": address.format("two2")})
+    [(_, was, now)] = compare({"url": address.format("one1")}, {"url": address.format("two2")})
     assert ("one1" in was, "two2" in now, was == now) == (False, False, False)
 
 
 def test_a_large_spec_is_recorded_within_bounds_and_any_change_is_detected() -> None:
-    was = {"workers": {f"{at:04}": "x" * 5000 for at in range(2000)}}
+    was = {"workers": {f"{number:04}": "x" * 5000 for number in range(2000)}}
     now = {"workers": {**was["workers"], "1999": "y"}}
     record = record_failed_spec(was)
     assert len(record.fields) == MAX_FIELDS
     assert len(str(record.to_wire())) < 80_000
-    assert [field for field, _, _ in changes(was, now)] == ["…"]
-    assert len(changes(was, {})) == MAX_CHANGES
-    long = changes({"a": "x" * 5000 + "1"}, {"a": "x" * 5000 + "2"})
-    assert [each[0] for each in long] == ["a"]
+    assert [field for field, _, _ in compare(was, now)] == ["…"]
+    assert len(compare(was, {})) == MAX_CHANGES
+    long = compare({"a": "x" * 5000 + "1"}, {"a": "x" * 5000 + "2"})
+    assert [field for field, _, _ in long] == ["a"]
 
 
 @given(SPECS)

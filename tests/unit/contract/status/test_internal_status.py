@@ -1,4 +1,4 @@
-"""The operator's internal status is apart from the public one: the two share no field, and no view reads it."""
+"""The internal and the public status have no common field, and no view reads an internal field."""
 
 import ast
 from pathlib import Path
@@ -38,15 +38,15 @@ def test_the_parts_have_no_field_in_common_and_are_the_whole(whole: Any, public:
 
 
 def test_client_pages_and_views_read_no_internal_field() -> None:
-    """A view could still take the raw status; then it would have to name a field."""
+    """A view that reads the raw status has to name a field."""
     names = {name for name in internal_fields() if "." not in name}
     folders = ("client/trainium_client", "contract/trainium_contract/pages", "contract/trainium_contract/views")
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(files) > 30
-    found = [
+    reads = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
         for path in files
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and node.value in names
     ]
-    assert found == []
+    assert reads == []

@@ -30,9 +30,9 @@ TOKEN = "hf_" + "a" * 30
 
 
 def record(message: str, *args: object, level: int = logging.INFO, **extra: Any) -> logging.LogRecord:
-    made = logging.LogRecord("a.b", level, "", 0, message, args, None)
-    vars(made).update(extra)
-    return made
+    log_record = logging.LogRecord("a.b", level, "", 0, message, args, None)
+    vars(log_record).update(extra)
+    return log_record
 
 
 @given(st.text(max_size=3 * MESSAGE_CHARACTERS), st.text(max_size=300), st.integers(0, 10**7))
@@ -95,10 +95,10 @@ def test_long_messages_are_cut_at_the_end_and_tracebacks_at_the_start() -> None:
 
 
 def test_no_format_writes_a_secret() -> None:
-    about = record("token %s, key %s", TOKEN, "AKIA" + "A" * 16, secret=TOKEN, job=f"job-{TOKEN}"[:3])
-    about.exc_info = (ValueError, ValueError(f"password={TOKEN}"), None)
+    log_record = record("token %s, key %s", TOKEN, "AKIA" + "A" * 16, secret=TOKEN, job=f"job-{TOKEN}"[:3])
+    log_record.exc_info = (ValueError, ValueError(f"password={TOKEN}"), None)
     for formatter in (JsonFormatter(LogSource.OPERATOR), TextFormatter("%(message)s")):
-        written = formatter.format(about)
+        written = formatter.format(log_record)
         assert TOKEN not in written
         assert "AKIA" not in written
         assert "***" in written
@@ -121,18 +121,18 @@ def test_fields_of_a_record_override_the_defaults_of_the_program() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"rank": 3}, "08:09:10 rank 3 INFO said"),
-        ({}, "said"),
-        ({"source": "agent"}, "2026-11-24 08:09:10,123 INFO agent said"),
-        ({"source": "operator", "logger": "x"}, "2026-11-24 08:09:10,123 INFO    x: said"),
-        ({"source": "output", "rank": 3}, "said"),
-        ({"rank": 3, "error": "Traceback\nE: e"}, "08:09:10 rank 3 INFO said\nTraceback\nE: e"),
-        ({"rank": 3, "logger": EXIT_LOGGER, "error": "Traceback\nE: e"}, "Traceback\nE: e\nsaid"),
-        ({"rank": 3, "logger": EXIT_LOGGER}, "said"),
+        ({"rank": 3}, "08:09:10 rank 3 INFO a message"),
+        ({}, "a message"),
+        ({"source": "agent"}, "2026-11-24 08:09:10,123 INFO agent a message"),
+        ({"source": "operator", "logger": "x"}, "2026-11-24 08:09:10,123 INFO    x: a message"),
+        ({"source": "output", "rank": 3}, "a message"),
+        ({"rank": 3, "error": "Traceback\nE: e"}, "08:09:10 rank 3 INFO a message\nTraceback\nE: e"),
+        ({"rank": 3, "logger": EXIT_LOGGER, "error": "Traceback\nE: e"}, "Traceback\nE: e\na message"),
+        ({"rank": 3, "logger": EXIT_LOGGER}, "a message"),
     ],
 )
-def test_a_line_reads_as_the_program_would_have_written_it_as_text(fields: dict[str, Any], text: str) -> None:
-    line = build_log_line("said", **{**FIELDS, **fields})
+def test_a_json_line_is_formatted_as_the_program_writes_text(fields: dict[str, Any], text: str) -> None:
+    line = build_log_line("a message", **{**FIELDS, **fields})
     assert line.as_text() == text
     assert format_log_text(f"before\n{line.to_line()}\n{{after") == f"before\n{text}\n{{after"
 

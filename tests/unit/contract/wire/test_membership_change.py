@@ -1,4 +1,4 @@
-"""A membership that is sent as the difference from the one before."""
+"""A membership that is sent as the difference from the previous one."""
 
 from typing import Any
 
@@ -25,8 +25,8 @@ def membership(generation: int, *pods: int, processes: int = 32, **changes: Any)
     return wire_messages.membership(generation, *(member(f"w-{pod}", node_name=f"n-{pod}") for pod in pods), **changes)
 
 
-def reported(change: MembershipChange) -> MembershipChange:
-    """Return the change as it comes over the wire."""
+def received(change: MembershipChange) -> MembershipChange:
+    """Return the change after serialization and parsing."""
     return MembershipChange.model_validate_json(change.model_dump_json(by_alias=True, exclude_none=True))
 
 
@@ -38,7 +38,7 @@ def test_applying_a_change_to_its_base_gives_the_new_membership(
     new = membership(8, *after, cause=cause, processes=processes, accumulation=accumulation)
     change = diff_memberships(old, new)
     if change is not None:
-        assert apply_change(reported(change), old) == new
+        assert apply_change(received(change), old) == new
     else:
         assert set(new.members) - set(old.members)
 
@@ -104,6 +104,6 @@ def test_a_change_that_leaves_a_rank_unassigned_is_refused() -> None:
 def test_unknown_fields_of_a_member_do_not_change_the_digest() -> None:
     change = diff_memberships(membership(1, 0, 1), membership(2, 0, 3))
     assert change is not None
-    reported = change.to_wire()
-    reported["members"][0]["ofALaterVersion"] = True
-    assert apply_change(MembershipChange.model_validate(reported), membership(1, 0, 1)) == membership(2, 0, 3)
+    wire = change.to_wire()
+    wire["members"][0]["ofALaterVersion"] = True
+    assert apply_change(MembershipChange.model_validate(wire), membership(1, 0, 1)) == membership(2, 0, 3)

@@ -18,7 +18,7 @@ RESIZE = Fault("resize 3 to 2", 2, 0.1, 0.5, 0.5, 0, 0)
 LOSS = {1: 4.0, 2: 3.0, 3: 2.0}
 
 
-def record(folder: Path, batches: list[list[int]]) -> None:
+def write_batches(folder: Path, batches: list[list[int]]) -> None:
     """Write the records of two ranks, between which each batch is divided."""
     for rank in (0, 1):
         lines = [json.dumps({"step": step, "samples": batch[rank::2]}) for step, batch in enumerate(batches, start=1)]
@@ -26,7 +26,7 @@ def record(folder: Path, batches: list[list[int]]) -> None:
 
 
 def test_an_epoch_with_every_sample_once_is_complete(tmp_path: Path) -> None:
-    record(tmp_path, [[0, 3, 1, 4], [2], [4, 2, 0, 1], [3]])
+    write_batches(tmp_path, [[0, 3, 1, 4], [2], [4, 2, 0, 1], [3]])
     assert every_sample_once_an_epoch(tmp_path, steps=4, batch=4, epochs=2)
 
 
@@ -42,7 +42,7 @@ def test_an_epoch_with_every_sample_once_is_complete(tmp_path: Path) -> None:
     ],
 )
 def test_an_incomplete_epoch_is_detected(tmp_path: Path, batches: list[list[int]]) -> None:
-    record(tmp_path, batches)
+    write_batches(tmp_path, batches)
     assert not every_sample_once_an_epoch(tmp_path, steps=4, batch=4, epochs=2)
 
 
@@ -52,18 +52,18 @@ def test_a_run_without_records_is_incomplete(tmp_path: Path) -> None:
 
 
 def test_within_an_epoch_no_sample_is_seen_twice(tmp_path: Path) -> None:
-    record(tmp_path, [[0, 1], [2, 3]])
+    write_batches(tmp_path, [[0, 1], [2, 3]])
     assert every_sample_once(tmp_path, steps=2, batch=2)
-    record(tmp_path, [[0, 1], [1, 3]])
+    write_batches(tmp_path, [[0, 1], [1, 3]])
     assert not every_sample_once(tmp_path, steps=2, batch=2)
 
 
 def test_batches_of_different_sizes_have_their_number_of_distinct_samples(tmp_path: Path) -> None:
-    record(tmp_path, [[0, 1], [2, 3, 4]])
+    write_batches(tmp_path, [[0, 1], [2, 3, 4]])
     assert every_sample_once_in_batches(tmp_path, {1: 2, 2: 3})
     assert not every_sample_once_in_batches(tmp_path, {1: 2, 2: 2})
     assert not every_sample_once_in_batches(tmp_path, {1: 2, 2: 3, 3: 2})
-    record(tmp_path, [[0, 1], [2, 3, 1]])
+    write_batches(tmp_path, [[0, 1], [2, 3, 1]])
     assert not every_sample_once_in_batches(tmp_path, {1: 2, 2: 3})
 
 

@@ -42,22 +42,22 @@ def broken(): pass
 '''
 
 
-def named(name: str, text: str, arguments: str = "a, b=1", owner: str = "") -> Function:
+def function_named(name: str, text: str, arguments: str = "a, b=1", owner: str = "") -> Function:
     names = tuple(part.partition("=")[0].strip() for part in arguments.split(",") if part)
     return Function(name, owner, arguments, names, text)
 
 
-def modules(*, held: bool, count: int = 1) -> list[str]:
+def module_names(*, held_out: bool, count: int = 1) -> list[str]:
     """Return names of modules that are held out, or that are not."""
-    return [name for name in (f"module{number}" for number in range(1000)) if is_held_out(name) is held][:count]
+    return [name for name in (f"module{number}" for number in range(1000)) if is_held_out(name) is held_out][:count]
 
 
 def test_functions_of_a_library_are_read_without_annotations(tmp_path: Path) -> None:
     (tmp_path / "shapes").mkdir()
     (tmp_path / "shapes" / "__init__.py").write_text(SOURCE)
-    (found,) = standard_library(tmp_path)
-    assert (found.name, found.text) == ("shapes", "About shapes.")
-    assert [(each.owner, each.signature, each.names) for each in found.functions] == [
+    (module,) = standard_library(tmp_path)
+    assert (module.name, module.text) == ("shapes", "About shapes.")
+    assert [(function.owner, function.signature, function.names) for function in module.functions] == [
         (
             "",
             "area(width, height=1, *rest, key=lambda left, right: left, **options)",
@@ -67,7 +67,7 @@ def test_functions_of_a_library_are_read_without_annotations(tmp_path: Path) -> 
         ("Circle", "unit()", ()),
         ("", "broken()", ()),
     ]
-    assert found.functions[1].text == "Turn this part\nby an angle."
+    assert module.functions[1].text == "Turn this part\nby an angle."
 
 
 def test_unparsable_files_and_tests_are_left_out(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_the_json_package_has_its_functions() -> None:
     modules = standard_library(Path(json.__file__).parent)
     (package,) = [module for module in modules if module.name == "__init__"]
     assert {"dumps", "loads"} <= {function.name for function in package.functions}
-    made = examples(modules)
-    assert made.training
-    assert {each["module"] for each in made.training}.isdisjoint(each["module"] for each in made.held_out)
+    result = examples(modules)
+    assert result.training
+    assert {row["module"] for row in result.training}.isdisjoint(row["module"] for row in result.held_out)
 
 
 def test_a_summary_is_the_first_sentence_on_one_line() -> None:
@@ -94,13 +94,15 @@ def test_a_summary_is_the_first_sentence_on_one_line() -> None:
 
 
 def test_documentation_has_the_form_of_help_and_no_held_out_module() -> None:
-    (seen,), (kept,) = modules(held=False), modules(held=True)
-    function = named("area", "Return the area.", owner="Circle")
-    texts = read_documentation([Module(seen, "About.", (function,)), Module(kept, "Secret.", ())], {"if": "A topic."})
+    (trained,), (held_out,) = module_names(held_out=False), module_names(held_out=True)
+    function = function_named("area", "Return the area.", owner="Circle")
+    texts = read_documentation(
+        [Module(trained, "About.", (function,)), Module(held_out, "Secret.", ())], {"if": "A topic."}
+    )
     topic, text = texts
     assert topic == "A topic."
     assert text.split("\n\n") == [
-        f"Help on module {seen}:",
+        f"Help on module {trained}:",
         "    About.",
         "Help on function area in class Circle:",
         "area(a, b=1)\n    Return the area.",
@@ -108,44 +110,46 @@ def test_documentation_has_the_form_of_help_and_no_held_out_module() -> None:
 
 
 def test_each_public_function_with_a_docstring_gives_four_questions() -> None:
-    (seen,) = modules(held=False)
+    (trained,) = module_names(held_out=False)
     functions = (
-        named("area", "Return the area of it. More."),
-        named("_hidden", "Return what nobody asks for."),
-        named("inner", "Return what nobody asks for.", owner="_Hidden"),
-        named("silent", ""),
-        named("long", "Return what has too many arguments.", arguments="a" * 90),
+        function_named("area", "Return the area of it. More."),
+        function_named("_hidden", "Return something private."),
+        function_named("inner", "Return something private.", owner="_Hidden"),
+        function_named("silent", ""),
+        function_named("long", "Return what has too many arguments.", arguments="a" * 90),
     )
-    made = examples([Module(seen, "", functions)])
-    assert made.held_out == ()
-    assert {(one["kind"], one["context"], one["response"]) for one in made.training} == {
+    result = examples([Module(trained, "", functions)])
+    assert result.held_out == ()
+    assert {(row["kind"], row["context"], row["response"]) for row in result.training} == {
         ("signature", "Return the area of it.", "area(a, b=1)"),
         ("purpose", "area(a, b=1)", "Return the area of it."),
         ("arguments", "area(a, b=1)", "a, b"),
         ("count", "area(a, b=1)", "2"),
     }
-    assert len(made.training) == 4
+    assert len(result.training) == 4
 
 
-def test_questions_are_distinct_and_held_out_ones_are_not_trained_on() -> None:
-    one, two = modules(held=False, count=2)
-    (kept,) = modules(held=True)
-    known, fresh = named("area", "Return the area of it."), named("fresh", "Return something new.")
-    made = examples([Module(kept, "", (known, fresh)), Module(one, "", (known,)), Module(two, "", (known,))])
-    assert len(made.training) == 4
-    assert {each["module"] for each in made.training} == {one}
-    assert sorted(each["kind"] for each in made.held_out) == ["arguments", "count", "purpose", "signature"]
-    assert all("fresh" in each["context"] + each["instruction"] for each in made.held_out)
+def test_questions_are_distinct_and_held_out_questions_are_not_trained_on() -> None:
+    first, second = module_names(held_out=False, count=2)
+    (held_out,) = module_names(held_out=True)
+    repeated, fresh = function_named("area", "Return the area of it."), function_named("fresh", "Return something new.")
+    result = examples(
+        [Module(held_out, "", (repeated, fresh)), Module(first, "", (repeated,)), Module(second, "", (repeated,))]
+    )
+    assert len(result.training) == 4
+    assert {row["module"] for row in result.training} == {first}
+    assert sorted(row["kind"] for row in result.held_out) == ["arguments", "count", "purpose", "signature"]
+    assert all("fresh" in row["context"] + row["instruction"] for row in result.held_out)
 
 
 def test_a_large_library_is_sampled_to_3000_questions() -> None:
-    (seen,) = modules(held=False)
-    functions = tuple(named(f"area{number}", f"Return the area number {number}.") for number in range(900))
-    made = examples([Module(seen, "", functions)])
-    assert len({(each["instruction"], each["context"]) for each in made.training}) == len(made.training) == 3000
-    assert len({each["kind"] for each in made.training[:100]}) == 4
-    assert made == examples([Module(seen, "", functions)]), "the same each time"
-    assert made.held_out == ()
+    (trained,) = module_names(held_out=False)
+    functions = tuple(function_named(f"area{number}", f"Return the area number {number}.") for number in range(900))
+    result = examples([Module(trained, "", functions)])
+    assert len({(row["instruction"], row["context"]) for row in result.training}) == len(result.training) == 3000
+    assert len({row["kind"] for row in result.training[:100]}) == 4
+    assert result == examples([Module(trained, "", functions)]), "the sample is reproducible"
+    assert result.held_out == ()
 
 
 def test_a_pair_has_the_right_answer_and_one_to_another_question_of_its_kind() -> None:
@@ -157,8 +161,6 @@ def test_a_pair_has_the_right_answer_and_one_to_another_question_of_its_kind() -
 
 
 TEXTS = [f"The function number {number} returns the value of the argument." for number in range(300)]
-
-
 TINY = {
     **base.CONFIGURATION,
     "model": {"numLayers": 1, "hiddenSize": 32, "intermediateSize": 64, "numAttentionHeads": 2, "numKeyValueHeads": 2},

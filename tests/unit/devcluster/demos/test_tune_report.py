@@ -49,8 +49,8 @@ def result(tmp_path: Path) -> TuneResult:
     )
 
 
-def with_figure(name: str, **change: float | None) -> Evaluation:
-    figures = [{**each, **change} if each["name"] == name else each for each in DOCUMENT["figures"]]
+def evaluation_with(name: str, **change: float | None) -> Evaluation:
+    figures = [{**figure, **change} if figure["name"] == name else figure for figure in DOCUMENT["figures"]]
     return Evaluation.from_json({**DOCUMENT, "figures": figures})
 
 
@@ -71,25 +71,25 @@ def test_a_successful_demo_has_no_problems(result: TuneResult) -> None:
 def test_a_model_that_is_hardly_better_in_one_figure_fails_the_demo(
     result: TuneResult, name: str, change: dict[str, float | None]
 ) -> None:
-    (problem,) = replace(result, evaluation=with_figure(name, **change)).problems
+    (problem,) = replace(result, evaluation=evaluation_with(name, **change)).problems
     assert "not clearly better" in problem
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "margin", "better"), [(0.9, 0.4, True), (0.65, 0.2, True), (0.6, 0.4, False), (0.9, -0.1, False)]
+    ("accuracy", "margin", "is_better"), [(0.9, 0.4, True), (0.65, 0.2, True), (0.6, 0.4, False), (0.9, -0.1, False)]
 )
 def test_most_preferred_answers_must_have_the_greater_reward(
-    result: TuneResult, accuracy: float, margin: float, better: bool
+    result: TuneResult, accuracy: float, margin: float, is_better: bool
 ) -> None:
     figures = (Figure("rewardAccuracy", 0.5, accuracy), Figure("rewardMargin", 0.0, margin))
     problems = replace(result, evaluation=Evaluation(120, figures, ())).problems
-    assert bool(problems) is not better
+    assert bool(problems) is not is_better
 
 
 def test_each_other_problem_has_a_message(result: TuneResult) -> None:
-    other = Curves(2, {1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.5}, ())
+    different = Curves(2, {1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.5}, ())
     assert "complete" in replace(result, completed=False).problems[0]
-    assert "curve" in replace(result, curves=other).problems[0]
+    assert "curve" in replace(result, curves=different).problems[0]
     assert "once an epoch" in replace(result, every_sample_once=False).problems[0]
 
 
@@ -98,11 +98,11 @@ def test_the_tables_show_figures_and_shortened_answers() -> None:
     evaluation = Evaluation.from_json(DOCUMENT)
     screen.print(report.figure_table(evaluation))
     screen.print(report.answer_table(evaluation))
-    shown = screen.export_text()
-    assert "80.000" in shown
-    assert "List the arguments." in shown
-    assert "###" not in shown
-    assert "..." in shown
+    text = screen.export_text()
+    assert "80.000" in text
+    assert "List the arguments." in text
+    assert "###" not in text
+    assert "..." in text
 
 
 def test_the_report_and_the_plot_are_written(result: TuneResult, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_report_and_the_plot_are_written(result: TuneResult, tmp_path: Path)
 RUNNING: dict[str, Any] = {"phase": "Running", "readyReplicas": 2, "membership": {"size": 3}, "spares": 1}
 
 
-def seen(status: dict[str, Any], newest: dict[str, Any], steps: int, *, terminal: bool) -> str:
+def view_output(status: dict[str, Any], newest: dict[str, Any], steps: int, *, terminal: bool) -> str:
     output = io.StringIO()
     console = Console(file=output, width=110, force_terminal=terminal)
     with View(console) as view:
@@ -126,12 +126,12 @@ def seen(status: dict[str, Any], newest: dict[str, Any], steps: int, *, terminal
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_job_without_steps_is_shown(terminal: bool) -> None:
-    assert "?" in seen({}, {}, 0, terminal=terminal)
+    assert "?" in view_output({}, {}, 0, terminal=terminal)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_step_loss_and_workers_are_shown(terminal: bool) -> None:
-    text = seen(RUNNING, {"step": 7, "loss": 2.5}, 20, terminal=terminal)
+    text = view_output(RUNNING, {"step": 7, "loss": 2.5}, 20, terminal=terminal)
     for part in ("Running", "7", "20", "2.5000", "2/3 training, 1 spare"):
         assert part in text
 
@@ -139,8 +139,10 @@ def test_step_loss_and_workers_are_shown(terminal: bool) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_stage_after_training_is_named_with_its_share(terminal: bool) -> None:
     status = {**RUNNING, "stage": "Evaluate", "stageProgress": 0.4}
-    assert "Running (Evaluate 40%)" in seen(status, {"step": 20, "loss": 2.5}, 20, terminal=terminal)
-    assert "Train" not in seen({**RUNNING, "stage": "Train"}, {}, 20, terminal=terminal).replace("TrainingJob", "")
+    assert "Running (Evaluate 40%)" in view_output(status, {"step": 20, "loss": 2.5}, 20, terminal=terminal)
+    assert "Train" not in view_output({**RUNNING, "stage": "Train"}, {}, 20, terminal=terminal).replace(
+        "TrainingJob", ""
+    )
 
 
 def test_a_file_has_one_line_for_each_change_of_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def lookup(plural: str, name: str) -> dict[str, Any] | None:
     return {("configmaps", "cm"): CONFIG, ("secrets", "sec"): SECRET}.get((plural, name))
 
 
-def built_environment(**container: Any) -> dict[str, str]:
+def build_environment(**container: Any) -> dict[str, str]:
     return environment.build({"name": "c", **container}, FACTS, lookup, ())
 
 
@@ -60,14 +60,14 @@ def test_text_without_dollars_is_unchanged(text: str) -> None:
 
 
 def test_a_variable_refers_only_to_earlier_ones() -> None:
-    env = built_environment(
+    env = build_environment(
         env=[{"name": "A", "value": "$(B)"}, {"name": "B", "value": "2"}, {"name": "C", "value": "$(B)"}]
     )
     assert env == {"A": "$(B)", "B": "2", "C": "2"}
 
 
 def test_env_overrides_env_from_and_prefixes_apply() -> None:
-    env = built_environment(
+    env = build_environment(
         envFrom=[{"prefix": "P_", "configMapRef": {"name": "cm"}}, {"secretRef": {"name": "sec"}}],
         env=[{"name": "s", "value": "mine"}],
     )
@@ -76,16 +76,12 @@ def test_env_overrides_env_from_and_prefixes_apply() -> None:
 
 def test_a_missing_reference_is_an_error_unless_it_is_optional() -> None:
     with pytest.raises(ConfigError, match='configmap "none" not found'):
-        built_environment(envFrom=[{"configMapRef": {"name": "none"}}])
+        build_environment(envFrom=[{"configMapRef": {"name": "none"}}])
     with pytest.raises(ConfigError, match="couldn't find key x in secret n/sec"):
-        built_environment(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "sec", "key": "x"}}}])
+        build_environment(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "sec", "key": "x"}}}])
     optional = {"secretKeyRef": {"name": "sec", "key": "x", "optional": True}}
-    assert (
-        built_environment(
-            env=[{"name": "A", "valueFrom": optional}], envFrom=[{"secretRef": {"name": "no", "optional": True}}]
-        )
-        == {}
-    )
+    sources = [{"secretRef": {"name": "no", "optional": True}}]
+    assert build_environment(env=[{"name": "A", "valueFrom": optional}], envFrom=sources) == {}
 
 
 def test_references_are_listed_once() -> None:
@@ -158,13 +154,13 @@ def test_an_invalid_quantity_is_an_error() -> None:
 
 
 def test_a_pod_requests_the_sum_of_its_containers_or_its_largest_init_container() -> None:
-    def asking(name: str, cpu: str, **more: Any) -> dict[str, Any]:
+    def container_requesting(name: str, cpu: str, **more: Any) -> dict[str, Any]:
         return {"name": name, "resources": {"requests": {"cpu": cpu}}, **more}
 
     pod = {
         "spec": {
-            "initContainers": [asking("s", "1", restartPolicy="Always"), asking("i", "5")],
-            "containers": [asking("a", "2"), {"name": "b", "resources": {"limits": {"cpu": "500m"}}}],
+            "initContainers": [container_requesting("s", "1", restartPolicy="Always"), container_requesting("i", "5")],
+            "containers": [container_requesting("a", "2"), {"name": "b", "resources": {"limits": {"cpu": "500m"}}}],
         }
     }
     assert quantities.pod_requests(pod) == {"pods": Decimal(1), "cpu": Decimal(6)}
@@ -175,8 +171,8 @@ def test_an_image_can_have_modules_that_precede_others(tmp_path: Path) -> None:
     assert read_image(folder, name) == Image()
     assert Image().environment() == {}
     write_image(folder, name, [tmp_path / "contract", tmp_path / "operator"])
-    found = read_image(folder, name)
-    assert found.environment() == {"PYTHONPATH": f"{tmp_path}/contract:{tmp_path}/operator"}
+    image = read_image(folder, name)
+    assert image.environment() == {"PYTHONPATH": f"{tmp_path}/contract:{tmp_path}/operator"}
     assert read_image(folder, "trainer:1") == read_image(folder, "") == Image()
 
 

@@ -26,15 +26,15 @@ def contents(**files: str) -> dict[str, ProjectedFile]:
 def test_a_volume_is_replaced_atomically_and_only_when_its_content_changed(tmp_path: Path) -> None:
     folder = tmp_path / "v"
     assert atomic_writer.write(folder, contents(a="1", deep__b="1"))
-    first = (folder / "..data").resolve()
+    first_data = (folder / "..data").resolve()
     assert not atomic_writer.write(folder, contents(a="1", deep__b="1"))
-    assert (folder / "..data").resolve() == first
-    opened = os.open(folder / "..data", os.O_RDONLY)
+    assert (folder / "..data").resolve() == first_data
+    descriptor = os.open(folder / "..data", os.O_RDONLY)
     assert atomic_writer.write(folder, contents(a="2", c="2"))
-    os.close(opened)
-    assert sorted(p.name for p in folder.iterdir() if not p.name.startswith("..")) == ["a", "c"]
+    os.close(descriptor)
+    assert sorted(path.name for path in folder.iterdir() if not path.name.startswith("..")) == ["a", "c"]
     assert (folder / "a").read_text() == "2"
-    assert not first.exists()
+    assert not first_data.exists()
 
 
 def test_a_volume_has_the_selected_keys_with_their_modes(tmp_path: Path) -> None:
@@ -60,12 +60,12 @@ def test_a_sub_path_cannot_lead_out_of_its_volume(tmp_path: Path) -> None:
             )
 
 
-def service(name: str = "s", **spec: Any) -> dict[str, Any]:
+def build_service(name: str = "s", **spec: Any) -> dict[str, Any]:
     body = {"selector": {"app": "a"}, "ports": [{"port": 80}], "clusterIP": "10.0.0.9", **spec}
     return {"metadata": {"name": name, "namespace": "n"}, "spec": body}
 
 
-def member(ip: str, *, ready: bool = True, phase: str = "Running", **spec: Any) -> dict[str, Any]:
+def service_pod(ip: str, *, ready: bool = True, phase: str = "Running", **spec: Any) -> dict[str, Any]:
     return {
         "metadata": {"name": "p", "namespace": "n", "uid": ip, "labels": {"app": "a", "more": "x"}},
         "spec": spec,
@@ -75,21 +75,21 @@ def member(ip: str, *, ready: bool = True, phase: str = "Running", **spec: Any) 
 
 def test_endpoints_of_a_service_are_its_ready_pods_by_address() -> None:
     pods = [
-        member("127.1.0.10"),
-        member("127.1.0.9"),
-        member("127.1.0.11", ready=False),
-        member("127.1.0.12", phase="Failed"),
+        service_pod("127.1.0.10"),
+        service_pod("127.1.0.9"),
+        service_pod("127.1.0.11", ready=False),
+        service_pod("127.1.0.12", phase="Failed"),
     ]
     pods[0]["metadata"]["deletionTimestamp"] = None
-    assert [e.address for e in hosts.endpoints(service(), pods)] == ["127.1.0.9"]
-    everyone = hosts.endpoints(service(publishNotReadyAddresses=True), pods)
-    assert [e.address for e in everyone] == ["127.1.0.9", "127.1.0.10", "127.1.0.11"]
-    assert hosts.endpoints(service(selector=None), pods) == ()
+    assert [endpoint.address for endpoint in hosts.endpoints(build_service(), pods)] == ["127.1.0.9"]
+    all_endpoints = hosts.endpoints(build_service(publishNotReadyAddresses=True), pods)
+    assert [endpoint.address for endpoint in all_endpoints] == ["127.1.0.9", "127.1.0.10", "127.1.0.11"]
+    assert hosts.endpoints(build_service(selector=None), pods) == ()
 
 
 def test_short_names_resolve_only_in_their_namespace() -> None:
-    named = member("127.1.0.9", hostname="h", subdomain="s")
-    names = [hosts.ServiceNames("n", "s", hosts.endpoints(service(), [named, member("127.1.0.10")]))]
+    named = service_pod("127.1.0.9", hostname="h", subdomain="s")
+    names = [hosts.ServiceNames("n", "s", hosts.endpoints(build_service(), [named, service_pod("127.1.0.10")]))]
     text = hosts.render("127.1.0.2", "me", {"metadata": {"namespace": "n"}, "spec": {}}, names)
     assert "127.1.0.2\tme\n" in text
     assert "127.1.0.9\ts.n.svc.cluster.local s.n.svc s.n s\n127.1.0.10\ts.n" in text
@@ -108,8 +108,8 @@ def test_a_hosts_file_keeps_its_inode_when_it_changes(tmp_path: Path) -> None:
 
 def test_a_target_port_that_differs_is_unreachable() -> None:
     ports = [{"port": 80, "targetPort": 8080}, {"port": 443, "targetPort": "web"}, {"port": 5}]
-    assert hosts.unreachable_ports(service(ports=ports)) == ["80 -> 8080"]
-    assert hosts.unreachable_ports(service(ports=ports, clusterIP="None")) == []
+    assert hosts.unreachable_ports(build_service(ports=ports)) == ["80 -> 8080"]
+    assert hosts.unreachable_ports(build_service(ports=ports, clusterIP="None")) == []
 
 
 def test_addresses_are_allocated_in_turn_and_kept_by_their_owner() -> None:
@@ -131,33 +131,33 @@ def test_two_nodes_claim_different_networks() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    first, one = addresses.reserve_network(networks(), port)
-    second, two = addresses.reserve_network(networks(), port)
-    with one, two:
-        assert (str(first), str(second)) == ("127.213.7.0/24", "127.213.8.0/24")
+    first_network, first_socket = addresses.reserve_network(networks(), port)
+    second_network, second_socket = addresses.reserve_network(networks(), port)
+    with first_socket, second_socket:
+        assert (str(first_network), str(second_network)) == ("127.213.7.0/24", "127.213.8.0/24")
         with pytest.raises(addresses.NoFreeAddressError):
             addresses.reserve_network(networks(), port)
 
 
-def refused(container: dict[str, Any], namespaces: Namespaces = Namespaces.ROOT, **spec: Any) -> list[str]:
+def find_refusals(container: dict[str, Any], namespaces: Namespaces = Namespaces.ROOT, **spec: Any) -> list[str]:
     body = {"containers": [{"name": "c", "command": ["x"], **container}], **spec}
     return unsupported_fields.find_unsupported(
         {"metadata": {}, "spec": body}, Isolation(namespaces, pid_namespace=True)
     )
 
 
-def test_an_ordinary_pod_is_not_refused() -> None:
+def test_a_supported_pod_is_not_refused() -> None:
     context = {
         "capabilities": {"drop": ["ALL"], "add": ["NET_BIND_SERVICE"]},
         "seccompProfile": {"type": "RuntimeDefault"},
     }
-    assert refused({"securityContext": context}, volumes=[{"name": "e", "emptyDir": {}}]) == []
+    assert find_refusals({"securityContext": context}, volumes=[{"name": "e", "emptyDir": {}}]) == []
 
 
 def test_mounts_are_refused_where_the_machine_has_no_namespaces() -> None:
     container = {"volumeMounts": [{"name": "e", "mountPath": "/e"}]}
-    assert "needs mount namespaces" in refused(container, Namespaces.NONE)[0]
-    assert refused(container) == []
+    assert "needs mount namespaces" in find_refusals(container, Namespaces.NONE)[0]
+    assert find_refusals(container) == []
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,14 @@ def test_mounts_are_refused_where_the_machine_has_no_namespaces() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_unsupported_field_is_refused_by_name(container: dict[str, Any], spec: dict[str, Any], field: str) -> None:
-    (found,) = refused(container, **spec)
-    assert field in found
+    (refusal,) = find_refusals(container, **spec)
+    assert field in refusal
 
 
 def test_a_refusal_names_the_container_and_the_field() -> None:
-    found = refused({"readinessProbe": {"grpc": {"port": 1}}}, hostIPC=True)
-    assert found[0].startswith("spec.hostIPC is not supported")
-    assert found[1].startswith("spec.containers[c].readinessProbe.grpc is not supported")
+    refusals = find_refusals({"readinessProbe": {"grpc": {"port": 1}}}, hostIPC=True)
+    assert refusals[0].startswith("spec.hostIPC is not supported")
+    assert refusals[1].startswith("spec.containers[c].readinessProbe.grpc is not supported")
 
 
 def test_capabilities_are_dropped_and_added() -> None:
@@ -191,7 +191,7 @@ def test_capabilities_are_dropped_and_added() -> None:
     assert 13 not in capabilities({"capabilities": {"drop": ["NET_RAW"]}})
 
 
-async def collect(path: Path, ended: Any = lambda: True, **query: Any) -> str:
+async def read_log(path: Path, ended: Any = lambda: True, **query: Any) -> str:
     return b"".join([piece async for piece in logs.read(path, logs.LogOptions(**query), ended)]).decode()
 
 
@@ -205,12 +205,12 @@ async def test_a_log_is_read_by_stream_tail_limit_and_time(tmp_path: Path) -> No
     os.close(err)
     await writer.close()
     path = writer.path
-    assert sorted((await collect(path)).splitlines()) == ["bad", "half", "one", "two"]
-    assert await collect(path, stream="Stderr") == "bad\n"
-    assert await collect(path, stream="Stdout", tail=1) == "half"
-    assert await collect(path, stream="Stdout", limit=5) == "one\nt"
-    assert await collect(path, since=4e9) == ""
-    assert (await collect(path, stream="Stdout", timestamps=True)).startswith("20")
+    assert sorted((await read_log(path)).splitlines()) == ["bad", "half", "one", "two"]
+    assert await read_log(path, stream="Stderr") == "bad\n"
+    assert await read_log(path, stream="Stdout", tail=1) == "half"
+    assert await read_log(path, stream="Stdout", limit=5) == "one\nt"
+    assert await read_log(path, since=4e9) == ""
+    assert (await read_log(path, stream="Stdout", timestamps=True)).startswith("20")
     assert logs.last_lines(path, max_lines=1) in {"half", "bad\n"}
 
 
@@ -232,7 +232,7 @@ async def test_following_a_log_continues_after_its_rotation(tmp_path: Path, monk
     os.write(out, b"begin\n")
     await asyncio.sleep(0.05)
     task = asyncio.create_task(write())
-    text = await collect(writer.path, lambda: ended, follow=True)
+    text = await read_log(writer.path, lambda: ended, follow=True)
     await task
     assert text.splitlines() == ["begin", *(f"line {number}" for number in range(12))]
     assert writer.path.with_suffix(".old").exists()
@@ -244,4 +244,4 @@ async def test_a_very_long_line_is_read_complete(tmp_path: Path) -> None:
     os.write(out, b"x" * 40000 + b"\n")
     os.close(out)
     await writer.close()
-    assert await collect(writer.path) == "x" * 40000 + "\n"
+    assert await read_log(writer.path) == "x" * 40000 + "\n"

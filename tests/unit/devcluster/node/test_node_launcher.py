@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.testing.suite.timeouts import until
 from trainium_devcluster.node.processes import isolation
 from trainium_devcluster.node.processes.isolation import Namespaces
 from trainium_devcluster.processes.process_tree import find_by_command_line
@@ -18,9 +18,9 @@ from trainium_devcluster.processes.process_tree import find_by_command_line
 PREAMBLE = """
 import asyncio, json, os, signal, sys
 from trainium_devcluster.node.processes import isolation, launcher
-found = isolation.detect()
-isolation.enter(found)
-sock, _ = launcher.fork_launcher(found)
+detected = isolation.detect()
+isolation.enter(detected)
+sock, _ = launcher.fork_launcher(detected)
 from trainium_devcluster.node.processes.command import ContainerCommand, Mount
 from trainium_devcluster.node.processes.launcher_client import Launcher, LaunchError
 
@@ -45,17 +45,17 @@ async def run(launch, cmd):
     return (await process.exited).code, text, process
 
 async def main():
-    launch = Launcher(sock, found)
+    launch = Launcher(sock, detected)
     print(json.dumps(await work(launch)), flush=True)
     launch.close()
 """
 
 
-def unprivileged() -> list[str]:
+def unprivileged_command() -> list[str]:
     return ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
 
 
-def possible(prefix: list[str]) -> str:
+def detect_namespaces(prefix: list[str]) -> str:
     code = "from trainium_devcluster.node.processes import isolation; print(isolation.detect().namespaces)"
     done = subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, check=False)
     return done.stdout.strip()
@@ -64,18 +64,18 @@ def possible(prefix: list[str]) -> str:
 @pytest.fixture(params=["self", "unprivileged"], scope="module")
 def prefix(request: pytest.FixtureRequest) -> list[str]:
     """Command prefix of the node's user: the user of the tests, and an unprivileged user."""
-    words = unprivileged() if request.param == "unprivileged" else []
-    if request.param == "unprivileged" and not words:
+    command = unprivileged_command() if request.param == "unprivileged" else []
+    if request.param == "unprivileged" and not command:
         pytest.skip("the tests run as an ordinary user already")
-    if possible(words) not in {Namespaces.ROOT.value, Namespaces.USER.value}:
+    if detect_namespaces(command) not in {Namespaces.ROOT.value, Namespaces.USER.value}:
         pytest.skip("this machine permits no mount namespaces to this user")
-    return words
+    return command
 
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
-    above = 3 if tmp_path.parent.name.startswith("popen-") else 2  # tests that run side by side have a folder more
-    for folder in (tmp_path, *tmp_path.parents[:above]):
+    depth = 3 if tmp_path.parent.name.startswith("popen-") else 2  # pytest-xdist adds a folder
+    for folder in (tmp_path, *tmp_path.parents[:depth]):
         folder.chmod(0o755)
     tmp_path.chmod(0o777)
     return tmp_path / "state"
@@ -114,7 +114,7 @@ def test_a_container_has_its_volumes_and_writes_nothing_to_the_host(prefix: list
 
 
 def test_a_failed_start_reports_its_stage_and_reason(prefix: list[str], state: Path) -> None:
-    found = run_in_node(
+    failures = run_in_node(
         prefix,
         state,
         """
@@ -129,14 +129,14 @@ def test_a_failed_start_reports_its_stage_and_reason(prefix: list[str], state: P
             return answers
         """,
     )
-    assert found[0][:2] == [128, "exec"]
-    assert "not found in $PATH: no-such-program" in found[0][2]
-    assert found[1][1] == "file system"
-    assert "/no/where" in found[1][2]
+    assert failures[0][:2] == [128, "exec"]
+    assert "not found in $PATH: no-such-program" in failures[0][2]
+    assert failures[1][1] == "file system"
+    assert "/no/where" in failures[1][2]
 
 
 def test_pid_1_ignores_sigterm_and_its_children_end_with_it(prefix: list[str], state: Path) -> None:
-    found = run_in_node(
+    ignored, (code, output), *ended = run_in_node(
         prefix,
         state,
         """
@@ -152,11 +152,9 @@ def test_pid_1_ignores_sigterm_and_its_children_end_with_it(prefix: list[str], s
             return [ignored, inside[:2], ended.code, ended.signal]
         """,
     )
-    assert found[0] is True
-    assert found[1][0] == 0
-    assert found[1][1].splitlines()[0] == "pod-1"
-    assert int(found[1][1].splitlines()[1]) <= 6
-    assert found[2:] == [137, 9]
+    hostname, process_count = output.splitlines()
+    assert (ignored, code, hostname, ended) == (True, 0, "pod-1", [137, 9])
+    assert int(process_count) <= 6
     assert find_by_command_line("sleep 765432") == []
 
 
@@ -170,15 +168,12 @@ def test_processes_of_containers_end_with_a_killed_node(prefix: list[str], state
     """
     with pytest.raises(AssertionError):
         run_in_node(prefix, state, node_script)
-    end = time.monotonic() + 5
-    while find_by_command_line("sleep 876543"):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: not find_by_command_line("sleep 876543"), "the processes have ended", pause=0.02)
 
 
 def test_isolation_is_probed_without_changing_this_process() -> None:
     before = Path("/proc/self/ns/mnt").readlink()
-    found = isolation.detect()
+    detected = isolation.detect()
     assert Path("/proc/self/ns/mnt").readlink() == before
     if os.geteuid() != 0:
-        assert found.namespaces is not Namespaces.ROOT
+        assert detected.namespaces is not Namespaces.ROOT

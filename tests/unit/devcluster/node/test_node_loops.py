@@ -58,7 +58,7 @@ class FakeApi:
         return answer
 
 
-def listed(*items: Any) -> dict[str, Any]:
+def object_list(*items: Any) -> dict[str, Any]:
     return {"metadata": {"resourceVersion": "1"}, "items": list(items)}
 
 
@@ -68,7 +68,7 @@ def api() -> Any:
 
 
 async def test_a_reflector_detects_deletions_between_watches(api: Any) -> None:
-    api.lists = [listed(item("a"), item("b")), listed(item("b"), item("c"))]
+    api.lists = [object_list(item("a"), item("b")), object_list(item("b"), item("c"))]
     api.watches = [[("MODIFIED", item("b", 2)), ApiError(410, "Expired", "too old")]]
     seen: list[tuple[str, bool]] = []
     reflector = Reflector(api, "/p", {}, lambda obj, missing: seen.append((obj["metadata"]["uid"], missing)))
@@ -80,7 +80,7 @@ async def test_a_reflector_detects_deletions_between_watches(api: Any) -> None:
 
 
 async def test_a_reflector_waits_for_an_unreachable_api_server(api: Any) -> None:
-    api.lists = [UnreachableError("no"), UnreachableError("no"), listed()]
+    api.lists = [UnreachableError("no"), UnreachableError("no"), object_list()]
     reflector = Reflector(api, "/p", {}, lambda *_: None)
     task = asyncio.create_task(reflector.run())
     assert await wait_for_event(reflector.synced, 5)
@@ -88,7 +88,7 @@ async def test_a_reflector_waits_for_an_unreachable_api_server(api: Any) -> None
 
 
 async def test_an_object_is_watched_while_it_is_used(api: Any) -> None:
-    api.lists = [listed(item("cm")), listed()]
+    api.lists = [object_list(item("cm")), object_list()]
     cache, woken = ObjectCache(api), asyncio.Event()
     assert await cache.use("configmaps", "n", "cm", "pod-1", woken.set) == item("cm")
     assert await cache.use("configmaps", "n", "cm", "pod-2", woken.set) == item("cm")
@@ -137,14 +137,18 @@ async def test_the_status_of_a_pod_that_was_recreated_is_left_alone(api: Any) ->
 async def test_a_token_is_renewed_before_its_expiry_and_kept_on_failure(
     api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answer(token: str, expires: str) -> dict[str, Any]:
+    def token_response(token: str, expires: str) -> dict[str, Any]:
         return {"status": {"token": token, "expirationTimestamp": expires}}
 
     now = 1_000_000_000.0  # 2001-09-09T01:46:40Z
     monkeypatch.setattr(time, "time", lambda: now)
     pod = item("u") | {"spec": {"serviceAccountName": "sa"}}
     source = TokenSource(api, pod, {"path": "token", "audience": "x", "expirationSeconds": 1000})
-    api.answers = [answer("one", "2001-09-09T02:03:20Z"), UnreachableError("no"), answer("two", "2001-09-09T03:46:40Z")]
+    api.answers = [
+        token_response("one", "2001-09-09T02:03:20Z"),
+        UnreachableError("no"),
+        token_response("two", "2001-09-09T03:46:40Z"),
+    ]
     assert await source.get() == "one"
     assert api.calls[0][1] == "/api/v1/namespaces/n/serviceaccounts/sa/token"
     assert api.calls[0][2]["spec"]["boundObjectRef"]["uid"] == "u"
@@ -168,7 +172,7 @@ async def test_the_same_event_again_is_counted(api: Any) -> None:
     task.cancel()
 
 
-class ProbeLog:
+class ProbeRecorder:
     """Callbacks of probes that record their calls."""
 
     def __init__(self) -> None:
@@ -178,26 +182,26 @@ class ProbeLog:
         return probes.ProbeCallbacks(
             started=lambda: self.log.append("started"),
             ready=lambda ready: self.log.append(f"ready={ready}"),
-            unhealthy=lambda kind, _: self.log.append(f"{kind.value} bad"),
+            unhealthy=lambda kind, _: self.log.append(f"{kind.value} unhealthy"),
             failed=lambda kind, _: self.log.append(f"{kind.value} failed"),
         )
 
 
 async def run_probe(container: dict[str, Any], results: list[bool]) -> list[Any]:
-    record = ProbeLog()
+    recorder = ProbeRecorder()
 
     async def check(_: Any, __: float) -> ProbeResult:
         if not results:
             await asyncio.Event().wait()
         return ProbeResult(results.pop(0))
 
-    task = asyncio.create_task(probes.run_probes(container, check, record.callbacks()))
+    task = asyncio.create_task(probes.run_probes(container, check, recorder.callbacks()))
     while results and not task.done():  # noqa: ASYNC110 - polls a fake
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    return record.log
+    return recorder.log
 
 
 FAST = {"periodSeconds": 0.01}
@@ -210,20 +214,24 @@ async def test_a_container_without_probes_is_ready_once_it_has_started() -> None
 async def test_readiness_has_thresholds_both_ways() -> None:
     container = {"readinessProbe": {**FAST, "successThreshold": 2, "failureThreshold": 2}}
     log = await run_probe(container, [True, False, True, True, False, True, False, False])
-    bad = "readiness bad"
-    assert log == ["started", bad, "ready=True", bad, bad, bad, "ready=False"]
+    unhealthy = "readiness unhealthy"
+    assert log == ["started", unhealthy, "ready=True", unhealthy, unhealthy, unhealthy, "ready=False"]
 
 
 async def test_liveness_fails_after_its_threshold_only() -> None:
     container = {"livenessProbe": {**FAST, "failureThreshold": 2}}
     log = await run_probe(container, [False, True, False, False])
     assert log[-1] == "liveness failed"
-    assert log.count("liveness bad") == 3
+    assert log.count("liveness unhealthy") == 3
 
 
 async def test_a_failed_startup_probe_requests_a_restart_and_starts_no_other_probe() -> None:
     container = {"startupProbe": {**FAST, "failureThreshold": 2}, "livenessProbe": FAST}
-    assert await run_probe(container, [False, False, True]) == ["startup bad", "startup bad", "startup failed"]
+    assert await run_probe(container, [False, False, True]) == [
+        "startup unhealthy",
+        "startup unhealthy",
+        "startup failed",
+    ]
 
 
 def test_ports_are_numbers_or_names() -> None:

@@ -25,9 +25,9 @@ def test_program_folders_are_the_environment_its_interpreter_and_editable_source
     (base / "python3").touch()
     (bin_folder / "python").symlink_to(base / "python3")
 
-    found = program_folders(bin_folder, [str(source), str(tmp_path / "venv/lib/site-packages"), "", "/no/such.zip"])
+    folders = program_folders(bin_folder, [str(source), str(tmp_path / "venv/lib/site-packages"), "", "/no/such.zip"])
 
-    assert found == tuple(sorted(str(one) for one in (tmp_path / "venv", tmp_path / "base", source)))
+    assert folders == tuple(sorted(str(folder) for folder in (tmp_path / "venv", tmp_path / "base", source)))
 
 
 def test_a_program_folder_below_a_volume_of_the_node_is_mounted_again() -> None:
@@ -37,31 +37,31 @@ def test_a_program_folder_below_a_volume_of_the_node_is_mounted_again() -> None:
         Mount("/state/pods/1/volumes/x", "/opt/venv/x"),
     ]
 
-    found = remount_hidden(volumes, ["/tmp/checkout/.venv", "/srv/venv", "/opt/venv"], "/state")
+    mounts = remount_hidden(volumes, ["/tmp/checkout/.venv", "/srv/venv", "/opt/venv"], "/state")
 
-    assert found == (Mount("/tmp/checkout/.venv", "/tmp/checkout/.venv", read_only=True),)
+    assert mounts == (Mount("/tmp/checkout/.venv", "/tmp/checkout/.venv", read_only=True),)
 
 
 def test_a_copy_of_the_agent_folder_starts_its_interpreter(tmp_path: Path) -> None:
     folder, copy = tmp_path / "agent", tmp_path / "pod" / "trainium"
     create_agent_image(folder, Path(sys.executable).parent)
-    create_agent_image(folder, Path(sys.executable).parent)  # as at the second start of a node
-    prefix = [each.replace(AGENT_MOUNT, str(folder)) for each in AGENT_INTERPRETER]
+    create_agent_image(folder, Path(sys.executable).parent)  # a node starts again
+    prefix = [argument.replace(AGENT_MOUNT, str(folder)) for argument in AGENT_INTERPRETER]
     command = [*prefix, "-c", worker_pod.COPY_AGENT, str(folder), str(copy)]
     for _ in range(2):  # a kubelet may start an init container again
         subprocess.run(command, check=True, env={}, timeout=60)
     script = (
         "import json, sys, trainium_agent, trainium_contract; print(json.dumps([sys.prefix, trainium_agent.__file__]))"
     )
-    started = [each.replace(AGENT_MOUNT, str(copy)) for each in AGENT_INTERPRETER]
-    done = subprocess.run([*started, "-c", script], check=True, env={}, capture_output=True, text=True, timeout=60)
-    prefix_seen, module = json.loads(done.stdout)
-    assert prefix_seen == str(copy)
+    interpreter = [argument.replace(AGENT_MOUNT, str(copy)) for argument in AGENT_INTERPRETER]
+    done = subprocess.run([*interpreter, "-c", script], check=True, env={}, capture_output=True, text=True, timeout=60)
+    reported_prefix, module = json.loads(done.stdout)
+    assert reported_prefix == str(copy)
     assert Path(module).name == "__init__.py"
 
 
 @pytest.mark.parametrize(
-    ("image", "mounted"),
+    ("image", "is_mounted"),
     [
         ("trainium-agent:0.1.0", True),
         ("registry:5000/team/trainium-agent@sha256:abc", True),
@@ -71,5 +71,5 @@ def test_a_copy_of_the_agent_folder_starts_its_interpreter(tmp_path: Path) -> No
         ("", False),
     ],
 )
-def test_only_containers_of_the_agent_image_mount_its_folder(image: str, mounted: bool) -> None:
-    assert [mount.target for mount in agent_mounts(image, Path("/node/agent"))] == [AGENT_MOUNT] * mounted
+def test_only_containers_of_the_agent_image_mount_its_folder(image: str, is_mounted: bool) -> None:
+    assert [mount.target for mount in agent_mounts(image, Path("/node/agent"))] == [AGENT_MOUNT] * is_mounted

@@ -39,7 +39,7 @@ def pod(policy: str = "Never", *, init: str | None = None, main: int = 1, **meta
     return {"metadata": {"name": "p", "namespace": "n", "uid": "u", "generation": 1, **metadata}, "spec": spec}
 
 
-def view(name: str, state: State, kind: ContainerKind = ContainerKind.MAIN, **more: Any) -> ContainerSnapshot:
+def container(name: str, state: State, kind: ContainerKind = ContainerKind.MAIN, **more: Any) -> ContainerSnapshot:
     return ContainerSnapshot(name, "i", kind, state, **more)
 
 
@@ -58,12 +58,12 @@ def view(name: str, state: State, kind: ContainerKind = ContainerKind.MAIN, **mo
     ],
 )
 def test_the_phase_is_computed_from_the_main_containers(policy: str, states: list[State], expected: str) -> None:
-    views = [view(f"m{number}", state) for number, state in enumerate(states)]
+    views = [container(f"m{number}", state) for number, state in enumerate(states)]
     assert phase(pod(policy, main=len(states)), views, terminal=False) == expected
 
 
 def test_a_container_in_back_off_counts_as_having_run() -> None:
-    waiting = view("m0", Waiting("CrashLoopBackOff"), last=ended(1))
+    waiting = container("m0", Waiting("CrashLoopBackOff"), last=ended(1))
     assert phase(pod("Always"), [waiting], terminal=False) == "Running"
 
 
@@ -77,14 +77,14 @@ def test_a_container_in_back_off_counts_as_having_run() -> None:
     ],
 )
 def test_a_pod_is_pending_until_its_init_containers_are_done(policy: str, state: State, expected: str) -> None:
-    views = [view("i0", state, ContainerKind.INIT), view("m0", Waiting("PodInitializing"))]
+    views = [container("i0", state, ContainerKind.INIT), container("m0", Waiting("PodInitializing"))]
     assert phase(pod(policy, init=""), views, terminal=False) == expected
 
 
 def test_a_running_sidecar_keeps_the_pod_running() -> None:
-    views = [view("i0", UP, ContainerKind.SIDECAR, started=True), view("m0", ended(0))]
+    views = [container("i0", UP, ContainerKind.SIDECAR, started=True), container("m0", ended(0))]
     assert phase(pod(init="Always"), views, terminal=False) == "Running"
-    views[0] = view("i0", ended(143), ContainerKind.SIDECAR)
+    views[0] = container("i0", ended(143), ContainerKind.SIDECAR)
     assert phase(pod(init="Always"), views, terminal=False) == "Succeeded"
 
 
@@ -101,13 +101,13 @@ def render(spec: dict[str, Any], views: list[ContainerSnapshot], **more: Any) ->
 
 
 def conditions(status: dict[str, Any]) -> dict[str, tuple[str, str | None]]:
-    return {c["type"]: (c["status"], c["reason"]) for c in status["conditions"]}
+    return {condition["type"]: (condition["status"], condition["reason"]) for condition in status["conditions"]}
 
 
 def test_an_unready_container_is_named() -> None:
-    status = render(pod(main=2), [view("m0", UP, ready=True), view("m1", UP)])
+    status = render(pod(main=2), [container("m0", UP, ready=True), container("m1", UP)])
     assert conditions(status)["Ready"] == ("False", "ContainersNotReady")
-    assert next(c for c in status["conditions"] if c["type"] == "Ready")["message"] == (
+    assert next(condition for condition in status["conditions"] if condition["type"] == "Ready")["message"] == (
         "containers with unready status: [m1]"
     )
 
@@ -115,7 +115,7 @@ def test_an_unready_container_is_named() -> None:
 def test_a_ready_pod_waits_for_its_gates() -> None:
     spec = pod()
     spec["spec"]["readinessGates"] = [{"conditionType": "x/y"}]
-    views = [view("m0", UP, ready=True)]
+    views = [container("m0", UP, ready=True)]
     assert conditions(render(spec, views))["Ready"] == ("False", "ReadinessGatesNotReady")
     spec["status"] = {"conditions": [{"type": "x/y", "status": "True"}]}
     assert conditions(render(spec, views))["Ready"] == ("True", None)
@@ -125,7 +125,8 @@ def test_a_transition_time_changes_only_with_the_status_of_its_condition() -> No
     spec = pod()
     old = {"type": "Ready", "status": "True", "lastTransitionTime": "2025-01-01T00:00:00Z"}
     spec["status"] = {"conditions": [old]}
-    times = {c["type"]: c["lastTransitionTime"] for c in render(spec, [view("m0", UP, ready=True)])["conditions"]}
+    status = render(spec, [container("m0", UP, ready=True)])
+    times = {condition["type"]: condition["lastTransitionTime"] for condition in status["conditions"]}
     assert times["Ready"] == "2025-01-01T00:00:00Z"
     assert times["ContainersReady"] == NOW
 
@@ -133,19 +134,19 @@ def test_a_transition_time_changes_only_with_the_status_of_its_condition() -> No
 def test_a_pod_never_leaves_a_final_phase() -> None:
     spec = pod(generation=5)
     spec["status"] = {"phase": "Failed", "reason": "Evicted", "message": "why", "observedGeneration": 1}
-    status = render(spec, [view("m0", UP)])
+    status = render(spec, [container("m0", UP)])
     assert (status["phase"], status["reason"], status["observedGeneration"]) == ("Failed", "Evicted", 1)
 
 
 def test_a_failure_sets_phase_and_reason() -> None:
-    status = render(pod(), [view("m0", CREATING)], terminal=True, failure=("NotSupported", "because"))
+    status = render(pod(), [container("m0", CREATING)], terminal=True, failure=("NotSupported", "because"))
     assert (status["phase"], status["reason"], status["message"]) == ("Failed", "NotSupported", "because")
 
 
 def test_a_container_that_never_ran_shows_the_epoch() -> None:
     state = Terminated(128, "StartError", "no", 0.0, 2.0, "process://x")
-    found = render(pod(), [view("m0", state)], terminal=True)["containerStatuses"][0]["state"]["terminated"]
-    assert (found["startedAt"], found["finishedAt"]) == ("1970-01-01T00:00:00Z", "1970-01-01T00:00:02Z")
+    terminated = render(pod(), [container("m0", state)], terminal=True)["containerStatuses"][0]["state"]["terminated"]
+    assert (terminated["startedAt"], terminated["finishedAt"]) == ("1970-01-01T00:00:00Z", "1970-01-01T00:00:02Z")
 
 
 def test_the_first_restart_is_immediate_and_later_ones_wait_twice_as_long() -> None:
@@ -166,8 +167,10 @@ def test_a_back_off_is_never_negative_nor_longer_than_five_minutes(finished: flo
 
 
 @pytest.mark.parametrize(
-    ("asked", "own", "expected"), [(None, 30, 30), (5, 30, 5), (0, 7, 7), (None, 0, 1), (60, 30, 60)]
+    ("deletion_seconds", "pod_seconds", "expected"), [(None, 30, 30), (5, 30, 5), (0, 7, 7), (None, 0, 1), (60, 30, 60)]
 )
-def test_the_grace_period_is_that_of_the_deletion_or_of_the_pod(asked: int | None, own: int, expected: int) -> None:
-    metadata = {} if asked is None else {"deletionGracePeriodSeconds": asked}
-    assert grace_seconds({"metadata": metadata, "spec": {"terminationGracePeriodSeconds": own}}) == expected
+def test_the_grace_period_is_set_by_the_deletion_or_by_the_pod(
+    deletion_seconds: int | None, pod_seconds: int, expected: int
+) -> None:
+    metadata = {} if deletion_seconds is None else {"deletionGracePeriodSeconds": deletion_seconds}
+    assert grace_seconds({"metadata": metadata, "spec": {"terminationGracePeriodSeconds": pod_seconds}}) == expected

@@ -8,7 +8,7 @@ from trainium_devcluster.node.api.client import Api, ApiError
 from trainium_devcluster.node.pods.resource_claims import ClaimError, check_claims
 
 
-class Claims:
+class FakeClaimApi:
     """Fake of an API server that has claims."""
 
     def __init__(self, **claims: dict[str, Any]) -> None:
@@ -22,42 +22,46 @@ class Claims:
         return {"metadata": {"name": name}, "status": self._claims[name]}
 
 
-def pod(claims: list[dict[str, str]], made: list[dict[str, str]] | None = None) -> dict[str, Any]:
+def pod(claims: list[dict[str, str]], created: list[dict[str, str]] | None = None) -> dict[str, Any]:
     metadata = {"name": "w-0", "namespace": "default", "uid": "u"}
-    return {"metadata": metadata, "spec": {"resourceClaims": claims}, "status": {"resourceClaimStatuses": made or []}}
+    return {
+        "metadata": metadata,
+        "spec": {"resourceClaims": claims},
+        "status": {"resourceClaimStatuses": created or []},
+    }
 
 
-TEMPLATED = [{"name": "neuron", "resourceClaimTemplateName": "t"}]
-MADE = [{"name": "neuron", "resourceClaimName": "c"}]
+FROM_TEMPLATE = [{"name": "neuron", "resourceClaimTemplateName": "t"}]
+CREATED = [{"name": "neuron", "resourceClaimName": "c"}]
 ALLOCATED = {"allocation": {"devices": {}}, "reservedFor": [{"resource": "pods", "uid": "u"}]}
 
 
-async def checked(pod: dict[str, Any], **claims: dict[str, Any]) -> None:
-    api: Api = Claims(**claims)  # type: ignore[assignment]
+async def check_with(pod: dict[str, Any], **claims: dict[str, Any]) -> None:
+    api: Api = FakeClaimApi(**claims)  # type: ignore[assignment]
     await check_claims(api, pod)
 
 
 async def test_a_pod_starts_with_its_claims_and_without_any() -> None:
-    await checked(pod(TEMPLATED, MADE), c=ALLOCATED)
-    await checked(pod([{"name": "neuron", "resourceClaimName": "c"}]), c=ALLOCATED)
-    await checked(pod([]))
+    await check_with(pod(FROM_TEMPLATE, CREATED), c=ALLOCATED)
+    await check_with(pod([{"name": "neuron", "resourceClaimName": "c"}]), c=ALLOCATED)
+    await check_with(pod([]))
 
 
 @pytest.mark.parametrize(
-    ("made", "status", "sentence"),
+    ("created", "status", "sentence"),
     [
         ([], None, "the resource claim of neuron has not been created yet"),
-        (MADE, None, 'resource claim c: .*"c" not found'),
-        (MADE, {}, "resource claim c is not allocated"),
+        (CREATED, None, 'resource claim c: .*"c" not found'),
+        (CREATED, {}, "resource claim c is not allocated"),
         (
-            MADE,
+            CREATED,
             {**ALLOCATED, "reservedFor": [{"resource": "pods", "uid": "other"}]},
             "resource claim c is not reserved for pod default/w-0",
         ),
     ],
 )
 async def test_a_pod_waits_for_its_claims_with_a_message(
-    made: list[dict[str, str]], status: dict[str, Any] | None, sentence: str
+    created: list[dict[str, str]], status: dict[str, Any] | None, sentence: str
 ) -> None:
     with pytest.raises(ClaimError, match=sentence):
-        await checked(pod(TEMPLATED, made), **({} if status is None else {"c": status}))
+        await check_with(pod(FROM_TEMPLATE, created), **({} if status is None else {"c": status}))

@@ -1,4 +1,4 @@
-"""A membership, and the store that the agents of a generation share, in one process."""
+"""Build memberships, and a fake of the store that the agents of a generation share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import Member, Membership, Transition
 
 
-def membership_at(port: int = 1, *, nodes: int = 2, generation: int = 1, uid: str = "uid") -> Membership:
+def build_membership(port: int = 1, *, nodes: int = 2, generation: int = 1, uid: str = "uid") -> Membership:
     members = tuple(
         Member(
             pod_uid=f"{uid}-{rank}",
@@ -29,8 +29,8 @@ def membership_at(port: int = 1, *, nodes: int = 2, generation: int = 1, uid: st
     )
 
 
-class Shared:
-    """Values, counters and the shared state."""
+class FakeGenerationStore:
+    """A store of a generation in memory: values, counters and the shared state."""
 
     def __init__(self, **state: Any) -> None:
         self._state = GenerationState(**state)
@@ -39,8 +39,10 @@ class Shared:
 
     def connect(self) -> None: ...
 
-    def update_state(self, follow: Callable[[GenerationState], GenerationState]) -> GenerationState:
-        self._state = follow(self._state)
+    def close(self) -> None: ...
+
+    def update_state(self, next_state: Callable[[GenerationState], GenerationState]) -> GenerationState:
+        self._state = next_state(self._state)
         return self._state
 
     def state(self) -> GenerationState:
@@ -55,9 +57,9 @@ class Shared:
     def get(self, key: str) -> str:
         return self.values[key]
 
-    def has(self, key: str) -> bool:
-        return key in self.values
+    def has(self, *keys: str) -> bool:
+        return all(key in self.values for key in keys)
 
-    def count(self, key: str, more: int = 0) -> int:
-        self.counts[key] = self.counts.get(key, 0) + more
+    def count(self, key: str, increment: int = 0) -> int:
+        self.counts[key] = self.counts.get(key, 0) + increment
         return self.counts[key]
