@@ -1,4 +1,4 @@
-"""Real Hugging Face folders of tiny Llamas made by `transformers`, and checkpoints as a run leaves them.
+"""Write tiny Llamas as Hugging Face folders with `transformers`, and checkpoints of runs.
 
 model = save_base(tmp_path / "base", dtype=torch.bfloat16, num_hidden_layers=3)
 write_run(tmp_path / "run", shape, {"model.norm.weight": tensor}, step=7, settings={"weights": digest})
@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
 def save_base(
     folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, largest: str = "5GB", **fields: Any
 ) -> Any:
-    """Save a Llama of random weights; returns the model."""
+    """Save a Llama of random weights and return the model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -48,16 +48,16 @@ def save_base(
 
 
 SPECIAL_TOKENS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-"""Numbers that a class would take from a published model, beyond a small vocabulary."""
+"""Without these, a class takes the ids of a published model, which are beyond a small vocabulary."""
 
 
 def save_family(folder: Path, model_type: str, **fields: Any) -> Path:
-    """Save a model of a family whose norms and biases are random too; returns the folder."""
+    """Save a model of a family with random norms and biases, and return the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    given = TINY | SPECIAL_TOKENS | {"initializer_range": 0.2} | fields
-    config = AutoConfig.for_model(model_type, **given)
+    settings = TINY | SPECIAL_TOKENS | {"initializer_range": 0.2} | fields
+    config = AutoConfig.for_model(model_type, **settings)
     model: torch.nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -67,16 +67,16 @@ def save_family(folder: Path, model_type: str, **fields: Any) -> Path:
     return folder
 
 
-def with_flipped_bit(data: bytes, place: int = -1) -> bytes:
+def with_flipped_bit(data: bytes, offset: int = -1) -> bytes:
     """Return the data with one altered bit."""
     altered = bytearray(data)
-    altered[place] ^= 1
+    altered[offset] ^= 1
     return bytes(altered)
 
 
-def flip_bit(path: Path, place: int = -1) -> None:
+def flip_bit(path: Path, offset: int = -1) -> None:
     """Alter one bit of a file."""
-    path.write_bytes(with_flipped_bit(path.read_bytes(), place))
+    path.write_bytes(with_flipped_bit(path.read_bytes(), offset))
 
 
 def write_run(
@@ -92,8 +92,8 @@ def write_run(
         TensorSource(f"model.{name}", tensor.dtype, tensor.shape, tensor.detach) for name, tensor in weights.items()
     ]
     position = Position(step=step, samples=step * 8, tokens=step * 100)
-    fixed = {"model": shape.to_json(), "seed": 0, "data": "d" * 64, "globalBatch": 8} | dict(settings or {})
-    write_whole(open_storage(str(root)), sources, position, fixed, Retry())
+    all_settings = {"model": shape.to_json(), "seed": 0, "data": "d" * 64, "globalBatch": 8} | dict(settings or {})
+    write_whole(open_storage(str(root)), sources, position, all_settings, Retry())
 
 
 SHAPE = ModelShape(
@@ -123,7 +123,7 @@ def initial_model(shape: ModelShape) -> Llama:
 
 @dataclass
 class TunedModel:
-    """A run of LoRA that has ended, with its base."""
+    """A finished LoRA run and its base."""
 
     folder: Path
     base: Any
@@ -154,7 +154,7 @@ def save_tuned(
 ) -> TunedModel:
     """Save a tuned model: `save_tuned(tmp_path, lora={"targets": ["lm_head"]}, artifacts={...})`."""
     model = save_base(folder / "base", **base or {})
-    opened = BaseWeights.open(str(folder / "base"))
+    base_weights = BaseWeights.open(str(folder / "base"))
     config = TrainingConfig.model_validate(
         {
             "model": {"weights": str(folder / "base")},
@@ -164,12 +164,12 @@ def save_tuned(
         }
     )
     shape = ModelShape(
-        **{name: getattr(opened.shape, name) for name in ModelShape.__slots__}
+        **{name: getattr(base_weights.shape, name) for name in ModelShape.__slots__}
         | {"vocab_size": vocabulary + padding, "vocab_padding": padding}
     )
     generator = torch.Generator().manual_seed(5)
     sizes = select_trainable(shape, config.tuning).sizes
     trained = {name: torch.randn(size, generator=generator) * 0.2 for name, size in sizes.items()}
-    settings = {"weights": opened.digest, "tuning": config.tuning.to_wire()}
+    settings = {"weights": base_weights.digest, "tuning": config.tuning.to_wire()}
     write_run(folder / "run", shape, trained, settings=settings)
     return TunedModel(folder, model, config, shape, trained)

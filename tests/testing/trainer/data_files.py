@@ -1,8 +1,11 @@
-"""Small files of every format, and data configurations for them."""
+"""Small files of every format, data configurations for them, and their batches."""
 
+import contextlib
 import csv
+import functools
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +15,22 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from trainium_contract.trainer.data import DataConfig
+from trainium_trainer.data.batches.micro_batches import RankBatch, Share
 from trainium_trainer.data.batches.samples import Samples
 from trainium_trainer.data.dataset import Dataset, open_data
+from trainium_trainer.data.loader import Loader, SampleBatchBuilder
 from trainium_trainer.data.prepared.reader import PreparedData
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 
 TEXTS = [f"document number {number} says hello to the world of tokens" for number in range(40)]
 END = "<|endoftext|>"
+TABLE = pa.table({"text": TEXTS})
+CSV_ROWS = [{"id": "1, 2", "text": text} for text in TEXTS]
+LARGE_STRINGS = pa.table({"text": pa.array(TEXTS, pa.large_string())})
 
 
 class TokenRange:
-    """The run of tokens first, first + 1, ..."""
+    """A sequence of tokens that count up from `first`."""
 
     def __init__(self, tokens: int, first: int = 0) -> None:
         self.tokens = tokens
@@ -33,14 +41,14 @@ class TokenRange:
         return np.arange(self.first + start, self.first + stop, dtype=np.uint16)
 
 
-def data_config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:
+def data_config(tmp_path: Path, source: Path | str, **settings: Any) -> DataConfig:
     fields = {
         "sequence_length": 16,
         "cache_directory": str(tmp_path / "cache"),
         "tokenizer": {"vocab_size": 300},
         "workers": 1,
     }
-    return DataConfig.model_validate({**fields, "source": str(source), **more})
+    return DataConfig.model_validate({**fields, "source": str(source), **settings})
 
 
 def open_text(settings: DataConfig) -> Dataset:
@@ -74,33 +82,23 @@ def write_array(path: Path) -> None:
     path.write_text(json.dumps([{"id": 1, "text": text} for text in TEXTS], indent=1))
 
 
-def write_csv(path: Path) -> None:
+def write_csv(path: Path, rows: Sequence[dict[str, Any]] = CSV_ROWS) -> None:
     with path.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, ["id", "text"])
+        writer = csv.DictWriter(stream, list(rows[0]))
         writer.writeheader()
-        writer.writerows({"id": "1, 2", "text": text} for text in TEXTS)
+        writer.writerows(rows)
 
 
 def write_parquet(path: Path) -> None:
     parquet.write_table(pa.table({"id": list(range(40)), "text": TEXTS}), path, row_group_size=7)
 
 
-def write_arrow_file(path: Path) -> None:
-    table = pa.table({"text": TEXTS})
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=9)
-
-
-def write_arrow_chunk(path: Path) -> None:
-    table = pa.table({"text": pa.array(TEXTS, pa.large_string())})
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-
-
-def write_arrow_stream(path: Path) -> None:
-    table = pa.table({"text": TEXTS})
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=9)
+def write_arrow(
+    path: Path, table: pa.Table = TABLE, *, rows: int | None = 9, open_writer: Any = pa.ipc.new_file
+) -> None:
+    """Write batches of so many rows, or one; `open_writer`: that of the file or of the stream format."""
+    with pa.OSFile(str(path), "wb") as sink, open_writer(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
 
 
 FORMATS = {
@@ -110,21 +108,28 @@ FORMATS = {
     "d.json": write_array,
     "d.csv": write_csv,
     "d.parquet": write_parquet,
-    "d.arrow": write_arrow_file,
-    "c.arrow": write_arrow_chunk,
-    "s.arrow": write_arrow_stream,
+    "d.arrow": write_arrow,
+    "c.arrow": functools.partial(write_arrow, table=LARGE_STRINGS, rows=None),
+    "s.arrow": functools.partial(write_arrow, open_writer=pa.ipc.new_stream),
 }
 
 
 def decode_all(data: Dataset, tokens: Any = None) -> str:
-    """Decode some tokens, by default all of the first source."""
+    """Decode tokens, by default all of the first source."""
     if tokens is None:
         assert isinstance(data.training, Samples)
-        run = data.training.parts[0].sequence
-        tokens = run.read(0, run.tokens)
+        sequence = data.training.parts[0].sequence
+        tokens = sequence.read(0, sequence.tokens)
     return load_tokenizer(data.tokenizer).decode(list(tokens), skip_special_tokens=False)
 
 
 def read_prepared(cache: Path) -> PreparedData:
     (folder,) = cache.glob("tokens-*[0-9a-f]")
     return PreparedData(folder)
+
+
+def read_batch(samples: Samples, share: Share, position: int) -> RankBatch:
+    """Read the batch of one rank at a global position."""
+    loader = Loader(SampleBatchBuilder(samples, share), global_size=share.global_size)
+    with contextlib.closing(loader):
+        return loader.batch_at(position)

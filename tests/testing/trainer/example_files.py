@@ -1,4 +1,4 @@
-"""Records, tokenizers of models' kinds, and data configurations for them."""
+"""Records, tokenizers like those of models, and data configurations for them."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ CHAT = (
     "{{ '<|head|>' + message['role'] + '<|tail|>\n\n' + message['content'] | trim + '<|eot|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|head|>assistant<|tail|>\n\n' }}{% endif %}"
 )
-"""As Llama 3 has it."""
+"""A template like that of Llama 3."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -31,12 +31,12 @@ END_OF_TEXT = "<|endoftext|>"
 
 def make_records(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Return instructions in two categories, every third one with a context."""
-    choose = random.Random(seed)
+    rng = random.Random(seed)
     return [
         {
             "instruction": f"say {WORDS[number % 12]} number {number}",
-            "context": " ".join(choose.choices(WORDS, k=9)) if number % 3 == 0 else "",
-            "response": " ".join(choose.choices(WORDS, k=choose.randint(1, 12))),
+            "context": " ".join(rng.choices(WORDS, k=9)) if number % 3 == 0 else "",
+            "response": " ".join(rng.choices(WORDS, k=rng.randint(1, 12))),
             "category": ("open_qa", "information_extraction")[number % 2],
         }
         for number in range(count)
@@ -54,9 +54,9 @@ def write_tokenizer(
     specials: Sequence[str] = (BOS, EOS, PAD, TURN, HEAD, TAIL, "<|im_start|>", "<|im_end|>"),
     bos: bool = True,
     chat: str | None = CHAT,
-    **more: Any,
+    **settings: Any,
 ) -> Path:
-    """Write a byte-level BPE with special tokens, as in a model's folder; `bos`: it begins texts with BOS."""
+    """Write a byte-level BPE with special tokens, as in a model's folder; `bos`: whether it adds BOS to texts."""
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(_train_tokenizer(tuple(specials), bos=bos))
     names = (
@@ -65,7 +65,7 @@ def write_tokenizer(
         else {}
     )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, **({"chat_template": chat} if chat else {})}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | more))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | settings))
     return folder / "tokenizer.json"
 
 
@@ -88,8 +88,8 @@ def _train_tokenizer(specials: tuple[str, ...], *, bos: bool) -> str:
     return str(tokenizer.to_str())
 
 
-def make_config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:
-    """Return format Instruction in sequences of 64, with the tokenizer in `tmp_path/tokenizer` if it is there."""
+def make_config(tmp_path: Path, source: Path | str, **settings: Any) -> DataConfig:
+    """Return a configuration of format Instruction in sequences of 64, with the tokenizer in `tmp_path`, if any."""
     fields: dict[str, Any] = {
         "format": "Instruction",
         "sequence_length": 64,
@@ -98,12 +98,10 @@ def make_config(tmp_path: Path, source: Path | str, **more: Any) -> DataConfig:
     }
     folder = tmp_path / "tokenizer"
     fields["tokenizer"] = {"path": str(folder)} if folder.exists() else {"vocab_size": 300}
-    return DataConfig.model_validate({**fields, "source": str(source), **more})
+    return DataConfig.model_validate({**fields, "source": str(source), **settings})
 
 
 def open_encoded(settings: DataConfig, *, batch: int = 8, epochs: float = 0.0) -> ExampleDataset:
-    from pathlib import Path
-
     assert settings.cache_directory is not None
     cache = Path(settings.cache_directory)
     cache.mkdir(exist_ok=True)
@@ -118,16 +116,14 @@ def encode(tmp_path: Path, rows: Sequence[Mapping[str, Any]], **settings: Any) -
 
 
 def decode(data: ExampleDataset, source: int = 0) -> list[tuple[str, str]]:
-    """Decode each stored example: all of it, and the part that is learned."""
+    """Decode each stored example: its whole text, and the part that is learned."""
     tokenizer = load_tokenizer(data.tokenizer)
     stored = data.sources[source].stored
-    found = []
-    for number in range(len(stored)):
-        ids, loss_mask = stored.example(number)
-        found.append(
-            (
-                str(tokenizer.decode(ids.tolist(), skip_special_tokens=False)),
-                str(tokenizer.decode(ids[loss_mask].tolist(), skip_special_tokens=False)),
-            )
+    examples = (stored.example(number) for number in range(len(stored)))
+    return [
+        (
+            str(tokenizer.decode(ids.tolist(), skip_special_tokens=False)),
+            str(tokenizer.decode(ids[loss_mask].tolist(), skip_special_tokens=False)),
         )
-    return found
+        for ids, loss_mask in examples
+    ]

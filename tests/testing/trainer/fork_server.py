@@ -1,7 +1,4 @@
-"""The process from which tests fork processes that need torch or Arrow: it has imported both, once in each test lane.
-
-There is one in a process of tests, and it imports its modules before its first use: so all users have the same ones.
-"""
+"""Fork processes of tests from a server that has imported torch and Arrow, once in each test lane."""
 
 import multiprocessing
 import os
@@ -13,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _IMPORTED = (
-    "torch._dynamo",  # what the first DTensor imports
+    "torch._dynamo",  # imported by the first DTensor
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
     "pyarrow",
@@ -31,7 +28,7 @@ _IMPORTED = (
 
 
 def fork_context() -> multiprocessing.context.ForkServerContext:
-    """Return its context."""
+    """Return the context that forks from the server with all imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED])
     return context
@@ -40,10 +37,10 @@ def fork_context() -> multiprocessing.context.ForkServerContext:
 def run_python(
     *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -c TEXT …`, `python -m MODULE …` or `python FILE …` in such a process."""
+    """Run `python -c TEXT …`, `python -m MODULE …` or `python FILE …` in a forked process."""
     with tempfile.TemporaryDirectory() as folder:
-        given = (arguments, dict(os.environ if env is None else env), cwd or Path.cwd(), Path(folder))
-        process = fork_context().Process(target=_run, args=given)
+        process_arguments = (arguments, dict(os.environ if env is None else env), cwd or Path.cwd(), Path(folder))
+        process = fork_context().Process(target=_run, args=process_arguments)
         process.start()
         process.join()
         assert process.exitcode is not None

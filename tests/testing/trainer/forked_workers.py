@@ -1,7 +1,7 @@
-"""Tokenizing processes that are forked from one that has imported what they need, in place of clean starts.
+"""Fork tokenizing processes from a process that has imported their modules, in place of clean starts.
 
-A start costs 0.4 processor seconds, most of them imports, and the tests of data have hundreds. What a process does from
-there on is its own code; tests of how processes start, end and are killed take `pool.start_process` as it is.
+A clean start costs 0.4 processor seconds, mostly for imports, and the tests of data have hundreds. Tests of how
+processes start, end and are killed use the real `pool.start_process`.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ CLEAN_START = pool.start_process
 
 
 class ForkedProcess:
-    """A process as the pool uses it."""
+    """The interface of a process that the pool uses."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         """`process` has been started."""
@@ -36,12 +36,12 @@ class ForkedProcess:
         return self._process.exitcode
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self._process.kill()
 
 
-def work(connection: Connection, environment: dict[str, str]) -> None:
-    """Do what `python -m trainium_trainer.data.workers.pool` does."""
+def run_worker(connection: Connection, environment: dict[str, str]) -> None:
+    """Run the worker process, like `python -m trainium_trainer.data.workers.pool`."""
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)
@@ -52,13 +52,13 @@ def work(connection: Connection, environment: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def forked_workers() -> Iterator[None]:
-    """Let pools fork their processes."""
+    """Replace the start of worker processes by forks."""
     context = fork_context()
 
     def start(theirs: socket.socket, environment: dict[str, str]) -> ForkedProcess:
         connection = Connection(os.dup(theirs.fileno()))
         with connection:
-            process = context.Process(target=work, args=(connection, environment))
+            process = context.Process(target=run_worker, args=(connection, environment))
             process.start()
         return ForkedProcess(process)
 

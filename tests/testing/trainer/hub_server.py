@@ -1,12 +1,12 @@
-"""A Hugging Face hub that answers on loopback: models and data sets with files, some gated, downloads that break off.
+"""A Hugging Face hub on loopback with models and data sets; tests can refuse access and truncate downloads.
 
     with HubServer() as hub:
         hub.add("owner/model", {"config.json": b"{}", "model.safetensors": b"..."}, token="hf_secret")
-        hub.cut("model.safetensors", after=1000)        # the next download of that file ends there
+        hub.truncate_next_download("model.safetensors", after=1000)
         ...
         assert hub.requests[-1].range == "bytes=1000-"
 
-It speaks what `huggingface_hub` and `datasets` ask for: information, trees and paths of a repository, HEAD and GET of
+It serves `huggingface_hub` and `datasets`: information, trees and paths of repositories, HEAD and GET of
 files with ranges, error codes; and commits, to which safetensors and Parquet are uploaded by the batch API of Git LFS,
 in parts where they are large. A data set is added as `datasets/owner/name`.
 """
@@ -30,7 +30,7 @@ PART_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as it came in."""
+    """One request, as received."""
 
     method: str
     path: str
@@ -43,7 +43,7 @@ class _Repository:
     commits: dict[str, dict[str, bytes]]
     """Files by commit, the oldest first."""
     token: str | None
-    """Needed to read files; None: anybody may."""
+    """Needed to read files; None: no token is needed."""
 
     def files(self, revision: str) -> dict[str, bytes] | None:
         return self.commits.get(self.commit(revision))
@@ -59,9 +59,9 @@ class HubServer:
         self.repositories: dict[str, _Repository] = {}
         self.requests: list[Request] = []
         self.cuts: dict[str, int] = {}
-        """File -> bytes after which its next download breaks off."""
+        """Bytes after which the next download ends, by file."""
         self.refused: set[str] = set()
-        """Files that nobody gets."""
+        """Files whose downloads are refused."""
         self.writer = ""
         """Token that may create repositories."""
         self.created: list[dict[str, Any]] = []
@@ -93,9 +93,9 @@ class HubServer:
 
     def add(self, name: str, files: dict[str, bytes], *, token: str | None = None) -> str:
         """Add a repository, or a commit to it, and return the commit; with `token` only that token reads files."""
-        found = self.repositories.setdefault(name, _Repository({}, token))
-        commit = f"{COMMIT[:-1]}{len(found.commits)}"
-        found.commits[commit] = files
+        repository = self.repositories.setdefault(name, _Repository({}, token))
+        commit = f"{COMMIT[:-1]}{len(repository.commits)}"
+        repository.commits[commit] = files
         return commit
 
     def truncate_next_download(self, file: str, *, after: int) -> None:
@@ -104,9 +104,8 @@ class HubServer:
 
     def downloaded_files(self) -> list[str]:
         """Return the names of the files whose bytes were requested."""
-        return [
-            each.path.rpartition("/")[2] for each in self.requests if each.method == "GET" and "/api/" not in each.path
-        ]
+        downloads = [item.path for item in self.requests if item.method == "GET" and "/api/" not in item.path]
+        return [path.rpartition("/")[2] for path in downloads]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -122,48 +121,48 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(url.path).lstrip("/")
         token = self.headers.get("Authorization")
         self.hub.requests.append(Request(self.command, f"/{path}", self.headers.get("Range"), token))
-        sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.hub.status is not None and path.startswith(self.hub.failing):
             self._error(self.hub.status, None)
             return
         if self.command == "POST" and path in ("api/repos/create", "api/validate-yaml"):
-            self._create(json.loads(sent)) if path.endswith("create") else self._json({"errors": [], "warnings": []})
+            self._create(json.loads(content)) if path.endswith("create") else self._json({"errors": [], "warnings": []})
             return
         if path.startswith("lfs/"):
-            self._receive(sent, *path.split("/")[1:])
+            self._receive(content, *path.split("/")[1:])
             return
         if path.endswith(".git/info/lfs/objects/batch"):
-            self._json({"objects": [self._upload_action(each) for each in json.loads(sent)["objects"]]})
+            self._json({"objects": [self._upload_action(large_file) for large_file in json.loads(content)["objects"]]})
             return
-        information = path.startswith("api/")
-        short = path.removeprefix("api/").removeprefix("models/")
-        name = "/".join(short.split("/")[: 3 if short.startswith("datasets/") else 2])
+        is_api = path.startswith("api/")
+        repository_path = path.removeprefix("api/").removeprefix("models/")
+        name = "/".join(repository_path.split("/")[: 3 if repository_path.startswith("datasets/") else 2])
         repository = self.hub.repositories.get(name)
         if repository is None:
             self._error(404, "RepoNotFound")
             return
-        what, _, rest = short.removeprefix(name).strip("/").partition("/")
+        endpoint, _, rest = repository_path.removeprefix(name).strip("/").partition("/")
         revision, _, file = rest.replace(PARQUET, "main", 1).partition("/") if rest else ("main", "", "")
         files = repository.files(revision)
         allowed = repository.token is None or token == f"Bearer {repository.token}"
-        if not allowed and (what == "auth-check" or not information):
+        if not allowed and (endpoint == "auth-check" or not is_api):
             self._error(401 if token is None else 403, "GatedRepo")
         elif files is None:
             self._error(404, "RevisionNotFound")
-        elif what == "tree":
+        elif endpoint == "tree":
             self._json(_list_folder(files, file, recursive="recursive=true" in url.query.lower()))
-        elif what == "paths-info":
-            wanted = parse_qs(sent.decode())["paths"]
+        elif endpoint == "paths-info":
+            wanted = parse_qs(content.decode())["paths"]
             self._json([entry for entry in _list_folder(files, "", recursive=True) if entry["path"] in wanted])
-        elif what in ("preupload", "commit"):
-            if what == "commit":
-                self.hub.add(name, files | dict(map(self._parse_added_file, sent.decode().splitlines()[1:])))
+        elif endpoint in ("preupload", "commit"):
+            if endpoint == "commit":
+                self.hub.add(name, files | dict(map(self._parse_added_file, content.decode().splitlines()[1:])))
                 self._json({"commitUrl": f"{self.hub.url}/{name}/commit/{repository.commit('main')}", "commitOid": "x"})
                 return
-            known = {entry["path"]: entry for entry in _list_folder(files, "", recursive=True)}
-            modes = [_upload_mode(file["path"], known.get(file["path"])) for file in json.loads(sent)["files"]]
+            entries = {entry["path"]: entry for entry in _list_folder(files, "", recursive=True)}
+            modes = [_upload_mode(file["path"], entries.get(file["path"])) for file in json.loads(content)["files"]]
             self._json({"files": modes})
-        elif information:
+        elif is_api:
             siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
             about = {"id": name.removeprefix("datasets/"), "sha": repository.commit(revision), "siblings": siblings}
             self._json(about | {"private": False, "tags": []})
@@ -174,20 +173,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = _serve  # noqa: N815 - the names that the library calls
 
-    def _create(self, wanted: dict[str, Any]) -> None:
-        name = f"{wanted['organization']}/{wanted['name']}"
+    def _create(self, repository: dict[str, Any]) -> None:
+        name = f"{repository['organization']}/{repository['name']}"
         if self.headers.get("Authorization") != f"Bearer {self.hub.writer}":
             self._error(403, None)
         elif name in self.hub.repositories:
             self._json({"url": f"{self.hub.url}/{name}"}, 409)
         else:
             self.hub.add(name, {})
-            self.hub.created.append(wanted)
+            self.hub.created.append(repository)
             self._json({"url": f"{self.hub.url}/{name}"})
 
-    def _upload_action(self, wanted: dict[str, Any]) -> dict[str, Any]:
+    def _upload_action(self, large_file: dict[str, Any]) -> dict[str, Any]:
         """Return the upload action of a Git LFS object, or none if the object exists."""
-        oid, size = wanted["oid"], wanted["size"]
+        oid, size = large_file["oid"], large_file["size"]
         if oid in self.hub.objects:
             return {"oid": oid, "size": size}
         address = f"{self.hub.url}/lfs/{oid}"
@@ -198,19 +197,19 @@ class _Handler(BaseHTTPRequestHandler):
         actions = {"upload": upload, "verify": {"href": f"{address}/verify"}}
         return {"oid": oid, "size": size, "actions": actions}
 
-    def _receive(self, sent: bytes, oid: str, what: str = "whole") -> None:
+    def _receive(self, content: bytes, oid: str, part: str = "whole") -> None:
         """Store a large file or a part of it, join the parts, or verify the digest."""
-        if what == "verify":
+        if part == "verify":
             self._json({}) if oid in self.hub.objects else self._error(404, None)
-        elif what == "whole":
+        elif part == "whole":
             parts = self.hub.parts.pop(oid, {})
-            data = b"".join(parts[number] for number in sorted(parts)) if self.command == "POST" else sent
+            data = b"".join(parts[number] for number in sorted(parts)) if self.command == "POST" else content
             if hashlib.sha256(data).hexdigest() == oid:
                 self.hub.objects[oid] = data
             self._json({}) if oid in self.hub.objects else self._error(422, None)
         else:
-            self.hub.parts.setdefault(oid, {})[int(what)] = sent
-            self._answer(200, b"", {"ETag": f'"{what}"'}, body=True)
+            self.hub.parts.setdefault(oid, {})[int(part)] = content
+            self._answer(200, b"", {"ETag": f'"{part}"'}, body=True)
 
     def _parse_added_file(self, line: str) -> tuple[str, bytes]:
         """Return path and contents of a file in a commit."""
@@ -219,8 +218,8 @@ class _Handler(BaseHTTPRequestHandler):
         large = entry["key"] == "lfsFile"
         return value["path"], self.hub.objects[value["oid"]] if large else base64.b64decode(value["content"])
 
-    def _json(self, content: Any, status: int = 200) -> None:
-        self._answer(status, json.dumps(content).encode(), {"Content-Type": "application/json"}, body=True)
+    def _json(self, document: Any, status: int = 200) -> None:
+        self._answer(status, json.dumps(document).encode(), {"Content-Type": "application/json"}, body=True)
 
     def _file(self, files: dict[str, bytes], file: str, commit: str, *, body: bool) -> None:
         data = files.get(file)
@@ -255,16 +254,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, b"", {"X-Error-Code": code} if code else {}, body=True)
 
 
-def _upload_mode(path: str, known: dict[str, Any] | None) -> dict[str, Any]:
+def _upload_mode(path: str, entry: dict[str, Any] | None) -> dict[str, Any]:
     """Return how a file is uploaded, and what the repository has under its name."""
     mode = "lfs" if path.endswith(_LARGE) else "regular"
-    found = {"path": path, "uploadMode": mode, "shouldIgnore": False}
-    return found | ({"oid": known.get("lfs", known)["oid"]} if known else {})
+    answer = {"path": path, "uploadMode": mode, "shouldIgnore": False}
+    return answer | ({"oid": entry.get("lfs", entry)["oid"]} if entry else {})
 
 
 def _list_folder(files: dict[str, bytes], folder: str, *, recursive: bool = False) -> list[dict[str, Any]]:
     """Return the entries of a folder as the hub lists them."""
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for path, data in files.items():
         below = path.removeprefix(f"{folder}/") if folder else path
         if folder and below == path:
@@ -272,11 +271,16 @@ def _list_folder(files: dict[str, bytes], folder: str, *, recursive: bool = Fals
         head, _, deeper = below.partition("/")
         if deeper and not recursive:
             name = f"{folder}/{head}".lstrip("/")
-            found[name] = {"type": "directory", "path": name, "size": 0, "oid": hashlib.sha1(name.encode()).hexdigest()}
+            entries[name] = {
+                "type": "directory",
+                "path": name,
+                "size": 0,
+                "oid": hashlib.sha1(name.encode()).hexdigest(),
+            }
         else:
             blob = hashlib.sha1(b"blob %d\0%b" % (len(data), data)).hexdigest()
-            found[path] = {"type": "file", "path": path, "size": len(data), "oid": blob}
+            entries[path] = {"type": "file", "path": path, "size": len(data), "oid": blob}
             if path.endswith(_LARGE):
                 digest = hashlib.sha256(data).hexdigest()
-                found[path]["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 134}
-    return [*found.values()]
+                entries[path]["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 134}
+    return [*entries.values()]

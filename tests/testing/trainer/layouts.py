@@ -1,4 +1,4 @@
-"""Overrides of a run that choose its layout, and what each layout is compared at."""
+"""Command-line overrides that choose the layout of a run."""
 
 import pytest
 
@@ -9,9 +9,9 @@ TP, SP = "parallelism.tensor=2", "parallelism.sequence=true"
 PP, CP = "parallelism.pipeline=2", "parallelism.context=2"
 SHARDED, ZERO = "dataParallel=FullySharded", "dataParallel=ShardedOptimizer"
 TWO_PASSES = "batch.microSize=4"
-"""Half as many passes as usual in a step, for ranks whose passes take long."""
+"""Half as many passes in a step as by default, for layouts with slow passes."""
 VALIDATION = "data.validation={fraction: 0.2, split: Tail, everySteps: 4, samples: 5}"
-"""An odd number of samples, so that the ranks' shares differ."""
+"""An odd number of samples, so that ranks have different numbers of samples."""
 
 
 def has_pipelines() -> bool:

@@ -1,4 +1,4 @@
-"""MLflow's own server with SQLite on loopback, which can be stopped and started again."""
+"""Run the server of MLflow with SQLite on loopback; tests can restart it."""
 
 import contextlib
 import os
@@ -26,9 +26,9 @@ class MlflowServer:
         self.address = f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the server and wait until it answers."""
         command = (
-            # The pipe ends with this process, and the group of the server with the pipe.
+            # The pipe closes when this process ends; then the shell kills the process group of the server.
             "sh", "-c", '"$@" & cat; kill -KILL 0', "server",
             sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", self._port, "--workers", "1",
             "--backend-store-uri", f"sqlite:///{self._folder}/mlflow.db",
@@ -42,7 +42,7 @@ class MlflowServer:
         until(self._answers, lambda: f"the server answers: {log.read_text()}", seconds=120, pause=0.2)
 
     def stop(self) -> None:
-        """Kill it."""
+        """Kill the server."""
         if self._process is None or self._process.stdin is None:
             return
         os.killpg(self._process.pid, signal.SIGKILL)

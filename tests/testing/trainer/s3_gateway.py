@@ -1,11 +1,11 @@
-"""A real S3 server (versitygw) over a folder, on loopback, behind a proxy that injects faults.
+"""Run a real S3 server (versitygw) over a folder on loopback, behind a proxy that injects faults.
 
-    with serving(tmp_path, monkeypatch) as server:      # has the bucket "bucket"; clients find it by the environment
+    with run_gateway(tmp_path, monkeypatch) as server:  # has the bucket "bucket"; clients use the environment
         server.fail(Fault(status=503, times=2, method="PUT"))
         ...
         assert server.objects("bucket")["key"] == b"..."
 
-Faults are tried in order for each request; the first that fits and is not used up acts. `requests` lists what came in.
+The first remaining fault that fits a request acts on it. `requests` lists all requests.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as it came in."""
+    """One request, as received."""
 
     method: str
     bucket: str
@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(slots=True)
 class Fault:
-    """Something that goes wrong with the next `times` requests that fit."""
+    """A fault of the next `times` requests that fit."""
 
     status: int | None = None
     """Answer with this status instead of serving."""
@@ -56,7 +56,7 @@ class Fault:
     stall: threading.Event | None = None
     """Do not answer before this is set, and then close the connection; a client that gives up sees a timeout."""
     after: bool = False
-    """Serve the request first, then let the client see the fault: the answer is lost, the effect is not."""
+    """Serve the request first: its effect remains, and the client receives the fault."""
     cut: int | None = None
     """Close the connection after this many bytes of the answer's body."""
     method: str | None = None
@@ -64,7 +64,7 @@ class Fault:
     times: float = 1
 
     def applies_to(self, request: Request) -> bool:
-        """Return whether it acts on this request; counts it."""
+        """Return whether the fault acts on this request, and count it."""
         if self.times <= 0 or (self.method is not None and self.method != request.method) or not self.fits(request):
             return False
         self.times -= 1
@@ -120,8 +120,8 @@ class S3Gateway:
     def objects(self, bucket: str) -> dict[str, bytes]:
         """Return the objects of a bucket by key."""
         root = self._buckets / bucket
-        found = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
-        return {key: path.read_bytes() for key, path in found.items() if not key.startswith(".sgwtmp")}
+        paths = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
+        return {key: path.read_bytes() for key, path in paths.items() if not key.startswith(".sgwtmp")}
 
     def uploads(self, bucket: str) -> list[str]:
         """Return the multipart uploads that were neither completed nor aborted."""
@@ -136,7 +136,7 @@ class S3Gateway:
             os.utime(path, (modified, modified))
 
     def fail(self, fault: Fault) -> Fault:
-        """Let something go wrong from now on."""
+        """Inject a fault from now on."""
         with self._lock:
             self._faults.append(fault)
         return fault
@@ -148,7 +148,7 @@ class S3Gateway:
             return next((fault for fault in self._faults if fault.applies_to(request)), None)
 
     def _start(self, program: Path) -> bool:
-        """Start at a free port; False when another process has taken it meanwhile."""
+        """Start at a free port; return False if another process has taken the port."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address: tuple[str, int] = probe.getsockname()
@@ -178,7 +178,7 @@ class S3Gateway:
 
 @contextlib.contextmanager
 def run_gateway(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
-    """Run a server with the bucket `bucket`, which this process and those that it starts find by their environment."""
+    """Run a server with the bucket `bucket`, and set the environment of this process to use it."""
     with S3Gateway(folder) as server:
         server.make_bucket("bucket")
         for name, value in server.environment().items():
@@ -187,11 +187,11 @@ def run_gateway(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gat
 
 
 class _Proxy(BaseHTTPRequestHandler):
-    """One connection: its requests go on to the server as they are, signatures included, unless a fault takes them."""
+    """One connection; it forwards requests unchanged, with their signatures, unless a fault acts on them."""
 
     s3: S3Gateway
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # head and body in one packet: else each answer waits for a delayed acknowledgement
+    wbufsize = 1 << 16  # head and body in one packet avoid a delayed acknowledgement
 
     def log_message(self, *args: Any) -> None:
         """Log nothing."""

@@ -1,4 +1,4 @@
-"""Adapters and merged models against peft itself: what it loads, merges and saves is what we write, merge and read."""
+"""Write, merge and read adapters, and compare each with peft."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.testing.trainer.base_models import save_tuned
+from tests.testing.trainer.base_models import save_base, save_tuned
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_trainer import cli
 from trainium_trainer.artifacts.export import export, merge
@@ -17,7 +17,7 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.weights.adapter import AdapterWeights
 
 pytestmark = [
-    # Of one library about another.
+    # Warnings of transformers and peft about each other.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
@@ -42,7 +42,7 @@ def load(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {},
         {"lora": {"targets": ["*_proj"], "rankStabilized": True, "alpha": 3.5}},
@@ -78,10 +78,10 @@ def load(folder: Path) -> Any:
         "a whole module with its bias",
     ],
 )
-def test_peft_loads_our_adapter_and_merges_it_to_our_model(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_peft_loads_our_adapter_and_merges_it_to_our_model(tmp_path: Path, options: dict[str, Any]) -> None:
     from peft import PeftModel
 
-    run = save_tuned(tmp_path, **given)
+    run = save_tuned(tmp_path, **options)
     base = str(tmp_path / "base")
     export(run.root, tmp_path / "adapter", base=base, kind=ArtifactKind.ADAPTER)
     export(run.root, tmp_path / "model", base=base, precision=FLOAT32)
@@ -93,13 +93,13 @@ def test_peft_loads_our_adapter_and_merges_it_to_our_model(tmp_path: Path, given
     assert float((merged - logits(load(tmp_path / "base"))).abs().max()) > 0.05 * scale
 
 
-def test_the_adapter_file_holds_what_was_trained_in_float32(tmp_path: Path) -> None:
+def test_the_adapter_file_has_the_trained_weights_in_float32(tmp_path: Path) -> None:
     run = save_tuned(tmp_path, lora={"dropout": 0.1})
     export(run.root, tmp_path / "adapter", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
-    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert found.keys() == {f"base_model.model.{name}" for name in run.trained}
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert tensors.keys() == {f"base_model.model.{name}" for name in run.trained}
     for name, value in run.trained.items():
-        assert torch.equal(found[f"base_model.model.{name}"], value)
+        assert torch.equal(tensors[f"base_model.model.{name}"], value)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert list(config) == sorted(config)
     expected = {
@@ -111,12 +111,12 @@ def test_the_adapter_file_holds_what_was_trained_in_float32(tmp_path: Path) -> N
     }
     assert expected.items() <= config.items()
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
-    again = AdapterWeights.open(str(tmp_path / "adapter"))
-    assert again.base_digest == run.weights.digest
-    again.check(run.config.tuning, run.shape, run.weights)
+    reopened = AdapterWeights.open(str(tmp_path / "adapter"))
+    assert reopened.base_digest == run.weights.digest
+    reopened.check(run.config.tuning, run.shape, run.weights)
 
 
-def test_every_field_of_the_configuration_is_one_that_peft_knows(tmp_path: Path) -> None:
+def test_peft_knows_every_field_of_the_configuration(tmp_path: Path) -> None:
     from peft import LoraConfig
 
     run = save_tuned(tmp_path)
@@ -126,33 +126,33 @@ def test_every_field_of_the_configuration_is_one_that_peft_knows(tmp_path: Path)
 
 
 @pytest.mark.parametrize("lora", [{}, {"dora": True, "rankPattern": {"up_proj": 2}}], ids=["plain", "DoRA"])
-def test_merging_what_peft_saved_is_what_peft_merges(tmp_path: Path, lora: dict[str, Any]) -> None:
+def test_merging_an_adapter_of_peft_gives_the_model_of_peft(tmp_path: Path, lora: dict[str, Any]) -> None:
     from peft import PeftModel
 
     run = save_tuned(tmp_path, lora={"targets": ["*_proj"]} | lora, base=UNTIED, trainable=["model.norm"])
-    export(run.root, tmp_path / "ours", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
-    with_peft = PeftModel.from_pretrained(load(tmp_path / "base"), str(tmp_path / "ours"))
-    with_peft.save_pretrained(tmp_path / "theirs")
-    merge(str(tmp_path / "base"), str(tmp_path / "theirs"), tmp_path / "merged", precision=FLOAT32)
-    merge(str(tmp_path / "base"), str(tmp_path / "ours"), tmp_path / "merged2", precision=FLOAT32)
+    export(run.root, tmp_path / "exported", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
+    with_peft = PeftModel.from_pretrained(load(tmp_path / "base"), str(tmp_path / "exported"))
+    with_peft.save_pretrained(tmp_path / "by-peft")
+    merge(str(tmp_path / "base"), str(tmp_path / "by-peft"), tmp_path / "merged", precision=FLOAT32)
+    merge(str(tmp_path / "base"), str(tmp_path / "exported"), tmp_path / "merged-exported", precision=FLOAT32)
     expected = logits(with_peft.merge_and_unload())
     torch.testing.assert_close(logits(load(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5)
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("merged", "merged2")]
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("merged", "merged-exported")]
     assert files[0] == files[1]
 
 
 def test_merging_into_a_file_of_half_precision_rounds_once(tmp_path: Path) -> None:
     run = save_tuned(tmp_path, base={"dtype": torch.bfloat16})
     export(run.root, tmp_path / "model", base=str(tmp_path / "base"), precision=ArtifactPrecision.BFLOAT16)
-    found = load_file(tmp_path / "model" / "model.safetensors")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
     for name, before in run.base.named_parameters():
         if name.endswith("q_proj.weight"):
             module = name.removesuffix(".weight")
-            narrow, wide = (run.trained[f"{module}.lora_{side}.weight"] for side in "AB")
-            exact = before.detach().double() + 3.0 * (wide.double() @ narrow.double())
-            assert torch.equal(found[name], exact.bfloat16())
+            lora_a, lora_b = (run.trained[f"{module}.lora_{side}.weight"] for side in "AB")
+            exact = before.detach().double() + 3.0 * (lora_b.double() @ lora_a.double())
+            assert torch.equal(tensors[name], exact.bfloat16())
         elif not name.endswith("v_proj.weight"):
-            assert torch.equal(found[name], before.detach())
+            assert torch.equal(tensors[name], before.detach())
 
 
 def test_grown_rows_are_kept_and_rows_of_padding_left_out(tmp_path: Path) -> None:
@@ -174,8 +174,6 @@ def test_grown_rows_are_kept_and_rows_of_padding_left_out(tmp_path: Path) -> Non
 
 
 def test_an_adapter_is_not_merged_into_a_model_that_does_not_fit(tmp_path: Path) -> None:
-    from tests.testing.trainer.base_models import save_base
-
     run = save_tuned(tmp_path)
     export(run.root, tmp_path / "adapter", base=str(tmp_path / "base"), kind=ArtifactKind.ADAPTER)
     save_base(tmp_path / "sibling", seed=9)
@@ -211,5 +209,5 @@ def test_the_commands_merge_and_export_adapters(tmp_path: Path, capsys: pytest.C
         (["a.0.v", "a.1.v", "head"], ["head", "v"]),
     ],
 )
-def test_targets_are_short_where_short_names_mean_no_other_module(modules: list[str], names: list[str]) -> None:
+def test_targets_are_short_where_short_names_are_unambiguous(modules: list[str], names: list[str]) -> None:
     assert short_names(modules, ["a.0.q", "a.1.q", "a.0.v", "a.1.v", "head"]) == names

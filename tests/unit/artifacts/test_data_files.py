@@ -1,4 +1,4 @@
-"""Every tensor is in one file, files are neither too large nor too small, and each safetensors reader opens them."""
+"""Divide tensors into files of suitable sizes that each safetensors reader opens."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ SIZES = st.dictionaries(
 
 @given(sizes=SIZES, dtype=st.sampled_from(sorted(TORCH_TYPES)), max_file_bytes=st.integers(1, 5_000))
 @settings(max_examples=trials(60))
-def test_files_hold_every_tensor_once_in_order_and_are_as_large_as_they_may_be(
+def test_files_hold_every_tensor_once_in_order_and_are_filled(
     sizes: Mapping[str, tuple[int, ...]], dtype: str, max_file_bytes: int
 ) -> None:
     files = plan_files(sizes, dtype, "model", max_file_bytes=max_file_bytes)
@@ -31,13 +31,13 @@ def test_files_hold_every_tensor_once_in_order_and_are_as_large_as_they_may_be(
     assert len({file.name for file in files}) == len(files)
     assert build_index(files)["weight_map"].keys() == sizes.keys()
     lengths = [[math.prod(size) * TORCH_TYPES[dtype].itemsize for _, size in file.tensors] for file in files]
-    for one, following in zip(lengths, [*lengths[1:], [max_file_bytes + 1]], strict=True):
-        assert sum(one) <= max_file_bytes or len(one) == 1
-        assert sum(one) + following[0] > max_file_bytes
+    for file_lengths, following in zip(lengths, [*lengths[1:], [max_file_bytes + 1]], strict=True):
+        assert sum(file_lengths) <= max_file_bytes or len(file_lengths) == 1
+        assert sum(file_lengths) + following[0] > max_file_bytes
     assert build_index(files)["metadata"]["total_size"] == sum(map(sum, lengths))
     for file in files:
-        found = parse_header(file.header[LENGTH_BYTES:], file.name, file.size)
-        assert {name: each.shape for name, each in found.items()} == dict(file.tensors)
+        entries = parse_header(file.header[LENGTH_BYTES:], file.name, file.size)
+        assert {name: entry.shape for name, entry in entries.items()} == dict(file.tensors)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_files_hold_every_tensor_once_in_order_and_are_as_large_as_they_may_be(
         (16_000_000_000, 1_000, SMALLEST),
     ],
 )
-def test_all_ranks_have_files_to_write_where_those_are_worth_it(total: int, writers: int, max_file_bytes: int) -> None:
+def test_all_ranks_have_files_to_write_if_files_are_large_enough(total: int, writers: int, max_file_bytes: int) -> None:
     row = 1_000_000
     sizes = {f"w{number}": (row,) for number in range(total // row // 2)}
     files = plan_files(sizes, "BF16", "model", writers=writers)
@@ -65,6 +65,6 @@ def test_the_library_of_the_format_reads_what_the_headers_describe() -> None:
     sizes = {"a": (3, 5), "b": (7,), "c": (2, 2)}
     (file,) = plan_files(sizes, "F32", "x", metadata={"base_digest": "d"})
     tensors = {name: torch.randn(size) for name, size in sizes.items()}
-    found = load(file.header + b"".join(tensor.numpy().tobytes() for tensor in tensors.values()))
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    loaded = load(file.header + b"".join(tensor.numpy().tobytes() for tensor in tensors.values()))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     assert len(file.header) % 8 == 0

@@ -1,4 +1,4 @@
-"""A model in Hugging Face's form, against `transformers` itself: names, shapes, rotary scaling, logits."""
+"""Export models as Hugging Face folders, and compare with `transformers`."""
 
 import json
 import os
@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "intermediate_size"
 FLOAT32 = ArtifactPrecision.FLOAT32
 
 
-def model_of(**fields: Any) -> tuple[Llama, ModelShape]:
+def create_model(**fields: Any) -> tuple[Llama, ModelShape]:
     shape = resolve_shape(ModelConfig.model_validate(SMALL | fields), 72)
     model = Llama(shape)
     generator = torch.Generator().manual_seed(1)
@@ -35,9 +35,9 @@ def model_of(**fields: Any) -> tuple[Llama, ModelShape]:
     return model, shape
 
 
-def run_of(folder: Path, **fields: Any) -> tuple[Llama, ModelShape]:
+def write_model_run(folder: Path, **fields: Any) -> tuple[Llama, ModelShape]:
     """Write a run's checkpoint below `folder/run`."""
-    model, shape = model_of(**fields)
+    model, shape = create_model(**fields)
     write_run(folder / "run", shape, dict(model.named_parameters()))
     return model, shape
 
@@ -49,7 +49,7 @@ def run_of(folder: Path, **fields: Any) -> tuple[Llama, ModelShape]:
         {"tie_embeddings": False},
         {"head_dim": 16, "num_key_value_heads": 1},
         {"rope_scaling": {"kind": "Linear", "factor": 3.0}},
-        # Short waves are kept, long ones slowed and those between mixed, all within these few positions.
+        # These few positions cover all three bands of wavelengths.
         {"rope_scaling": {"original_max_positions": 64}, "rope_theta": 500.0},
     ],
     ids=["tied", "untied", "wide heads", "linear", "llama3"],
@@ -57,7 +57,7 @@ def run_of(folder: Path, **fields: Any) -> tuple[Llama, ModelShape]:
 def test_transformers_computes_the_same_logits(tmp_path: Path, fields: dict[str, Any]) -> None:
     from transformers import LlamaForCausalLM
 
-    model, shape = run_of(tmp_path, **fields)
+    model, shape = write_model_run(tmp_path, **fields)
     assert export(str(tmp_path / "run"), tmp_path / "out", precision=FLOAT32) == 7
     reference, report = LlamaForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True, dtype=torch.float32
@@ -72,7 +72,7 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, fields: dict[str,
 def test_large_models_are_written_in_parts_that_an_index_names(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    model, shape = run_of(tmp_path, tie_embeddings=False)
+    model, shape = write_model_run(tmp_path, tie_embeddings=False)
     weights = dict(model.named_parameters())
     export(str(tmp_path / "run"), tmp_path / "out", max_file_bytes=10_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -81,18 +81,18 @@ def test_large_models_are_written_in_parts_that_an_index_names(tmp_path: Path) -
     assert sorted(set(index["weight_map"].values())) == files
     assert index["metadata"]["total_size"] == 2 * count_parameters(shape)
     assert index["weight_map"].keys() == parameter_sizes(shape).keys()
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name in files:
-        found |= load_file(tmp_path / "out" / name)
-    assert found.keys() == weights.keys()
-    for name, value in found.items():
+        tensors |= load_file(tmp_path / "out" / name)
+    assert tensors.keys() == weights.keys()
+    for name, value in tensors.items():
         assert torch.equal(value, weights[name].bfloat16())
 
 
 def test_rows_of_padding_are_left_out(tmp_path: Path) -> None:
     from dataclasses import replace
 
-    model, shape = model_of(tie_embeddings=False)
+    model, shape = create_model(tie_embeddings=False)
     write_run(tmp_path / "run", replace(shape, vocab_padding=5), dict(model.named_parameters()))
     export(str(tmp_path / "run"), tmp_path / "out", precision=FLOAT32)
     written = BaseWeights.open(str(tmp_path / "out"))
@@ -104,16 +104,16 @@ def test_rows_of_padding_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_model_of_another_size_is_refused_and_leaves_no_complete_folder(tmp_path: Path) -> None:
-    model, _ = model_of()
-    _, other = model_of(intermediate_size=64)
+    model, _ = create_model()
+    _, other = create_model(intermediate_size=64)
     write_run(tmp_path / "run", other, dict(model.named_parameters()))
     with pytest.raises(UserError, match=r"gate_proj\.weight has the size \[48, 32\], but the model's is \[64, 32\]"):
         export(str(tmp_path / "run"), tmp_path / "out")
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:
-    run_of(tmp_path)
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
+    write_model_run(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="is not empty: name a folder that does not exist yet"):
@@ -121,8 +121,8 @@ def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
-def test_an_export_that_is_done_is_not_done_again(tmp_path: Path) -> None:
-    run_of(tmp_path)
+def test_a_complete_export_is_not_repeated(tmp_path: Path) -> None:
+    write_model_run(tmp_path)
     export(str(tmp_path / "run"), tmp_path / "out")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     export(str(tmp_path / "run"), tmp_path / "out")
@@ -131,18 +131,18 @@ def test_an_export_that_is_done_is_not_done_again(tmp_path: Path) -> None:
         export(str(tmp_path / "run"), tmp_path / "out", precision=FLOAT32)
 
 
-def test_files_have_the_rights_that_the_umask_gives(tmp_path: Path) -> None:
-    run_of(tmp_path)
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    write_model_run(tmp_path)
     before = os.umask(0o027)
     try:
         export(str(tmp_path / "run"), tmp_path / "out")
     finally:
         os.umask(before)
-    rights = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
-    assert rights == dict.fromkeys(["README.md", "artifact.json", "config.json", "model.safetensors"], 0o640)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert modes == dict.fromkeys(["README.md", "artifact.json", "config.json", "model.safetensors"], 0o640)
 
 
-def test_a_run_that_trained_a_part_needs_its_base_and_no_other(tmp_path: Path) -> None:
+def test_a_run_that_trained_a_part_of_a_model_needs_its_base(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", tie_word_embeddings=False)
     save_base(tmp_path / "other", tie_word_embeddings=False, seed=3)
     opened = BaseWeights.open(str(tmp_path / "base"))
@@ -158,13 +158,13 @@ def test_a_run_that_trained_a_part_needs_its_base_and_no_other(tmp_path: Path) -
     export(root, tmp_path / "out", base=str(tmp_path / "base"), precision=FLOAT32)
     written = BaseWeights.open(str(tmp_path / "out"))
     for name, value in (dict(base.named_parameters()) | tuned).items():
-        found = torch.empty(value.shape)
-        written.fill(name, (0,) * value.dim(), found)
-        assert torch.equal(found, value)
+        target = torch.empty(value.shape)
+        written.fill(name, (0,) * value.dim(), target)
+        assert torch.equal(target, value)
 
 
 def test_a_run_without_an_adapter_has_none_to_export(tmp_path: Path) -> None:
-    run_of(tmp_path)
+    write_model_run(tmp_path)
     with pytest.raises(UserError, match="the run trained no adapter: leave out --adapter"):
         export(str(tmp_path / "run"), tmp_path / "out", kind=ArtifactKind.ADAPTER)
 
@@ -172,7 +172,7 @@ def test_a_run_without_an_adapter_has_none_to_export(tmp_path: Path) -> None:
 def test_the_command_reports_its_result_or_the_reason_of_its_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_of(tmp_path)
+    write_model_run(tmp_path)
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float16"]) == 0
     assert capsys.readouterr().out == f"exported step 7 to {tmp_path / 'out'}\n"
     assert BaseWeights.open(str(tmp_path / "out")).dtype("model.norm.weight") == torch.float16

@@ -1,4 +1,4 @@
-"""The rows of a finished model, asked for by several threads at once as a writer does."""
+"""Merge rows of a finished model in several threads at once."""
 
 import sys
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ MODULES = ("q_proj", "k_proj", "v_proj")
 SIZE, RANK = 4, 2
 
 
-class InMemory:
+class DictParameters:
     """Parameters in a dictionary."""
 
     def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
@@ -38,15 +38,15 @@ def frequent_thread_switches() -> Iterator[None]:
 @pytest.mark.usefixtures("frequent_thread_switches")
 def test_threads_that_merge_different_weights_each_take_their_own_adapter() -> None:
     frozen = {f"{name}.weight": torch.zeros(SIZE, SIZE) for name in MODULES}
-    trained = {f"{name}.lora_A.weight": torch.full((RANK, SIZE), 1.0 + place) for place, name in enumerate(MODULES)}
+    trained = {f"{name}.lora_A.weight": torch.full((RANK, SIZE), 1.0 + index) for index, name in enumerate(MODULES)}
     trained |= {f"{name}.lora_B.weight": torch.ones(SIZE, RANK) for name in MODULES}
-    result = MergedParameters(InMemory(trained), trained.keys(), InMemory(frozen), lambda _: 1.0)
-    asked = [place for _ in range(2000) for place in range(len(MODULES))]
+    result = MergedParameters(DictParameters(trained), trained.keys(), DictParameters(frozen), lambda _: 1.0)
+    modules = [index for _ in range(2000) for index in range(len(MODULES))]
 
-    def first_value(place: int) -> float:
-        return float(result.rows(f"{MODULES[place]}.weight", 0, SIZE, torch.float32)[0, 0])
+    def first_value(index: int) -> float:
+        return float(result.rows(f"{MODULES[index]}.weight", 0, SIZE, torch.float32)[0, 0])
 
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(first_value, asked))
+        values = list(pool.map(first_value, modules))
 
-    assert found == [RANK * (1.0 + place) for place in asked]
+    assert values == [RANK * (1.0 + index) for index in modules]

@@ -1,4 +1,4 @@
-"""Artifacts are pushed to a hub that answers on loopback, through the hub's own library."""
+"""Push artifacts to a hub on loopback, through the library of the hub."""
 
 import logging
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.artifacts.push import open_repository, push_artifact
 from trainium_trainer.exits import StorageError, UserError
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the hub's library, of its client
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # from huggingface_hub about httpx
 TOKEN = "hf_token_that_must_never_be_shown"
 REPO = "acme/tuned"
 
@@ -23,10 +23,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # Xet's service is not on loopback
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with HubServer() as running:
-        running.writer = TOKEN
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
-        yield running
+    with HubServer() as server:
+        server.writer = TOKEN
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
 def config(**push: Any) -> TrainingConfig:
@@ -36,15 +36,15 @@ def config(**push: Any) -> TrainingConfig:
     )
 
 
-def written(tmp_path: Path) -> list[ArtifactReport]:
-    found = []
+def write_artifacts(tmp_path: Path) -> list[ArtifactReport]:
+    reports = []
     for kind in ("Adapter", "Model"):
         folder = tmp_path / kind
         folder.mkdir()
         (folder / "README.md").write_text(f"---\nlicense: mit\n---\n{kind}")
         (folder / "weights.safetensors").write_bytes(kind.encode() * (PART_BYTES // 2))
-        found.append(ArtifactReport(kind=kind, path=str(folder), step=7))
-    return found
+        reports.append(ArtifactReport(kind=kind, path=str(folder), step=7))
+    return reports
 
 
 def test_a_push_is_one_commit_and_an_unchanged_push_adds_none(
@@ -56,7 +56,7 @@ def test_a_push_is_one_commit_and_an_unchanged_push_adds_none(
         open_repository(config())
     (created,) = hub.created
     assert created["visibility"] == "private"
-    artifacts = written(tmp_path)
+    artifacts = write_artifacts(tmp_path)
     address = push_artifact(push, artifacts, lambda: None)
     assert address.startswith(f"{hub.url}/{REPO}/commit/")
     (_, commit) = hub.repositories[REPO].commits.values()
@@ -70,7 +70,7 @@ def test_a_push_is_one_commit_and_an_unchanged_push_adds_none(
     push_artifact(adapter, artifacts, lambda: None)
     assert len(hub.repositories[REPO].commits) == commits
     assert TOKEN not in caplog.text
-    assert {each.token for each in hub.requests if each.method == "POST"} <= {f"Bearer {TOKEN}", None}
+    assert {request.token for request in hub.requests if request.method == "POST"} <= {f"Bearer {TOKEN}", None}
 
 
 def test_a_push_that_cannot_succeed_is_refused_before_the_first_step(
@@ -90,11 +90,11 @@ def test_a_push_that_cannot_succeed_is_refused_before_the_first_step(
         open_repository(config())
 
 
-def test_a_broken_upload_commits_nothing_and_a_repeated_one_sends_only_what_is_missing(
+def test_a_failed_upload_commits_nothing_and_its_repetition_sends_only_missing_files(
     hub: HubServer, tmp_path: Path
 ) -> None:
     push = config().artifacts.push
-    artifacts = written(tmp_path)
+    artifacts = write_artifacts(tmp_path)
     hub.status, hub.failing = 403, "lfs/"
     with pytest.raises(UserError, match=r"the hub refused the token: set HF_TOKEN to one that may write to it"):
         push_artifact(push, artifacts, lambda: None)
@@ -105,7 +105,7 @@ def test_a_broken_upload_commits_nothing_and_a_repeated_one_sends_only_what_is_m
     hub.status = None
     hub.requests.clear()
     push_artifact(push, artifacts, lambda: None)
-    assert not [each for each in hub.requests if each.method == "PUT"], "the object is there"
+    assert not any(request.method == "PUT" for request in hub.requests), "the hub has the object"
     (_, commit) = hub.repositories[REPO].commits.values()
     assert commit["weights.safetensors"] == b"Model" * (PART_BYTES // 2)
 

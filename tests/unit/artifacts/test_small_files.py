@@ -1,4 +1,4 @@
-"""Tokenizer, generation settings and model card are written beside the weights, from the base and the run."""
+"""Write tokenizer, generation settings and model card beside the weights."""
 
 import json
 from pathlib import Path
@@ -21,18 +21,18 @@ FLOAT32 = ArtifactPrecision.FLOAT32
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
-def save_tokenizer(folder: Path, *, more: tuple[str, ...] = (), size: int = 60) -> None:
+def save_tokenizer(folder: Path, *, special_tokens: tuple[str, ...] = (), size: int = 60) -> None:
     """Save a tokenizer as `transformers` does, with a chat template."""
     vocabulary = {word: number for number, word in enumerate(["<s>", "</s>", *(f"w{n}" for n in range(size - 2))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.add_special_tokens({"additional_special_tokens": list(more)})
+    fast.add_special_tokens({"additional_special_tokens": list(special_tokens)})
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
 
 
-def run_of(tmp_path: Path, **settings: Any) -> str:
+def write_tuned_run(tmp_path: Path, **settings: Any) -> str:
     """Write a checkpoint of all weights, tuned from a base with tokenizer and generation settings."""
     model = save_base(tmp_path / "base", eos_token_id=1, bos_token_id=0)
     save_tokenizer(tmp_path / "base")
@@ -43,8 +43,8 @@ def run_of(tmp_path: Path, **settings: Any) -> str:
     return str(tmp_path / "run")
 
 
-def test_tokenizer_template_and_generation_settings_travel_from_the_base(tmp_path: Path) -> None:
-    root = run_of(tmp_path)
+def test_tokenizer_template_and_generation_settings_come_from_the_base(tmp_path: Path) -> None:
+    root = write_tuned_run(tmp_path)
     export(root, tmp_path / "out", base=str(tmp_path / "base"))
     before, after = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("base", "out"))
     assert after("w3 w9").input_ids == before("w3 w9").input_ids
@@ -58,8 +58,8 @@ def test_tokenizer_template_and_generation_settings_travel_from_the_base(tmp_pat
 
 
 def test_a_tokenizer_with_added_tokens_replaces_the_bases(tmp_path: Path) -> None:
-    root = run_of(tmp_path)
-    save_tokenizer(tmp_path / "grown", more=("<|ask|>", "<|answer|>"))
+    root = write_tuned_run(tmp_path)
+    save_tokenizer(tmp_path / "grown", special_tokens=("<|ask|>", "<|answer|>"))
     export(root, tmp_path / "out", base=str(tmp_path / "base"), tokenizer=tmp_path / "grown")
     after = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert after("<|ask|> w1").input_ids == [60, 3]
@@ -92,8 +92,8 @@ def renumber_end(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def always_ends(model: Any) -> dict[str, Any]:
-    """Return weights with which a model always predicts the last token of the vocabulary."""
+def weights_that_predict_the_last_token(model: Any) -> dict[str, Any]:
+    """Return weights with which a model predicts only the last token of the vocabulary."""
     weights = {name: torch.zeros_like(tensor) for name, tensor in model.named_parameters()}
     weights["model.embed_tokens.weight"][:] = 1.0
     weights["model.norm.weight"][:] = 1.0
@@ -101,7 +101,7 @@ def always_ends(model: Any) -> dict[str, Any]:
     return weights
 
 
-def check_end(folder: Path) -> None:
+def assert_stops_at_end(folder: Path) -> None:
     """Check that transformers reads the end token from the folder, and stops there."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "</s>", "<pad>")
@@ -122,10 +122,10 @@ def test_generate_stops_at_the_end_token_of_the_runs_tokenizer_whatever_the_base
     renumber_end(tmp_path / "tokenizer")
     base = BaseWeights.open(str(tmp_path / "base"))
     settings = {"weights": base.digest} if based else {}
-    write_run(tmp_path / "run", base.shape, always_ends(model), settings=settings)
-    named = str(tmp_path / "base") if based else None
-    export(str(tmp_path / "run"), tmp_path / "out", base=named, tokenizer=tmp_path / "tokenizer", precision=FLOAT32)
-    check_end(tmp_path / "out")
+    write_run(tmp_path / "run", base.shape, weights_that_predict_the_last_token(model), settings=settings)
+    base_path = str(tmp_path / "base") if based else None
+    export(str(tmp_path / "run"), tmp_path / "out", base=base_path, tokenizer=tmp_path / "tokenizer", precision=FLOAT32)
+    assert_stops_at_end(tmp_path / "out")
 
 
 TURNS = """{% for m in messages %}<|open|>{{ m['role'] }} {{ m['content'] }}<|close|>
@@ -138,30 +138,38 @@ def test_generate_stops_at_the_end_of_a_turn_where_the_chat_template_has_another
 ) -> None:
     model = save_base(tmp_path / "base", eos_token_id=1, bos_token_id=0, tie_word_embeddings=False)
     folder = tmp_path / ("base" if tuned_with == "the base's tokenizer" else "own")
-    save_tokenizer(folder, more=("<|close", "<|open|>", "<|close|>"), size=WORDS - 3)
+    save_tokenizer(folder, special_tokens=("<|close", "<|open|>", "<|close|>"), size=WORDS - 3)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TURNS
     tokenizer.save_pretrained(folder)
     close = tokenizer.convert_tokens_to_ids("<|close|>")
-    assert close == LAST, "the model answers anything by it"
+    assert close == LAST, "the model predicts only this token"
     base = BaseWeights.open(str(tmp_path / "base"))
-    write_run(tmp_path / "run", base.shape, always_ends(model), settings={"weights": base.digest})
-    own = None if folder.name == "base" else folder
-    export(str(tmp_path / "run"), tmp_path / "out", base=str(tmp_path / "base"), tokenizer=own, precision=FLOAT32)
+    write_run(
+        tmp_path / "run", base.shape, weights_that_predict_the_last_token(model), settings={"weights": base.digest}
+    )
+    tokenizer_folder = None if folder.name == "base" else folder
+    export(
+        str(tmp_path / "run"),
+        tmp_path / "out",
+        base=str(tmp_path / "base"),
+        tokenizer=tokenizer_folder,
+        precision=FLOAT32,
+    )
     tokenizer, model = (kind.from_pretrained(tmp_path / "out") for kind in (AutoTokenizer, AutoModelForCausalLM))
     assert model.generation_config.eos_token_id == [1, close]
-    asked = tokenizer.apply_chat_template(
+    prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "w5"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    answer = model.generate(**asked, max_new_tokens=20, do_sample=False)
-    assert answer[0, asked["input_ids"].shape[1] :].tolist() == [close]
+    answer = model.generate(**prompt, max_new_tokens=20, do_sample=False)
+    assert answer[0, prompt["input_ids"].shape[1] :].tolist() == [close]
 
 
 @pytest.mark.parametrize(
     "template", ["{{ broken", "{{ raise_exception('no') }}", "{{ messages[0]['content'] }}", TEMPLATE]
 )
 def test_a_chat_template_without_an_end_of_turn_token_adds_no_eos_token(tmp_path: Path, template: str) -> None:
-    root = run_of(tmp_path)
+    root = write_tuned_run(tmp_path)
     (tmp_path / "base/chat_template.jinja").write_text(template)
     export(root, tmp_path / "out", base=str(tmp_path / "base"))
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == [1, 2]
@@ -172,16 +180,16 @@ def test_a_model_without_a_tokenizer_has_no_end_token(tmp_path: Path) -> None:
     shape = BaseWeights.open(str(tmp_path / "base")).shape
     write_run(tmp_path / "run", shape, dict(model.named_parameters()))
     export(str(tmp_path / "run"), tmp_path / "out")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert (found.config.bos_token_id, found.config.eos_token_id) == (None, None)
-    assert found.generation_config.eos_token_id is None
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (None, None)
+    assert model.generation_config.eos_token_id is None
 
 
-def test_merging_keeps_the_tokenizer_that_came_with_the_adapter(tmp_path: Path) -> None:
+def test_merging_keeps_the_tokenizer_of_the_adapter(tmp_path: Path) -> None:
     run = save_tuned(tmp_path, base={"tie_word_embeddings": False}, trainable=["lm_head", "embed_tokens", "model.norm"])
-    run.base.load_state_dict(always_ends(run.base))
+    run.base.load_state_dict(weights_that_predict_the_last_token(run.base))
     run.base.save_pretrained(tmp_path / "base")
-    ends = {name: value for name, value in always_ends(run.base).items() if name in run.trained}
+    ends = {name: value for name, value in weights_that_predict_the_last_token(run.base).items() if name in run.trained}
     trained = {name: ends.get(name, torch.zeros_like(value)) for name, value in run.trained.items()}
     settings = {"weights": run.weights.digest, "tuning": run.config.tuning.to_wire()}
     write_run(tmp_path / "second", run.shape, trained, settings=settings)
@@ -191,14 +199,14 @@ def test_merging_keeps_the_tokenizer_that_came_with_the_adapter(tmp_path: Path) 
     tokenizer = tmp_path / "tokenizer"
     export(str(tmp_path / "second"), adapter, base=base, tokenizer=tokenizer, kind=ArtifactKind.ADAPTER)
     merge(base, adapter, tmp_path / "out", precision=FLOAT32)
-    check_end(tmp_path / "out")
+    assert_stops_at_end(tmp_path / "out")
     save_tokenizer(tmp_path / "adapter", size=100)
     with pytest.raises(UserError, match=r"its tokenizer has 100 entries, but the model at --base has 72 rows"):
         merge(base, adapter, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
-def test_a_model_that_came_from_nxd_is_exported_with_its_end(tmp_path: Path) -> None:
+def test_a_converted_nxd_model_is_exported_with_its_end_token(tmp_path: Path) -> None:
     from trainium_trainer.checkpoint.whole_tensors import TensorSource, write_whole
     from trainium_trainer.storage import open_storage
     from trainium_trainer.storage.protocol import Retry
@@ -208,17 +216,17 @@ def test_a_model_that_came_from_nxd_is_exported_with_its_end(tmp_path: Path) -> 
     renumber_end(tmp_path / "tokenizer")
     sources = [
         TensorSource(f"model.{name}", tensor.dtype, tensor.shape, tensor.detach)
-        for name, tensor in always_ends(model).items()
+        for name, tensor in weights_that_predict_the_last_token(model).items()
     ]
     position = Position(step=3, samples=24, tokens=300)
-    # As `convert from-nxd` writes it: with the model's shape and no other setting.
+    # Like `convert from-nxd`: the only setting is the shape of the model.
     write_whole(open_storage(str(tmp_path / "run")), sources, position, {"model": shape.to_json()}, Retry())
     export(str(tmp_path / "run"), tmp_path / "out", tokenizer=tmp_path / "tokenizer", precision=FLOAT32)
-    check_end(tmp_path / "out")
+    assert_stops_at_end(tmp_path / "out")
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    root = run_of(tmp_path)
+    root = write_tuned_run(tmp_path)
     save_tokenizer(tmp_path / "large", size=100)
     with pytest.raises(UserError, match=r"has 100 entries, but the model has 72: name the tokenizer that"):
         export(root, tmp_path / "out", tokenizer=tmp_path / "large")
@@ -252,7 +260,7 @@ def test_the_card_shows_settings_data_losses_and_goodput(tmp_path: Path) -> None
 
 
 def test_an_evaluation_is_put_into_the_card_in_place_of_an_earlier_one(tmp_path: Path) -> None:
-    export(run_of(tmp_path), tmp_path / "out")
+    export(write_tuned_run(tmp_path), tmp_path / "out")
     out = str(tmp_path / "out")
     before = (tmp_path / "out/README.md").read_text()
     add_evaluation(out, "| a | b |\n|---|---|\n| 1 | 2 |\n")

@@ -1,4 +1,4 @@
-"""Ranks write artifacts side by side; killed at any instant, the next start ends with the same files."""
+"""Write artifacts in several ranks; after a kill at any instant, the next start ends with the same files."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ import torch
 from tests.testing.suite.timeouts import until
 from tests.testing.trainer.base_models import flip_bit, save_tuned, write_run
 from tests.testing.trainer.s3_gateway import Fault, S3Gateway, run_gateway
-from tests.unit.artifacts.artifact_ranks import configure_rank_logging, run_command, start
+from tests.unit.artifacts.artifact_ranks import run_command, start_process, write_artifacts_as_rank
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.config import TrainingConfig
@@ -35,8 +35,8 @@ class Killed(BaseException):
     """A process ends here."""
 
 
-class Ranks:
-    """Threads in place of ranks: `Ranks(3).run(function)` calls `function(group)` in each."""
+class RankThreads:
+    """Threads in place of ranks: `RankThreads(3).run(function)` calls `function(group)` in each."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -44,7 +44,7 @@ class Ranks:
         self._values: list[Any] = [None] * size
 
     def run(self, work: Callable[[Any], Any]) -> list[Any]:
-        def one(rank: int) -> Any:
+        def run_rank(rank: int) -> Any:
             try:
                 return work(_Rank(self, rank))
             except BaseException:
@@ -52,7 +52,7 @@ class Ranks:
                 raise
 
         with ThreadPoolExecutor(self.size) as pool:
-            futures = [pool.submit(one, rank) for rank in range(self.size)]
+            futures = [pool.submit(run_rank, rank) for rank in range(self.size)]
         errors = [future.exception() for future in futures]
         for error in sorted(filter(None, errors), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error
@@ -67,14 +67,14 @@ class Ranks:
 
 
 class _Rank:
-    def __init__(self, ranks: Ranks, rank: int) -> None:
+    def __init__(self, ranks: RankThreads, rank: int) -> None:
         self._ranks, self.rank, self.size = ranks, rank, ranks.size
 
     def gather(self, value: Any) -> list[Any]:
         return self._ranks.gather(self.rank, value)
 
 
-class Progress:
+class FakeProgress:
     """Record the progress that is reported."""
 
     def __init__(self) -> None:
@@ -90,50 +90,52 @@ class Progress:
 
 
 class StorageChanges:
+    """The changes of all stores; the process is killed before change number `last`."""
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int | None = None) -> None:
         self.changes: list[str] = []
         self.streams: list[str] = []
         self._last = last
         self._lock = threading.Lock()
-        monkeypatch.setattr(stage, "open_storage", lambda path: CountingStorage(open_storage(path), self))
+        monkeypatch.setattr(stage, "open_storage", lambda path: RecordingStorage(open_storage(path), self))
 
-    def change(self, what: str) -> None:
+    def record(self, change: str) -> None:
         with self._lock:
             if self._last is not None and len(self.changes) >= self._last:
                 raise Killed
-            self.changes.append(what)
+            self.changes.append(change)
 
 
-class CountingStorage:
-    """A store that counts what changes it, and stops the world at the change number `last`."""
+class RecordingStorage:
+    """A store that records its changes."""
 
-    def __init__(self, inner: Any, world: StorageChanges) -> None:
-        self._inner, self._world = inner, world
+    def __init__(self, inner: Any, changes: StorageChanges) -> None:
+        self._inner, self._changes = inner, changes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def write(self, name: str, data: bytes) -> None:
-        self._world.change(f"write {name}")
+        self._changes.record(f"write {name}")
         self._inner.write(name, data)
 
     def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:
-        def counted() -> Iterable[memoryview]:
+        def recorded_pieces() -> Iterable[memoryview]:
             for piece in pieces:
-                self._world.change(f"stream {name}")
+                self._changes.record(f"stream {name}")
                 yield piece
 
-        self._world.streams.append(name)
-        self._inner.write_stream(name, counted(), size)
+        self._changes.streams.append(name)
+        self._inner.write_stream(name, recorded_pieces(), size)
 
     def remove_files(self, folder: str, should_remove: Callable[[str], bool]) -> None:
-        self._world.change(f"remove {folder}")
+        self._changes.record(f"remove {folder}")
         self._inner.remove_files(folder, should_remove)
 
 
-def write(run: Any, ranks: int = 1, progress: Progress | None = None, config: TrainingConfig | None = None) -> Any:
-    progress = progress or Progress()
-    (first, *others) = Ranks(ranks).run(
+def write(run: Any, ranks: int = 1, progress: FakeProgress | None = None, config: TrainingConfig | None = None) -> Any:
+    progress = progress or FakeProgress()
+    (first, *others) = RankThreads(ranks).run(
         lambda group: write_artifacts(config or run.config, run.root, run.step, group, progress, retry=NO_RETRY)
     )
     assert all(other == first for other in others)
@@ -141,11 +143,11 @@ def write(run: Any, ranks: int = 1, progress: Progress | None = None, config: Tr
 
 
 def with_artifacts(run: Any, **fields: Any) -> TrainingConfig:
-    """Return the run's configuration with other artifacts."""
+    """Return the configuration of the run with other fields of `artifacts`."""
     return run.config.model_copy(update={"artifacts": run.config.artifacts.model_copy(update=fields)})
 
 
-def contents(folder: Path) -> dict[str, str]:
+def digest_files(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -161,7 +163,7 @@ def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lora_run_exports_an_adapter_and_a_merged_model(tmp_path: Path) -> None:
-    run, progress = save_tuned(tmp_path), Progress()
+    run, progress = save_tuned(tmp_path), FakeProgress()
     reports = write(run, 2, progress)
     assert [report.kind for report in reports] == ["Adapter", "Model"]
     assert [report.path for report in reports] == [
@@ -173,18 +175,18 @@ def test_a_lora_run_exports_an_adapter_and_a_merged_model(tmp_path: Path) -> Non
     for report in reports:
         folder = Path(report.path)
         manifest = ArtifactManifest.model_validate_json((folder / "artifact.json").read_bytes())
-        found = {path.name: path for path in folder.iterdir()}
-        assert found.keys() == {file.name for file in manifest.files} | {"artifact.json", "README.md"}
+        paths = {path.name: path for path in folder.iterdir()}
+        assert paths.keys() == {file.name for file in manifest.files} | {"artifact.json", "README.md"}
         for file in manifest.files:
-            assert (found[file.name].stat().st_size, file.digest) == (
+            assert (paths[file.name].stat().st_size, file.digest) == (
                 file.size,
-                hashlib.sha256(found[file.name].read_bytes()).hexdigest(),
+                hashlib.sha256(paths[file.name].read_bytes()).hexdigest(),
             )
         assert (report.bytes, report.digest, report.step) == (manifest.size, manifest.digest, 7)
     assert BaseWeights.open(reports[1].path).shape == run.weights.shape
 
 
-def test_a_writer_that_was_killed_in_its_first_file_has_taken_no_folder(tmp_path: Path) -> None:
+def test_the_folder_of_a_writer_that_was_killed_in_its_first_file_is_used(tmp_path: Path) -> None:
     for name in ("adapter", "model"):
         unfinished = tmp_path / "run/artifacts/step-7" / name / "unfinished"
         unfinished.mkdir(parents=True)
@@ -194,7 +196,7 @@ def test_a_writer_that_was_killed_in_its_first_file_has_taken_no_folder(tmp_path
         assert not [path.name for path in Path(report.path).rglob("*") if path.name.startswith((".", "unfinished"))]
 
 
-def test_the_same_files_come_from_any_number_of_ranks_as_far_as_they_are_divided_alike(tmp_path: Path) -> None:
+def test_any_number_of_ranks_writes_the_same_tensors(tmp_path: Path) -> None:
     run = save_tuned(tmp_path)
     tensors: list[dict[str, torch.Tensor]] = []
     for ranks in (1, 2, 5):
@@ -204,31 +206,34 @@ def test_the_same_files_come_from_any_number_of_ranks_as_far_as_they_are_divided
         for name in dict(run.base.named_parameters()):
             tensors[-1][name] = torch.empty(weights.size(name))
             weights.fill(name, (0,) * tensors[-1][name].dim(), tensors[-1][name])
-    for found in tensors[1:]:
-        assert all(torch.equal(found[name], value) for name, value in tensors[0].items())
+    for others in tensors[1:]:
+        assert all(torch.equal(others[name], value) for name, value in tensors[0].items())
 
 
-def test_a_stage_killed_at_any_instant_continues_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_killed_at_any_instant_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = save_tuned(tmp_path, base={"num_hidden_layers": 1})
-    whole = StorageChanges(monkeypatch)
+    uninterrupted = StorageChanges(monkeypatch)
     write(run, 2)
     folder = tmp_path / "run" / "artifacts"
-    expected = contents(folder)
+    expected = digest_files(folder)
     folder.rename(tmp_path / "expected")
-    assert len(whole.changes) > 25
-    for last in range(len(whole.changes)):
+    assert len(uninterrupted.changes) > 25
+    for last in range(len(uninterrupted.changes)):
         first = StorageChanges(monkeypatch, last)
         with pytest.raises((Killed, threading.BrokenBarrierError)):
             write(run, 2)
         for kind, name in (("adapter", "adapter_config.json"), ("model", "config.json")):
-            place = folder / "step-7" / kind
-            if (place / name).exists():
-                written = {f"step-7/{kind}/{file}": digest for file, digest in contents(place).items()}
-                assert written.items() >= {k: v for k, v in expected.items() if k.startswith(f"step-7/{kind}/")}.items()
+            artifact = folder / "step-7" / kind
+            if (artifact / name).exists():
+                written = {f"step-7/{kind}/{file}": digest for file, digest in digest_files(artifact).items()}
+                assert (
+                    written.items()
+                    >= {file: digest for file, digest in expected.items() if file.startswith(f"step-7/{kind}/")}.items()
+                )
         receipts = {path.name.removesuffix(".json") for path in folder.rglob("unfinished/*.safetensors.json")}
         second = StorageChanges(monkeypatch)
         write(run, 3)
-        assert contents(folder) == expected
+        assert digest_files(folder) == expected
         assert not receipts & set(second.streams)
         assert len(first.changes) == last
         third = StorageChanges(monkeypatch)
@@ -238,63 +243,66 @@ def test_a_stage_killed_at_any_instant_continues_where_it_was(tmp_path: Path, mo
 
 
 def test_a_replaced_writer_that_resumes_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node was frozen: its ranks go on for a moment, with the next file, before their agent ends them."""
+    """The ranks of a node that was frozen write their next file before their agent ends them."""
     run = save_tuned(tmp_path, artifacts={"kinds": ["Model"]})
-    asleep, awake = threading.Event(), threading.Event()
+    suspended, resumed = threading.Event(), threading.Event()
 
-    class Suspended(StorageChanges):
-        def change(self, what: str) -> None:
-            if what.startswith("write unfinished/model-"):  # the receipt of its first file
-                asleep.set()
-                awake.wait(30)
-            elif awake.is_set():
+    class SuspendingChanges(StorageChanges):
+        def record(self, change: str) -> None:
+            if change.startswith("write unfinished/model-"):  # the receipt of its first file
+                suspended.set()
+                resumed.wait(30)
+            elif resumed.is_set():
                 raise Killed
 
-    Suspended(monkeypatch)
+    SuspendingChanges(monkeypatch)
     with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(write, run)
-        assert asleep.wait(30)
+        first_writer = pool.submit(write, run)
+        assert suspended.wait(30)
         StorageChanges(monkeypatch)
         (report,) = write(run)
-        awake.set()
-        assert isinstance(late.exception(), Killed)
+        resumed.set()
+        assert isinstance(first_writer.exception(), Killed)
     manifest = ArtifactManifest.model_validate_json((Path(report.path) / "artifact.json").read_bytes())
-    found = contents(Path(report.path))
+    digests = digest_files(Path(report.path))
     assert len(manifest.files) > 3
-    assert {file.name: found.get(file.name) for file in manifest.files} == {
+    assert {file.name: digests.get(file.name) for file in manifest.files} == {
         file.name: file.digest for file in manifest.files
     }
 
 
 def test_a_folder_with_other_files_is_not_changed_and_the_next_name_used(tmp_path: Path) -> None:
     run = save_tuned(tmp_path, artifacts={"kinds": ["Model"]})
-    theirs = tmp_path / "run/artifacts/step-7/model"
-    theirs.mkdir(parents=True)
-    (theirs / "config.json").write_text("{}")
-    before = contents(theirs)
+    other_folder = tmp_path / "run/artifacts/step-7/model"
+    other_folder.mkdir(parents=True)
+    (other_folder / "config.json").write_text("{}")
+    before = digest_files(other_folder)
     (report,) = write(run)
-    assert report.path == f"{theirs}-2"
-    assert contents(theirs) == before
-    assert write(run, config=with_artifacts(run, precision="BFloat16"))[0].path == f"{theirs}-3"
+    assert report.path == f"{other_folder}-2"
+    assert digest_files(other_folder) == before
+    assert write(run, config=with_artifacts(run, precision="BFloat16"))[0].path == f"{other_folder}-3"
     assert write(run)[0] == report
 
 
-def test_real_ranks_that_are_killed_while_they_write_are_continued_by_fewer(tmp_path: Path) -> None:
+def test_fewer_ranks_continue_the_writes_of_killed_ranks(tmp_path: Path) -> None:
     run = save_tuned(tmp_path, artifacts={"kinds": ["Model"]})
     text = json.dumps(run.config.to_wire())
-    notes, folder = tmp_path / "notes", tmp_path / "run/artifacts/step-7/model"
+    written_names, folder = tmp_path / "names", tmp_path / "run/artifacts/step-7/model"
     ranks = [
-        start(configure_rank_logging, text, rank, 3, str(tmp_path / "rendezvous-1"), str(notes)) for rank in range(3)
+        start_process(write_artifacts_as_rank, text, rank, 3, str(tmp_path / "rendezvous-1"), str(written_names))
+        for rank in range(3)
     ]
-    until(lambda: notes.exists() and "\n" in notes.read_text(), "a rank has written a file", pause=0.02)
+    until(lambda: written_names.exists() and "\n" in written_names.read_text(), "a rank has written a file", pause=0.02)
     for rank in ranks:
         rank.kill()
         rank.join()
-    written = notes.read_text().split()[0]
+    written = written_names.read_text().split()[0]
     assert (folder / written).exists()
     assert not (folder / "config.json").exists()
-    again = [start(configure_rank_logging, text, rank, 2, str(tmp_path / "rendezvous-2"), None) for rank in range(2)]
-    for rank in again:
+    fewer_ranks = [
+        start_process(write_artifacts_as_rank, text, rank, 2, str(tmp_path / "rendezvous-2"), None) for rank in range(2)
+    ]
+    for rank in fewer_ranks:
         rank.join(45)
         assert rank.exitcode == 0
     assert not (folder / "unfinished").exists()
@@ -307,7 +315,7 @@ def test_a_full_disk_is_reported_and_leaves_no_complete_folder(tmp_path: Path, l
     (tmp_path / "mine.txt").write_text("mine")
     out, log = tmp_path / "out", tmp_path / "log"
     command = ["export", run.root, str(out), "--base", str(tmp_path / "base"), "--dtype", "float32"]
-    process = start(run_command, command, str(log), limit)
+    process = start_process(run_command, command, str(log), limit)
     process.join(45)
     assert process.exitcode == 81
     assert log.read_text().splitlines()[-1] == (
@@ -317,7 +325,7 @@ def test_a_full_disk_is_reported_and_leaves_no_complete_folder(tmp_path: Path, l
     assert not list(out.glob("*.safetensors"))
     assert not (out / "config.json").exists()
     assert (tmp_path / "mine.txt").read_text() == "mine"
-    process = start(run_command, command, str(log), None)
+    process = start_process(run_command, command, str(log), None)
     process.join(45)
     assert process.exitcode == 0
     assert BaseWeights.open(str(out)).shape == run.weights.shape
@@ -329,15 +337,15 @@ def test_an_error_of_one_rank_is_the_error_of_all(tmp_path: Path) -> None:
     flip_bit(shard, -5)
     errors: list[BaseException] = []
 
-    def one(group: Any) -> None:
+    def write_as_rank(group: Any) -> None:
         with contextlib.suppress(UserError):
             try:
-                write_artifacts(run.config, run.root, 7, group, Progress(), retry=NO_RETRY)
+                write_artifacts(run.config, run.root, 7, group, FakeProgress(), retry=NO_RETRY)
             except UserError as error:
                 errors.append(error)
                 raise
 
-    Ranks(3).run(one)
+    RankThreads(3).run(write_as_rank)
     assert len(errors) == 3
     assert all("does not have the contents that were written" in str(error) for error in errors)
 
@@ -345,11 +353,11 @@ def test_an_error_of_one_rank_is_the_error_of_all(tmp_path: Path) -> None:
 def test_a_step_without_a_checkpoint_has_no_artifacts(tmp_path: Path) -> None:
     run = save_tuned(tmp_path)
     with pytest.raises(UserError, match="there is no committed checkpoint of step 8 to make artifacts from"):
-        write_artifacts(run.config, run.root, 8, _Rank(Ranks(1), 0), Progress(), retry=NO_RETRY)
+        write_artifacts(run.config, run.root, 8, _Rank(RankThreads(1), 0), FakeProgress(), retry=NO_RETRY)
 
 
-def in_bucket(run: Any) -> TrainingConfig:
-    """Return the run's configuration with its artifacts in the bucket."""
+def with_bucket(run: Any) -> TrainingConfig:
+    """Return the configuration of the run with its artifacts in the bucket."""
     return with_artifacts(run, path="s3://bucket/out", precision=ArtifactPrecision.FLOAT32)
 
 
@@ -368,17 +376,19 @@ def test_artifacts_in_a_bucket_equal_those_in_a_folder(tmp_path: Path, monkeypat
     with run_gateway(tmp_path, monkeypatch) as server:
         upload(server, tmp_path / "base", "base")
         upload(server, tmp_path / "run/step-7", "run/step-7")
-        config, base = in_bucket(run), BaseWeights.open("s3://bucket/base")
-        for _ in range(2):  # the second finds all artifacts complete
-            reports = Ranks(2).run(
+        config, base = with_bucket(run), BaseWeights.open("s3://bucket/base")
+        for _ in range(2):  # all artifacts are complete at the second start
+            reports = RankThreads(2).run(
                 lambda group: write_artifacts(
-                    config, "s3://bucket/run", 7, group, Progress(), base=base, retry=NO_RETRY
+                    config, "s3://bucket/run", 7, group, FakeProgress(), base=base, retry=NO_RETRY
                 )
             )[0]
             assert [report.path for report in reports] == [
                 f"s3://bucket/out/step-7/{name}" for name in ("adapter", "model")
             ]
-            assert reports[1].digest == expected[1].digest  # an adapter names its base, which is elsewhere
+            assert (
+                reports[1].digest == expected[1].digest
+            )  # the digest of an adapter depends on the location of its base
         export("s3://bucket/run", "s3://bucket/exported", base="s3://bucket/base", precision=ArtifactPrecision.FLOAT32)
         merge("s3://bucket/base", reports[0].path, "s3://bucket/merged", precision=ArtifactPrecision.FLOAT32)
         objects = server.objects("bucket")
@@ -397,8 +407,12 @@ def test_a_bucket_that_refuses_writes_leaves_no_adapter_and_the_next_start_compl
     run = save_tuned(tmp_path)
     expected = write(run, 2)
     with run_gateway(tmp_path, monkeypatch) as server:
-        config = in_bucket(run)
-        server.fail(Fault(status=403, code="AccessDenied", method="PUT", fits=lambda r: r.key.endswith(".safetensors")))
+        config = with_bucket(run)
+        server.fail(
+            Fault(
+                status=403, code="AccessDenied", method="PUT", fits=lambda request: request.key.endswith(".safetensors")
+            )
+        )
         with pytest.raises(StorageError, match=r"artifact s3://bucket/out/step-7/adapter: cannot be written \(Access"):
             write(run, 2, config=config)
         assert not any(key.endswith("adapter_config.json") for key in server.objects("bucket"))
@@ -421,7 +435,7 @@ def test_the_kinds_of_artifacts_follow_from_the_configuration(fields: dict[str, 
     assert list(artifact_kinds(TrainingConfig.model_validate(fields))) == [ArtifactKind(kind) for kind in kinds]
 
 
-def test_frozen_weights_that_nobody_kept_are_refused_and_never_drawn_again(tmp_path: Path) -> None:
+def test_missing_frozen_weights_are_refused(tmp_path: Path) -> None:
     from trainium_trainer.configuration.model_shape import resolve_shape
     from trainium_trainer.tuning.trainable import select_trainable
 
@@ -439,5 +453,5 @@ def test_frozen_weights_that_nobody_kept_are_refused_and_never_drawn_again(tmp_p
     with pytest.raises(
         UserError, match=r"the checkpoint has no .* and there is no base to take it from: name the base"
     ):
-        write_artifacts(config, root, 7, _Rank(Ranks(1), 0), Progress(), retry=NO_RETRY)
+        write_artifacts(config, root, 7, _Rank(RankThreads(1), 0), FakeProgress(), retry=NO_RETRY)
     assert not (tmp_path / "run/artifacts").exists()

@@ -1,7 +1,6 @@
 """Real gloo processes with a small training state whose right value at every step is known."""
 
 import functools
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -15,16 +14,18 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from tests.testing.trainer.fork_server import fork_context
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_contract.wire.checkpoint_manifest import Manifest, ManifestFile
 from trainium_trainer.checkpoint.durable.save_policy import Save, decode_votes
+from trainium_trainer.checkpoint.format.live_state import to_local
 from trainium_trainer.checkpoint.format.writer import write_shard, write_tables
 from trainium_trainer.checkpoint.interfaces import MeshCoordinates, Position
 from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity, RunStart
 from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint
-from trainium_trainer.checkpoint.sharding import CheckpointLayout, WriteItem
+from trainium_trainer.checkpoint.sharding import CheckpointLayout, Grid, WriteItem
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 
@@ -41,11 +42,13 @@ SHAPES = {
 }
 
 
-def committed(step: int, files: Iterable[ManifestFile] = (), folder: str = "", **fields: Any) -> CommittedCheckpoint:
-    """Return a checkpoint with this manifest."""
-    usual = {"generation": 1, "data_parallel": 1, "tensor_parallel": 1, "config_digest": "c", "created": 0.0}
+def committed_checkpoint(
+    step: int, files: Iterable[ManifestFile] = (), folder: str = "", **fields: Any
+) -> CommittedCheckpoint:
+    """Return a checkpoint whose manifest has these fields."""
+    defaults = {"generation": 1, "data_parallel": 1, "tensor_parallel": 1, "config_digest": "c", "created": 0.0}
     numbers = {"step": step, "samples": 8 * step, "tokens": 100 * step, "world_size": 1}
-    manifest = Manifest(**usual | numbers | fields, files=tuple(files))
+    manifest = Manifest(**defaults | numbers | fields, files=tuple(files))
     return CommittedCheckpoint(step, folder or f"step-{step}/g1-a", manifest)
 
 
@@ -60,25 +63,25 @@ def write_checkpoint(
         if file is not None:
             files[rank] = file
     entries = write_tables(storage, folder, layout, files, retry)
-    return committed(1, entries, folder, world_size=layout.grid.size, data_parallel=layout.grid.size)
+    return committed_checkpoint(1, entries, folder, world_size=layout.grid.size, data_parallel=layout.grid.size)
 
 
-def mesh_coordinates(
-    rank: int, world_size: int, tp_size: int = 1, dp_mode: DataParallelMode = DataParallelMode.REPLICATED
-) -> MeshCoordinates:
-    dp_rank, tp_rank = divmod(rank, tp_size)
+def mesh_coordinates(grid: Grid, rank: int, dp_mode: DataParallelMode = DataParallelMode.REPLICATED) -> MeshCoordinates:
+    pp_rank, dp_rank, tp_rank = grid.coordinates(rank)
     return MeshCoordinates(
         rank=rank,
-        world_size=world_size,
+        world_size=grid.size,
+        pp_rank=pp_rank,
+        pp_size=grid.pipeline,
         dp_rank=dp_rank,
-        dp_size=world_size // tp_size,
+        dp_size=grid.data,
         tp_rank=tp_rank,
-        tp_size=tp_size,
+        tp_size=grid.tensor,
         dp_mode=dp_mode,
     )
 
 
-SOLO = mesh_coordinates(0, 1)
+SINGLE_RANK = mesh_coordinates(Grid(), 0)
 
 
 def position(step: int) -> Position:
@@ -86,16 +89,17 @@ def position(step: int) -> Position:
 
 
 class State:
-    """Tensors whose values are a function of the step, divided as the place requires."""
+    """Tensors whose values are a function of the step; a rank has its part of each."""
 
-    def __init__(self, place: MeshCoordinates, scale: int = 1) -> None:
-        self.place = place
+    def __init__(self, coordinates: MeshCoordinates, scale: int = 1) -> None:
+        self.coordinates = coordinates
         self.scale = scale
         self.mesh = None
-        if place.world_size > 1 and (place.tp_size > 1 or place.dp_mode is DataParallelMode.FULLY_SHARDED):
+        is_sharded = coordinates.dp_mode is DataParallelMode.FULLY_SHARDED
+        if coordinates.world_size > 1 and (coordinates.tp_size > 1 or is_sharded):
             from torch.distributed.device_mesh import init_device_mesh
 
-            self.mesh = init_device_mesh("cpu", (place.dp_size, place.tp_size), mesh_dim_names=("dp", "tp"))
+            self.mesh = init_device_mesh("cpu", (coordinates.dp_size, coordinates.tp_size), mesh_dim_names=("dp", "tp"))
         self.tensors = {name: self._shard(name, 0) for name in SHAPES}
         self.tensors["optimizer.step"] = torch.zeros((), dtype=torch.int64)
 
@@ -108,26 +112,29 @@ class State:
         return torch.arange(numel, dtype=torch.float32).reshape(shape) * 0.5 + number + 1000.0 * step
 
     def _shard(self, name: str, step: int) -> Any:
-        whole = self._full_tensor(name, step)
+        full = self._full_tensor(name, step)
         if self.mesh is None:
-            return whole
+            return full
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         tp_dim = SHAPES[name][1]
-        tp = Replicate() if tp_dim is None or self.place.tp_size == 1 else Shard(tp_dim)
-        sharded = self.place.dp_mode is DataParallelMode.FULLY_SHARDED
+        tp = Replicate() if tp_dim is None or self.coordinates.tp_size == 1 else Shard(tp_dim)
+        sharded = self.coordinates.dp_mode is DataParallelMode.FULLY_SHARDED
         if not sharded and isinstance(tp, Replicate):
-            return whole
-        local, placements = whole, []
+            return full
+        local = full
         if not isinstance(tp, Replicate):
-            local = local.chunk(self.place.tp_size, tp_dim)[self.place.tp_rank]
+            local = local.chunk(self.coordinates.tp_size, tp_dim)[self.coordinates.tp_rank]
         dp = Shard(1 if tp_dim == 0 else 0) if sharded else Replicate()
         if isinstance(dp, Shard):
-            pieces = local.chunk(self.place.dp_size, dp.dim)
-            local = pieces[self.place.dp_rank] if self.place.dp_rank < len(pieces) else local.narrow(dp.dim, 0, 0)
-        placements = [dp, tp]
+            pieces = local.chunk(self.coordinates.dp_size, dp.dim)
+            local = (
+                pieces[self.coordinates.dp_rank]
+                if self.coordinates.dp_rank < len(pieces)
+                else local.narrow(dp.dim, 0, 0)
+            )
         return DTensor.from_local(
-            local.contiguous(), self.mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            local.contiguous(), self.mesh, [dp, tp], run_check=False, shape=full.shape, stride=full.stride()
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,26 +144,19 @@ class State:
         pass
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
-        return {name: t.to_local() if hasattr(t, "to_local") else t for name, t in self.tensors.items()}
+        return {name: to_local(tensor) for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
     def set_step(self, step: int) -> None:
         for name in SHAPES:
-            fresh = self._shard(name, step)
-            target, source = (t.to_local() if hasattr(t, "to_local") else t for t in (self.tensors[name], fresh))
-            target.copy_(source)
+            to_local(self.tensors[name]).copy_(to_local(self._shard(name, step)))
         self.tensors["optimizer.step"].fill_(step)
 
     def wrong_tensors(self, step: int) -> list[str]:
         """Return the names of tensors that do not have the value of this step."""
-        bad = [] if int(self.tensors["optimizer.step"]) == step else ["optimizer.step"]
-        for name in SHAPES:
-            have, want = self.tensors[name], self._shard(name, step)
-            if hasattr(have, "to_local"):
-                have, want = have.to_local(), want.to_local()
-            if not torch.equal(have, want):
-                bad.append(name)
-        return bad
+        wrong = [] if int(self.tensors["optimizer.step"]) == step else ["optimizer.step"]
+        local = self.local_tensors()
+        return wrong + [name for name in SHAPES if not torch.equal(local[name], to_local(self._shard(name, step)))]
 
 
 class Run:
@@ -164,7 +164,7 @@ class Run:
 
     def __init__(
         self,
-        place: MeshCoordinates,
+        coordinates: MeshCoordinates,
         root: Any,
         memory: Any = None,
         *,
@@ -177,8 +177,8 @@ class Run:
         scale: int = 1,
         **settings: Any,
     ) -> None:
-        self.place = place
-        self.state = State(place, scale)
+        self.coordinates = coordinates
+        self.state = State(coordinates, scale)
         config = CheckpointConfig.model_validate(
             {
                 "path": str(root),
@@ -193,7 +193,7 @@ class Run:
         self.manager = CheckpointManager(
             config,
             state=self.state,
-            mesh=place,
+            mesh=coordinates,
             start=RunStart(generation, job or NOBODY, run),
             memory_directory=memory,
             settings={"model": settings.pop("settings", "one")},
@@ -202,14 +202,14 @@ class Run:
         )
         self.resumed = self.manager.resume()
         self.step = self.resumed.step if self.resumed else 0
-        self.wrong = self.state.wrong_tensors(self.step) if self.resumed else []
+        self.wrong_tensors = self.state.wrong_tensors(self.step) if self.resumed else []
         if not self.resumed:
             self.state.set_step(0)
 
     def advance(self, *, save: bool | None = None) -> Save:
         self.manager.before_update()
         votes = torch.tensor(self.manager.vote())
-        if self.place.world_size > 1:
+        if self.coordinates.world_size > 1:
             dist.all_reduce(votes)
         self.step += 1
         self.state.set_step(self.step)
@@ -222,6 +222,16 @@ class Run:
             self.advance(save=self.step + 1 in save_at)
         return self
 
+    def save_steps(self, *steps: int) -> Self:
+        """Advance to each of these steps and save it durably."""
+        for step in steps:
+            self.run_to(step, save_at=(step,)).flush()
+        return self
+
+    def close(self) -> Self:
+        self.manager.close()
+        return self
+
     def flush(self) -> Self:
         """Wait for background saves, which a real loop never does."""
         self.manager.before_update()
@@ -230,18 +240,19 @@ class Run:
 
     def report(self) -> dict[str, Any]:
         return {
-            "step": self.resumed.step if self.resumed else None,
+            "resumed_step": self.resumed.step if self.resumed else None,
             "position": self.resumed,
-            "wrong": self.wrong,
+            "wrong_tensors": self.wrong_tensors,
             "source": str(self.manager.resumed_from),
             "warnings": self.manager.warnings,
-            "durable": self.manager.durable_step,
-            "memory": self.manager.memory_step,
+            "durable_step": self.manager.durable_step,
+            "memory_step": self.manager.memory_step,
         }
 
 
-def run_alone(root: Any, memory: Any = None, **settings: Any) -> Run:
-    return Run(SOLO, root, memory, **settings)
+def start_run(root: Any, memory: Any = None, **settings: Any) -> Run:
+    """Start a run of a single rank."""
+    return Run(SINGLE_RANK, root, memory, **settings)
 
 
 class HookedStorage(PosixStorage):
@@ -274,7 +285,7 @@ class SlowStorage(HookedStorage):
         super().__init__(root, lambda what: time.sleep(seconds if what.startswith("before") else 0))
 
 
-def _child(
+def _run_rank(
     function: Callable[..., Any], rank: int, size: int, tp: int, mode: str, store: str, arguments: Any, results: Any
 ) -> None:
     try:
@@ -284,8 +295,8 @@ def _child(
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}/file", rank=rank, world_size=size, timeout=timedelta(seconds=30)
             )
-        place = mesh_coordinates(rank, size, tp, DataParallelMode(mode))
-        results.put((rank, function(place, *arguments), None))
+        coordinates = mesh_coordinates(Grid(data=size // tp, tensor=tp), rank, DataParallelMode(mode))
+        results.put((rank, function(coordinates, *arguments), None))
         if size > 1:
             dist.barrier()
     except BaseException as error:  # noqa: BLE001 - the parent process raises it
@@ -295,7 +306,7 @@ def _child(
     os._exit(0)
 
 
-def run_world(
+def run_ranks(
     size: int,
     function: Callable[..., Any],
     *arguments: Any,
@@ -304,26 +315,26 @@ def run_world(
     timeout: float = 40.0,
     killed: int = 0,
 ) -> list[Any]:
-    """Return the results of `function(place, *arguments)` in gloo processes, by rank; raise when one failed.
+    """Return the results of `function(coordinates, *arguments)` in gloo processes, by rank; raise when one failed.
 
-    `killed`: so many of the last ranks do not live to give one.
+    `killed`: the number of last ranks that are killed before they return.
     """
-    context = multiprocessing.get_context("forkserver")
+    context = fork_context()
     results = context.Queue()
     store = tempfile.mkdtemp()
     processes = [
-        context.Process(target=_child, args=(function, rank, size, tp, mode, store, arguments, results), daemon=True)
+        context.Process(target=_run_rank, args=(function, rank, size, tp, mode, store, arguments, results), daemon=True)
         for rank in range(size)
     ]
     for process in processes:
         process.start()
-    outcome = {}
+    values = {}
     try:
         deadline = time.monotonic() + timeout
-        while len(outcome) < size - killed:
+        while len(values) < size - killed:
             rank, value, error = results.get(timeout=max(0.1, deadline - time.monotonic()))
             assert error is None, f"rank {rank}: {error}"
-            outcome[rank] = value
+            values[rank] = value
         for process in processes:
             process.join(10)
     finally:
@@ -334,4 +345,4 @@ def run_world(
             process.close()
         results.close()
         shutil.rmtree(store)
-    return [outcome[rank] for rank in range(size - killed)]
+    return [values[rank] for rank in range(size - killed)]

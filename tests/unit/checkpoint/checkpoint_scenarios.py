@@ -1,4 +1,4 @@
-"""Functions that tests run in each rank, in a module that a forked process can import."""
+"""Functions that tests run in each rank; forked processes import this module."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.unit.checkpoint.checkpoint_builders import HookedStorage, Run, position, run_alone
+from tests.unit.checkpoint.checkpoint_builders import HookedStorage, Run, start_run
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME
 from trainium_trainer.checkpoint.collectives import reduce_on_root, scatter_from_root
 from trainium_trainer.checkpoint.interfaces import MeshCoordinates
@@ -20,100 +20,95 @@ from trainium_trainer.storage.errors import StorageError
 
 
 def train_until_killed(root: Any, memory: Any, completed: Any) -> None:
-    run = run_alone(root, memory, scale=4000)
+    run = start_run(root, memory, scale=4000)
     while True:
         run.advance()
         completed.value = run.step
 
 
-def report_after(place: MeshCoordinates, root: Any, memories: Any, steps: int, settings: Any) -> dict[str, Any]:
-    """Resume, advance to `steps` with saves at the given ones, and report; `memories` has one folder per rank."""
-    memory = memories[place.rank] if memories else None
+def report_after(coordinates: MeshCoordinates, root: Any, memories: Any, steps: int, settings: Any) -> dict[str, Any]:
+    """Resume, advance to `steps`, and report; `memories` has one folder per rank."""
+    memory = memories[coordinates.rank] if memories else None
     settings = dict(settings)
     save_at = settings.pop("save_at", ())
-    finish = settings.pop("finish", False)
     if (count := settings.pop("snapshots", None)) is not None:
         limit_snapshots(count)
-    if settings.pop("wired_backwards", False):
-        place = replace(place, dp_rank=place.dp_size - 1 - place.dp_rank)
-    run = Run(place, root, memory, **settings)
+    if settings.pop("reversed_order", False):
+        coordinates = replace(coordinates, dp_rank=coordinates.dp_size - 1 - coordinates.dp_rank)
+    run = Run(coordinates, root, memory, **settings)
     report = run.report()
     while run.step < steps:
         run.advance(save=run.step + 1 in save_at)
         if run.step in save_at:
             run.flush()
-    if finish:
-        run.manager.finish(position(run.step))
     run.manager.before_update()
-    report["reached"] = run.step
-    report["durable"] = run.manager.durable_step
-    report["guarded"] = run.manager.buddy_step
+    report["durable_step"] = run.manager.durable_step
+    report["buddy_step"] = run.manager.buddy_step
     run.manager.close()
     return report
 
 
-def save_as_a_peer_dies(place: MeshCoordinates, root: Any) -> str:
+def save_as_a_peer_dies(coordinates: MeshCoordinates, root: Any) -> str:
     """Save step 1, kill rank 1 between the commit of rank 0 and its arrival, and return the error of rank 0."""
-    peer = Path(f"{root}-peer")
-    if place.rank == 1:
-        peer.write_text(str(os.getpid()))
+    pid_file = Path(f"{root}-peer")
+    if coordinates.rank == 1:
+        pid_file.write_text(str(os.getpid()))
     dist.barrier()
 
     def kill_peer(what: str) -> None:
         if what.startswith("after create") and what.endswith(COMMIT_NAME):
-            os.kill(int(peer.read_text()), signal.SIGKILL)
-            with contextlib.suppress(RuntimeError):  # raised once this rank knows that the peer is gone
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+            with contextlib.suppress(RuntimeError):  # raised as soon as this rank detects the death of its peer
                 dist.barrier(run.manager._durable._group)
 
-    run = Run(place, root, storage=HookedStorage(root, kill_peer))
+    run = Run(coordinates, root, storage=HookedStorage(root, kill_peer))
     run.run_to(1, save_at=(1,))
     try:
         run.flush()
-    except Exception as error:  # noqa: BLE001 - whatever gloo makes of it
+    except Exception as error:  # noqa: BLE001 - gloo raises errors of several types
         return str(error)
     return ""
 
 
 def limit_snapshots(count: int) -> None:
-    """Let there be room for so many snapshot files and no more."""
+    """Fail the creation of snapshot files after the first `count`."""
     create = SnapshotFile.create
-    left = [count]
+    remaining = iter(range(count))
 
     def limited(path: Any, payload_bytes: int) -> SnapshotFile:
-        if not left[0]:
+        if next(remaining, None) is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        left[0] -= 1
         return create(path, payload_bytes)
 
     SnapshotFile.create = staticmethod(limited)
 
 
-def gather_texts(place: MeshCoordinates, sizes: list[int]) -> list[str]:
+def gather_texts(coordinates: MeshCoordinates, sizes: list[int]) -> list[str]:
     """Gather a text of `sizes[rank]` characters from each rank."""
-    text, group = chr(ord("a") + place.rank) * sizes[place.rank], dist.new_group(backend="gloo")
+    text, group = chr(ord("a") + coordinates.rank) * sizes[coordinates.rank], dist.new_group(backend="gloo")
     return reduce_on_root(lambda: text, list, group, "texts")
 
 
 class UnpicklableError(Exception):
-    """An error that can be pickled and not unpickled."""
+    """An error that can be pickled but not unpickled."""
 
     def __init__(self, what: str, where: str) -> None:
         super().__init__(f"{what} at {where}")
 
 
-def reduce_with_failures(place: MeshCoordinates) -> list[str]:
+def reduce_with_failures(coordinates: MeshCoordinates) -> list[str]:
     """Return the outcome of each rank when all succeed, and when ranks fail in several ways."""
     group = dist.new_group(backend="gloo")
 
     def outcome(failing: dict[int, Exception], decide: Any = sum, label: str = "same", fold: Any = None) -> str:
         def contribute() -> int:
-            if place.rank in failing:
-                raise failing[place.rank]
-            return place.rank
+            if coordinates.rank in failing:
+                raise failing[coordinates.rank]
+            return coordinates.rank
 
         try:
             return str(reduce_on_root(contribute, decide, group, label, fold))
-        except Exception as error:  # noqa: BLE001 - that is the question
+        except Exception as error:  # noqa: BLE001 - the test checks it
             return f"{type(error).__name__}: {error}"
 
     def refuse(_: list[int]) -> None:
@@ -126,7 +121,7 @@ def reduce_with_failures(place: MeshCoordinates) -> list[str]:
         outcome({0: OSError(28, "full")}),
         outcome({}, refuse),
         outcome({2: UnpicklableError("lost", "sea")}),
-        outcome({}, label="late" if place.rank == 1 else "same"),
+        outcome({}, label="late" if coordinates.rank == 1 else "same"),
         outcome({}),
         outcome({}, list, fold=lambda values: [100 * sum(values)]),
         outcome({}, fold=lambda values: [1 // (values[0] - 2)]),
@@ -134,19 +129,19 @@ def reduce_with_failures(place: MeshCoordinates) -> list[str]:
     ]
 
 
-def scatter_with_failures(place: MeshCoordinates) -> list[str]:
+def scatter_with_failures(coordinates: MeshCoordinates) -> list[str]:
     """Return the answer to each rank when all succeed, and when ranks or the decision fail."""
     group = dist.new_group(backend="gloo")
 
     def outcome(failing: dict[int, Exception], decide: Any, label: str = "same") -> str:
         def contribute() -> str:
-            if place.rank in failing:
-                raise failing[place.rank]
-            return chr(ord("a") + place.rank)
+            if coordinates.rank in failing:
+                raise failing[coordinates.rank]
+            return chr(ord("a") + coordinates.rank)
 
         try:
             return str(scatter_from_root(contribute, decide, group, label))
-        except Exception as error:  # noqa: BLE001 - that is the question
+        except Exception as error:  # noqa: BLE001 - the test checks it
             return f"{type(error).__name__}: {error}"
 
     def answers(values: list[str]) -> list[str]:
@@ -159,7 +154,7 @@ def scatter_with_failures(place: MeshCoordinates) -> list[str]:
         outcome({}, answers),
         outcome({1: ValueError("one"), 2: StorageError("two")}, answers),
         outcome({}, refuse),
-        outcome({}, answers, label="late" if place.rank == 1 else "same"),
+        outcome({}, answers, label="late" if coordinates.rank == 1 else "same"),
         outcome({}, lambda values: [lambda: values for _ in values]),
         outcome({}, answers),
         outcome({}, lambda values: [gc.isenabled() for _ in values]) + str(gc.isenabled()),

@@ -1,6 +1,7 @@
-"""`data.bos`: how documents, examples and prompts begin, in every form of the data."""
+"""Begin documents, examples and prompts with BOS according to `data.bos`, in every form of the data."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from pyarrow import parquet
 from typer.testing import CliRunner
 
+from tests.testing.trainer.data_files import decode_all
 from tests.testing.trainer.example_files import (
     BOS,
     END_OF_TEXT,
@@ -22,10 +24,9 @@ from tests.testing.trainer.example_files import (
     write_tokenizer,
 )
 from trainium_contract.trainer.data import DataConfig
-from trainium_trainer.cli import app
+from trainium_trainer import cli
 from trainium_trainer.data.batches.micro_batches import Share
-from trainium_trainer.data.batches.samples import Samples
-from trainium_trainer.data.dataset import Dataset, open_data
+from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.examples.held_out import build_prompts
 from trainium_trainer.data.loader import open_loader
 from trainium_trainer.data.prepared import text_sources
@@ -42,16 +43,8 @@ def write_documents(tmp_path: Path) -> Path:
     return write_records(tmp_path / "d.jsonl", [{"text": text} for text in DOCUMENTS])
 
 
-def text_config(tmp_path: Path, source: Path, **more: Any) -> DataConfig:
-    return make_config(tmp_path, source, format="Text", sequence_length=16, **more)
-
-
-def decoded_run(data: Dataset) -> str:
-    """Decode all tokens of a source that is tokenized ahead."""
-    assert isinstance(data.training, Samples)
-    (part,) = data.training.parts
-    ids = part.sequence.read(0, part.sequence.tokens)
-    return str(load_tokenizer(data.tokenizer).decode(ids.tolist(), skip_special_tokens=False))
+def text_config(tmp_path: Path, source: Path, **settings: Any) -> DataConfig:
+    return make_config(tmp_path, source, format="Text", sequence_length=16, **settings)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +61,7 @@ def decoded_run(data: Dataset) -> str:
         ("Never", False, BOS, ""),
     ],
 )
-def test_an_example_begins_by_the_rule_whether_or_not_others_write_its_beginning(
+def test_an_example_begins_by_the_rule_whatever_tokenizer_and_template_write(
     tmp_path: Path, rule: str, adds_bos: bool, in_template: str, expected: str
 ) -> None:
     write_tokenizer(tmp_path / "tokenizer", bos=adds_bos)
@@ -79,9 +72,7 @@ def test_an_example_begins_by_the_rule_whether_or_not_others_write_its_beginning
     assert decode(data) == [(f"{expected}why so{EOS}", f"so{EOS}")]
     ids, _ = data.sources[0].stored.example(0)
     answer = int(data.sources[0].stored.answers[0])
-    assert build_prompts(given, [{"q": "why"}])[0][1] == tuple(ids[:answer].tolist()), (
-        "an evaluation asks with the same"
-    )
+    assert build_prompts(given, [{"q": "why"}])[0][1] == tuple(ids[:answer].tolist()), "evaluation has the same prompt"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +85,7 @@ def test_an_example_begins_by_the_rule_whether_or_not_others_write_its_beginning
         ("Never", "{{ bos_token }}", ""),
     ],
 )
-def test_a_conversation_begins_by_the_rule_and_the_same_is_learned(
+def test_a_conversation_begins_by_the_rule_and_only_the_answer_is_learned(
     tmp_path: Path, rule: str, template: str, expected: str
 ) -> None:
     turns = "{% for message in messages %}{{ '<|head|>' + message['content'] + '<|eot|>' }}{% endfor %}"
@@ -112,7 +103,7 @@ def test_a_class_label_is_learned_after_the_same_beginning(tmp_path: Path) -> No
     assert learned == f" not_entailment{EOS}"
 
 
-def test_documents_begin_with_the_token_when_asked_and_never_twice(
+def test_documents_begin_with_the_token_by_the_rule_and_never_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_sources, "BLOCK_BYTES", 300)
@@ -120,27 +111,29 @@ def test_documents_begin_with_the_token_when_asked_and_never_twice(
     source = write_documents(tmp_path)
     plain = "".join(f"{text}{END_OF_TEXT}" for text in DOCUMENTS)
     with_bos = "".join(f"{BOS}{text}{END_OF_TEXT}" for text in DOCUMENTS)
-    found = {rule: open_data(text_config(tmp_path, source, bos=rule), 4) for rule in ("Auto", "Always", "Never")}
-    assert {rule: decoded_run(data) for rule, data in found.items()} == {
+    data_by_rule = {rule: open_data(text_config(tmp_path, source, bos=rule), 4) for rule in ("Auto", "Always", "Never")}
+    assert {rule: decode_all(data) for rule, data in data_by_rule.items()} == {
         "Auto": plain,
         "Always": with_bos,
         "Never": plain,
     }
-    assert found["Auto"].identity == found["Never"].identity != found["Always"].identity
+    assert data_by_rule["Auto"].identity == data_by_rule["Never"].identity != data_by_rule["Always"].identity
     tokenizer = load_tokenizer(file)
     tokenizer.encode_special_tokens = False
     table = pa.table({"text": [tokenizer.encode(BOS + text, add_special_tokens=False).ids for text in DOCUMENTS]})
     parquet.write_table(table, tmp_path / "ids.parquet")
-    rules = {rule: text_config(tmp_path, tmp_path / "ids.parquet", bos=rule) for rule in ("Auto", "Always", "Never")}
-    ours = {rule: decoded_run(open_data(given, 4)) for rule, given in rules.items()}
-    assert ours == {"Auto": with_bos, "Always": with_bos, "Never": plain}, "ids of a tokenized source are treated alike"
+    configs = {rule: text_config(tmp_path, tmp_path / "ids.parquet", bos=rule) for rule in ("Auto", "Always", "Never")}
+    decoded = {rule: decode_all(open_data(config, 4)) for rule, config in configs.items()}
+    assert decoded == {"Auto": with_bos, "Always": with_bos, "Never": plain}, (
+        "token ids of a source are treated like text"
+    )
 
 
 def test_one_long_document_begins_once_whatever_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_sources, "BLOCK_BYTES", 200)
     write_tokenizer(tmp_path / "tokenizer", specials=TEXT_SPECIALS)
     (tmp_path / "d.txt").write_text("\n".join(DOCUMENTS))
-    text = decoded_run(open_data(text_config(tmp_path, tmp_path / "d.txt", bos="Always"), 4))
+    text = decode_all(open_data(text_config(tmp_path, tmp_path / "d.txt", bos="Always"), 4))
     assert text == BOS + "\n".join(DOCUMENTS) + END_OF_TEXT
 
 
@@ -151,33 +144,31 @@ def test_text_that_is_tokenised_while_training_begins_alike(tmp_path: Path) -> N
     for rule, begin in (("Auto", ""), ("Always", BOS)):
         data = open_data(text_config(tmp_path, source, bos=rule, tokenization="Online"), 1)
         identities.add(data.identity)
-        loader = open_loader(data, Share(global_size=1, micro_size=1, dp_rank=0, dp_size=1))
-        try:
+        with closing(open_loader(data, Share(global_size=1, micro_size=1, dp_rank=0, dp_size=1))) as loader:
             ids = [token for step in range(6) for token in loader.batch_at(step).micro_batches[0].inputs[0].tolist()]
-        finally:
-            loader.close()
         text = load_tokenizer(data.tokenizer).decode(ids, skip_special_tokens=False)
         assert text.startswith(f"{begin}{DOCUMENTS[0]}{END_OF_TEXT}{begin}{DOCUMENTS[1]}{END_OF_TEXT}{begin}")
     assert len(identities) == 2
 
 
-def test_prepared_text_names_its_rule_for_bos_and_is_refused_under_another_rule(tmp_path: Path) -> None:
+def test_prepared_text_records_its_rule_for_bos_and_is_refused_under_another_rule(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer", specials=TEXT_SPECIALS, bos=False)
     source = write_documents(tmp_path)
     for name, rule in (("with", "Always"), ("without", "Auto")):
         command = ["prepare-data", "--source", str(source), "--output", str(tmp_path / name), "--workers", "1"]
-        done = CliRunner().invoke(app, [*command, "--tokenizer", str(tmp_path / "tokenizer"), "--bos", rule])
-        assert done.exit_code == 0, done.output
-    none: dict[str, Any] = {"tokenizer": {}}
-    assert decoded_run(open_data(text_config(tmp_path, tmp_path / "with", bos="Always", **none), 4)).startswith(BOS)
-    assert decoded_run(open_data(text_config(tmp_path, tmp_path / "with", **none), 4)).startswith(BOS), (
-        "as it was prepared"
+        completed = CliRunner().invoke(cli.app, [*command, "--tokenizer", str(tmp_path / "tokenizer"), "--bos", rule])
+        assert completed.exit_code == 0, completed.output
+    assert decode_all(open_data(text_config(tmp_path, tmp_path / "with", bos="Always", tokenizer={}), 4)).startswith(
+        BOS
+    )
+    assert decode_all(open_data(text_config(tmp_path, tmp_path / "with", tokenizer={}), 4)).startswith(BOS), (
+        "the rule of the preparation"
     )
     assert "beginning" not in json.loads((tmp_path / "without" / "manifest.json").read_text())
     with pytest.raises(UserError, match=r"was prepared without BOS tokens, but data.bos is Always: leave out data.bos"):
-        open_data(text_config(tmp_path, tmp_path / "without", bos="Always", **none), 4)
+        open_data(text_config(tmp_path, tmp_path / "without", bos="Always", tokenizer={}), 4)
     with pytest.raises(UserError, match=r"was prepared with BOS tokens, but data.bos is Never"):
-        open_data(text_config(tmp_path, tmp_path / "with", bos="Never", **none), 4)
+        open_data(text_config(tmp_path, tmp_path / "with", bos="Never", tokenizer={}), 4)
 
 
 def test_a_prompt_of_running_text_begins_as_documents_do(tmp_path: Path) -> None:
@@ -193,7 +184,7 @@ def test_a_prompt_of_running_text_begins_as_documents_do(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("record_format", ["Text", "Instruction"])
-def test_a_tokenizer_without_the_token_is_refused_in_a_sentence(tmp_path: Path, record_format: str) -> None:
+def test_a_tokenizer_without_the_token_is_refused(tmp_path: Path, record_format: str) -> None:
     row = {"text": "a b c", "instruction": "a", "response": "b"}
     source = write_records(tmp_path / "d.jsonl", [row] * 40)
     write_tokenizer(tmp_path / "tokenizer", specials=(END_OF_TEXT,), bos=False)
@@ -210,8 +201,6 @@ def test_a_token_that_also_ends_documents_is_refused_for_text(tmp_path: Path) ->
 
 
 def test_show_data_shows_the_token_and_the_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from trainium_trainer import cli
-
     write_tokenizer(tmp_path / "tokenizer", specials=TEXT_SPECIALS)
     source = write_documents(tmp_path)
     run = tmp_path / "run.yaml"

@@ -1,4 +1,4 @@
-"""Unusable data is refused in one sentence with the value, its place and the remedy."""
+"""Refuse unusable data in one sentence with the value, its place and the remedy."""
 
 import json
 import re
@@ -12,11 +12,10 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.exits import UserError
 
 GOOD = {"instruction": "do", "context": "", "response": "done", "category": "open_qa"}
-CLASS = {"format": "Classification"}
 
 
 def refusal(tmp_path: Path, rows: Any, **settings: Any) -> str:
-    """Return what records, or a source of them, are refused with; a tokenizer that it writes has no chat template."""
+    """Return the error for records or a source; write a tokenizer without a chat template unless there is one."""
     if not (tmp_path / "tokenizer").exists():
         write_tokenizer(tmp_path / "tokenizer", chat=None)
     source = write_records(tmp_path / "d.jsonl", rows) if isinstance(rows, list) else rows
@@ -106,10 +105,10 @@ def test_a_function_that_fails_is_named_with_file_and_line(tmp_path: Path, code:
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("place", ["/nowhere/mine.py:f", "no.such.module:f"])
-def test_a_missing_function_is_refused(tmp_path: Path, place: str) -> None:
-    message = refusal(tmp_path, [GOOD], format="Function", examples={"function": place})
-    assert re.search(rf"data.examples.function {place}: there is no (such file|module)", message)
+@pytest.mark.parametrize("function", ["/nowhere/mine.py:f", "no.such.module:f"])
+def test_a_missing_function_is_refused(tmp_path: Path, function: str) -> None:
+    message = refusal(tmp_path, [GOOD], format="Function", examples={"function": function})
+    assert re.search(rf"data.examples.function {function}: there is no (such file|module)", message)
 
 
 def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
@@ -141,12 +140,12 @@ def test_a_conversation_that_cannot_be_used_is_refused(tmp_path: Path, row: dict
         ("{{ messages | length }}: {{ messages[-1].content }}", "changes what comes before an answer"),
     ],
 )
-def test_a_chat_template_that_does_not_work_or_wants_out_of_its_sandbox_is_refused(
+def test_a_chat_template_that_fails_or_leaves_its_sandbox_is_refused(
     tmp_path: Path, template: str, sentence: str
 ) -> None:
     (tmp_path / "chat.jinja").write_text(template)
-    given = {"chat": {"template": str(tmp_path / "chat.jinja")}}
-    assert sentence in refusal(tmp_path, [chat(("user", "a"), ("assistant", "b"))], format="Chat", examples=given)
+    examples = {"chat": {"template": str(tmp_path / "chat.jinja")}}
+    assert sentence in refusal(tmp_path, [chat(("user", "a"), ("assistant", "b"))], format="Chat", examples=examples)
 
 
 def test_examples_that_are_all_too_long_are_refused(tmp_path: Path) -> None:
@@ -188,12 +187,12 @@ def test_sources_and_settings_that_examples_do_not_support_are_refused(tmp_path:
     assert "data.source python-docs: is running text" in refusal(tmp_path, "python-docs")
     online = refusal(tmp_path, make_records(9), tokenization="Online")
     assert "data.tokenization is Online, but data.format Instruction is always encoded" in online
-    none = refusal(tmp_path, make_records(9), validation={"fraction": 0.0001})
-    assert "d.jsonl has no example to hold back: raise data.validation.fraction" in none
-    everything = refusal(tmp_path, make_records(9), validation={"fraction": 0.9999})
-    assert "all of its examples are held back: lower data.validation.fraction" in everything
+    no_validation = refusal(tmp_path, make_records(9), validation={"fraction": 0.0001})
+    assert "d.jsonl has no example to hold back: raise data.validation.fraction" in no_validation
+    no_training = refusal(tmp_path, make_records(9), validation={"fraction": 0.9999})
+    assert "all of its examples are held back: lower data.validation.fraction" in no_training
 
 
-def test_nothing_is_left_in_the_cache_of_what_was_refused(tmp_path: Path) -> None:
+def test_refused_data_leave_nothing_in_the_cache(tmp_path: Path) -> None:
     assert "the answer is empty" in refusal(tmp_path, [GOOD | {"response": ""}])
     assert not list((tmp_path / "cache").glob("examples-*"))

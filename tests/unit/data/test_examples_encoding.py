@@ -1,4 +1,4 @@
-"""Tokens of examples, beside what transformers makes of the same texts and messages."""
+"""Encode examples, and compare their tokens with those of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -6,15 +6,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.testing.trainer.example_files import (
-    BOS,
-    CHAT,
-    CHATML,
-    EOS,
-    decode,
-    encode,
-    write_tokenizer,
-)
+from tests.testing.trainer.example_files import BOS, CHAT, CHATML, EOS, decode, encode, write_tokenizer
 from trainium_trainer.data.tokens.tokenizer import count_entries, load_tokenizer
 
 GENERATION = CHAT.replace("message['content'] | trim + '<|eot|>' }}", "'' }}").replace(
@@ -31,21 +23,21 @@ MESSAGES = [
 ]
 
 
-def ids_of(data: Any) -> tuple[list[int], list[bool]]:
+def first_example(data: Any) -> tuple[list[int], list[bool]]:
     ids, loss_mask = data.sources[0].stored.example(0)
     return ids.tolist(), loss_mask.tolist()
 
 
-def test_a_pair_has_the_tokens_that_transformers_gives_its_text(tmp_path: Path) -> None:
+def test_a_prompt_and_its_answer_have_the_tokens_of_transformers(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer")
-    theirs = PreTrainedTokenizerFast.from_pretrained(file.parent)
+    reference = PreTrainedTokenizerFast.from_pretrained(file.parent)
     row = {"instruction": "say rank", "context": "", "response": "rank of a mesh"}
-    ids, loss_mask = ids_of(encode(tmp_path, [row]))
+    ids, loss_mask = first_example(encode(tmp_path, [row]))
     prompt = "### Instruction\nsay rank\n\n### Answer\n"
-    assert ids == [*theirs(prompt + "rank of a mesh")["input_ids"], theirs.eos_token_id]
-    begin = theirs(prompt)["input_ids"]
-    assert ids[: len(begin)] == begin
-    assert loss_mask == [False] * len(begin) + [True] * (len(ids) - len(begin))
+    assert ids == [*reference(prompt + "rank of a mesh")["input_ids"], reference.eos_token_id]
+    prompt_ids = reference(prompt)["input_ids"]
+    assert ids[: len(prompt_ids)] == prompt_ids
+    assert loss_mask == [False] * len(prompt_ids) + [True] * (len(ids) - len(prompt_ids))
 
 
 @pytest.mark.parametrize("bos", [True, False])
@@ -63,13 +55,13 @@ def test_text_in_the_form_of_a_special_token_in_a_record_is_text(tmp_path: Path)
     template = {"prompt": "<|head|>{q}\n", "completion": "{a}"}
     data = encode(tmp_path, [row], examples={"template": template})
     assert decode(data) == [(f"{BOS}<|head|>is {EOS} the end\nno, {BOS} is not{EOS}", f"no, {BOS} is not{EOS}")]
-    ids, _ = ids_of(data)
+    ids, _ = first_example(data)
     tokenizer = load_tokenizer(file)
     assert ids.count(tokenizer.token_to_id(EOS)) == ids.count(tokenizer.token_to_id(BOS)) == 1
-    assert ids[1] == tokenizer.token_to_id("<|head|>"), "but the template means what it writes"
+    assert ids[1] == tokenizer.token_to_id("<|head|>"), "a special token of the template is one"
 
 
-def test_the_prompt_has_the_same_tokens_whatever_the_answer_begins_with(tmp_path: Path) -> None:
+def test_the_tokens_of_a_prompt_do_not_depend_on_the_answer(tmp_path: Path) -> None:
     rows = [{"q": "rank", "a": answer} for answer in ("\n\nnext", " blank", "plain", "s and more", "-")]
     template = {"prompt": "{q}\n", "completion": "{a}"}
     data = encode(tmp_path, rows, examples={"template": template})
@@ -79,26 +71,24 @@ def test_the_prompt_has_the_same_tokens_whatever_the_answer_begins_with(tmp_path
     assert [answer for _, answer in decode(data)] == [f"{row['a']}{EOS}" for row in rows]
 
 
-def test_a_conversation_has_the_tokens_of_transformers_and_learns_those_of_the_assistant(
-    tmp_path: Path,
-) -> None:
+def test_a_conversation_has_the_tokens_of_transformers_and_only_answers_are_learned(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer")
-    theirs = PreTrainedTokenizerFast.from_pretrained(file.parent)
+    reference = PreTrainedTokenizerFast.from_pretrained(file.parent)
     data = encode(tmp_path, [{"messages": MESSAGES}], format="Chat", sequence_length=96)
-    ids, loss_mask = ids_of(data)
-    assert ids == theirs.apply_chat_template(MESSAGES)["input_ids"]
-    assert ids.count(theirs.bos_token_id) == 1
+    ids, loss_mask = first_example(data)
+    assert ids == reference.apply_chat_template(MESSAGES)["input_ids"]
+    assert ids.count(reference.bos_token_id) == 1
     assert decode(data)[0][1] == "a shard of text<|eot|>ranks in a net<|eot|>"
     assert loss_mask[-1], "the end of the turn is learned"
 
 
 def test_generation_markers_select_the_learned_tokens_as_in_transformers(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer", chat=GENERATION)
-    theirs = PreTrainedTokenizerFast.from_pretrained(file.parent)
-    expected = theirs.apply_chat_template(MESSAGES, return_assistant_tokens_mask=True)
-    ids, loss_mask = ids_of(encode(tmp_path, [{"messages": MESSAGES}], format="Chat", sequence_length=96))
+    reference = PreTrainedTokenizerFast.from_pretrained(file.parent)
+    expected = reference.apply_chat_template(MESSAGES, return_assistant_tokens_mask=True)
+    ids, loss_mask = first_example(encode(tmp_path, [{"messages": MESSAGES}], format="Chat", sequence_length=96))
     assert ids == expected["input_ids"]
-    assert loss_mask == [bool(one) for one in expected["assistant_masks"]]
+    assert loss_mask == [bool(is_learned) for is_learned in expected["assistant_masks"]]
     assert any(loss_mask)
 
 
@@ -114,7 +104,7 @@ def test_a_special_token_in_a_message_is_text_and_the_answer_is_still_found(tmp_
     messages = [{"role": "user", "content": "say <|eot|> é"}, {"role": "assistant", "content": "é <|eot|> is said"}]
     data = encode(tmp_path, [{"messages": messages}], format="Chat", sequence_length=96)
     assert decode(data)[0][1] == "é <|eot|> is said<|eot|>"
-    ids, _ = ids_of(data)
+    ids, _ = first_example(data)
     assert ids.count(load_tokenizer(data.tokenizer).token_to_id("<|eot|>")) == 2
 
 
@@ -123,8 +113,8 @@ def test_a_chat_template_may_be_in_a_separate_file(tmp_path: Path) -> None:
     file.with_name("chat_template.jinja").write_text(CHATML)
     (tmp_path / "mine.jinja").write_text(CHAT)
     for template, end in ({}, "<|im_end|>"), ({"template": str(tmp_path / "mine.jinja")}, "<|eot|>"):
-        given = {"chat": {"messagesField": "turns"} | template}
-        data = encode(tmp_path, [{"turns": MESSAGES[1:3]}], format="Chat", examples=given, sequence_length=96)
+        settings = {"chat": {"messagesField": "turns"} | template}
+        data = encode(tmp_path, [{"turns": MESSAGES[1:3]}], format="Chat", examples=settings, sequence_length=96)
         assert decode(data)[0][1] == f"a shard of text{end}"
 
 
@@ -133,7 +123,7 @@ def test_loss_on_all_learns_the_prompt_too(tmp_path: Path) -> None:
     assert learned == text
 
 
-def test_special_tokens_that_were_added_count_as_vocabulary(tmp_path: Path) -> None:
+def test_added_special_tokens_count_as_vocabulary(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer")
     tokenizer = load_tokenizer(file)
     before = count_entries(file)

@@ -1,6 +1,5 @@
-"""From records to prompts and answers: what each format makes of them."""
+"""Convert records of each format to prompts and answers."""
 
-import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from tests.testing.trainer.data_files import write_arrow, write_csv
 from tests.testing.trainer.example_files import (
     BOS,
     END_OF_TEXT,
@@ -40,8 +40,8 @@ def test_the_built_in_template_leaves_an_empty_context_out(tmp_path: Path) -> No
 def test_a_custom_template_fills_in_fields_and_escaped_braces(tmp_path: Path) -> None:
     row = {"q": "{how}?", "a": 7, "tags": ["x", "é"], "none": None}
     template = {"prompt": "{{json}} {q} {tags}{none}\n", "completion": "is {a}"}
-    (found,) = decode(encode(tmp_path, [row], examples={"template": template}))
-    assert found == (f'{BOS}{{json}} {{how}}? ["x", "é"]\nis 7{EOS}', f"is 7{EOS}")
+    (example,) = decode(encode(tmp_path, [row], examples={"template": template}))
+    assert example == (f'{BOS}{{json}} {{how}}? ["x", "é"]\nis 7{EOS}', f"is 7{EOS}")
 
 
 def test_template_json_beside_the_data_is_the_template_unless_the_configuration_has_one(tmp_path: Path) -> None:
@@ -52,8 +52,8 @@ def test_template_json_beside_the_data_is_the_template_unless_the_configuration_
     write_records(folder / "train.jsonl", [{"question": "why", "answer": "so"}])
     for source in (folder, folder / "*.jsonl", folder / "train.jsonl"):
         assert decode(open_encoded(make_config(tmp_path, source))) == [(f"{BOS}Q: why\nA: so{EOS}", f" so{EOS}")]
-    given = {"template": {"completion": "!{answer}"}}
-    assert decode(open_encoded(make_config(tmp_path, folder, examples=given))) == [
+    override = {"template": {"completion": "!{answer}"}}
+    assert decode(open_encoded(make_config(tmp_path, folder, examples=override))) == [
         (f"{BOS}Q: why\nA:!so{EOS}", f"!so{EOS}")
     ]
 
@@ -64,12 +64,12 @@ def test_a_class_is_answered_by_its_label(tmp_path: Path) -> None:
         {"question": "who?", "sentence": "it.", "label": "not_entailment"},
         {"question": "who?", "sentence": "he.", "label": "1"},
     ]
-    found = decode(encode(tmp_path, rows, format="Classification"))
-    assert found[0] == (f"{BOS}question: who?\nsentence: she.\nlabel: entailment{EOS}", f" entailment{EOS}")
-    assert [answer for _, answer in found[1:]] == [f" not_entailment{EOS}"] * 2
-    mine = {"classification": {"textFields": ["sentence"], "labels": ["no", "yes"], "prompt": "Is it? {sentence}\n"}}
-    found = decode(encode(tmp_path, rows, format="Classification", examples=mine, max_bad_lines=1))
-    assert found == [(f"{BOS}Is it? she.\nno{EOS}", f"no{EOS}"), (f"{BOS}Is it? he.\nyes{EOS}", f"yes{EOS}")]
+    examples = decode(encode(tmp_path, rows, format="Classification"))
+    assert examples[0] == (f"{BOS}question: who?\nsentence: she.\nlabel: entailment{EOS}", f" entailment{EOS}")
+    assert [answer for _, answer in examples[1:]] == [f" not_entailment{EOS}"] * 2
+    custom = {"classification": {"textFields": ["sentence"], "labels": ["no", "yes"], "prompt": "Is it? {sentence}\n"}}
+    examples = decode(encode(tmp_path, rows, format="Classification", examples=custom, max_bad_lines=1))
+    assert examples == [(f"{BOS}Is it? she.\nno{EOS}", f"no{EOS}"), (f"{BOS}Is it? he.\nyes{EOS}", f"yes{EOS}")]
 
 
 def test_a_function_turns_a_record_into_an_example_messages_or_nothing(tmp_path: Path) -> None:
@@ -93,24 +93,11 @@ def test_a_function_turns_a_record_into_an_example_messages_or_nothing(tmp_path:
     assert data.report.counts.left_out == 1
 
 
-def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def write_arrow(path: Path, rows: list[dict[str, Any]]) -> None:
-    table = pa.Table.from_pylist(rows)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-
-
 FORMATS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
     "d.json": lambda path, rows: path.write_text(json.dumps(rows, indent=1)),
     "d.csv": write_csv,
     "d.parquet": lambda path, rows: parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=9),
-    "d.arrow": write_arrow,
+    "d.arrow": lambda path, rows: write_arrow(path, pa.Table.from_pylist(rows), rows=7),
 }
 
 
@@ -125,7 +112,7 @@ def test_the_same_records_make_the_same_samples_from_every_kind_of_file(tmp_path
     assert other.identity == lines.identity
 
 
-def test_only_records_that_fit_the_filter_are_left(tmp_path: Path) -> None:
+def test_records_that_do_not_match_the_filter_are_left_out(tmp_path: Path) -> None:
     source = write_records(tmp_path / "d.jsonl", make_records(30))
     data = open_encoded(
         make_config(tmp_path, source, examples={"where": {"category": "information_extraction"}}, sequence_length=128)

@@ -1,4 +1,4 @@
-"""Too long examples and packing."""
+"""Drop, cut and pack examples."""
 
 import itertools
 import random
@@ -46,7 +46,7 @@ def test_a_shortened_example_fits_and_keeps_the_part_that_the_rule_names(
         return
     assert len(kept.ids) == len(kept.loss_mask) == max_tokens
     assert kept.loss_mask[1:].any()
-    assert (kept.loss_mask == example.loss_mask[kept.ids]).all(), "each token is learned as before"
+    assert (kept.loss_mask == example.loss_mask[kept.ids]).all(), "the loss mask of each token is unchanged"
     if rule is TooLong.CUT_LEFT:
         assert kept.ids[kept.answer :].tolist() == answer
         assert kept.ids[: example.prefix].tolist() == example.ids[: example.prefix].tolist()
@@ -63,7 +63,7 @@ def test_each_example_is_in_one_sequence_and_all_sequences_fit(lengths: list[int
     assert sorted(members.tolist()) == list(range(len(lengths)))
     sums = [int(values[members[a:b]].sum()) for a, b in itertools.pairwise(starts)]
     assert all(0 < total <= 50 for total in sums)
-    assert len(sums) <= 2 * -(-sum(lengths) // 50), "any fitting rule leaves at most half of the space"
+    assert len(sums) <= 2 * -(-sum(lengths) // 50), "at most half of the space is unused"
 
 
 @pytest.mark.parametrize("capacity", [1024, 2048])
@@ -77,7 +77,7 @@ def test_lengths_like_those_of_dolly_use_95_of_100_positions(capacity: int) -> N
 
 @pytest.mark.parametrize(("rule", "cut", "dropped"), [("Drop", 0, 2), ("CutLeft", 1, 1), ("CutRight", 1, 1)])
 def test_too_long_examples_are_always_counted(tmp_path: Path, rule: str, cut: int, dropped: int) -> None:
-    # One byte is one token here: digits were not in the text that the tokenizer was trained on.
+    # Each of these letters is one token: the tokenizer was trained without capital letters.
     rows = [
         {"q": "X", "a": "Y"},
         {"q": "X" * (10 if rule == "CutRight" else 40), "a": "Y" * (40 if rule == "CutRight" else 10)},
@@ -86,20 +86,20 @@ def test_too_long_examples_are_always_counted(tmp_path: Path, rule: str, cut: in
     template = {"prompt": "{q}", "completion": "{a}"}
     data = encode(tmp_path, rows, sequence_length=24, examples={"template": template, "tooLong": rule})
     assert (data.report.counts.cut, data.report.counts.dropped, data.report.examples) == (cut, dropped, 3 - dropped)
-    assert sorted(data.report.lengths.tolist()) == [4, 52, 52], "as they were before"
+    assert sorted(data.report.lengths.tolist()) == [4, 52, 52], "the lengths before cuts"
     if rule == "CutLeft":
         assert decode(data)[1] == (BOS + "X" * 13 + "Y" * 10 + EOS, "Y" * 10 + EOS)
     if rule == "CutRight":
         assert decode(data)[1] == (BOS + "X" * 10 + "Y" * 14, "Y" * 14)
 
 
-def rows_of(data: Any, count: int) -> Any:
+def first_batch(data: Any, count: int) -> Any:
     return build_micro_batch(data.training.at(0, count), data.training.rules, 0)
 
 
-def test_one_example_a_sequence_is_filled_up_with_the_padding_token_and_no_labels(tmp_path: Path) -> None:
+def test_an_example_without_packing_is_padded_without_labels(tmp_path: Path) -> None:
     data = encode(tmp_path, make_records(6), sequence_length=96)
-    batch = rows_of(data, 6)
+    batch = first_batch(data, 6)
     assert batch.positions is None
     stored = data.sources[0].stored
     for row, number in enumerate(data.training.numbers(0, 6)):
@@ -112,12 +112,12 @@ def test_one_example_a_sequence_is_filled_up_with_the_padding_token_and_no_label
     assert batch.valid_tokens == int((batch.labels != -100).sum())
 
 
-def test_packed_examples_begin_at_position_0_and_learn_what_they_learn_alone(tmp_path: Path) -> None:
+def test_packed_examples_begin_at_position_0_and_have_their_own_labels(tmp_path: Path) -> None:
     data = encode(tmp_path, make_records(40), sequence_length=160, examples={"packing": True})
     stored = data.sources[0].stored
     count = data.training.num_samples
     assert count < 25
-    batch = rows_of(data, count)
+    batch = first_batch(data, count)
     seen, tokens = [], 0
     for row, number in enumerate(data.training.numbers(0, count)):
         starts = np.flatnonzero(batch.positions[row].numpy() == 0).tolist()
@@ -137,12 +137,12 @@ def test_packed_examples_begin_at_position_0_and_learn_what_they_learn_alone(tmp
     assert data.report.used == tokens / (count * 160) > 0.9
 
 
-def test_examples_joined_without_a_mask_keep_their_end_tokens_and_learn_the_same(tmp_path: Path) -> None:
+def test_examples_joined_without_a_mask_keep_their_end_tokens_and_labels(tmp_path: Path) -> None:
     joined = {"packing": True, "maskExamples": False, "loss": "All"}
     data = encode(tmp_path, make_records(40), sequence_length=160, examples=joined)
     stored = data.sources[0].stored
     count = data.training.num_samples
-    batch = rows_of(data, count)
+    batch = first_batch(data, count)
     assert batch.positions is None
     seen: list[int] = []
     for row, number in enumerate(data.training.numbers(0, count)):
@@ -150,11 +150,11 @@ def test_examples_joined_without_a_mask_keep_their_end_tokens_and_learn_the_same
         seen += members
         examples = [stored.example(member) for member in members]
         tokens = [int(token) for ids, _ in examples for token in ids]
-        # Nobody has to guess how the next example begins.
-        learned = [place > 0 and bool(one) for _, loss_mask in examples for place, one in enumerate(loss_mask)]
+        # The first token of an example is not learned: the one before does not predict it.
+        learned = [index > 0 and bool(masked) for _, loss_mask in examples for index, masked in enumerate(loss_mask)]
         assert len(tokens) <= 161
         assert batch.inputs[row, : len(tokens) - 1].tolist() == tokens[:-1]
-        expected = [token if one else -100 for token, one in zip(tokens[1:], learned[1:], strict=True)]
+        expected = [token if is_learned else -100 for token, is_learned in zip(tokens[1:], learned[1:], strict=True)]
         assert batch.labels[row].tolist() == expected + [-100] * (161 - len(tokens))
     assert sorted(seen) == list(range(40)), "each example exactly once"
     assert any(len(data.training.parts[0].members(number)) > 1 for number in range(count))
@@ -163,10 +163,10 @@ def test_examples_joined_without_a_mask_keep_their_end_tokens_and_learn_the_same
 def test_packing_and_samples_are_a_function_of_data_and_seed(tmp_path: Path) -> None:
     rows = make_records(60)
 
-    def drawn(rows: list[dict[str, Any]], **more: Any) -> list[list[int]]:
-        return rows_of(encode(tmp_path, rows, examples={"packing": True}, **more), 12).inputs.tolist()
+    def inputs(rows: list[dict[str, Any]], **settings: Any) -> list[list[int]]:
+        return first_batch(encode(tmp_path, rows, examples={"packing": True}, **settings), 12).inputs.tolist()
 
-    first = drawn(rows)
-    assert drawn(rows) == first
-    assert drawn(rows, seed=1) != first
-    assert drawn(random.Random(1).sample(rows, 60)) != first
+    first = inputs(rows)
+    assert inputs(rows) == first
+    assert inputs(rows, seed=1) != first
+    assert inputs(random.Random(1).sample(rows, 60)) != first

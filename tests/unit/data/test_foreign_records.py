@@ -1,4 +1,4 @@
-"""Records, templates and tokenizers as other programs write them, beside what `transformers` makes of the same."""
+"""Read records, templates and tokenizers of other programs, and compare with `transformers`."""
 
 import errno
 import json
@@ -53,8 +53,8 @@ TOOL_CALL: list[dict[str, Any]] = [
 TOOL = {"type": "function", "function": {"name": "rank", "parameters": {"type": "object"}}}
 
 
-def chat(
-    tmp_path: Path, rows: list[dict[str, Any]], template: str = CHAT, record_format: str = "Chat", **more: Any
+def chat_config(
+    tmp_path: Path, rows: list[dict[str, Any]], template: str = CHAT, record_format: str = "Chat", **settings: Any
 ) -> Any:
     (tmp_path / "chat.jinja").write_text(template)
     examples = {"chat": {"template": str(tmp_path / "chat.jinja")}}
@@ -64,15 +64,15 @@ def chat(
         format=record_format,
         examples=examples,
         sequence_length=256,
-        **more,
+        **settings,
     )
 
 
-def write_prepending(folder: Path) -> None:
-    """Write a tokenizer that puts a blank before a text, as Llama 2's does."""
+def write_prepending_tokenizer(folder: Path) -> None:
+    """Write a tokenizer that puts a blank before a text, like that of Llama 2."""
     write_tokenizer(folder)
-    whole = json.loads((folder / "tokenizer.json").read_text())
-    specials = [token["content"] for token in whole["added_tokens"]]
+    document = json.loads((folder / "tokenizer.json").read_text())
+    specials = [token["content"] for token in document["added_tokens"]]
     letters = [chr(code) for code in range(32, 127)] + ["▁", "▁r", "▁ra", "▁ran", "▁rank", "\n"]
     vocabulary = {text: number for number, text in enumerate(dict.fromkeys([*specials, *letters]))}
     merges = [("▁", "r"), ("▁r", "a"), ("▁ra", "n"), ("▁ran", "k")]
@@ -88,49 +88,48 @@ def first_example(data: Any) -> tuple[list[int], list[bool]]:
     return ids.tolist(), loss_mask.tolist()
 
 
-@pytest.mark.parametrize("write", [write_tokenizer, write_prepending])
+@pytest.mark.parametrize("write", [write_tokenizer, write_prepending_tokenizer])
 @pytest.mark.parametrize("template", [BLANK, MARKED, CHAT])
 @pytest.mark.parametrize("messages", [ONE_TURN, TWO_TURNS])
-def test_a_conversation_has_the_prompt_of_transformers_and_learns_all_of_its_answers(
+def test_a_conversation_has_the_prompt_of_transformers_and_all_answers_are_learned(
     tmp_path: Path, write: Any, template: str, messages: list[dict[str, Any]]
 ) -> None:
     write(tmp_path / "tokenizer")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    made: dict[str, Any] = {"chat_template": template, "tokenize": True, "return_dict": True}
-    asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, **made)["input_ids"]
-    whole = theirs.apply_chat_template(messages, return_assistant_tokens_mask=template is MARKED, **made)
+    reference = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    options: dict[str, Any] = {"chat_template": template, "tokenize": True, "return_dict": True}
+    prompt_ids = reference.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)["input_ids"]
+    expected = reference.apply_chat_template(messages, return_assistant_tokens_mask=template is MARKED, **options)
 
-    given = chat(tmp_path, [{"messages": messages}], template)
-    ids, loss_mask = first_example(open_encoded(given))
+    config = chat_config(tmp_path, [{"messages": messages}], template)
+    ids, loss_mask = first_example(open_encoded(config))
 
-    assert ids[: len(asked)] == asked
-    assert build_prompts(given, [{"messages": messages[:-1]}])[0][1] == tuple(asked)
-    assert loss_mask[len(asked) :] == [True] * (len(ids) - len(asked)), "the last answer and its end"
-    if ids == whole["input_ids"] and template is MARKED:
-        assert loss_mask == [bool(one) for one in whole["assistant_masks"]]
-    (shown,) = decode(open_encoded(given))
-    assert (
-        shown[1]
-        .replace(" ", "")
-        .endswith(f"{messages[-1]['content']}{EOS}".replace(" ", "") if template is not CHAT else "")
-    )
-    assert shown[1].count(messages[1]["content"]) == 1
+    assert ids[: len(prompt_ids)] == prompt_ids
+    assert build_prompts(config, [{"messages": messages[:-1]}])[0][1] == tuple(prompt_ids)
+    assert loss_mask[len(prompt_ids) :] == [True] * (len(ids) - len(prompt_ids)), "the last answer and its end"
+    if ids == expected["input_ids"] and template is MARKED:
+        assert loss_mask == [bool(is_learned) for is_learned in expected["assistant_masks"]]
+    ((_, learned),) = decode(open_encoded(config))
+    if template is not CHAT:
+        assert learned.replace(" ", "").endswith(f"{messages[-1]['content']}{EOS}".replace(" ", ""))
+    assert learned.count(messages[1]["content"]) == 1
 
 
-def test_an_answer_after_a_border_gets_no_blank_that_its_record_does_not_have(tmp_path: Path) -> None:
-    write_prepending(tmp_path / "tokenizer")
+def test_no_blank_is_added_before_an_answer(tmp_path: Path) -> None:
+    write_prepending_tokenizer(tmp_path / "tokenizer")
     template = {"prompt": "{q} ", "completion": "{a}"}
     data = encode(tmp_path, [{"q": "which", "a": "rank"}], examples={"template": template})
     assert decode(data)[0][0].endswith(f"which rank{EOS}")
 
 
 @pytest.mark.parametrize("key", ["added_tokens_decoder", "added_tokens.json", "additional_special_tokens"])
-def test_tokens_that_only_the_settings_add_are_tokens_as_in_transformers(tmp_path: Path, key: str) -> None:
+def test_tokens_that_only_the_settings_add_are_encoded_as_in_transformers(tmp_path: Path, key: str) -> None:
     folder = tmp_path / "tokenizer"
     write_tokenizer(folder, specials=("<|begin|>", "<|endoftext|>", "<|pad|>"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
-    added = {str(420 + number): {"content": text} | plain for number, text in enumerate(("<|im_start|>", "<|im_end|>"))}
+    attributes = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    added = {
+        str(420 + number): {"content": text} | attributes for number, text in enumerate(("<|im_start|>", "<|im_end|>"))
+    }
     contents = [token["content"] for token in added.values()]
     if key == "added_tokens.json":
         (folder / key).write_text(json.dumps(dict(zip(contents, map(int, added), strict=True))))
@@ -138,19 +137,17 @@ def test_tokens_that_only_the_settings_add_are_tokens_as_in_transformers(tmp_pat
         settings |= {key: added if key == "added_tokens_decoder" else contents}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
-    theirs = AutoTokenizer.from_pretrained(folder)
-    expected = theirs.apply_chat_template(ONE_TURN, chat_template=template, tokenize=True, return_dict=True)[
-        "input_ids"
-    ]
-    ids, _ = first_example(open_encoded(chat(tmp_path, [{"messages": ONE_TURN}], template)))
-    assert ids == expected
-    assert ids.count(theirs.convert_tokens_to_ids("<|im_start|>")) == 2
+    reference = AutoTokenizer.from_pretrained(folder)
+    encoded = reference.apply_chat_template(ONE_TURN, chat_template=template, tokenize=True, return_dict=True)
+    ids, _ = first_example(open_encoded(chat_config(tmp_path, [{"messages": ONE_TURN}], template)))
+    assert ids == encoded["input_ids"]
+    assert ids.count(reference.convert_tokens_to_ids("<|im_start|>")) == 2
 
 
-def texts_from_both_files(tmp_path: Path, rows: list[dict[str, Any]], given: Any) -> list[tuple[str, str]]:
-    """Return the examples of rows as lines of JSON; check that the rows in Parquet have the same."""
+def decode_lines_and_parquet(tmp_path: Path, rows: list[dict[str, Any]], config: Any) -> list[tuple[str, str]]:
+    """Return the examples of JSON lines; check that the rows in Parquet have the same examples."""
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
-    lines, table = open_encoded(given), open_encoded(given.model_copy(update={"source": str(tmp_path / "d.parquet")}))
+    lines, table = open_encoded(config), open_encoded(config.model_copy(update={"source": str(tmp_path / "d.parquet")}))
     assert decode(table) == decode(lines)
     assert [source.held_back.tolist() for source in table.sources] == [
         source.held_back.tolist() for source in lines.sources
@@ -158,20 +155,20 @@ def texts_from_both_files(tmp_path: Path, rows: list[dict[str, Any]], given: Any
     return decode(lines)
 
 
-def test_chats_with_tools_are_the_same_from_parquet_which_fills_in_nulls(tmp_path: Path) -> None:
+def test_chats_with_tools_are_the_same_from_parquet(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     rows = [
         {"messages": TOOL_CALL, "tools": json.dumps([TOOL])},
         {"messages": [{"role": "user", "content": "a mesh"}, {"role": "assistant", "content": "no"}], "tools": None},
         {"messages": ONE_TURN},
     ]
-    given = chat(tmp_path, rows, TOOLS, validation={"fraction": 0.3, "split": "Tail"})
-    shown = texts_from_both_files(tmp_path, rows, given)
-    assert len(shown) == 3
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    rendered = theirs.apply_chat_template(TOOL_CALL, tools=[TOOL], chat_template=TOOLS, tokenize=False)
-    assert shown[0][0] == rendered
-    assert shown[0][1].count("rank") == 1, "the call is learned too"
+    config = chat_config(tmp_path, rows, TOOLS, validation={"fraction": 0.3, "split": "Tail"})
+    examples = decode_lines_and_parquet(tmp_path, rows, config)
+    assert len(examples) == 3
+    reference = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    rendered = reference.apply_chat_template(TOOL_CALL, tools=[TOOL], chat_template=TOOLS, tokenize=False)
+    assert examples[0][0] == rendered
+    assert examples[0][1].count("rank") == 1, "the call is learned too"
 
 
 def test_instructions_are_the_same_from_parquet_with_fields_that_rows_leave_out(tmp_path: Path) -> None:
@@ -184,8 +181,8 @@ def test_instructions_are_the_same_from_parquet_with_fields_that_rows_leave_out(
     ]
     template = {"prompt": "{q} {hint}\n", "completion": "{a}"}
     source = write_records(tmp_path / "d.jsonl", rows)
-    given = make_config(tmp_path, source, examples={"template": template}, max_bad_lines=2)
-    assert len(texts_from_both_files(tmp_path, rows, given)) == 2
+    config = make_config(tmp_path, source, examples={"template": template}, max_bad_lines=2)
+    assert len(decode_lines_and_parquet(tmp_path, rows, config)) == 2
 
 
 def test_tool_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
@@ -198,62 +195,64 @@ def test_tool_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
     ]
     table = pa.table({"messages": pa.array([row], pa.list_(message))})
     parquet.write_table(table, tmp_path / "m.parquet")
-    given = chat(tmp_path, [{"messages": row}], TOOLS)
-    assert decode(open_encoded(given.model_copy(update={"source": str(tmp_path / "m.parquet")}))) == decode(
-        open_encoded(given)
+    config = chat_config(tmp_path, [{"messages": row}], TOOLS)
+    assert decode(open_encoded(config.model_copy(update={"source": str(tmp_path / "m.parquet")}))) == decode(
+        open_encoded(config)
     )
 
 
 @pytest.mark.parametrize("record_format", ["Chat", "Text"])
-def test_a_run_that_would_skip_more_than_a_hundredth_stops_unless_it_may(tmp_path: Path, record_format: str) -> None:
+def test_a_run_that_would_skip_more_than_a_hundredth_stops_unless_configured_otherwise(
+    tmp_path: Path, record_format: str
+) -> None:
     write_tokenizer(tmp_path / "tokenizer", specials=("<|begin|>", "<|endoftext|>", "<|pad|>"))
     bad = {"messages": [], "text": None}
     rows: list[dict[str, Any]] = [{"messages": ONE_TURN, "text": "a rank of a mesh"}] * 60 + [bad]
-    given = chat(tmp_path, rows, record_format=record_format)
+    config = chat_config(tmp_path, rows, record_format=record_format)
     sentence = r"1 of its 61 records cannot be used, more than 1%, the first: .*d.jsonl line 61: .*set data.maxBadLines"
     with pytest.raises(UserError, match=sentence):
-        open_data(given, 1)
-    assert open_data(given.model_copy(update={"max_bad_lines": 1}), 1)
+        open_data(config, 1)
+    assert open_data(config.model_copy(update={"max_bad_lines": 1}), 1)
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
     with pytest.raises(UserError, match=r"1 of its 61 records cannot be used, more than 1%.*d.parquet row 61: "):
-        open_data(given.model_copy(update={"source": str(tmp_path / "d.parquet")}), 1)
+        open_data(config.model_copy(update={"source": str(tmp_path / "d.parquet")}), 1)
     write_records(tmp_path / "d.jsonl", [*rows[:-1] * 2, bad])
-    assert open_data(given, 1), "1 of 121"
+    assert open_data(config, 1), "1 of 121"
 
 
 @pytest.mark.parametrize("template", [CHAT, MARKED])
-def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path, template: str) -> None:
+def test_an_answer_of_weight_0_is_not_learned(tmp_path: Path, template: str) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    wrong = [{**TWO_TURNS[0]}, {**TWO_TURNS[1], "weight": 0}, *TWO_TURNS[2:]]
-    (shown,) = decode(open_encoded(chat(tmp_path, [{"messages": wrong}], template)))
-    assert shown[1].startswith("token")
+    messages = [{**TWO_TURNS[0]}, {**TWO_TURNS[1], "weight": 0}, *TWO_TURNS[2:]]
+    ((_, learned),) = decode(open_encoded(chat_config(tmp_path, [{"messages": messages}], template)))
+    assert learned.startswith("token")
     with pytest.raises(UserError, match="all of the assistant's messages have the weight 0"):
-        open_encoded(chat(tmp_path, [{"messages": wrong[:2]}], template))
+        open_encoded(chat_config(tmp_path, [{"messages": messages[:2]}], template))
 
 
 def test_content_in_parts_is_the_text_of_the_parts(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    whole = decode(open_encoded(chat(tmp_path, [{"messages": TWO_TURNS}])))
-    parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in TWO_TURNS]
-    assert decode(open_encoded(chat(tmp_path, [{"messages": parts}]))) == whole
+    expected = decode(open_encoded(chat_config(tmp_path, [{"messages": TWO_TURNS}])))
+    parts = [{"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in TWO_TURNS]
+    assert decode(open_encoded(chat_config(tmp_path, [{"messages": parts}]))) == expected
     parts[0]["content"] = [TWO_TURNS[0]["content"][:7], {"type": "input_text", "text": TWO_TURNS[0]["content"][7:]}]
-    assert decode(open_encoded(chat(tmp_path, [{"messages": parts}]))) == whole
+    assert decode(open_encoded(chat_config(tmp_path, [{"messages": parts}]))) == expected
     parts[0]["content"] = [{"type": "image", "url": "x"}]
     with pytest.raises(UserError, match=r"line 1: the content has a part of type 'image', which a model of text"):
-        open_encoded(chat(tmp_path, [{"messages": parts}]))
+        open_encoded(chat_config(tmp_path, [{"messages": parts}]))
 
 
 def test_unused_fields_of_records_are_reported_with_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     rows = [
-        {"messages": [{**one, "mood": "glad"} for one in ONE_TURN], "id": 1, "tools": [TOOL]},
+        {"messages": [{**turn, "mood": "glad"} for turn in ONE_TURN], "id": 1, "tools": [TOOL]},
         {"messages": ONE_TURN},
     ]
-    given = chat(tmp_path, rows)
-    assert open_encoded(given).report.counts.unused == {"id": 1, "tools": 1, "messages[].mood": 1}
-    (tmp_path / "run.yaml").write_text(json.dumps({"data": given.to_wire()}))
-    shown = ["show-data", "--config", str(tmp_path / "run.yaml"), "--set", "batch.globalSize=1", "--samples", "1"]
-    assert cli.run([*shown, "--ids", "--borders"]) == 0
+    config = chat_config(tmp_path, rows)
+    assert open_encoded(config).report.counts.unused == {"id": 1, "tools": 1, "messages[].mood": 1}
+    (tmp_path / "run.yaml").write_text(json.dumps({"data": config.to_wire()}))
+    command = ["show-data", "--config", str(tmp_path / "run.yaml"), "--set", "batch.globalSize=1", "--samples", "1"]
+    assert cli.run([*command, "--ids", "--borders"]) == 0
     output = capsys.readouterr().out
     assert "not used    id (1), tools (1), messages[].mood (1)" in output
     assert "│" in output
@@ -271,7 +270,7 @@ def test_unused_fields_of_records_are_reported_with_counts(tmp_path: Path, capsy
 def test_errors_of_a_chat_template_are_reported_in_one_sentence(tmp_path: Path, template: str, reason: str) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     with pytest.raises(UserError) as refused:
-        open_encoded(chat(tmp_path, [{"messages": ONE_TURN}], template))
+        open_encoded(chat_config(tmp_path, [{"messages": ONE_TURN}], template))
     assert f"d.jsonl line 1: the chat template refuses the messages ({reason}" in str(refused.value)
     assert "chat.jinja" in str(refused.value)
 
@@ -282,15 +281,19 @@ def test_a_function_that_exits_the_process_is_reported_in_one_sentence(tmp_path:
         encode(tmp_path, [{"q": 1}], format="Function", examples={"function": f"{tmp_path}/mine.py:examples"})
 
 
-def test_documents_end_with_the_folders_eos_token_where_the_vocabulary_has_no_usual_one(tmp_path: Path) -> None:
+def test_documents_end_with_the_folders_eos_token_where_the_vocabulary_has_no_common_one(tmp_path: Path) -> None:
     folder = tmp_path / "tokenizer"
     write_tokenizer(folder, specials=("<|begin|>", "<|stop|>", "<|pad|>"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"eos_token": None, "bos_token": None, "pad_token": None}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     source = write_records(tmp_path / "d.jsonl", [{"text": "a rank of a mesh " * 20}] * 3)
-    run: dict[str, Any] = {"source": str(source), "tokenizer": {"path": str(folder)}, "cacheDirectory": f"{tmp_path}/c"}
-    (tmp_path / "run.yaml").write_text(json.dumps({"data": run}))
+    data: dict[str, Any] = {
+        "source": str(source),
+        "tokenizer": {"path": str(folder)},
+        "cacheDirectory": f"{tmp_path}/c",
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps({"data": data}))
     assert cli.run(["check", "--config", str(tmp_path / "run.yaml")]) == 64
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|stop|>"}))
     assert cli.run(["check", "--config", str(tmp_path / "run.yaml")]) == 0
@@ -301,7 +304,7 @@ def test_documents_end_with_the_folders_eos_token_where_the_vocabulary_has_no_us
                     "--set", "data.tokenizer={}"]) == 0  # fmt: skip
 
 
-# ---- the cache is only a cache --------------------------------------------------------------------------------------
+# ---- an unwritable cache --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -310,39 +313,39 @@ def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(cache_module, "_temporary_folder", lambda: tmp_path / "temporary")
     (tmp_path / "cache").mkdir(exist_ok=True)
-    opening, making = type(tmp_path).open, type(tmp_path).mkdir
+    open_path, make_folder = type(tmp_path).open, type(tmp_path).mkdir
 
     def refuse(path: Path) -> None:
         if path.is_relative_to(tmp_path / "cache"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    def opened(path: Path, mode: str = "r", *arguments: Any, **more: Any) -> Any:
+    def open_or_refuse(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
         if set(mode) & set("wax+"):
             refuse(path)
-        return opening(path, mode, *arguments, **more)
+        return open_path(path, mode, *arguments, **options)
 
-    def made(path: Path, *arguments: Any, **more: Any) -> None:
+    def make_or_refuse(path: Path, *arguments: Any, **options: Any) -> None:
         if not path.exists():
             refuse(path)
-        making(path, *arguments, **more)
+        make_folder(path, *arguments, **options)
 
-    monkeypatch.setattr(type(tmp_path), "open", opened)
-    monkeypatch.setattr(type(tmp_path), "mkdir", made)
+    monkeypatch.setattr(type(tmp_path), "open", open_or_refuse)
+    monkeypatch.setattr(type(tmp_path), "mkdir", make_or_refuse)
     return tmp_path / "cache"
 
 
 @pytest.mark.parametrize("record_format", ["Chat", "Text"])
-def test_a_cache_that_cannot_be_written_is_read_and_what_it_lacks_is_made_elsewhere(
+def test_an_unwritable_cache_is_read_and_missing_data_are_prepared_elsewhere(
     tmp_path: Path, record_format: str, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     write_tokenizer(tmp_path / "tokenizer", specials=("<|begin|>", "<|endoftext|>", "<|pad|>"))
     rows = [{"messages": ONE_TURN, "text": "a rank of a mesh " * 30}] * 9
-    given = chat(tmp_path, rows, record_format=record_format, validation={"fraction": 0.5, "split": "Tail"})
-    before = open_data(given, 1).identity
+    config = chat_config(tmp_path, rows, record_format=record_format, validation={"fraction": 0.5, "split": "Tail"})
+    before = open_data(config, 1).identity
     request.getfixturevalue("unwritable")
-    assert open_data(given, 1).identity == before
-    assert not [each for each in caplog.records if each.levelno >= logging.WARNING], "all of it was there"
-    other = given.model_copy(update={"sequence_length": 128, "tokenizer": TokenizerConfig()})
+    assert open_data(config, 1).identity == before
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], "the cache has all data"
+    other = config.model_copy(update={"sequence_length": 128, "tokenizer": TokenizerConfig()})
     assert open_data(other, 1).identity
     assert "cannot be used (Permission denied)" in caplog.text
     assert "it is only a cache: what is not in it is made again in" in caplog.text
@@ -355,16 +358,16 @@ def test_missing_data_are_a_storage_error_only_where_this_run_has_read_them(
 ) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     with (
-        pytest.raises(kind, match=r"data.source .*gone: there is no such file"),
+        pytest.raises(kind, match=r"data.source .*missing: there is no such file"),
         storage_errors_on_restart(restarted=restarted),
     ):
-        open_data(make_config(tmp_path, tmp_path / "gone"), 1)
+        open_data(make_config(tmp_path, tmp_path / "missing"), 1)
     with pytest.raises(UserError, match="holds no example"), storage_errors_on_restart(restarted=restarted):
-        open_data(chat(tmp_path, [{"messages": []}]), 1)
+        open_data(chat_config(tmp_path, [{"messages": []}]), 1)
 
 
-def test_held_out_prompts_are_those_of_the_border(tmp_path: Path) -> None:
+def test_held_out_prompts_end_where_the_answer_begins(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
-    given = chat(tmp_path, [{"messages": TWO_TURNS}] * 4, BLANK, validation={"fraction": 0.5, "split": "Tail"})
-    asked = build_prompts(given, [{"messages": TWO_TURNS[:-1]}])[0][1]
-    assert {one.prompt_ids for one in read_held_out(given).examples} == {asked}
+    config = chat_config(tmp_path, [{"messages": TWO_TURNS}] * 4, BLANK, validation={"fraction": 0.5, "split": "Tail"})
+    prompt_ids = build_prompts(config, [{"messages": TWO_TURNS[:-1]}])[0][1]
+    assert {example.prompt_ids for example in read_held_out(config).examples} == {prompt_ids}

@@ -1,4 +1,4 @@
-"""Data sets of a hub that answers on loopback, through `datasets` and `huggingface_hub`.
+"""Read data sets of a hub on loopback through `datasets` and `huggingface_hub`.
 
 Both libraries read HF_ENDPOINT when they are imported, so each run is a process that has imported neither.
 """
@@ -31,75 +31,80 @@ configs:
 ---
 """
 TABS = b'---\nconfigs: [{config_name: default, data_files: a.csv, sep: "\\t"}]\n---\n'
-OBSERVE = """
+READ_SOURCES = """
 import json, sys
 from trainium_trainer.data.sources.hub import pin_revision
 from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.exits import TrainerError
-found = {}
+results = {}
 for location in sys.argv[1:]:
     try:
         source = open_source(pin_revision(location), "text")
-        texts = [each.text for block in source.blocks(1 << 20) for each in source.all_documents(block)]
-        found[location] = [source.identity(None), texts, [file.name for file in source.files]]
+        texts = [document.text for block in source.blocks(1 << 20) for document in source.all_documents(block)]
+        results[location] = [source.identity(None), texts, [file.name for file in source.files]]
     except TrainerError as error:
-        found[location] = [type(error).__name__, str(error)]
-print(json.dumps(found))
+        results[location] = [type(error).__name__, str(error)]
+print(json.dumps(results))
 """
 
 
-def table(texts: list[str]) -> bytes:
+def parquet_bytes(texts: list[str]) -> bytes:
     stream = io.BytesIO()
     parquet.write_table(pa.table({"text": texts}), stream, row_group_size=40)
     return stream.getvalue()
 
 
-def lines(texts: list[str]) -> bytes:
+def jsonl_bytes(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
-def glue() -> dict[str, bytes]:
+def glue_files() -> dict[str, bytes]:
     return {
         "README.md": README,
-        "qnli/train-00000-of-00002.parquet": table([f"train {number}" for number in range(60)]),
-        "qnli/train-00001-of-00002.parquet": table([f"train {number}" for number in range(60, 100)]),
-        "qnli/validation-00000-of-00001.parquet": table([f"validation {number}" for number in range(40)]),
-        "cola/train-00000-of-00001.parquet": table(["cola"]),
+        "qnli/train-00000-of-00002.parquet": parquet_bytes([f"train {number}" for number in range(60)]),
+        "qnli/train-00001-of-00002.parquet": parquet_bytes([f"train {number}" for number in range(60, 100)]),
+        "qnli/validation-00000-of-00001.parquet": parquet_bytes([f"validation {number}" for number in range(40)]),
+        "cola/train-00000-of-00001.parquet": parquet_bytes(["cola"]),
     }
 
 
-LINES = {"README.md": b"about", "data.jsonl": lines(["a", "b"])}
+LINES = {"README.md": b"about", "data.jsonl": jsonl_bytes(["a", "b"])}
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[HubServer]:
-    with HubServer() as running:
-        running.add("datasets/nyu-mll/glue", glue())
-        running.add("datasets/owner/renamed", glue())
-        running.add("datasets/owner/lines", LINES)
-        running.add("datasets/owner/script", {"script.py": b"code", "data.jsonl": lines(["a"])})
-        running.add("datasets/owner/tabs", {"README.md": TABS, "a.csv": b"text\tother\nx\ty\n"})
-        running.add("datasets/owner/pictures", {"README.md": b"about", "a.tar": b"x"})
-        running.add("datasets/owner/empty", {"README.md": b"about"})
-        running.add("datasets/owner/gated", {"README.md": b"about", "data.jsonl": lines(["secret"])}, token=TOKEN)
-        running.add(
+    with HubServer() as server:
+        server.add("datasets/nyu-mll/glue", glue_files())
+        server.add("datasets/owner/renamed", glue_files())
+        server.add("datasets/owner/lines", LINES)
+        server.add("datasets/owner/script", {"script.py": b"code", "data.jsonl": jsonl_bytes(["a"])})
+        server.add("datasets/owner/tabs", {"README.md": TABS, "a.csv": b"text\tother\nx\ty\n"})
+        server.add("datasets/owner/pictures", {"README.md": b"about", "a.tar": b"x"})
+        server.add("datasets/owner/empty", {"README.md": b"about"})
+        server.add("datasets/owner/gated", {"README.md": b"about", "data.jsonl": jsonl_bytes(["secret"])}, token=TOKEN)
+        server.add(
             "datasets/owner/converted",
-            {"arxiv/partial-train/0000.parquet": table(["arxiv"]), "c4/partial-train/0000.parquet": table(["c4"])},
+            {
+                "arxiv/partial-train/0000.parquet": parquet_bytes(["arxiv"]),
+                "c4/partial-train/0000.parquet": parquet_bytes(["c4"]),
+            },
         )
-        yield running
+        yield server
 
 
-def run(home: Path, hub: HubServer, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    known = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    given = known | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environment
-    return run_python(*argv, env=given)
+def run_process(home: Path, hub: HubServer, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    hub_variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    return run_python(*argv, env=inherited | hub_variables | environment)
 
 
-def observe(home: Path, hub: HubServer, *locations: str, **environment: str) -> dict[str, Any]:
-    ended = run(home, hub, "-c", OBSERVE, *(f"hf://datasets/{location}" for location in locations), **environment)
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return {location.removeprefix("hf://datasets/"): result for location, result in found.items()}
+def read_sources(home: Path, hub: HubServer, *locations: str, **environment: str) -> dict[str, Any]:
+    completed = run_process(
+        home, hub, "-c", READ_SOURCES, *(f"hf://datasets/{location}" for location in locations), **environment
+    )
+    assert completed.returncode == 0, completed.stderr
+    results: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
+    return {location.removeprefix("hf://datasets/"): result for location, result in results.items()}
 
 
 REFUSED = {
@@ -121,7 +126,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def refused(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return observe(tmp_path_factory.mktemp("home"), hub, *REFUSED)
+    return read_sources(tmp_path_factory.mktemp("home"), hub, *REFUSED)
 
 
 @pytest.mark.parametrize("location", REFUSED)
@@ -131,65 +136,66 @@ def test_data_sets_that_cannot_be_read_are_refused_with_the_field(refused: dict[
     assert REFUSED[location] in sentence
 
 
-def test_a_split_is_read_in_the_order_of_its_files_and_known_by_their_digests(hub: HubServer, tmp_path: Path) -> None:
+def test_a_split_is_read_in_the_order_of_its_files_and_identified_by_their_digests(
+    hub: HubServer, tmp_path: Path
+) -> None:
     names = ("nyu-mll/glue?name=qnli", "owner/renamed?name=qnli", "nyu-mll/glue?name=qnli&split=validation")
-    found = observe(
+    results = read_sources(
         tmp_path, hub, *names, "owner/lines", f"owner/converted@{PARQUET.replace('/', '%2F')}?directory=arxiv"
     )
-    train, renamed, validation, plain, converted = found.values()
+    train, renamed, validation, plain, converted = results.values()
     assert train[1] == [f"train {number}" for number in range(100)]
     assert validation[1] == [f"validation {number}" for number in range(40)]
     assert (plain[1], converted[1]) == (["a", "b"], ["arxiv"])
-    assert train[0] == renamed[0], "not the name"
-    assert len({result[0] for result in found.values()}) == 4
+    assert train[0] == renamed[0], "the name is not in the identity"
+    assert len({result[0] for result in results.values()}) == 4
     commit = train[2][0].partition("@")[2].partition("/")[0]
     assert len(commit) == 40
 
 
 def test_a_commit_is_resolved_once_and_a_branch_at_each_start(hub: HubServer, tmp_path: Path) -> None:
-    first = hub.add("datasets/owner/moving", {"README.md": b"one", "data.jsonl": lines(["old"])})
+    first = hub.add("datasets/owner/moving", {"README.md": b"one", "data.jsonl": jsonl_bytes(["old"])})
     pinned = f"owner/moving@{first}"
-    (before,) = observe(tmp_path, hub, "owner/moving").values()
-    hub.add("datasets/owner/moving", {"README.md": b"another text", "data.jsonl": lines(["old"])})
+    (before,) = read_sources(tmp_path, hub, "owner/moving").values()
+    hub.add("datasets/owner/moving", {"README.md": b"another text", "data.jsonl": jsonl_bytes(["old"])})
     hub.requests.clear()
-    assert observe(tmp_path, hub, pinned)[pinned] == before
-    asked = [each.path for each in hub.requests if each.path.startswith("/api/datasets/")]
-    assert asked == [], "the files of a commit are known"
-    assert observe(tmp_path, hub, "owner/moving")["owner/moving"][0] == before[0], "the same files of another commit"
-    hub.add("datasets/owner/moving", {"data.jsonl": lines(["new"])})
-    found = observe(tmp_path, hub, "owner/moving", pinned)
-    assert (found["owner/moving"][1], found[pinned][1]) == (["new"], ["old"])
-    assert found["owner/moving"][0] != found[pinned][0]
+    assert read_sources(tmp_path, hub, pinned)[pinned] == before
+    assert not any(request.path.startswith("/api/datasets/") for request in hub.requests), "the commit is cached"
+    assert read_sources(tmp_path, hub, "owner/moving")["owner/moving"][0] == before[0], (
+        "the same files of another commit"
+    )
+    hub.add("datasets/owner/moving", {"data.jsonl": jsonl_bytes(["new"])})
+    moved, old = read_sources(tmp_path, hub, "owner/moving", pinned).values()
+    assert (moved[1], old[1]) == (["new"], ["old"])
+    assert moved[0] != old[0]
 
 
-def test_files_that_were_found_are_read_though_the_cache_cannot_be_written_any_more(
-    hub: HubServer, tmp_path: Path
-) -> None:
+def test_known_files_are_read_when_the_cache_becomes_unwritable(hub: HubServer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    (refused,) = observe(tmp_path / "file" / "home", hub, "owner/lines").values()
+    (refused,) = read_sources(tmp_path / "file" / "home", hub, "owner/lines").values()
     assert refused[0] == "StorageError"
     assert "cannot be written (Not a directory): set HF_HOME to a folder that can" in refused[1]
     home, pinned = tmp_path / "home", f"owner/lines@{hub.add('datasets/owner/lines', LINES)}"
-    before = observe(home, hub, pinned)
-    (note,) = (home / "trainium").glob("files-*.json")
-    note.write_text("{")  # cut short
-    assert observe(home, hub, pinned) == before
-    note.with_suffix(".lock").unlink(missing_ok=True)
-    note.with_suffix(".lock").mkdir()
+    before = read_sources(home, hub, pinned)
+    (file_list,) = (home / "trainium").glob("files-*.json")
+    file_list.write_text("{")  # truncated
+    assert read_sources(home, hub, pinned) == before
+    file_list.with_suffix(".lock").unlink(missing_ok=True)
+    file_list.with_suffix(".lock").mkdir()
     hub.requests.clear()
-    assert observe(home, hub, pinned) == before
-    assert not any(each.path.startswith("/api/datasets/") for each in hub.requests)
+    assert read_sources(home, hub, pinned) == before
+    assert not any(request.path.startswith("/api/datasets/") for request in hub.requests)
 
 
 def test_a_token_opens_a_gated_data_set_and_is_never_shown(hub: HubServer, tmp_path: Path) -> None:
     hub.requests.clear()
-    found = observe(tmp_path, hub, "owner/gated", HF_TOKEN=TOKEN)
-    assert found["owner/gated"][1] == ["secret"]
-    assert {each.token for each in hub.requests if each.path.startswith("/datasets/")} == {f"Bearer {TOKEN}"}
+    results = read_sources(tmp_path, hub, "owner/gated", HF_TOKEN=TOKEN)
+    assert results["owner/gated"][1] == ["secret"]
+    assert {request.token for request in hub.requests if request.path.startswith("/datasets/")} == {f"Bearer {TOKEN}"}
     assert TOKEN not in "".join(file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file())
-    ended = run(tmp_path, hub, "-c", OBSERVE, "hf://datasets/owner/gated", HF_TOKEN="hf_another")
-    assert "the data set is gated" in ended.stdout
-    assert "hf_another" not in ended.stdout + ended.stderr
+    completed = run_process(tmp_path, hub, "-c", READ_SOURCES, "hf://datasets/owner/gated", HF_TOKEN="hf_another")
+    assert "the data set is gated" in completed.stdout
+    assert "hf_another" not in completed.stdout + completed.stderr
 
 
 SAMPLES = """
@@ -200,22 +206,22 @@ from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.loader import open_loader
 
 def rows(data, ranks, start):
-    found = {}
+    inputs = {}
     for rank in range(ranks):
         loader = open_loader(data, Share(global_size=4, micro_size=1, dp_rank=rank, dp_size=ranks))
         for step in range(start, 4):
             batches = loader.batch_at(step * 4).micro_batches
-            found |= {int(row.sample_positions[0]): row.inputs[0].tolist() for row in batches}
+            inputs |= {int(row.sample_positions[0]): row.inputs[0].tolist() for row in batches}
         loader.close()
-    return [found[number] for number in sorted(found)]
+    return [inputs[number] for number in sorted(inputs)]
 
 if __name__ == "__main__":
     for number, document in enumerate(json.loads(sys.argv[1])):
         data = open_data(DataConfig.model_validate(document), 4)
         whole = rows(data, 1, 0)
         assert number or rows(data, 2, 2) == whole[8:], "two ranks from step 2 on"
-        measured = data.validation and data.validation.num_samples
-        print(json.dumps([type(data.training).__name__, whole, measured]))
+        validation_samples = data.validation and data.validation.num_samples
+        print(json.dumps([type(data.training).__name__, whole, validation_samples]))
 """
 
 
@@ -223,13 +229,13 @@ if __name__ == "__main__":
 def test_a_mixture_gives_the_samples_of_the_same_files_at_each_size_and_place(
     hub: HubServer, tmp_path: Path, tokenization: str
 ) -> None:
-    for name, content in glue().items():
+    for name, content in glue_files().items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     train = {"hub": {"dataset": "nyu-mll/glue", "name": "qnli"}, "weight": 3}
-    other = {"hub": {"dataset": "nyu-mll/glue", "name": "qnli", "split": "validation"}}
+    validation = {"hub": {"dataset": "nyu-mll/glue", "name": "qnli", "split": "validation"}}
     files = {"source": f"{tmp_path}/qnli/train-*", "weight": 3}, {"source": f"{tmp_path}/qnli/validation-*"}
-    given = {
+    settings = {
         "sequenceLength": 16,
         "tokenizer": {"vocabSize": 300},
         "cacheDirectory": str(tmp_path / "cache"),
@@ -237,16 +243,16 @@ def test_a_mixture_gives_the_samples_of_the_same_files_at_each_size_and_place(
         "workers": 1,
     }
     (tmp_path / "samples.py").write_text(SAMPLES)
-    documents = json.dumps([given | {"sources": [train, other]}, given | {"sources": files}])
-    ended = run(tmp_path / "home", hub, str(tmp_path / "samples.py"), documents)
-    assert ended.returncode == 0, ended.stderr
-    streamed, local = map(json.loads, ended.stdout.splitlines()[-2:])
+    documents = json.dumps([settings | {"sources": [train, validation]}, settings | {"sources": files}])
+    completed = run_process(tmp_path / "home", hub, str(tmp_path / "samples.py"), documents)
+    assert completed.returncode == 0, completed.stderr
+    streamed, local = map(json.loads, completed.stdout.splitlines()[-2:])
     assert streamed[0] == {"Ahead": "Samples", "Online": "Streams"}[tokenization]
     assert len(streamed[1]) == 16
     assert streamed == local
 
 
-def test_examples_are_shown_and_another_split_measures(hub: HubServer, tmp_path: Path) -> None:
+def test_show_data_uses_another_split_for_validation(hub: HubServer, tmp_path: Path) -> None:
     document = {
         "data": {
             "hub": {"dataset": "nyu-mll/glue", "name": "qnli"},
@@ -260,18 +266,17 @@ def test_examples_are_shown_and_another_split_measures(hub: HubServer, tmp_path:
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
     command = ("-m", "trainium_trainer", "show-data", "--config", str(tmp_path / "run.yaml"), "--samples", "1")
-    ended = run(tmp_path / "home", hub, *command)
-    assert ended.returncode == 0, ended.stderr
-    assert "records     100\n" in ended.stdout
-    assert "validation  40 samples\n" in ended.stdout
+    completed = run_process(tmp_path / "home", hub, *command)
+    assert completed.returncode == 0, completed.stderr
+    assert "records     100\n" in completed.stdout
+    assert "validation  40 samples\n" in completed.stdout
 
 
 def test_a_failure_of_the_hub_is_a_storage_error(hub: HubServer, tmp_path: Path) -> None:
     location = "nyu-mll/glue?name=cola"
     hub.status = 500
     try:
-        assert observe(tmp_path, hub, location)[location][0] == "StorageError"
+        assert read_sources(tmp_path, hub, location)[location][0] == "StorageError"
     finally:
         hub.status = None
-    (found,) = observe(tmp_path, hub, location).values()
-    assert found[1] == ["cola"]
+    assert read_sources(tmp_path, hub, location)[location][1] == ["cola"]

@@ -1,16 +1,17 @@
-"""Text that is tokenized while training: the same samples for any processes, ranks and interruptions."""
+"""Tokenize text during the training: the same samples for any processes, ranks and interruptions."""
 
 import os
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 
-from tests.testing.trainer.data_files import END, data_config, json_lines, write_text
+from tests.testing.trainer.data_files import END, data_config, json_lines
 from trainium_trainer.data import dataset
 from trainium_trainer.data.batches.micro_batches import Share
 from trainium_trainer.data.batches.order import shuffled
@@ -34,37 +35,27 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_SMALLEST_BLOCK", 1500)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_text(folder / "d.txt")
-    return open_data(data_config(folder, folder / "d.txt"), LANES).tokenizer
-
-
-def open_online(tmp_path: Path, tokenizer: Path, texts: Sequence[str] = DOCUMENTS, **more: Any) -> Dataset:
+def open_online(tmp_path: Path, tokenizer: Path, texts: Sequence[str] = DOCUMENTS, **settings: Any) -> Dataset:
     (tmp_path / "d.jsonl").write_bytes(json_lines(list(texts)))
-    fields = {"tokenizer": {"path": str(tokenizer)}, "tokenization": "Online"} | more
+    fields = {"tokenizer": {"path": str(tokenizer)}, "tokenization": "Online"} | settings
     return open_data(data_config(tmp_path, tmp_path / "d.jsonl", **fields), LANES)
 
 
-def plan_of(data: Dataset) -> LanePlan:
+def lane_plan(data: Dataset) -> LanePlan:
     assert isinstance(data.training, Streams)
     return data.training.plan
 
 
-def blocks_of(plan: LanePlan, source: int = 0) -> TextBlocks:
-    given = plan.sources[source]
-    table = np.load(given.blocks_file)[: given.blocks]
-    return TextBlocks(given.spec.source, table, DocumentEncoder(Path(plan.tokenizer)), plan.held_back)
+def text_blocks(plan: LanePlan) -> TextBlocks:
+    (source,) = plan.sources
+    table = np.load(source.blocks_file)[: source.blocks]
+    return TextBlocks(source.spec.source, table, DocumentEncoder(Path(plan.tokenizer)), plan.held_back)
 
 
 def rows(data: Dataset, share: Share, steps: Sequence[int], counts_folder: Path | None = None) -> list[list[int]]:
     """Return the tokens of each sample of one rank."""
-    loader = open_loader(data, share, ahead=2, counts_folder=counts_folder)
-    try:
+    with closing(open_loader(data, share, ahead=2, counts_folder=counts_folder)) as loader:
         batches = [loader.batch_at(step * LANES) for step in steps]
-    finally:
-        loader.close()
     return [row.tolist() for batch in batches for micro in batch.micro_batches for row in micro.inputs]
 
 
@@ -74,55 +65,55 @@ def share(rank: int = 0, size: int = 1) -> Share:
 
 def test_an_epoch_of_all_lanes_has_every_document_once_and_nothing_is_dropped(tmp_path: Path, tokenizer: Path) -> None:
     data = open_online(tmp_path, tokenizer)
-    plan = plan_of(data)
-    blocks = blocks_of(plan)
-    share_of_lane = len(blocks) // LANES
-    assert share_of_lane > 4
+    plan = lane_plan(data)
+    blocks = text_blocks(plan)
+    blocks_per_lane = len(blocks) // LANES
+    assert blocks_per_lane > 4
     reader = load_tokenizer(tokenizer)
     seen = []
     for lane in range(LANES):
         lanes = Lanes(plan, [lane], [blocks])
-        own = [shuffled(lane + number * LANES, len(blocks), plan.seed) for number in range(share_of_lane)]
-        length = sum(len(blocks.read(block).tokens) for block in own)
+        lane_blocks = [shuffled(lane + number * LANES, len(blocks), plan.seed) for number in range(blocks_per_lane)]
+        length = sum(len(blocks.read(block).tokens) for block in lane_blocks)
         steps = -(-length // plan.sequence_length)
         stream = np.concatenate([lanes.rows(step).rows[0][:-1] for step in range(steps)])[:length]
         seen += reader.decode(list(stream), skip_special_tokens=False).split(END)[:-1]
-    left = len(blocks) - share_of_lane * LANES
+    leftover = len(blocks) - blocks_per_lane * LANES
     assert len(set(seen)) == len(seen)
     assert set(seen) <= set(DOCUMENTS)
-    assert len(DOCUMENTS) - len(seen) <= left * 60
-    if not left:
+    assert len(DOCUMENTS) - len(seen) <= leftover * 60
+    if not leftover:
         assert sorted(seen) == sorted(DOCUMENTS)
 
 
 def test_the_samples_are_the_same_for_any_ranks_processes_and_interruptions(tmp_path: Path, tokenizer: Path) -> None:
     data = open_online(tmp_path, tokenizer)
-    whole = rows(data, share(), range(12), counts_folder=tmp_path / "notes")
-    three = open_online(tmp_path, tokenizer, workers=3)
-    assert three.identity == data.identity
-    assert rows(three, share(), range(12)) == whole
+    whole = rows(data, share(), range(12), counts_folder=tmp_path / "counts")
+    with_three_workers = open_online(tmp_path, tokenizer, workers=3)
+    assert with_three_workers.identity == data.identity
+    assert rows(with_three_workers, share(), range(12)) == whole
     halves = [rows(data, share(rank, 2), range(12)) for rank in range(2)]
     assert [halves[number % 4 // 2][number // 4 * 2 + number % 2] for number in range(48)] == whole
-    assert rows(data, share(), [7, 8, 3, 4]) == whole[28:36] + whole[12:20], "anywhere, without what others noted"
-    assert rows(data, share(1, 4), [9], counts_folder=tmp_path / "notes") == [whole[37]]
+    assert rows(data, share(), [7, 8, 3, 4]) == whole[28:36] + whole[12:20], "at any step, without recorded counts"
+    assert rows(data, share(1, 4), [9], counts_folder=tmp_path / "counts") == [whole[37]]
     assert data.training.numbers(8, 4) == [8, 9, 10, 11]
 
 
 def test_a_lane_continues_from_recorded_counts_without_reading_earlier_blocks(tmp_path: Path, tokenizer: Path) -> None:
     data = open_online(tmp_path, tokenizer)
-    plan = plan_of(data)
-    rows(data, share(), range(80), counts_folder=tmp_path / "notes")
-    ((numbers, counts),) = BlockCounts(tmp_path / "notes", data.training.identity, None).known(1)
+    plan = lane_plan(data)
+    rows(data, share(), range(80), counts_folder=tmp_path / "counts")
+    ((numbers, counts),) = BlockCounts(tmp_path / "counts", data.training.identity, None).known(1)
     assert len(set(numbers.tolist())) >= 4
-    fresh, knowing = blocks_of(plan), blocks_of(plan)
-    knowing.add_counts(numbers, counts)
-    far = [Lanes(plan, [1], [blocks]).rows(70) for blocks in (fresh, knowing)]
-    assert far[0].rows[0].tolist() == far[1].rows[0].tolist()
-    assert len(far[1].counts) == 1
-    assert len(far[0].counts) > 1, "without notes it has to count"
+    uncounted, counted = text_blocks(plan), text_blocks(plan)
+    counted.add_counts(numbers, counts)
+    slow, fast = (Lanes(plan, [1], [blocks]).rows(70) for blocks in (uncounted, counted))
+    assert slow.rows[0].tolist() == fast.rows[0].tolist()
+    assert len(fast.counts) == 1
+    assert len(slow.counts) > 1, "without recorded counts, it counts earlier blocks"
 
 
-def test_torn_or_changed_notes_are_ignored(tmp_path: Path) -> None:
+def test_torn_or_changed_counts_are_ignored(tmp_path: Path) -> None:
     counts_folder = BlockCounts(tmp_path, "identity", 0)
     counts_folder.add([(0, 1, 100), (1, 2, 200)])
     counts_folder.add([(0, 3, 300)])
@@ -132,8 +123,8 @@ def test_torn_or_changed_notes_are_ignored(tmp_path: Path) -> None:
     content[8] ^= 1
     file.write_bytes(bytes(content) + b"torn")
     BlockCounts(tmp_path, "identity", 0).add([(0, 4, 400)])
-    known = BlockCounts(tmp_path, "identity", None).known(2)
-    assert [(blocks.tolist(), counts.tolist()) for blocks, counts in known] == [([3, 4], [300, 400]), ([2], [200])]
+    recorded = BlockCounts(tmp_path, "identity", None).known(2)
+    assert [(blocks.tolist(), counts.tolist()) for blocks, counts in recorded] == [([3, 4], [300, 400]), ([2], [200])]
     assert BlockCounts(tmp_path, "other", None).known(1)[0][0].tolist() == []
     assert BlockCounts(None, "identity", 0).known(1)[0][0].tolist() == []
 
@@ -142,30 +133,30 @@ def test_counts_recorded_while_the_run_ends_reach_no_file_that_reuses_the_descri
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts_folder = BlockCounts(tmp_path, "identity", 0)
-    write, other = os.write, tmp_path / "other"
+    write, other_file = os.write, tmp_path / "other"
 
-    def end() -> None:
+    def end_run() -> None:
         counts_folder.close()
-        others.append(other.open("wb"))  # gets the number that has just come free
+        reopened.append(other_file.open("wb"))  # reuses the descriptor
 
-    def late(descriptor: int, data: bytes) -> int:
+    def write_after_end(descriptor: int, data: bytes) -> int:
         ending.start()
         ending.join(0.2)
         return write(descriptor, data)
 
-    others: list[BinaryIO] = []
-    ending = threading.Thread(target=end)
-    monkeypatch.setattr(os, "write", late)
+    reopened: list[BinaryIO] = []
+    ending = threading.Thread(target=end_run)
+    monkeypatch.setattr(os, "write", write_after_end)
     counts_folder.add([(0, 4, 400)])
     monkeypatch.undo()
     ending.join(10)
-    others[0].close()
-    assert other.read_bytes() == b""
+    reopened[0].close()
+    assert other_file.read_bytes() == b""
     counts_folder.add([(0, 5, 500)])
     assert BlockCounts(tmp_path, "identity", None).known(1)[0][1].tolist() == [400]
 
 
-def documents(data: Dataset, steps: int) -> set[str]:
+def trained_documents(data: Dataset, steps: int) -> set[str]:
     """Return the whole documents in the first samples."""
     lanes = [[] for _ in range(LANES)]  # type: list[list[int]]
     for number, row in enumerate(rows(data, share(), range(steps))):
@@ -176,8 +167,8 @@ def documents(data: Dataset, steps: int) -> set[str]:
 
 @pytest.mark.parametrize("split", ["DocumentHash", "Tail"])
 def test_held_out_documents_are_never_trained_on(tmp_path: Path, tokenizer: Path, split: str) -> None:
-    held = {"fraction": 0.2, "split": split, "samples": 1000}
-    data = open_online(tmp_path, tokenizer, validation=held)
+    validation = {"fraction": 0.2, "split": split, "samples": 1000}
+    data = open_online(tmp_path, tokenizer, validation=validation)
     reader = load_tokenizer(tokenizer)
     samples = [sample for sample in data.validation.share(0, 1) if sample is not None]
     tokens = [token for sample in samples for token in sample.tokens[:-1].tolist()] + samples[-1].tokens[-1:].tolist()
@@ -186,14 +177,14 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path, tokenizer: Path
     assert len(DOCUMENTS) * 0.1 < len(texts) < len(DOCUMENTS) * 0.3
     if split == "Tail":
         assert texts == set(DOCUMENTS[-len(texts) :])
-    trained = documents(data, 700)
+    trained = trained_documents(data, 700)
     assert len(trained) > 0.7 * len(DOCUMENTS)
     assert not trained & texts
-    again = open_online(tmp_path, tokenizer, validation=held | {"fraction": 0.1})
-    assert again.identity != data.identity
-    few = open_online(tmp_path, tokenizer, validation=held | {"samples": 3})
-    assert few.validation.num_samples == 3
-    assert few.identity == data.identity
+    smaller = open_online(tmp_path, tokenizer, validation=validation | {"fraction": 0.1})
+    assert smaller.identity != data.identity
+    three_samples = open_online(tmp_path, tokenizer, validation=validation | {"samples": 3})
+    assert three_samples.validation.num_samples == 3
+    assert three_samples.identity == data.identity
 
 
 def test_sources_are_mixed_in_each_lane_and_prepared_ones_may_be_among_them(tmp_path: Path, tokenizer: Path) -> None:
@@ -201,16 +192,16 @@ def test_sources_are_mixed_in_each_lane_and_prepared_ones_may_be_among_them(tmp_
     (tmp_path / "t.jsonl").write_bytes(json_lines(DOCUMENTS))
     ahead = open_data(data_config(tmp_path, tmp_path / "p.jsonl", tokenizer={"path": str(tokenizer)}), LANES)
     assert isinstance(ahead.training, Samples)
-    (made,) = (tmp_path / "cache").glob("tokens-*[0-9a-f]")
-    sources = [{"source": str(tmp_path / "t.jsonl"), "weight": 3}, {"source": str(made), "weight": 1}]
+    (prepared,) = (tmp_path / "cache").glob("tokens-*[0-9a-f]")
+    sources = [{"source": str(tmp_path / "t.jsonl"), "weight": 3}, {"source": str(prepared), "weight": 1}]
     data = open_data(data_config(tmp_path, "unused", sources=sources, tokenizer={}, tokenization="Online"), LANES)
     reader = load_tokenizer(tokenizer)
-    found = rows(data, share(), range(60))
-    upper = [any(word in reader.decode(row) for word in ("DOC", "WOR", "ORD")) for row in found]
-    assert abs(sum(upper) - 60) <= 2
+    samples = rows(data, share(), range(60))
+    is_upper = [any(word in reader.decode(row) for word in ("DOC", "WOR", "ORD")) for row in samples]
+    assert abs(sum(is_upper) - 60) <= 2
     for lane in range(LANES):
-        assert abs(sum(upper[lane::LANES]) - 15) <= 1
-    assert rows(data, share(), [31]) == found[124:128]
+        assert abs(sum(is_upper[lane::LANES]) - 15) <= 1
+    assert rows(data, share(), [31]) == samples[124:128]
 
 
 def test_bad_lines_are_counted_while_training(tmp_path: Path, tokenizer: Path) -> None:
@@ -227,9 +218,8 @@ def test_bad_lines_are_counted_while_training(tmp_path: Path, tokenizer: Path) -
 def test_records_of_which_more_than_one_in_a_hundred_is_bad_are_refused_while_training(
     tmp_path: Path, tokenizer: Path, ranks: int
 ) -> None:
-    """The first block decides where it has more bad lines than the whole source may have."""
-    good = json_lines(DOCUMENTS)
-    (tmp_path / "d.jsonl").write_bytes(b"{oops\n" * 20 + good)
+    """The first block has more bad lines than the whole source may have."""
+    (tmp_path / "d.jsonl").write_bytes(b"{oops\n" * 20 + json_lines(DOCUMENTS))
     fields = {"tokenizer": {"path": str(tokenizer)}, "tokenization": "Online"}
     data = open_data(data_config(tmp_path, tmp_path / "d.jsonl", **fields), LANES)
     with pytest.raises(
@@ -241,17 +231,14 @@ def test_records_of_which_more_than_one_in_a_hundred_is_bad_are_refused_while_tr
 
 
 def test_a_process_that_is_killed_is_an_error_of_the_step_that_needs_it(tmp_path: Path, tokenizer: Path) -> None:
-    loader = open_loader(open_online(tmp_path, tokenizer), share(), ahead=1)
-    try:
+    with closing(open_loader(open_online(tmp_path, tokenizer), share(), ahead=1)) as loader:
         loader.batch_at(0)
         loader._builder._workers.send(0, os.kill, 0, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(WorkerError, match="was killed by SIGKILL"):
             [loader.batch_at(step * LANES) for step in range(1, 10)]
-    finally:
-        loader.close()
 
 
-def test_small_data_are_tokenised_ahead_unless_asked_otherwise(
+def test_small_data_are_tokenised_ahead_unless_configured_otherwise(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(open_online(tmp_path, tokenizer, tokenization="Auto").training, Samples)
@@ -269,11 +256,11 @@ def test_too_little_text_to_tokenise_while_training_is_refused(tmp_path: Path, t
         rows(open_online(tmp_path, tokenizer, [""] * 5), share(), [0])
     with pytest.raises(UserError, match=r"d.jsonl: holds no text: give a source with text in it"):
         open_online(tmp_path, tokenizer, [])
-    one = ["the only document " * 20]
-    assert len(rows(open_online(tmp_path, tokenizer, one), share(), range(40))) == 160, "again and again"
+    single = ["the only document " * 20]
+    assert len(rows(open_online(tmp_path, tokenizer, single), share(), range(40))) == 160, "the document repeats"
     with pytest.raises(
         UserError, match=r"d.jsonl: is too small to hold back its end .* set data.tokenization to Ahead"
     ):
-        open_online(tmp_path, tokenizer, one, validation={"fraction": 0.1, "split": "Tail"})
+        open_online(tmp_path, tokenizer, single, validation={"fraction": 0.1, "split": "Tail"})
     with pytest.raises(UserError, match=r"d.jsonl has no document to hold back: raise data.validation.fraction"):
-        open_online(tmp_path, tokenizer, one, validation={"fraction": 0.0001})
+        open_online(tmp_path, tokenizer, single, validation={"fraction": 0.0001})

@@ -1,4 +1,4 @@
-"""Pairs of answers: trl's columns, one prompt for both, records that cannot be used, and lengths."""
+"""Encode pairs of answers in the columns of trl, with one prompt for both, and refuse unusable records."""
 
 import json
 from pathlib import Path
@@ -19,11 +19,11 @@ TEXT = {"prompt": "name a shard:", "chosen": " a tensor", "rejected": " the node
 CHAT = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
 
 
-def pairs(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> ExampleDataset:
+def encode_pairs(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> ExampleDataset:
     return encode(tmp_path, rows, format="Preference", max_bad_lines=0, **settings)
 
 
-def turn(role: str, text: str) -> str:
+def render_turn(role: str, text: str) -> str:
     return f"<|head|>{role}<|tail|>\n\n{text}<|eot|>"
 
 
@@ -35,10 +35,10 @@ def turn(role: str, text: str) -> str:
         {name: value for name, value in TEXT.items() if name != "prompt"}
         | {"prompt": "name a shard:", "score_chosen": 8.0},
     ],
-    ids=["prompt", "what both begin with", "more columns"],
+    ids=["prompt", "common start", "more columns"],
 )
 def test_texts_are_a_prompt_and_two_answers_with_an_end(tmp_path: Path, row: dict[str, Any]) -> None:
-    assert decode(pairs(tmp_path, [row])) == [
+    assert decode(encode_pairs(tmp_path, [row])) == [
         (f"<|begin|>name a shard: a tensor{EOS}", f" a tensor{EOS}"),
         (f"<|begin|>name a shard: the node{EOS}", f" the node{EOS}"),
     ]
@@ -52,20 +52,20 @@ def test_texts_are_a_prompt_and_two_answers_with_an_end(tmp_path: Path, row: dic
         {"prompt": "name a shard", "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "prompt_id": "1"},
         {name: json.dumps(value) for name, value in CHAT.items()},
     ],
-    ids=["prompt", "what both begin with", "UltraFeedback", "as JSON"],
+    ids=["prompt", "common start", "UltraFeedback", "as JSON"],
 )
 def test_messages_are_put_together_by_the_chat_template(tmp_path: Path, row: dict[str, Any]) -> None:
-    before = f"<|begin|>{turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"
-    assert decode(pairs(tmp_path, [row])) == [
+    before = f"<|begin|>{render_turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"
+    assert decode(encode_pairs(tmp_path, [row])) == [
         (f"{before}a tensor<|eot|>", "a tensor<|eot|>"),
         (f"{before}the node<|eot|>", "the node<|eot|>"),
     ]
 
 
-def test_of_a_conversation_only_the_last_answers_are_compared(tmp_path: Path) -> None:
+def test_only_the_last_answers_of_a_conversation_are_compared(tmp_path: Path) -> None:
     earlier = [{"role": "user", "content": "step?"}, {"role": "assistant", "content": "step"}, ASK]
-    found = decode(pairs(tmp_path, [{"chosen": [*earlier, GOOD], "rejected": [*earlier, BAD]}]))
-    assert [learned for _, learned in found] == ["a tensor<|eot|>", "the node<|eot|>"]
+    examples = decode(encode_pairs(tmp_path, [{"chosen": [*earlier, GOOD], "rejected": [*earlier, BAD]}]))
+    assert [learned for _, learned in examples] == ["a tensor<|eot|>", "the node<|eot|>"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_of_a_conversation_only_the_last_answers_are_compared(tmp_path: Path) ->
 )
 def test_an_invalid_pair_is_named_by_its_line(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=f"d.jsonl line 2: .*{sentence}"):
-        pairs(tmp_path, [TEXT, row])
+        encode_pairs(tmp_path, [TEXT, row])
 
 
 def test_a_chat_template_that_changes_the_prompt_by_the_answer_is_refused(tmp_path: Path) -> None:
@@ -100,19 +100,19 @@ def test_a_chat_template_that_changes_the_prompt_by_the_answer_is_refused(tmp_pa
     write_tokenizer(tmp_path / "tokenizer", chat=template)
     longer = CHAT | {"chosen": [GOOD | {"content": "a tensor of the mesh"}]}
     with pytest.raises(UserError, match="the two answers follow different prompts"):
-        pairs(tmp_path, [longer])
+        encode_pairs(tmp_path, [longer])
 
 
 def test_messages_without_a_chat_template_name_where_to_give_one(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer", chat=None)
     with pytest.raises(UserError, match=r"there is no chat template: give data\.examples\.chat\.template"):
-        pairs(tmp_path, [CHAT])
+        encode_pairs(tmp_path, [CHAT])
 
 
 def test_other_columns_can_be_named(tmp_path: Path) -> None:
     row = {"question": "name a shard:", "best": " a tensor", "worst": " the node"}
-    named = {"promptField": "question", "chosenField": "best", "rejectedField": "worst"}
-    data = pairs(tmp_path, [row | {"score": 1}], examples={"preference": named})
+    field_names = {"promptField": "question", "chosenField": "best", "rejectedField": "worst"}
+    data = encode_pairs(tmp_path, [row | {"score": 1}], examples={"preference": field_names})
     assert [learned for _, learned in decode(data)] == [f" a tensor{EOS}", f" the node{EOS}"]
     assert data.report.counts.unused == {"score": 1}
 
@@ -121,15 +121,14 @@ def test_other_columns_can_be_named(tmp_path: Path) -> None:
 def test_a_pair_that_is_too_long_is_dropped_or_cut_as_one(tmp_path: Path, rule: str) -> None:
     words = " ".join(["gradient loss step batch"] * 5)
     row = {"prompt": f"{words}:", "chosen": f" node {words}", "rejected": " mesh"}
-    whole = {len(ids) for ids in ids_of(pairs(tmp_path, [row, TEXT], sequence_length=200))[:2]}
-    length = max(whole) - 5
-    data = pairs(tmp_path, [row, TEXT], sequence_length=length - 1, examples={"tooLong": rule})
-    found = ids_of(data)
+    lengths = {len(ids) for ids in example_ids(encode_pairs(tmp_path, [row, TEXT], sequence_length=200))[:2]}
+    length = max(lengths) - 5
+    data = encode_pairs(tmp_path, [row, TEXT], sequence_length=length - 1, examples={"tooLong": rule})
     assert data.report.examples == (1 if rule == "Drop" else 2)
     assert (data.report.counts.dropped, data.report.counts.cut) == ((1, 0) if rule == "Drop" else (0, 1))
     if rule == "Drop":
         return
-    chosen, rejected = found[:2]
+    chosen, rejected = example_ids(data)[:2]
     assert len(chosen) == length
     prompt = int(data.sources[0].stored.answers[0])
     assert prompt == int(data.sources[0].stored.answers[1])
@@ -139,11 +138,11 @@ def test_a_pair_that_is_too_long_is_dropped_or_cut_as_one(tmp_path: Path, rule: 
 def test_a_pair_whose_difference_is_cut_away_is_dropped(tmp_path: Path) -> None:
     words = " ".join(["gradient loss step batch"] * 5)
     row = {"prompt": "say:", "chosen": f" {words} tensor", "rejected": f" {words} node"}
-    data = pairs(tmp_path, [row, TEXT], sequence_length=12, examples={"tooLong": "CutRight"})
+    data = encode_pairs(tmp_path, [row, TEXT], sequence_length=12, examples={"tooLong": "CutRight"})
     assert (data.report.examples, data.report.counts.dropped) == (1, 1)
 
 
-def ids_of(data: ExampleDataset) -> list[np.ndarray[Any, Any]]:
+def example_ids(data: ExampleDataset) -> list[np.ndarray[Any, Any]]:
     stored = data.sources[0].stored
     return [stored.example(number)[0] for number in range(len(stored))]
 
@@ -152,71 +151,70 @@ def ids_of(data: ExampleDataset) -> list[np.ndarray[Any, Any]]:
 def test_a_pair_is_held_back_as_a_whole_and_its_preferred_answer_is_expected(tmp_path: Path, split: str) -> None:
     rows = [TEXT | {"prompt": f"name shard {number}:"} for number in range(30)]
     held_back = {"fraction": 0.25, "split": split, "samples": 30}
-    data = pairs(tmp_path, rows, validation=held_back)
+    data = encode_pairs(tmp_path, rows, validation=held_back)
     (source,) = data.sources
     assert (source.held_back.reshape(-1, 2)[:, 0] == source.held_back.reshape(-1, 2)[:, 1]).all()
     number = int(source.held_back.sum()) // 2
     assert data.report.held_back == number
     assert data.validation.num_samples == number
     assert data.training.num_samples == 30 - number
-    asked = read_held_out(make_config(tmp_path, tmp_path / "d.jsonl", format="Preference", validation=held_back))
-    assert len(asked.examples) == number
-    assert {example.answer for example in asked.examples} == {" a tensor"}
+    held_out = read_held_out(make_config(tmp_path, tmp_path / "d.jsonl", format="Preference", validation=held_back))
+    assert len(held_out.examples) == number
+    assert {example.answer for example in held_out.examples} == {" a tensor"}
 
 
 def test_both_answers_lie_in_adjacent_rows_of_one_micro_batch(tmp_path: Path) -> None:
-    data = pairs(tmp_path, [TEXT, TEXT | {"chosen": " a tensor of the mesh"}], sequence_length=40)
+    data = encode_pairs(tmp_path, [TEXT, TEXT | {"chosen": " a tensor of the mesh"}], sequence_length=40)
     rules = data.training.rules
     batch = build_micro_batch([data.training.sample(0, 1), None, data.training.sample(0, 0)], rules, first=5)
     assert batch.inputs.shape == (6, 40)
     assert (batch.divisor, batch.pairs.count) == (2, 2)
-    assert batch.sample_positions.tolist() == list(range(10, 16)), "each row drops numbers of its own"
-    assert not (batch.labels[2:4] != -100).any(), "a padding pair counts for nothing"
-    first = ids_of(data)[2]
+    assert batch.sample_positions.tolist() == list(range(10, 16)), "each row has its own dropout"
+    assert not (batch.labels[2:4] != -100).any(), "a padding pair has no labels"
+    first = example_ids(data)[2]
     assert batch.inputs[0, : len(first) - 1].tolist() == first[:-1].tolist()
     assert batch.valid_tokens == int((batch.labels != -100).sum())
 
 
 def test_a_micro_batch_is_as_long_as_its_longest_row_in_whole_blocks_of_columns(tmp_path: Path) -> None:
-    data = pairs(tmp_path, [TEXT, TEXT | {"chosen": " a tensor of the mesh"}], sequence_length=40)
-    longest = max(len(ids) for ids in ids_of(data)) - 1
+    data = encode_pairs(tmp_path, [TEXT, TEXT | {"chosen": " a tensor of the mesh"}], sequence_length=40)
+    longest = max(len(ids) for ids in example_ids(data)) - 1
     batch = build_micro_batch([data.training.sample(0, 1), data.training.sample(0, 0)], data.training.rules)
     trimmed = trim_padding(batch, 4)
     assert trimmed.inputs.shape == trimmed.labels.shape == (4, -(-longest // 4) * 4)
     assert trimmed.inputs.tolist() == batch.inputs[:, : trimmed.inputs.shape[1]].tolist()
-    assert int((trimmed.labels != -100).sum()) == batch.valid_tokens, "nothing that is predicted is left out"
+    assert int((trimmed.labels != -100).sum()) == batch.valid_tokens, "all labels are kept"
     assert trim_padding(batch, 64) is batch, "never longer than the sequence"
     assert trim_padding(build_micro_batch([None], data.training.rules), 4).inputs.shape == (2, 4)
 
 
 @pytest.mark.parametrize("loss", ["Answer", "All"])
-def test_answers_are_known_also_when_the_prompt_is_learned(tmp_path: Path, loss: str) -> None:
-    data = pairs(tmp_path, [TEXT], examples={"loss": loss}, sequence_length=40)
+def test_answers_are_marked_also_when_the_prompt_is_learned(tmp_path: Path, loss: str) -> None:
+    data = encode_pairs(tmp_path, [TEXT], examples={"loss": loss}, sequence_length=40)
     batch = build_micro_batch([data.training.sample(0, 0)], data.training.rules)
-    places = np.arange(40)
-    of_answer = (batch.labels[0] != -100).numpy() & (places >= int(batch.pairs.answers[0]))
-    (_, learned), _ = decode(pairs(tmp_path, [TEXT]))
+    in_answer = (batch.labels[0] != -100).numpy() & (np.arange(40) >= int(batch.pairs.answers[0]))
+    (_, learned), _ = decode(encode_pairs(tmp_path, [TEXT]))
     assert learned == f" a tensor{EOS}"
     answer = int(data.sources[0].stored.answers[0])
-    assert batch.labels[0][of_answer].tolist() == ids_of(data)[0][answer:].tolist()
-    assert int((batch.labels[0] != -100).sum()) == (len(ids_of(data)[0]) - 1 if loss == "All" else of_answer.sum())
+    assert batch.labels[0][in_answer].tolist() == example_ids(data)[0][answer:].tolist()
+    assert int((batch.labels[0] != -100).sum()) == (len(example_ids(data)[0]) - 1 if loss == "All" else in_answer.sum())
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("question", "text"),
     [
         ({"prompt": "name a shard:"}, "name a shard:"),
-        ({"prompt": [ASK]}, f"<|begin|>{turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"),
-        (CHAT, f"<|begin|>{turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"),
+        ({"prompt": [ASK]}, f"<|begin|>{render_turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"),
+        (CHAT, f"<|begin|>{render_turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"),
         (
             {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
-            f"<|begin|>{turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n",
+            f"<|begin|>{render_turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n",
         ),
-        ("name a shard", f"<|begin|>{turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"),
+        ("name a shard", f"<|begin|>{render_turn('user', 'name a shard')}<|head|>assistant<|tail|>\n\n"),
     ],
 )
-def test_a_prompt_that_is_to_be_answered_is_that_of_the_training(tmp_path: Path, given: Any, text: str) -> None:
-    pairs(tmp_path, [TEXT])
+def test_a_custom_prompt_is_built_as_in_training(tmp_path: Path, question: Any, text: str) -> None:
+    encode_pairs(tmp_path, [TEXT])
     settings = make_config(tmp_path, tmp_path / "d.jsonl", format="Preference")
-    ((found, _),) = build_prompts(settings, [given])
-    assert found == text
+    ((prompt, _),) = build_prompts(settings, [question])
+    assert prompt == text

@@ -1,4 +1,4 @@
-"""The record of the commits that a run reads from a hub that answers on loopback."""
+"""Record the commits that a run reads from a hub."""
 
 import errno
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 
-NO_WAITING = Retry((0.0,))
+RETRY_AT_ONCE = Retry((0.0,))
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
-    with HubServer() as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
-        yield running
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
-def test_every_source_gets_its_commit_and_a_data_set_a_single_one(hub: HubServer, tmp_path: Path) -> None:
+def test_every_source_of_a_data_set_is_pinned_to_one_commit(hub: HubServer, tmp_path: Path) -> None:
     one, other = (hub.add(f"datasets/owner/pinned-{name}", {"a.jsonl": b"{}"}) for name in ("one", "other"))
     config = DataConfig.model_validate(
         {
@@ -48,11 +48,11 @@ def test_every_source_gets_its_commit_and_a_data_set_a_single_one(hub: HubServer
         "/data",
         f"{hf}one@{one}?split=validation",
     ]
-    assert [each.path for each in hub.requests] == ["/api/datasets/owner/pinned-one/revision/main"]
+    assert [request.path for request in hub.requests] == ["/api/datasets/owner/pinned-one/revision/main"]
     hub.add("datasets/owner/pinned-one", {"a.jsonl": b"{}"})
     (tmp_path / RECORD_NAME).write_text('{"commits": {"owner/pinned-one@main": "%s"}}' % ("a" * 40))
     again = RunRevisions(PosixStorage(tmp_path)).pin(config)
-    assert again.sources[0].hub.revision == "a" * 40, "what is recorded and nothing else"
+    assert again.sources[0].hub.revision == "a" * 40, "the recorded commit"
 
 
 def test_data_without_the_hub_need_no_record(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_data_without_the_hub_need_no_record(tmp_path: Path) -> None:
     assert RunRevisions(PosixStorage(tmp_path)).pin(config) is config
 
 
-def test_a_damaged_record_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_damaged_record_is_refused_with_a_remedy(tmp_path: Path) -> None:
     config = DataConfig.model_validate({"hub": {"dataset": "owner/any"}})
     for text in ("", "no JSON", '{"files": {"x": [["path"]]}}'):
         (tmp_path / RECORD_NAME).write_text(text)
@@ -89,7 +89,7 @@ def test_a_full_store_does_not_stop_the_run_but_an_unreadable_one_does(
     hub.add("datasets/owner/pinned-full", {"a.jsonl": b"{}"})
     config = DataConfig.model_validate({"hub": {"dataset": "owner/pinned-full"}})
     storage = FailingStorage(tmp_path)
-    revisions = RunRevisions(storage, NO_WAITING)
+    revisions = RunRevisions(storage, RETRY_AT_ONCE)
     pinned = revisions.pin(config)
     (name,) = list_locations(pinned)
     store_files(name, (("datasets/owner/pinned-full@x/a.jsonl", 2, "digest"),))
@@ -98,4 +98,4 @@ def test_a_full_store_does_not_stop_the_run_but_an_unreadable_one_does(
     assert "the next start asks the hub for its data sets again" in caplog.text
     storage.readable = False
     with pytest.raises(StorageError, match="Input/output error"):
-        RunRevisions(storage, NO_WAITING).pin(config)
+        RunRevisions(storage, RETRY_AT_ONCE).pin(config)

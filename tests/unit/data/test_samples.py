@@ -1,4 +1,4 @@
-"""Samples by global position: shuffles, mixtures, masks, ranks, and epochs that are counted."""
+"""Select samples by their global position: shuffles, mixtures, masks, ranks, counted epochs."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.testing.suite.trials import trials
-from tests.testing.trainer.data_files import TokenRange, data_config, json_lines
+from tests.testing.trainer.data_files import TokenRange, data_config, json_lines, read_batch
 from trainium_trainer.data.batches.micro_batches import Share, validation_batches
 from trainium_trainer.data.batches.order import WINDOW, Mixture, Permutation
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart, ValidationSet
@@ -21,7 +21,7 @@ from trainium_trainer.exits import UserError
 RULES = SampleRules(sequence_length=8, vocabulary=2**16)
 
 
-def loader_of(data: Samples, *, ahead: int = 1, **share: int) -> Loader:
+def open_loader(data: Samples, *, ahead: int = 1, **share: int) -> Loader:
     return Loader(SampleBatchBuilder(data, Share(**share)), global_size=share["global_size"], ahead=ahead)
 
 
@@ -54,13 +54,13 @@ def test_epochs_and_seeds_differ() -> None:
 )
 @settings(max_examples=trials(30))
 def test_every_sample_is_seen_once_per_epoch_whatever_the_sizes(count: int, plan: list[tuple[int, int]]) -> None:
-    """`plan` is a list of (data-parallel size, steps at that size): the run stops and continues at the next size."""
+    """The run restarts at each size of `plan`, a list of (data-parallel size, steps)."""
     data = samples(count)
     seen = []
     position = 0
     for dp_size, steps in plan:
         loaders = [
-            loader_of(data, global_size=12, micro_size=1, dp_rank=rank, dp_size=dp_size, ahead=3)
+            open_loader(data, global_size=12, micro_size=1, dp_rank=rank, dp_size=dp_size, ahead=3)
             for rank in range(dp_size)
         ]
         for _ in range(steps):
@@ -76,7 +76,7 @@ def test_every_sample_is_seen_once_per_epoch_whatever_the_sizes(count: int, plan
 
 def test_a_loader_returns_the_batch_of_any_position() -> None:
     data = samples(100)
-    loader = loader_of(data, global_size=4, micro_size=4, dp_rank=0, dp_size=1, ahead=2)
+    loader = open_loader(data, global_size=4, micro_size=4, dp_rank=0, dp_size=1, ahead=2)
     for position in (0, 4, 8, 400, 404, 8, 8, 12):
         assert list(loader.batch_at(position).samples) == data.numbers(position, 4)
     loader.close()
@@ -85,9 +85,7 @@ def test_a_loader_returns_the_batch_of_any_position() -> None:
 def test_labels_are_the_next_tokens_and_the_rest_of_the_last_sample_is_kept() -> None:
     data = Samples([TextPart("s", TokenRange(21))], [1], seed=0, rules=RULES)
     assert data.num_samples == 3
-    loader = loader_of(data, global_size=3, micro_size=3, dp_rank=0, dp_size=1)
-    (batch,) = loader.batch_at(0).micro_batches
-    loader.close()
+    (batch,) = read_batch(data, Share(global_size=3, micro_size=3, dp_rank=0, dp_size=1), 0).micro_batches
     assert batch.valid_tokens == 20
     assert batch.positions is None
     valid = batch.labels != -100
@@ -98,10 +96,8 @@ def test_labels_are_the_next_tokens_and_the_rest_of_the_last_sample_is_kept() ->
 
 def test_ids_beyond_the_vocabulary_are_refused_before_they_reach_a_device() -> None:
     data = samples(20, rules=SampleRules(sequence_length=8, vocabulary=40))
-    loader = loader_of(data, global_size=20, micro_size=20, dp_rank=0, dp_size=1)
     with pytest.raises(UserError, match=r"data.source s0: holds token id .* but the vocabulary has 40 entries"):
-        loader.batch_at(0)
-    loader.close()
+        read_batch(data, Share(global_size=20, micro_size=20, dp_rank=0, dp_size=1), 0)
 
 
 @given(st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 3 * WINDOW))
@@ -111,18 +107,19 @@ def test_a_mixture_keeps_its_shares_in_every_window_and_counts_each_source(
 ) -> None:
     mixture = Mixture(weights, seed)
     window = number // WINDOW * WINDOW
-    drawn = [mixture[place] for place in range(window, window + WINDOW)]
+    drawn = [mixture[position] for position in range(window, window + WINDOW)]
     for source, weight in enumerate(weights):
-        own = [index for drawn_source, index in drawn if drawn_source == source]
-        assert len(own) == mixture.quotas[source]
-        assert abs(len(own) - weight / sum(weights) * WINDOW) <= len(weights)
-        assert own == list(range(own[0], own[0] + len(own))) == list(range(window // WINDOW * len(own), own[-1] + 1))
+        indexes = [index for drawn_source, index in drawn if drawn_source == source]
+        assert len(indexes) == mixture.quotas[source]
+        assert abs(len(indexes) - weight / sum(weights) * WINDOW) <= len(weights)
+        start = window // WINDOW * len(indexes)
+        assert indexes == list(range(start, start + len(indexes)))
     assert mixture[number] == Mixture(weights, seed)[number]
 
 
 def test_a_mixture_is_even_in_any_window() -> None:
     mixture = Mixture([0.7, 0.2, 0.1], 1)
-    sources = [mixture[place][0] for place in range(WINDOW)]
+    sources = [mixture[position][0] for position in range(WINDOW)]
     for start in range(0, WINDOW - 100, 100):
         stretch = sources[start : start + 100]
         assert [abs(stretch.count(source) - share) <= 2 for source, share in enumerate((70, 20, 10))] == [True] * 3
@@ -137,12 +134,12 @@ def test_each_source_of_a_mixture_has_separate_epochs() -> None:
     assert sorted(second) == sorted([*range(30, 40)] * 3)
 
 
-def test_every_rank_does_as_many_validation_passes_and_all_of_them_each_sample_once() -> None:
-    chosen = ValidationSet(samples(30, 3), 7)
-    assert chosen.num_samples == 6  # the second source ends
+def test_ranks_make_equally_many_validation_passes_and_each_sample_is_in_one() -> None:
+    validation = ValidationSet(samples(30, 3), 7)
+    assert validation.num_samples == 6  # the second source has only 3
     for dp_size in (1, 2, 4, 5, 8):
         ranks = [
-            list(validation_batches(chosen, dp_rank=rank, dp_size=dp_size, micro_size=2)) for rank in range(dp_size)
+            list(validation_batches(validation, dp_rank=rank, dp_size=dp_size, micro_size=2)) for rank in range(dp_size)
         ]
         assert len({len(batches) for batches in ranks}) == 1
         assert sum(batch.valid_tokens for batches in ranks for batch in batches) == 6 * 8
@@ -161,7 +158,7 @@ def test_masked_documents_have_separate_positions_and_no_target_is_the_start_of_
 
     rules = SampleRules(sequence_length=8, vocabulary=16, end_of_document=0)
     data = Samples([TextPart("s", Fixed())], [1], seed=0, rules=rules)
-    loader = loader_of(data, global_size=1, micro_size=1, dp_rank=0, dp_size=1)
+    loader = open_loader(data, global_size=1, micro_size=1, dp_rank=0, dp_size=1)
     (batch,) = loader.batch_at(0).micro_batches
     loader.close()
     assert batch.inputs.tolist() == [[5, 6, 0, 7, 0, 0, 8, 9]]
@@ -170,7 +167,7 @@ def test_masked_documents_have_separate_positions_and_no_target_is_the_start_of_
     assert batch.valid_tokens == 5
 
 
-# ---- epochs that are counted ----------------------------------------------------------------------------------------
+# ---- counted epochs ------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.sampled_from([4, 8, 12]))
@@ -198,22 +195,20 @@ def test_an_epoch_of_one_source_has_the_order_that_it_has_without_epochs() -> No
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_padding_of_an_epoch_has_no_labels_and_no_sample_number_but_a_position(dp_size: int) -> None:
     data = samples(13, batch=8)
-    names, tokens, places = [], 0, []
+    sample_numbers, tokens, positions = [], 0, []
     for rank in range(dp_size):
-        loader = loader_of(data, global_size=8, micro_size=2, dp_rank=rank, dp_size=dp_size)
-        batch = loader.batch_at(8)
-        loader.close()
+        batch = read_batch(data, Share(global_size=8, micro_size=2, dp_rank=rank, dp_size=dp_size), 8)
         assert len(batch.micro_batches) == 8 // dp_size // 2
-        names += batch.samples
+        sample_numbers += batch.samples
         tokens += sum(micro.valid_tokens for micro in batch.micro_batches)
-        places += [place for micro in batch.micro_batches for place in micro.sample_positions.tolist()]
-    assert names == data.numbers(8, 8)
-    assert len(names) == 5
+        positions += [position for micro in batch.micro_batches for position in micro.sample_positions.tolist()]
+    assert sample_numbers == data.numbers(8, 8)
+    assert len(sample_numbers) == 5
     assert tokens == 5 * 8
-    assert places == list(range(8, 16))
+    assert positions == list(range(8, 16))
 
 
-def test_text_has_epochs_when_they_are_asked_for_and_they_are_part_of_its_identity(tmp_path: Path) -> None:
+def test_configured_epochs_of_text_are_part_of_its_identity(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(json_lines())
     settings = data_config(tmp_path, tmp_path / "d.jsonl")
     endless, counted = open_data(settings, 8), open_data(settings, 8, epochs=2)
@@ -223,14 +218,14 @@ def test_text_has_epochs_when_they_are_asked_for_and_they_are_part_of_its_identi
     assert counted.identity == open_data(settings, 8, epochs=3).identity, "a run may be given more epochs"
 
 
-def test_epochs_of_text_that_is_tokenised_online_are_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_epochs_of_text_that_is_tokenised_online_are_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(json_lines())
     settings = data_config(tmp_path, tmp_path / "d.jsonl", tokenization="Online")
     with pytest.raises(UserError, match=r"data.tokenization is Online, .* set it to Ahead"):
         open_data(settings, 8, epochs=1)
 
 
-def test_weights_beside_epochs_are_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_weights_beside_epochs_are_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines())
     (tmp_path / "b.jsonl").write_bytes(json_lines())
     sources = [{"source": str(tmp_path / "a.jsonl"), "weight": 2}, {"source": str(tmp_path / "b.jsonl")}]

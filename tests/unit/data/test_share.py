@@ -1,4 +1,4 @@
-"""Which rank computes which samples in which pass, at even and at uneven sizes."""
+"""Assign samples to ranks and passes, at even and at uneven sizes."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from tests.testing.trainer.data_files import TokenRange
+from tests.testing.trainer.data_files import TokenRange, read_batch
 from trainium_contract.sizes import BatchShape, SizeRule, order_by_likelihood, passes, step_batch
 from trainium_trainer.backends.mesh import rank_coordinates
-from trainium_trainer.data.batches.micro_batches import RankBatch, Share
+from trainium_trainer.data.batches.micro_batches import Share
 from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart
 from trainium_trainer.data.loader import Loader, SampleBatchBuilder
 from trainium_trainer.models.loss import IGNORED_LABEL
@@ -33,21 +33,13 @@ def samples(count: int) -> Samples:
     return Samples([TextPart("s", TokenRange(count * LENGTH + 1))], [1.0], seed=3, rules=RULES)
 
 
-def step_at(data: Samples, share: Share, position: int) -> RankBatch:
-    loader = Loader(SampleBatchBuilder(data, share), global_size=share.global_size)
-    try:
-        return loader.batch_at(position)
-    finally:
-        loader.close()
-
-
 @given(BATCHES, st.integers(1, 8), DEGREES)
 def test_the_ranks_have_every_sample_of_a_step_once_and_differ_by_one_at_most(
     global_size: int, micro_size: int, dp_size: int
 ) -> None:
     ranks = shares(global_size, micro_size, dp_size)
-    held = [number for share in ranks for number in range(share.offset, share.offset + share.size)]
-    assert held == list(range(global_size))
+    sample_numbers = [number for share in ranks for number in range(share.offset, share.offset + share.size)]
+    assert sample_numbers == list(range(global_size))
     sizes = [share.size for share in ranks]
     assert max(sizes) - min(sizes) <= 1
 
@@ -74,7 +66,7 @@ def test_micro_batches_have_one_shape_and_padding_rows_add_no_tokens(
     global_size: int, micro_size: int, dp_size: int, step: int, count: int
 ) -> None:
     data, position = samples(count), step * global_size
-    batches = [step_at(data, share, position) for share in shares(global_size, micro_size, dp_size)]
+    batches = [read_batch(data, share, position) for share in shares(global_size, micro_size, dp_size)]
     assert [number for batch in batches for number in batch.samples] == data.numbers(position, global_size)
     micros = [micro for batch in batches for micro in batch.micro_batches]
     assert len(micros) == dp_size * passes(global_size, micro_size, dp_size)
@@ -84,16 +76,16 @@ def test_micro_batches_have_one_shape_and_padding_rows_add_no_tokens(
     assert sum(micro.valid_tokens for micro in micros) == global_size * LENGTH
     rows = [row for micro in micros for row in micro.labels if (row != IGNORED_LABEL).any()]
     assert len(rows) == global_size
-    places = [
-        int(place)
+    positions = [
+        int(sample_position)
         for micro in micros
-        for place, row in zip(micro.sample_positions, micro.labels, strict=True)
+        for sample_position, row in zip(micro.sample_positions, micro.labels, strict=True)
         if (row != IGNORED_LABEL).any()
     ]
-    assert places == list(range(position, position + global_size)), "dropout follows from them"
+    assert positions == list(range(position, position + global_size)), "dropout depends on them"
     for micro in micros:
-        empty = (micro.labels == IGNORED_LABEL).all(dim=1)
-        assert (micro.inputs[empty] == RULES.padding).all(), "tokens that the model knows"
+        is_empty = (micro.labels == IGNORED_LABEL).all(dim=1)
+        assert (micro.inputs[is_empty] == RULES.padding).all(), "padding has valid token ids"
 
 
 @given(
@@ -107,16 +99,16 @@ def test_micro_batches_have_one_shape_and_padding_rows_add_no_tokens(
 def test_all_tensor_and_pipeline_ranks_of_a_data_parallel_rank_have_its_samples_and_each_sample_is_in_one_group(
     global_size: int, micro_size: int, dp_size: int, tp_size: int, pp_size: int, position: int
 ) -> None:
-    held: dict[tuple[int, int], list[int]] = {}
-    by_data: dict[int, set[Share]] = {}
+    samples_by_column: dict[tuple[int, int], list[int]] = {}
+    shares_by_dp_rank: dict[int, set[Share]] = {}
     for rank in range(dp_size * tp_size * pp_size):
         pp_rank, dp_rank, tp_rank = rank_coordinates(rank, dp_size=dp_size, tp_size=tp_size)
         share = Share(global_size=global_size, micro_size=micro_size, dp_rank=dp_rank, dp_size=dp_size)
-        held.setdefault((pp_rank, tp_rank), []).extend(share.at(position))
-        by_data.setdefault(dp_rank, set()).add(share)
+        samples_by_column.setdefault((pp_rank, tp_rank), []).extend(share.at(position))
+        shares_by_dp_rank.setdefault(dp_rank, set()).add(share)
     step = list(range(position, position + global_size))
-    assert held == {(pp, tp): step for pp in range(pp_size) for tp in range(tp_size)}
-    assert {rank: len(found) for rank, found in by_data.items()} == dict.fromkeys(range(dp_size), 1)
+    assert samples_by_column == {(pp, tp): step for pp in range(pp_size) for tp in range(tp_size)}
+    assert {rank: len(distinct) for rank, distinct in shares_by_dp_rank.items()} == dict.fromkeys(range(dp_size), 1)
     shape = BatchShape(
         cores_per_node=dp_size * tp_size * pp_size,
         tensor=tp_size,
@@ -124,13 +116,13 @@ def test_all_tensor_and_pipeline_ranks_of_a_data_parallel_rank_have_its_samples_
         global_batch_size=max(global_size, micro_size),
         micro_batch_size=micro_size,
     )
-    assert shape.data_parallel(1) == dp_size, "the operator counts them as the trainer does"
+    assert shape.data_parallel(1) == dp_size, "operator and trainer agree"
     assert shape.passes(1) == passes(shape.global_batch_size, micro_size, dp_size)
     idle = sum(share.size == 0 for share in shares(shape.global_batch_size, micro_size, dp_size))
     assert shape.idle_ranks(1) == idle, "ranks that never have work are reported"
 
 
-def test_a_pass_without_a_sample_is_made_once_and_used_at_every_step() -> None:
+def test_the_batch_of_an_empty_pass_is_built_once() -> None:
     share = Share(global_size=4, micro_size=1, dp_rank=0, dp_size=3)
     loader = Loader(SampleBatchBuilder(samples(40), share), global_size=4)
     first, second = loader.batch_at(0), loader.batch_at(4)
@@ -139,10 +131,12 @@ def test_a_pass_without_a_sample_is_made_once_and_used_at_every_step() -> None:
     assert first.micro_batches[-1] is second.micro_batches[-1]
 
 
-# --- what a size is worth
+# ---- sizes ----------------------------------------------------------------------------------------------------------
 
 
-def shape(global_size: int, micro: int = 1, cores: int = 1, tensor: int = 1, rule: SizeRule = SizeRule.ANY) -> Any:
+def batch_shape(
+    global_size: int, micro: int = 1, cores: int = 1, tensor: int = 1, rule: SizeRule = SizeRule.ANY
+) -> Any:
     return BatchShape(
         cores_per_node=cores,
         tensor=tensor,
@@ -191,35 +185,35 @@ def test_a_step_has_the_nearest_divisible_batch_within_the_tolerance_else_the_gl
     batch = step_batch(global_size, micro_size, dp_size, tolerance)
     even = range(rows, 2 * global_size + rows + 1, rows)
     nearest = min(even, key=lambda count: abs(count - global_size))
-    off = Fraction(abs(nearest - global_size), global_size)
+    difference = Fraction(abs(nearest - global_size), global_size)
     assert batch in (nearest, global_size)
     if batch != global_size:
-        assert off <= Fraction(round(tolerance * 10**6), 10**6)
+        assert difference <= Fraction(round(tolerance * 10**6), 10**6)
     elif nearest != global_size:
-        assert off > Fraction(round(tolerance * 10**6), 10**6)
+        assert difference > Fraction(round(tolerance * 10**6), 10**6)
     assert step_batch(global_size, micro_size, dp_size) == global_size
 
 
 @given(SHAPES)
-def test_a_size_that_divides_the_global_batch_uses_it_at_any_tolerance(given: BatchShape) -> None:
-    for nodes in replace(given, rule=SizeRule.EVEN).legal_sizes(1, 60):
-        assert given.batch(nodes) == given.global_batch_size
-        assert given.filled(nodes) == 1.0
+def test_a_size_that_divides_the_global_batch_uses_it_at_any_tolerance(batch_shape: BatchShape) -> None:
+    for nodes in replace(batch_shape, rule=SizeRule.EVEN).legal_sizes(1, 60):
+        assert batch_shape.batch(nodes) == batch_shape.global_batch_size
+        assert batch_shape.filled(nodes) == 1.0
 
 
 @given(SHAPES)
-def test_an_even_size_is_its_own_best(given: BatchShape) -> None:
-    free = replace(given, rule=SizeRule.ANY, tolerance=0.0)
-    for nodes in replace(given, rule=SizeRule.EVEN).legal_sizes(1, 60):
-        assert free.best(nodes) == nodes
-        assert free.filled(nodes) == 1.0
+def test_an_even_size_is_its_own_best(batch_shape: BatchShape) -> None:
+    any_size = replace(batch_shape, rule=SizeRule.ANY, tolerance=0.0)
+    for nodes in replace(batch_shape, rule=SizeRule.EVEN).legal_sizes(1, 60):
+        assert any_size.best(nodes) == nodes
+        assert any_size.filled(nodes) == 1.0
 
 
 @pytest.mark.parametrize(
     ("nodes", "count", "speed"), [(128, 2, 1.0), (127, 3, 2 / 3), (86, 3, 2 / 3), (85, 4, 0.5), (64, 4, 0.5)]
 )
 def test_hlat_without_a_spare_keeps_two_thirds_of_its_speed(nodes: int, count: int, speed: float) -> None:
-    hlat = shape(1024, cores=32, tensor=8)
+    hlat = batch_shape(1024, cores=32, tensor=8)
     assert hlat.passes(nodes) == count
     assert hlat.speed(nodes, 128) == pytest.approx(speed)
     assert hlat.useful_sizes(64, 128) == (64, 86, 128)
@@ -228,19 +222,21 @@ def test_hlat_without_a_spare_keeps_two_thirds_of_its_speed(nodes: int, count: i
 @pytest.mark.parametrize(
     ("nodes", "batch", "count", "speed"), [(128, 1024, 2, 1.0), (127, 1016, 2, 0.992), (126, 1024, 3, 2 / 3)]
 )
-def test_hlat_with_a_hundredth_of_tolerance_keeps_nearly_all_of_it(
+def test_hlat_with_a_hundredth_of_tolerance_keeps_nearly_all_of_its_speed(
     nodes: int, batch: int, count: int, speed: float
 ) -> None:
-    hlat = replace(shape(1024, cores=32, tensor=8), tolerance=0.01)
+    hlat = replace(batch_shape(1024, cores=32, tensor=8), tolerance=0.01)
     assert (hlat.batch(nodes), hlat.passes(nodes)) == (batch, count)
     assert hlat.speed(nodes, 128) == pytest.approx(speed, rel=1e-3)
     assert hlat.best(nodes) == (nodes if count == 2 else 86)
     assert hlat.useful_sizes(64, 128) == (64, 85, 86, 127, 128)
 
 
-def test_the_sizes_that_losses_of_one_two_four_nodes_would_need_are_compiled_first() -> None:
+def test_the_sizes_after_losses_of_one_two_or_four_nodes_are_compiled_first() -> None:
     assert order_by_likelihood(range(90, 130), 128)[:8] == (127, 126, 124, 120, 112, 96, 128, 129)
-    assert order_by_likelihood((64, 86, 128), 128) == (86, 64, 128), "the loss of up to 42 nodes wants 86"
+    assert order_by_likelihood((64, 86, 128), 128) == (86, 64, 128), (
+        "86 is the best size after a loss of up to 42 nodes"
+    )
     assert order_by_likelihood((64, 128, 160), 86) == (64, 128, 160)
     assert order_by_likelihood((), 4) == ()
 
@@ -254,7 +250,7 @@ def test_every_size_is_compiled_once_and_first_the_one_for_the_loss_of_a_node(si
 
 
 def test_a_llama_3_8b_job_keeps_eight_ninths_on_fifteen_of_sixteen_nodes() -> None:
-    llama = shape(16 * 16 * 4, cores=32, tensor=8)
+    llama = batch_shape(16 * 16 * 4, cores=32, tensor=8)
     assert (llama.passes(16), llama.passes(15)) == (16, 18)
     assert llama.speed(15, 16) == pytest.approx(8 / 9)
-    assert shape(16 * 16 * 4, cores=32, tensor=8, rule=SizeRule.EVEN).best(15) == 8
+    assert batch_shape(16 * 16 * 4, cores=32, tensor=8, rule=SizeRule.EVEN).best(15) == 8

@@ -1,4 +1,4 @@
-"""Sources and formats: what is read, in what order, and the messages for bad data."""
+"""Read sources of every format in order, and refuse bad data."""
 
 import gzip
 import os
@@ -26,31 +26,34 @@ from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.exits import UserError
 
 
-def pieces(source: str, target: int) -> list[TextPiece]:
-    opened = open_source(source, "text")
-    items = [item for block in opened.blocks(target) for item in opened.read(block)]
-    assert not [item for item in items if isinstance(item, SkippedRecord)]
-    return [item for item in items if isinstance(item, TextPiece)]
+def read_items(source: Path, block_bytes: int) -> tuple[list[TextPiece], list[SkippedRecord]]:
+    opened = open_source(str(source), "text")
+    items = [item for block in opened.blocks(block_bytes) for item in opened.read(block)]
+    pieces = [item for item in items if isinstance(item, TextPiece)]
+    return pieces, [item for item in items if isinstance(item, SkippedRecord)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("target", [40, 300, 10**9])
+@pytest.mark.parametrize("block_bytes", [40, 300, 10**9])
 def test_every_format_gives_its_documents_in_order_however_it_is_divided(
-    tmp_path: Path, name: str, target: int
+    tmp_path: Path, name: str, block_bytes: int
 ) -> None:
     FORMATS[name](tmp_path / name)
-    assert [piece.text for piece in pieces(str(tmp_path / name), target)] == TEXTS
+    pieces, skipped = read_items(tmp_path / name, block_bytes)
+    assert [piece.text for piece in pieces] == TEXTS
+    assert skipped == []
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
-@pytest.mark.parametrize("target", [1, 7, 64, 10**9])
-def test_a_text_file_is_one_document_however_it_is_divided(tmp_path: Path, ending: str, target: int) -> None:
+@pytest.mark.parametrize("block_bytes", [1, 7, 64, 10**9])
+def test_a_text_file_is_one_document_however_it_is_divided(tmp_path: Path, ending: str, block_bytes: int) -> None:
     text = "\n".join(["first", "", "naïve 日本語 🙂", "x" * 100, "last"] * 3)
     (tmp_path / "d.txt").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", ending).encode())
-    found = pieces(str(tmp_path / "d.txt"), target)
-    assert "".join(piece.text for piece in found) == text
-    assert [piece.ends_document for piece in found] == [False] * (len(found) - 1) + [True]
-    assert {piece.document for piece in found} == {"d.txt"}
+    pieces, skipped = read_items(tmp_path / "d.txt", block_bytes)
+    assert skipped == []
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert {piece.document for piece in pieces} == {"d.txt"}
 
 
 def test_the_tokens_are_the_documents_with_their_ends(tmp_path: Path) -> None:
@@ -58,8 +61,10 @@ def test_the_tokens_are_the_documents_with_their_ends(tmp_path: Path) -> None:
     data = open_text(data_config(tmp_path, tmp_path / "d.jsonl"))
     expected = [*TEXTS, "that says <|endoftext|> itself"]
     assert decode_all(data) == "".join(text + END for text in expected)
-    run = data.training.parts[0].sequence
-    assert (run.read(0, run.tokens) == 0).sum() == len(expected), "the marker within a text does not end a document"
+    sequence = data.training.parts[0].sequence
+    assert (sequence.read(0, sequence.tokens) == 0).sum() == len(expected), (
+        "the marker within a text does not end a document"
+    )
 
 
 def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
@@ -131,9 +136,9 @@ def test_a_column_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "nothing").mkdir()
+    (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="the folder holds no"):
-        open_text(data_config(tmp_path, tmp_path / "nothing"))
+        open_text(data_config(tmp_path, tmp_path / "empty"))
 
 
 def test_bad_lines_are_skipped_and_counted_up_to_the_limit(tmp_path: Path) -> None:
@@ -155,30 +160,26 @@ def test_a_bad_line_has_its_number_however_the_file_is_divided(tmp_path: Path) -
     lines = json_lines().splitlines(keepends=True)
     lines[33] = b"{oops\n"
     (tmp_path / "d.jsonl").write_bytes(b"".join(lines))
-    opened = open_source(str(tmp_path / "d.jsonl"), "text")
-    items = [item for block in opened.blocks(100) for item in opened.read(block)]
-    (skipped,) = [item for item in items if isinstance(item, SkippedRecord)]
+    _, (skipped,) = read_items(tmp_path / "d.jsonl", 100)
     assert skipped.message().startswith(f"{tmp_path}/d.jsonl line 34: not JSON")
 
 
 def test_rows_that_are_not_utf_8_are_skipped_one_by_one(tmp_path: Path) -> None:
     texts = pa.array([b"fine " * 20, b"caf\xe9", b"good " * 20], pa.binary()).view(pa.string())
     parquet.write_table(pa.table({"text": texts}), tmp_path / "d.parquet")
-    opened = open_source(str(tmp_path / "d.parquet"), "text")
-    items = [item for block in opened.blocks(10**6) for item in opened.read(block)]
-    assert [item.text[:4] for item in items if isinstance(item, TextPiece)] == ["fine", "good"]
-    (skipped,) = [item for item in items if isinstance(item, SkippedRecord)]
+    pieces, (skipped,) = read_items(tmp_path / "d.parquet", 10**6)
+    assert [piece.text[:4] for piece in pieces] == ["fine", "good"]
     assert skipped.message().endswith("d.parquet row 2: not UTF-8 text at byte 3 of it")
 
 
-def test_one_document_is_trained_on_and_its_end_may_be_held_back_but_not_its_only_hash(tmp_path: Path) -> None:
+def test_the_end_of_a_single_document_can_be_held_back_but_not_its_hash(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text("a document much longer than a sequence, and the only one " * 40)
     data = open_text(data_config(tmp_path, path, validation={"fraction": 0.25, "split": "Tail"}))
     assert isinstance(data.training, Samples)
-    held = sum(len(sample.tokens) - 1 for sample in data.validation.share(0, 1) if sample is not None)
+    held_back = sum(len(sample.tokens) - 1 for sample in data.validation.share(0, 1) if sample is not None)
     kept = data.training.parts[0].sequence.tokens
-    assert held + 1 == pytest.approx((kept + held + 1) / 4, abs=1)
+    assert held_back + 1 == pytest.approx((kept + held_back + 1) / 4, abs=1)
     with pytest.raises(UserError, match=r"no document to hold back: .* set data.validation.split to Tail"):
         open_text(data_config(tmp_path, path, validation={"fraction": 0.0001}))
     with pytest.raises(UserError, match="holds 0 tokens to train on, fewer than one sequence of 16"):
@@ -188,23 +189,23 @@ def test_one_document_is_trained_on_and_its_end_may_be_held_back_but_not_its_onl
 def test_token_ids_may_be_given_and_must_be_in_the_vocabulary(tmp_path: Path) -> None:
     write_text(tmp_path / "d.txt")
     tokenizer = open_text(data_config(tmp_path, tmp_path / "d.txt")).tokenizer
-    given = {"tokenizer": {"path": str(tokenizer)}, "text_field": "ids"}
+    settings = {"tokenizer": {"path": str(tokenizer)}, "text_field": "ids"}
     parquet.write_table(pa.table({"ids": [[7] * 30, [], [8, 9, 0]]}), tmp_path / "d.parquet")
-    data = open_text(data_config(tmp_path, tmp_path / "d.parquet", **given))
-    run = data.training.parts[0].sequence
-    assert run.read(0, run.tokens).tolist() == [7] * 30 + [0, 8, 9, 0]
+    data = open_text(data_config(tmp_path, tmp_path / "d.parquet", **settings))
+    sequence = data.training.parts[0].sequence
+    assert sequence.read(0, sequence.tokens).tolist() == [7] * 30 + [0, 8, 9, 0]
     parquet.write_table(pa.table({"ids": [[7] * 30, [300]]}), tmp_path / "e.parquet")
     with pytest.raises(UserError, match=r"e.parquet: holds token id 300, but the tokenizer has 300 entries"):
-        open_text(data_config(tmp_path, tmp_path / "e.parquet", **given))
+        open_text(data_config(tmp_path, tmp_path / "e.parquet", **settings))
 
 
-def test_the_python_documentation_is_real_text_in_a_fixed_order() -> None:
+def test_the_python_documentation_is_read_in_a_fixed_order() -> None:
     source = open_source("python-docs", "text")
     (block,) = source.blocks(1)
 
     def head() -> list[str]:
-        found = source.read(block)
-        return [item.text for item in (next(found) for _ in range(30)) if isinstance(item, TextPiece)]
+        items = source.read(block)
+        return [item.text for item in (next(items) for _ in range(30)) if isinstance(item, TextPiece)]
 
     first = head()
     assert first == head()

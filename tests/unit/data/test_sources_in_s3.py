@@ -1,4 +1,4 @@
-"""Data in S3, through the real client and a server that speaks its protocol on loopback."""
+"""Read data in S3, with the real client and an S3 gateway on loopback."""
 
 import json
 import subprocess
@@ -27,9 +27,9 @@ from trainium_trainer.exits import StorageError, UserError
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
     monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.01)
     (tmp_path / "s3").mkdir()
-    with run_gateway(tmp_path / "s3", monkeypatch) as running:
+    with run_gateway(tmp_path / "s3", monkeypatch) as gateway:
         files.s3.cache_clear()
-        yield running
+        yield gateway
         files.s3.cache_clear()
 
 
@@ -66,7 +66,7 @@ def test_a_prefix_and_a_pattern_name_objects_in_the_order_of_their_names(server:
         names("s3://*/data")
     for number in range(1001):
         server.put("bucket", f"many/{number:04}.txt", b"text")
-    assert len(names("s3://bucket/many/")) == 1001, "a page holds a thousand"
+    assert len(names("s3://bucket/many/")) == 1001, "a page of a listing has a thousand"
 
 
 @pytest.mark.parametrize("source", ["s3://bucket/tuning/", "s3://bucket/tuning/d.jsonl", "s3://bucket/tuning/*.jsonl"])
@@ -74,10 +74,10 @@ def test_examples_and_the_template_beside_them_are_read_from_s3(server: S3Gatewa
     rows = [{"question": f"what is {number}", "answer": f"it is {number}"} for number in range(30)]
     server.put("bucket", "tuning/d.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     server.put("bucket", "tuning/template.json", b'{"prompt": "Q: {question}\\nA:", "completion": " {answer}"}')
-    held = {"fraction": 0.2, "split": "Tail"}
-    given = data_config(tmp_path, source, format="Instruction", sequence_length=64, validation=held)
-    assert open_text(given).report.examples == 30
-    assert [(one.prompt, one.answer) for one in read_held_out(given).examples] == [
+    validation = {"fraction": 0.2, "split": "Tail"}
+    config = data_config(tmp_path, source, format="Instruction", sequence_length=64, validation=validation)
+    assert open_text(config).report.examples == 30
+    assert [(example.prompt, example.answer) for example in read_held_out(config).examples] == [
         (f"Q: what is {number}\nA:", f" it is {number}") for number in range(24, 30)
     ]
 
@@ -88,14 +88,11 @@ def test_a_tokenizer_is_read_from_s3_with_the_files_beside_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     FORMATS["d.jsonl"](tmp_path / "d.jsonl")
-    made = open_text(data_config(tmp_path, tmp_path / "d.jsonl")).tokenizer
-    for name, data in (
-        ("tokenizer.json", made.read_bytes()),
-        ("tokenizer_config.json", b'{"eos_token": "<|endoftext|>"}'),
-    ):
-        server.put("bucket", f"models/one/{name}", data)
+    original = open_text(data_config(tmp_path, tmp_path / "d.jsonl")).tokenizer
+    server.put("bucket", "models/one/tokenizer.json", original.read_bytes())
+    server.put("bucket", "models/one/tokenizer_config.json", b'{"eos_token": "<|endoftext|>"}')
     copy = tokenizer_file(TokenizerConfig(path=f"s3://bucket/models/one{file}"))
-    assert copy.read_bytes() == made.read_bytes()
+    assert copy.read_bytes() == original.read_bytes()
     assert (copy.parent / "tokenizer_config.json").exists()
     with pytest.raises(UserError, match=r"data.tokenizer.path s3://bucket/none: there is no tokenizer.json"):
         tokenizer_file(TokenizerConfig(path="s3://bucket/none"))
@@ -146,18 +143,18 @@ def test_errors_of_the_user_are_reported_without_retries(
 
 def test_prepared_data_in_s3_are_copied_into_the_cache_once(server: S3Gateway, tmp_path: Path) -> None:
     FORMATS["d.jsonl"](tmp_path / "d.jsonl")
-    here = open_text(data_config(tmp_path, tmp_path / "d.jsonl"))
-    (made,) = (tmp_path / "cache").glob("tokens-*[0-9a-f]")
-    for file in made.iterdir():
+    local = open_text(data_config(tmp_path, tmp_path / "d.jsonl"))
+    (prepared,) = (tmp_path / "cache").glob("tokens-*[0-9a-f]")
+    for file in prepared.iterdir():
         server.put("bucket", f"made/{file.name}", file.read_bytes())
     settings: Any = data_config(
         tmp_path, "s3://bucket/made/", cache_directory=str(tmp_path / "elsewhere"), tokenizer={}
     )
     assert find_vocabulary_size(settings) == 300
     server.fail(Fault(status=500, method="GET", fits=lambda request: request.key.endswith(".arrow"), times=2))
-    there = open_text(settings)
-    assert there.identity == here.identity
-    assert decode_all(there) == decode_all(here)
+    copied = open_text(settings)
+    assert copied.identity == local.identity
+    assert decode_all(copied) == decode_all(local)
     before = [request.key for request in server.requests].count("made/tokens-00000.arrow")
     open_text(settings)
     assert [request.key for request in server.requests].count("made/tokens-00000.arrow") == before

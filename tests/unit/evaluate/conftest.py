@@ -1,4 +1,4 @@
-"""Tiny Hugging Face folders, made here: a byte-level tokenizer and a Llama with random weights."""
+"""Write tiny Hugging Face folders: a byte-level tokenizer, a Llama with random weights, adapters and tasks."""
 
 import json
 import os
@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 
 END = "<|endoftext|>"
 _WORDS = "gradient loss step batch token shard rank node mesh state tensor warm yes no maybe"
-
-_TASK_WORDS = ["gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm"]
+_TASK_WORDS = _WORDS.split()[:12]
 _CHOICE = """
 task: tiny_choice
 dataset_path: json
@@ -67,7 +66,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def write_model(tokenizer: Tokenizer) -> Callable[..., Path]:
-    """Make a folder: `write_model(path, seed=1, max_position_embeddings=32)`."""
+    """Return a function that writes a folder: `write_model(path, seed=1, max_position_embeddings=32)`."""
 
     def write(path: Path, *, seed: int = 0, scale: float = 0.2, **fields: Any) -> Path:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -108,12 +107,12 @@ def model_folder(write_model: Callable[..., Path], tmp_path_factory: pytest.Temp
 def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write two tasks and a group as files, with their data."""
     folder = tmp_path_factory.mktemp("tasks")
-    draws = random.Random(3)
+    rng = random.Random(3)
     choices = [
-        {"question": draws.choice(_TASK_WORDS), "choices": draws.sample(_TASK_WORDS, 4), "answer": draws.randrange(4)}
+        {"question": rng.choice(_TASK_WORDS), "choices": rng.sample(_TASK_WORDS, 4), "answer": rng.randrange(4)}
         for _ in range(30)
     ]
-    copies = [{"question": f"Repeat {word}:", "answer": word} for word in draws.choices(_TASK_WORDS, k=8)]
+    copies = [{"question": f"Repeat {word}:", "answer": word} for word in rng.choices(_TASK_WORDS, k=8)]
     for name, text, records in (("choice", _CHOICE, choices), ("copy", _COPY, copies)):
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -1,4 +1,4 @@
-"""`generate` and `evaluate` on instruction and classification data, with a model that has learned its answers."""
+"""Run `generate` and `evaluate` on instructions and classes, with a model that has learned its answers."""
 
 import json
 import math
@@ -20,17 +20,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 
 
 def _train_on_answers(base: Path, folder: Path, config: TrainingConfig, steps: int) -> Path:
-    """Train the base on the examples that are held back: the best result of any tuning."""
+    """Train the base on the held-back examples, so that it answers them all."""
     from transformers import LlamaForCausalLM
 
     network = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     questions = held_out_questions(config.data, 100).questions
     optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
     for step in range(steps):
-        each = questions[step % len(questions)]
-        ids = torch.tensor([each.prompt_ids + each.answer_ids])
+        question = questions[step % len(questions)]
+        ids = torch.tensor([question.prompt_ids + question.answer_ids])
         labels = ids.clone()
-        labels[0, : len(each.prompt_ids)] = -100
+        labels[0, : len(question.prompt_ids)] = -100
         optimizer.zero_grad()
         network(ids, labels=labels).loss.backward()
         optimizer.step()
@@ -40,7 +40,7 @@ def _train_on_answers(base: Path, folder: Path, config: TrainingConfig, steps: i
     return folder
 
 
-class Case:
+class EvaluatedRun:
     """A configuration, its base and its tuned model."""
 
     def __init__(
@@ -68,28 +68,28 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def instruction(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Case:
+def instruction(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> EvaluatedRun:
     records = [
-        {"instruction": f"Say {word} {place}.", "context": "", "response": f"{word} {place}"}
-        for place in range(4)
+        {"instruction": f"Say {word} {number}.", "context": "", "response": f"{word} {number}"}
+        for number in range(4)
         for word in _WORDS[:4]
     ]
-    return Case(tmp_path_factory.mktemp("instruction"), write_model, {"format": "Instruction"}, records)
+    return EvaluatedRun(tmp_path_factory.mktemp("instruction"), write_model, {"format": "Instruction"}, records)
 
 
 @pytest.fixture(scope="module")
-def classification(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Case:
+def classification(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> EvaluatedRun:
     records = [
-        {"question": f"Is it {word}?", "sentence": f"It is {_WORDS[place]}.", "label": int(word != _WORDS[place])}
-        for place in range(5)
-        for word in (_WORDS[place], _WORDS[place + 1])
+        {"question": f"Is it {word}?", "sentence": f"It is {_WORDS[index]}.", "label": int(word != _WORDS[index])}
+        for index in range(5)
+        for word in (_WORDS[index], _WORDS[index + 1])
     ]
     data = {"format": "Classification", "validation": {"fraction": 0.4, "split": "Tail"}}
-    return Case(tmp_path_factory.mktemp("classification"), write_model, data, records)
+    return EvaluatedRun(tmp_path_factory.mktemp("classification"), write_model, data, records)
 
 
-def test_a_tuned_model_answers_as_the_records_do_and_its_base_does_not(
-    instruction: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_tuned_model_gives_the_answers_of_the_records_and_its_base_does_not(
+    instruction: EvaluatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, markdown = tmp_path / "new" / "result.json", tmp_path / "result.md"
     argv = ["evaluate", str(instruction.tuned), "--base", str(instruction.base), "--config", str(instruction.file)]
@@ -98,13 +98,13 @@ def test_a_tuned_model_answers_as_the_records_do_and_its_base_does_not(
     assert markdown.read_text() == printed
     assert printed.startswith("| figure | before | after |\n|---|---:|---:|\n| perplexity of the answers | ")
     result = json.loads(output.read_text())
-    figures = {each["name"]: each for each in result["figures"]}
+    figures = {figure["name"]: figure for figure in result["figures"]}
     assert set(figures) == {"perplexity", "exactMatch", "rougeL"}
     assert figures["perplexity"]["after"] < 1.5
     assert figures["perplexity"]["before"] > 50
     assert figures["exactMatch"]["before"] == 0
     assert figures["exactMatch"]["after"] == pytest.approx(
-        sum(each["expected"] == each["after"] for each in result["answers"]) / result["examples"]
+        sum(answer["expected"] == answer["after"] for answer in result["answers"]) / result["examples"]
     )
     assert figures["exactMatch"]["after"] > 0.9
     assert figures["rougeL"]["after"] > 0.9
@@ -114,24 +114,24 @@ def test_a_tuned_model_answers_as_the_records_do_and_its_base_does_not(
     assert run([*argv, "--output", str(tmp_path / "again.json"), "--message", str(message)]) == 0
     assert (tmp_path / "again.json").read_text() == output.read_text()
     assert json.loads(message.read_text()) == {"evaluation": result["figures"]}
-    scores = [each["expected"] == each["after"] for each in result["answers"]]
+    scores = [answer["expected"] == answer["after"] for answer in result["answers"]]
     error = statistics.stdev(scores) / math.sqrt(len(scores))
     assert figures["exactMatch"]["standardError"] == pytest.approx(error)
     assert "standardError" not in figures["perplexity"]
 
 
-def test_the_likeliest_label_and_the_generated_one_are_counted(classification: Case, tmp_path: Path) -> None:
+def test_the_likeliest_label_and_the_generated_one_are_counted(classification: EvaluatedRun, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     argv = ["evaluate", str(classification.tuned), "--config", str(classification.file), "--output", str(output)]
     assert run([*argv, "--base", str(classification.base)]) == 0
-    figures = {each["name"]: each for each in json.loads(output.read_text())["figures"]}
+    figures = {figure["name"]: figure for figure in json.loads(output.read_text())["figures"]}
     assert set(figures) == {"perplexity", "accuracy", "generatedAccuracy", "exactMatch"}
     assert figures["accuracy"]["after"] == 1.0
     expected = {"name": "generatedAccuracy", "before": 0.0, "after": 1.0, "standardError": 0.0}
     assert figures["generatedAccuracy"] == expected
 
 
-def test_the_likeliest_label_is_that_whose_tokens_are_likeliest_after_the_prompt(classification: Case) -> None:
+def test_the_likeliest_label_has_the_likeliest_tokens_after_the_prompt(classification: EvaluatedRun) -> None:
     from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.evaluate.answering.folder import ComputeDevice, open_model_files
     from trainium_trainer.evaluate.answering.loading import load
@@ -147,50 +147,52 @@ def test_the_likeliest_label_is_that_whose_tokens_are_likeliest_after_the_prompt
             ids = list(question.prompt_ids) + model.folder.encode(f" {label}")
             with torch.no_grad():
                 logs = model.network(torch.tensor([ids])).logits[0].log_softmax(-1)
-            sums.append(sum(float(logs[at - 1, ids[at]]) for at in range(len(question.prompt_ids), len(ids))))
+            sums.append(sum(float(logs[index - 1, ids[index]]) for index in range(len(question.prompt_ids), len(ids))))
         assert outcome.label_is_likeliest == (sums.index(max(sums)) == question.label)
         assert question.answer == f" {question_set.labels[question.label or 0]}"
 
 
-def _generated(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def _generate(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     capsys.readouterr()
     assert run(["generate", *argv, "--json"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_prompts_get_the_template_of_the_training(
-    instruction: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_prompts_have_the_template_of_the_training_data(
+    instruction: EvaluatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = _generated([str(instruction.tuned), "--config", str(instruction.file), "--held-out", "2"], capsys)
-    assert [each["answer"] for each in held] == [each["expected"] for each in held]
-    asked = held[0]["expected"]
-    (alone,) = _generated(
-        [str(instruction.tuned), "--config", str(instruction.file), "--prompt", f"Say {asked}."], capsys
+    held_out = _generate([str(instruction.tuned), "--config", str(instruction.file), "--held-out", "2"], capsys)
+    assert [line["answer"] for line in held_out] == [line["expected"] for line in held_out]
+    expected = held_out[0]["expected"]
+    (single,) = _generate(
+        [str(instruction.tuned), "--config", str(instruction.file), "--prompt", f"Say {expected}."], capsys
     )
-    assert (alone["prompt"], alone["answer"]) == (held[0]["prompt"], asked)
+    assert (single["prompt"], single["answer"]) == (held_out[0]["prompt"], expected)
     file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"instruction": f"Say {asked}.", "context": None}) + "\n" + json.dumps(f"Say {asked}."))
-    both = _generated([str(instruction.tuned), "--config", str(instruction.file), "--prompts", str(file)], capsys)
-    assert [each["answer"] for each in both] == [asked, asked]
+    file.write_text(
+        json.dumps({"instruction": f"Say {expected}.", "context": None}) + "\n" + json.dumps(f"Say {expected}.")
+    )
+    both = _generate([str(instruction.tuned), "--config", str(instruction.file), "--prompts", str(file)], capsys)
+    assert [line["answer"] for line in both] == [expected, expected]
 
 
-def test_a_prompt_without_a_configuration_is_taken_as_it_is(
-    instruction: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_prompt_without_a_configuration_is_not_changed(
+    instruction: EvaluatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("gradient loss\n\nstep\n")
-    found = _generated(
+    lines = _generate(
         [str(instruction.tuned), "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "3"], capsys
     )
-    assert [each["prompt"] for each in found] == ["gradient loss", "step"]
-    assert all(each["tokens"] <= 3 for each in found)
+    assert [line["prompt"] for line in lines] == ["gradient loss", "step"]
+    assert all(line["tokens"] <= 3 for line in lines)
     assert run(["generate", str(instruction.tuned), "--prompt", "step", "--max-new-tokens", "3"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("[1] prompt\nstep\n[1] answer (")
-    assert found[1]["answer"] in text
+    assert lines[1]["answer"] in text
 
 
 def test_an_unmerged_adapter_changes_answers_and_figures(
-    instruction: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    instruction: EvaluatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
@@ -204,8 +206,8 @@ def test_an_unmerged_adapter_changes_answers_and_figures(
                 parameter.fill_(0.5)
     network.save_pretrained(tmp_path / "adapter")
     both = ["--base", str(instruction.base), "--adapter", str(tmp_path / "adapter"), "--max-new-tokens", "5"]
-    (found,) = _generated([*both, "--prompt", "gradient"], capsys)
-    (plain,) = _generated([str(instruction.base), "--prompt", "gradient", "--max-new-tokens", "5"], capsys)
+    (found,) = _generate([*both, "--prompt", "gradient"], capsys)
+    (plain,) = _generate([str(instruction.base), "--prompt", "gradient", "--max-new-tokens", "5"], capsys)
     assert found["answer"] != plain["answer"]
     output = tmp_path / "result.json"
     assert run(["evaluate", *both, "--config", str(instruction.file), "--output", str(output)]) == 0
@@ -241,7 +243,7 @@ def test_an_unmerged_adapter_changes_answers_and_figures(
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(
-    instruction: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], sentence: str
+    instruction: EvaluatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], sentence: str
 ) -> None:
     files = {
         "EMPTY": ("empty.txt", "\n \n"),
@@ -255,6 +257,6 @@ def test_bad_input_is_refused_in_one_sentence(
     for key, (name, text) in files.items():
         (tmp_path / name).write_text(text)
         names[key] = str(tmp_path / name)
-    assert run([names.get(each, each) for each in argv]) == 64
+    assert run([names.get(argument, argument) for argument in argv]) == 64
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert sentence in line

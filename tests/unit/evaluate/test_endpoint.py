@@ -1,6 +1,6 @@
-"""Answers of servers with OpenAI's protocol: a real one, and ones that fail in every way that a server can.
+"""Ask servers with OpenAI's protocol: a real one, and fake ones that fail.
 
-Tests of `transformers serve` and of tasks need packages of `make test-tasks` and are skipped without.
+Tests of `transformers serve` and of tasks need packages of `make test-tasks` and are skipped without them.
 """
 
 import importlib.util
@@ -28,8 +28,8 @@ from trainium_trainer.cli import run
 from trainium_trainer.evaluate.answering.folder import ModelFiles, open_model_files
 from trainium_trainer.evaluate.answering.loading import LoadedModel, load
 
-SERVES = all(importlib.util.find_spec(name) is not None for name in ("fastapi", "uvicorn", "openai"))
-HARNESS = importlib.util.find_spec("lm_eval") is not None
+HAS_SERVER_PACKAGES = all(importlib.util.find_spec(name) is not None for name in ("fastapi", "uvicorn", "openai"))
+HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
 LISTING = json.dumps({"object": "list", "data": [{"id": "small"}]}).encode()
 pytestmark = [
     pytest.mark.timeout(600),
@@ -38,7 +38,9 @@ pytestmark = [
 
 
 @contextmanager
-def server(answer: Callable[[BaseHTTPRequestHandler, dict[str, Any]], None], listing: bytes = LISTING) -> Iterator[str]:
+def run_server(
+    answer: Callable[[BaseHTTPRequestHandler, dict[str, Any]], None], listing: bytes = LISTING
+) -> Iterator[str]:
     """Serve a list of models and completions by a function; yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -51,8 +53,8 @@ def server(answer: Callable[[BaseHTTPRequestHandler, dict[str, Any]], None], lis
         def log_message(self, *_: Any) -> None:
             pass
 
-    with LoopbackServer(Handler).running() as found:
-        yield f"{found.url}/v1"
+    with LoopbackServer(Handler).running() as http_server:
+        yield f"{http_server.url}/v1"
 
 
 def respond(handler: BaseHTTPRequestHandler, body: bytes, status: int = 200) -> None:
@@ -62,8 +64,8 @@ def respond(handler: BaseHTTPRequestHandler, body: bytes, status: int = 200) -> 
     handler.wfile.write(body)
 
 
-def event(text: str, finish: str | None = None, **more: Any) -> bytes:
-    return f"data: {json.dumps({'choices': [{'text': text, 'finish_reason': finish}], **more})}\n\n".encode()
+def event(text: str, finish_reason: str | None = None, **fields: Any) -> bytes:
+    return f"data: {json.dumps({'choices': [{'text': text, 'finish_reason': finish_reason}], **fields})}\n\n".encode()
 
 
 def test_an_answer_is_shown_as_it_arrives_and_settings_and_key_are_sent(
@@ -76,11 +78,10 @@ def test_an_answer_is_shown_as_it_arrives_and_settings_and_key_are_sent(
         respond(handler, b": comment\n\n" + event("two ") + event("words", "length") + b"data: [DONE]\n\ngarbage")
 
     monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
-    with server(answer) as url:
-        asked = ("--prompt", "Say", "--max-new-tokens", "2", "--temperature", "0.5", "--top-k", "3", "--stop", "x")
-        assert run(["generate", "--endpoint", url, *asked]) == 0
-        shown = capsys.readouterr()
-        assert shown.out == "[1] prompt\nSay\n[1] answer of small\ntwo words\n(2 tokens, Length)\n"
+    with run_server(answer) as url:
+        options = ("--prompt", "Say", "--max-new-tokens", "2", "--temperature", "0.5", "--top-k", "3", "--stop", "x")
+        assert run(["generate", "--endpoint", url, *options]) == 0
+        assert capsys.readouterr().out == "[1] prompt\nSay\n[1] answer of small\ntwo words\n(2 tokens, Length)\n"
         assert run(["generate", "--endpoint", url, "--endpoint-model", "other", "--prompt", "Say", "--json"]) == 0
         line = json.loads(capsys.readouterr().out)
     assert line == {"prompt": "Say", "answer": "two words", "tokens": 2, "ending": "Length"}
@@ -94,13 +95,13 @@ def test_an_answer_is_shown_as_it_arrives_and_settings_and_key_are_sent(
 def _drip(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
     handler.send_response(200)
     handler.end_headers()
-    while True:  # until the client leaves, as below
+    while True:  # until the client closes the connection
         handler.wfile.write(b"d")
         time.sleep(0.05)
 
 
 def _silent(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
-    handler.rfile.read(1)  # until the client leaves
+    handler.rfile.read(1)  # until the client closes the connection
 
 
 def _endless(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
@@ -129,12 +130,12 @@ def _endless(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
 def test_a_failure_of_the_server_is_reported_in_time(
     answer: Callable[..., None], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with server(answer) as url:
+    with run_server(answer) as url:
         seconds = "60" if answer is _endless else "1"
         assert run(["generate", "--endpoint", url, "--endpoint-seconds", seconds, "--prompt", "Say"]) == 64
-    shown = capsys.readouterr().err.splitlines()
-    assert sentence in shown[-1]
-    assert url in shown[-1]
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert sentence in last_line
+    assert url in last_line
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_a_failure_of_the_server_is_reported_in_time(
 def test_the_model_of_a_server_is_its_only_one(
     listing: bytes, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with server(_silent, listing) as url:
+    with run_server(_silent, listing) as url:
         assert run(["generate", "--endpoint", url, "--prompt", "Say"]) == 64
     assert sentence in capsys.readouterr().err
 
@@ -158,35 +159,35 @@ def test_a_wrong_address_or_key_and_folders_beside_it_are_refused(
 ) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+        closed_url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
         for url, sentence in (
-            (nobody, "cannot be asked (Connection refused): start the server"),
+            (closed_url, "cannot be asked (Connection refused): start the server"),
             ("ftp://host", "give a URL such as"),
             ("http://key@host/v1", "a key in OPENAI_API_KEY"),
             ("http://host:port/v1", "give a URL such as"),
         ):
             assert run(["generate", "--endpoint", url, "--prompt", "Say"]) == 64
             assert sentence in capsys.readouterr().err
-    assert run(["generate", "MODEL", "--endpoint", nobody, "--prompt", "Say"]) == 64
+    assert run(["generate", "MODEL", "--endpoint", closed_url, "--prompt", "Say"]) == 64
     assert "leave out --base, --adapter and MODEL" in capsys.readouterr().err
     monkeypatch.setenv("OPENAI_API_KEY", "secret\nkey")
-    assert run(["generate", "--endpoint", nobody, "--prompt", "Say"]) == 64
-    shown = capsys.readouterr().err
-    assert "OPENAI_API_KEY has characters" in shown
-    assert "secret" not in shown
+    assert run(["generate", "--endpoint", closed_url, "--prompt", "Say"]) == 64
+    error = capsys.readouterr().err
+    assert "OPENAI_API_KEY has characters" in error
+    assert "secret" not in error
 
 
 @pytest.fixture(scope="module")
 def folder(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a model that answers in ASCII: a stream cuts other text within characters."""
-    made = write_model(tmp_path_factory.mktemp("served") / "model", seed=4, max_position_embeddings=256)
-    model_files, file = open_model_files(made), made / "model.safetensors"
+    """Create a model that answers in ASCII; a stream divides other text within characters."""
+    model_folder = write_model(tmp_path_factory.mktemp("served") / "model", seed=4, max_position_embeddings=256)
+    model_files, file = open_model_files(model_folder), model_folder / "model.safetensors"
     weights = load_file(file)
     for token in range(model_files.vocabulary):
         if not model_files.decode([token]).isascii():
             weights["lm_head.weight"][token] = 0
     save_file(weights, file, metadata={"format": "pt"})
-    return made
+    return model_folder
 
 
 @pytest.fixture(scope="module")
@@ -220,14 +221,14 @@ def real_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         process.wait()
 
 
-@pytest.mark.skipif(not SERVES, reason="packages of transformers serve are not installed")
-def test_a_real_server_answers_as_the_folder_does(
+@pytest.mark.skipif(not HAS_SERVER_PACKAGES, reason="packages of transformers serve are not installed")
+def test_a_real_server_gives_the_answers_of_the_folder(
     real_server: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ("--prompt", "gradient loss", "--prompt", "step batch", "--max-new-tokens", "8", "--json")
-    assert run(["generate", "--endpoint", real_server, "--endpoint-model", str(folder), *asked]) == 0
+    options = ("--prompt", "gradient loss", "--prompt", "step batch", "--max-new-tokens", "8", "--json")
+    assert run(["generate", "--endpoint", real_server, "--endpoint-model", str(folder), *options]) == 0
     served = capsys.readouterr().out
-    assert run(["generate", str(folder), "--device", "cpu", *asked]) == 0
+    assert run(["generate", str(folder), "--device", "cpu", *options]) == 0
     assert served == capsys.readouterr().out
     records = [{"instruction": f"Say {word}.", "response": word} for word in ("step", "batch", "token", "shard") * 3]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -241,16 +242,16 @@ def test_a_real_server_answers_as_the_folder_does(
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"data": data}))
     common = ("--config", str(tmp_path / "run.yaml"), "--max-new-tokens", "6", "--output")
-    beside = ("--endpoint", real_server, "--endpoint-model", str(folder))
-    assert run(["evaluate", *beside, *common, str(tmp_path / "served.json")]) == 0
+    endpoint = ("--endpoint", real_server, "--endpoint-model", str(folder))
+    assert run(["evaluate", *endpoint, *common, str(tmp_path / "served.json")]) == 0
     assert run(["evaluate", str(folder), "--device", "cpu", *common, str(tmp_path / "folder.json")]) == 0
-    theirs, ours = (json.loads((tmp_path / name).read_text()) for name in ("served.json", "folder.json"))
-    assert [each["after"] for each in theirs["answers"]] == [each["after"] for each in ours["answers"]]
-    assert theirs["figures"] == [each for each in ours["figures"] if each["name"] != "perplexity"]
+    served_result, result = (json.loads((tmp_path / name).read_text()) for name in ("served.json", "folder.json"))
+    assert [answer["after"] for answer in served_result["answers"]] == [answer["after"] for answer in result["answers"]]
+    assert served_result["figures"] == [figure for figure in result["figures"] if figure["name"] != "perplexity"]
 
 
 class LikelihoodServer:
-    """Answers completions by a model, with the likelihoods of the prompt (`echo`), as vLLM does."""
+    """Answer completions with a model, and with the likelihoods of the prompt (`echo`), like vLLM."""
 
     def __init__(self, folder: Path) -> None:
         self.model_files: ModelFiles = open_model_files(folder)
@@ -267,29 +268,29 @@ class LikelihoodServer:
                 torch.tensor([ids]), max_new_tokens=request["max_tokens"], do_sample=False, pad_token_id=0
             )
             text = self.model_files.decode(out[0, len(ids) :].tolist())
-            places = [text.find(stop) for stop in request["stop"] if stop in text]
-            return {"index": number, "text": text[: min(places, default=len(text))]}
+            ends = [text.find(stop) for stop in request["stop"] if stop in text]
+            return {"index": number, "text": text[: min(ends, default=len(text))]}
         logs = self.model.network(torch.tensor([ids])).logits[0].log_softmax(-1)
-        known = [None, *(float(logs[place, token]) for place, token in enumerate(ids[1:]))]
+        likelihood = [None, *(float(logs[index, token]) for index, token in enumerate(ids[1:]))]
         best = [None, *({"best": float(row.max())} for row in logs[:-1])]
-        likelihoods = {"token_logprobs": [*known, 0.0], "top_logprobs": [*best, {"best": 0.0}]}
+        likelihoods = {"token_logprobs": [*likelihood, 0.0], "top_logprobs": [*best, {"best": 0.0}]}
         return {"index": number, "text": "", "logprobs": likelihoods}
 
 
-@pytest.mark.skipif(not HARNESS, reason="lm-eval is not installed")
+@pytest.mark.skipif(not HAS_HARNESS, reason="lm-eval is not installed")
 def test_tasks_of_a_server_give_the_figures_of_its_folder(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tasks_folder: Path
 ) -> None:
     common = ("--tasks", "tiny_choice,tiny_copy", "--shots", "1", "--include-path", str(tasks_folder), "--output")
-    with server(LikelihoodServer(folder)) as url:
+    with run_server(LikelihoodServer(folder)) as url:
         assert run(["evaluate", str(folder), "--endpoint", url, *common, str(tmp_path / "served.json")]) == 0
         assert f"answered by {url}." in capsys.readouterr().out
         assert run(["evaluate", "--endpoint", url, *common, str(tmp_path / "none.json")]) == 64
         assert "tiny_choice: compares likelihoods of tokens: give also a MODEL folder" in capsys.readouterr().err
     assert run(["evaluate", str(folder), "--device", "cpu", *common, str(tmp_path / "folder.json")]) == 0
-    theirs, ours = (json.loads((tmp_path / name).read_text())["models"] for name in ("served.json", "folder.json"))
-    assert theirs[0]["model"] == "small"
-    assert theirs[0]["figures"] == ours[0]["figures"]
-    with server(lambda handler, _: respond(handler, b'{"choices": [{"text": "no logprobs", "index": 0}]}')) as url:
+    served, local = (json.loads((tmp_path / name).read_text())["models"] for name in ("served.json", "folder.json"))
+    assert served[0]["model"] == "small"
+    assert served[0]["figures"] == local[0]["figures"]
+    with run_server(lambda handler, _: respond(handler, b'{"choices": [{"text": "no logprobs", "index": 0}]}')) as url:
         assert run(["evaluate", str(folder), "--endpoint", url, *common, str(tmp_path / "none.json")]) == 64
     assert "likelihoods need a server that returns them for the prompt" in capsys.readouterr().err

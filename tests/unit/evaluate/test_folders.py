@@ -1,4 +1,4 @@
-"""Folders without model, tokenizer or matching adapter are refused in one sentence; adapters compute as in peft."""
+"""Open folders of models and adapters: refuse incomplete ones, and compute as peft and transformers do."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 
 
 @pytest.fixture
-def copy(model_folder: Path, tmp_path: Path) -> Path:
+def model_copy(model_folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(model_folder, tmp_path / "copy")
 
 
@@ -46,22 +46,22 @@ def write_adapter(model: Path, folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def test_an_adapter_beside_its_base_answers_as_the_merged_model(
+def test_an_adapter_beside_its_base_gives_the_answers_of_the_merged_model(
     model_folder: Path, adapter: Path, tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import LlamaForCausalLM
 
-    plain = load(open_model_files(model_folder), device=ComputeDevice.CPU)
-    beside = load(open_model_files(model_folder, adapter), device=ComputeDevice.CPU)
+    base = load(open_model_files(model_folder), device=ComputeDevice.CPU)
+    with_adapter = load(open_model_files(model_folder, adapter), device=ComputeDevice.CPU)
     merged = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(model_folder), adapter).merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     shutil.copyfile(model_folder / "tokenizer.json", tmp_path / "merged" / "tokenizer.json")
     reference = load(open_model_files(tmp_path / "merged"), device=ComputeDevice.CPU)
-    prompts = [plain.folder.encode("gradient loss"), plain.folder.encode("a")]
+    prompts = [base.folder.encode("gradient loss"), base.folder.encode("a")]
     config = GenerationConfig(max_new_tokens=12)
-    assert generate(beside, prompts, config) == generate(reference, prompts, config)
-    assert generate(beside, prompts, config) != generate(plain, prompts, config)
+    assert generate(with_adapter, prompts, config) == generate(reference, prompts, config)
+    assert generate(with_adapter, prompts, config) != generate(base, prompts, config)
 
 
 def test_an_adapter_of_another_base_is_refused(write_model: Callable[..., Path], adapter: Path, tmp_path: Path) -> None:
@@ -109,20 +109,20 @@ def test_an_adapter_of_another_kind_is_refused(model_folder: Path, adapter: Path
         ("model.safetensors", None, "there is no safetensors file: save the model again"),
     ],
 )
-def test_an_incomplete_folder_is_refused(copy: Path, name: str, content: str | None, sentence: str) -> None:
+def test_an_incomplete_folder_is_refused(model_copy: Path, name: str, content: str | None, sentence: str) -> None:
     if content is None:
-        (copy / name).unlink()
+        (model_copy / name).unlink()
     else:
-        (copy / name).write_text(content)
+        (model_copy / name).write_text(content)
     with pytest.raises(UserError, match=sentence) as caught:
-        open_model_files(copy)
-    assert str(copy) in str(caught.value)
+        open_model_files(model_copy)
+    assert str(model_copy) in str(caught.value)
 
 
-def test_pickled_weights_are_refused_with_the_remedy(copy: Path) -> None:
-    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+def test_pickled_weights_are_refused_with_the_remedy(model_copy: Path) -> None:
+    (model_copy / "model.safetensors").rename(model_copy / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pickled weights.*save_pretrained"):
-        open_model_files(copy)
+        open_model_files(model_copy)
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
@@ -130,21 +130,21 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         open_model_files(tmp_path / "nothing")
 
 
-def test_a_weight_that_is_missing_is_not_drawn_at_random(copy: Path) -> None:
+def test_a_missing_weight_is_refused(model_copy: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    weights = load_file(copy / "model.safetensors")
+    weights = load_file(model_copy / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, model_copy / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"1 weights are missing .*layers\.1\.mlp\.up_proj"):
-        load(open_model_files(copy), device=ComputeDevice.CPU)
+        load(open_model_files(model_copy), device=ComputeDevice.CPU)
 
 
-def test_a_truncated_file_is_refused_in_one_sentence(copy: Path) -> None:
-    data = (copy / "model.safetensors").read_bytes()
-    (copy / "model.safetensors").write_bytes(data[:-100])
+def test_a_truncated_file_is_refused_in_one_sentence(model_copy: Path) -> None:
+    data = (model_copy / "model.safetensors").read_bytes()
+    (model_copy / "model.safetensors").write_bytes(data[:-100])
     with pytest.raises(UserError, match="transformers cannot load the model"):
-        load(open_model_files(copy), device=ComputeDevice.CPU)
+        load(open_model_files(model_copy), device=ComputeDevice.CPU)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -161,28 +161,28 @@ def test_the_training_model_computes_the_logits_of_transformers(
     torch.testing.assert_close(compute_logits(BaseWeights.open(str(folder)), tokens), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_computes_in_the_type_that_is_asked_for(model_folder: Path) -> None:
+def test_a_model_computes_in_the_requested_type(model_folder: Path) -> None:
     half = load(open_model_files(model_folder), device=ComputeDevice.CPU, precision=ComputeType.BFLOAT16)
     assert half.network.dtype is torch.bfloat16
 
 
-def test_the_beginning_that_a_tokenizer_adds_is_there_once(copy: Path) -> None:
+def test_the_bos_token_that_a_tokenizer_adds_occurs_once(model_copy: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer = Tokenizer.from_file(str(copy / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(model_copy / "tokenizer.json"))
     end = "<|endoftext|>"
     tokenizer.post_processor = TemplateProcessing(
         single=f"{end} $A", special_tokens=[(end, tokenizer.token_to_id(end))]
     )
-    tokenizer.save(str(copy / "tokenizer.json"))
-    (copy / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": end}}))
-    model_files = open_model_files(copy)
+    tokenizer.save(str(model_copy / "tokenizer.json"))
+    (model_copy / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": end}}))
+    model_files = open_model_files(model_copy)
     assert model_files.encode("step") == model_files.encode(f"{end}step")
     assert model_files.encode("step")[0] == tokenizer.token_to_id(end)
 
 
-def test_as_many_processes_read_as_the_memory_holds(tmp_path: Path) -> None:
+def test_the_number_of_reading_processes_fits_the_memory(tmp_path: Path) -> None:
     assert readers_that_fit(1000, 4000) == 3
     assert readers_that_fit(1000, 10) == 1
     assert readers_that_fit(1000, None) == 1

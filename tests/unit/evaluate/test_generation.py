@@ -1,4 +1,4 @@
-"""Answers against plain greedy search, drawn ones, stop texts and limits; likelihoods against transformers' loss."""
+"""Generate answers: greedy search, sampling, stop texts and limits; compare likelihoods with transformers' loss."""
 
 import json
 from collections.abc import Callable
@@ -21,12 +21,12 @@ def model(model_folder: Path) -> LoadedModel:
     return load(open_model_files(model_folder), device=ComputeDevice.CPU)
 
 
-def prompts_of(model: LoadedModel) -> list[list[int]]:
+def encode_texts(model: LoadedModel) -> list[list[int]]:
     return [model.folder.encode(text) for text in TEXTS]
 
 
-def test_without_temperature_each_answer_is_the_likeliest_token_after_token(model: LoadedModel) -> None:
-    prompts = prompts_of(model)
+def test_without_temperature_each_token_is_the_likeliest(model: LoadedModel) -> None:
+    prompts = encode_texts(model)
     answers = generate(model, prompts, GenerationConfig(max_new_tokens=9, batch_size=3))
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = list(prompt)
@@ -41,13 +41,13 @@ def test_without_temperature_each_answer_is_the_likeliest_token_after_token(mode
 
 
 def test_a_drawn_answer_is_the_same_in_any_batch_and_another_with_another_seed(model: LoadedModel) -> None:
-    prompts = prompts_of(model)
+    prompts = encode_texts(model)
     config = GenerationConfig(max_new_tokens=12, temperature=0.9, top_p=0.95, top_k=40, seed=3, batch_size=1)
-    alone = generate(model, prompts, config)
-    assert generate(model, prompts, config.model_copy(update={"batch_size": 5})) == alone
+    expected = generate(model, prompts, config)
+    assert generate(model, prompts, config.model_copy(update={"batch_size": 5})) == expected
     seeds = draw_seeds(prompts, 3)
-    assert generate(model, prompts[2:4], config, seeds=seeds[2:4]) == alone[2:4]
-    assert generate(model, prompts, config.model_copy(update={"seed": 4})) != alone
+    assert generate(model, prompts[2:4], config, seeds=seeds[2:4]) == expected[2:4]
+    assert generate(model, prompts, config.model_copy(update={"seed": 4})) != expected
 
 
 def test_equal_prompts_are_sampled_independently(model: LoadedModel) -> None:
@@ -64,29 +64,29 @@ def test_draws_follow_the_probabilities(model: LoadedModel) -> None:
     answers = generate(model, [prompt] * 1000, config)
     likeliest = int(expected.argmax())
     share = sum(answer.text == model.folder.decode([likeliest]) for answer in answers) / 1000
-    assert abs(share - float(expected[likeliest])) < 0.05  # 3 standard deviations at most, and the seeds are fixed
+    assert abs(share - float(expected[likeliest])) < 0.05  # 3 standard deviations; the seeds are fixed
 
 
 def test_only_one_token_can_be_drawn_with_top_k_of_one(model: LoadedModel) -> None:
-    prompts = prompts_of(model)
+    prompts = encode_texts(model)
     drawn = generate(model, prompts, GenerationConfig(max_new_tokens=6, temperature=2.0, top_k=1))
     assert drawn == generate(model, prompts, GenerationConfig(max_new_tokens=6))
 
 
 def test_an_answer_ends_before_its_stop_text(model: LoadedModel) -> None:
-    prompts = prompts_of(model)
-    whole = generate(model, prompts, GenerationConfig(max_new_tokens=20))
-    text = whole[0].text
+    prompts = encode_texts(model)
+    unlimited = generate(model, prompts, GenerationConfig(max_new_tokens=20))
+    text = unlimited[0].text
     stop = text[6:9]
     (short, *others) = generate(model, prompts, GenerationConfig(max_new_tokens=20, stop=(stop,)))
     assert short.text == text[: text.index(stop)]
     assert short.finish_reason is FinishReason.STOP
-    assert short.tokens < whole[0].tokens
-    for answer, longer in zip(others, whole[1:], strict=True):
+    assert short.tokens < unlimited[0].tokens
+    for answer, longer in zip(others, unlimited[1:], strict=True):
         assert answer.text == longer.text.split(stop)[0]
 
 
-def test_an_answer_ends_at_the_model_s_last_position(model: LoadedModel) -> None:
+def test_an_answer_ends_at_the_last_position_of_the_model(model: LoadedModel) -> None:
     short, long = model.folder.encode("a"), model.folder.encode("a") * 60
     first, second = generate(model, [short, long], GenerationConfig(max_new_tokens=10))
     assert len(long) == 60
@@ -115,9 +115,7 @@ def test_an_answer_ends_at_the_end_of_text(write_model: Callable[..., Path], tmp
     ],
     ids=["empty", "too long", "beyond the vocabulary"],
 )
-def test_a_prompt_that_the_model_cannot_take_is_refused(
-    model: LoadedModel, prompt: list[int], words: list[str]
-) -> None:
+def test_an_invalid_prompt_is_refused(model: LoadedModel, prompt: list[int], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         generate(model, [[5], prompt], GenerationConfig())
     assert all(word in str(caught.value) for word in words)
@@ -128,16 +126,16 @@ PAIRS = [([5, 6, 7], [8, 9]), ([4], [12, 3, 5, 7, 9, 11]), ([9] * 12, [2]), ([],
 
 @pytest.mark.parametrize("batch_size", [1, 2, 6])
 def test_the_likelihood_of_an_answer_is_the_loss_of_transformers(model: LoadedModel, batch_size: int) -> None:
-    found = compute_likelihoods(model, PAIRS, batch_size=batch_size)
-    for (prompt, answer), each in zip(PAIRS, found, strict=True):
+    likelihoods = compute_likelihoods(model, PAIRS, batch_size=batch_size)
+    for (prompt, answer), likelihood in zip(PAIRS, likelihoods, strict=True):
         ids = torch.tensor([prompt + answer])
         first = max(1, len(prompt))
-        assert each.tokens == max(0, ids.shape[1] - first)
-        if not each.tokens:
-            assert each.log_likelihood == 0
+        assert likelihood.tokens == max(0, ids.shape[1] - first)
+        if not likelihood.tokens:
+            assert likelihood.log_likelihood == 0
             continue
         labels = ids.clone()
         labels[0, :first] = -100
         with torch.no_grad():
             loss = model.network(ids, labels=labels).loss
-        assert each.log_likelihood == pytest.approx(-float(loss) * each.tokens, rel=1e-5)
+        assert likelihood.log_likelihood == pytest.approx(-float(loss) * likelihood.tokens, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Figures of answers, by hand."""
+"""Compute figures of answers, and compare with figures computed by hand."""
 
 import math
 
@@ -31,7 +31,7 @@ def test_the_likeliest_label_is_the_first_of_equal_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "place"),
+    ("answer", "label"),
     [
         ("entailment", 0),
         ("  not_entailment.\nand more", 1),
@@ -41,31 +41,30 @@ def test_the_likeliest_label_is_the_first_of_equal_ones() -> None:
         ("", None),
     ],
 )
-def test_the_label_that_an_answer_begins_with_counts(answer: str, place: int | None) -> None:
-    assert metrics.label_in(answer, ("entailment", "not_entailment")) == place
+def test_the_label_that_an_answer_begins_with_counts(answer: str, label: int | None) -> None:
+    assert metrics.label_in(answer, ("entailment", "not_entailment")) == label
 
 
-def test_of_two_labels_that_fit_the_longer_one_is_meant() -> None:
+def test_the_longer_of_two_matching_labels_counts() -> None:
     assert metrics.label_in("very good", ("very", "very good")) == 1
 
 
-def test_means_leave_out_what_is_not_known() -> None:
+def test_means_leave_out_unknown_values() -> None:
     assert metrics.mean([True, None, False, True]) == pytest.approx(2 / 3)
     assert metrics.mean([None]) is None
 
 
 def test_batches_hold_each_number_once_with_the_longest_first() -> None:
-    found = batch_by_length([3, 9, 4, 9, 1], 2)
-    assert found == [[1, 3], [2, 0], [4]]
+    assert batch_by_length([3, 9, 4, 9, 1], 2) == [[1, 3], [2, 0], [4]]
 
 
 def test_readers_share_whole_batches() -> None:
-    whole = batch_by_length(list(range(23)), 4)
-    parts = [select_batches(whole, place, 3) for place in range(3)]
-    assert sorted(batch for part in parts for batch in part) == sorted(whole)
+    batches = batch_by_length(list(range(23)), 4)
+    parts = [select_batches(batches, reader, 3) for reader in range(3)]
+    assert sorted(batch for part in parts for batch in part) == sorted(batches)
 
 
-def test_the_seed_of_a_draw_follows_from_the_prompt_and_how_often_it_came_before() -> None:
+def test_the_seed_of_a_draw_depends_on_the_prompt_and_its_number_of_occurrences() -> None:
     seeds = draw_seeds([[1, 2], [3], [1, 2]], 7)
     assert len(set(seeds)) == 3
     assert draw_seeds([[3], [1, 2], [1, 2]], 7) == [seeds[1], seeds[0], seeds[2]]

@@ -1,4 +1,4 @@
-"""The last stage of a job, alone and shared by ranks: figures, files, reports and a second start."""
+"""Evaluate as the last stage of a job, on one rank and on several: figures, files, reports, a second start."""
 
 import json
 import math
@@ -48,18 +48,20 @@ def config(tmp_path: Path, models: dict[str, str]) -> TrainingConfig:
     )
 
 
-def changed(config: TrainingConfig, section: str, **fields: Any) -> TrainingConfig:
+def with_fields(config: TrainingConfig, section: str, **fields: Any) -> TrainingConfig:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=fields)})
 
 
-def stage(config: TrainingConfig, models: dict[str, str], folder: Path, peers: Peers | None = None, **more: Any) -> Any:
+def run_stage(
+    config: TrainingConfig, models: dict[str, str], folder: Path, peers: Peers | None = None, **fields: Any
+) -> Any:
     return RunEvaluation(
         config=config,
         models=ModelLocations(model=models["tuned"], base=models["base"]),
         peers=peers or Peers(rank=0, size=1),
         progress=ProgressWriter(folder.with_name("progress")),
         output=str(folder),
-        **more,
+        **fields,
     ).run()
 
 
@@ -72,7 +74,7 @@ def test_the_perplexity_of_running_text_is_that_of_the_training_model(
     from trainium_trainer.evaluate.check_folder import compute_logits
     from trainium_trainer.weights.base import BaseWeights
 
-    result = stage(config, models, tmp_path / "out")
+    result = run_stage(config, models, tmp_path / "out")
     data = open_data(config.data, 1)
     total, count = 0.0, 0
     for sample in data.validation.share(0, 1)[:11]:
@@ -89,7 +91,7 @@ def test_the_perplexity_of_running_text_is_that_of_the_training_model(
 
 
 def test_the_result_is_written_and_reported(config: TrainingConfig, models: dict[str, str], tmp_path: Path) -> None:
-    result = stage(config, models, tmp_path / "out")
+    result = run_stage(config, models, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert written["figures"] == [figure.to_wire() for figure in result.figures]
     table = (tmp_path / "out" / "evaluation.md").read_text().splitlines()
@@ -103,33 +105,33 @@ def test_the_result_is_written_and_reported(config: TrainingConfig, models: dict
 def test_an_evaluation_is_repeated_only_for_other_settings(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path
 ) -> None:
-    first = stage(config, models, tmp_path / "out")
+    first = run_stage(config, models, tmp_path / "out")
     file = tmp_path / "out" / "evaluation.json"
     document = json.loads(file.read_text())
-    document["figures"][0]["after"] = 7.0  # what a second measurement could not give
+    document["figures"][0]["after"] = 7.0  # no second measurement gives this
     file.write_text(json.dumps(document))
-    assert stage(config, models, tmp_path / "out").figures[0].after == 7.0
+    assert run_stage(config, models, tmp_path / "out").figures[0].after == 7.0
     assert read_results(tmp_path / "progress").evaluation[0].after == 7.0
-    other = changed(config, "evaluate", samples=3)
-    again = stage(other, models, tmp_path / "out")
-    assert again.figures[0].after != 7.0
-    assert again.identity != first.identity
+    other = with_fields(config, "evaluate", samples=3)
+    repeated = run_stage(other, models, tmp_path / "out")
+    assert repeated.figures[0].after != 7.0
+    assert repeated.identity != first.identity
     file.write_text("{")
-    assert stage(config, models, tmp_path / "out") == first
+    assert run_stage(config, models, tmp_path / "out") == first
 
 
 def test_only_the_result_is_measured_when_before_is_off(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path
 ) -> None:
-    alone = changed(config, "evaluate", before=False)
-    result = stage(alone, models, tmp_path / "out")
+    without_before = with_fields(config, "evaluate", before=False)
+    result = run_stage(without_before, models, tmp_path / "out")
     assert result.base is None
     assert result.figures[0].before is None
     assert result.to_markdown().startswith("| figure | after |\n|---|---:|\n")
 
 
 def test_a_result_that_equals_its_base_is_noted(config: TrainingConfig, models: dict[str, str], tmp_path: Path) -> None:
-    result = stage(config, {"tuned": models["base"], "base": models["base"]}, tmp_path / "out")
+    result = run_stage(config, {"tuned": models["base"], "base": models["base"]}, tmp_path / "out")
     assert any("left no trace" in note for note in result.notes)
 
 
@@ -141,30 +143,30 @@ def test_a_result_that_is_not_finite_is_noted(config: TrainingConfig, models: di
     weights = load_file(broken / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    result = stage(config, models | {"tuned": str(broken)}, tmp_path / "out")
+    result = run_stage(config, models | {"tuned": str(broken)}, tmp_path / "out")
     assert any("not finite" in note for note in result.notes)
     assert result.figures[0].after is None
     assert "| - |" in result.to_markdown()
 
 
-def test_on_a_device_without_transformers_the_training_model_computes_the_figures_that_it_can(
+def test_without_transformers_the_trained_model_computes_the_perplexity(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path
 ) -> None:
-    result = stage(config, models, tmp_path / "out", device="xla", trained_loss=math.log(3.5))
-    assert [(each.name, each.before, each.after) for each in result.figures] == [
+    result = run_stage(config, models, tmp_path / "out", device="xla", trained_loss=math.log(3.5))
+    assert [(figure.name, figure.before, figure.after) for figure in result.figures] == [
         ("perplexity", None, pytest.approx(3.5))
     ]
     assert len(result.notes) == 1
-    same = stage(config, {"tuned": models["base"], "base": models["base"]}, tmp_path / "same", device="xla")
-    assert any("left no trace" in note for note in same.notes)
+    unchanged = run_stage(config, {"tuned": models["base"], "base": models["base"]}, tmp_path / "same", device="xla")
+    assert any("left no trace" in note for note in unchanged.notes)
 
 
 def test_without_held_back_data_the_error_names_the_missing_field(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path
 ) -> None:
-    bare = changed(config, "data", validation=None)
+    without_validation = with_fields(config, "data", validation=None)
     with pytest.raises(UserError, match=r"data\.validation is not given"):
-        stage(bare, models, tmp_path / "out")
+        run_stage(without_validation, models, tmp_path / "out")
     assert not (tmp_path / "out" / "evaluation.json").exists()
 
 
@@ -172,9 +174,9 @@ CARD = "# Model\n<!-- evaluation -->\n<!-- end of evaluation -->\nThe end.\n"
 
 
 def evaluate_model(config: TrainingConfig, base: str, model: str) -> EvaluationResult:
-    """Evaluate the model that a run left at `model`."""
+    """Evaluate the artifact `model` of a run."""
     return evaluate_artifacts(
-        changed(config, "model", weights=base),
+        with_fields(config, "model", weights=base),
         [ArtifactReport(kind="Model", path=model, step=7)],
         peers=Peers(rank=0, size=1),
         progress=ProgressWriter(None),
@@ -191,13 +193,13 @@ def test_a_result_in_a_bucket_is_evaluated_and_its_card_completed_there(
         remote = evaluate_model(config, models["base"], "s3://bucket/run/model")
         objects = server.objects("bucket")
         with pytest.raises(UserError, match=r"s3://bucket/nothing"):
-            stage(config, models | {"tuned": "s3://bucket/nothing"}, tmp_path / "none")
+            run_stage(config, models | {"tuned": "s3://bucket/nothing"}, tmp_path / "none")
     assert objects["run/evaluation.md"].decode() == remote.to_markdown()
     assert objects["run/evaluation.json"].decode() == remote.to_json()
     card = objects["run/model/README.md"].decode()
     assert remote.to_markdown().strip() in card
     assert card.endswith("The end.\n")
-    assert remote.figures == stage(config, models, tmp_path / "out").figures
+    assert remote.figures == run_stage(config, models, tmp_path / "out").figures
 
 
 def test_the_table_is_in_the_cards_of_the_artifacts(
@@ -215,41 +217,41 @@ def test_the_table_is_in_the_cards_of_the_artifacts(
 
 
 def test_a_run_without_artifacts_is_not_measured(config: TrainingConfig) -> None:
-    alone = Peers(rank=0, size=1)
-    assert evaluate_artifacts(config, [], peers=alone, progress=ProgressWriter(None)) is None
+    single = Peers(rank=0, size=1)
+    assert evaluate_artifacts(config, [], peers=single, progress=ProgressWriter(None)) is None
 
 
-def _rank(rank: int, size: int, port: int, config: TrainingConfig, models: dict[str, str], folder: Path) -> None:
+def _run_rank(rank: int, size: int, port: int, config: TrainingConfig, models: dict[str, str], folder: Path) -> None:
     import torch
     from torch import distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    result = stage(config, models, folder / str(rank) / "out", Peers.open(rank, size, rank))
+    result = run_stage(config, models, folder / str(rank) / "out", Peers.open(rank, size, rank))
     (folder / f"result-{rank}.json").write_text(result.to_json())
     dist.destroy_process_group()
 
 
 @pytest.mark.long
-def test_ranks_share_the_questions_and_find_what_one_finds(
+def test_ranks_that_share_the_questions_have_the_result_of_one(
     config: TrainingConfig, models: dict[str, str], tmp_path: Path
 ) -> None:
     size = 2
-    alone = stage(config, models, tmp_path / "alone" / "out")
+    expected = run_stage(config, models, tmp_path / "alone" / "out")
     port = reserve_port()
     server = fork_context()
-    ranks = [
-        server.Process(target=_rank, args=(rank, size, port, config, models, tmp_path), daemon=True)
+    processes = [
+        server.Process(target=_run_rank, args=(rank, size, port, config, models, tmp_path), daemon=True)
         for rank in range(size)
     ]
     for rank in range(size):
         (tmp_path / str(rank)).mkdir()
-        ranks[rank].start()
-    for each in ranks:
-        each.join()
-        assert each.exitcode == 0
+        processes[rank].start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
     for rank in range(size):
-        assert (tmp_path / f"result-{rank}.json").read_text() == alone.to_json()
+        assert (tmp_path / f"result-{rank}.json").read_text() == expected.to_json()
     assert [(tmp_path / str(rank) / "out" / "evaluation.json").exists() for rank in range(size)] == [
         rank == 0 for rank in range(size)
     ]

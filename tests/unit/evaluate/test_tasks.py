@@ -1,6 +1,6 @@
-"""Models measured by lm-eval: figures as `lm_eval run` gives them on the same folders, and refused input.
+"""Measure models with lm-eval, compare with `lm_eval run` on the same folders, and refuse bad input.
 
-Tests of tasks need lm-eval and are skipped without: `make test-tasks`.
+Tests of tasks need lm-eval (`make test-tasks`) and are skipped without it.
 """
 
 import importlib.util
@@ -27,8 +27,8 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_trainer.peers import Peers
 
-HARNESS = importlib.util.find_spec("lm_eval") is not None
-needs_harness = pytest.mark.skipif(not HARNESS, reason="lm-eval is not installed")
+HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
+needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="lm-eval is not installed")
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
@@ -42,13 +42,13 @@ def models(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
 
 
 def run_lm_eval(model: Path, tasks_folder: Path, output: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run lm-eval's own command and return its results and samples."""
+    """Run the command of lm-eval and return its results and samples."""
     command = [
         *(sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--batch_size", "4"),
         *("--model_args", f"pretrained={model},dtype=float32", "--tasks", "tiny_choice,tiny_copy"),
         *("--num_fewshot", "2", "--include_path", str(tasks_folder), "--output_path", str(output), "--log_samples"),
     ]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # rounding is then as in this process
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # to round as in this process
     subprocess.run(command, check=True, timeout=scaled(300), capture_output=True, env=one_thread)
     (results,) = output.rglob("results_*.json")
     samples = [
@@ -61,7 +61,7 @@ def run_lm_eval(model: Path, tasks_folder: Path, output: Path) -> tuple[dict[str
 
 
 @needs_harness
-def test_figures_and_samples_are_those_of_the_harness_run_by_hand(
+def test_figures_and_samples_are_those_of_lm_eval_run(
     models: tuple[Path, Path], tasks_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "result.json"
@@ -72,16 +72,16 @@ def test_figures_and_samples_are_those_of_the_harness_run_by_hand(
             *("--output", str(output), "--keep-samples", "--markdown", str(tmp_path / "table.md")),
         ]
     )
-    shown = capfd.readouterr()
-    assert code == 0, shown.err
+    output_texts = capfd.readouterr()
+    assert code == 0, output_texts.err
     report = json.loads(output.read_text())
     samples = [json.loads(line) for line in (tmp_path / "result.samples.jsonl").read_text().splitlines()]
     rows = (tmp_path / "table.md").read_text().splitlines()
-    assert shown.out.splitlines() == rows
+    assert output_texts.out.splitlines() == rows
     assert rows[0] == f"| task | measure | shots | questions | {models[0]} | {models[1]} |"
     for number, model in enumerate(models):
         results, expected = run_lm_eval(model, tasks_folder, tmp_path / f"by-hand-{number}")
-        figures = {(each["task"], each["metric"]): each for each in report["models"][number]["figures"]}
+        figures = {(figure["task"], figure["metric"]): figure for figure in report["models"][number]["figures"]}
         assert set(figures) == {("tiny_choice", "acc"), ("tiny_choice", "acc_norm"), ("tiny_copy", "exact_match")}
         for (task, metric), figure in figures.items():
             assert figure["value"] == results[task][f"{metric},none"]
@@ -89,17 +89,15 @@ def test_figures_and_samples_are_those_of_the_harness_run_by_hand(
             assert (figure["shots"], figure["questions"]) == (2, results[task]["sample_len"])
             row = next(row for row in rows if row.startswith(f"| {task} | {metric} |"))
             assert f"{figure['value']:.4f} ± {figure['standardError']:.4f}" in row.split(" | ")[4 + number]
-        own = [each for each in samples if each["model"] == str(model)]
-        assert [(each["task"], each["doc_id"], each["prompt_hash"]) for each in own] == [
-            (each["task"], each["doc_id"], each["prompt_hash"]) for each in expected
-        ]
-        for mine, theirs in zip(own, expected, strict=True):
-            responses = [each if isinstance(each, str) else [*map(str, each)] for each in mine["filtered_resps"]]
-            assert responses == theirs["filtered_resps"]
+        of_model = [sample for sample in samples if sample["model"] == str(model)]
+        for sample, reference in zip(of_model, expected, strict=True):
+            assert [sample[key] == reference[key] for key in ("task", "doc_id", "prompt_hash")] == [True] * 3
+            responses = [text if isinstance(text, str) else [*map(str, text)] for text in sample["filtered_resps"]]
+            assert responses == reference["filtered_resps"]
 
 
 @needs_harness
-def test_a_group_stands_for_its_tasks_and_an_adapter_for_its_merged_model(
+def test_a_group_is_measured_by_its_tasks_and_an_adapter_as_its_merged_model(
     models: tuple[Path, Path], tasks_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import torch
@@ -119,33 +117,38 @@ def test_a_group_stands_for_its_tasks_and_an_adapter_for_its_merged_model(
     adapter = ("--base", str(models[0]), "--adapter", str(tmp_path / "adapter"))
     assert run(["evaluate", *adapter, *common, "--output", str(tmp_path / "a.json")]) == 0
     assert run(["evaluate", str(tmp_path / "merged"), *common, "--output", str(tmp_path / "b.json")]) == 0
-    shown = capfd.readouterr().out
-    assert "| tiny | acc | 0 | 20 |" in shown
-    assert "| tiny_choice |" not in shown, "the table names what was asked for"
-    (_, beside), (merged,) = (json.loads((tmp_path / name).read_text())["models"] for name in ("a.json", "b.json"))
-    assert beside["model"] == f"{models[0]} with {tmp_path / 'adapter'}"
-    assert beside["figures"] == merged["figures"]
-    assert {(each["task"], each["part"]) for each in merged["figures"]} == {("tiny", False), ("tiny_choice", True)}
+    table = capfd.readouterr().out
+    assert "| tiny | acc | 0 | 20 |" in table
+    assert "| tiny_choice |" not in table, "the table names the group, not its tasks"
+    (_, with_adapter), (merged,) = (
+        json.loads((tmp_path / name).read_text())["models"] for name in ("a.json", "b.json")
+    )
+    assert with_adapter["model"] == f"{models[0]} with {tmp_path / 'adapter'}"
+    assert with_adapter["figures"] == merged["figures"]
+    assert {(figure["task"], figure["part"]) for figure in merged["figures"]} == {
+        ("tiny", False),
+        ("tiny_choice", True),
+    }
 
 
 @needs_harness
-def test_artifacts_that_the_report_has_are_not_measured_again_unless_the_tasks_change(
+def test_reported_artifacts_are_measured_again_only_after_changes_of_the_tasks(
     models: tuple[Path, Path], tasks_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    own_tasks = shutil.copytree(tasks_folder, tmp_path / "tasks")
+    tasks_copy = shutil.copytree(tasks_folder, tmp_path / "tasks")
     steps = [shutil.copytree(model, tmp_path / f"step-{number}") for number, model in enumerate(models)]
     for step in steps:
         (step / "artifact.json").write_text(json.dumps({"step": step.name}))
-    common = ("--tasks", "tiny_choice", "--include-path", str(own_tasks), "--device", "cpu", "--limit", "10")
+    common = ("--tasks", "tiny_choice", "--include-path", str(tasks_copy), "--device", "cpu", "--limit", "10")
     command = ["evaluate", *common, "--output", str(tmp_path / "steps.json")]
     assert run([*command, str(steps[0])]) == 0
     (first,) = json.loads((tmp_path / "steps.json").read_text())["models"]
     (steps[0] / "model.safetensors").unlink()
     assert run([*command, *map(str, steps)]) == 0, "the weights of the first step are not needed"
-    again, second = json.loads((tmp_path / "steps.json").read_text())["models"]
-    assert again == first
+    unchanged, second = json.loads((tmp_path / "steps.json").read_text())["models"]
+    assert unchanged == first
     assert second["model"] == str(steps[1])
-    for file in own_tasks.rglob("*.yaml"):
+    for file in tasks_copy.rglob("*.yaml"):
         file.write_text(file.read_text() + "# changed\n")
     capfd.readouterr()
     assert run([*command, *map(str, steps)]) == 64
@@ -163,17 +166,12 @@ def test_artifacts_that_the_report_has_are_not_measured_again_unless_the_tasks_c
     ],
 )
 def test_unknown_or_unreachable_tasks_are_refused_in_a_sentence(
-    models: tuple[Path, Path],
-    tasks_folder: Path,
-    tmp_path: Path,
-    options: list[str],
-    sentence: str,
+    models: tuple[Path, Path], tasks_folder: Path, tmp_path: Path, options: list[str], sentence: str
 ) -> None:
-    """In a separate process: whether the hub may be reached is read when its library is imported."""
-    broken = (
-        (tasks_folder / "copy.yaml").read_text().replace("copy.jsonl", "absent.jsonl").replace("tiny_copy", "broken")
-    )
-    (tasks_folder / "broken.yaml").write_text(broken)
+    """Run in a separate process: the library of the hub reads HF_HUB_OFFLINE when it is imported."""
+    copy_task = (tasks_folder / "copy.yaml").read_text()
+    broken_task = copy_task.replace("copy.jsonl", "absent.jsonl").replace("tiny_copy", "broken")
+    (tasks_folder / "broken.yaml").write_text(broken_task)
     command = [
         sys.executable,
         "-m",
@@ -184,14 +182,14 @@ def test_unknown_or_unreachable_tasks_are_refused_in_a_sentence(
         str(tasks_folder),
     ]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    ended = subprocess.run(
+    completed = subprocess.run(
         [*command, *options], check=False, capture_output=True, text=True, timeout=scaled(170), env=environment
     )
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (64, 1), ended.stderr
-    assert sentence in ended.stderr
+    assert (completed.returncode, len(completed.stderr.splitlines())) == (64, 1), completed.stderr
+    assert sentence in completed.stderr
 
 
-@pytest.mark.skipif(HARNESS, reason="lm-eval is installed")
+@pytest.mark.skipif(HAS_HARNESS, reason="lm-eval is installed")
 def test_without_the_harness_a_sentence_names_what_to_install(
     models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,7 +230,7 @@ def test_the_last_stage_of_a_run_measures_tasks_once(
         }
     )
 
-    def stage() -> EvaluationResult:
+    def run_stage() -> EvaluationResult:
         return RunEvaluation(
             config=config,
             models=ModelLocations(model=str(models[1]), base=str(models[0])),
@@ -241,17 +239,17 @@ def test_the_last_stage_of_a_run_measures_tasks_once(
             output=str(tmp_path / "out"),
         ).run()
 
-    result = stage()
+    result = run_stage()
     first, second = result.tasks.models
     expected = [("tiny_choice acc", first.figures[0].value, second.figures[0].value)]
-    assert [(each.name, each.before, each.after) for each in result.figures][:1] == expected
+    assert [(figure.name, figure.before, figure.after) for figure in result.figures][:1] == expected
     assert read_results(tmp_path / "progress").evaluation == result.figures
     table = (tmp_path / "out/evaluation.md").read_text()
     assert table == result.to_markdown()
     assert f"| tiny_choice | acc | 0 | 9 | {first.figures[0].value:.4f} ± " in table
     assert len((tmp_path / "out/task-samples.jsonl").read_text().splitlines()) == 2 * 9
     written = (tmp_path / "out/evaluation.json").stat().st_mtime_ns
-    assert stage() == result
+    assert run_stage() == result
     assert (tmp_path / "out/evaluation.json").stat().st_mtime_ns == written
 
 
@@ -270,23 +268,27 @@ def test_the_command_measures_the_tasks_of_a_configuration_once(
     result = json.loads(output.read_text())
     measured = result["tasks"]["models"][0]["figures"]
     assert json.loads(message.read_text())["evaluation"] == [
-        {"name": f"{each['task']} {each['metric']}", "after": each["value"], "standardError": each["standardError"]}
-        for each in measured
+        {
+            "name": f"{figure['task']} {figure['metric']}",
+            "after": figure["value"],
+            "standardError": figure["standardError"],
+        }
+        for figure in measured
     ]
     monkeypatch.setattr("trainium_trainer.evaluate.tasks._run_harness", None)
     assert run(argv) == 0
     assert json.loads(output.read_text()) == result
 
 
-def test_a_message_leaves_out_figures_that_a_kubelet_would_cut() -> None:
-    figures = tuple(EvaluationFigure(name=f"{at}" * 190, after=1 / 3, standard_error=1 / 7) for at in range(10))
+def test_a_message_leaves_out_figures_beyond_the_limit_of_the_kubelet() -> None:
+    figures = tuple(EvaluationFigure(name=f"{digit}" * 190, after=1 / 3, standard_error=1 / 7) for digit in range(10))
     message = EvaluationResult(model="m", examples=0, figures=figures * 2).to_message()
     assert 3500 < len(message) <= 4096
     kept = RunResults.model_validate_json(message).evaluation
     assert kept == (figures * 2)[: len(kept)]
 
 
-@pytest.mark.skipif(HARNESS, reason="lm-eval is installed")
+@pytest.mark.skipif(HAS_HARNESS, reason="lm-eval is installed")
 def test_a_run_that_could_not_measure_its_tasks_is_refused_at_its_start() -> None:
     refuse_unmeasurable("neuron")
     with pytest.raises(UserError, match=r"pip install 'trainium-trainer\[tasks\]'"):

@@ -1,4 +1,4 @@
-"""The stores: what both must do, on a real folder and on real S3 over loopback, and what S3 must bear."""
+"""Read, write, list and remove files in a folder and in an S3 gateway on loopback; retry failures of S3."""
 
 import errno
 import os
@@ -20,7 +20,9 @@ from trainium_trainer.storage.object_store import Limits, ObjectStorage
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry, Storage, read_part, read_small
 
-QUICK = Limits(request_seconds=2.0, retries=3, first_pause_seconds=0.01, longest_pause_seconds=0.02, retry_seconds=5)
+FAST_LIMITS = Limits(
+    request_seconds=2.0, retries=3, first_pause_seconds=0.01, longest_pause_seconds=0.02, retry_seconds=5
+)
 
 
 @pytest.fixture
@@ -35,12 +37,12 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "posix":
         return PosixStorage(tmp_path / "root")
     request.getfixturevalue(request.param)
-    return ObjectStorage("s3://bucket/some/run", QUICK)
+    return ObjectStorage("s3://bucket/some/run", FAST_LIMITS)
 
 
 def pieces(data: bytes, size: int = 1000) -> Iterator[memoryview]:
     view = memoryview(data)
-    yield from (view[at : at + size] for at in range(0, len(data), size))
+    yield from (view[start : start + size] for start in range(0, len(data), size))
 
 
 def read_all(storage: Storage, name: str, size: int, start: int = 0) -> bytes:
@@ -131,48 +133,48 @@ def test_files_are_removed_by_name_and_folders_when_they_are_empty(storage: Stor
     assert [entry.name for entry in storage.list("")] == ["step-1", "step-10"]
 
 
-def test_a_long_file_appears_whole_and_one_that_fails_half_way_changes_nothing(tmp_path: Path) -> None:
+def test_a_large_file_appears_complete_and_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path)
-    seen: list[bytes | None] = []
+    observed: list[bytes | None] = []
 
-    def observed_pieces(whole: bytes, *, fails: bool = False) -> Iterator[memoryview]:
-        for at in range(len(whole)):
-            yield memoryview(whole)[at : at + 1]
-            seen.append(storage.read("a/shard") if (tmp_path / "a/shard").exists() else None)
+    def observed_pieces(content: bytes, *, fails: bool = False) -> Iterator[memoryview]:
+        for index in range(len(content)):
+            yield memoryview(content)[index : index + 1]
+            observed.append(storage.read("a/shard") if (tmp_path / "a/shard").exists() else None)
             assert [entry.name for entry in storage.list("a")] in ([], ["shard"])
         if fails:
             raise RuntimeError
 
     storage.write_stream("a/shard", observed_pieces(b"first"), 5)
-    assert set(seen) == {None}
+    assert set(observed) == {None}
     with pytest.raises(RuntimeError):
         storage.write_stream("a/shard", observed_pieces(b"other", fails=True), 5)
-    assert set(seen[5:]) == {b"first"}
+    assert set(observed[5:]) == {b"first"}
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["shard"]
     assert storage.read("a/shard") == b"first"
 
 
-def test_drafts_of_killed_writers_are_removed_and_nothing_of_the_users(tmp_path: Path) -> None:
+def test_only_drafts_of_killed_writers_are_removed(tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path)
     draft = storage._draft("note", b"half of it")
     for name in (".draft-of-mine", ".draft-0123456789abc", "folder/.draft-0123456789ab", "note"):
         storage.write(name, b"the user's")
     assert draft in set(tmp_path.iterdir())
     storage.remove_drafts()
-    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {".draft-of-mine", ".draft-0123456789abc", "folder/.draft-0123456789ab", "note"}
+    remaining = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert remaining == {".draft-of-mine", ".draft-0123456789abc", "folder/.draft-0123456789ab", "note"}
 
 
 def test_a_write_that_fails_half_way_leaves_no_object(s3: S3Gateway) -> None:
-    storage = ObjectStorage("s3://bucket/run", QUICK)
+    storage = ObjectStorage("s3://bucket/run", FAST_LIMITS)
     data = os.urandom(40 << 20)
 
-    def broken() -> Iterator[memoryview]:
+    def failing_pieces() -> Iterator[memoryview]:
         yield from pieces(data, 8 << 20)
         raise OSError(errno.EIO, "the disk that it is read from")
 
     with pytest.raises(OSError, match="the disk that it is read from"):
-        storage.write_stream("shard", broken(), len(data) + 1)
+        storage.write_stream("shard", failing_pieces(), len(data) + 1)
     s3.fail(Fault(status=500, times=99, fits=lambda request: "partNumber" in request.query))
     with pytest.raises(OSError, match="InternalError"):
         storage.write_stream("shard", pieces(data, 8 << 20), len(data))
@@ -181,7 +183,7 @@ def test_a_write_that_fails_half_way_leaves_no_object(s3: S3Gateway) -> None:
 
 
 def test_a_large_file_is_uploaded_in_parts_that_are_retried(s3: S3Gateway) -> None:
-    storage = ObjectStorage("s3://bucket/run", replace(QUICK, request_seconds=20))
+    storage = ObjectStorage("s3://bucket/run", replace(FAST_LIMITS, request_seconds=20))
     data = os.urandom(40 << 20)
     s3.fail(Fault(status=503, code="SlowDown", times=2, method="POST"))
     s3.fail(Fault(status=500, times=3, method="PUT"))
@@ -192,7 +194,7 @@ def test_a_large_file_is_uploaded_in_parts_that_are_retried(s3: S3Gateway) -> No
 
 
 def test_a_read_is_retried_after_failures_and_truncated_responses(s3: S3Gateway) -> None:
-    storage = ObjectStorage("s3://bucket/run", QUICK)
+    storage = ObjectStorage("s3://bucket/run", FAST_LIMITS)
     data = os.urandom(100_000)
     storage.write("shard", data)
     s3.fail(Fault(status=500, times=2))
@@ -201,7 +203,7 @@ def test_a_read_is_retried_after_failures_and_truncated_responses(s3: S3Gateway)
 
 
 def test_a_request_without_an_answer_times_out_and_is_retried(s3: S3Gateway) -> None:
-    storage = ObjectStorage("s3://bucket/run", replace(QUICK, request_seconds=0.2))
+    storage = ObjectStorage("s3://bucket/run", replace(FAST_LIMITS, request_seconds=0.2))
     stalled = s3.fail(Fault(stall=threading.Event(), times=99))
     with pytest.raises(StorageError, match="did not answer in time") as caught:
         Retry(()).run(lambda: storage.write("GENERATION", b"1"), storage.location)
@@ -214,9 +216,9 @@ def test_a_request_without_an_answer_times_out_and_is_retried(s3: S3Gateway) -> 
     assert storage.read("GENERATION") == b"2"
 
 
-def test_a_file_whose_answer_was_lost_exists_at_the_next_try(s3: S3Gateway) -> None:
-    """The store has it, the client saw an error: the next try must not treat it as another writer's."""
-    storage = ObjectStorage("s3://bucket/run", QUICK)
+def test_a_file_whose_response_was_lost_exists_at_the_next_attempt(s3: S3Gateway) -> None:
+    """The store has the file, but the client received an error."""
+    storage = ObjectStorage("s3://bucket/run", FAST_LIMITS)
     s3.fail(Fault(status=500, after=True, method="PUT"))
     with pytest.raises(FileExistsError):
         storage.create("step-1/COMMITTED", b"mine")
@@ -237,15 +239,15 @@ def test_errors_of_the_store_show_no_credentials(
     for name, value in change.items():
         monkeypatch.setenv(name, value)
     with caplog.at_level("DEBUG"), pytest.raises(StorageError, match=sentence) as caught:
-        Retry(()).run(ObjectStorage(path, QUICK).prepare, path)
+        Retry(()).run(ObjectStorage(path, FAST_LIMITS).prepare, path)
     output = f"{caught.value!r} {caught.value.__cause__!r} {caplog.text}"
     assert not any(secret in output for secret in (ACCESS_KEY, SECRET_KEY, "of-somebody-else", "Signature="))
 
 
-def test_all_objects_are_listed_though_a_page_holds_a_thousand(s3: S3Gateway) -> None:
+def test_all_objects_are_listed_beyond_a_page_of_a_thousand(s3: S3Gateway) -> None:
     for number in range(1001):
         s3.put("bucket", f"run/step-1/{number:04}", b"")
-    assert len(ObjectStorage("s3://bucket/run", QUICK).list("step-1")) == 1001
+    assert len(ObjectStorage("s3://bucket/run", FAST_LIMITS).list("step-1")) == 1001
 
 
 def test_paths_name_their_store(tmp_path: Path, s3: S3Gateway) -> None:
@@ -256,10 +258,10 @@ def test_paths_name_their_store(tmp_path: Path, s3: S3Gateway) -> None:
             open_storage(path)
 
 
-# ---- file systems without hard links, and folders that others change -----------------------------------------------
+# ---- file systems without hard links, folders that change ----------------------------------------------------------
 
 
-def refusing(number: int) -> Any:
+def failing_link(number: int) -> Any:
     def link(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -271,7 +273,7 @@ def test_a_file_is_created_once_also_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     storage = PosixStorage(tmp_path)
-    monkeypatch.setattr(os, "link", refusing(number))
+    monkeypatch.setattr(os, "link", failing_link(number))
     storage.create("OWNER-1", b"first")
     with pytest.raises(FileExistsError):
         storage.create("OWNER-1", b"second")
@@ -282,22 +284,22 @@ def test_a_file_is_created_once_also_without_hard_links(
 def test_a_full_disk_is_not_taken_for_a_file_system_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "link", refusing(errno.ENOSPC))
+    monkeypatch.setattr(os, "link", failing_link(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
         PosixStorage(tmp_path).create("OWNER-1", b"first")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def macos(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "platform", "darwin")
     posix._sync_file_range.cache_clear()
     yield
     posix._sync_file_range.cache_clear()
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_large_files_are_written_where_the_kernel_cannot_be_asked_to_begin(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("macos")
+def test_large_files_are_written_without_sync_file_range(tmp_path: Path) -> None:
     data = os.urandom(1 << 20) * 40
     storage = PosixStorage(tmp_path)
     storage.write_stream("large", iter([memoryview(data)[: 36 << 20], memoryview(data)[36 << 20 :]]), len(data))
@@ -307,22 +309,20 @@ def test_large_files_are_written_where_the_kernel_cannot_be_asked_to_begin(tmp_p
 def test_a_folder_that_was_removed_because_it_was_empty_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Path.mkdir
+    make_folder = Path.mkdir
     removals = iter([True, True])
 
-    def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
-        made(path, *args, **kwargs)
+    def mkdir_and_remove(path: Path, *args: Any, **kwargs: Any) -> None:
+        make_folder(path, *args, **kwargs)
         if path.name == "shared" and next(removals, False):
             path.rmdir()
 
-    monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr(Path, "mkdir", mkdir_and_remove)
     PosixStorage(tmp_path).write_stream("shared/file", iter([memoryview(b"data")]), 4)
     assert (tmp_path / "shared" / "file").read_bytes() == b"data"
 
 
-def test_a_folder_that_is_removed_forever_is_an_error_and_no_endless_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_always_removed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     with pytest.raises(FileNotFoundError):
         PosixStorage(tmp_path).write_stream("shared/file", iter([memoryview(b"data")]), 4)
@@ -330,6 +330,6 @@ def test_a_folder_that_is_removed_forever_is_an_error_and_no_endless_loop(
 
 def test_a_file_that_vanishes_while_a_folder_is_listed_is_not_in_the_list(tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path)
-    storage.write("here", b"data")
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")  # stat fails as for a file that was just removed
-    assert [entry.name for entry in storage.list("")] == ["here"]
+    storage.write("present", b"data")
+    (tmp_path / "removed").symlink_to(tmp_path / "nowhere")  # stat fails as for a file that was just removed
+    assert [entry.name for entry in storage.list("")] == ["present"]

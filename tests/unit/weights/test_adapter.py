@@ -1,4 +1,4 @@
-"""Adapters that peft saved are read as they are; what would mean something else here is refused in one sentence."""
+"""Read adapters of peft, and refuse adapters that would compute something else here."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from trainium_trainer.weights.adapter import AdapterWeights
 from trainium_trainer.weights.base import BaseWeights
 from trainium_trainer.weights.folder import open_shape
 
-# Of one library about another.
+# Warnings of transformers and peft about each other.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
@@ -27,12 +27,12 @@ pytestmark = [
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def save(folder: Path, *, base: dict[str, Any] | None = None, **fields: Any) -> Any:
+def save_adapter(folder: Path, *, base: dict[str, Any] | None = None, **fields: Any) -> Any:
     """Save an adapter of random numbers with peft, beside its base."""
     from peft import LoraConfig, get_peft_model
 
-    given = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | fields
-    model = get_peft_model(save_base(folder / "base", **base or {}), LoraConfig(**given))
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | fields
+    model = get_peft_model(save_base(folder / "base", **base or {}), LoraConfig(**settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -41,13 +41,13 @@ def save(folder: Path, *, base: dict[str, Any] | None = None, **fields: Any) -> 
     return model
 
 
-def tuning(**lora: Any) -> TuningConfig:
-    given = {"rank": 4, "alpha": 12, "targets": ["q_proj", "v_proj"]} | lora
-    trainable = given.pop("trainable", None)
-    return TuningConfig.model_validate({"method": "LoRA", "lora": given, "trainable": trainable})
+def lora_tuning(**lora: Any) -> TuningConfig:
+    settings = {"rank": 4, "alpha": 12, "targets": ["q_proj", "v_proj"]} | lora
+    trainable = settings.pop("trainable", None)
+    return TuningConfig.model_validate({"method": "LoRA", "lora": settings, "trainable": trainable})
 
 
-def edit(folder: Path, **fields: Any) -> None:
+def edit_config(folder: Path, **fields: Any) -> None:
     file = folder / CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
@@ -64,32 +64,32 @@ def refusal(folder: Path, name: str = "adapter") -> str:
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["down_proj"], ["lm_head", "k_proj"]], ids=str)
 @pytest.mark.parametrize("stabilized", [False, True])
 @pytest.mark.filterwarnings("ignore:.*embedding.*")
-def test_adapters_of_peft_are_read_under_the_names_of_our_parameters(
+def test_adapters_of_peft_are_read_under_the_names_of_parameters(
     tmp_path: Path, targets: list[str], *, stabilized: bool
 ) -> None:
-    model = save(tmp_path, target_modules=targets, use_rslora=stabilized, base={"tie_word_embeddings": False})
+    model = save_adapter(tmp_path, target_modules=targets, use_rslora=stabilized, base={"tie_word_embeddings": False})
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
     assert (adapter.lora.rank, adapter.lora.alpha, adapter.lora.rank_stabilized) == (4, 12, stabilized)
     shape = open_shape(str(tmp_path / "base"))
-    settings = tuning(targets=targets, rankStabilized=stabilized)
-    chosen = select_trainable(shape, settings)
-    if "lm_head" not in targets:  # of a target in the head peft saves the frozen weight too
-        assert set(adapter.names) == set(chosen.sizes)
+    settings = lora_tuning(targets=targets, rankStabilized=stabilized)
+    trainable = select_trainable(shape, settings)
+    if "lm_head" not in targets:  # peft saves also the frozen weight of a target in the head
+        assert set(adapter.names) == set(trainable.sizes)
         adapter.check(settings, shape)
     saved = {name.replace(".default", ""): value for name, value in model.named_parameters() if "lora_" in name}
-    assert saved.keys() == {f"base_model.model.{name}" for name in chosen.sizes}
-    for name, size in chosen.sizes.items():
+    assert saved.keys() == {f"base_model.model.{name}" for name in trainable.sizes}
+    for name, size in trainable.sizes.items():
         assert tuple(adapter.size(name)) == size
         assert torch.equal(adapter.read(name), saved[f"base_model.model.{name}"])
         corner = torch.empty(2, 3)
         adapter.fill(name, (1, 1), corner)
         assert torch.equal(corner, saved[f"base_model.model.{name}"][1:3, 1:4])
-    layer = model.get_submodule(f"base_model.model.{chosen.adapters[0]}")
-    assert settings.lora.scale_of(chosen.adapters[0]) == layer.scaling["default"]
+    layer = model.get_submodule(f"base_model.model.{trainable.adapters[0]}")
+    assert settings.lora.scale_of(trainable.adapters[0]) == layer.scaling["default"]
 
 
 def test_ranks_alphas_and_lengths_of_single_targets_are_read_as_peft_saves_them(tmp_path: Path) -> None:
-    model = save(
+    model = save_adapter(
         tmp_path,
         target_modules=["q_proj", "v_proj", "down_proj"],
         rank_pattern={"down_proj": 2, "layers.1.self_attn.q_proj": 8},
@@ -98,8 +98,8 @@ def test_ranks_alphas_and_lengths_of_single_targets_are_read_as_peft_saves_them(
     )
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
     patterns = {"*down_proj": 2, "model.layers.1.self_attn.q_proj": 8}
-    given = {"targets": ["q_proj", "v_proj", "down_proj"], "dora": True, "alphaPattern": {"v_proj": 5.0}}
-    settings = tuning(**given, rankPattern=patterns)
+    options = {"targets": ["q_proj", "v_proj", "down_proj"], "dora": True, "alphaPattern": {"v_proj": 5.0}}
+    settings = lora_tuning(**options, rankPattern=patterns)
     shape = open_shape(str(tmp_path / "base"))
     sizes = select_trainable(shape, settings).sizes
     assert set(adapter.names) == set(sizes)
@@ -112,48 +112,51 @@ def test_ranks_alphas_and_lengths_of_single_targets_are_read_as_peft_saves_them(
         assert settings.lora.scale_of(module) == layer.scaling["default"]
     adapter.check(settings, shape)
     for other, sentence in (
-        (tuning(**given), r"was made with rank 2 on model\.layers\.0\.mlp\.down_proj, but tuning\.lora gives it 4"),
-        (tuning(**given | {"alphaPattern": {}}, rankPattern=patterns), "was made with alpha 5.0 on"),
-        (tuning(**given | {"dora": False}, rankPattern=patterns), "was made with dora true"),
+        (
+            lora_tuning(**options),
+            r"was made with rank 2 on model\.layers\.0\.mlp\.down_proj, but tuning\.lora gives it 4",
+        ),
+        (lora_tuning(**options | {"alphaPattern": {}}, rankPattern=patterns), "was made with alpha 5.0 on"),
+        (lora_tuning(**options | {"dora": False}, rankPattern=patterns), "was made with dora true"),
     ):
         with pytest.raises(UserError, match=sentence):
             adapter.check(other, shape)
 
 
 def test_lengths_that_the_configuration_does_not_name_are_refused(tmp_path: Path) -> None:
-    save(tmp_path, use_dora=True)
-    edit(tmp_path / "adapter", use_dora=False)
+    save_adapter(tmp_path, use_dora=True)
+    edit_config(tmp_path / "adapter", use_dora=False)
     assert "has no use_dora: set it to true there" in refusal(tmp_path)
-    save(tmp_path)
-    edit(tmp_path / "adapter", use_dora=True)
+    save_adapter(tmp_path)
+    edit_config(tmp_path / "adapter", use_dora=True)
     assert "lora_magnitude_vector.weight: copy or fetch the folder again" in refusal(tmp_path)
-    edit(tmp_path / "adapter", use_dora=False, lora_bias=True)
+    edit_config(tmp_path / "adapter", use_dora=False, lora_bias=True)
     assert "lora_B.bias: copy or fetch the folder again" in refusal(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:Adapter 'default'")  # peft takes a bias for a part of a divided matrix
+@pytest.mark.filterwarnings("ignore:Adapter 'default'")  # peft treats a bias as part of a divided matrix
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
 def test_biases_of_an_adapter_are_read_where_the_base_has_biases_too(tmp_path: Path) -> None:
-    model = save(tmp_path / "biased", lora_bias=True, base={"attention_bias": True})
+    model = save_adapter(tmp_path / "biased", lora_bias=True, base={"attention_bias": True})
     adapter = AdapterWeights.open(str(tmp_path / "biased" / "adapter"))
-    settings, shape = tuning(bias=True), open_shape(str(tmp_path / "biased" / "base"))
+    settings, shape = lora_tuning(bias=True), open_shape(str(tmp_path / "biased" / "base"))
     assert set(adapter.names) == set(select_trainable(shape, settings).sizes)
     name = "model.layers.1.self_attn.v_proj.lora_B.bias"
     saved = model.get_parameter("base_model.model." + name.replace(".bias", ".default.bias"))
     assert torch.equal(adapter.read(name), saved)
     adapter.check(settings, shape)
     with pytest.raises(UserError, match="was made with bias true"):
-        adapter.check(tuning(), shape)
-    save(tmp_path / "bare", lora_bias=True)
+        adapter.check(lora_tuning(), shape)
+    save_adapter(tmp_path / "bare", lora_bias=True)
     bare = open_shape(str(tmp_path / "bare" / "base"))
-    with pytest.raises(UserError, match="has no bias that it could be merged into: " + PLAIN):
+    with pytest.raises(UserError, match="has no bias that it could be merged into: " + PLAIN_LORA_ADVICE):
         AdapterWeights.open(str(tmp_path / "bare" / "adapter")).check_base(bare)
     with pytest.raises(UserError, match=r"q_proj has no bias that one could be merged into"):
         select_trainable(bare, settings)
 
 
-def test_modules_that_peft_saves_whole_are_read_under_their_own_names(tmp_path: Path) -> None:
-    save(tmp_path, modules_to_save=["lm_head", "embed_tokens"], base={"tie_word_embeddings": False})
+def test_modules_that_peft_saves_whole_are_read_under_their_names(tmp_path: Path) -> None:
+    save_adapter(tmp_path, modules_to_save=["lm_head", "embed_tokens"], base={"tie_word_embeddings": False})
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
     assert set(adapter.replaced_parameters) == {"lm_head.weight", "model.embed_tokens.weight"}
     base = load_file(tmp_path / "base" / "model.safetensors")
@@ -162,12 +165,12 @@ def test_modules_that_peft_saves_whole_are_read_under_their_own_names(tmp_path: 
     with pytest.raises(
         UserError, match=r"would not be used: add model\.embed_tokens, lm_head to tuning\.trainable|add"
     ):
-        adapter.check(tuning(), shape)
-    adapter.check(tuning(trainable=["lm_head", "embed_tokens"]), shape)
+        adapter.check(lora_tuning(), shape)
+    adapter.check(lora_tuning(trainable=["lm_head", "embed_tokens"]), shape)
 
 
 def test_the_digest_follows_the_values(tmp_path: Path) -> None:
-    save(tmp_path)
+    save_adapter(tmp_path)
     first = AdapterWeights.open(str(tmp_path / "adapter")).digest
     assert first == AdapterWeights.open(str(tmp_path / "adapter")).digest
     tensors = load_file(tmp_path / "adapter" / TENSORS)
@@ -176,31 +179,31 @@ def test_the_digest_follows_the_values(tmp_path: Path) -> None:
     assert AdapterWeights.open(str(tmp_path / "adapter")).digest != first
 
 
-MERGE = "merge it into its base with peft (merge_and_unload)"
-PLAIN = "train a plain LoRA adapter instead, because peft cannot merge this kind either"
+MERGE_ADVICE = "merge it into its base with peft (merge_and_unload)"
+PLAIN_LORA_ADVICE = "train a plain LoRA adapter instead, because peft cannot merge this kind either"
 
 
 @pytest.mark.parametrize(
     ("fields", "sentence", "advice"),
     [
-        ({"bias": "lora_only"}, "trains biases", MERGE),
-        ({"init_lora_weights": "pissa_niter_4"}, "was initialized with pissa_niter_4", MERGE),
-        ({"init_lora_weights": "lora_ga"}, "was initialized with lora_ga", MERGE),
-        ({"init_lora_weights": "of-a-later-version"}, "was initialized with of-a-later-version", MERGE),
-        ({"layer_replication": [[0, 2], [1, 2]]}, "repeats layers of its base", PLAIN),
-        ({"alora_invocation_tokens": [50, 51]}, "is an activated LoRA", PLAIN),
-        ({"use_qalora": True, "qalora_group_size": 4}, "sets use_qalora, which plain LoRA does not have", MERGE),
-        ({"use_bdlora": {"nblocks": 2}}, "sets use_bdlora, which plain LoRA does not have", MERGE),
-        ({"kasa_config": {"beta": 1}}, "sets kasa_config, which plain LoRA does not have", MERGE),
-        ({"of_a_later_version": {"scale": 2}}, "sets of_a_later_version, which plain LoRA does not have", MERGE),
+        ({"bias": "lora_only"}, "trains biases", MERGE_ADVICE),
+        ({"init_lora_weights": "pissa_niter_4"}, "was initialized with pissa_niter_4", MERGE_ADVICE),
+        ({"init_lora_weights": "lora_ga"}, "was initialized with lora_ga", MERGE_ADVICE),
+        ({"init_lora_weights": "of-a-later-version"}, "was initialized with of-a-later-version", MERGE_ADVICE),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "repeats layers of its base", PLAIN_LORA_ADVICE),
+        ({"alora_invocation_tokens": [50, 51]}, "is an activated LoRA", PLAIN_LORA_ADVICE),
+        ({"use_qalora": True, "qalora_group_size": 4}, "sets use_qalora, which plain LoRA does not have", MERGE_ADVICE),
+        ({"use_bdlora": {"nblocks": 2}}, "sets use_bdlora, which plain LoRA does not have", MERGE_ADVICE),
+        ({"kasa_config": {"beta": 1}}, "sets kasa_config, which plain LoRA does not have", MERGE_ADVICE),
+        ({"of_a_later_version": {"scale": 2}}, "sets of_a_later_version, which plain LoRA does not have", MERGE_ADVICE),
     ],
     ids=str,
 )
-def test_adapters_of_other_arithmetic_are_refused(
+def test_adapters_that_compute_otherwise_are_refused(
     tmp_path: Path, fields: dict[str, Any], sentence: str, advice: str
 ) -> None:
-    save(tmp_path)
-    edit(tmp_path / "adapter", **fields)
+    save_adapter(tmp_path)
+    edit_config(tmp_path / "adapter", **fields)
     message = refusal(tmp_path)
     assert sentence in message
     assert advice in message
@@ -209,13 +212,15 @@ def test_adapters_of_other_arithmetic_are_refused(
 def test_every_default_of_peft_and_every_field_that_changes_no_number_is_accepted(tmp_path: Path) -> None:
     from peft import LoraConfig
 
-    save(tmp_path)
+    save_adapter(tmp_path)
     folder = tmp_path / "adapter"
     saved = json.loads((folder / CONFIG).read_text())
-    edit(folder, **{name: value for name, value in LoraConfig().to_dict().items() if name not in saved})
-    edit(folder, eva_config={"rho": 2.0}, loftq_config={"x": 1}, qalora_group_size=8, peft_version="9", later=None)
+    edit_config(folder, **{name: value for name, value in LoraConfig().to_dict().items() if name not in saved})
+    edit_config(
+        folder, eva_config={"rho": 2.0}, loftq_config={"x": 1}, qalora_group_size=8, peft_version="9", later=None
+    )
     for initial in (True, False, None, "gaussian", "eva", "orthogonal", "mica"):
-        edit(folder, init_lora_weights=initial)
+        edit_config(folder, init_lora_weights=initial)
         AdapterWeights.open(str(folder)).check_base(open_shape(str(tmp_path / "base")))
 
 
@@ -227,7 +232,7 @@ def test_other_kinds_that_peft_saves_are_refused(tmp_path: Path) -> None:
         ("tokens", {"trainable_token_indices": [1, 2]}, "trains single rows of the embedding"),
         ("embedding", {"target_modules": ["embed_tokens"]}, "is no part of a plain LoRA adapter of linear layers"),
     ):
-        save(tmp_path / name, **fields)
+        save_adapter(tmp_path / name, **fields)
         assert sentence in refusal(tmp_path / name)
     config = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
     get_peft_model(save_base(tmp_path / "ia3" / "base"), config).save_pretrained(tmp_path / "ia3" / "adapter")
@@ -248,36 +253,30 @@ def test_other_kinds_that_peft_saves_are_refused(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_file_that_lacks_what_its_configuration_names_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
-    save(tmp_path, base={"tie_word_embeddings": False}, **fields)
+    save_adapter(tmp_path, base={"tie_word_embeddings": False}, **fields)
     shape = open_shape(str(tmp_path / "base"))
-    AdapterWeights.open(str(tmp_path / "adapter")).check_base(shape)  # whole, as peft saved it
+    AdapterWeights.open(str(tmp_path / "adapter")).check_base(shape)  # complete, as saved by peft
     tensors = load_file(tmp_path / "adapter" / TENSORS)
     for module in {name.replace("lora_A", "lora_B") for name in tensors}:
-        left = {name: value for name, value in tensors.items() if name.replace("lora_A", "lora_B") != module}
-        if left:
-            save_file(left, tmp_path / "adapter" / TENSORS)
+        remaining = {name: value for name, value in tensors.items() if name.replace("lora_A", "lora_B") != module}
+        if remaining:
+            save_file(remaining, tmp_path / "adapter" / TENSORS)
             with pytest.raises(UserError, match=r"adapter_config.json names \S+, of which .* holds nothing: copy or"):
                 AdapterWeights.open(str(tmp_path / "adapter")).check_base(shape)
 
 
 def test_a_new_embedding_for_a_tied_base_must_be_tied_too(tmp_path: Path) -> None:
-    for tied in (False, True):
-        save(
-            tmp_path / str(tied), base={"tie_word_embeddings": True},
-            modules_to_save=["embed_tokens"], ensure_weight_tying=tied,
-        )  # fmt: skip
-        adapter, shape = (
-            AdapterWeights.open(str(tmp_path / str(tied) / "adapter")), open_shape(str(tmp_path / str(tied) / "base")),
-        )  # fmt: skip
-        if tied:
-            adapter.check_base(shape)
-        else:
-            with pytest.raises(UserError, match=r"replaces the embedding alone.*ensure_weight_tying=True"):
-                adapter.check_base(shape)
+    fields = {"base": {"tie_word_embeddings": True}, "modules_to_save": ["embed_tokens"]}
+    save_adapter(tmp_path / "tied", **fields, ensure_weight_tying=True)
+    shape = open_shape(str(tmp_path / "tied" / "base"))
+    AdapterWeights.open(str(tmp_path / "tied" / "adapter")).check_base(shape)
+    save_adapter(tmp_path / "untied", **fields, ensure_weight_tying=False)
+    with pytest.raises(UserError, match=r"replaces the embedding alone.*ensure_weight_tying=True"):
+        AdapterWeights.open(str(tmp_path / "untied" / "adapter")).check_base(shape)
 
 
 def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
-    save(tmp_path)
+    save_adapter(tmp_path)
     assert "has no adapter_config.json: name the folder of an adapter" in refusal(tmp_path, "base")
     tensors = load_file(tmp_path / "adapter" / TENSORS)
     (tmp_path / "adapter" / TENSORS).unlink()
@@ -287,15 +286,18 @@ def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("alter", "sentence"),
+    ("damage", "sentence"),
     [
-        (lambda t: t.pop(next(name for name in t if "lora_B" in name)), r"holds \S+lora_A\.weight without \S+lora_B"),
         (
-            lambda t: t.update({"x.lora_A.weight": torch.ones(4, 2)}),
+            lambda tensors: tensors.pop(next(name for name in tensors if "lora_B" in name)),
+            r"holds \S+lora_A\.weight without \S+lora_B",
+        ),
+        (
+            lambda tensors: tensors.update({"x.lora_A.weight": torch.ones(4, 2)}),
             r"holds x.lora_A.weight, but peft's names begin with base_model\.model\.",
         ),
         (
-            lambda t: t.update({next(name for name in t if "lora_A" in name): torch.ones(5, 32)}),
+            lambda tensors: tensors.update({next(name for name in tensors if "lora_A" in name): torch.ones(5, 32)}),
             r"has the size \[5, 32\], but adapter_config.json has rank 4",
         ),
         (dict.clear, "holds nothing: copy or fetch"),
@@ -303,17 +305,17 @@ def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
     ids=["half a pair", "strange name", "other rank", "nothing"],
 )
 def test_matrices_that_do_not_belong_together_are_refused(
-    tmp_path: Path, alter: Callable[[dict[str, torch.Tensor]], object], sentence: str
+    tmp_path: Path, damage: Callable[[dict[str, torch.Tensor]], object], sentence: str
 ) -> None:
-    save(tmp_path)
+    save_adapter(tmp_path)
     tensors = load_file(tmp_path / "adapter" / TENSORS)
-    alter(tensors)
+    damage(tensors)
     save_file(tensors, tmp_path / "adapter" / TENSORS)
     assert re.search(sentence, refusal(tmp_path))
 
 
 def test_a_truncated_adapter_is_refused(tmp_path: Path) -> None:
-    save(tmp_path)
+    save_adapter(tmp_path)
     file = tmp_path / "adapter" / TENSORS
     file.write_bytes(file.read_bytes()[:-1])
     assert f"{TENSORS} is cut short" in refusal(tmp_path)
@@ -333,14 +335,14 @@ def test_a_truncated_adapter_is_refused(tmp_path: Path) -> None:
 def test_an_adapter_that_the_configuration_does_not_describe_is_refused(
     tmp_path: Path, settings: dict[str, Any], sentence: str
 ) -> None:
-    save(tmp_path)
+    save_adapter(tmp_path)
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
     with pytest.raises(UserError, match=re.escape(sentence)):
-        adapter.check(tuning(**settings), open_shape(str(tmp_path / "base")))
+        adapter.check(lora_tuning(**settings), open_shape(str(tmp_path / "base")))
 
 
 def test_an_adapter_of_another_base_is_refused_by_size_and_by_digest(tmp_path: Path) -> None:
-    save(tmp_path)
+    save_adapter(tmp_path)
     save_base(tmp_path / "wide", hidden_size=64)
     save_base(tmp_path / "short", num_hidden_layers=1)
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
@@ -353,11 +355,11 @@ def test_an_adapter_of_another_base_is_refused_by_size_and_by_digest(tmp_path: P
     base, other = BaseWeights.open(str(tmp_path / "base")), BaseWeights.open(str(tmp_path / "short"))
     tensors = load_file(tmp_path / "adapter" / TENSORS)
     save_file(tensors, tmp_path / "adapter" / TENSORS, metadata={"format": "pt", "base_digest": base.digest})
-    edit(tmp_path / "adapter", base_model_name_or_path=base.location)
+    edit_config(tmp_path / "adapter", base_model_name_or_path=base.location)
     adapter = AdapterWeights.open(str(tmp_path / "adapter"))
     adapter.check_base(base.shape, base)
     with pytest.raises(UserError, match=rf"was trained on another base than this one: use the base .*{base.location}"):
         adapter.check_base(other.shape, other)
-    edit(tmp_path / "adapter", base_model_name_or_path=other.location)
+    edit_config(tmp_path / "adapter", base_model_name_or_path=other.location)
     with pytest.raises(UserError, match="names this base, so one of the two folders has changed since: copy or fetch"):
         AdapterWeights.open(str(tmp_path / "adapter")).check_base(other.shape, other)

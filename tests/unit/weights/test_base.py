@@ -1,4 +1,4 @@
-"""A base model is read box by box, whatever its files, its types and its store."""
+"""Read a base model box by box from any files, types and stores."""
 
 import itertools
 import json
@@ -11,13 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.testing.trainer.base_models import save_base
 from tests.testing.trainer.fork_server import run_python
+from tests.testing.trainer.s3_gateway import run_gateway
 from trainium_contract.models.parameters import parameter_sizes
 from trainium_trainer.weights import tensors
 from trainium_trainer.weights.base import BaseWeights
 from trainium_trainer.weights.folder import open_shape
 
 
-def whole(weights: BaseWeights, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+def read_whole(weights: BaseWeights, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
     target = torch.empty(weights.size(name), dtype=dtype or weights.dtype(name))
     weights.fill(name, (0,) * target.dim(), target)
     return target
@@ -33,50 +34,41 @@ def test_every_parameter_is_read_as_transformers_saved_it(tmp_path: Path, larges
     assert parameter_sizes(weights.shape).keys() == expected.keys()
     for name, value in expected.items():
         assert weights.size(name) == value.shape
-        assert torch.equal(whole(weights, name), value)
+        assert torch.equal(read_whole(weights, name), value)
     if tied:
-        assert torch.equal(whole(weights, "lm_head.weight"), expected["model.embed_tokens.weight"])
+        assert torch.equal(read_whole(weights, "lm_head.weight"), expected["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16], ids=str)
-def test_every_floating_point_type_becomes_the_one_that_is_asked_for(
-    tmp_path: Path, stored: torch.dtype, wanted: torch.dtype
+@pytest.mark.parametrize("stored_type", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("requested_type", [torch.float32, torch.bfloat16], ids=str)
+def test_every_floating_point_type_is_converted_to_the_requested_one(
+    tmp_path: Path, stored_type: torch.dtype, requested_type: torch.dtype
 ) -> None:
-    model = save_base(tmp_path, dtype=stored)
+    model = save_base(tmp_path, dtype=stored_type)
     weights = BaseWeights.open(str(tmp_path))
     for name, value in model.named_parameters():
-        assert weights.dtype(name) == stored
-        assert torch.equal(whole(weights, name, wanted), value.to(wanted))
+        assert weights.dtype(name) == stored_type
+        assert torch.equal(read_whole(weights, name, requested_type), value.to(requested_type))
 
 
-def test_boxes_put_together_are_the_whole_however_it_is_divided(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensors, "CHUNK_BYTES", 500)  # several chunks for a box, ends within rows of others
+def test_the_boxes_of_any_division_make_the_whole_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "CHUNK_BYTES", 500)  # boxes of several chunks, which also end within rows
     model = save_base(tmp_path)
     weights = BaseWeights.open(str(tmp_path))
     for name, value in model.named_parameters():
         for rows, columns in itertools.product((1, 2, 3, 8), (1, 2, 3)):
             target = torch.full_like(value, torch.nan)
-            parts = [
-                (index, part)
-                for index, part in enumerate(target.tensor_split(rows))
-                if value.dim() == 1 or part.shape[0]
-            ]
-            begins = list(itertools.accumulate((part.shape[0] for _, part in parts), initial=0))
-            for begin, (_, part) in zip(begins, parts, strict=False):
-                if value.dim() == 1:
-                    weights.fill(name, (begin,), part)
-                    continue
+            row = 0
+            for part in target.tensor_split(rows):
                 column = 0
-                for box in part.tensor_split(columns, dim=1):
-                    weights.fill(name, (begin, column), box)
-                    column += box.shape[1]
+                for box in [part] if value.dim() == 1 else part.tensor_split(columns, dim=1):
+                    weights.fill(name, (row, column)[: value.dim()], box)
+                    column += box.shape[-1]
+                row += part.shape[0]
             assert torch.equal(target, value), name
 
 
-def test_rows_beyond_the_files_are_the_mean_of_its_rows(tmp_path: Path) -> None:
+def test_rows_beyond_the_file_are_the_mean_of_its_rows(tmp_path: Path) -> None:
     model = save_base(tmp_path, tie_word_embeddings=False)
     weights = BaseWeights.open(str(tmp_path))
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -104,7 +96,7 @@ def test_rows_beyond_the_files_are_the_mean_of_its_rows(tmp_path: Path) -> None:
         ("model.norm.weight", (0, 0), (4, 1)),
     ],
 )
-def test_a_box_outside_the_parameter_is_a_mistake_of_the_caller(
+def test_a_box_outside_the_parameter_is_refused(
     tmp_path: Path, name: str, offsets: tuple[int, ...], size: tuple[int, ...]
 ) -> None:
     save_base(tmp_path)
@@ -120,11 +112,13 @@ def test_old_files_with_rotary_buffers_a_copied_output_and_unaligned_tensors_are
     save_file(tensors, tmp_path / "model.safetensors")
     data = (tmp_path / "model.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
-    odd = data[8 : 8 + length] + b" " * 3  # a header whose length is no multiple of 8
-    (tmp_path / "model.safetensors").write_bytes(len(odd).to_bytes(8, "little") + odd + data[8 + length :])
+    padded_header = data[8 : 8 + length] + b" " * 3  # its length is no multiple of 8
+    (tmp_path / "model.safetensors").write_bytes(
+        len(padded_header).to_bytes(8, "little") + padded_header + data[8 + length :]
+    )
     weights = BaseWeights.open(str(tmp_path))
     for name, value in model.named_parameters():
-        assert torch.equal(whole(weights, name), value)
+        assert torch.equal(read_whole(weights, name), value)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +136,7 @@ def test_old_files_with_rotary_buffers_a_copied_output_and_unaligned_tensors_are
     ],
     ids=["3", "3.1 and 3.2"],
 )
-def test_the_shape_is_the_folders_with_its_rotary_scaling(tmp_path: Path, scaling: dict[str, Any]) -> None:
+def test_the_shape_has_the_rotary_scaling_of_the_folder(tmp_path: Path, scaling: dict[str, Any]) -> None:
     save_base(tmp_path, rope_parameters=scaling)
     shape = open_shape(str(tmp_path))
     assert shape == BaseWeights.open(str(tmp_path)).shape
@@ -153,7 +147,7 @@ def test_the_shape_is_the_folders_with_its_rotary_scaling(tmp_path: Path, scalin
         assert shape.rope_stretch.original_max_positions == 64
 
 
-def test_the_digest_is_of_the_weights_and_the_shape_and_not_of_the_files(tmp_path: Path) -> None:
+def test_the_digest_depends_on_weights_and_shape_and_not_on_the_files(tmp_path: Path) -> None:
     save_base(tmp_path / "a")
     save_base(tmp_path / "parts", largest="20KB")
     save_base(tmp_path / "other", seed=1)
@@ -166,8 +160,6 @@ def test_the_digest_is_of_the_weights_and_the_shape_and_not_of_the_files(tmp_pat
 
 
 def test_a_base_in_s3_is_read_in_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.testing.trainer.s3_gateway import run_gateway
-
     model = save_base(tmp_path / "base", largest="20KB")
     with run_gateway(tmp_path, monkeypatch) as server:
         for path in (tmp_path / "base").iterdir():
@@ -175,46 +167,46 @@ def test_a_base_in_s3_is_read_in_ranges(tmp_path: Path, monkeypatch: pytest.Monk
         weights = BaseWeights.open("s3://bucket/models/tiny")
         assert weights.digest == BaseWeights.open(str(tmp_path / "base")).digest
         for name, value in model.named_parameters():
-            assert torch.equal(whole(weights, name), value)
+            assert torch.equal(read_whole(weights, name), value)
         box = torch.empty(10, 8)
         weights.fill("model.layers.1.mlp.gate_proj.weight", (3, 5), box)
         assert torch.equal(box, model.model.layers[1].mlp.gate_proj.weight[3:13, 5:13])
 
 
-_LOADER = """
+LOAD_SHARD = """
 import json, resource, sys
 import torch
 from trainium_trainer.tuning.trainable import parameter_sizes
 from trainium_trainer.weights.base import BaseWeights
 location, rank, size = sys.argv[1], int(sys.argv[2]), 8
 weights = BaseWeights.open(location)
-def high():
+def peak_bytes():
     text = open("/proc/self/status").read()
     return int(text.split("VmHWM:")[1].split()[0]) * 1024
-tensors, shard = [], 0
-for name, whole in parameter_sizes(weights.shape).items():
+tensors = []
+for name, full_size in parameter_sizes(weights.shape).items():
     dimension = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
-    sizes, offsets = list(whole), [0] * len(whole)
-    if len(whole) == 2:
+    sizes, offsets = list(full_size), [0] * len(full_size)
+    if len(full_size) == 2:
         sizes[dimension] //= size
         offsets[dimension] = rank * sizes[dimension]
-    sizes[0] //= 2  # fully sharded over two: this one is the second of them
+    sizes[0] //= 2  # the second half of a fully sharded tensor
     offsets[0] += sizes[0]
     tensors.append((name, tuple(offsets), tuple(sizes)))
 largest = max(weights.size(name).numel() for name, _, _ in tensors) * 2
-weights.fill(tensors[0][0], tensors[0][1], torch.empty(tensors[0][2], dtype=torch.bfloat16))  # warms up the libraries
+weights.fill(tensors[0][0], tensors[0][1], torch.empty(tensors[0][2], dtype=torch.bfloat16))  # load the libraries
 open("/proc/self/clear_refs", "w").write("5")
-before = high()
-held = []
+before = peak_bytes()
+loaded = []
 for name, offsets, sizes in tensors:
-    held.append(torch.empty(sizes, dtype=torch.bfloat16))
-    weights.fill(name, offsets, held[-1])
-shard = sum(tensor.numel() * 2 for tensor in held)
-print(json.dumps({"peak": high() - before, "shard": shard, "largest": largest}))
+    loaded.append(torch.empty(sizes, dtype=torch.bfloat16))
+    weights.fill(name, offsets, loaded[-1])
+shard = sum(tensor.numel() * 2 for tensor in loaded)
+print(json.dumps({"peak": peak_bytes() - before, "shard": shard, "largest": largest}))
 """
 
 
-def test_a_rank_of_tensor_8_and_fully_sharded_needs_its_shard_and_no_more_than_one_tensor(tmp_path: Path) -> None:
+def test_a_sharded_rank_needs_the_memory_of_its_shard_and_one_tensor(tmp_path: Path) -> None:
     save_base(
         tmp_path,
         dtype=torch.bfloat16,
@@ -228,8 +220,8 @@ def test_a_rank_of_tensor_8_and_fully_sharded_needs_its_shard_and_no_more_than_o
     )
     assert (tmp_path / "model.safetensors").stat().st_size > 200_000_000
     for rank in ("0", "7"):
-        done = run_python("-c", _LOADER, str(tmp_path), rank)
-        assert done.returncode == 0, done.stderr
-        figures = json.loads(done.stdout)
+        completed = run_python("-c", LOAD_SHARD, str(tmp_path), rank)
+        assert completed.returncode == 0, completed.stderr
+        figures = json.loads(completed.stdout)
         assert figures["shard"] > 12_000_000
         assert figures["peak"] <= figures["shard"] + figures["largest"]

@@ -1,4 +1,4 @@
-"""A model is fetched from a hub that answers on loopback, through the hub's own library."""
+"""Fetch a model from a hub on loopback, through the library of the hub."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from trainium_trainer import cli
 from trainium_trainer.weights.base import BaseWeights
 
 TOKEN = "hf_token_that_must_never_be_shown"
-EXTRA = {
+OTHER_FILES = {
     "tokenizer.json": b"{}",
     "tokenizer_config.json": b"{}",
     "pytorch_model.bin": b"pickle",
@@ -29,49 +29,49 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with HubServer() as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
-        yield running
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, bytes]:
-    save_base(tmp_path / "made", largest="20KB")
-    return {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    save_base(tmp_path / "original", largest="20KB")
+    return {path.name: path.read_bytes() for path in (tmp_path / "original").iterdir()}
 
 
-def fetch(output: Path, name: str = "owner/tiny", *more: str) -> int:
-    return cli.run(["fetch-model", name, "--output", str(output), *more])
+def fetch(output: Path, name: str = "owner/tiny", *options: str) -> int:
+    return cli.run(["fetch-model", name, "--output", str(output), *options])
 
 
 def test_only_files_that_training_needs_are_fetched(
     tmp_path: Path, hub: HubServer, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub.add("owner/tiny", files | EXTRA)
+    hub.add("owner/tiny", files | OTHER_FILES)
     assert fetch(tmp_path / "out") == 0
-    found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
-    assert found == files | {name: EXTRA[name] for name in ("tokenizer.json", "tokenizer_config.json")}
-    made = BaseWeights.open(str(tmp_path / "made"))
-    assert BaseWeights.open(str(tmp_path / "out")).digest == made.digest
+    fetched = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert fetched == files | {name: OTHER_FILES[name] for name in ("tokenizer.json", "tokenizer_config.json")}
+    original = BaseWeights.open(str(tmp_path / "original"))
+    assert BaseWeights.open(str(tmp_path / "out")).digest == original.digest
     output = capsys.readouterr().out
-    assert output.startswith(f"fetched owner/tiny to {tmp_path / 'out'}: {len(found)} files, ")
+    assert output.startswith(f"fetched owner/tiny to {tmp_path / 'out'}: {len(fetched)} files, ")
     assert COMMIT in output
     before = len(hub.downloaded_files())
     assert fetch(tmp_path / "out") == 0
     assert len(hub.downloaded_files()) == before
 
 
-def test_a_download_that_broke_off_is_continued_where_it_ended(
+def test_an_interrupted_download_is_continued(
     tmp_path: Path, hub: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # whole pieces are kept; a real file has many of 10 MB
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # only complete chunks are kept
     name = min(name for name in files if name.endswith(".safetensors"))
     hub.add("owner/tiny", files)
     hub.truncate_next_download(name, after=5_000)
     assert fetch(tmp_path / "out") == 0
-    ranges = [each.range for each in hub.requests if each.method == "GET" and each.path.endswith(name)]
+    ranges = [item.range for item in hub.requests if item.method == "GET" and item.path.endswith(name)]
     assert ranges == [None, "bytes=5000-"]
     assert (tmp_path / "out" / name).read_bytes() == files[name]
 
@@ -86,13 +86,13 @@ def test_a_repeated_fetch_downloads_only_the_missing_files(
     assert "the hub refused the token: set HF_TOKEN to one that may read it" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out" / name).exists()
     before = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
-    left = tmp_path / "out/.cache/huggingface/download/a.b.incomplete"  # as a killed process leaves it
-    left.write_bytes(b"part")
+    partial = tmp_path / "out/.cache/huggingface/download/a.b.incomplete"  # of a killed process
+    partial.write_bytes(b"part")
     hub.refused.clear()
     hub.requests.clear()
     assert fetch(tmp_path / "out") == 0
     assert set(hub.downloaded_files()) == files.keys() - before
-    assert not left.exists()
+    assert not partial.exists()
 
 
 def test_a_gated_model_needs_the_token_of_the_environment(
@@ -105,13 +105,13 @@ def test_a_gated_model_needs_the_token_of_the_environment(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     hub.add("owner/tiny", files, token=TOKEN)
-    # A login that somebody left on this machine is not ours to use.
+    # The login of the machine must not be used.
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "token").write_text(TOKEN)
     gated = "fetch-model owner/tiny: the model is gated: accept its terms on its page of the hub, and set HF_TOKEN"
     assert fetch(tmp_path / "out") == 64
     assert capsys.readouterr().err.splitlines()[-1].startswith(gated)
-    assert {each.token for each in hub.requests} == {None}
+    assert {request.token for request in hub.requests} == {None}
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
     assert fetch(tmp_path / "out") == 64
     assert capsys.readouterr().err.splitlines()[-1].startswith(gated)
@@ -124,7 +124,7 @@ def test_a_gated_model_needs_the_token_of_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "sentence"),
+    ("name", "options", "sentence"),
     [
         ("owner/none", [], "there is no such model, or it may not be read: correct the name"),
         ("owner/tiny", ["--revision", "v9"], "has no revision v9: correct --revision or leave it out"),
@@ -137,11 +137,11 @@ def test_an_unknown_or_invalid_model_name_is_refused_in_one_sentence(
     files: dict[str, bytes],
     capsys: pytest.CaptureFixture[str],
     name: str,
-    more: list[str],
+    options: list[str],
     sentence: str,
 ) -> None:
     hub.add("owner/tiny", files)
-    assert fetch(tmp_path / "out", name, *more) == 64
+    assert fetch(tmp_path / "out", name, *options) == 64
     assert f"fetch-model {name}: {sentence}" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
@@ -188,7 +188,7 @@ def test_a_failing_or_unreachable_hub_is_reported_in_one_sentence(
     assert "the hub cannot be reached: look at the network" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_an_index_without_its_files_is_found_at_once(
+def test_an_index_without_its_files_is_refused_before_downloads(
     tmp_path: Path, hub: HubServer, files: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     index = json.loads(files["model.safetensors.index.json"])
@@ -218,7 +218,7 @@ def test_the_index_decides_which_files_are_weights(
     renamed["model.safetensors.index.json"] = json.dumps(index).encode()
     hub.add("owner/tiny", renamed | {"model-of-something-else.safetensors": b"other"})
     assert fetch(tmp_path / "out") == 0
-    assert BaseWeights.open(str(tmp_path / "out")).digest == BaseWeights.open(str(tmp_path / "made")).digest
+    assert BaseWeights.open(str(tmp_path / "out")).digest == BaseWeights.open(str(tmp_path / "original")).digest
     assert set(hub.downloaded_files()) == {name.rpartition("/")[2] for name in renamed}
 
 

@@ -1,4 +1,4 @@
-"""A base that cannot be read to its end is refused when it is opened, in one sentence with its remedy."""
+"""Refuse an unreadable base when it is opened, in one sentence with the remedy."""
 
 import json
 import os
@@ -116,17 +116,17 @@ def test_a_missing_shard_is_named(parts: Path) -> None:
     assert f"{INDEX} names {missing.name}, which is not there: copy or fetch it" in refusal(parts)
 
 
-def test_an_index_that_names_files_which_are_not_there_is_refused(parts: Path) -> None:
-    places = json.loads((parts / INDEX).read_text())["weight_map"]
-    edit(parts / INDEX, weight_map={name: f"x-{file}" for name, file in places.items()})
+def test_an_index_that_names_missing_files_is_refused(parts: Path) -> None:
+    weight_map = json.loads((parts / INDEX).read_text())["weight_map"]
+    edit(parts / INDEX, weight_map={name: f"x-{file}" for name, file in weight_map.items()})
     assert re.search(r"names x-model-0\S+, x-\S+, x-\S+ and \d+ more, which are not there", refusal(parts))
 
 
 def test_an_index_that_names_a_tensor_which_its_file_lacks_is_refused(parts: Path) -> None:
-    places = json.loads((parts / INDEX).read_text())["weight_map"]
-    files = sorted(set(places.values()))
-    other = next(file for file in files if file != places["model.norm.weight"])
-    edit(parts / INDEX, weight_map=places | {"model.norm.weight": other})
+    weight_map = json.loads((parts / INDEX).read_text())["weight_map"]
+    files = sorted(set(weight_map.values()))
+    other = next(file for file in files if file != weight_map["model.norm.weight"])
+    edit(parts / INDEX, weight_map=weight_map | {"model.norm.weight": other})
     assert f"by model.safetensors.index.json model.norm.weight is in {other}, which does not hold it" in refusal(parts)
 
 
@@ -136,11 +136,11 @@ def test_an_invalid_index_is_refused(parts: Path, text: str) -> None:
     assert f"{INDEX} " in refusal(parts)
 
 
-@pytest.mark.parametrize("kept", [0, 5, 100, -1000, -1])
-def test_a_truncated_file_is_refused_wherever_it_ends(single: Path, kept: int) -> None:
+@pytest.mark.parametrize("length", [0, 5, 100, -1000, -1])
+def test_a_truncated_file_is_refused_wherever_it_ends(single: Path, length: int) -> None:
     file = single / "model.safetensors"
     data = file.read_bytes()
-    file.write_bytes(data[:kept])
+    file.write_bytes(data[:length])
     assert re.search(r"model\.safetensors (ends within|is cut short).*copy or fetch the file again", refusal(single))
 
 

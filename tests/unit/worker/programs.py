@@ -1,6 +1,6 @@
-"""Training processes on several simulated nodes: a folder in memory for each node, a process for each rank.
+"""Run training processes on simulated nodes: a memory folder for each node, a process for each rank.
 
-The program trains with DDP or FSDP2 and saves each step to memory as `docs/program.md` shows.
+The program trains with DDP or FSDP2 and saves each step to memory, as in `docs/program.md`.
 """
 
 import json
@@ -61,13 +61,13 @@ class Program:
         self.done = loaded["extra"]["done"]
 
     def backward(self) -> float:
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         generator = torch.Generator().manual_seed(self.done)
-        inputs = torch.randn(GLOBAL_BATCH, 12, generator=generator).chunk(world)[rank]
-        targets = torch.randn(GLOBAL_BATCH, 3, generator=generator).chunk(world)[rank]
+        inputs = torch.randn(GLOBAL_BATCH, 12, generator=generator).chunk(world_size)[rank]
+        targets = torch.randn(GLOBAL_BATCH, 3, generator=generator).chunk(world_size)[rank]
         loss = (self.model(inputs) - targets).pow(2).mean()
         loss.backward()
-        mean = loss.detach() / world
+        mean = loss.detach() / world_size
         dist.all_reduce(mean)
         return float(mean)
 
@@ -80,20 +80,20 @@ def train(results: Path, *, mode: str, steps: int, width: int = 34, **options: A
     reader = MemoryReader(durable, directory=directory)
     if reader.step is not None:
         program.load(reader)
-    found = {"resumed": reader.step, "source": reader.source, "losses": {}, "failures": {}}
-    report = results / f"rank-{rank}.json"
-    _write_whole(report, found)
+    report = {"resumed": reader.step, "source": reader.source, "losses": {}, "failures": {}}
+    report_file = results / f"rank-{rank}.json"
+    _write_atomically(report_file, report)
     saving = None
     while program.done < steps:
         loss = program.backward()
         if saving is not None:
             failed = saving.exception()
             if failed is not None:
-                found["failures"][program.done] = str(failed)
+                report["failures"][program.done] = str(failed)
         program.optimizer.step()
         program.optimizer.zero_grad()
         program.done += 1
-        found["losses"][program.done] = loss
+        report["losses"][program.done] = loss
         if options.get("kill") == [rank, program.done]:
             os.kill(os.getpid(), signal.SIGKILL)
         writer, state = MemoryWriter(program.done, directory=directory), program.state()
@@ -107,25 +107,25 @@ def train(results: Path, *, mode: str, steps: int, width: int = 34, **options: A
             if saving is not None:
                 saving.result()
             dcp.save(program.state(), checkpoint_id=durable.format(step=program.done), process_group=saving_group)
-        _write_whole(report, found)
+        _write_atomically(report_file, report)
     if saving is not None:
         saving.result()
 
 
-def _write_whole(path: Path, found: dict[str, Any]) -> None:
+def _write_atomically(path: Path, report: dict[str, Any]) -> None:
     """Replace the file atomically, so that a killed rank leaves no partial file."""
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(found))
+    draft.write_text(json.dumps(report))
     draft.replace(path)
 
 
-def _child(environment: dict[str, str], store: str, errors: str, results: Path, options: dict[str, Any]) -> None:
+def _run_rank(environment: dict[str, str], store: str, errors: str, results: Path, options: dict[str, Any]) -> None:
     os.environ.update(environment)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     torch.set_num_threads(1)
     limit = options.pop("file_limit", {}).get(int(environment["RANK"]))
-    if limit is not None:  # a larger file is refused as on a full volume
+    if limit is not None:  # larger files fail as on a full volume
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     dist.init_process_group(
@@ -138,7 +138,7 @@ def _child(environment: dict[str, str], store: str, errors: str, results: Path, 
 
 
 @dataclass
-class World:
+class SimulatedJob:
     """The nodes of a job, and the reports of their ranks in the newest attempt."""
 
     root: Path
@@ -179,7 +179,7 @@ class World:
                 environment["TRAINIUM_PROGRESS_FILE"] = str(self.memory(node) / "progress" / f"g1-r{local}")
             store = str(self.root / f"store-{self.attempt}")
             arguments = (environment, store, str(path), results, options)
-            processes.append(context.Process(target=_child, args=arguments, daemon=True))
+            processes.append(context.Process(target=_run_rank, args=arguments, daemon=True))
         for process in processes:
             process.start()
         deadline = time.monotonic() + scaled(60)

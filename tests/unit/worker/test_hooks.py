@@ -1,4 +1,4 @@
-"""Hooks for training loops, with the real libraries where they are installed."""
+"""Report from the loops of other libraries, with the real libraries where they are installed."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import trainium_worker
-from trainium_worker import read_progress, stop_at
+from tests.unit.worker.test_reports import progress
+from trainium_worker import stop_at
 from trainium_worker.hooks.loop import training_steps
 from trainium_worker.hooks.torchtitan import report_to_agent
 
@@ -20,26 +21,20 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def progress(path: Path) -> trainium_worker.ProgressRecord:
-    found = read_progress(path)
-    assert found is not None
-    return found
-
-
 def test_training_steps_reports_and_saves_on_a_stop(record: Path) -> None:
     assert list(training_steps(3, 6, lambda step: f"/x/{step}")) == [4, 5, 6]
     assert (progress(record).resume_step, progress(record).step, progress(record).total_steps) == (3, 6, 6)
-    made = []
+    made_steps = []
 
     def train() -> None:
         for step in training_steps(6, 20, lambda step: f"/x/{step}"):
-            made.append(step)
+            made_steps.append(step)
             if step == 9:
                 stop_at(record, progress(record).stop_checks + 1)
 
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stopped:
         train()
-    assert (made, ended.value.code, progress(record).durable_step) == ([7, 8, 9], 75, 9)
+    assert (made_steps, stopped.value.code, progress(record).durable_step) == ([7, 8, 9], 75, 9)
 
 
 class Regression(torch.nn.Module):
@@ -66,18 +61,18 @@ def test_transformers_trainer_reports_saves_and_resumes(record: Path, tmp_path: 
         return Trainer(Regression(), arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[ReportToAgent()])
 
     first = trainer()
-    step, first_step = first.training_step, []
+    original_step, calls = first.training_step, []
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
-        first_step.append(1)
-        if len(first_step) == 3:
+        calls.append(1)
+        if len(calls) == 3:
             stop_at(record, progress(record).stop_checks + 1)
-        return step(*args, **kwargs)
+        return original_step(*args, **kwargs)
 
     first.training_step = training_step  # type: ignore[method-assign]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stopped:
         first.train()
-    assert ended.value.code == trainium_worker.STOPPED
+    assert stopped.value.code == trainium_worker.STOPPED
     assert (progress(record).step, progress(record).durable_step, progress(record).total_steps) == (3, 3, 8)
     assert progress(record).loss > 0
     assert progress(record).samples == 3 * 2
@@ -89,7 +84,7 @@ def test_transformers_trainer_reports_saves_and_resumes(record: Path, tmp_path: 
     assert (progress(record).resume_step, progress(record).step, progress(record).durable_step) == (3, 8, 8)
 
 
-@pytest.mark.filterwarnings("default")  # Lightning uses what torch has deprecated
+@pytest.mark.filterwarnings("default")  # Lightning uses deprecated functions of torch
 def test_lightning_reports_and_saves(record: Path, tmp_path: Path) -> None:
     lightning: Any = pytest.importorskip("lightning.pytorch")
     from trainium_worker.hooks.lightning import ReportToAgent
@@ -117,9 +112,9 @@ def test_lightning_reports_and_saves(record: Path, tmp_path: Path) -> None:
 
     rows = [(torch.ones(1), torch.ones(1)) for _ in range(16)]
     batches = torch.utils.data.DataLoader(rows, batch_size=1)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stopped:
         trainer().fit(Module(), batches)
-    assert ended.value.code == trainium_worker.STOPPED
+    assert stopped.value.code == trainium_worker.STOPPED
     assert (progress(record).step, progress(record).durable_step, progress(record).total_steps) == (3, 3, 4)
     trainium_worker._program = None
     trainer().fit(Module(), batches, ckpt_path=path)
@@ -159,8 +154,8 @@ class TorchtitanTrainer:
 def test_torchtitans_trainer_reports_and_saves_a_checkpoint(record: Path) -> None:
     trainer = TorchtitanTrainer(10)
     report_to_agent(trainer)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stopped:
         trainer.train(7, record)
-    assert (ended.value.code, trainer.saves, trainer.closed) == (75, [(7, False)], True)
+    assert (stopped.value.code, trainer.saves, trainer.closed) == (75, [(7, False)], True)
     assert (progress(record).step, progress(record).loss) == (7, 1.0 / 6)
     assert trainer.logged == [(2, 0.5), (4, 0.25), (6, 1.0 / 6)]

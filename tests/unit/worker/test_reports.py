@@ -1,4 +1,4 @@
-"""Reports of a program to its agent, and the step after which all ranks stop."""
+"""Report from a program to its agent, and stop all ranks after the same step."""
 
 import ast
 import json
@@ -18,7 +18,15 @@ import pytest
 import trainium_worker
 from tests.testing.suite.timeouts import scaled
 from trainium_contract.wire import worker_env
-from trainium_worker import Activity, ProgressPhase, Waiting, read_notice, read_progress, read_with_pulse
+from trainium_worker import (
+    Activity,
+    ProgressPhase,
+    ProgressRecord,
+    Waiting,
+    read_notice,
+    read_progress,
+    read_with_pulse,
+)
 from trainium_worker.dcp import session
 
 SOURCE = Path(trainium_worker.__file__)
@@ -35,6 +43,12 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def progress(path: Path) -> ProgressRecord:
+    record = read_progress(path)
+    assert record is not None
+    return record
+
+
 def activity(path: Path) -> tuple[Activity, Waiting]:
     record = read_with_pulse(path)
     assert record is not None
@@ -44,66 +58,58 @@ def activity(path: Path) -> tuple[Activity, Waiting]:
 
 def test_steps_are_recorded_with_their_figures(record: Path) -> None:
     trainium_worker.step(8, loss=np.float32(2.5), tokens=np.int64(100), learning_rate=0.1, total_steps=20)
-    progress = read_progress(record)
-    assert progress is not None
-    assert (progress.pid, progress.generation, progress.attempt) == (os.getpid(), 3, 2)
-    assert progress.phase is ProgressPhase.TRAINING
-    assert (progress.resume_step, progress.step, progress.total_steps) == (7, 8, 20)
-    assert (progress.loss, progress.learning_rate, progress.tokens) == (2.5, 0.1, 100)
-    assert math.isnan(progress.tokens_per_second), "the start of the first step is unknown"
-    assert progress.step_seconds == 0.0
+    newest = progress(record)
+    assert (newest.pid, newest.generation, newest.attempt) == (os.getpid(), 3, 2)
+    assert newest.phase is ProgressPhase.TRAINING
+    assert (newest.resume_step, newest.step, newest.total_steps) == (7, 8, 20)
+    assert (newest.loss, newest.learning_rate, newest.tokens) == (2.5, 0.1, 100)
+    assert math.isnan(newest.tokens_per_second), "the start of the first step is unknown"
+    assert newest.step_seconds == 0.0
     time.sleep(0.01)
     trainium_worker.step(9, tokens=300, samples=4)
-    progress = read_progress(record)
-    assert progress is not None
-    assert (progress.step, progress.tokens, progress.loss) == (9, 400, 2.5)
-    assert progress.step_seconds >= 0.01
-    assert progress.tokens_per_second == pytest.approx(300 / progress.step_seconds)
-    assert (progress.samples, progress.samples_per_second) == (4, pytest.approx(4 / progress.step_seconds))
+    newest = progress(record)
+    assert (newest.step, newest.tokens, newest.loss) == (9, 400, 2.5)
+    assert newest.step_seconds >= 0.01
+    assert newest.tokens_per_second == pytest.approx(300 / newest.step_seconds)
+    assert (newest.samples, newest.samples_per_second) == (4, pytest.approx(4 / newest.step_seconds))
     assert activity(record) == (Activity.STEP, Waiting.MAYBE)
     trainium_worker.step(9, loss=1.25)
-    again = read_progress(record)
-    assert again is not None
-    assert (again.loss, again.updated) == (1.25, progress.updated), "a second report of a step adds to it"
+    repeated = progress(record)
+    assert (repeated.loss, repeated.updated) == (1.25, newest.updated), "a second report of a step adds to it"
 
 
 def test_stages_have_their_activity(record: Path) -> None:
     expected = {"load": Activity.LOAD, "compile": Activity.COMPILE, "shuffle": Activity.INIT, "save": Activity.SAVE}
-    for name, what in expected.items():
+    for name, expected_activity in expected.items():
         trainium_worker.stage(name)
-        assert activity(record)[0] is what
+        assert activity(record)[0] is expected_activity
     trainium_worker.stage("evaluate", 0.25)
-    progress = read_progress(record)
-    assert progress is not None
-    assert (progress.stage, progress.stage_progress) == ("Evaluate", 0.25)
-    assert progress.stage_since > 0
+    newest = progress(record)
+    assert (newest.stage, newest.stage_progress) == ("Evaluate", 0.25)
+    assert newest.stage_since > 0
     trainium_worker.step(1)
-    progress = read_progress(record)
-    assert progress is not None
-    assert (progress.stage, progress.stage_progress, progress.stage_since) == ("Train", 0.0, 0.0)
-    assert progress.step_seconds > 0, "it began with the newest stage"
+    newest = progress(record)
+    assert (newest.stage, newest.stage_progress, newest.stage_since) == ("Train", 0.0, 0.0)
+    assert newest.step_seconds > 0, "the step starts with the newest stage"
     trainium_worker.stage("shuffle")
-    assert activity(record)[0] is Activity.STEP, "after the first step an unknown stage is work between steps"
+    assert activity(record)[0] is Activity.STEP, "after the first step, an unknown stage counts as a step"
     trainium_worker.stage("x" * 40)
-    progress = read_progress(record)
-    assert progress is not None
-    assert progress.stage == "X" + "x" * 31
+    newest = progress(record)
+    assert newest.stage == "X" + "x" * 31
 
 
 def test_saved_steps_are_recorded_by_storage(record: Path) -> None:
     trainium_worker.saved(4, "/checkpoints/4")
     trainium_worker.saved(5, trainium_worker.MEMORY)
-    progress = read_progress(record)
-    assert progress is not None
-    assert (progress.durable_step, progress.memory_step) == (4, 5)
+    newest = progress(record)
+    assert (newest.durable_step, newest.memory_step) == (4, 5)
 
 
 def test_decreasing_steps_are_reported(record: Path) -> None:
     trainium_worker.step(9)
     trainium_worker.step(4)
-    progress = read_progress(record)
-    assert progress is not None
-    assert progress.step == 4
+    newest = progress(record)
+    assert newest.step == 4
     assert read_notice(record).startswith("rank 5 reported step 4 after step 9: report steps as a number that rises")
 
 
@@ -136,7 +142,7 @@ def test_an_unwritable_record_is_reported_once(record: Path, capsys: pytest.Capt
 def test_rank_and_generation_are_read_at_each_access(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (trainium_worker.rank, trainium_worker.generation) == (5, 3)
     monkeypatch.setenv("RANK", "6")
-    assert trainium_worker.rank == 6, "a warm process is forked before it has a rank"
+    assert trainium_worker.rank == 6, "a standby is forked before it has a rank"
     with pytest.raises(AttributeError, match="no attribute 'ranks'"):
         _ = trainium_worker.ranks  # type: ignore[attr-defined]
 
@@ -148,14 +154,13 @@ def test_a_fork_writes_its_record(record: Path) -> None:
         trainium_worker.step(2)
         os._exit(1)
     os.waitpid(child, 0)
-    progress = read_progress(record)
-    assert progress is not None
-    assert (progress.pid, progress.step) == (child, 2)
+    newest = progress(record)
+    assert (newest.pid, newest.step) == (child, 2)
 
 
 def test_environment_variables_equal_those_of_the_contract() -> None:
-    ours = trainium_worker
-    assert (ours.ENV_PROGRESS_FILE, ours.ENV_GENERATION, ours.ENV_ATTEMPT) == (
+    module = trainium_worker
+    assert (module.ENV_PROGRESS_FILE, module.ENV_GENERATION, module.ENV_ATTEMPT) == (
         worker_env.ENV_PROGRESS_FILE, worker_env.ENV_GENERATION, worker_env.ENV_ATTEMPT,
     )  # fmt: skip
     assert (session.ENV_MEMORY_DIRECTORY, session.ENV_RUN_ID, session.DEFAULT_MEMORY_DIRECTORY) == (
@@ -176,10 +181,10 @@ def test_the_module_is_one_file_of_python_3_9_without_dependencies() -> None:
 # ---- stopping ------------------------------------------------------------------------------------------------------
 
 
-class Ranks:
-    """Ranks that collectives keep in step: none is two steps ahead of another."""
+class StoppingRanks:
+    """Ranks that make each step together, as with collectives."""
 
-    def __init__(self, folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, count: int) -> None:
         self.paths = [folder / f"r{rank}" for rank in range(count)]
         self.programs = [
             trainium_worker._Program(trainium_worker.ProgressWriter(path, generation=1)) for path in self.paths
@@ -188,9 +193,9 @@ class Ranks:
         self._barrier = threading.Barrier(count)
 
     def train(self, rank: int, seed: int) -> None:
-        chance = random.Random(seed * 100 + rank)
+        rng = random.Random(seed * 100 + rank)
         for number in range(1, 2000):
-            time.sleep(chance.random() * 0.002)
+            time.sleep(rng.random() * 0.002)
             self._barrier.wait(scaled(30))
             self.programs[rank].step(number, {}, {})
             if self.programs[rank].should_stop():
@@ -199,19 +204,19 @@ class Ranks:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_all_ranks_stop_after_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    ranks = Ranks(tmp_path, 3, monkeypatch)
+def test_all_ranks_stop_after_the_same_step(tmp_path: Path, seed: int) -> None:
+    ranks = StoppingRanks(tmp_path, 3)
     threads = [threading.Thread(target=ranks.train, args=(rank, seed)) for rank in range(3)]
     for thread in threads:
         thread.start()
-    chance = random.Random(seed)
-    time.sleep(0.05 + chance.random() * 0.05)
+    rng = random.Random(seed)
+    time.sleep(0.05 + rng.random() * 0.05)
     for path in ranks.paths:
         trainium_worker.request_stop(path)
-        time.sleep(chance.random() * 0.01)
-    checks = [progress.stop_checks for path in ranks.paths if (progress := read_progress(path)) is not None]
+        time.sleep(rng.random() * 0.01)
+    checks = [progress(path).stop_checks for path in ranks.paths]
     for path in ranks.paths:
-        time.sleep(chance.random() * 0.01)
+        time.sleep(rng.random() * 0.01)
         trainium_worker.stop_at(path, max(checks) + 1)
     for thread in threads:
         thread.join(scaled(30))
@@ -225,7 +230,7 @@ def test_a_stop_request_without_a_reply_times_out(record: Path, monkeypatch: pyt
     assert not trainium_worker.should_stop()
     trainium_worker.stop_at(record, 2)
     assert trainium_worker.should_stop()
-    assert trainium_worker.should_stop(), "who asks again gets the same answer"
+    assert trainium_worker.should_stop(), "the answer does not change"
 
 
 def test_a_stop_request_to_an_earlier_attempt_is_ignored(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,5 +239,5 @@ def test_a_stop_request_to_an_earlier_attempt_is_ignored(record: Path, monkeypat
     monkeypatch.setattr(trainium_worker, "_program", None)
     trainium_worker.step(1)
     assert not trainium_worker.should_stop()
-    trainium_worker.request_stop(record.with_name("of-no-process"))  # as of a rank that has not reported yet
+    trainium_worker.request_stop(record.with_name("of-no-process"))  # a rank that has not reported yet
     assert not record.with_name("of-no-process").exists()

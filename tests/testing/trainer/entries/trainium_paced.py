@@ -1,6 +1,6 @@
-"""Run the trainer with steps of a steady length: a small model would be through its data too early.
+"""Run the trainer with steps of a fixed length, so that a small model does not finish too early.
 
-Workers run this in place of the plain entry point; losses are those of the plain trainer.
+Workers run this in place of the normal entry point; the losses do not change.
 """
 
 import os
@@ -16,13 +16,13 @@ def main(argv: list[str]) -> Any:
     from trainium_trainer.backends.native import NativeBackend
 
     accumulate = NativeBackend.accumulate
-    ended = [time.monotonic()]
+    last_end = [time.monotonic()]
 
-    def paced(self: NativeBackend, batch: Any, *, last: bool) -> None:
+    def accumulate_paced(self: NativeBackend, batch: Any, *, last: bool) -> None:
         accumulate(self, batch, last=last)
         if last:
-            time.sleep(max(0.0, ended[0] + _STEP_SECONDS - time.monotonic()))
-            ended[0] = time.monotonic()
+            time.sleep(max(0.0, last_end[0] + _STEP_SECONDS - time.monotonic()))
+            last_end[0] = time.monotonic()
 
-    NativeBackend.accumulate = paced  # type: ignore[method-assign]
+    NativeBackend.accumulate = accumulate_paced  # type: ignore[method-assign]
     return cli.main(argv)

@@ -1,4 +1,4 @@
-"""Digests on their way to the coordinator: whatever ranks write them, a reader finds each file's in one table."""
+"""Collect the digests of files on the first rank: any ranks write the tables, and a reader finds each file in one."""
 
 import hashlib
 import json
@@ -22,13 +22,16 @@ from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 
 
-def written(place: int, blocks: int) -> WrittenFile:
-    digests = b"".join(hashlib.sha256(b"%d %d" % (place, number)).digest() for number in range(blocks))
-    return WrittenFile(8 * blocks, hashlib.sha256(b"%d" % place).digest(), digests, blocks)
+def written_file(number: int, blocks: int) -> WrittenFile:
+    digests = b"".join(hashlib.sha256(b"%d %d" % (number, block)).digest() for block in range(blocks))
+    return WrittenFile(8 * blocks, hashlib.sha256(b"%d" % number).digest(), digests, blocks)
 
 
-class Tree:
-    """All ranks, as `collectives` has them meet; `received`: bytes by rank."""
+class ReductionTree:
+    """All ranks, joined in pairs as in `collectives`.
+
+    `places`: the number of each rank's file; `received`: bytes by rank; `tables_by_others`: not by the first rank.
+    """
 
     def __init__(self, root: Path, files: list[WrittenFile | None], places: list[int]) -> None:
         self.storage = PosixStorage(root)
@@ -39,30 +42,30 @@ class Tree:
         while distance < len(files):
             for rank in range(distance, len(files), 2 * distance):
                 passed = fold_reports(reports.pop(rank), self.write)
-                self.received[rank - distance] += len(pack_values([pickle.dumps(each) for each in passed]))
+                self.received[rank - distance] += len(pack_values([pickle.dumps(report) for report in passed]))
                 reports[rank - distance] += passed
             distance *= 2
-        left = {place: file for each in reports[0] for place, file in each.files}
-        tables = [table for each in reports[0] for table in each.tables]
-        self.by_others = len(tables)
-        self.tables = [*tables, *self.write(left, [table.first for table in tables])]
+        unwritten = {place: file for report in reports[0] for place, file in report.files}
+        tables = [table for report in reports[0] for table in report.tables]
+        self.tables_by_others = len(tables)
+        self.tables = [*tables, *self.write(unwritten, [table.first for table in tables])]
 
-    def write(self, files: dict[int, WrittenFile], others: list[int]) -> list[WrittenTable]:
-        return write_digests(self.storage, "step", files, others, Retry(()))
+    def write(self, files: dict[int, WrittenFile], firsts: list[int]) -> list[WrittenTable]:
+        return write_digests(self.storage, "step", files, firsts, Retry(()))
 
     def check(self, expected: dict[int, WrittenFile]) -> None:
         """Check that every file is in the table in which a reader looks for it, and once in the manifest's entries."""
         firsts = sorted(table.first for table in self.tables)
         assert len(set(firsts)) == len(firsts)
         entries = [entry for table in self.tables for entry in table.files]
-        whole = {(place, file.size, bytes.fromhex(file.digest)) for place, file in expected.items()}
+        expected_entries = {(place, file.size, bytes.fromhex(file.digest)) for place, file in expected.items()}
         assert len(entries) == len(set(entries))
-        assert set(entries) == whole
+        assert set(entries) == expected_entries
         assert sum(table.values for table in self.tables) == sum(file.values for file in expected.values())
         for place, file in expected.items():
             name = blocks_name(firsts[bisect_right(firsts, place) - 1])
             data = self.storage.read(f"step/{name}")
-            (table,) = (one for one in self.tables if blocks_name(one.first) == name)
+            (table,) = (table for table in self.tables if blocks_name(table.first) == name)
             assert (table.size, table.digest.hex()) == (len(data), digest_bytes(data))
             entry = json.loads(data)["files"][shard_name(place)]
             assert entry == {"size": file.size, "header": file.header.hex(), "blocks": file.blocks.hex()}
@@ -70,22 +73,22 @@ class Tree:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_reader_finds_every_files_digests_whichever_rank_has_written_them(tmp_path: Path, seed: int) -> None:
-    dice = random.Random(seed)
-    ranks = dice.choice((1, 2, 7, 40, 100))
+    rng = random.Random(seed)
+    ranks = rng.choice((1, 2, 7, 40, 100))
     places = list(range(ranks))
-    for begin in range(0, ranks - 3, 4):  # some nodes are wired in another order
-        if dice.random() < 0.2:
-            places[begin : begin + 4] = dice.sample(places[begin : begin + 4], 4)
-    most = dice.choice((3, 60, 900, 3000))
-    files = [None if dice.random() < 0.1 else written(place, dice.randint(1, most)) for place in places]
-    tree = Tree(tmp_path, files, places)
+    for begin in range(0, ranks - 3, 4):  # some nodes number their ranks in another order
+        if rng.random() < 0.2:
+            places[begin : begin + 4] = rng.sample(places[begin : begin + 4], 4)
+    max_blocks = rng.choice((3, 60, 900, 3000))
+    files = [None if rng.random() < 0.1 else written_file(place, rng.randint(1, max_blocks)) for place in places]
+    tree = ReductionTree(tmp_path, files, places)
     tree.check({place: file for place, file in zip(places, files, strict=True) if file is not None})
 
 
 def test_no_rank_receives_more_than_a_few_tables_of_digests(tmp_path: Path) -> None:
-    """1,024 ranks with 50 blocks each have 1.6 MiB of digests, which is what the first and the middle rank received."""
-    files = [written(rank, 50) for rank in range(1024)]
-    tree = Tree(tmp_path, [*files], list(range(1024)))
+    """1,024 ranks with 50 blocks each have 1.6 MiB of digests."""
+    files = [written_file(rank, 50) for rank in range(1024)]
+    tree = ReductionTree(tmp_path, [*files], list(range(1024)))
     tree.check(dict(enumerate(files)))
-    assert tree.by_others > 20
+    assert tree.tables_by_others > 20
     assert max(tree.received) < 200 << 10

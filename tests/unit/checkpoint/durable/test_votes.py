@@ -1,4 +1,4 @@
-"""Votes on saves: one integer a rank, and their sum shows what is wanted and whether any rank is busy."""
+"""Decide on a save by the sum of one integer per rank: what to save, and whether any rank is busy."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ WANTED = (Save.NOTHING, Save.STATE, Save.MILESTONE, Save.STATE | Save.MILESTONE)
 @given(st.sampled_from(WANTED), st.lists(st.booleans(), min_size=1, max_size=64))
 def test_the_first_rank_decides_on_a_save_unless_any_rank_is_busy(wanted: Save, busy: list[bool]) -> None:
     first, *others = busy
-    total = encode_vote(wanted, busy=first) + sum(encode_vote(Save.NOTHING, busy=each) for each in others)
+    total = encode_vote(wanted, busy=first) + sum(encode_vote(Save.NOTHING, busy=rank_busy) for rank_busy in others)
     assert decode_votes(total) is (Save.NOTHING if any(busy) else wanted)
 
 

@@ -1,7 +1,6 @@
 """Edge cases of the formats: empty copies, a single rank, invalid states and layouts."""
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,24 +31,16 @@ def test_a_single_rank_receives_its_message() -> None:
     assert reduce_on_root(lambda: "value", list, None, "alone") == ["value"]
 
 
-@pytest.fixture
-def _without_gc() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def test_garbage_collection_is_enabled_again_afterwards() -> None:
-    with without_gc():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-
-
-@pytest.mark.usefixtures("_without_gc")
-def test_a_disabled_garbage_collector_stays_disabled() -> None:
-    with without_gc():
-        pass
-    assert not gc.isenabled()
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_garbage_collection_is_as_before_afterwards(is_enabled: bool) -> None:
+    if not is_enabled:
+        gc.disable()
+    try:
+        with without_gc():
+            assert not gc.isenabled()
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
 
 
 def test_a_state_has_dotted_names_and_nothing_but_tensors() -> None:
@@ -59,12 +50,7 @@ def test_a_state_has_dotted_names_and_nothing_but_tensors() -> None:
         flatten({"model": {"step": 3}})
 
 
-SCHEME = CheckpointLayout(Grid(pipeline=2), [TensorMetadata("a", "F32", (4,), 1, ())])
-
-
-def altered(**changes: Any) -> dict[str, Any]:
-    raw = SCHEME.to_json()
-    return {**raw, "tensors": {"a": {**raw["tensors"]["a"], **changes}}}
+LAYOUT = CheckpointLayout(Grid(pipeline=2), [TensorMetadata("a", "F32", (4,), 1, ())])
 
 
 @pytest.mark.parametrize(
@@ -72,16 +58,17 @@ def altered(**changes: Any) -> dict[str, Any]:
     [({"dtype": "F13"}, "no type F13"), ({"stage": 2}, "no stage 2"), ({"stage": -1}, "no stage -1")],
 )
 def test_a_layout_with_types_or_stages_that_do_not_exist_is_refused(changes: dict[str, Any], sentence: str) -> None:
-    assert CheckpointLayout.from_json(altered()).to_json() == SCHEME.to_json()
+    raw = LAYOUT.to_json()
+    assert CheckpointLayout.from_json(raw).to_json() == raw
     with pytest.raises(ValueError, match=sentence):
-        CheckpointLayout.from_json(altered(**changes))
+        CheckpointLayout.from_json({**raw, "tensors": {"a": {**raw["tensors"]["a"], **changes}}})
 
 
 def test_an_empty_box_overlaps_nothing() -> None:
     cut = Cut(0, Axis.DATA)
     grid = Grid(data=2)
     assert list(overlapping_boxes((4,), (cut,), grid, Box((2,), (0,)))) == []
-    assert [held.box for held in overlapping_boxes((4,), (cut,), grid, Box((1,), (2,)))] == [
+    assert [overlap.box for overlap in overlapping_boxes((4,), (cut,), grid, Box((1,), (2,)))] == [
         Box((0,), (2,)),
         Box((2,), (2,)),
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.checkpoint.checkpoint_builders import SOLO, State, run_alone, write_checkpoint
+from tests.unit.checkpoint.checkpoint_builders import SINGLE_RANK, State, start_run, write_checkpoint
 from trainium_contract.wire.checkpoint_manifest import BLOCK_BYTES, ManifestFile, digest_bytes
 from trainium_trainer.checkpoint.format.reader import CheckpointReader, load_checkpoint
 from trainium_trainer.checkpoint.format.writer import write_shard, write_tables
@@ -22,8 +22,8 @@ from trainium_trainer.storage.protocol import Retry
 RETRY = Retry(())
 
 
-class CountingStorage(PosixStorage):
-    """A store that notes the files that are read."""
+class NameRecordingStorage(PosixStorage):
+    """A folder that records the names of the files that are read."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -38,7 +38,7 @@ class CountingStorage(PosixStorage):
         super().read_into(name, start, target)
 
 
-def written_by_many(root: Path, ranks: int, rows: int = 2) -> tuple[CommittedCheckpoint, dict[str, torch.Tensor]]:
+def write_with_many_ranks(root: Path, ranks: int, rows: int = 2) -> tuple[CommittedCheckpoint, dict[str, torch.Tensor]]:
     """Write a checkpoint of many ranks in one process: a divided tensor and 20 that all ranks hold."""
     whole = {"wide": torch.arange(float(ranks * rows * 3)).view(ranks * rows, 3)}
     whole |= {f"copy{number:02d}": torch.full((number + 1,), float(number)) for number in range(20)}
@@ -62,11 +62,11 @@ def written_by_many(root: Path, ranks: int, rows: int = 2) -> tuple[CommittedChe
 def test_a_reader_of_one_box_reads_the_tables_and_files_that_have_it_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)  # of 1,200 files, which no power cut is to survive
-    checkpoint, whole = written_by_many(tmp_path, 1200)
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)  # 1,200 files need not survive a power cut
+    checkpoint, whole = write_with_many_ranks(tmp_path, 1200)
     tables = [file.name for file in checkpoint.manifest.files if file.name.startswith("blocks-")]
     assert len(tables) >= 3
-    storage = CountingStorage(tmp_path)
+    storage = NameRecordingStorage(tmp_path)
     reader = CheckpointReader(storage, checkpoint.for_readers(), RETRY)
     target = torch.empty(3, 3)
     reader.fill(reader.plan_read("wide", (2000, 0), target))
@@ -79,7 +79,7 @@ def test_a_reader_of_one_box_reads_the_tables_and_files_that_have_it_and_no_othe
 
 
 def test_the_manifest_verifies_the_files_of_many_ranks(tmp_path: Path) -> None:
-    checkpoint, _ = written_by_many(tmp_path, 40)
+    checkpoint, _ = write_with_many_ranks(tmp_path, 40)
     for file in checkpoint.manifest.files:
         data = (tmp_path / checkpoint.folder / file.name).read_bytes()
         assert len(data) <= BLOCK_BYTES
@@ -94,7 +94,9 @@ def test_missing_values_are_found_before_the_commit(tmp_path: Path) -> None:
         write_tables(storage, "step-1/a", layout, {0: file}, RETRY)
 
 
-def edited(root: Path, checkpoint: CommittedCheckpoint, name: str, change: Callable[[Any], Any]) -> CommittedCheckpoint:
+def edit_table(
+    root: Path, checkpoint: CommittedCheckpoint, name: str, change: Callable[[Any], Any]
+) -> CommittedCheckpoint:
     """Change a table of a checkpoint, and its digest in the manifest."""
     path = root / checkpoint.folder / name
     data = json.dumps(change(json.loads(path.read_text()))).encode()
@@ -104,7 +106,7 @@ def edited(root: Path, checkpoint: CommittedCheckpoint, name: str, change: Calla
     return CommittedCheckpoint(1, checkpoint.folder, checkpoint.manifest.model_copy(update={"files": tuple(files)}))
 
 
-def other_division(index: dict[str, Any]) -> dict[str, Any]:
+def swap_divisions(index: dict[str, Any]) -> dict[str, Any]:
     index["divisions"] = [[] if division else [{"dimension": 0, "axis": "data"}] for division in index["divisions"]]
     return index
 
@@ -115,7 +117,7 @@ def other_division(index: dict[str, Any]) -> dict[str, Any]:
         ("index.json", lambda index: index | {"format": 4}, "index.json is of another format"),
         ("index.json", lambda index: {**index, "divisions": []}, "index.json is not an index"),
         ("index.json", lambda index: {**index, "tensors": 5}, "index.json is not an index"),
-        ("index.json", other_division, "is not divided as in index.json|has no description"),
+        ("index.json", swap_divisions, "is not divided as in index.json|has no description"),
         ("blocks-00000.json", lambda _: {"files": {}}, "has no description of shard-.*"),
         ("blocks-00000.json", lambda _: [], "has no description of shard-.*"),
     ],
@@ -123,28 +125,28 @@ def other_division(index: dict[str, Any]) -> dict[str, Any]:
 def test_tables_that_do_not_fit_the_files_are_damage(
     tmp_path: Path, name: str, change: Callable[[Any], Any], sentence: str
 ) -> None:
-    checkpoint, _ = written_by_many(tmp_path, 8)
-    spoilt = edited(tmp_path, checkpoint, name, change)
+    checkpoint, _ = write_with_many_ranks(tmp_path, 8)
+    damaged = edit_table(tmp_path, checkpoint, name, change)
 
     def read() -> None:
-        reader = CheckpointReader(PosixStorage(tmp_path), spoilt, RETRY)
-        for each in reader.tensors:
-            reader.read(each)
+        reader = CheckpointReader(PosixStorage(tmp_path), damaged, RETRY)
+        for tensor_name in reader.tensors:
+            reader.read(tensor_name)
 
     with pytest.raises(DamagedFileError, match=sentence):
         read()
 
 
 @pytest.mark.parametrize("ranks", [4, 6, 16])
-def test_the_index_of_a_checkpoint_of_another_size_is_damage_and_gives_no_value(tmp_path: Path, ranks: int) -> None:
-    """Mix the folders of two sizes as by hand, with a manifest that vouches for the mixture."""
+def test_the_index_of_a_checkpoint_of_another_size_is_damage_and_no_value_is_read(tmp_path: Path, ranks: int) -> None:
+    """Mix the folders of two sizes, with a manifest whose digests match the mixture."""
 
     def divided(data: int) -> CheckpointLayout:
         return CheckpointLayout(Grid(1, data, 1), [TensorMetadata("model.w", "F32", (48,), 0, (Cut(0, Axis.DATA),))])
 
     values = torch.arange(48.0)
     checkpoint = write_checkpoint(tmp_path, divided(8), lambda rank, _: values.chunk(8)[rank])
-    mixed = edited(tmp_path, checkpoint, "index.json", lambda index: index | divided(ranks).to_json())
+    mixed = edit_table(tmp_path, checkpoint, "index.json", lambda index: index | divided(ranks).to_json())
     target = torch.full((48,), -1.0)
 
     def read() -> None:
@@ -157,10 +159,10 @@ def test_the_index_of_a_checkpoint_of_another_size_is_damage_and_gives_no_value(
 
 
 def test_another_state_is_not_loaded(tmp_path: Path) -> None:
-    run_alone(tmp_path).run_to(4, save_at=(4,)).flush().manager.close()
+    start_run(tmp_path).save_steps(4).close()
     storage = PosixStorage(tmp_path)
     (checkpoint,) = survey(storage).committed
-    state = State(SOLO)
+    state = State(SINGLE_RANK)
     state.tensors["model.more"] = torch.zeros(2)
     with pytest.raises(DamagedFileError, match=r"has no model\.more"):
         load_checkpoint(storage, checkpoint, state, RETRY)

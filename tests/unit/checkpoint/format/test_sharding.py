@@ -1,4 +1,4 @@
-"""Assign boxes to their writers: our rule on many meshes, for every layout, and beside the planners of torch's DCP."""
+"""Assign boxes to their writers, on many meshes and for every layout; compare with the planners of torch's DCP."""
 
 from dataclasses import replace
 
@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.default_planner import (
 from tests.testing.suite.trials import trials
 from tests.testing.trainer.base_models import SHAPE
 from tests.testing.trainer.checkpoint_layouts import assert_written_once
-from tests.unit.checkpoint.fake_world import place_of, state_of_rank
+from tests.unit.checkpoint.checkpoint_builders import mesh_coordinates
+from tests.unit.checkpoint.rank_state import create_rank_state
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_trainer.checkpoint.durable.durable_tier import LayoutReport, merge_reports
 from trainium_trainer.checkpoint.format.live_state import build_layout, get_box
@@ -44,12 +45,12 @@ GRIDS = st.builds(Grid, pipeline=st.just(1), data=st.integers(1, 9), tensor=st.i
 def layouts(draw: st.DrawFn) -> CheckpointLayout:
     """Draw any tensors, divided along any axes in any order."""
     grid = draw(GRIDS)
-    found = []
+    tensors = []
     for number in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
         axes = draw(st.permutations(list(Axis)))[: draw(st.integers(0, 2))]
-        found.append(tensor(f"t{number}", shape, *(Cut(draw(st.integers(0, len(shape) - 1)), axis) for axis in axes)))
-    return CheckpointLayout(grid, found)
+        tensors.append(tensor(f"t{number}", shape, *(Cut(draw(st.integers(0, len(shape) - 1)), axis) for axis in axes)))
+    return CheckpointLayout(grid, tensors)
 
 
 @settings(max_examples=trials(60))
@@ -62,16 +63,16 @@ def test_every_value_is_written_once_by_a_rank_that_holds_it(layout: CheckpointL
 @settings(max_examples=trials(50))
 @given(layouts(), st.data())
 def test_the_writers_of_a_box_are_those_whose_boxes_overlap_it(layout: CheckpointLayout, data: st.DataObject) -> None:
-    each = layout.tensors["t0"]
-    low = tuple(data.draw(st.integers(0, length - 1)) for length in each.shape)
-    sizes = tuple(data.draw(st.integers(1, length - begin)) for begin, length in zip(low, each.shape, strict=True))
+    shape = layout.tensors["t0"].shape
+    low = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
+    sizes = tuple(data.draw(st.integers(1, length - begin)) for begin, length in zip(low, shape, strict=True))
 
-    def meets(box: Box) -> bool:
+    def overlaps(box: Box) -> bool:
         edges = zip(low, sizes, box.offsets, box.sizes, strict=True)
         return all(max(a, c) < min(a + b, c + d) for a, b, c, d in edges)
 
-    everything = layout.writers("t0", Box((0,) * len(each.shape), each.shape))
-    assert set(layout.writers("t0", Box(low, sizes))) == {(box, rank) for box, rank in everything if meets(box)}
+    all_writers = layout.writers("t0", Box((0,) * len(shape), shape))
+    assert set(layout.writers("t0", Box(low, sizes))) == {(box, rank) for box, rank in all_writers if overlaps(box)}
 
 
 @settings(max_examples=trials(50))
@@ -100,10 +101,10 @@ def test_a_layout_is_the_same_after_json(layout: CheckpointLayout) -> None:
         ((10,), (Cut(0, Axis.TENSOR, 9), Cut(0, Axis.DATA, 2)), "window 4"),
     ],
 )
-def test_a_value_without_a_writer_is_found(shape: tuple[int, ...], cuts: tuple[Cut, ...], problem: str) -> None:
-    found = find_partition_problem(shape, cuts, Grid(1, 4, 2))
-    assert problem in found
-    assert bool(found) == bool(problem)
+def test_a_value_without_a_writer_is_reported(shape: tuple[int, ...], cuts: tuple[Cut, ...], problem: str) -> None:
+    reported = find_partition_problem(shape, cuts, Grid(1, 4, 2))
+    assert problem in reported
+    assert bool(reported) == bool(problem)
 
 
 def test_copies_are_written_by_all_holders_in_turn_largest_first() -> None:
@@ -112,7 +113,7 @@ def test_copies_are_written_by_all_holders_in_turn_largest_first() -> None:
     layout = CheckpointLayout(grid, tensors)
     loads = [sum(item.size for item in layout.plan_items(rank)) for rank in range(grid.size)]
     assert min(loads) > 0
-    assert max(loads) - min(loads) <= max(each.volume for each in tensors) * 4 // grid.tensor
+    assert max(loads) - min(loads) <= max(metadata.volume for metadata in tensors) * 4 // grid.tensor
 
 
 def test_a_tensor_of_several_stages_is_written_by_the_first() -> None:
@@ -124,7 +125,7 @@ def test_a_tensor_of_several_stages_is_written_by_the_first() -> None:
         for stage in range(3)
     ]
     whole, moved = merge_reports(
-        [LayoutReport(each, each // 2, stages[each // 2].digest, stages[each // 2]) for each in range(6)]
+        [LayoutReport(rank, rank // 2, stages[rank // 2].digest, stages[rank // 2]) for rank in range(6)]
     )
     assert moved == {"all": 0}
     assert_written_once(whole)
@@ -134,16 +135,16 @@ def test_a_tensor_of_several_stages_is_written_by_the_first() -> None:
 
 def test_ranks_that_disagree_are_refused_before_anything_is_written() -> None:
     grid = Grid(2, 2, 1)
-    one, two = (
+    divided, whole = (
         CheckpointLayout(grid, [tensor("a", (4,), Cut(0, Axis.DATA))]),
         CheckpointLayout(grid, [tensor("a", (4,))]),
     )
     with pytest.raises(ValueError, match="rank 1 divides the state otherwise"):
-        merge_reports([LayoutReport(0, 0, one.digest, one), LayoutReport(1, 0, two.digest, None)])
+        merge_reports([LayoutReport(0, 0, divided.digest, divided), LayoutReport(1, 0, whole.digest, None)])
     with pytest.raises(ValueError, match="two ranks have one place"):
-        merge_reports([LayoutReport(0, 0, one.digest, one), LayoutReport(0, 0, one.digest, None)])
+        merge_reports([LayoutReport(0, 0, divided.digest, divided), LayoutReport(0, 0, divided.digest, None)])
     with pytest.raises(ValueError, match="a is not the same in pipeline stages 0 and 1"):
-        merge_stages([one, CheckpointLayout(grid, [tensor("a", (5,), stage=1)])])
+        merge_stages([divided, CheckpointLayout(grid, [tensor("a", (5,), stage=1)])])
     gap = CheckpointLayout(grid, [tensor("a", (9,), Cut(0, Axis.DATA, 4))])
     with pytest.raises(ValueError, match="the state cannot be saved: a: no rank along data holds window 2"):
         merge_reports([LayoutReport(0, 0, gap.digest, gap)])
@@ -161,16 +162,16 @@ MORE_RANKS = [(1, 1), (2, 1), (8, 1), (1, 2), (5, 2), (2, 4), (3, 4), (4, 8)]
 )
 def test_the_boxes_are_those_of_torchs_own_planners(mesh: tuple[int, int], mode: DataParallelMode) -> None:
     grid = Grid(1, *mesh)
-    plans, mine = [], []
+    plans, layouts = [], []
     for rank in range(grid.size):
-        with state_of_rank(SHAPE, grid, rank, mode) as state:
+        with create_rank_state(SHAPE, grid, rank, mode) as state:
             plans.append(create_default_local_save_plan(state, is_coordinator=rank == 0))
-            mine.append(build_layout(state, place_of(grid, rank, mode)))
+            layouts.append(build_layout(state, mesh_coordinates(grid, rank, mode)))
             for item in plans[-1].items:
                 box = Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
                 assert not box.volume or get_box(state[item.index.fqn]) == box
-    assert len({layout.digest for layout in mine}) == 1
-    layout = mine[0]
+    assert len({layout.digest for layout in layouts}) == 1
+    layout = layouts[0]
     assert layout.find_problem() == ""
     assert_written_once(layout)
     _, metadata = create_default_global_save_plan(dedup_save_plans(plans))
@@ -190,35 +191,35 @@ def test_the_boxes_are_those_of_torchs_own_planners(mesh: tuple[int, int], mode:
 
 
 def test_a_layout_does_not_grow_with_the_ranks() -> None:
-    def text(grid: Grid) -> bytes:
-        with state_of_rank(SHAPE, grid, 0, DataParallelMode.FULLY_SHARDED, device="meta") as state:
-            return build_layout(state, place_of(grid, 0, DataParallelMode.FULLY_SHARDED)).text
+    def layout_text(grid: Grid) -> bytes:
+        with create_rank_state(SHAPE, grid, 0, DataParallelMode.FULLY_SHARDED, device="meta") as state:
+            return build_layout(state, mesh_coordinates(grid, 0, DataParallelMode.FULLY_SHARDED)).text
 
-    small, large = text(Grid(1, 2, 2)), text(Grid(1, 512, 8))
+    small, large = layout_text(Grid(1, 2, 2)), layout_text(Grid(1, 512, 8))
     assert len(large) == len(small) + 2
 
 
 def test_a_rank_whose_boxes_differ_from_the_layout_is_refused() -> None:
     grid, mode = Grid(1, 2, 2), DataParallelMode.FULLY_SHARDED
-    with state_of_rank(SHAPE, grid, 1, mode) as state:
+    with create_rank_state(SHAPE, grid, 1, mode) as state:
         with pytest.raises(ValueError, match="rank 2 holds"):
-            build_layout(state, place_of(grid, 2, mode))
-        crowded = replace(place_of(grid, 1, mode), world_size=5)
+            build_layout(state, mesh_coordinates(grid, 2, mode))
+        with_extra_rank = replace(mesh_coordinates(grid, 1, mode), world_size=5)
         with pytest.raises(ValueError, match="there are 5 ranks"):
-            build_layout(state, crowded)
+            build_layout(state, with_extra_rank)
 
 
 def test_a_placement_that_checkpoints_cannot_express_is_refused() -> None:
     from torch.distributed.tensor import Partial
 
     grid, mode = Grid(1, 2, 2), DataParallelMode.FULLY_SHARDED
-    with state_of_rank(SHAPE, grid, 0, mode) as state:
+    with create_rank_state(SHAPE, grid, 0, mode) as state:
         name = next(name for name in state if name != OPTIMIZER_STEP)
         state[name]._spec = replace(state[name]._spec, placements=(Partial(), *state[name].placements[1:]))
         with pytest.raises(TypeError, match="cannot express the placement"):
-            build_layout(state, place_of(grid, 0, mode))
+            build_layout(state, mesh_coordinates(grid, 0, mode))
     with pytest.raises(TypeError, match="step: checkpoints do not hold"):
-        build_layout({"step": torch.zeros(2, dtype=torch.complex64)}, place_of(Grid(), 0, mode))
+        build_layout({"step": torch.zeros(2, dtype=torch.complex64)}, mesh_coordinates(Grid(), 0, mode))
 
 
 def test_wide_types_come_first_in_a_file() -> None:

@@ -1,4 +1,5 @@
-import multiprocessing
+import errno
+import os
 import random
 import time
 from collections.abc import Callable
@@ -9,23 +10,22 @@ import pytest
 import torch
 
 from tests.testing.trainer.base_models import flip_bit, with_flipped_bit
-from tests.unit.checkpoint.checkpoint_builders import SOLO, State, position, run_alone
+from tests.testing.trainer.fork_server import fork_context
+from tests.unit.checkpoint.checkpoint_builders import SINGLE_RANK, State, position, start_run
 from tests.unit.checkpoint.checkpoint_scenarios import train_until_killed
 from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
-from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, ShardKey, StateVersion
+from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, ShardKey, StateVersion, read_header
 from trainium_trainer.checkpoint.root.commit_lease import settings_digest
 from trainium_worker.snapshot import checksum, directory_of_run
 
 
-def snapshots(memory: Any) -> list[Path]:
+def list_snapshots(memory: Any) -> list[Path]:
     return sorted(memory.rglob("*.snapshot"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def newest(memory: Any, step: int) -> Path:
-    from trainium_trainer.checkpoint.memory.snapshot import read_header
-
-    for path in snapshots(memory):
+def snapshot_of_step(memory: Any, step: int) -> Path:
+    for path in list_snapshots(memory):
         header = read_header(path)
         if header is not None and header.claim.version.position.step == step:
             return path
@@ -33,33 +33,35 @@ def newest(memory: Any, step: int) -> Path:
 
 
 def test_a_restarted_process_resumes_the_step_that_it_had_completed(tmp_path: Path) -> None:
-    run = run_alone(tmp_path / "root", tmp_path / "memory").run_to(5)
-    run.manager.close()
-    again = run_alone(tmp_path / "root", tmp_path / "memory")
-    assert again.report() | {"warnings": []} == {
-        "step": 5,
+    start_run(tmp_path / "root", tmp_path / "memory").run_to(5).close()
+    report = start_run(tmp_path / "root", tmp_path / "memory").close().report()
+    del report["warnings"]
+    assert report == {
+        "resumed_step": 5,
         "position": position(5),
-        "wrong": [],
+        "wrong_tensors": [],
         "source": "memory",
-        "warnings": [],
-        "durable": -1,
-        "memory": 5,
+        "durable_step": -1,
+        "memory_step": 5,
     }
-    again.manager.close()
+
+
+def create_tier(folder: Path, tensors: dict[str, torch.Tensor], key: ShardKey | None = None) -> MemoryTier:
+    return MemoryTier(
+        folder,
+        key=key or ShardKey(0, 1),
+        layout=BufferLayout.of(tensors),
+        generation=1,
+        session="session",
+        config_digest=settings_digest({"model": "one"}),
+    )
 
 
 def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) -> None:
-    run = run_alone(tmp_path / "root", tmp_path / "memory").run_to(9)
-    run.manager.close()
-    assert len(snapshots(tmp_path / "memory")) == 3
-    state = State(SOLO)
-    tier = MemoryTier(
-        directory_of_run(tmp_path / "memory", str(tmp_path / "root")),
-        key=ShardKey(0, 1),
-        layout=BufferLayout.of(state.local_tensors()),
-        generation=1,
-        session="s",
-        config_digest=settings_digest({"model": "one"}),
+    start_run(tmp_path / "root", tmp_path / "memory").run_to(9).close()
+    assert len(list_snapshots(tmp_path / "memory")) == 3
+    tier = create_tier(
+        directory_of_run(tmp_path / "memory", str(tmp_path / "root")), State(SINGLE_RANK).local_tensors()
     )
     assert sorted(claim.version.position.step for claim in tier.claims()) == [7, 8, 9]
     tier.close()
@@ -67,7 +69,7 @@ def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_process_killed_at_any_instant_loses_at_most_one_step(tmp_path: Path, seed: int) -> None:
-    context = multiprocessing.get_context("forkserver")
+    context = fork_context()
     completed = context.Value("l", 0)
     process = context.Process(
         target=train_until_killed, args=(tmp_path / "root", tmp_path / "memory", completed), daemon=True
@@ -82,15 +84,14 @@ def test_a_process_killed_at_any_instant_loses_at_most_one_step(tmp_path: Path, 
     process.close()
     steps = completed.value
     assert steps >= 3
-    again = run_alone(tmp_path / "root", tmp_path / "memory", scale=4000)
-    again.manager.close()
+    again = start_run(tmp_path / "root", tmp_path / "memory", scale=4000).close()
     assert again.resumed.step >= steps - 1
-    assert again.wrong == []
+    assert again.wrong_tensors == []
     assert again.manager.warnings == []
 
 
 @pytest.mark.parametrize(
-    ("harm", "sentence"),
+    ("damage", "sentence"),
     [
         (lambda data: data[: len(data) // 2], "bytes where"),
         (lambda data: with_flipped_bit(data, 5000), "checksum"),
@@ -98,118 +99,100 @@ def test_a_process_killed_at_any_instant_loses_at_most_one_step(tmp_path: Path, 
     ],
 )
 def test_a_torn_or_altered_snapshot_is_named_and_the_one_before_it_is_used(
-    tmp_path: Path, harm: Callable[[bytes], bytes], sentence: str
+    tmp_path: Path, damage: Callable[[bytes], bytes], sentence: str
 ) -> None:
-    run = run_alone(tmp_path / "root", tmp_path / "memory").run_to(6)
-    run.manager.close()
-    path = newest(tmp_path / "memory", 6)
-    path.write_bytes(harm(path.read_bytes()))
-    again = run_alone(tmp_path / "root", tmp_path / "memory")
-    assert (again.resumed.step, again.wrong) == (5, [])
+    start_run(tmp_path / "root", tmp_path / "memory").run_to(6).close()
+    path = snapshot_of_step(tmp_path / "memory", 6)
+    path.write_bytes(damage(path.read_bytes()))
+    again = start_run(tmp_path / "root", tmp_path / "memory")
+    assert (again.resumed.step, again.wrong_tensors) == (5, [])
     assert any(sentence in warning for warning in again.manager.warnings)
     again.run_to(9)
-    again.manager.close()
-    third = run_alone(tmp_path / "root", tmp_path / "memory")
-    assert (third.resumed.step, third.wrong, third.manager.warnings) == (9, [], [])
-    third.manager.close()
+    again.close()
+    last = start_run(tmp_path / "root", tmp_path / "memory").close()
+    assert (last.resumed.step, last.wrong_tensors, last.manager.warnings) == (9, [], [])
 
 
 def test_a_snapshot_whose_header_was_not_written_yet_is_no_damage(tmp_path: Path) -> None:
-    run = run_alone(tmp_path / "root", tmp_path / "memory").run_to(6)
-    run.manager.close()
-    path = newest(tmp_path / "memory", 6)
+    start_run(tmp_path / "root", tmp_path / "memory").run_to(6).close()
+    path = snapshot_of_step(tmp_path / "memory", 6)
     path.write_bytes(bytes(8) + path.read_bytes()[8:])
-    again = run_alone(tmp_path / "root", tmp_path / "memory")
-    assert (again.resumed.step, again.wrong, again.manager.warnings) == (5, [], [])
-    again.manager.close()
+    again = start_run(tmp_path / "root", tmp_path / "memory").close()
+    assert (again.resumed.step, again.wrong_tensors, again.manager.warnings) == (5, [], [])
 
 
 def test_a_newer_generation_reads_older_snapshots_and_stops_their_writer(tmp_path: Path) -> None:
-    old = run_alone(tmp_path / "root", tmp_path / "memory", generation=3).run_to(4)
+    old = start_run(tmp_path / "root", tmp_path / "memory", generation=3).run_to(4)
     old.manager.before_update()
-    new = run_alone(tmp_path / "root", tmp_path / "memory", generation=4)
-    assert (new.resumed.step, new.wrong) == (4, [])
+    new = start_run(tmp_path / "root", tmp_path / "memory", generation=4)
+    assert (new.resumed.step, new.wrong_tensors) == (4, [])
     with pytest.raises(StaleGenerationError, match="belongs to generation 4"):
         old.advance()
     new.run_to(8)
-    new.manager.close()
-    assert {path.name.split("-")[0] for path in snapshots(tmp_path / "memory")} == {"g4"}
-    old.manager.close()
+    new.close()
+    assert {path.name.split("-")[0] for path in list_snapshots(tmp_path / "memory")} == {"g4"}
+    old.close()
     with pytest.raises(StaleGenerationError):
-        run_alone(tmp_path / "root", tmp_path / "memory", generation=3)
+        start_run(tmp_path / "root", tmp_path / "memory", generation=3)
 
 
 def test_snapshots_of_other_settings_are_not_used(tmp_path: Path) -> None:
-    run = run_alone(tmp_path / "root", tmp_path / "memory", run="one").run_to(4)
-    run.manager.close()
-    other = run_alone(tmp_path / "other", tmp_path / "memory", run="one", settings="two")
+    start_run(tmp_path / "root", tmp_path / "memory", run="one").run_to(4).close()
+    other = start_run(tmp_path / "other", tmp_path / "memory", run="one", settings="two").close()
     assert other.resumed is None
     assert any("other settings" in warning for warning in other.manager.warnings)
-    other.manager.close()
 
 
 def test_leftovers_of_another_layout_are_removed(tmp_path: Path) -> None:
-    state = State(SOLO)
+    tensors = State(SINGLE_RANK).local_tensors()
     memory = directory_of_run(tmp_path / "memory", str(tmp_path / "root"))
     for key in (ShardKey(1, 2, 0, 2), ShardKey(0, 4)):
-        tier = MemoryTier(
-            memory,
-            key=key,
-            layout=BufferLayout.of(state.local_tensors()),
-            generation=1,
-            session="old",
-            config_digest=settings_digest({"model": "one"}),
-        )
+        tier = create_tier(memory, tensors, key)
         tier.claim_fence()
         assert tier.open_slots()
-        tier.stage(StateVersion(position(2), 1, "old"), state.local_tensors())
+        tier.stage(StateVersion(position(2), 1, "session"), tensors)
         tier.close()
-    run = run_alone(tmp_path / "root", tmp_path / "memory", generation=2).run_to(1)
-    run.manager.close()
+    run = start_run(tmp_path / "root", tmp_path / "memory", generation=2).run_to(1).close()
     assert run.resumed is None
-    assert {path.name.split("-")[1] for path in snapshots(memory)} == {"t0of1"}
+    assert {path.name.split("-")[1] for path in list_snapshots(memory)} == {"t0of1"}
 
 
 def test_snapshots_after_the_resumed_step_are_ignored_by_later_resumes(tmp_path: Path) -> None:
-    run = run_alone(tmp_path / "root", tmp_path / "memory").run_to(6)
-    run.manager.close()
-    path = newest(tmp_path / "memory", 5)
+    start_run(tmp_path / "root", tmp_path / "memory").run_to(6).close()
+    path = snapshot_of_step(tmp_path / "memory", 5)
     for step in (5, 6):
-        flip_bit(newest(tmp_path / "memory", step))
-    again = run_alone(tmp_path / "root", tmp_path / "memory")
+        flip_bit(snapshot_of_step(tmp_path / "memory", step))
+    again = start_run(tmp_path / "root", tmp_path / "memory").close()
     assert again.resumed.step == 4
-    again.manager.close()
     assert path.exists()
-    third = run_alone(tmp_path / "root", tmp_path / "memory")
-    assert (third.resumed.step, third.manager.warnings) == (4, [])
-    third.manager.close()
+    last = start_run(tmp_path / "root", tmp_path / "memory").close()
+    assert (last.resumed.step, last.manager.warnings) == (4, [])
 
 
 def test_a_memory_folder_without_space_disables_the_tier_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
-    import os
-
-    def full(*_: object) -> None:
+    def refuse_space(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    run = run_alone(tmp_path / "root", tmp_path / "memory")
-    assert any("memory snapshots are off" in w and "MiB are needed" in w for w in run.manager.warnings)
+    monkeypatch.setattr(os, "posix_fallocate", refuse_space)
+    run = start_run(tmp_path / "root", tmp_path / "memory")
+    assert any(
+        "memory snapshots are off" in warning and "MiB are needed" in warning for warning in run.manager.warnings
+    )
     run.run_to(3)
     run.manager.save_before_exit(position(3))
-    run.manager.close()
-    again = run_alone(tmp_path / "root")
-    assert (again.resumed.step, again.wrong, again.report()["source"]) == (3, [], "durable")
+    run.close()
+    again = start_run(tmp_path / "root")
+    assert (again.resumed.step, again.wrong_tensors, again.report()["source"]) == (3, [], "durable")
 
 
 def test_every_single_bit_changes_the_checksum() -> None:
     payload = torch.randint(0, 255, (3 * 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     before = checksum(payload)
-    places = random.Random(2)
+    rng = random.Random(2)
     for _ in range(300):
-        byte, bit = places.randrange(len(payload)), places.randrange(8)
+        byte, bit = rng.randrange(len(payload)), rng.randrange(8)
         payload[byte] ^= 1 << bit
         assert checksum(payload) != before
         payload[byte] ^= 1 << bit
@@ -219,27 +202,25 @@ def test_every_single_bit_changes_the_checksum() -> None:
 
 
 def test_snapshots_are_taken_every_few_steps(tmp_path: Path) -> None:
-    run = run_alone(tmp_path / "root", tmp_path / "memory", memory_every=3).run_to(8)
-    run.manager.close()
-    again = run_alone(tmp_path / "root", tmp_path / "memory", memory_every=3)
-    assert (again.resumed.step, again.wrong) == (6, [])
-    again.manager.close()
+    start_run(tmp_path / "root", tmp_path / "memory", memory_every=3).run_to(8).close()
+    again = start_run(tmp_path / "root", tmp_path / "memory", memory_every=3).close()
+    assert (again.resumed.step, again.wrong_tensors) == (6, [])
 
 
-def test_a_run_that_yields_takes_a_snapshot_between_intervals(tmp_path: Path) -> None:
-    run = run_alone(tmp_path / "root", tmp_path / "memory", memory_every=3).run_to(8)
+def test_a_run_that_leaves_takes_a_snapshot_between_intervals(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "root", tmp_path / "memory", memory_every=3).run_to(8)
     run.manager.save_before_exit(position(8))
     assert run.manager.memory_step == 8
-    run.manager.close()
-    again = run_alone(tmp_path / "root", tmp_path / "memory", memory_every=3)
-    assert (again.resumed.step, again.wrong, again.manager.durable_step) == (8, [], -1)
-    again.manager.close()
+    run.close()
+    again = start_run(tmp_path / "root", tmp_path / "memory", memory_every=3).close()
+    assert (again.resumed.step, again.wrong_tensors, again.manager.durable_step) == (8, [], -1)
 
 
 def test_a_memory_folder_that_cannot_be_created_disables_the_tier_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    run = run_alone(tmp_path / "root", tmp_path / "file" / "inside").run_to(2)
-    assert ["memory snapshots are off" in warning for warning in run.manager.warnings] == [True]
+    run = start_run(tmp_path / "root", tmp_path / "file" / "inside").run_to(2)
+    (warning,) = run.manager.warnings
+    assert "memory snapshots are off" in warning
     run.manager.save_before_exit(position(2))
     assert run.manager.durable_step == 2
 
@@ -248,20 +229,13 @@ def test_a_memory_folder_that_cannot_be_created_disables_the_tier_with_a_warning
 def test_a_snapshot_of_a_cuda_device_holds_the_state_of_its_step_whatever_is_computed_beside_it(tmp_path: Path) -> None:
     state = {"w": torch.zeros(64 << 20, device="cuda")}
     noise = torch.randn(8192, 8192, device="cuda")
-    tier = MemoryTier(
-        tmp_path,
-        key=ShardKey(0, 1),
-        layout=BufferLayout.of(state),
-        generation=1,
-        session="s",
-        config_digest="d",
-    )
+    tier = create_tier(tmp_path, state)
     tier.claim_fence()
     assert tier.open_slots()
     for step in range(1, 7):
         tier.wait_for_snapshot()
         state["w"].fill_(step)
-        tier.stage(StateVersion(position(step), 1, "s"), state)
+        tier.stage(StateVersion(position(step), 1, "session"), state)
         noise = torch.tanh(noise @ noise)
     tier.wait_for_snapshot()
     for claim in tier.claims():

@@ -1,16 +1,15 @@
-"""The snapshot files of one shard, and what is kept of them when memory is full or a peer's copy arrives altered."""
+"""Open, keep and replace the snapshot files of one shard when memory is full or a peer's copy arrives altered."""
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.checkpoint.checkpoint_builders import SOLO, State, position
-from trainium_trainer.checkpoint.memory import memory_tier
-from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
+from tests.unit.checkpoint.checkpoint_builders import SINGLE_RANK, State, position
+from trainium_trainer.checkpoint.memory.memory_tier import _COPY_TIMEOUT_SECONDS, MemoryTier
 from trainium_trainer.checkpoint.memory.snapshot import (
     BufferLayout,
     Claim,
@@ -25,72 +24,67 @@ KEY = ShardKey(0, 1)
 BYTES = 4096
 
 
-def slots(folder: Path, count: int = 3) -> SnapshotSlots:
-    return SnapshotSlots(folder, KEY, generation=1, count=count)
-
-
-def finalized(opened: SnapshotSlots, step: int) -> SnapshotFile:
-    slot = opened.next()
+def finalize_next(slots: SnapshotSlots, step: int) -> SnapshotFile:
+    slot = slots.next()
     slot.finalize(StateVersion(position(step), 1, "session"), KEY, "layout", "settings")
     return slot
 
 
-def open_all(opened: SnapshotSlots, folder: Path) -> None:
+def open_slots(folder: Path, count: int = 3) -> SnapshotSlots:
+    slots = SnapshotSlots(folder, KEY, generation=1, count=count)
+    reopen(slots, folder)
+    return slots
+
+
+def reopen(slots: SnapshotSlots, folder: Path) -> None:
     headers = {path: header for path in folder.glob("*.snapshot") if (header := read_header(path)) is not None}
-    opened.open(layout="layout", payload_bytes=BYTES, headers=headers)
+    slots.open(layout="layout", payload_bytes=BYTES, headers=headers)
 
 
-@pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Lets so many files more be reserved."""
+def limit_new_files(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
+    """Let only this number of files be reserved from now on."""
+    remaining = iter(range(files))
+    reserve = os.posix_fallocate
 
-    def after(files: int) -> None:
-        left = iter(range(files))
-        reserve = os.posix_fallocate
+    def fallocate(*arguments: Any) -> None:
+        if next(remaining, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(*arguments)
 
-        def fallocate(*arguments: Any) -> None:
-            if next(left, None) is None:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            reserve(*arguments)
-
-        monkeypatch.setattr(os, "posix_fallocate", fallocate)
-
-    return after
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
 
 
 def test_files_that_are_open_are_not_opened_again(tmp_path: Path) -> None:
-    opened = slots(tmp_path)
-    open_all(opened, tmp_path)
-    finalized(opened, 7)
-    open_all(opened, tmp_path)
+    slots = open_slots(tmp_path)
+    finalize_next(slots, 7)
+    reopen(slots, tmp_path)
     headers = [read_header(path) for path in tmp_path.glob("*.snapshot")]
     assert len(headers) == 3
     assert [header.claim.version.position.step for header in headers if header is not None] == [7]
 
 
-def test_memory_that_is_full_takes_no_finished_snapshot_away_and_leaves_no_unfinished_file(
-    tmp_path: Path, full: Callable[[int], None]
+def test_full_memory_keeps_finished_snapshots_and_no_unfinished_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = slots(tmp_path, count=1)
-    open_all(before, tmp_path)
-    kept = finalized(before, 7)
-    before.close()
-    again = slots(tmp_path)
-    full(1)
+    old_slots = open_slots(tmp_path, count=1)
+    kept = finalize_next(old_slots, 7)
+    old_slots.close()
+    slots = SnapshotSlots(tmp_path, KEY, generation=1, count=3)
+    limit_new_files(monkeypatch, 1)
     with pytest.raises(OSError, match="No space left"):
-        open_all(again, tmp_path)
+        reopen(slots, tmp_path)
     with pytest.raises(ValueError, match="empty"):
-        again.next()
+        slots.next()
     assert list(tmp_path.glob("*.snapshot")) == [kept.path]
     assert read_header(kept.path) is not None
 
 
 @pytest.fixture
 def tier(tmp_path: Path) -> Iterator[MemoryTier]:
-    layout = BufferLayout.of(State(SOLO).local_tensors())
-    made = MemoryTier(tmp_path, key=KEY, layout=layout, generation=1, session="s", config_digest="c")
-    yield made
-    made.close()
+    layout = BufferLayout.of(State(SINGLE_RANK).local_tensors())
+    memory_tier = MemoryTier(tmp_path, key=KEY, layout=layout, generation=1, session="s", config_digest="c")
+    yield memory_tier
+    memory_tier.close()
 
 
 def test_a_snapshot_that_arrives_altered_is_not_kept(tier: MemoryTier) -> None:
@@ -100,13 +94,13 @@ def test_a_snapshot_that_arrives_altered_is_not_kept(tier: MemoryTier) -> None:
     sent = Claim(StateVersion(position(3), 1, "s"), KEY, tier.layout.digest, 12345)
     assert tier.finalize_received(slot, sent) is False
     assert tier.claims() == frozenset()
-    whole = slot.finalize(sent.version, KEY, tier.layout.digest, "c")
-    assert tier.finalize_received(slot, whole) is True
-    assert tier.claims() == {whole}
+    intact = slot.finalize(sent.version, KEY, tier.layout.digest, "c")
+    assert tier.finalize_received(slot, intact) is True
+    assert tier.claims() == {intact}
 
 
 class SlowCopy:
-    """The sending side's thread, whose copy is under way."""
+    """The copier of a tier; its copy arrives when the test sets `arrived`."""
 
     def __init__(self) -> None:
         self.arrived = False
@@ -127,7 +121,7 @@ def test_a_copy_that_does_not_arrive_is_waited_for_once_and_reported_once(tier: 
     tier._copying = copy
     for _ in range(3):
         tier.wait_for_snapshot()
-    assert copy.waits == [memory_tier._COPY_TIMEOUT_SECONDS, 0.0, 0.0]
+    assert copy.waits == [_COPY_TIMEOUT_SECONDS, 0.0, 0.0]
     assert len(tier.warnings) == 1
     assert "has not arrived at its buddy" in tier.warnings[0]
     assert tier.buddy_step is None
@@ -137,5 +131,5 @@ def test_a_copy_that_does_not_arrive_is_waited_for_once_and_reported_once(tier: 
     assert tier.buddy_step == 3
     copy.arrived = False
     tier.wait_for_snapshot()
-    assert copy.waits[-1] == memory_tier._COPY_TIMEOUT_SECONDS, "the next one gets its time again"
+    assert copy.waits[-1] == _COPY_TIMEOUT_SECONDS, "the next copy has the full timeout again"
     assert len(tier.warnings) == 2

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
 from tests.unit.checkpoint.checkpoint_builders import position
-from tests.unit.checkpoint.resume.test_agreement_law import STEPS, decide_plainly, worlds
+from tests.unit.checkpoint.resume.test_agreement_law import STEPS, decide_plainly, rank_views
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey, StateVersion
 from trainium_trainer.checkpoint.resume.agreement import (
@@ -54,7 +54,7 @@ def test_every_combination_of_two_shards_over_three_ranks_and_two_steps() -> Non
 
 
 @settings(max_examples=trials(50))
-@given(worlds(), STEPS, st.randoms())
+@given(rank_views(), STEPS, st.randoms())
 def test_the_order_of_the_reports_does_not_matter(views: Any, durable: Any, random: Any) -> None:
     shuffled = list(views)
     random.shuffle(shuffled)
@@ -86,50 +86,50 @@ def test_shards_that_every_node_holds_need_no_copy() -> None:
     assert choose_buddies(alone, {"node"}) == ()
 
 
-def test_nodes_guard_each_other_in_pairs_far_apart() -> None:
+def test_nodes_keep_copies_of_each_other_in_pairs_far_apart() -> None:
     views = [view(rank, [], key=ShardKey(0, 1, rank, 6)) for rank in range(6)]
-    pairs = {(guard.source, guard.target) for guard in choose_buddies(views, {v.store for v in views})}
+    pairs = {(copy.source, copy.target) for copy in choose_buddies(views, {v.store for v in views})}
     assert pairs == {(0, 3), (3, 0), (1, 4), (4, 1), (2, 5), (5, 2)}
 
 
 def test_an_odd_node_makes_a_ring_of_three() -> None:
     views = [view(rank, [], key=ShardKey(0, 1, rank, 5)) for rank in range(5)]
-    pairs = {(guard.source, guard.target) for guard in choose_buddies(views, {v.store for v in views})}
+    pairs = {(copy.source, copy.target) for copy in choose_buddies(views, {v.store for v in views})}
     assert pairs == {(0, 2), (2, 0), (1, 3), (3, 4), (4, 1)}
 
 
 @settings(max_examples=trials(50))
-@given(worlds(), st.sets(st.integers(0, 4), max_size=2))
-def test_each_shard_of_a_single_node_has_one_guard_on_another(views: Any, without_capacity: set[int]) -> None:
+@given(rank_views(), st.sets(st.integers(0, 4), max_size=2))
+def test_each_shard_of_a_single_node_has_one_copy_on_another_node(views: Any, without_capacity: set[int]) -> None:
     stores = {v.store for v in views}
     usable = stores - {f"node-{number}" for number in without_capacity}
-    found = choose_buddies(views, usable)
+    copies = choose_buddies(views, usable)
     holders = {v.needs: {w.store for w in views if w.needs == v.needs} for v in views}
-    single = {key for key, where in holders.items() if len(where) == 1 and where <= usable}
-    assert {guard.key for guard in found} == (single if len(usable) > 1 else set())
-    assert len({guard.key for guard in found}) == len(found)
+    single = {key for key, nodes in holders.items() if len(nodes) == 1 and nodes <= usable}
+    assert {copy.key for copy in copies} == (single if len(usable) > 1 else set())
+    assert len({copy.key for copy in copies}) == len(copies)
     store = {v.rank: v.store for v in views}
-    for guard in found:
-        assert guard.source in snapshot_writers(views)
-        assert store[guard.source] != store[guard.target]
-        assert {store[guard.source], store[guard.target]} <= usable
-    per_keeper = [sum(guard.target == v.rank for guard in found) for v in views]
-    per_node = [sum(v.store == name for v in views) for name in stores]
-    assert max(per_keeper, default=0) <= math.ceil(max(per_node) / min(per_node))
+    for copy in copies:
+        assert copy.source in snapshot_writers(views)
+        assert store[copy.source] != store[copy.target]
+        assert {store[copy.source], store[copy.target]} <= usable
+    copies_per_keeper = [sum(copy.target == v.rank for copy in copies) for v in views]
+    ranks_per_node = [sum(v.store == name for v in views) for name in stores]
+    assert max(copies_per_keeper, default=0) <= math.ceil(max(ranks_per_node) / min(ranks_per_node))
 
 
 KEY = ShardKey(0, 1)
 CLAIM = Claim(StateVersion(position(3), 1, "s"), KEY, "layout", 7)
 
 
-def holdings() -> SnapshotInventory:
+def inventory() -> SnapshotInventory:
     """Return the snapshots of ranks 0 and 1, which share a node, and of rank 2."""
     views = [RankView(rank, store, KEY, "layout") for rank, store in enumerate(("a", "a", "b"))]
     return SnapshotInventory(views, [[CLAIM], [], []])
 
 
 def test_one_of_the_ranks_that_share_a_store_reports_it() -> None:
-    assert [(view.store, set(view.claims)) for view in holdings().views()] == [
+    assert [(view.store, set(view.claims)) for view in inventory().views()] == [
         ("a", {CLAIM}),
         ("a", set()),
         ("b", set()),
@@ -137,9 +137,9 @@ def test_one_of_the_ranks_that_share_a_store_reports_it() -> None:
 
 
 def test_ranks_that_share_a_store_without_capacity_are_planned_for_one_by_one() -> None:
-    found = holdings()
-    found.split([1, 2])
-    assert [(view.store, set(view.claims)) for view in found.views()] == [
+    snapshots = inventory()
+    snapshots.split([1, 2])
+    assert [(view.store, set(view.claims)) for view in snapshots.views()] == [
         ("a#0", {CLAIM}),
         ("a#1", {CLAIM}),
         ("b", set()),
@@ -147,6 +147,6 @@ def test_ranks_that_share_a_store_without_capacity_are_planned_for_one_by_one() 
 
 
 def test_a_step_whose_exchange_failed_is_excluded_in_every_store() -> None:
-    found = holdings()
-    found.exclude(CLAIM.version)
-    assert all(not view.claims for view in found.views())
+    snapshots = inventory()
+    snapshots.exclude(CLAIM.version)
+    assert all(not view.claims for view in snapshots.views())

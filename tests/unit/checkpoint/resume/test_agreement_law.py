@@ -1,4 +1,4 @@
-"""The decision where to resume, beside a plain and slow statement of its rules, and the law of what it costs."""
+"""Compare the decision where to resume with a plain, slow version of its rules, and bound its cost."""
 
 import hashlib
 import pickle
@@ -28,8 +28,8 @@ from trainium_trainer.checkpoint.resume.agreement import (
     decide,
 )
 
-OWN, KEPT = 3, 2
-"""Snapshots that a node holds of each of its shards, and copies of each of another node's."""
+OWN_SNAPSHOTS, BUDDY_COPIES = 3, 2
+"""Snapshots that a node holds of each of its shards, and copies of each shard of another node."""
 
 
 # ---- the rules, one after the other, without an index --------------------------------------------------------------
@@ -40,27 +40,27 @@ def decide_plainly(views: Sequence[RankView], durable_steps: Sequence[int]) -> D
     complete = [
         version
         for version in {claim.version for view in views for claim in view.claims}
-        if all(holds(views, version, view.needs, view.layout) for view in views)
+        if all(has_snapshot(views, version, view.needs, view.layout) for view in views)
     ]
     newest = max(durable_steps, default=-1)
     best = max(complete, default=None)
     if best is not None and best.position.step >= newest:
-        return ResumeFromMemory(best, tree(views, best))
+        return ResumeFromMemory(best, broadcast_rounds(views, best))
     return FreshStart() if newest < 0 else ResumeFromDurable(newest)
 
 
-def holds(views: Sequence[RankView], version: StateVersion, key: ShardKey, layout: str) -> bool:
+def has_snapshot(views: Sequence[RankView], version: StateVersion, key: ShardKey, layout: str) -> bool:
     return any((c.version, c.key, c.layout) == (version, key, layout) for view in views for c in view.claims)
 
 
-def tree(views: Sequence[RankView], version: StateVersion) -> tuple[tuple[Transfer, ...], ...]:
+def broadcast_rounds(views: Sequence[RankView], version: StateVersion) -> tuple[tuple[Transfer, ...], ...]:
     """Return rounds in which each store that holds a shard sends it to one that lacks it, lowest ranks first."""
     rounds: list[list[Transfer]] = []
     for key in sorted({view.needs for view in views}):
-        having = {v.store for v in views for c in v.claims if (c.version, c.key) == (version, key)}
-        lacking = {v.store for v in views if v.needs == key} - having
-        senders = sorted(representative(views, store, key) for store in having)
-        receivers = sorted(representative(views, store, key) for store in lacking)
+        stores_with = {v.store for v in views for c in v.claims if (c.version, c.key) == (version, key)}
+        stores_without = {v.store for v in views if v.needs == key} - stores_with
+        senders = sorted(representative(views, store, key) for store in stores_with)
+        receivers = sorted(representative(views, store, key) for store in stores_without)
         number = 0
         while receivers:
             rounds += [[] for _ in range(number + 1 - len(rounds))]
@@ -69,20 +69,20 @@ def tree(views: Sequence[RankView], version: StateVersion) -> tuple[tuple[Transf
                     rounds[number].append(Transfer(source, receivers[0], key))
                     senders.append(receivers.pop(0))
             number += 1
-    return tuple(tuple(each) for each in rounds)
+    return tuple(tuple(transfers) for transfers in rounds)
 
 
 def representative(views: Sequence[RankView], store: str, key: ShardKey) -> int:
-    here = [view for view in views if view.store == store]
-    needing = [view.rank for view in here if view.needs == key]
-    return min(needing) if needing else min(view.rank for view in here)
+    ranks = [view.rank for view in views if view.store == store]
+    needing = [view.rank for view in views if view.store == store and view.needs == key]
+    return min(needing or ranks)
 
 
-# ---- any world ------------------------------------------------------------------------------------------------------
+# ---- ranks of any mesh ----------------------------------------------------------------------------------------------
 
 
 @st.composite
-def worlds(draw: Any) -> list[RankView]:
+def rank_views(draw: Any) -> list[RankView]:
     tp, dp, pp = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 2))
     sharded = draw(st.booleans())
     keys = [
@@ -104,7 +104,7 @@ def worlds(draw: Any) -> list[RankView]:
     per_node = draw(st.integers(1, 4))
     stores = [f"node-{rank // per_node}" for rank in range(len(keys))]
     held = {store: set(draw(st.lists(claims, max_size=6))) for store in sorted(set(stores))}
-    for version in draw(st.lists(versions, max_size=2)):  # else a whole one is rare
+    for version in draw(st.lists(versions, max_size=2)):  # otherwise, a complete version is rare
         for key in keys:
             held[draw(st.sampled_from(sorted(held)))].add(Claim(version, key, "L", "one"))
     return [
@@ -116,8 +116,8 @@ def worlds(draw: Any) -> list[RankView]:
 STEPS = st.lists(st.integers(0, 5), max_size=3)
 
 
-def as_reported(views: list[RankView]) -> SnapshotInventory:
-    """Return what all ranks know when each has reported the claims that it represents."""
+def report_claims(views: list[RankView]) -> SnapshotInventory:
+    """Return the inventory after each rank has reported the claims that it represents."""
     return SnapshotInventory(
         [RankView(view.rank, view.store, view.needs, view.layout) for view in views],
         [claims_to_report(views, view.rank, view.claims) for view in views],
@@ -125,75 +125,75 @@ def as_reported(views: list[RankView]) -> SnapshotInventory:
 
 
 @settings(max_examples=trials(50))
-@given(worlds(), STEPS)
+@given(rank_views(), STEPS)
 def test_the_decision_is_that_of_the_plain_rules(views: list[RankView], durable: list[int]) -> None:
     assert decide(views, durable) == decide_plainly(views, durable)
 
 
 @settings(max_examples=trials(50))
-@given(worlds(), STEPS)
+@given(rank_views(), STEPS)
 def test_ranks_that_report_each_snapshot_once_decide_as_if_each_had_reported_everything(
     views: list[RankView], durable: list[int]
 ) -> None:
-    reported = as_reported(views).views()
+    reported = report_claims(views).views()
     assert decide(reported, durable) == decide_plainly(views, durable)
     needed = {view.needs for view in views}
-    everything = {(view.store, claim) for view in views for claim in view.claims if claim.key in needed}
-    assert sum(len(claims_to_report(views, view.rank, view.claims)) for view in views) == len(everything)
+    all_claims = {(view.store, claim) for view in views for claim in view.claims if claim.key in needed}
+    assert sum(len(claims_to_report(views, view.rank, view.claims)) for view in views) == len(all_claims)
 
 
 @settings(max_examples=trials(50))
-@given(worlds(), STEPS, st.data())
+@given(rank_views(), STEPS, st.data())
 def test_a_snapshot_that_one_rank_finds_damaged_is_missing_for_its_whole_node(
     views: list[RankView], durable: list[int], data: st.DataObject
 ) -> None:
-    holdings = as_reported(views)
+    inventory = report_claims(views)
     rank = data.draw(st.sampled_from(range(len(views))))
-    lost = data.draw(st.sets(st.sampled_from(sorted(views[rank].claims)))) if views[rank].claims else set()
-    holdings.remove_claims(rank, lost)
-    left = [
-        RankView(v.rank, v.store, v.needs, v.layout, v.claims - lost if v.store == views[rank].store else v.claims)
+    damaged = data.draw(st.sets(st.sampled_from(sorted(views[rank].claims)))) if views[rank].claims else set()
+    inventory.remove_claims(rank, damaged)
+    remaining = [
+        RankView(v.rank, v.store, v.needs, v.layout, v.claims - damaged if v.store == views[rank].store else v.claims)
         for v in views
     ]
-    assert decide(holdings.views(), durable) == decide_plainly(left, durable)
+    assert decide(inventory.views(), durable) == decide_plainly(remaining, durable)
 
 
 @settings(max_examples=trials(50))
-@given(worlds(), STEPS, st.integers(0, 23))
+@given(rank_views(), STEPS, st.integers(0, 23))
 def test_ranks_of_a_node_without_capacity_count_as_separate_stores(
     views: list[RankView], durable: list[int], number: int
 ) -> None:
-    holdings = as_reported(views)
+    inventory = report_claims(views)
     store = views[number % len(views)].store
-    holdings.split([number % len(views)])
-    alone = sum(view.store == store for view in views) == 1
-    left = [
-        RankView(v.rank, f"{store}#{v.rank}", v.needs, v.layout, v.claims) if v.store == store and not alone else v
+    inventory.split([number % len(views)])
+    is_alone = sum(view.store == store for view in views) == 1
+    remaining = [
+        RankView(v.rank, f"{store}#{v.rank}", v.needs, v.layout, v.claims) if v.store == store and not is_alone else v
         for v in views
     ]
-    assert decide(holdings.views(), durable) == decide_plainly(left, durable)
+    assert decide(inventory.views(), durable) == decide_plainly(remaining, durable)
 
 
 @settings(max_examples=trials(50))
-@given(worlds())
+@given(rank_views())
 def test_a_rank_receives_a_snapshot_from_a_store_that_held_it(views: list[RankView]) -> None:
-    holdings = as_reported(views)
-    decision = decide(holdings.views(), [])
+    inventory = report_claims(views)
+    decision = decide(inventory.views(), [])
     if not isinstance(decision, ResumeFromMemory):
         return
-    for view, original in zip(views, holdings.origins(decision), strict=True):
+    for view, original in zip(views, inventory.origins(decision), strict=True):
         assert (original.version, original.key) == (decision.version, view.needs)
-        here = {claim for claim in view.claims if (claim.version, claim.key) == (decision.version, view.needs)}
-        assert original in (here or {claim for other in views for claim in other.claims})
+        held = {claim for claim in view.claims if (claim.version, claim.key) == (decision.version, view.needs)}
+        assert original in (held or {claim for other in views for claim in other.claims})
 
 
-# ---- laws -----------------------------------------------------------------------------------------------------------
+# ---- costs ----------------------------------------------------------------------------------------------------------
 
 
 def fleet(ranks: int, *, replaced: int = 0) -> list[RankView]:
-    """Return ranks as those of HLAT: nodes of 32, tensor parallel 8, the rest sharded, copies with a buddy.
+    """Return ranks in nodes of 32: tensor parallel 8, otherwise sharded, with copies on a buddy.
 
-    `replaced`: the first nodes came new and hold nothing.
+    `replaced`: the number of first nodes that are new and hold nothing.
     """
     keys = [ShardKey(rank % 8, 8, rank // 8, ranks // 8) for rank in range(ranks)]
     nodes = max(1, ranks // 32)
@@ -202,10 +202,12 @@ def fleet(ranks: int, *, replaced: int = 0) -> list[RankView]:
         own = range(32 * node, 32 * (node + 1))
         buddy = (node + nodes // 2) % nodes
         kept = range(32 * buddy, 32 * (buddy + 1))
-        claims = [snapshot(keys[rank], step) for rank in own for step in range(OWN)]
-        claims += [snapshot(keys[rank], step) for rank in kept for step in range(OWN - KEPT, OWN)]
-        holds = frozenset(claims if node >= replaced else ())
-        views += [RankView(rank, f"{node:032x}", keys[rank], "a" * 32, holds) for rank in own]
+        claims = [snapshot(keys[rank], step) for rank in own for step in range(OWN_SNAPSHOTS)]
+        claims += [
+            snapshot(keys[rank], step) for rank in kept for step in range(OWN_SNAPSHOTS - BUDDY_COPIES, OWN_SNAPSHOTS)
+        ]
+        held = frozenset(claims if node >= replaced else ())
+        views += [RankView(rank, f"{node:032x}", keys[rank], "a" * 32, held) for rank in own]
     return views
 
 
@@ -214,7 +216,7 @@ def snapshot(key: ShardKey, step: int) -> Claim:
     return Claim(version, key, "a" * 32, hashlib.sha256(f"{key} {step}".encode()).hexdigest()[:32])
 
 
-def bytecodes(module: Any, call: Callable[[], object]) -> int:
+def count_bytecodes(module: Any, call: Callable[[], object]) -> int:
     """Count the instructions of a module that a call executes."""
     count = 0
 
@@ -237,26 +239,26 @@ def bytecodes(module: Any, call: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_the_decision_costs_in_proportion_to_ranks_and_snapshots(replaced: int) -> None:
-    """A quarter of the nodes came new, or none."""
-    worlds = [as_reported(fleet(ranks, replaced=replaced * ranks // 128)).views() for ranks in (128, 1024)]
-    small, large = (bytecodes(agreement, lambda views=views: decide(views, [1])) for views in worlds)
-    assert isinstance(decide(worlds[1], [1]), ResumeFromMemory)
+    """A quarter of the nodes are new, or none."""
+    views_by_size = [report_claims(fleet(ranks, replaced=replaced * ranks // 128)).views() for ranks in (128, 1024)]
+    small, large = (count_bytecodes(agreement, lambda views=views: decide(views, [1])) for views in views_by_size)
+    assert isinstance(decide(views_by_size[1], [1]), ResumeFromMemory)
     assert large < 8.5 * small
 
 
 def test_choosing_buddies_costs_in_proportion_to_the_ranks() -> None:
-    worlds = [fleet(ranks) for ranks in (128, 1024)]
+    views_by_size = [fleet(ranks) for ranks in (128, 1024)]
     small, large = (
-        bytecodes(agreement, lambda views=views: choose_buddies(views, {view.store for view in views}))
-        for views in worlds
+        count_bytecodes(agreement, lambda views=views: choose_buddies(views, {view.store for view in views}))
+        for views in views_by_size
     )
     assert large < 8.5 * small
 
 
 def test_a_start_from_memory_costs_the_first_rank_less_than_256_bytes_of_every_other() -> None:
-    """It then receives less than a MiB at 4,096 ranks; `docs/scale.md` shows how much."""
+    """It then receives less than a MiB at 4,096 ranks (measured in `docs/scale.md`)."""
     views = fleet(512)
     places = [RankView(view.rank, view.store, view.needs, view.layout) for view in views]
     reported = [claims_to_report(views, view.rank, view.claims) for view in views]
-    received = sum(len(pack_values([pickle.dumps(each) for each in values])) for values in (places, reported))
+    received = sum(len(pack_values([pickle.dumps(value) for value in values])) for values in (places, reported))
     assert received < 256 * len(views)

@@ -1,4 +1,4 @@
-"""Coordinate a start on the first rank; the ranks that carry it out are sets of snapshots."""
+"""Coordinate a start on the first rank; fake ranks carry it out with sets of snapshots."""
 
 import pickle
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from tests.unit.checkpoint.checkpoint_builders import committed
-from tests.unit.checkpoint.resume.test_agreement_law import STEPS, decide_plainly, fleet, worlds
+from tests.unit.checkpoint.checkpoint_builders import committed_checkpoint
+from tests.unit.checkpoint.resume.test_agreement_law import STEPS, decide_plainly, fleet, rank_views
 from trainium_trainer.checkpoint.collectives import pack_part, pack_values
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey
@@ -39,16 +39,16 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import StorageError
 
 
-class Ranks:
-    """All ranks of a start around one leader; what each rank sends and receives is kept for counting."""
+class FakeRanks:
+    """All ranks of a start and their leader; `rounds` records what each rank sends and receives."""
 
     def __init__(self, views: Sequence[RankView], durable: Sequence[int] = ()) -> None:
         self.views = views
         self.leader = ResumeLeader("root")
-        self.leader.record_survey(Survey([committed(step) for step in sorted(set(durable), reverse=True)]))
+        self.leader.record_survey(Survey([committed_checkpoint(step) for step in sorted(set(durable), reverse=True)]))
         self.stores = {view.store: set(view.claims) for view in views}
         self.own: dict[int, Claim] = {}
-        """What each rank has at hand to restore."""
+        """The snapshot that each rank will restore, by rank."""
         self.sent: dict[tuple[int, ShardKey], Claim] = {}
         self.rounds: list[tuple[list[Any], list[Any]]] = []
 
@@ -61,10 +61,10 @@ class Ranks:
     def start(self, lost: frozenset[Claim] = frozenset(), damaged: frozenset[int] = frozenset()) -> list[Finish]:
         """Run the start to its end; `lost`: snapshots with damaged contents, `damaged`: damaged checkpoints."""
         places = [RankView(view.rank, view.store, view.needs, view.layout) for view in self.views]
-        neighbours = self.ask(places, self.leader.collect)
+        views_of_nodes = self.ask(places, self.leader.collect)
         reports = [
-            ClaimReport(claims_to_report(near, view.rank, view.claims), can_write=True)
-            for near, view in zip(neighbours, self.views, strict=True)
+            ClaimReport(claims_to_report(node_views, view.rank, view.claims), can_write=True)
+            for node_views, view in zip(views_of_nodes, self.views, strict=True)
         ]
         orders = self.ask(reports, self.leader.decide)
         while not isinstance(orders[0], Finish):
@@ -72,17 +72,19 @@ class Ranks:
             if isinstance(orders[0], Exchange):
                 reports = self.exchange(orders)
             else:
-                reports = [self.do(view, order, lost, damaged) for view, order in zip(self.views, orders, strict=True)]
+                reports = [
+                    self.execute(view, order, lost, damaged) for view, order in zip(self.views, orders, strict=True)
+                ]
             orders = self.ask(reports, self.leader.next_orders)
         return orders
 
-    def do(self, view: RankView, order: Any, lost: frozenset[Claim], damaged: frozenset[int]) -> RankReport:
+    def execute(self, view: RankView, order: Any, lost: frozenset[Claim], damaged: frozenset[int]) -> RankReport:
         if isinstance(order, Load):
             step = order.checkpoint.step
             bad = step in damaged and view.rank == step % len(self.views)
             return RankReport(not bad, damaged=((f"step-{step}", "torn"),) if bad else ())
         assert isinstance(order, Verify)
-        assert set(order.claims) <= self.stores[view.store], "a rank is asked for what its store has"
+        assert set(order.claims) <= self.stores[view.store], "a rank verifies only snapshots of its store"
         self.own.pop(view.rank, None)
         for claim in set(order.claims) - lost:
             self.sent[view.rank, claim.key] = claim
@@ -97,14 +99,14 @@ class Ranks:
             assert set(order.moves) == {move for move in moves if rank in (move.source, move.target)}
         assert len({(move.round, move.tag) for move in moves}) == len(moves)
         for number in sorted({move.round for move in moves}):
-            here = [move for move in moves if move.round == number]
-            carried = {move: self.sent[move.source, move.key] for move in here}
+            round_moves = [move for move in moves if move.round == number]
+            carried = {move: self.sent[move.source, move.key] for move in round_moves}
             for move, claim in carried.items():
                 self.sent[move.target, move.key] = claim
                 self.stores[self.views[move.target].store].add(claim)
                 if move.key == self.views[move.target].needs:
                     self.own[move.target] = claim
-                    assert orders[move.target].origin == claim, "it has the checksum of what was sent first"
+                    assert orders[move.target].origin == claim, "it has the checksum of the first sender's snapshot"
         for view, order in zip(self.views, orders, strict=True):
             if view.rank not in self.own:  # a neighbour has received it
                 assert order.origin in self.stores[view.store]
@@ -113,18 +115,18 @@ class Ranks:
 
 
 @settings(max_examples=trials(50))
-@given(worlds(), STEPS, st.data())
+@given(rank_views(), STEPS, st.data())
 def test_every_rank_ends_with_its_shard_of_the_newest_state_that_is_whole(
     views: list[RankView], durable: list[int], data: st.DataObject
 ) -> None:
     claims = sorted({claim for view in views for claim in view.claims})
     lost = frozenset(data.draw(st.sets(st.sampled_from(claims), max_size=3))) if claims else frozenset()
-    ranks = Ranks(views, durable)
+    ranks = FakeRanks(views, durable)
     ends = ranks.start(lost)
     assert len({end.agreed for end in ends}) == 1
     decision = ends[0].agreed.decision
-    whole = [RankView(v.rank, v.store, v.needs, v.layout, v.claims - lost) for v in views]
-    best = decide_plainly(whole, durable)
+    intact = [RankView(v.rank, v.store, v.needs, v.layout, v.claims - lost) for v in views]
+    best = decide_plainly(intact, durable)
     if isinstance(decision, ResumeFromMemory):
         assert isinstance(best, ResumeFromMemory)
         assert decision.version.position.step == best.version.position.step
@@ -137,8 +139,8 @@ def test_every_rank_ends_with_its_shard_of_the_newest_state_that_is_whole(
     assert {end.cleans_up for end in ends} >= {True}
 
 
-def test_a_damaged_checkpoint_turns_all_ranks_to_the_one_before() -> None:
-    ends = Ranks(fleet(64, replaced=2), [2, 4, 6]).start(damaged=frozenset({6, 4}))
+def test_all_ranks_resume_from_the_checkpoint_before_a_damaged_one() -> None:
+    ends = FakeRanks(fleet(64, replaced=2), [2, 4, 6]).start(damaged=frozenset({6, 4}))
     assert {end.agreed.decision for end in ends} == {ResumeFromDurable(2)}
     assert ends[0].agreed.known_bad == {"step-6", "step-4"}
     assert ends[0].agreed.durable_step == 2
@@ -146,8 +148,8 @@ def test_a_damaged_checkpoint_turns_all_ranks_to_the_one_before() -> None:
 
 def test_a_start_with_nothing_whole_below_its_root_is_refused() -> None:
     with pytest.raises(UnusableCheckpointError, match="root holds checkpoints but none is whole"):
-        Ranks(fleet(64, replaced=2), [2]).start(damaged=frozenset({2}))
-    assert {end.agreed.decision for end in Ranks(fleet(64, replaced=2)).start()} == {FreshStart()}
+        FakeRanks(fleet(64, replaced=2), [2]).start(damaged=frozenset({2}))
+    assert {end.agreed.decision for end in FakeRanks(fleet(64, replaced=2)).start()} == {FreshStart()}
 
 
 def test_a_rank_whose_mesh_differs_is_named() -> None:
@@ -158,7 +160,7 @@ def test_a_rank_whose_mesh_differs_is_named() -> None:
 
 
 def test_the_error_of_one_rank_is_raised_for_all() -> None:
-    ranks = Ranks(fleet(64), [1])
+    ranks = FakeRanks(fleet(64), [1])
     leader = ranks.leader
     leader.collect(list(ranks.views))
     leader.decide([ClaimReport() for _ in ranks.views])
@@ -167,7 +169,7 @@ def test_the_error_of_one_rank_is_raised_for_all() -> None:
 
 
 def test_warnings_that_all_ranks_receive_are_bounded_and_the_first_rank_has_them_all() -> None:
-    ranks = Ranks(fleet(64))
+    ranks = FakeRanks(fleet(64))
     leader = ranks.leader
     leader.collect(list(ranks.views))
     leader.decide([ClaimReport(warnings=(f"rank {rank}: no room",)) for rank in range(64)])
@@ -177,9 +179,9 @@ def test_warnings_that_all_ranks_receive_are_bounded_and_the_first_rank_has_them
     assert shared[-1] == "44 more such warnings are in the output of rank 0"
 
 
-def travelled(rounds: Sequence[tuple[list[Any], list[Any]]]) -> tuple[int, int]:
-    """Return the bytes of the whole job, and the most that a rank other than the first handles."""
-    total, most = 0, 0
+def count_bytes(rounds: Sequence[tuple[list[Any], list[Any]]]) -> tuple[int, int]:
+    """Return the bytes of the whole job, and the largest number that a rank other than the first handles."""
+    total, largest_load = 0, 0
     for sent_values, answers in rounds:
         size = len(sent_values)
         loads = [0] * size
@@ -187,55 +189,59 @@ def travelled(rounds: Sequence[tuple[list[Any], list[Any]]]) -> tuple[int, int]:
         while distance < size:
             for rank in range(distance, size, 2 * distance):
                 group = slice(rank, min(rank + distance, size))
-                data = len(pack_values([pickle.dumps(each) for each in sent_values[group]])) + len(
+                data = len(pack_values([pickle.dumps(value) for value in sent_values[group]])) + len(
                     pack_part("value", answers[group])
                 )
                 total += data
                 loads[rank] += data
                 loads[rank - distance] += data
             distance *= 2
-        most = max(most, *loads[1:])
-    return total, most
+        largest_load = max(largest_load, *loads[1:])
+    return total, largest_load
 
 
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_the_bytes_of_a_start_grow_with_ranks_and_the_height_of_the_tree(replaced: int) -> None:
-    """From 128 to 1,024 ranks 8 x 10/7; were all to next_orders all, 64. A quarter of the nodes came new, or none."""
-    found = []
-    for ranks in (128, 1024):
-        world = Ranks(fleet(ranks, replaced=replaced * ranks // 128))
-        assert isinstance(world.start()[0].agreed.decision, ResumeFromMemory)
-        wanted, views = world.leader.buddy_copies, world.leader.views
-        tasks = plan_replicas(wanted, views, [1000] * ranks)
+    """From 128 to 1,024 ranks, they grow by 8 x 10/7; if all sent to all, by 64. `replaced`: quarters of new nodes."""
+    byte_counts = []
+    for size in (128, 1024):
+        ranks = FakeRanks(fleet(size, replaced=replaced * size // 128))
+        assert isinstance(ranks.start()[0].agreed.decision, ResumeFromMemory)
+        wanted, views = ranks.leader.buddy_copies, ranks.leader.views
+        tasks = plan_replicas(wanted, views, [1000] * size)
         capacities = [
-            ReplicaCapacity(frozenset(task.number for task in mine if task.copy.target == rank), ())
-            for rank, mine in enumerate(tasks)
+            ReplicaCapacity(frozenset(task.number for task in rank_tasks if task.copy.target == rank), ())
+            for rank, rank_tasks in enumerate(tasks)
         ]
-        copies = [([1000] * ranks, [*tasks]), (list(capacities), [*assign_replicas(wanted, views, capacities)])]
-        found.append(travelled([*world.rounds, *copies]))
-    (small, _), (large, most) = found
+        copies = [([1000] * size, [*tasks]), (list(capacities), [*assign_replicas(wanted, views, capacities)])]
+        byte_counts.append(count_bytes([*ranks.rounds, *copies]))
+    (small, _), (large, largest_load) = byte_counts
     assert large < 8 * 10 / 7 * 1.15 * small
-    assert most < 256 * 1024
+    assert largest_load < 256 * 1024
 
 
-def test_each_guard_that_has_capacity_is_known_to_both_its_ranks_and_to_the_keeping_node() -> None:
-    world = Ranks(fleet(128))
-    world.start()
-    wanted, views = world.leader.buddy_copies, world.leader.views
+def test_each_copy_with_capacity_is_assigned_to_both_its_ranks_and_to_the_node_that_keeps_it() -> None:
+    ranks = FakeRanks(fleet(128))
+    ranks.start()
+    wanted, views = ranks.leader.buddy_copies, ranks.leader.views
     assert len(wanted) == 128
     tasks = plan_replicas(wanted, views, list(range(128)))
-    full = {task.number for rank, mine in enumerate(tasks) for task in mine if task.copy.target == rank == 5}
+    full = {
+        task.number for rank, rank_tasks in enumerate(tasks) for task in rank_tasks if task.copy.target == rank == 5
+    }
     capacities = [
         ReplicaCapacity(
-            frozenset(task.number for task in mine if task.copy.target == rank) - full, (f"{rank}",) * (rank == 5)
+            frozenset(task.number for task in rank_tasks if task.copy.target == rank) - full, (f"{rank}",) * (rank == 5)
         )
-        for rank, mine in enumerate(tasks)
+        for rank, rank_tasks in enumerate(tasks)
     ]
     assignments = assign_replicas(wanted, views, capacities)
-    for number, guard in enumerate(wanted):
-        knowing = {rank for rank, assignment in enumerate(assignments) if number in assignment.numbers}
-        assert knowing == (set() if number in full else {guard.source, guard.target})
-        here = views[guard.target].store
-        assert all((guard.key in assignments[v.rank].keys) == (number not in full) for v in views if v.store == here)
-    assert all(task.payload_bytes == task.copy.source for mine in tasks for task in mine)
+    for number, copy in enumerate(wanted):
+        assigned = {rank for rank, assignment in enumerate(assignments) if number in assignment.numbers}
+        assert assigned == (set() if number in full else {copy.source, copy.target})
+        keeping_store = views[copy.target].store
+        assert all(
+            (copy.key in assignments[v.rank].keys) == (number not in full) for v in views if v.store == keeping_store
+        )
+    assert all(task.payload_bytes == task.copy.source for rank_tasks in tasks for task in rank_tasks)
     assert {assignment.warnings for assignment in assignments} == {("5",)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.testing.trainer.s3_gateway import run_gateway
-from tests.unit.checkpoint.checkpoint_builders import ALPHA, BETA, HookedStorage, run_alone
+from tests.unit.checkpoint.checkpoint_builders import ALPHA, BETA, HookedStorage, start_run
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.errors import StaleGenerationError
@@ -32,141 +32,134 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         yield ObjectStorage("s3://bucket/runs/one", Limits(request_seconds=5.0))
 
 
-def files(root: Path) -> dict[str, bytes]:
+def read_files(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_a_second_job_is_refused_by_name_and_leaves_no_trace(tmp_path: Path) -> None:
-    first = run_alone(tmp_path, job=ALPHA)
-    first.run_to(2, save_at=(2,)).flush()
-    before = files(tmp_path)
+    active = start_run(tmp_path, job=ALPHA).save_steps(2)
+    before = read_files(tmp_path)
     with pytest.raises(TrainerError, match=r"belongs to the job team-a/alpha: .*takeOver: team-a/alpha") as caught:
-        run_alone(tmp_path, job=BETA)
+        start_run(tmp_path, job=BETA)
     assert find_exit_code(caught.value) == ExitCode.USER_ERROR
-    assert files(tmp_path) == before
-    # The innocent one has the fence still: its next save is committed.
-    first.run_to(4, save_at=(4,)).flush()
-    assert first.manager.durable_step == 4
-    first.manager.close()
+    assert read_files(tmp_path) == before
+    # The first job still holds the fence: its next save is committed.
+    active.save_steps(4)
+    assert active.manager.durable_step == 4
+    active.close()
 
 
 def test_a_job_with_other_settings_does_not_take_the_fence_of_the_one_that_runs(tmp_path: Path) -> None:
-    first = run_alone(tmp_path)
-    first.run_to(2, save_at=(2,)).flush()
-    before = files(tmp_path)
+    active = start_run(tmp_path).save_steps(2)
+    before = read_files(tmp_path)
     with pytest.raises(TrainerError, match="other settings"):
-        run_alone(tmp_path, settings="another")
-    assert files(tmp_path) == before
-    first.run_to(4, save_at=(4,)).flush()
-    first.manager.close()
+        start_run(tmp_path, settings="another")
+    assert read_files(tmp_path) == before
+    active.save_steps(4)
+    active.close()
 
 
 def test_the_same_job_continues_after_restarts_and_in_later_generations(tmp_path: Path) -> None:
-    run_alone(tmp_path, job=ALPHA).run_to(2, save_at=(2,)).flush().manager.close()
-    again = run_alone(tmp_path, job=ALPHA, generation=1)
+    start_run(tmp_path, job=ALPHA).save_steps(2).close()
+    again = start_run(tmp_path, job=ALPHA, generation=1).close()
     assert again.resumed.step == 2
-    again.manager.close()
-    assert run_alone(tmp_path, job=ALPHA, generation=5).resumed is not None
+    assert start_run(tmp_path, job=ALPHA, generation=5).resumed is not None
     assert len(list(tmp_path.glob("OWNER-*"))) == 1
 
 
 def test_a_recreated_job_continues_and_fences_out_its_predecessor(tmp_path: Path) -> None:
-    old = run_alone(tmp_path, job=ALPHA)
-    old.run_to(2, save_at=(2,)).flush()
-    new = run_alone(tmp_path, job=ALPHA_AGAIN)
+    old = start_run(tmp_path, job=ALPHA).save_steps(2)
+    new = start_run(tmp_path, job=ALPHA_AGAIN)
     assert new.resumed.step == 2
-    # What is left of the old one is fenced out at its next commit, and ended when its agent starts it again.
+    # Processes of the old job are fenced out at their next commit, and refused when their agent restarts them.
     with pytest.raises(StaleGenerationError):
-        old.run_to(4, save_at=(4,)).flush()
+        old.save_steps(4)
     with pytest.raises(TrainerError, match="was taken over by the job team-a/alpha") as caught:
-        run_alone(tmp_path, job=ALPHA)
+        start_run(tmp_path, job=ALPHA)
     assert find_exit_code(caught.value) == ExitCode.USER_ERROR
-    new.run_to(4, save_at=(4,)).flush()
-    new.manager.close()
+    new.save_steps(4)
+    new.close()
 
 
 def test_a_job_of_the_same_name_in_another_cluster_is_another_job(tmp_path: Path) -> None:
-    run_alone(tmp_path, job=ALPHA).run_to(2, save_at=(2,)).flush().manager.close()
+    start_run(tmp_path, job=ALPHA).save_steps(2).close()
     with pytest.raises(TrainerError, match="belongs to the job team-a/alpha of another cluster"):
-        run_alone(tmp_path, job=ALPHA_ELSEWHERE)
+        start_run(tmp_path, job=ALPHA_ELSEWHERE)
 
 
 def test_a_folder_is_taken_over_on_request_once(tmp_path: Path) -> None:
-    run_alone(tmp_path, job=ALPHA).run_to(2, save_at=(2,)).flush().manager.close()
+    start_run(tmp_path, job=ALPHA).save_steps(2).close()
     with pytest.raises(TrainerError, match="belongs to the job team-a/alpha"):
-        run_alone(tmp_path, job=BETA, take_over="team-a/gamma")
-    taken = run_alone(tmp_path, job=BETA, take_over="team-a/alpha")
-    assert taken.resumed is not None
-    taken.manager.close()
-    assert run_alone(tmp_path, job=BETA, take_over="team-a/alpha").resumed is not None
+        start_run(tmp_path, job=BETA, take_over="team-a/gamma")
+    for _ in range(2):
+        assert start_run(tmp_path, job=BETA, take_over="team-a/alpha").close().resumed is not None
     with pytest.raises(TrainerError, match=r"taken over by the job team-b/beta.*recreate this job"):
-        run_alone(tmp_path, job=ALPHA, take_over="team-b/beta")
-    assert run_alone(tmp_path, job=ALPHA_AGAIN, take_over="team-b/beta").resumed is not None
+        start_run(tmp_path, job=ALPHA, take_over="team-b/beta")
+    assert start_run(tmp_path, job=ALPHA_AGAIN, take_over="team-b/beta").resumed is not None
 
 
-def test_a_request_with_other_settings_is_refused_before_the_folder_changes_hands(tmp_path: Path) -> None:
-    run_alone(tmp_path, job=ALPHA).run_to(2, save_at=(2,)).flush().manager.close()
+def test_a_request_with_other_settings_is_refused_before_the_folder_changes_its_owner(tmp_path: Path) -> None:
+    start_run(tmp_path, job=ALPHA).save_steps(2).close()
     with pytest.raises(TrainerError, match="other settings"):
-        run_alone(tmp_path, job=BETA, take_over="team-a/alpha", settings="another")
-    assert run_alone(tmp_path, job=ALPHA).resumed is not None
+        start_run(tmp_path, job=BETA, take_over="team-a/alpha", settings="another")
+    assert start_run(tmp_path, job=ALPHA).resumed is not None
 
 
 def test_a_folder_without_an_owner_is_adopted_by_the_first_job(tmp_path: Path) -> None:
-    run_alone(tmp_path, run="uid-old").run_to(2, save_at=(2,)).flush().manager.close()
-    adopted = run_alone(tmp_path, job=ALPHA)
+    start_run(tmp_path, run="uid-old").save_steps(2).close()
+    adopted = start_run(tmp_path, job=ALPHA).close()
     assert adopted.resumed is not None
-    adopted.manager.close()
     owner = json.loads((tmp_path / "OWNER-1").read_bytes())
     assert (owner["namespace"], owner["name"], owner["uid"]) == ("team-a", "alpha", "uid-alpha")
     with pytest.raises(TrainerError, match="belongs to the job team-a/alpha"):
-        run_alone(tmp_path, job=BETA)
+        start_run(tmp_path, job=BETA)
 
 
 def test_a_process_outside_kubernetes_is_refused_in_the_folder_of_a_job(tmp_path: Path) -> None:
-    run_alone(tmp_path, job=ALPHA).run_to(2, save_at=(2,)).flush().manager.close()
-    before = files(tmp_path)
+    start_run(tmp_path, job=ALPHA).save_steps(2).close()
+    before = read_files(tmp_path)
     with pytest.raises(TrainerError, match=r"belongs to the job team-a/alpha: choose another checkpoint.path"):
-        run_alone(tmp_path)
-    assert files(tmp_path) == before
+        start_run(tmp_path)
+    assert read_files(tmp_path) == before
 
 
 def test_one_of_many_jobs_that_start_together_owns_the_folder(store: Storage) -> None:
     jobs = [JobIdentity("c", "team", f"job-{number}", f"uid-{number}") for number in range(8)]
-    began = threading.Barrier(len(jobs))
+    start_barrier = threading.Barrier(len(jobs))
     outcomes: dict[str, str] = {}
     retry = Retry(delays=(0.01,) * 10)
     store.prepare()
 
-    def begin(job: JobIdentity) -> None:
-        owning = OwnerRecords(store, job)
-        began.wait()
+    def own_folder(job: JobIdentity) -> None:
+        records = OwnerRecords(store, job)
+        start_barrier.wait()
         try:
-            retry.run(owning.take_ownership, store.location)
-            outcomes[job.name] = "owner" if retry.run(owning.is_held, store.location) else "nobody"
+            retry.run(records.take_ownership, store.location)
+            outcomes[job.name] = "owner" if retry.run(records.is_held, store.location) else "nobody"
         except TrainerError as error:
             outcomes[job.name] = str(error)
 
-    threads = [threading.Thread(target=begin, args=(job,)) for job in jobs]
+    threads = [threading.Thread(target=own_folder, args=(job,)) for job in jobs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     owners = [name for name, outcome in outcomes.items() if outcome == "owner"]
     assert len(owners) == 1
-    others = [outcome for name, outcome in outcomes.items() if name not in owners]
-    assert all(f"belongs to the job team/{owners[0]}" in outcome for outcome in others), outcomes
+    refusals = [outcome for name, outcome in outcomes.items() if name not in owners]
+    assert all(f"belongs to the job team/{owners[0]}" in outcome for outcome in refusals), outcomes
 
 
-def test_the_owner_is_known_before_anything_else_is_written(tmp_path: Path) -> None:
+def test_the_owner_is_recorded_before_anything_else_is_written(tmp_path: Path) -> None:
     written: list[str] = []
     storage = HookedStorage(tmp_path, lambda what: written.append(what.removeprefix("before ")))
-    run_alone(tmp_path, job=ALPHA, storage=storage).manager.close()
-    started = [what for what in written if not what.startswith("after")]
-    assert started[:2] == ["create OWNER-1", f"write {GENERATION_FENCE_NAME}"]
+    start_run(tmp_path, job=ALPHA, storage=storage).close()
+    first_accesses = [what for what in written if not what.startswith("after")]
+    assert first_accesses[:2] == ["create OWNER-1", f"write {GENERATION_FENCE_NAME}"]
 
 
 def test_a_record_that_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "OWNER-3").write_text("{")
     with pytest.raises(TrainerError, match="OWNER-3, which names the owner of the folder, cannot be read: remove it"):
-        run_alone(tmp_path, job=ALPHA)
+        start_run(tmp_path, job=ALPHA)
     assert read_fence(PosixStorage(tmp_path)) is None

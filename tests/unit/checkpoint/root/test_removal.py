@@ -1,4 +1,4 @@
-"""Nothing is removed that the run did not write, and roots of two runs never lie one in the other."""
+"""Remove only files of the run itself; refuse a root inside the root of another run."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.testing.trainer.s3_gateway import run_gateway
-from tests.unit.checkpoint.checkpoint_builders import ALPHA, BETA, run_alone
+from tests.unit.checkpoint.checkpoint_builders import ALPHA, BETA, start_run
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.root.owner import JobIdentity
 from trainium_trainer.checkpoint.root.survey import survey
@@ -24,28 +24,25 @@ def top(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         yield "s3://bucket/top"
 
 
-def contents(storage: Storage, folder: str = "") -> dict[str, bytes]:
-    found = {}
+def read_files(storage: Storage, folder: str = "") -> dict[str, bytes]:
+    files = {}
     for entry in storage.list(folder):
         name = f"{folder}/{entry.name}".lstrip("/")
-        found |= contents(storage, name) if entry.is_folder else {name: storage.read(name)}
-    return found
+        files |= read_files(storage, name) if entry.is_folder else {name: storage.read(name)}
+    return files
 
 
 def train(root: str, job: JobIdentity, *steps: int, keep_last: int = 1) -> None:
-    run = run_alone(root, job=job, run=job.uid, durable={"keepLast": keep_last}).flush()
-    for step in steps:
-        run.run_to(step, save_at=(step,)).flush()
-    run.manager.close()
+    start_run(root, job=job, run=job.uid, durable={"keepLast": keep_last}).flush().save_steps(*steps).close()
 
 
 @pytest.mark.parametrize(("first", "second"), [("a/step-40", "a"), ("a", "a/step-40"), ("a/b/c", "a"), ("a", "a/b/c")])
 def test_a_root_inside_or_around_the_root_of_another_job_is_refused_by_name(top: str, first: str, second: str) -> None:
     train(f"{top}/{first}", ALPHA, 1)
-    before = contents(open_storage(top))
+    before = read_files(open_storage(top))
     with pytest.raises(UnusableCheckpointError, match=f"{top}/{second} and {top}/{first}, .* lie one in the other"):
-        run_alone(f"{top}/{second}", job=BETA, run=BETA.uid)
-    assert contents(open_storage(top)) == before
+        start_run(f"{top}/{second}", job=BETA, run=BETA.uid)
+    assert read_files(open_storage(top)) == before
 
 
 def test_roots_beside_each_other_are_two_runs(top: str) -> None:
@@ -56,37 +53,37 @@ def test_roots_beside_each_other_are_two_runs(top: str) -> None:
 
 def test_a_run_never_removes_a_root_that_appeared_inside_its_own(top: str) -> None:
     train(f"{top}/a", ALPHA, 1)
-    # On a volume of which it sees a part alone, the other job cannot see what is around it.
+    # A job that mounts only a part of the volume cannot see the root around its own.
     train(f"{top}/elsewhere", BETA, 1, 2)
     inner, elsewhere = open_storage(f"{top}/a/step-2"), open_storage(f"{top}/elsewhere")
-    for name, data in contents(elsewhere).items():
+    for name, data in read_files(elsewhere).items():
         inner.write(name, data)
-    before = contents(inner)
+    before = read_files(inner)
     train(f"{top}/a", ALPHA, 3, 4)
-    assert contents(inner) == before
-    assert [each.step for each in survey(open_storage(f"{top}/a")).committed] == [4]
+    assert read_files(inner) == before
+    assert [checkpoint.step for checkpoint in survey(open_storage(f"{top}/a")).committed] == [4]
 
 
 def test_files_that_no_start_of_the_run_wrote_stay_where_they_are(top: str) -> None:
     root = f"{top}/a"
     train(root, ALPHA, 1)
     storage = open_storage(root)
-    theirs = {
+    unknown = {
         "step-1/notes.txt": b"keep",
         "step-2/notes.txt": b"keep",
-        "step-2/g1-0123456789ab/shard-00000.safetensors": b"of nobody that the fence knows",
+        "step-2/g1-0123456789ab/shard-00000.safetensors": b"of a start that the fence does not name",
         "notes/readme": b"keep",
     }
-    (ours,) = {name.split("/")[1] for name in contents(storage) if name.startswith("step-1/g")}
-    leftovers = {f"step-2/{ours}/shard-00000.safetensors": b"half", f"step-2/{ours}/index.json": b"{}"}
-    theirs[f"step-2/{ours}/readme"] = b"keep"
-    for name, data in (theirs | leftovers).items():
+    (attempt,) = {name.split("/")[1] for name in read_files(storage) if name.startswith("step-1/g")}
+    leftovers = {f"step-2/{attempt}/shard-00000.safetensors": b"half", f"step-2/{attempt}/index.json": b"{}"}
+    unknown[f"step-2/{attempt}/readme"] = b"keep"
+    for name, data in (unknown | leftovers).items():
         storage.write(name, data)
     train(root, ALPHA, 3, 4)
-    left = contents(storage)
-    assert {name: left.get(name) for name in theirs} == theirs
-    assert not leftovers.keys() & left.keys()
-    assert [each.step for each in survey(storage).committed] == [4]
+    remaining = read_files(storage)
+    assert {name: remaining.get(name) for name in unknown} == unknown
+    assert not leftovers.keys() & remaining.keys()
+    assert [checkpoint.step for checkpoint in survey(storage).committed] == [4]
 
 
 def test_the_fence_names_every_start_that_held_it(tmp_path: Path) -> None:
@@ -98,9 +95,7 @@ def test_the_fence_names_every_start_that_held_it(tmp_path: Path) -> None:
 def test_runs_that_share_a_memory_volume_keep_their_snapshots(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     for job in (ALPHA, BETA):
-        run = run_alone(tmp_path / job.name, memory, job=job, run=job.uid).run_to(3).flush()
-        run.manager.close()
-    again = run_alone(tmp_path / "alpha", memory, job=ALPHA, run=ALPHA.uid)
+        start_run(tmp_path / job.name, memory, job=job, run=job.uid).run_to(3).flush().close()
+    again = start_run(tmp_path / "alpha", memory, job=ALPHA, run=ALPHA.uid).close()
     assert again.report()["source"] == "memory"
-    assert again.report()["step"] == 3
-    again.manager.close()
+    assert again.report()["resumed_step"] == 3

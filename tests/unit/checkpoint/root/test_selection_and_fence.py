@@ -1,4 +1,4 @@
-"""Choose a checkpoint of a root, refuse those of other settings, and claim its fence and its records."""
+"""Choose a checkpoint of a root, refuse checkpoints of other settings, and claim the fence and the records."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.testing.trainer.s3_gateway import run_gateway
-from tests.unit.checkpoint.checkpoint_builders import ALPHA, BETA, HookedStorage, committed, run_alone
+from tests.unit.checkpoint.checkpoint_builders import ALPHA, BETA, HookedStorage, committed_checkpoint, start_run
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, OWNER_PREFIX, Owner
 from trainium_trainer.checkpoint.errors import StaleGenerationError, UnusableCheckpointError
@@ -21,7 +21,7 @@ from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry
 
-AT_ONCE = Retry(())
+NO_RETRY = Retry(())
 TOKEN = FenceToken(3, "run", "session")
 
 
@@ -41,21 +41,21 @@ def test_different_settings_are_named_by_path_and_shortened() -> None:
     assert format_differences(theirs, theirs) == ""
 
 
-def test_a_converted_checkpoint_is_held_to_the_settings_that_it_knows() -> None:
-    found = Survey([committed(4, config_digest="", settings={"vocabulary": 64})])
-    refuse_foreign(found, "root", {"vocabulary": 64, "seed": 7}, "ours")
+def test_a_converted_checkpoint_is_compared_in_the_settings_that_it_records() -> None:
+    surveyed = Survey([committed_checkpoint(4, config_digest="", settings={"vocabulary": 64})])
+    refuse_foreign(surveyed, "root", {"vocabulary": 64, "seed": 7}, "ours")
     with pytest.raises(UnusableCheckpointError, match="vocabulary is 64 there and 128 here"):
-        refuse_foreign(found, "root", {"vocabulary": 128, "seed": 7}, "ours")
+        refuse_foreign(surveyed, "root", {"vocabulary": 128, "seed": 7}, "ours")
 
 
 @pytest.mark.parametrize(("newer", "refused"), [("step-2", False), ("step-4", False), ("step-6", True)])
 def test_a_checkpoint_of_a_newer_version_stops_the_run_only_when_it_is_the_newest(newer: str, refused: bool) -> None:
-    found = Survey([committed(4)], other_versions={newer: f"{newer} was written by a newer version"})
+    surveyed = Survey([committed_checkpoint(4)], other_versions={newer: f"{newer} was written by a newer version"})
     if refused:
         with pytest.raises(UnusableCheckpointError, match="go on with that version"):
-            refuse_foreign(found, "root", {}, "c")
+            refuse_foreign(surveyed, "root", {}, "c")
     else:
-        refuse_foreign(found, "root", {}, "c")
+        refuse_foreign(surveyed, "root", {}, "c")
 
 
 # ---- which checkpoint ---------------------------------------------------------------------------------------------
@@ -67,10 +67,7 @@ def test_a_root_without_a_checkpoint_is_refused_with_its_name(tmp_path: Path) ->
 
 
 def test_a_checkpoint_is_chosen_by_its_step_and_without_one_it_is_the_newest(tmp_path: Path) -> None:
-    run = run_alone(tmp_path)
-    for step in (2, 4):
-        run.run_to(step, save_at=(step,)).flush()
-    run.manager.close()
+    start_run(tmp_path).save_steps(2, 4).close()
     storage = PosixStorage(tmp_path)
     assert choose_checkpoint(storage, "root", 2, milestones=False).step == 2
     assert choose_checkpoint(storage, "root", None, milestones=False).step == 4
@@ -78,48 +75,48 @@ def test_a_checkpoint_is_chosen_by_its_step_and_without_one_it_is_the_newest(tmp
         choose_checkpoint(storage, "root", 3, milestones=True)
 
 
-class Unreadable(PosixStorage):
+class UnlistableStorage(PosixStorage):
     def list(self, folder: str) -> Any:
         raise PermissionError(13, "Permission denied", folder)
 
 
 def test_a_root_that_cannot_be_read_is_an_error_of_the_store(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="Permission denied"):
-        choose_checkpoint(Unreadable(tmp_path), str(tmp_path), None, milestones=False)
+        choose_checkpoint(UnlistableStorage(tmp_path), str(tmp_path), None, milestones=False)
 
 
 # ---- owner and fence ----------------------------------------------------------------------------------------------
 
 
 def test_a_job_that_lost_the_race_for_a_folder_that_it_may_take_over_tries_again(tmp_path: Path) -> None:
-    def rival(what: str) -> None:
+    def create_rival_owner(what: str) -> None:
         if what == f"before create {OWNER_PREFIX}2":
             name = f"{OWNER_PREFIX}2"
             other = Owner(cluster="cluster-1", namespace="team-a", name="alpha", uid="uid-alpha-2", since=0.0)
             PosixStorage(tmp_path).create(name, other.model_dump_json(by_alias=True).encode())
 
     OwnerRecords(PosixStorage(tmp_path), ALPHA).take_ownership()
-    records = OwnerRecords(HookedStorage(tmp_path, rival), BETA, take_over="team-a/alpha")
+    records = OwnerRecords(HookedStorage(tmp_path, create_rival_owner), BETA, take_over="team-a/alpha")
     with pytest.raises(OSError, match="the owner of the folder has just changed"):
         records.take_ownership()
     records.take_ownership()  # as a retry does
     assert records.is_held()
 
 
-class LosesAnswers(PosixStorage):
-    """Creates, and then fails as if nothing had been written."""
+class ResponseLosingStorage(PosixStorage):
+    """A folder that creates a file and then reports that it exists, like a retry after a lost response."""
 
     def create(self, name: str, data: bytes) -> None:
         super().create(name, data)
         raise FileExistsError(17, "File exists", name)
 
 
-def test_a_commit_whose_answer_was_lost_is_recognized_as_ours(tmp_path: Path) -> None:
+def test_a_commit_whose_response_was_lost_is_recognized_as_ours(tmp_path: Path) -> None:
     receipt = Receipt("step-4", b"receipt")
-    publish(LosesAnswers(tmp_path), receipt, AT_ONCE)
+    publish(ResponseLosingStorage(tmp_path), receipt, NO_RETRY)
     assert PosixStorage(tmp_path).read(f"step-4/{COMMIT_NAME}") == b"receipt"
     with pytest.raises(StaleGenerationError, match="committed by another start of the run"):
-        publish(PosixStorage(tmp_path), Receipt("step-4", b"another"), AT_ONCE)
+        publish(PosixStorage(tmp_path), Receipt("step-4", b"another"), NO_RETRY)
 
 
 @pytest.mark.parametrize(
@@ -138,29 +135,29 @@ def test_an_unreadable_fence_is_ignored(tmp_path: Path, text: bytes, token: Fenc
     assert read_fence(PosixStorage(tmp_path)) == token
 
 
-def lease(folder: Path) -> CommitLease:
+def create_lease(folder: Path) -> CommitLease:
     storage = PosixStorage(folder)
-    return CommitLease(storage, OwnerRecords(storage, NOBODY), TOKEN, AT_ONCE)
+    return CommitLease(storage, OwnerRecords(storage, NOBODY), TOKEN, NO_RETRY)
 
 
 def test_a_fence_that_is_claimed_is_not_claimed_again_before_each_commit(tmp_path: Path) -> None:
-    ours = lease(tmp_path)
-    ours.acquire(lambda _: None)
+    lease = create_lease(tmp_path)
+    lease.acquire(lambda _: None)
     newer = FenceToken(4, "run", "newer session")
     claim_fence(PosixStorage(tmp_path), newer)
-    ours.ensure()
-    assert read_fence(PosixStorage(tmp_path)) == newer, "it would be taken away from the start that came after"
+    lease.ensure()
+    assert read_fence(PosixStorage(tmp_path)) == newer, "the newer start keeps the fence"
     with pytest.raises(StaleGenerationError):
-        ours.check()
+        lease.check()
 
 
 def test_a_start_that_could_not_claim_the_fence_claims_it_before_its_first_commit(tmp_path: Path) -> None:
-    ours = lease(tmp_path)
-    ours.check()  # nobody newer is there
-    ours.ensure()
-    assert ours.claimed
+    lease = create_lease(tmp_path)
+    lease.check()  # there is no newer start
+    lease.ensure()
+    assert lease.claimed
     assert read_fence(PosixStorage(tmp_path)) == TOKEN
-    ours.check()
+    lease.check()
 
 
 # ---- records ------------------------------------------------------------------------------------------------------
@@ -168,19 +165,19 @@ def test_a_start_that_could_not_claim_the_fence_claims_it_before_its_first_commi
 
 def test_a_node_that_has_its_records_keeps_them_and_another_gets_the_whole_lines(tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path / "root")
-    here, there = (tmp_path / name for name in ("here", "there"))
+    first_node, second_node = (tmp_path / name for name in ("first", "second"))
     first, second = (
         RecordCopies(CheckpointConfig(path=str(tmp_path / "root"), records_path=str(folder)), storage)
-        for folder in (here, there)
+        for folder in (first_node, second_node)
     )
-    here.mkdir()
-    (here / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
+    first_node.mkdir()
+    (first_node / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
     first.send()
     second.fetch()
-    assert (there / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
-    (there / "metrics.jsonl").write_bytes(b'{"step": 3}\n')
+    assert (second_node / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    (second_node / "metrics.jsonl").write_bytes(b'{"step": 3}\n')
     second.fetch()
-    assert (there / "metrics.jsonl").read_bytes() == b'{"step": 3}\n'
+    assert (second_node / "metrics.jsonl").read_bytes() == b'{"step": 3}\n'
     assert survey(storage).committed == []
 
 
@@ -195,14 +192,14 @@ def test_records_in_a_bucket_are_on_the_node_and_copied_at_each_commit(
         lines = b'{"step":1}\n'
         for node in ("one", "two"):
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / node))
-            run = run_alone("s3://bucket/run", records=records).flush()
+            run = start_run("s3://bucket/run", records=records).flush()
             RecordCopies(run.manager._config, run.manager._storage).fetch()
             path = records_folder(run.manager._config) / "metrics.jsonl"
             assert path.is_relative_to(tmp_path / node)
             if node == "one":
                 path.parent.mkdir(parents=True)
                 path.write_bytes(lines)
-                run.run_to(2, save_at=(2,)).flush()
-            run.manager.close()
+                run.save_steps(2)
+            run.close()
             assert path.read_bytes() == lines
         assert {key for key in server.objects("bucket") if key.endswith("metrics.jsonl")} == copies

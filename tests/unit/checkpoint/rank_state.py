@@ -1,4 +1,4 @@
-"""One rank's live training state in a world of any size, without the other ranks: collectives move nothing."""
+"""The live training state of one rank of any number, without the other ranks: collectives move nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,35 +10,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.unit.checkpoint.checkpoint_builders import mesh_coordinates
 from trainium_contract.models.shape import ModelShape
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.replicated_store import ReplicatedStore
 from trainium_trainer.backends.sharded_store import ShardedStore, apply_sharding
-from trainium_trainer.checkpoint.interfaces import MeshCoordinates
 from trainium_trainer.checkpoint.sharding import Grid
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.parallel_plan import apply_tensor_parallel
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP
 
 
-def place_of(grid: Grid, rank: int, dp_mode: DataParallelMode) -> MeshCoordinates:
-    """Return the place of a rank of a grid."""
-    pp_rank, dp_rank, tp_rank = grid.coordinates(rank)
-    return MeshCoordinates(
-        rank=rank,
-        world_size=grid.size,
-        pp_rank=pp_rank,
-        pp_size=grid.pipeline,
-        dp_rank=dp_rank,
-        dp_size=grid.data,
-        tp_rank=tp_rank,
-        tp_size=grid.tensor,
-        dp_mode=dp_mode,
-    )
-
-
 @contextmanager
-def state_of_rank(
+def create_rank_state(
     shape: ModelShape, grid: Grid, rank: int, mode: DataParallelMode, *, device: str = "cpu", half: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Create the state of one rank as the native backend does."""
@@ -51,30 +35,35 @@ def state_of_rank(
             model.to(torch.bfloat16)
         if grid.tensor > 1:
             apply_tensor_parallel(model, mesh["tp"], sequence=False)
-        place, where = place_of(grid, rank, mode), torch.device(device)
+        coordinates = mesh_coordinates(grid, rank, mode)
         if mode.is_sharded:
             precision = Precision.BFLOAT16_STOCHASTIC if half else Precision.FLOAT32
             apply_sharding(model, mesh["dp"], precision, mode)
             store: Any = ShardedStore(
                 [model],
-                where,
-                dp=(grid.data, place.dp_rank),
-                tp=(grid.tensor, place.tp_rank),
+                torch.device(device),
+                dp=(grid.data, coordinates.dp_rank),
+                tp=(grid.tensor, coordinates.tp_rank),
                 moments=("expAvg", "expAvgSq"),
                 once=False,
             )
         else:
             store = ReplicatedStore(
-                [model], where, mesh["dp"].get_group(), place.tp_rank, moments=("expAvg", "expAvgSq"), half=half
+                [model],
+                torch.device(device),
+                mesh["dp"].get_group(),
+                coordinates.tp_rank,
+                moments=("expAvg", "expAvgSq"),
+                half=half,
             )
         yield store.state_dict() | {OPTIMIZER_STEP: torch.zeros((), dtype=torch.int64)}
     finally:
         dist.destroy_process_group()
-        # Equal meshes have equal keys there, so the next rank would receive this rank's coordinates.
-        _forget_meshes()
+        # Equal meshes have equal cache keys, so the next rank would receive this rank's coordinates.
+        _clear_mesh_caches()
 
 
-def _forget_meshes() -> None:
+def _clear_mesh_caches() -> None:
     if hasattr(debug, "_clear_sharding_prop_cache"):
         for name in dir(debug):
             if name.startswith("_clear") and name.endswith("sharding_prop_cache"):
