@@ -85,7 +85,6 @@ check: setup  ## Lint, format, types, import rules, generated files
 	@MYPYPATH=tests/wire/agent/fakes:tests/wire/agent $(BIN)/mypy $(FAKES:%=-m %) -m agent_factory
 	@$(BIN)/lint-imports
 	@$(TOOLS) $(BIN)/python -m scripts.generate --check
-	@$(BIN)/python scripts/commands_reference.py --check
 	@$(BIN)/python scripts/doc_outputs.py --check
 	@$(BIN)/python scripts/line_limits.py
 
@@ -98,7 +97,6 @@ format: setup  ## Format the code
 
 generate: setup  ## Write the CRD, manifests, reference pages and outputs on pages that are derived from the code
 	@$(TOOLS) $(BIN)/python -m scripts.generate
-	@$(BIN)/python scripts/commands_reference.py
 	@$(BIN)/python scripts/doc_outputs.py
 
 explore: setup  ## Explore small models of the plan exhaustively (ARGS="--depth 3")

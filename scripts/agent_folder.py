@@ -1,18 +1,16 @@
-# ruff: noqa: INP001 - a script
-"""Assemble the folder of the agent's image: an interpreter that runs in any container, with the agent.
+"""Assemble the folder of the agent's image: the agent, with an interpreter that runs in any container.
 
 Usage: python scripts/agent_folder.py FOLDER [SITE]
 
 Run it with the interpreter to copy, after the installation of the agent. SITE (by default its site-packages) has the
-installed packages. The folder is moved as a whole and started by its own loader, so that it uses nothing of the image
-into which it is mounted, neither a C library nor a shell:
+installed packages. A pod mounts the folder into any image and starts it by the folder's own loader, so it needs neither
+a C library nor a shell of that image:
 
     FOLDER/lib/ld.so --library-path FOLDER/lib FOLDER/bin/python -I -m trainium_agent
 
 Guarantees:
-- FOLDER/lib has every shared library to which a copied file is linked.
-- All modules of FOLDER/lib are compiled, because a pod mounts the folder read-only, and each start would compile them
-  again.
+- FOLDER/lib has every shared library that a copied file needs.
+- All modules of FOLDER/lib are compiled: a pod mounts the folder read-only, so each start would compile them again.
 """
 
 from __future__ import annotations
@@ -26,19 +24,19 @@ import sys
 import sysconfig
 from pathlib import Path
 
-LEFT_OUT = (
+UNUSED_PARTS = (
     "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "pydoc_data", "distutils", "sqlite3",
     "site-packages", "config-*", "__pycache__", "_test*.so", "_tkinter*.so", "_sqlite3*.so", "_dbm*.so", "_gdbm*.so",
     "_curses*.so", "readline*.so", "pip", "setuptools", "wheel", "pip-*", "setuptools-*", "wheel-*", "*.pth",
 )  # fmt: skip
 """Parts of the standard library and of site-packages that the agent does not import."""
-_LINKED = re.compile(r"(?:=>\s*)?(/\S+) \(0x")
+_LIBRARY_PATH = re.compile(r"(?:=>\s*)?(/\S+) \(0x")
 
 
 def shared_libraries(file: Path) -> set[Path]:
     """Return the shared libraries that a program or library needs, including the loader."""
-    listed = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=False).stdout
-    return {Path(path) for path in _LINKED.findall(listed)}
+    output = subprocess.run(["ldd", str(file)], capture_output=True, text=True, check=False).stdout
+    return {Path(path) for path in _LIBRARY_PATH.findall(output)}
 
 
 def main(folder: Path, site: Path) -> None:
@@ -48,7 +46,7 @@ def main(folder: Path, site: Path) -> None:
     python = Path(sys.executable).resolve()
     standard = Path(sysconfig.get_path("stdlib"))
     library = folder / "lib" / standard.name
-    ignored = shutil.ignore_patterns(*LEFT_OUT)
+    ignored = shutil.ignore_patterns(*UNUSED_PARTS)
     shutil.copytree(standard, library, ignore=ignored)
     shutil.copytree(site, library / "site-packages", ignore=ignored)
     worker = library / "site-packages" / "trainium_worker"
@@ -57,11 +55,11 @@ def main(folder: Path, site: Path) -> None:
     (folder / "bin").mkdir()
     shutil.copy2(python, folder / "bin" / "python")
     for path in shared_libraries(python).union(*(shared_libraries(file) for file in library.rglob("*.so"))):
-        loader = path.name.startswith("ld-")
-        shutil.copy2(path.resolve(), folder / "lib" / ("ld.so" if loader else path.name))
-    # Image layers and copies change the times of files, by which Python would consider a compiled file stale.
-    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
-    if not compileall.compile_dir(library, quiet=1, invalidation_mode=unchecked):
+        is_loader = path.name.startswith("ld-")
+        shutil.copy2(path.resolve(), folder / "lib" / ("ld.so" if is_loader else path.name))
+    # Image layers and copies change the times of files, so Python would consider compiled files with times stale.
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    if not compileall.compile_dir(library, quiet=1, invalidation_mode=mode):
         sys.exit("a module above cannot be compiled; leave it out, or use a version for this Python")
 
 

@@ -1,13 +1,10 @@
-# ruff: noqa: INP001 - a script
-"""Render `docs/causes.md`, the fault table for users, from the table in the code.
-
-The page has the whole table, so `generate --check` detects a stale page.
-"""
+"""Render `docs/causes.md`, the fault table for users, from the table in the code."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from scripts.markdown_table import render_table
 from trainium_contract.faults.causes import CAUSES
 from trainium_contract.faults.classify import classify_sign, default_responses
 from trainium_contract.faults.responses import Response, Responses
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.faults.signs import Sign
 
-_ANSWERS = {
+_RESPONSE_TEXTS = {
     Response.COMPLETE: "complete when all have",
     Response.STOP: "stop",
     Response.RESTART_IN_PLACE: "restart in place",
@@ -42,7 +39,7 @@ _ANSWERS = {
     Response.RETRY_WITH_BACKOFF: "restart in place with pauses",
 }
 
-_ELSEWHERE = (
+_POD_AND_NODE_SIGNS = (
     *POD_REASONS,
     *DISRUPTIONS,
     *CONDITIONS,
@@ -53,9 +50,7 @@ _ELSEWHERE = (
     SILENCE,
 )
 
-_WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-
-_BEGINNING = """# Causes
+_INTRODUCTION = """# Causes
 
 This page lists the cause of each sign of a fault, and the response to each cause. [Fault handling](faults.md)
 describes the responses. A rule of the job (`spec.recovery.rules`) takes precedence. "Repeated" means the same cause
@@ -67,16 +62,16 @@ twice."""
 def reference_text(header: str) -> str:
     """Return the page, with `header` as the first line."""
     parts = [
-        _BEGINNING,
+        _INTRODUCTION,
         "## Causes\n\nBy severity: if several workers fail at once, the first names the interruption.\n\n"
-        + _table(
+        + render_table(
             ("cause", "meaning", "blame", "response", "repeated", "budget", "node suspected after a failure"),
             (
                 (
                     f"`{row.cause}`",
                     row.sentence,
                     row.blame.value.lower(),
-                    *_responses(default_responses(row.cause)),
+                    *_response_texts(default_responses(row.cause)),
                     row.budget.value if row.budget else "not counted",
                     "yes" if row.suspects_node else "",
                 )
@@ -93,30 +88,24 @@ def reference_text(header: str) -> str:
         "## Lines of output\n\nRead from the newest error in the output of a process that ended by itself with a code "
         "outside the contract. A line below means that another process ended before.\n\n" + _sign_table(OUTPUT_LINES),
         "## Kernel lines\n\nRead from `/dev/kmsg` (or `TRAINIUM_KERNEL_LOG`) where the pod may. The "
-        f"{_WORDS[sum(sign.decisive for sign in KERNEL_LINES)]} marked ‡ are a fault by themselves; the others explain "
+        f"{sum(sign.decisive for sign in KERNEL_LINES)} lines marked ‡ are a fault by themselves; the others explain "
         "the end of a process within two minutes, that of memory only a SIGKILL.\n\n" + _sign_table(KERNEL_LINES),
         "## Pods, nodes, silence\n\n"
-        + _table(
-            ("sign", "cause"),
-            ((_name(sign), f"`{sign.cause}`") for sign in _ELSEWHERE),
-        ),
+        + render_table(("sign", "cause"), ((_sign_text(sign), f"`{sign.cause}`") for sign in _POD_AND_NODE_SIGNS)),
     ]
     return f"<!-- {header} -->\n" + "\n\n".join(parts) + "\n"
 
 
 def _sign_table(signs: Iterable[Sign]) -> str:
-    found = ((sign, classify_sign(sign)) for sign in signs)
-    return _table(
-        ("sign", "meaning", "cause", "response", "repeated"),
-        (
-            (_name(sign), verdict.sentence, f"`{verdict.cause}`", *_responses(verdict.responses))
-            for sign, verdict in found
-        ),
-    )
+    rows = []
+    for sign in signs:
+        verdict = classify_sign(sign)
+        rows.append((_sign_text(sign), verdict.sentence, f"`{verdict.cause}`", *_response_texts(verdict.responses)))
+    return render_table(("sign", "meaning", "cause", "response", "repeated"), rows)
 
 
-def _name(sign: Sign) -> str:
-    """Return the name of a sign for users."""
+def _sign_text(sign: Sign) -> str:
+    """Return the kind, name and marks of a sign."""
     marks = (" ‡" if sign.decisive else "") + (" †" if sign.indirect else "")
     if sign.kind in (SignKind.EXIT_CODE, SignKind.SILENCE):
         return f"{sign.key}{marks}"
@@ -129,11 +118,8 @@ def _name(sign: Sign) -> str:
     return f"{sign.kind} `{sign.key}`" + (f", reason `{sign.value}`" if sign.value != "*" else "")
 
 
-def _responses(responses: Responses) -> tuple[str, str]:
+def _response_texts(responses: Responses) -> tuple[str, str]:
     """Return the first response, and the repeated one if it differs."""
-    return _ANSWERS[responses.first], "" if responses.repeated is responses.first else _ANSWERS[responses.repeated]
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return _RESPONSE_TEXTS[responses.first], "" if responses.repeated is responses.first else _RESPONSE_TEXTS[
+        responses.repeated
+    ]

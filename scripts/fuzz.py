@@ -1,4 +1,3 @@
-# ruff: noqa: INP001, T201 - a script that prints
 """Run the property tests of `tests/unit/fuzz` under atheris, which is guided by coverage (`make fuzz`).
 
 Each target runs in a separate process and stops at the first failure. Hypothesis saves a failing input in its

@@ -1,4 +1,3 @@
-# ruff: noqa: INP001 - a script
 """Create the krew plugin: for each platform an archive with `kubectl trn` and its packages, and the manifest.
 
 Usage, from the repository's root, with a Python that has the requirements of trainium-client:
@@ -28,30 +27,30 @@ import zipfile
 from pathlib import Path
 
 import yaml
-from image_requirements import read_projects, requirements_of
+from image_requirements import normalize_name, parse_constraints, part_requirements, read_projects
 
-OWN = (Path("client/trainium_client"), Path("contract/trainium_contract"))
+PACKAGE_FOLDERS = (Path("client/trainium_client"), Path("contract/trainium_contract"))
 COMPILED = "pydantic-core"
-PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-PLATFORMS = {
+SUPPORTED_PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+PIP_PLATFORMS = {
     "linux-amd64": "manylinux_2_17_x86_64",
     "linux-arm64": "manylinux_2_17_aarch64",
     "darwin-amd64": "macosx_10_12_x86_64",
     "darwin-arm64": "macosx_11_0_arm64",
 }
-"""pip's name of each platform of krew."""
+"""Name by pip of each platform of krew."""
 STARTERS = {
     "kubectl-trn": "trainium_client.commands.main",
     "kubectl_complete-trn": "trainium_client.commands.complete",
 }
 _STARTER = '''#!/usr/bin/env python3
-"""Starts {name} with the packages beside this file."""
+"""Start {name} with the packages beside this file."""
 
 import os
 import sys
 
-if not ({oldest}) <= sys.version_info[:2] <= ({newest}):
-    sys.exit("error: kubectl trn needs Python {first} to {last}, and python3 on PATH is %d.%d" % sys.version_info[:2])
+if not ({oldest_tuple}) <= sys.version_info[:2] <= ({newest_tuple}):
+    sys.exit("error: kubectl trn needs Python {oldest} to {newest}; python3 on PATH is %d.%d" % sys.version_info[:2])
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.realpath(__file__)), "lib"))
 
 from {module} import main
@@ -59,96 +58,96 @@ from {module} import main
 main()
 '''
 _CAVEATS = """\
-Needs python3 {first} to {last} on PATH; krew installs no Python. For completion by kubectl link the second program:
+Needs python3 {oldest} to {newest} on PATH; krew installs no Python. For completion by kubectl link the second program:
   ln -s "${{KREW_ROOT:-$HOME/.krew}}/store/trn/v{release}/kubectl_complete-trn" ~/.local/bin/
 """
 _DESCRIPTION = """\
-A training job on one screen: how it is, why it stopped, what to do; logs of a rank across pods, checkpoints,
-goodput, bad machines, a page to share, a bundle for a bug report.
+Shows a training job on one screen: its state, why it stopped, and what to do. Shows logs of a rank across pods,
+checkpoints, goodput and bad machines, and writes a page to share or a bundle for a bug report.
 """
 
 
 def transitive_distributions(requirements: list[str]) -> list[str]:
-    """Return the installed distributions of these names and of their requirements."""
-    found: set[str] = set()
-    waiting = list(requirements)
-    while waiting:
-        name = re.sub(r"[-_.]+", "-", re.split(r"[ <>=!~\[(]", waiting.pop().strip(), maxsplit=1)[0]).lower()
-        if name in found:
+    """Return the names of the required distributions and of those that they require, all of which are installed."""
+    names: set[str] = set()
+    queue = list(requirements)
+    while queue:
+        name = normalize_name(re.split(r"[ <>=!~\[(]", queue.pop().strip(), maxsplit=1)[0])
+        if name in names:
             continue
-        found.add(name)
-        for need in importlib.metadata.requires(name) or []:
-            requirement, _, marker = need.partition(";")
+        names.add(name)
+        for dependency in importlib.metadata.requires(name) or []:
+            requirement, _, marker = dependency.partition(";")
             # Markers here select extras, other systems and older Pythons, which are not needed.
             if not marker:
-                waiting.append(requirement)
-    return sorted(found)
+                queue.append(requirement)
+    return sorted(names)
 
 
 def library_files() -> dict[str, bytes]:
-    """Return the files of `lib/` for every platform by path. Raises ValueError for an unexpected compiled package."""
+    """Return the files of `lib/` for every platform by path; raise ValueError for an unexpected compiled package."""
     files = {}
-    for root in OWN:
-        for file in root.rglob("*.py"):
-            files[str(file.relative_to(root.parent))] = file.read_bytes()
-    for name in transitive_distributions(requirements_of("client")):
+    for package in PACKAGE_FOLDERS:
+        for file in package.rglob("*.py"):
+            files[str(file.relative_to(package.parent))] = file.read_bytes()
+    for name in transitive_distributions(part_requirements("client")):
         for entry in importlib.metadata.files(name) or ():
             path = str(entry)
             if path.endswith((".so", ".pyd")) and name not in {COMPILED, "pyyaml"}:
                 raise ValueError(f"{name} has {path}, which is compiled: it needs a wheel for each platform")
-            text = path.endswith((".py", "/METADATA")) or "/licenses/" in path or ".dist-info/LICENSE" in path
-            if text and not path.startswith(("..", "/")):
+            is_text = path.endswith((".py", "/METADATA")) or "/licenses/" in path or ".dist-info/LICENSE" in path
+            if is_text and not path.startswith(("..", "/")):
                 files[path] = Path(str(entry.locate())).read_bytes()
     return files
 
 
 def local_extensions() -> dict[str, bytes]:
     """Return the compiled files of this machine and Python."""
-    found = (entry for entry in importlib.metadata.files(COMPILED) or () if str(entry).endswith(".so"))
-    return {str(entry): Path(str(entry.locate())).read_bytes() for entry in found}
+    entries = (entry for entry in importlib.metadata.files(COMPILED) or () if str(entry).endswith(".so"))
+    return {str(entry): Path(str(entry.locate())).read_bytes() for entry in entries}
 
 
 def download_extensions(tag: str) -> dict[str, bytes]:
     """Return the compiled files of a platform for every Python, from wheels with the digests of constraints.txt."""
-    pins = re.split(r"\n(?=[A-Za-z0-9])", Path("constraints.txt").read_text(encoding="utf-8"))
-    (pin,) = [each for each in pins if each.startswith(f"{COMPILED}==")]
+    pins = parse_constraints(Path("constraints.txt").read_text(encoding="utf-8"))
     files = {}
     with tempfile.TemporaryDirectory() as folder:
-        wanted = Path(folder) / "wanted.txt"
-        wanted.write_text(pin + "\n", encoding="utf-8")
-        for python in PYTHONS:
+        requirements = Path(folder) / "requirements.txt"
+        requirements.write_text(pins[COMPILED] + "\n", encoding="utf-8")
+        for python in SUPPORTED_PYTHONS:
             options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--platform", tag]
             options += ["--python-version", python, "--dest", folder, "--quiet", "--disable-pip-version-check"]
-            subprocess.run([sys.executable, "-m", "pip", "download", *options, "-r", str(wanted)], check=True)
+            subprocess.run([sys.executable, "-m", "pip", "download", *options, "-r", str(requirements)], check=True)
         for wheel in Path(folder).glob("*.whl"):
-            with zipfile.ZipFile(wheel) as packed:
-                files.update({name: packed.read(name) for name in packed.namelist() if name.endswith(".so")})
-    if len(files) != len(PYTHONS):
-        raise ValueError(f"{COMPILED} for {tag}: {len(files)} compiled files for {len(PYTHONS)} Pythons")
+            with zipfile.ZipFile(wheel) as archive:
+                files.update({name: archive.read(name) for name in archive.namelist() if name.endswith(".so")})
+    if len(files) != len(SUPPORTED_PYTHONS):
+        raise ValueError(f"{COMPILED} for {tag}: {len(files)} compiled files for {len(SUPPORTED_PYTHONS)} Pythons")
     return files
 
 
 def starter_files() -> dict[str, bytes]:
     """Return the programs of the archive."""
-    oldest, newest = (each.replace(".", ", ") for each in (PYTHONS[0], PYTHONS[-1]))
-    words = {"oldest": oldest, "newest": newest, "first": PYTHONS[0], "last": PYTHONS[-1]}
-    return {name: _STARTER.format(name=name, module=module, **words).encode() for name, module in STARTERS.items()}
+    oldest, newest = SUPPORTED_PYTHONS[0], SUPPORTED_PYTHONS[-1]
+    versions = {"oldest": oldest, "newest": newest}
+    versions |= {"oldest_tuple": oldest.replace(".", ", "), "newest_tuple": newest.replace(".", ", ")}
+    return {name: _STARTER.format(name=name, module=module, **versions).encode() for name, module in STARTERS.items()}
 
 
 def build_archive(files: dict[str, bytes]) -> bytes:
     """Return a tar.gz without times, owners and modes of this machine."""
-    packed = io.BytesIO()
-    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+    archive = io.BytesIO()
+    with gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
         for path, content in sorted(files.items()):
             info = tarfile.TarInfo(path)
             info.size = len(content)
             info.mode = 0o755 if path in STARTERS else 0o644
             tar.addfile(info, io.BytesIO(content))
-    return packed.getvalue()
+    return archive.getvalue()
 
 
 def render_manifest(release: str, homepage: str, archives: dict[str, tuple[str, str]]) -> str:
-    """Return the manifest of krew; `archives` has address and digest by platform."""
+    """Return the manifest of krew; `archives` has URI and digest by platform."""
     platforms = []
     for name, (uri, digest) in archives.items():
         system, _, processor = name.partition("-")
@@ -157,9 +156,9 @@ def render_manifest(release: str, homepage: str, archives: dict[str, tuple[str, 
     spec = {
         "version": f"v{release}",
         "homepage": homepage,
-        "shortDescription": "Look at TrainingJobs and act on them",
+        "shortDescription": "Inspect and change TrainingJobs",
         "description": _DESCRIPTION,
-        "caveats": _CAVEATS.format(first=PYTHONS[0], last=PYTHONS[-1], release=release),
+        "caveats": _CAVEATS.format(oldest=SUPPORTED_PYTHONS[0], newest=SUPPORTED_PYTHONS[-1], release=release),
         "platforms": platforms,
     }
     head = {"apiVersion": "krew.googlecontainertools.github.com/v1alpha2", "kind": "Plugin"}
@@ -167,20 +166,20 @@ def render_manifest(release: str, homepage: str, archives: dict[str, tuple[str, 
 
 
 def current_platform() -> str:
-    """Return krew's name of this machine."""
+    """Return the name by krew of this machine's platform."""
     processor = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     return f"{platform.system().lower()}-{processor}"
 
 
-def build_plugin(base: str, homepage: str, out: Path, *, everywhere: bool) -> Path:
+def build_plugin(base: str, homepage: str, out: Path, *, all_platforms: bool) -> Path:
     """Write the archives and return the path of the manifest."""
     release = read_projects()["trainium-client"]["project"]["version"]
     common = {f"lib/{path}": content for path, content in library_files().items()}
     common |= starter_files() | {"LICENSE": Path("LICENSE").read_bytes()}
     out.mkdir(parents=True, exist_ok=True)
     archives = {}
-    for name in PLATFORMS if everywhere else (current_platform(),):
-        compiled = download_extensions(PLATFORMS[name]) if everywhere else local_extensions()
+    for name in PIP_PLATFORMS if all_platforms else (current_platform(),):
+        compiled = download_extensions(PIP_PLATFORMS[name]) if all_platforms else local_extensions()
         content = build_archive(common | {f"lib/{path}": data for path, data in compiled.items()})
         file = out / f"kubectl-trn-{release}-{name}.tar.gz"
         file.write_bytes(content)
@@ -196,5 +195,5 @@ if __name__ == "__main__":
     parser.add_argument("--homepage", required=True, help="URL of the project")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for all files")
     parser.add_argument("--all-platforms", action="store_true", help="not only this machine; needs pip and a network")
-    given = parser.parse_args()
-    build_plugin(given.uri, given.homepage, given.out, everywhere=given.all_platforms)
+    options = parser.parse_args()
+    build_plugin(options.uri, options.homepage, options.out, all_platforms=options.all_platforms)

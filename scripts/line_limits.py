@@ -1,4 +1,3 @@
-# ruff: noqa: INP001 - a script
 """Compare the lines of each part of the repository with its limit in line_limits.toml (`make check`).
 
 It counts the lines of `git ls-files '*.py'` below the folders of a part, including blanks and docstrings. A part may

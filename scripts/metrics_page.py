@@ -1,15 +1,13 @@
-# ruff: noqa: INP001 - a script
-"""Render `docs/metrics.md`, with every metric and its labels, from the metrics themselves.
-
-The page has the whole registry, so `generate --check` detects a stale page.
-"""
+"""Render `docs/metrics.md`, with every metric and its labels, from the metrics themselves."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client.metrics import MetricWrapperBase
 
+from scripts.markdown_table import render_table
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
@@ -23,40 +21,40 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def _values(words: Iterable[str]) -> str:
-    return " ".join(f"`{word}`" for word in words)
+def _code_spans(values: Iterable[str]) -> str:
+    return " ".join(f"`{value}`" for value in values)
 
 
 _RECOVERY_STAGES = (
-    f"parts of a recovery: {_values(('Detect', 'Decide', 'Restart', 'Load', 'Replay'))} "
+    f"parts of a recovery: {_code_spans(('Detect', 'Decide', 'Restart', 'Load', 'Replay'))} "
     "(`Decide` is the wait for a worker), of lost time others besides ([definitions](goodput.md#lost-time))"
 )
 _LABELS = {
     "cause": "what an interruption was attributed to ([causes](causes.md))",
-    "check": f"{_values(PreflightCheck)} ([checks](node-health.md#before-a-worker-joins))",
-    "code": "HTTP status of the answer; 0: there was none",
-    "direction": _values(("grow", "shrink")),
+    "check": f"{_code_spans(PreflightCheck)} ([checks](node-health.md#before-a-worker-joins))",
+    "code": "HTTP status of the response; 0: no response",
+    "direction": _code_spans(("grow", "shrink")),
     "error": "class of the error",
     "figure": "of a model, for instance `perplexity` or `mmlu acc` ([evaluation](evaluate.md#evaluate-at-milestones))",
     "job_namespace": "namespace of the job",
     "job_name": "name of the job",
-    "kind": _values(("register", "heartbeat")),
-    "measure": f"{_values(MEASURES)} ([definitions](goodput.md#definitions))",
-    "page": _values((*READ, "other")),
-    "phase": f"of a job: {_values(Phase)}; of `hangs_total`, what the rank was at: {_values(TrainerPhase)}",
-    "result": _values(("Complete", "Failed")),
-    "rung": f"how far the answer went: {_values(Rung)}",
-    "severity": f"of what a node reports: {_values(('Suspect', 'Drain', 'Fatal'))}",
-    "source": f"where a node reports it: {_values(('condition', 'capacity', 'taint', 'label', 'deletion'))}",
-    "stage": f"{_RECOVERY_STAGES}; of `stage_seconds`: {_values(RunStage)}",
+    "kind": _code_spans(("register", "heartbeat")),
+    "measure": f"{_code_spans(MEASURES)} ([definitions](goodput.md#definitions))",
+    "page": _code_spans((*READ, "other")),
+    "phase": f"of a job: {_code_spans(Phase)}; of `hangs_total`, what the rank was doing: {_code_spans(TrainerPhase)}",
+    "result": _code_spans(("Complete", "Failed")),
+    "rung": f"how far the response went: {_code_spans(Rung)}",
+    "severity": f"of what a node reports: {_code_spans(('Suspect', 'Drain', 'Fatal'))}",
+    "source": f"where a node reports it: {_code_spans(('condition', 'capacity', 'taint', 'label', 'deletion'))}",
+    "stage": f"{_RECOVERY_STAGES}; of `stage_seconds`: {_code_spans(RunStage)}",
     "state": (
-        f"of workers: {_values(('desired', 'member', 'training', 'spare_wanted', 'spare_ready'))}; "
-        f"of machines: {_values(MachineState)}"
+        f"of workers: {_code_spans(('desired', 'member', 'training', 'spare_wanted', 'spare_ready'))}; "
+        f"of machines: {_code_spans(MachineState)}"
     ),
     "verb": "of Kubernetes",
 }
 
-_BEGINNING = """# Metrics
+_INTRODUCTION = """# Metrics
 
 The operator exposes these metrics at `http://POD:8080/metrics`, or [over HTTPS](watch.md#over-https). [Watch a
 job](watch.md#metrics) describes scraping, alerts and dashboards. Only the leader's counters move. No label is a pod, a
@@ -64,42 +62,49 @@ node or a rank, so the number of time series does not grow with them. Times are 
 the ledgers of existing jobs, and survive restarts of the operator."""
 
 
-_OF_JOBS = """With `metrics.namedJobs` ([setup](watch.md#of-single-jobs)). Names start with the same prefix.
-`jobs_left_out` counts the jobs without metrics."""
+_PER_JOB_INTRODUCTION = """With `metrics.namedJobs` ([setup](watch.md#of-single-jobs)). Names start with the same
+prefix. `jobs_left_out` counts the jobs without metrics."""
 
-_Row = tuple[str, str, tuple[str, ...], str]
-"""Name, type, labels and meaning of a metric."""
+
+@dataclass(frozen=True, slots=True)
+class _Metric:
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    description: str
 
 
 def reference_text(header: str) -> str:
     """Return the page, with `header` as the first line."""
-    own, named = _operator_metrics(), _named_job_metrics()
-    labels = sorted({label for _, _, found, _ in own + named for label in found})
-    words = "\n".join(f"| `{label}` | {_LABELS[label]} |" for label in labels)
+    operator, jobs = _operator_metrics(), _named_job_metrics()
+    labels = sorted({label for metric in operator + jobs for label in metric.labels})
     parts = [
-        f"<!-- {header} -->\n{_BEGINNING}",
-        f"## Of the operator\n\nAll names start with `{PREFIX}`.\n\n{_table(own)}",
-        f"## Of single jobs\n\n{_OF_JOBS}\n\n{_table(named)}",
-        f"## Labels\n\n| label | values |\n| --- | --- |\n{words}",
+        f"<!-- {header} -->\n{_INTRODUCTION}",
+        f"## Of the operator\n\nAll names start with `{PREFIX}`.\n\n{_metric_table(operator)}",
+        f"## Of single jobs\n\n{_PER_JOB_INTRODUCTION}\n\n{_metric_table(jobs)}",
+        "## Labels\n\n" + render_table(("label", "values"), ((f"`{label}`", _LABELS[label]) for label in labels)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _operator_metrics() -> list[_Row]:
+def _operator_metrics() -> list[_Metric]:
     # Collected metrics have no label names before the first sample, but the metric objects have.
-    found = [each for each in Metrics().registry._collector_to_names if isinstance(each, MetricWrapperBase)]  # noqa: SLF001
-    return [_row(each._name, each._type or "", each._labelnames, each._documentation) for each in found]  # noqa: SLF001
+    collectors = Metrics().registry._collector_to_names  # noqa: SLF001
+    return [
+        _Metric(metric._name, metric._type or "", tuple(metric._labelnames), metric._documentation)  # noqa: SLF001
+        for metric in collectors
+        if isinstance(metric, MetricWrapperBase)
+    ]
 
 
-def _named_job_metrics() -> list[_Row]:
+def _named_job_metrics() -> list[_Metric]:
     families = Families(PREFIX).all
-    return [_row(each.name, each.type, each._labelnames, each.documentation) for each in families]  # noqa: SLF001
+    return [_Metric(each.name, each.type, tuple(each._labelnames), each.documentation) for each in families]  # noqa: SLF001
 
 
-def _row(name: str, kind: str, labels: Iterable[str], text: str) -> _Row:
-    return name.removeprefix(PREFIX) + ("_total" if kind == "counter" else ""), kind, tuple(labels), text
-
-
-def _table(rows: list[_Row]) -> str:
-    lines = [f"| `{name}` | {kind} | {', '.join(labels)} | {text} |" for name, kind, labels, text in rows]
-    return "| name | type | labels | |\n| --- | --- | --- | --- |\n" + "\n".join(lines)
+def _metric_table(metrics: list[_Metric]) -> str:
+    rows = []
+    for metric in metrics:
+        name = metric.name.removeprefix(PREFIX) + ("_total" if metric.kind == "counter" else "")
+        rows.append((f"`{name}`", metric.kind, ", ".join(metric.labels), metric.description))
+    return render_table(("name", "type", "labels", "meaning"), rows)

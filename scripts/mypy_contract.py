@@ -1,10 +1,9 @@
-# ruff: noqa: INP001 - a script
 """Check fields of the contract's models in mypy, where Python's types cannot express them.
 
-- `model.replaced(field=value, ...)` takes only fields of the model, with their types, like mypy's rule for
+- `model.replaced(field=value, ...)` takes only fields of the model, with their types, as mypy checks
   `dataclasses.replace`.
-- `part.text("field")` of a `StatusReader[Model]` takes only wire names of the model's fields; `part.part("field")` and
-  `part.parts("field")` return parts of the field's model.
+- `reader.text("field")` of a `StatusReader[Model]` takes only wire names of the model's fields; `reader.part("field")`
+  and `reader.parts("field")` return readers of the field's model.
 
 Without the plugin mypy only checks less. `[tool.mypy]` names it.
 """
@@ -25,28 +24,28 @@ if TYPE_CHECKING:
     from mypy.plugin import MethodContext, MethodSigContext
     from mypy.types import FunctionLike, Type
 
-_BASE = "trainium_contract.base.ContractModel"
-_PART = "trainium_contract.views.status_reader.StatusReader."
-_NAME = "field"
+_BASE_MODEL = "trainium_contract.base.ContractModel"
+_READER_PREFIX = "trainium_contract.views.status_reader.StatusReader."
+_FIELD_ARGUMENT = "field"
 
 
 class ContractPlugin(Plugin):
-    """Types the methods of models and of status parts by the model's fields."""
+    """Types the methods of models and of status readers by the fields of the model."""
 
     def get_method_signature_hook(self, fullname: str) -> Callable[[MethodSigContext], FunctionLike] | None:
-        """Return the hook of `replaced`, and of every method of a part that takes a name."""
+        """Return the hook of `replaced` and of the methods of a status reader."""
         if fullname.endswith(".replaced"):
-            return _signature_of_replaced
-        return _signature_of_part if fullname.startswith(_PART) else None
+            return _replaced_signature
+        return _reader_signature if fullname.startswith(_READER_PREFIX) else None
 
     def get_method_hook(self, fullname: str) -> Callable[[MethodContext], Type] | None:
-        """Return the hook of methods that return a part."""
-        return _answer if fullname in {_PART + "part", _PART + "parts"} else None
+        """Return the hook of the methods that return a status reader."""
+        return _reader_return_type if fullname in {_READER_PREFIX + "part", _READER_PREFIX + "parts"} else None
 
 
-def _signature_of_replaced(context: MethodSigContext) -> FunctionLike:
+def _replaced_signature(context: MethodSigContext) -> FunctionLike:
     model = get_proper_type(context.type)
-    if not isinstance(model, Instance) or not any(base.fullname == _BASE for base in model.type.mro):
+    if not isinstance(model, Instance) or not any(base.fullname == _BASE_MODEL for base in model.type.mro):
         return context.default_signature
     fields = _fields(model.type)
     return context.default_signature.copy_modified(
@@ -54,51 +53,54 @@ def _signature_of_replaced(context: MethodSigContext) -> FunctionLike:
     )
 
 
-def _signature_of_part(context: MethodSigContext) -> FunctionLike:
-    signature, fields = context.default_signature, _fields_of_part(context.type)
-    if not fields or _NAME not in signature.arg_names:
+def _reader_signature(context: MethodSigContext) -> FunctionLike:
+    signature, fields = context.default_signature, _wire_fields(context.type)
+    if not fields or _FIELD_ARGUMENT not in signature.arg_names:
         return signature
-    at = signature.arg_names.index(_NAME)
-    text = context.api.named_generic_type("builtins.str", [])
-    names = UnionType.make_union([LiteralType(name, text) for name in fields])
-    types = [names if each == at else known for each, known in enumerate(signature.arg_types)]
+    string = context.api.named_generic_type("builtins.str", [])
+    types = list(signature.arg_types)
+    types[signature.arg_names.index(_FIELD_ARGUMENT)] = UnionType.make_union(
+        [LiteralType(name, string) for name in fields]
+    )
     return signature.copy_modified(arg_types=types)
 
 
-def _answer(context: MethodContext) -> Type:
-    """Return the part with the model of the requested field."""
-    answer = get_proper_type(context.default_return_type)
-    given = get_proper_type(context.arg_types[0][0]) if context.arg_types and context.arg_types[0] else None
-    if isinstance(given, Instance):
-        given = given.last_known_value
-    model = _model(_fields_of_part(context.type).get(str(given.value))) if isinstance(given, LiteralType) else None
-    if model is None or not isinstance(answer, Instance):
+def _reader_return_type(context: MethodContext) -> Type:
+    """Return a reader, or a tuple of readers, of the model of the requested field."""
+    default = get_proper_type(context.default_return_type)
+    field = get_proper_type(context.arg_types[0][0]) if context.arg_types and context.arg_types[0] else None
+    if isinstance(field, Instance):
+        field = field.last_known_value
+    if not isinstance(field, LiteralType) or not isinstance(default, Instance):
         return context.default_return_type
-    if answer.type.fullname + "." == _PART:
-        return answer.copy_modified(args=[model])
-    (each,) = (get_proper_type(one) for one in answer.args)
-    assert isinstance(each, Instance), each
-    return answer.copy_modified(args=[each.copy_modified(args=[model])])
+    model = _nested_model(_wire_fields(context.type).get(str(field.value)))
+    if model is None:
+        return context.default_return_type
+    if default.type.fullname + "." == _READER_PREFIX:
+        return default.copy_modified(args=[model])
+    reader = get_proper_type(default.args[0])
+    assert isinstance(reader, Instance), reader
+    return default.copy_modified(args=[reader.copy_modified(args=[model])])
 
 
-def _model(of: Type | None) -> Instance | None:
+def _nested_model(field: Type | None) -> Instance | None:
     """Return the model in the type of a field: the model, an optional, or a tuple of it."""
-    found = get_proper_type(of)
-    if isinstance(found, UnionType):
-        return next((model for each in found.items if (model := _model(each)) is not None), None)
-    if isinstance(found, TupleType):
-        found = found.partial_fallback
-    if isinstance(found, Instance) and found.type.fullname == "builtins.tuple":
-        return _model(found.args[0])
-    return found if isinstance(found, Instance) and _is_model(found.type) else None
+    kind = get_proper_type(field)
+    if isinstance(kind, UnionType):
+        return next((model for item in kind.items if (model := _nested_model(item)) is not None), None)
+    if isinstance(kind, TupleType):
+        kind = kind.partial_fallback
+    if isinstance(kind, Instance) and kind.type.fullname == "builtins.tuple":
+        return _nested_model(kind.args[0])
+    return kind if isinstance(kind, Instance) and _is_model(kind.type) else None
 
 
-def _fields_of_part(part: Type) -> dict[str, Type]:
-    """Return the types of all fields of a part's model by wire name; empty if the model is unknown."""
-    found = get_proper_type(part)
-    model = get_proper_type(found.args[0]) if isinstance(found, Instance) and found.args else None
+def _wire_fields(reader: Type) -> dict[str, Type]:
+    """Return the types of all fields of a reader's model by wire name; empty if the model is unknown."""
+    kind = get_proper_type(reader)
+    model = get_proper_type(kind.args[0]) if isinstance(kind, Instance) and kind.args else None
     fields = _fields(model.type) if isinstance(model, Instance) else {}
-    return {to_camel(name): kind for name, kind in fields.items()}
+    return {to_camel(name): field for name, field in fields.items()}
 
 
 def _fields(model: TypeInfo) -> dict[str, Type]:
@@ -117,7 +119,7 @@ def _is_field(name: str, node: Var) -> bool:
 
 
 def _is_model(kind: TypeInfo) -> bool:
-    return kind.fullname != _BASE and any(base.fullname == _BASE for base in kind.mro)
+    return kind.fullname != _BASE_MODEL and any(base.fullname == _BASE_MODEL for base in kind.mro)
 
 
 def plugin(_version: str) -> type[Plugin]:

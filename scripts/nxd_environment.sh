@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes the virtual environment of `make test-nxd`: torch and torch_xla 2.9, which images of trn1 have, and the pinned
+# Create the virtual environment of `make test-nxd`: torch and torch_xla 2.9, which images of trn1 have, and the pinned
 # packages of everything else; safe to repeat and to interrupt.
-# Usage: scripts/nxd_environment.sh VENV; PYTHON chooses the interpreter (3.11 to 3.13, for which torch_xla has wheels).
+# Usage: scripts/nxd_environment.sh VENV; PYTHON selects the interpreter (3.11 to 3.13, for which torch_xla has wheels).
 set -eu
 cd "$(dirname "$0")/.."
 venv=$1
@@ -19,17 +19,17 @@ fi
 want=$(cat pyproject.toml ./*/pyproject.toml constraints.txt scripts/nxd_environment.sh | cksum)
 [ "$(cat "$venv/.complete" 2>/dev/null)" = "$want" ] && exit 0
 
-say() { echo "nxd: $*"; }
+log() { echo "nxd: $*"; }
 
-say "virtual environment in $venv ($("$python" --version))"
+log "virtual environment in $venv ($("$python" --version))"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-say "torch and torch_xla 2.9 (the first time downloads about 3 GB)"
+log "torch and torch_xla 2.9 (the first time downloads about 3 GB)"
 "$venv/bin/python" -m pip install -q --disable-pip-version-check torch==2.9.0 torch_xla==2.9.0
-say "the other packages at pinned versions and hashes"
+log "the other packages at pinned versions and hashes"
 "$venv/bin/python" scripts/image_requirements.py dev >"$venv/requirements.txt"
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r "$venv/requirements.txt"
 set --
 for folder in ./*/pyproject.toml; do set -- "$@" -e "${folder%/*}"; done
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation "$@"
 echo "$want" >"$venv/.complete"
-say "done"
+log "done"

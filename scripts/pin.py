@@ -1,4 +1,3 @@
-# ruff: noqa: INP001 - a script
 """Pin the missing requirements of the workspace in constraints.txt: versions, hashes, markers.
 
 The pins hold for all supported Pythons and all platforms. A pinned version is kept as long as it satisfies the
@@ -13,18 +12,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from image_requirements import requirements_of
+from image_requirements import part_requirements
 
-OLDEST = "3.11"
-_HOW = ("--universal", "--generate-hashes", "--no-header", "--no-annotate", "--quiet")
+OLDEST_PYTHON = "3.11"
+_UV_OPTIONS = ("--universal", "--generate-hashes", "--no-header", "--no-annotate", "--quiet")
 
 
 def main() -> int:
     """Write the file; return uv's exit code."""
     with tempfile.NamedTemporaryFile("w", suffix=".in") as file:
-        file.write("\n".join(sorted({*requirements_of("dev"), *requirements_of("build")})) + "\n")
+        file.write("\n".join(sorted({*part_requirements("dev"), *part_requirements("build")})) + "\n")
         file.flush()
-        command = [os.environ.get("UV", "uv"), "pip", "compile", *_HOW, "--python-version", OLDEST]
+        command = [os.environ.get("UV", "uv"), "pip", "compile", *_UV_OPTIONS, "--python-version", OLDEST_PYTHON]
         return subprocess.run([*command, "--output-file", "constraints.txt", file.name], check=False).returncode
 
 

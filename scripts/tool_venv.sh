@@ -1,5 +1,6 @@
 #!/bin/sh
-# Create the virtual environment of a tool. It also sees the packages of the project, so `make test` stays as it is.
+# Create the virtual environment of a tool, which also has the packages of the project. The environment of `make test`
+# does not change.
 # Usage: scripts/tool_venv.sh VENV PYTHON REQUIREMENTS
 set -eu
 venv=$1
@@ -13,8 +14,8 @@ rm -rf "$venv"
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r "$requirements"
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-theirs=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-echo "import site; site.addsitedir('$theirs')" >"$packages/project.pth"
+project_packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+echo "import site; site.addsitedir('$project_packages')" >"$packages/project.pth"
 # Programs that tests start by name run in this environment, too.
 for program in "${python%/*}"/trainium-*; do
     sed "1s|.*|#!$PWD/$venv/bin/python|" "$program" >"$venv/bin/${program##*/}"

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds the documentation site of `make docs`: a virtual environment of its own with pinned packages, the two scripts
-# that pages need (diagrams; search without a server), the pages; broken links, anchors and pages without a place fail.
-# Usage: scripts/site/docs_site.sh VENV SITE; PYTHON chooses the interpreter (3.11 or newer).
+# Build the documentation site of `make docs`: a virtual environment with pinned packages, the two scripts that pages need
+# (diagrams; search without a server), and the pages. Broken links, broken anchors and pages without navigation are errors.
+# Usage: scripts/site/docs_site.sh VENV SITE; PYTHON selects the interpreter (3.11 or newer).
 set -eu
 cd "$(dirname "$0")/../.."
 venv=$1
@@ -10,52 +10,52 @@ python=${PYTHON:-python3}
 scripts=${XDG_CACHE_HOME:-$HOME/.cache}/trainium-operator/docs-scripts
 work=out/docs
 
-say() { echo "docs: $*"; }
+log() { echo "docs: $*"; }
 
-# script NAME VERSION FILE SHA256: one file of an npm package, checked, into the cache.
-script() {
-    kept=$scripts/$1-$2.js
-    [ -f "$kept" ] && echo "$4  $kept" | sha256sum --check --status && return
-    command -v npm >/dev/null 2>&1 || { echo "docs: npm is needed once, to get $1; install it (apt-get install npm)" >&2; exit 1; }
-    say "$1 $2"
+# fetch_script NAME VERSION FILE SHA256: store a file of an npm package in the cache, after a check of its digest.
+fetch_script() {
+    cached=$scripts/$1-$2.js
+    [ -f "$cached" ] && echo "$4  $cached" | sha256sum --check --status && return
+    command -v npm >/dev/null 2>&1 || { echo "docs: npm is needed once, to download $1; install it (apt-get install npm)" >&2; exit 1; }
+    log "$1 $2"
     mkdir -p "$scripts"
     draft=$(mktemp -d)
     (cd "$draft" && npm pack --silent "$1@$2" >/dev/null && tar xzf ./*.tgz "package/$3")
-    echo "$4  $draft/package/$3" | sha256sum --check --status || { echo "docs: $1 $2 is not what was pinned" >&2; exit 1; }
-    mv "$draft/package/$3" "$kept"
+    echo "$4  $draft/package/$3" | sha256sum --check --status || { echo "docs: $1 $2 has another digest than the pinned one" >&2; exit 1; }
+    mv "$draft/package/$3" "$cached"
     rm -rf "$draft"
 }
 
 want=$(cat scripts/site/docs_requirements.txt | cksum)
 if [ "$(cat "$venv/.complete" 2>/dev/null)" != "$want" ]; then
-    say "virtual environment in $venv"
+    log "virtual environment in $venv"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install -q --disable-pip-version-check --require-hashes -r scripts/site/docs_requirements.txt
     echo "$want" >"$venv/.complete"
 fi
-script mermaid 11.17.2 dist/mermaid.min.js 581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8
-script iframe-worker 1.0.4 shim/index.js e8e412dbcfea9b7e31b5ffa288d7b6035915e714c542f4176a0cdbe262fc9609
+fetch_script mermaid 11.17.2 dist/mermaid.min.js 581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8
+fetch_script iframe-worker 1.0.4 shim/index.js e8e412dbcfea9b7e31b5ffa288d7b6035915e714c542f4176a0cdbe262fc9609
 
 "$venv/bin/python" scripts/site/docs_source.py "$work"
 mkdir -p "$work/assets"
 cp "$scripts/mermaid-11.17.2.js" "$work/assets/mermaid.js"
 cp "$scripts/iframe-worker-1.0.4.js" "$work/assets/iframe-worker.js"
 cp scripts/site/docs_site.css "$work/assets/site.css"
-# Not with --quiet: then warnings are neither shown nor counted.
+# Without --quiet, which would neither show nor count warnings.
 NO_MKDOCS_2_WARNING=1 "$venv/bin/python" -m mkdocs build --strict --site-dir "$site"
 
-# A diagram that cannot be read is seen by nobody but a browser.
+# Only a browser detects a diagram with a syntax error.
 browser=$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)
 if [ -n "$browser" ]; then
     for page in $(grep -rl 'class="mermaid"' "$site" --include='*.html'); do
-        drawn=$(timeout 120 "$browser" --headless --no-sandbox --disable-gpu --virtual-time-budget=20000 --dump-dom "file://$PWD/$page" 2>/dev/null)
-        case $drawn in
-        *"Syntax error in text"*) echo "docs: $page has a diagram that mermaid cannot read" >&2; exit 1 ;;
+        rendered=$(timeout 120 "$browser" --headless --no-sandbox --disable-gpu --virtual-time-budget=20000 --dump-dom "file://$PWD/$page" 2>/dev/null)
+        case $rendered in
+        *"Syntax error in text"*) echo "docs: $page has a diagram that mermaid cannot parse" >&2; exit 1 ;;
         *'class="mermaid"'*) ;;
         *) echo "docs: $browser did not show $page" >&2; exit 1 ;;
         esac
     done
 else
-    say "no chromium: diagrams were not drawn to see whether they can be read"
+    log "no chromium: the syntax of diagrams was not checked"
 fi
-say "done: $site/index.html (opens without a server; nothing is loaded from outside)"
+log "done: $site/index.html (opens without a server; it loads nothing from other sites)"

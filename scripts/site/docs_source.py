@@ -1,11 +1,10 @@
-# ruff: noqa: INP001 - a script
 """Gather the source of the documentation site: docs/, the pages at the root, and files to which they link.
 
 Usage, from the repository's root: python scripts/site/docs_source.py FOLDER
 
-Pages are written for the repository, where a link may leave docs/. On the site README.md is the first page, the other
-pages of the root are beside docs/, and a linked file becomes a page that shows it, so that no link leaves the site.
-Only the targets of links change, not the text.
+Pages are written for the repository, where a link may leave docs/. On the site, README.md is the first page, the other
+pages of the root are beside docs/, and a linked file becomes a page that shows it, so no link leaves the site. Only
+targets of links change.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ ROOT_PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 """Name on the site of each page at the root."""
-SHOWN = "files"
+FILES = "files"
 """Folder of the site for files that are not pages."""
-_LANGUAGES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python", ".sh": "sh", ".toml": "toml"}
+_LANGUAGE_BY_SUFFIX = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python", ".sh": "sh", ".toml": "toml"}
 _LINK = re.compile(r"(`+).+?\1|(?<!\\)\]\((?P<target>[^()\s]+)\)")
 """Matches inline code, which is skipped, or the second half of a link."""
 _FENCE = re.compile(r"^ {0,3}(```+|~~~+)")
@@ -38,41 +37,40 @@ def is_external_link(target: str) -> bool:
     return re.match(r"[a-z][a-z0-9+.-]*:", target) is not None
 
 
-def lines_with_prose(text: str) -> list[tuple[str, bool]]:
+def classify_lines(text: str) -> list[tuple[str, bool]]:
     """Return each line with its end, and whether it is outside fenced code blocks."""
-    found, fence = [], ""
+    lines, fence = [], ""
     for line in text.splitlines(keepends=True):
-        mark = _FENCE.match(line)
-        if mark and not fence:
-            fence = mark[1]
-            found.append((line, False))
-        elif mark and mark[1].startswith(fence) and line.strip() == mark[1]:
+        match = _FENCE.match(line)
+        if match and not fence:
+            fence = match[1]
+            lines.append((line, False))
+        elif match and match[1].startswith(fence) and line.strip() == match[1]:
             fence = ""
-            found.append((line, False))
+            lines.append((line, False))
         else:
-            found.append((line, not fence))
-    return found
+            lines.append((line, not fence))
+    return lines
 
 
 def links(text: str) -> list[str]:
     """Return the targets of a page's links and images, in order."""
-    prose = [line for line, counts in lines_with_prose(text) if counts]
+    prose = [line for line, is_prose in classify_lines(text) if is_prose]
     return [match["target"] for line in prose for match in _LINK.finditer(line) if match["target"]]
 
 
 def heading_anchors(text: str) -> list[str]:
     """Return the anchors of a page, as on GitHub and the site."""
-    titles = [match[1] for line, counts in lines_with_prose(text) if counts and (match := re.match(r"#+ +(.+)", line))]
-    return [_anchor(title) for title in titles]
-
-
-def _anchor(title: str) -> str:
-    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title.strip().rstrip("#").strip())
-    return re.sub(r"[^\w\- ]", "", plain.lower()).strip().replace(" ", "-")
+    anchors = []
+    for line, is_prose in classify_lines(text):
+        if is_prose and (match := re.match(r"#+ +(.+)", line)):
+            title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", match[1].strip().rstrip("#").strip())
+            anchors.append(re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-"))
+    return anchors
 
 
 def site_path(root: Path, path: str) -> str:
-    """Return the path on the site of a file or folder of the repository. Raises ValueError if it is missing."""
+    """Return the path on the site of a file or folder of the repository."""
     if path in ROOT_PAGES:
         return ROOT_PAGES[path]
     if path == DECISIONS:
@@ -80,34 +78,35 @@ def site_path(root: Path, path: str) -> str:
     if path == DOCS or path.startswith(f"{DOCS}/"):
         return path.removeprefix(DOCS).lstrip("/") or "index.md"
     if (root / path).is_dir():
-        return f"{SHOWN}/{path}/index.md"
-    return f"{SHOWN}/{path}.md"
+        return f"{FILES}/{path}/index.md"
+    return f"{FILES}/{path}.md"
 
 
 def resolve_link(root: Path, page: str, target: str) -> tuple[str, str]:
-    """Return the file or folder of a link, below the root, and its anchor. Raises ValueError."""
-    path, _, anchor = target.partition("#")
-    found = normpath(str(PurePosixPath(page).parent / path)) if path else page
-    if found.startswith("..") or not (root / found).exists():
-        raise ValueError(f"{page} links to {target}, and there is no {found}")
-    return found, anchor
+    """Return the path of a link below the root, and its anchor; raise ValueError if nothing has that path."""
+    relative, _, anchor = target.partition("#")
+    path = normpath(str(PurePosixPath(page).parent / relative)) if relative else page
+    if path.startswith("..") or not (root / path).exists():
+        raise ValueError(f"{page} links to {target}, and there is no {path}")
+    return path, anchor
 
 
 def rewrite_links(root: Path, page: str, text: str) -> tuple[str, set[str]]:
-    """Rewrite the links of a page for the site; return it and its targets outside of docs/."""
-    here = PurePosixPath(site_path(root, page)).parent
+    """Rewrite the links of a page for the site; return its text and its targets that are not pages."""
+    site_folder = str(PurePosixPath(site_path(root, page)).parent)
     outside = set()
 
-    def moved(match: re.Match[str]) -> str:
+    def rewrite(match: re.Match[str]) -> str:
         target = match["target"]
         if not target or is_external_link(target) or target.startswith("#"):
             return match[0]
-        found, anchor = resolve_link(root, page, target)
-        if not found.startswith(f"{DOCS}/") and found not in ROOT_PAGES:
-            outside.add(found)
-        return f"]({relpath(site_path(root, found), str(here))}{'#' + anchor if anchor else ''})"
+        path, anchor = resolve_link(root, page, target)
+        if not path.startswith(f"{DOCS}/") and path not in ROOT_PAGES:
+            outside.add(path)
+        return f"]({relpath(site_path(root, path), site_folder)}{'#' + anchor if anchor else ''})"
 
-    return "".join(_LINK.sub(moved, line) if counts else line for line, counts in lines_with_prose(text)), outside
+    lines = [_LINK.sub(rewrite, line) if is_prose else line for line, is_prose in classify_lines(text)]
+    return "".join(lines), outside
 
 
 def render_file(root: Path, path: str) -> str:
@@ -116,7 +115,7 @@ def render_file(root: Path, path: str) -> str:
     if file.is_dir():
         names = sorted(child.name for child in file.iterdir() if child.is_file())
         return f"# {path}\n\n" + "".join(f"- [{name}]({name}.md)\n" for name in names)
-    language = _LANGUAGES.get(file.suffix, "text")
+    language = _LANGUAGE_BY_SUFFIX.get(file.suffix, "text")
     return f"# {file.name}\n\n`{path}`\n\n````{language}\n{file.read_text(encoding='utf-8')}````\n"
 
 
@@ -130,29 +129,20 @@ def render_decisions(root: Path) -> str:
 
 
 def write_site(root: Path, folder: Path) -> None:
-    """Write the source of the site; the previous content of the folder is removed."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    pages = [*ROOT_PAGES, *(str(file.relative_to(root)) for file in (root / DOCS).rglob("*.md"))]
+    """Write the source of the site; remove the previous content of the folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(root / DOCS, folder, ignore=shutil.ignore_patterns("*.md"))
     outside: set[str] = set()
-    for page in pages:
-        text, more = rewrite_links(root, page, (root / page).read_text(encoding="utf-8"))
-        outside |= more
+    for page in (*ROOT_PAGES, *(str(file.relative_to(root)) for file in (root / DOCS).rglob("*.md"))):
+        text, targets = rewrite_links(root, page, (root / page).read_text(encoding="utf-8"))
+        outside |= targets
         _write(folder / site_path(root, page), text)
     _write(folder / "decisions/index.md", render_decisions(root))
     for path in sorted(outside):
-        inside = (
-            [f"{path}/{file.name}" for file in (root / path).iterdir() if file.is_file()]
-            if (root / path).is_dir()
-            else []
-        )
-        for each in (path, *inside):
-            _write(folder / site_path(root, each), render_file(root, each))
-    for file in (root / DOCS).rglob("*"):
-        if file.is_file() and file.suffix != ".md":
-            target = folder / file.relative_to(root / DOCS)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, target)
+        children = sorted((root / path).iterdir()) if (root / path).is_dir() else []
+        files = [f"{path}/{child.name}" for child in children if child.is_file()]
+        for shown in (path, *files):
+            _write(folder / site_path(root, shown), render_file(root, shown))
 
 
 def _write(path: Path, text: str) -> None:

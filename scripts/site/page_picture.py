@@ -1,4 +1,3 @@
-# ruff: noqa: INP001 - a script
 """Write docs/images/page.png, a screenshot of the page of the recorded job (tests/testing/api/recorded) in chromium.
 
 Its curve is that of the last steps in the recorded log. Needs chromium on PATH.

@@ -63,8 +63,8 @@ def test_every_link_leads_to_an_existing_file_and_heading(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_list_has_an_empty_line_before_it(page: str) -> None:
     before = ""
-    for line, prose in source.lines_with_prose(read(page)):
-        if prose and re.match(r"([-*]|1\.) ", line):
+    for line, is_prose in source.classify_lines(read(page)):
+        if is_prose and re.match(r"([-*]|1\.) ", line):
             within = before.startswith((" ", "- ", "* ")) or re.match(r"\d+\. ", before)
             assert within or not before.strip(), f"the site would not show a list: {line.strip()}"
         before = line

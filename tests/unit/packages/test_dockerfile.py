@@ -247,15 +247,15 @@ def test_an_image_needs_the_dependencies_of_its_package_and_the_contract(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert any(need.startswith("pytest>") for need in script.requirements_of("dev"))
-    assert any(need.startswith("obstore>") for need in script.requirements_of("trainer"))
-    assert script.requirements_of("build") == ["hatchling>=1.27"]
-    for part in (*script.PARTS, "dev"):
-        assert any(need.startswith("pydantic>") for need in script.requirements_of(part))
-        assert not [need for need in script.requirements_of(part) if need.startswith("trainium")]
+    assert any(need.startswith("pytest>") for need in script.part_requirements("dev"))
+    assert any(need.startswith("obstore>") for need in script.part_requirements("trainer"))
+    assert script.part_requirements("build") == ["hatchling>=1.27"]
+    for part in (*script.REQUIREMENTS, "dev"):
+        assert any(need.startswith("pydantic>") for need in script.part_requirements(part))
+        assert not [need for need in script.part_requirements(part) if need.startswith("trainium")]
     for image, foreign in (("operator", "torch"), ("operator", "peft"), ("trainer", "kopf"), ("client", "aiohttp")):
-        assert not [need for need in script.requirements_of(image) if need.startswith(foreign)]
-    assert not [need for need in script.requirements_of("trainer") if need.startswith(("tensorboard", "matplotlib"))]
+        assert not [need for need in script.part_requirements(image) if need.startswith(foreign)]
+    assert not [need for need in script.part_requirements("trainer") if need.startswith(("tensorboard", "matplotlib"))]
 
 
 def test_extras_of_our_packages_are_resolved_and_a_missing_package_is_an_error() -> None:
