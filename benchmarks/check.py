@@ -21,9 +21,9 @@ from benchmarks.fleet.figures import format_value
 
 FOLDER = Path(__file__).parent
 THRESHOLDS = FOLDER / "thresholds.json"
-OUT = FOLDER.parent / "out/bench"
-NAMES = ("fleet", "coordinator")
-STEADY_UNITS = ("x", "count", "/min", "MiB")
+FIGURES = FOLDER.parent / "out/bench"
+BENCHMARKS = ("fleet", "coordinator")
+MACHINE_INDEPENDENT_UNITS = ("x", "count", "/min", "MiB")
 """Units of figures that do not depend on the machine; others have a threshold only if they have a goal."""
 Json = dict[str, Any]
 
@@ -32,33 +32,36 @@ def main() -> int:
     """Check figures, or record thresholds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="record the figures in out/bench as thresholds")
-    parser.add_argument("--folder", type=Path, default=OUT)
+    parser.add_argument("--folder", type=Path, default=FIGURES)
     parser.add_argument("--thresholds", type=Path, default=THRESHOLDS)
     options = parser.parse_args()
-    reports = [json.loads(path.read_text()) for name in NAMES if (path := options.folder / f"{name}.json").is_file()]
+    reports = [
+        json.loads(path.read_text()) for name in BENCHMARKS if (path := options.folder / f"{name}.json").is_file()
+    ]
     if not reports:
         print(f"There are no figures in {options.folder}; run benchmarks/run.py fleet coordinator.", file=sys.stderr)
         return 64
     if options.record:
-        document = {"thresholds": [each for report in reports for each in compute_thresholds(report)]}
+        document = {"thresholds": [threshold for report in reports for threshold in compute_thresholds(report)]}
         options.thresholds.write_text(json.dumps(document, indent=1) + "\n")
         return 0
-    wanted = json.loads(options.thresholds.read_text())["thresholds"]
-    return compare_with_thresholds(wanted, reports)
+    return compare_with_thresholds(json.loads(options.thresholds.read_text())["thresholds"], reports)
 
 
 def compute_thresholds(report: Json) -> list[Json]:
     """Return a threshold for each figure that can have one."""
-    found = []
+    thresholds = []
     for figure in report["figures"]:
-        if figure["name"].startswith("floor") or (figure["unit"] not in STEADY_UNITS and figure["goal"] is None):
+        if figure["name"].startswith("floor") or (
+            figure["unit"] not in MACHINE_INDEPENDENT_UNITS and figure["goal"] is None
+        ):
             continue
         values = figure["values"]
         mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
         margin = max(3 * spread, 0.25 * mean, 1.0 if figure["unit"] == "count" and mean > 0 else 0.0)
         limit = max(mean + margin, figure["goal"] or 0.0)
         machine = f"{report['machine']['cores']} cores {report['machine']['processor']}"
-        found.append(
+        thresholds.append(
             {
                 "benchmark": report["benchmark"],
                 "name": figure["name"],
@@ -70,10 +73,10 @@ def compute_thresholds(report: Json) -> list[Json]:
                 "provenance": f"{report['date']}, {len(values)} values, {machine}",
             }
         )
-    return found
+    return thresholds
 
 
-def compare_with_thresholds(wanted: list[Json], reports: list[Json]) -> int:
+def compare_with_thresholds(thresholds: list[Json], reports: list[Json]) -> int:
     """Print the comparison; return 1 if a figure is above its limit, or missing at a measured size."""
     measured = {
         (report["benchmark"], figure["name"], figure["nodes"]): figure
@@ -85,15 +88,15 @@ def compare_with_thresholds(wanted: list[Json], reports: list[Json]) -> int:
     for heading in ("benchmark", "figure", "nodes", "measured", "mean", "limit", ""):
         table.add_column(heading, justify="left" if heading in ("benchmark", "figure", "") else "right")
     failures = 0
-    for threshold in wanted:
+    for threshold in thresholds:
         unit, key = threshold["unit"], (threshold["benchmark"], threshold["name"], threshold["nodes"])
         if (threshold["benchmark"], threshold["nodes"]) not in sizes:
             continue
         figure = measured.get(key)
         verdict = "missing" if figure is None else "ok" if figure["median"] <= threshold["limit"] else "REGRESSION"
         failures += verdict != "ok"
-        seen = "" if figure is None else format_value(figure["median"], unit)
-        cells = (seen, format_value(threshold["mean"], unit), format_value(threshold["limit"], unit), verdict)
+        median = "" if figure is None else format_value(figure["median"], unit)
+        cells = (median, format_value(threshold["mean"], unit), format_value(threshold["limit"], unit), verdict)
         table.add_row(threshold["benchmark"], threshold["name"], str(threshold["nodes"]), *cells)
     Console(width=150).print(table)
     if failures:

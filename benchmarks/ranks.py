@@ -44,11 +44,11 @@ def run_ranks(argv: list[str], ranks: int, folder: Path, environment: Mapping[st
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            # Inductor compiles again in each run.
-            made = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-            given = os.environ | made | rank_environment(rank, ranks, port) | dict(environment or {})
+            # Each run has a separate cache, so Inductor compiles again.
+            variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+            variables |= rank_environment(rank, ranks, port) | dict(environment or {})
             with (folder / f"rank-{rank}.log").open("w") as log:
-                processes.append(subprocess.Popen(argv, env=given, stdout=log, stderr=subprocess.STDOUT))
+                processes.append(subprocess.Popen(argv, env=variables, stdout=log, stderr=subprocess.STDOUT))
         return wait_for_ranks({process.pid: rank for rank, process in enumerate(processes)}, folder)
     finally:
         for process in processes:
@@ -60,23 +60,23 @@ def wait_for_ranks(pids: dict[int, int], folder: Path) -> int:
 
     If one fails, kill the others and raise RunFailedError.
     """
-    waiting, largest = dict(pids), 0
+    running, largest = dict(pids), 0
     failed: tuple[int, int] | None = None
     try:
-        while waiting:
-            for pid in list(waiting):
+        while running:
+            for pid in list(running):
                 ended, status, usage = os.wait4(pid, os.WNOHANG)
                 if not ended:
                     continue
-                rank, code = waiting.pop(pid), os.waitstatus_to_exitcode(status)
+                rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
                 largest = max(largest, usage.ru_maxrss * 1024)
                 if code and failed is None:
                     failed = (rank, code)
-                    _kill(waiting)
+                    _kill(running)
             time.sleep(_POLL_SECONDS)
     finally:
-        _kill(waiting)
-        for pid in waiting:
+        _kill(running)
+        for pid in running:
             os.waitpid(pid, 0)
     if failed is not None:
         end = (folder / f"rank-{failed[0]}.log").read_text().splitlines()[-4:]

@@ -32,42 +32,42 @@ def main() -> int:
     options = parser.parse_args()
     files = options.files or sorted((ROOT / "out/bench").glob("*.json"))
     documents = {path.stem: json.loads(path.read_text()) for path in files if path.is_file()}
-    found = {document.get("benchmark", stem): document for stem, document in documents.items()}
-    if not found:
+    reports = {document.get("benchmark", stem): document for stem, document in documents.items()}
+    if not reports:
         print("There are no figures; run `make bench` first.", file=sys.stderr)
         return 1
     former = options.out.read_text() if options.out.exists() else ""
-    options.out.write_text(render_page(found, former))
+    options.out.write_text(render_page(reports, former))
     return 0
 
 
-def render_page(found: dict[str, Json], former: str = "") -> str:
-    """Render the page; a part that was not measured again keeps its text."""
+def render_page(reports: dict[str, Json], former: str = "") -> str:
+    """Render the page; a section that was not measured again keeps its text."""
     peers = json.loads((FOLDER / "peers.json").read_text())
-    parts = {part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in former.split("\n## ")[1:]}
-    parts |= {
-        title: _merge_with_former(_render_figures(title, found[name], peers), parts.get(title, ""))
+    sections = {text.partition("\n")[0]: f"## {text.rstrip()}\n" for text in former.split("\n## ")[1:]}
+    sections |= {
+        title: _merge_with_former(_render_figures(title, reports[name], peers), sections.get(title, ""))
         for name, title in TITLES.items()
-        if name in found
+        if name in reports
     }
-    if "training_speed" in found:
-        parts[TRAINING] = _render_training_speed(found["training_speed"])
-    return "\n".join([_render_head(peers), *parts.values()]).rstrip() + "\n"
+    if "training_speed" in reports:
+        sections[TRAINING] = _render_training_speed(reports["training_speed"])
+    return "\n".join([_render_introduction(peers), *sections.values()]).rstrip() + "\n"
 
 
-def _merge_with_former(part: str, former: str) -> str:
-    """Render a part with the sizes that were not measured again, each with its date."""
-    head, *fresh = part.split("\n### ")
-    former_head, *kept = former.split("\n### ")
-    when = next((line for line in former_head.splitlines() if _COMMAND in line), "")
-    sizes = dict(text.split("\n", 1) for text in fresh)
-    for size, rows in (text.split("\n", 1) for text in kept):
-        sizes.setdefault(size, rows if _COMMAND in rows else f"\n{when}\n{rows}")
+def _merge_with_former(section: str, former: str) -> str:
+    """Add the sizes that were not measured again to a section, each with its date."""
+    head, *measured = section.split("\n### ")
+    former_head, *former_sizes = former.split("\n### ")
+    former_command = next((line for line in former_head.splitlines() if _COMMAND in line), "")
+    sizes = dict(text.split("\n", 1) for text in measured)
+    for size, rows in (text.split("\n", 1) for text in former_sizes):
+        sizes.setdefault(size, rows if _COMMAND in rows else f"\n{former_command}\n{rows}")
     ordered = sorted(sizes.items(), key=lambda item: int(item[0].split()[0].replace(",", "")))
     return "\n\n".join([head.rstrip(), *(f"### {size}\n{rows.rstrip()}" for size, rows in ordered)]) + "\n"
 
 
-def _render_head(peers: Json) -> str:
+def _render_introduction(peers: Json) -> str:
     versions = "\n".join(f"- {name}: {text}." for name, text in peers["versions"].items())
     return f"""# Benchmarks
 
@@ -92,7 +92,7 @@ check out commit `02e7f559` and run `make bench ARGS=NAME`, with NAME from the e
 def _render_figures(title: str, report: Json, peers: Json) -> str:
     rows = report["figures"]
     sizes = sorted({row["nodes"] for row in rows})
-    others = {(row["name"], row["nodes"]): row for row in peers["figures"]}
+    peer_rows = {(row["name"], row["nodes"]): row for row in peers["figures"]}
     machine = report["machine"]
     quick = ", quick mode" if report["quick"] else ""
     lines = [f"## {title}", ""]
@@ -101,14 +101,14 @@ def _render_figures(title: str, report: Json, peers: Json) -> str:
         f"{_COMMAND} {report['benchmark']}{' --quick' if report['quick'] else ''}`."
     )
     for size in sizes:
-        here = [row for row in rows if row["nodes"] == size]
-        compared = [peer for peer in PEERS if any(peer in others.get((row["name"], size), {}) for row in here)]
+        size_rows = [row for row in rows if row["nodes"] == size]
+        compared = [peer for peer in PEERS if any(peer in peer_rows.get((row["name"], size), {}) for row in size_rows)]
         lines += ["", f"### {size:,} {SIZED_BY.get(report['benchmark'], 'nodes')}", ""]
         lines.append("| figure | median | lowest to highest | goal | " + " | ".join(["", *compared]).strip(" |") + " |")
         if not compared:
             lines[-1] = "| figure | median | lowest to highest | goal |"
         lines.append("|---" * (4 + len(compared)) + "|")
-        lines += [_render_row(row, others.get((row["name"], size), {}), compared) for row in here]
+        lines += [_render_row(row, peer_rows.get((row["name"], size), {}), compared) for row in size_rows]
     return "\n".join(lines) + "\n"
 
 

@@ -7,15 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.faults.document import write_document
 from benchmarks.faults.environment import NODES, FaultEnvironment, RowSkippedError
 from benchmarks.faults.leaks import LeakDetector
-from benchmarks.faults.record import ClusterKind, FaultRun, RowResult
-from benchmarks.faults.row import Row, RowRuns
+from benchmarks.faults.record import ClusterKind, RowResult, RunResult
+from benchmarks.faults.row import RequestedRuns, Row
 from benchmarks.faults.rows import ROWS
 from tests.testing.cluster.shared_cluster import open_cluster
 
@@ -34,127 +34,129 @@ def main() -> int:
     options = _parse_options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # runs the cleanup of existing clusters
     rows = _select_rows(options)
-    out: Path = options.out
-    results: Path = options.results
     if not options.resume:
         for row in rows:
-            _path(results, row, options).unlink(missing_ok=True)
-    waiting = [row for row in rows if not _is_done(results, row, options)]
+            _result_path(row, options).unlink(missing_ok=True)
+    pending = [row for row in rows if not _is_complete(row, options)]
     leaks: list[str] = []
-    log(f"{len(waiting)} rows to run, {len(rows) - len(waiting)} are done; seed {options.seed}")
-    if waiting:
-        from tests.testing.cluster import shared_cluster  # noqa: PLC0415 - the number of nodes is the table's own
-
-        shared_cluster.NODES = NODES
-        with open_cluster(options.cluster) as site, FaultEnvironment(site, out, log) as env, ExitStack() as stack:
-            search = stack.enter_context(LeakDetector(env)) if options.leaks else None
-            for row in waiting:
-                _run_row(env, row, options, results)
-            leaks = search.found() if search else []
+    log(f"{len(pending)} rows to run, {len(rows) - len(pending)} are complete; seed {options.seed}")
+    if pending:
+        leaks = _run_rows(pending, options)
     if options.document is not None:
-        write_document(results, options.document)
+        write_document(options.results, options.document)
         log(f"wrote {options.document}")
-    everything = [RowResult.load(_path(results, row, options)) for row in rows if _path(results, row, options).exists()]
-    failed = [result.name for result in everything if not result.passed and not result.skipped]
-    log(f"{sum(result.passed for result in everything)} rows passed; failed: {failed or 'none'}")
+    results = [RowResult.load(path) for row in rows if (path := _result_path(row, options)).exists()]
+    failed = [result.name for result in results if not result.passed and not result.skipped]
+    log(f"{sum(result.passed for result in results)} rows passed; failed: {failed or 'none'}")
     for sentence in leaks:
         log(f"WRONG: {sentence}")
     return 1 if failed or leaks else 0
+
+
+def _run_rows(rows: list[Row], options: argparse.Namespace) -> list[str]:
+    """Run rows on one cluster; return a sentence for each leak."""
+    from tests.testing.cluster import shared_cluster  # noqa: PLC0415 - the number of nodes is set before its use
+
+    shared_cluster.NODES = NODES
+    with (
+        open_cluster(options.cluster) as cluster,
+        FaultEnvironment(cluster, options.out, log) as env,
+        LeakDetector(env) if options.leaks else nullcontext() as detector,
+    ):
+        for row in rows:
+            _run_row(env, row, options)
+        return detector.report() if detector else []
 
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     parser.add_argument("--rows", default="", help="for instance 1,4b,25 (25a and 25b); by default all")
     parser.add_argument("--runs", type=int, default=30, help="runs of each row (rows that take long: fewer)")
-    parser.add_argument("--seed", type=int, default=1, help="chooses ranks, nodes and times")
+    parser.add_argument("--seed", type=int, default=1, help="determines random ranks, nodes and times")
     parser.add_argument("--resume", action="store_true", help="add missing runs instead of running all again")
     parser.add_argument("--cluster", choices=("local", "existing"), default="local", help="as for the tests")
     parser.add_argument("--leaks", action="store_true", help="also look for leaks (development cluster only)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "faults", help="folder for diagnostics")
-    parser.add_argument(
-        "--results", type=Path, default=HERE / "results", help="folder of the figures, kept with the code"
-    )
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "fault-table.md", help="the table to write")
-    parser.add_argument("--no-document", dest="document", action="store_const", const=None, help="write no table")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the results")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "fault-table.md", help="page to write")
+    parser.add_argument("--no-document", dest="document", action="store_const", const=None, help="write no page")
     return parser.parse_args()
 
 
 def _select_rows(options: argparse.Namespace) -> list[Row]:
-    wanted = {part for part in options.rows.split(",") if part}
-    unknown = sorted(wanted - {name for row in ROWS for name in (row.name, str(row.number))})
+    selected = {part for part in options.rows.split(",") if part}
+    unknown = sorted(selected - {name for row in ROWS for name in (row.name, str(row.number))})
     if unknown:
         sys.exit(f"There are no rows {', '.join(unknown)}; there are {', '.join(row.name for row in ROWS)}.")
-    rows = [row for row in ROWS if not wanted or wanted & {row.name, str(row.number)}]
+    rows = [row for row in ROWS if not selected or selected & {row.name, str(row.number)}]
     return [row for row in rows if row.kubelet] if options.cluster == "existing" else rows
 
 
-def _suffix(options: argparse.Namespace) -> str:
-    return "-kubelet" if options.cluster == "existing" else "-local"
-
-
-def _path(results: Path, row: Row, options: argparse.Namespace) -> Path:
-    return results / f"{row.number:02d}{row.part}{_suffix(options)}.json"
+def _result_path(row: Row, options: argparse.Namespace) -> Path:
+    suffix = "kubelet" if options.cluster == "existing" else "local"
+    folder: Path = options.results
+    return folder / f"{row.number:02d}{row.part}-{suffix}.json"
 
 
 def _requested_runs(row: Row, options: argparse.Namespace) -> int:
     return min(int(options.runs), row.max_runs)
 
 
-def _previous_result(results: Path, row: Row, options: argparse.Namespace) -> RowResult | None:
+def _previous_result(row: Row, options: argparse.Namespace) -> RowResult | None:
     """Return the result of earlier runs with the same seed when resuming; else None."""
-    path = _path(results, row, options)
+    path = _result_path(row, options)
     if not options.resume or not path.exists():
         return None
-    known = RowResult.load(path)
-    return None if known.skipped or known.seed != options.seed else known
+    result = RowResult.load(path)
+    return None if result.skipped or result.seed != options.seed else result
 
 
-def _is_done(results: Path, row: Row, options: argparse.Namespace) -> bool:
-    known = _previous_result(results, row, options)
-    return known is not None and len(known.outcomes) >= _requested_runs(row, options)
+def _is_complete(row: Row, options: argparse.Namespace) -> bool:
+    previous = _previous_result(row, options)
+    return previous is not None and len(previous.runs) >= _requested_runs(row, options)
 
 
-def _run_row(env: FaultEnvironment, row: Row, options: argparse.Namespace, results: Path) -> None:
-    runs = _requested_runs(row, options)
-    where = ClusterKind.KUBELET if options.cluster == "existing" else ClusterKind.REAL
-    known = _previous_result(results, row, options) or RowResult(row.name, where, options.seed)
-    session = RowRuns(row.name, options.seed, range(len(known.outcomes), runs))
-    log(f"row {row.name}: {row.fault}, {len(session.runs)} run{'s' if len(session.runs) > 1 else ''}")
-    began = time.monotonic()
-    outcomes: list[FaultRun] = []
+def _run_row(env: FaultEnvironment, row: Row, options: argparse.Namespace) -> None:
+    cluster = ClusterKind.KUBELETS if options.cluster == "existing" else ClusterKind.DEVCLUSTER
+    previous = _previous_result(row, options) or RowResult(row.name, cluster, options.seed)
+    requested = RequestedRuns(row.name, options.seed, range(len(previous.runs), _requested_runs(row, options)))
+    log(f"row {row.name}: {row.fault}, {len(requested.runs)} run{'s' if len(requested.runs) > 1 else ''}")
+    started_at = time.monotonic()
+    results: list[RunResult] = []
     skipped = ""
     try:
-        for outcome in row.run(env, session):
-            outcomes.append(outcome)
-            log(f"  {row.name}.{outcome.run} {_format_run(outcome)}")
+        for result in row.run(env, requested):
+            results.append(result)
+            log(f"  {row.name}.{result.run} {_format_run(result)}")
     except RowSkippedError as reason:
         skipped = str(reason)
         log(f"  not run: {skipped}")
-    except Exception as error:  # noqa: BLE001 - one row must not cost the others
-        session.add_errors([f"the row ended with an error: {type(error).__name__}: {error}"])
-    for sentence in session.deviations:
+    except Exception as error:  # noqa: BLE001 - the other rows still run
+        requested.add_errors([f"the row ended with an error: {type(error).__name__}: {error}"])
+    for sentence in requested.deviations:
         log(f"  {row.name} WRONG: {sentence}")
     replace(
-        known,
-        outcomes=(*known.outcomes, *outcomes),
-        deviations=(*known.deviations, *session.deviations),
+        previous,
+        runs=(*previous.runs, *results),
+        deviations=(*previous.deviations, *requested.deviations),
         skipped=skipped,
-        seconds=round(known.seconds + time.monotonic() - began, 1),
-        requested=runs,
-        commits=tuple(sorted({*known.commits, _commit()})),
-    ).save(_path(results, row, options))
+        duration_seconds=round(previous.duration_seconds + time.monotonic() - started_at, 1),
+        requested_runs=_requested_runs(row, options),
+        commits=tuple(sorted({*previous.commits, _current_commit()})),
+    ).save(_result_path(row, options))
 
 
-def _format_run(outcome: FaultRun) -> str:
-    def shown(value: float | None) -> str:
+def _format_run(result: RunResult) -> str:
+    def format_seconds(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f} s"
 
-    text = f"detect {shown(outcome.detect)}, recover {shown(outcome.recover)}, lost {outcome.steps_lost}"
-    note = f" ({outcome.note})" if outcome.note else ""
-    return f"{text}{note}{'' if not outcome.deviations else ' WRONG: ' + '; '.join(outcome.deviations)}"
+    detection, recovery = format_seconds(result.detection_seconds), format_seconds(result.recovery_seconds)
+    note = f" ({result.note})" if result.note else ""
+    deviations = f" WRONG: {'; '.join(result.deviations)}" if result.deviations else ""
+    return f"detect {detection}, recover {recovery}, lost {result.steps_lost}{note}{deviations}"
 
 
-def _commit() -> str:
+def _current_commit() -> str:
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 

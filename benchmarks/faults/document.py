@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from benchmarks.faults.row import Row
 
-HEAD = """# The fault table
+INTRODUCTION = """# The fault table
 
-Every fault that needs no accelerator, injected on purpose, timed and checked. Written by
+Every fault that needs no accelerator is injected, timed and checked. These commands write the page:
 
 ```sh
 make faults                       # all rows; ARGS="--rows 1,5 --runs 3" for some, ARGS=--resume for missing runs
@@ -41,13 +41,13 @@ make faults CLUSTER=existing      # the rows in which a kubelet decides, on the 
 - *Older*: measured at an earlier state of the code.
 """
 
-PLACES = """
+CLUSTERS = """
 *Real processes*: etcd, API server, scheduler, controller manager, the operator and training processes of the
 development cluster. *Genuine kubelet*: real processes on a Kubernetes with genuine kubelets and containerd. Seeds
 choose what is hit and when.
 """
 
-VIRTUAL = """
+VIRTUAL_TIME_TESTS = """
 Faults that last minutes or hours run with each change, in virtual time, as tests in `tests/wire/operator`:
 
 | fault | test |
@@ -60,9 +60,9 @@ Faults that last minutes or hours run with each change, in virtual time, as test
 
 Rows 7, 9, 10 and 11 need devices, or links that can be degraded; they are not run."""
 
-_KUBELETS = "\n## On genuine kubelets\n"
-_OLDER = " (older)"
-_CELLS = 10
+_KUBELETS_HEADING = "\n## On genuine kubelets\n"
+_OLDER_MARK = " (older)"
+_COLUMNS = 10
 
 
 def write_document(results: Path, path: Path) -> None:
@@ -72,69 +72,69 @@ def write_document(results: Path, path: Path) -> None:
     path.write_text("\n".join(_lines(results, former)) + "\n")
 
 
-def _lines(results: Path, former: str) -> Iterator[str]:
-    yield HEAD + PLACES
-    found = {path.stem: RowResult.load(path) for path in sorted(results.glob("*.json"))}
-    local = [(row, found.get(f"{row.number:02d}{row.part}-local")) for row in ROWS]
-    kubelet = [(row, found.get(f"{row.number:02d}{row.part}-kubelet")) for row in ROWS if row.kubelet]
-    yield f"Run {_summarize([result for _, result in (*local, *kubelet) if result is not None])}.\n"
-    here, _, there = former.partition(_KUBELETS)
-    yield from _table(local, here, ClusterKind.REAL)
-    if there or any(result is not None for _, result in kubelet):
-        yield _KUBELETS
-        yield from _table(kubelet, there, ClusterKind.KUBELET)
-    failing = [(row, result) for row, result in (*local, *kubelet) if result is not None and _all_deviations(result)]
-    if failing:
+def _lines(folder: Path, former: str) -> Iterator[str]:
+    yield INTRODUCTION + CLUSTERS
+    results = {path.stem: RowResult.load(path) for path in sorted(folder.glob("*.json"))}
+    local = [(row, results.get(f"{row.number:02d}{row.part}-local")) for row in ROWS]
+    kubelet = [(row, results.get(f"{row.number:02d}{row.part}-kubelet")) for row in ROWS if row.kubelet]
+    measured = [(row, result) for row, result in (*local, *kubelet) if result is not None]
+    yield f"Run {_summarize([result for _, result in measured])}.\n"
+    former_local, _, former_kubelet = former.partition(_KUBELETS_HEADING)
+    yield from _table(local, former_local, ClusterKind.DEVCLUSTER)
+    if former_kubelet or any(result is not None for _, result in kubelet):
+        yield _KUBELETS_HEADING
+        yield from _table(kubelet, former_kubelet, ClusterKind.KUBELETS)
+    failed = [(row, result) for row, result in measured if result.all_deviations]
+    if failed:
         yield "\n## Deviations\n"
-        for row, result in failing:
-            yield from _failure(row, result)
+        for row, result in failed:
+            yield from _deviation_list(row, result)
     yield "\n## What is injected and how it is checked\n"
     yield "| # | injected | expected | checked by |"
     yield "|---|---|---|---|"
     for row in ROWS:
         yield f"| {row.name} | {row.injected} | {row.expected} | {row.checked} |"
-    yield VIRTUAL
+    yield VIRTUAL_TIME_TESTS
 
 
-def _table(rows: Iterable[tuple[Row, RowResult | None]], former: str, where: ClusterKind) -> Iterator[str]:
+def _table(rows: Iterable[tuple[Row, RowResult | None]], former: str, cluster: ClusterKind) -> Iterator[str]:
     figures = "detect p50 / p95 / max | first new step p50 / p95 / max"
     yield f"| # | fault | where | runs | {figures} | lost | blame | seed | |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for row, result in rows:
-        yield table_line(row, result) if result is not None else _older_line(row, former, where)
+        yield table_line(row, result) if result is not None else _older_line(row, former, cluster)
 
 
-def _older_line(row: Row, former: str, where: ClusterKind) -> str:
+def _older_line(row: Row, former: str, cluster: ClusterKind) -> str:
     """Return the line of the previous page, with its figures or the reason why the row did not run."""
     for line in former.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] != row.name or len(cells) != _CELLS or cells[-1] == "not run yet":
+        if cells[0] != row.name or len(cells) != _COLUMNS or cells[-1] == "not run yet":
             continue
-        found = cells[-2].isdigit() and not cells[-1].endswith(_OLDER)
-        return f"{line[:-2]}{_OLDER} |" if found else line
-    return table_line(row, None, where)
+        has_new_figures = cells[-2].isdigit() and not cells[-1].endswith(_OLDER_MARK)
+        return f"{line[:-2]}{_OLDER_MARK} |" if has_new_figures else line
+    return table_line(row, None, cluster)
 
 
-def table_line(row: Row, result: RowResult | None, where: ClusterKind = ClusterKind.REAL) -> str:
+def table_line(row: Row, result: RowResult | None, cluster: ClusterKind = ClusterKind.DEVCLUSTER) -> str:
     """Return the line of a row."""
     if result is None or result.skipped:
-        why = "not run yet" if result is None else f"not run: {result.skipped}"
-        return f"| {row.name} | {row.fault} | {where.value} | 0 | | | | | | {why} |"
-    right, judged = result.blamed_correctly
-    lost = [outcome.steps_lost for outcome in result.outcomes if outcome.steps_lost is not None]
-    failures = result.failures
-    bad = f"**FAILS**{f' {failures} of {len(result.outcomes)}' if failures else ''}"
+        reason = "not run yet" if result is None else f"not run: {result.skipped}"
+        return f"| {row.name} | {row.fault} | {cluster.value} | 0 | | | | | | {reason} |"
+    correct, checked = result.blame_counts
+    lost = [run.steps_lost for run in result.runs if run.steps_lost is not None]
+    failures = f" {result.failed_runs} of {len(result.runs)}" if result.failed_runs else ""
     cells = (
         row.name,
         row.fault,
-        result.where.value,
-        str(len(result.outcomes)),
-        _format_spread(outcome.detect for outcome in result.outcomes),
-        _format_spread(outcome.recover for outcome in result.outcomes),
+        result.cluster.value,
+        str(len(result.runs)),
+        _format_spread(run.detection_seconds for run in result.runs),
+        _format_spread(run.recovery_seconds for run in result.runs),
         str(max(lost)) if lost else "",
-        f"{right}/{judged}" if judged else "",
+        f"{correct}/{checked}" if checked else "",
         str(result.seed),
-        "pass" if result.passed else bad,
+        "pass" if result.passed else f"**FAILS**{failures}",
     )
     return f"| {' | '.join(cells)} |"
 
@@ -144,15 +144,11 @@ def _format_spread(values: Iterable[float | None]) -> str:
     return "" if spread is None else f"{spread.p50:.2f} / {spread.p95:.2f} / {spread.maximum:.2f}"
 
 
-def _all_deviations(result: RowResult) -> list[str]:
-    return [*result.deviations, *(sentence for outcome in result.outcomes for sentence in outcome.deviations)]
-
-
-def _failure(row: Row, result: RowResult) -> Iterator[str]:
-    where = "" if result.where is not ClusterKind.KUBELET else f" ({result.where.value})"
-    yield f"**{row.name}, {row.fault}**{where}:"
-    for sentence, times in Counter(_shorten(one) for one in _all_deviations(result)).most_common(6):
-        yield f"- {sentence}{f' ({times} times)' if times > 1 else ''}"
+def _deviation_list(row: Row, result: RowResult) -> Iterator[str]:
+    cluster = f" ({result.cluster.value})" if result.cluster is ClusterKind.KUBELETS else ""
+    yield f"**{row.name}, {row.fault}**{cluster}:"
+    for sentence, count in Counter(map(_shorten, result.all_deviations)).most_common(6):
+        yield f"- {sentence}{f' ({count} times)' if count > 1 else ''}"
     yield ""
 
 
@@ -167,7 +163,7 @@ def _summarize(results: list[RowResult]) -> str:
         return "without any result yet"
     seeds = sorted({result.seed for result in results})
     commits = sorted({commit for result in results for commit in result.commits} - {""})
-    minutes = sum(result.seconds for result in results) / 60
+    minutes = sum(result.duration_seconds for result in results) / 60
     passed = sum(result.passed for result in results)
     return (
         f"with seed {', '.join(map(str, seeds))} at {', '.join(commits) or 'an unknown state'}: {len(results)} rows in "

@@ -1,7 +1,7 @@
 """Provide a cluster with the operator, jobs with a fault injector, node faults, and the reference curves.
 
 Guarantees:
-- Every job trains the same model on the same data, so there is one reference curve for each size.
+- Every job trains the same model on the same data, so each size has one reference curve.
 - A faulty node is replaced before the next run, so that no run inherits its strikes.
 - Leftovers of a row are removed.
 """
@@ -66,7 +66,7 @@ recovery:
   hang: {{stepFloorSeconds: 3}}
   budgets: {{process: {{maxFailures: 1000}}, infrastructure: {{maxFailures: 1000}}}}
 """
-_FEW_STEPS = 500
+_REFERENCE_STEPS = 500
 """Length of the reference curve unless a row needs more."""
 _MAX_SENTENCES = 5
 _CURVE_PARTS = ("models", "data", "backends", "loop")
@@ -79,27 +79,27 @@ class RowSkippedError(Exception):
 class FaultEnvironment:
     """A cluster for all rows."""
 
-    def __init__(self, site: SharedCluster, out: Path, log: Callable[[str], None]) -> None:
-        self.site = site
+    def __init__(self, cluster: SharedCluster, out: Path, log: Callable[[str], None]) -> None:
+        self.cluster = cluster
         self.out = out
         self.log = log
-        access = find_access(None, None, os.environ | site.variables)
+        access = find_access(None, None, os.environ | cluster.variables)
         self.api = ApiClient(access, seconds=timeouts.scaled(20))
-        self.operator = OperatorPods(site, self.api)
-        self._full_size = self.local or len(site.worker_nodes()) >= FULL_SIZE_NODES
+        self.operator = OperatorPods(cluster, self.api)
+        self._full_size = self.local or len(cluster.worker_nodes()) >= FULL_SIZE_NODES
         self._references: dict[str, dict[int, float]] = {}
         self._numbers = itertools.count(int(time.time()) % 1_000_000)
 
     def __enter__(self) -> Self:
-        faults = self.site.shared / "cache" / "faults"
+        faults = self.cluster.shared / "cache" / "faults"
         for folder in (faults.parent, faults, faults / "lib"):
             folder.mkdir(mode=0o777, exist_ok=True)
             folder.chmod(0o777)
         for source in (HERE / "trainium_fault_injector.py", ROOT / "manifests" / "examples" / "train_ddp.py"):
             shutil.copy(source, faults / "lib")
-        install_operator(self.site, {"statusIntervalSeconds": 1, "replicas": 1})
+        install_operator(self.cluster, {"statusIntervalSeconds": 1, "replicas": 1})
         self.log("the operator is installed")
-        make_namespace(self.site, NAMESPACE)
+        make_namespace(self.cluster, NAMESPACE)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,16 +108,16 @@ class FaultEnvironment:
     @property
     def local(self) -> bool:
         """Whether this is the development cluster, where all faults can be injected."""
-        return self.site.devcluster is not None
+        return self.cluster.devcluster is not None
 
     @property
     def size(self) -> int:
         """Number of members of a job; a small cluster keeps a node for a spare."""
         return 3 if self._full_size else 2
 
-    def spares(self, wanted: int) -> int:
+    def spares(self, requested: int) -> int:
         """Return the number of spares for which the cluster has nodes."""
-        return wanted if self._full_size else min(wanted, 1)
+        return requested if self._full_size else min(requested, 1)
 
     def require_full_size(self) -> None:
         """Raise RowSkippedError on a cluster without nodes for three members and two spares."""
@@ -126,28 +126,28 @@ class FaultEnvironment:
 
     @contextlib.contextmanager
     def job(
-        self, name: str, *changes: str, environment: dict[str, str] | None = None, pace: float = STEP_SECONDS
+        self, name: str, *changes: str, environment: dict[str, str] | None = None, step_seconds: float = STEP_SECONDS
     ) -> Iterator[TargetJob]:
         """Run a job with a fault injector, and remove it at the end."""
         unique = f"{name}-{next(self._numbers)}"
-        commands = self.site.shared / "cache" / "faults" / f"{NAMESPACE}-{unique}"
+        commands = self.cluster.shared / "cache" / "faults" / f"{NAMESPACE}-{unique}"
         commands.mkdir(mode=0o777)
         commands.chmod(0o777)
         variables = {
             "PYTHONPATH": "/cache/faults/lib",
             "TRAINIUM_RANK_ENTRY": "trainium_fault_injector:main",
             "TRAINIUM_FAULTS_DIR": f"/cache/faults/{commands.name}",
-            "TRAINIUM_FAULTS_PACE": f"{pace:g}",
+            "TRAINIUM_FAULTS_STEP_SECONDS": f"{step_seconds:g}",
         }
         job = Job(
-            self.site,
+            self.cluster,
             NAMESPACE,
             unique,
             merged_yaml(BASE_SPEC, f"workers: {{replicas: {self.size}}}", *changes),
             environment=variables | (environment or {}),
         )
         spares = int(job.manifest["spec"]["workers"].get("spares", 0))
-        target = TargetJob(self.site, self.api, job, commands, spares)
+        target = TargetJob(self.cluster, self.api, job, commands, spares)
         job.apply()
         try:
             yield target
@@ -162,19 +162,19 @@ class FaultEnvironment:
         """
         name = f"reference-{size}" if batch == BATCH else f"reference-{size}-{batch}"
         path = self.out / f"{name}-{curve_digest()}.json"
-        known = self._references.get(path.name) or _read_losses(path)
-        if len(known) < steps:
-            wanted = _FEW_STEPS if steps <= _FEW_STEPS else STEPS
-            self.log(f"an undisturbed run of {wanted} steps at size {size}, to compare the curves with")
+        losses = self._references.get(path.name) or _read_losses(path)
+        if len(losses) < steps:
+            length = _REFERENCE_STEPS if steps <= _REFERENCE_STEPS else STEPS
+            self.log(f"an undisturbed run of {length} steps at size {size} as the reference curve")
             trainer = f"{{monitor: {{recordSamples: false}}, batch: {{globalSize: {batch}}}}}"
             change = f"workers: {{replicas: {size}}}\ntrainer: {trainer}"
-            with self.job(name, change, pace=0.0) as target:
-                target.until_step(wanted, 900)
-                known = target.losses()
+            with self.job(name, change, step_seconds=0.0) as target:
+                target.until_step(length, 900)
+                losses = target.losses()
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(known))
-        self._references[path.name] = known
-        return known
+            path.write_text(json.dumps(losses))
+        self._references[path.name] = losses
+        return losses
 
     def check_curve(self, target: TargetJob, size: int, tolerance: float = 0.0, batch: int = BATCH) -> list[str]:
         """Return a sentence for each deviation of the curve and of the samples of a job."""
@@ -189,28 +189,28 @@ class FaultEnvironment:
         folder = self.out / "stuck" / name
         folder.mkdir(parents=True, exist_ok=True)
         namespace = target.job.namespace
-        inside = ("-n", namespace)
+        in_namespace = ("-n", namespace)
         commands = {
-            "job.yaml": ("get", "trainingjob", target.job.name, *inside, "-o", "yaml"),
-            "pods.txt": ("get", "pods,configmaps,poddisruptionbudgets", *inside, "-o", "wide"),
+            "job.yaml": ("get", "trainingjob", target.job.name, *in_namespace, "-o", "yaml"),
+            "pods.txt": ("get", "pods,configmaps,poddisruptionbudgets", *in_namespace, "-o", "wide"),
             "nodes.txt": ("get", "nodes", "-o", "wide"),
-            "events.txt": ("get", "events", *inside, "--sort-by=.metadata.creationTimestamp"),
+            "events.txt": ("get", "events", *in_namespace, "--sort-by=.metadata.creationTimestamp"),
             "operator.log": ("logs", "-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}", "--tail=400"),
         }
         with contextlib.suppress(ControlPlaneError):
             names = [pod["metadata"]["name"] for pod in target.pods()]
-            commands |= {f"{pod}.log": ("logs", pod, *inside, "--tail=400") for pod in names}
+            commands |= {f"{pod}.log": ("logs", pod, *in_namespace, "--tail=400") for pod in names}
         for file, command in commands.items():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                done = self.site.run("kubectl", *command, seconds=20)
-                (folder / file).write_text(done.stdout + done.stderr)
+                output = self.cluster.run("kubectl", *command, seconds=20)
+                (folder / file).write_text(output.stdout + output.stderr)
 
     def replace_node(self, node: str) -> None:
         """Replace a faulty node by a new one; on an existing cluster, power it on."""
-        cluster = self.site.devcluster
+        cluster = self.cluster.devcluster
         if cluster is None:
-            if node in self.site.powerless:
-                self.site.power_on(node)
+            if node in self.cluster.powerless:
+                self.cluster.power_on(node)
             return
         with contextlib.suppress(Exception):
             cluster.faults.thaw_node(node)
@@ -225,37 +225,37 @@ class FaultEnvironment:
         nodes = self.api.get("/api/v1/nodes")["items"]
         return [node["metadata"]["name"] for node in nodes if node["spec"].get("unschedulable")]
 
-    def release_nodes(self) -> None:
+    def clear_quarantine(self) -> None:
         """Delete the fleet's records of bad machines, so that rows are independent."""
         self.api.delete(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/configmaps/{RELEASE}-quarantine")
 
     def taint(self, node: str, key: str, effect: str) -> None:
         """Taint a node, as a termination handler does."""
-        self.site.kubectl("taint", "node", node, f"{key}=fault-table:{effect}", "--overwrite")
+        self.cluster.kubectl("taint", "node", node, f"{key}=fault-table:{effect}", "--overwrite")
 
     def untaint(self, node: str, key: str) -> None:
         """Remove a taint, if the node has it."""
-        self.site.run("kubectl", "taint", "node", node, f"{key}-")
+        self.cluster.run("kubectl", "taint", "node", node, f"{key}-")
 
-    def set_unhealthy(self, node: str, *, bad: bool = True) -> None:
-        """Set the condition of a health monitor on a Node object, or remove it."""
+    def set_unhealthy(self, node: str, *, on: bool = True) -> None:
+        """Set the condition by which a health monitor reports a bad node, or remove it."""
         kind, reason = "NeuronHealth", "NeuronHasError_HBM_UNCORRECTABLE_ERROR"
-        if self.site.devcluster is not None and bad:
-            self.site.devcluster.faults.set_condition(node, kind, "True", reason)
-        elif self.site.devcluster is not None:
-            self.site.devcluster.faults.clear_condition(node, kind)
+        if self.cluster.devcluster is not None and on:
+            self.cluster.devcluster.faults.set_condition(node, kind, "True", reason)
+        elif self.cluster.devcluster is not None:
+            self.cluster.devcluster.faults.clear_condition(node, kind)
         else:
-            condition = {"status": "True", "reason": reason} if bad else {"$patch": "delete"}
+            condition = {"status": "True", "reason": reason} if on else {"$patch": "delete"}
             change = json.dumps({"status": {"conditions": [{"type": kind, **condition}]}})
-            self.site.kubectl("patch", "node", node, "--subresource=status", "--type=strategic", "-p", change)
+            self.cluster.kubectl("patch", "node", node, "--subresource=status", "--type=strategic", "-p", change)
 
     def partition(self, node: str, *, on: bool = True) -> None:
-        """Cut a node off from the API and its peers, or reconnect it; raises RowSkippedError if it cannot."""
-        if self.site.devcluster is not None:
-            faults = self.site.devcluster.faults
+        """Cut a node off from the API and its peers, or reconnect it; raise RowSkippedError if the cluster cannot."""
+        if self.cluster.devcluster is not None:
+            faults = self.cluster.devcluster.faults
             (faults.partition_node if on else faults.heal_node)(node)
             return
-        command = self.site.settings.get("cutOff" if on else "mend")
+        command = self.cluster.settings.get("cutOff" if on else "mend")
         if not command:
             raise RowSkippedError("the cluster's settings have no cutOff and mend commands")
         subprocess.run(command.format(node=node), shell=True, check=True, timeout=timeouts.scaled(60))
@@ -263,16 +263,16 @@ class FaultEnvironment:
     @property
     def faults(self) -> Faults:
         """Fault controls of the development cluster; raises RowSkippedError elsewhere."""
-        if self.site.devcluster is None:
+        if self.cluster.devcluster is None:
             raise RowSkippedError("needs the development cluster")
-        return self.site.devcluster.faults
+        return self.cluster.devcluster.faults
 
     def kill_agent(self, namespace: str, pod: str, node: str) -> None:
         """Send SIGKILL to the main process of a worker, from outside its container."""
-        if self.site.devcluster is not None:
-            self.site.devcluster.faults.kill_container(namespace, pod)
+        if self.cluster.devcluster is not None:
+            self.cluster.devcluster.faults.kill_container(namespace, pod)
             return
-        shell = self.site.settings.get("nodeShell")
+        shell = self.cluster.settings.get("nodeShell")
         if not shell:
             raise RowSkippedError("the cluster's settings have no nodeShell command")
         command = f"{shell.format(node=node)} pkill -9 -o -f trainium-agent"
@@ -280,27 +280,27 @@ class FaultEnvironment:
 
     def require_name_servers(self) -> None:
         """Raise RowSkippedError where name servers cannot be stopped."""
-        if self.site.devcluster is not None:
+        if self.cluster.devcluster is not None:
             raise RowSkippedError("the development cluster has no name server; test_name_server.py has one")
-        if not {"dnsStop", "dnsGo"} <= self.site.settings.keys():
+        if not {"dnsStop", "dnsGo"} <= self.cluster.settings.keys():
             raise RowSkippedError("the cluster's settings have no dnsStop and dnsGo commands")
 
     @contextlib.contextmanager
     def stopped_name_servers(self) -> Iterator[None]:
         """Stop all name servers of the cluster, after `require_name_servers`."""
-        stop, go = (self.site.settings.get(key, "") for key in ("dnsStop", "dnsGo"))
+        stop, resume = (self.cluster.settings.get(key, "") for key in ("dnsStop", "dnsGo"))
         try:
             subprocess.run(stop, shell=True, check=True, timeout=timeouts.scaled(60))
             yield
         finally:
             # A name server that its kubelet has restarted needs no signal.
-            subprocess.run(go, shell=True, check=False, timeout=timeouts.scaled(60))
+            subprocess.run(resume, shell=True, check=False, timeout=timeouts.scaled(60))
 
     def move_operator_off(self, node: str) -> bool:
         """Move the operator off a node that is about to fail; return whether it was there."""
         if all(pod["spec"].get("nodeName") != node for pod in self.operator.pods()):
             return False
-        with self.site.cordoned(node):
+        with self.cluster.cordoned(node):
             self.operator.kill()
             time.sleep(1)
             self.operator.until_stable(90)
@@ -332,7 +332,7 @@ def curve_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def _difference(loss: float, reference: float | None) -> float:
+def _relative_difference(loss: float, reference: float | None) -> float:
     difference = float("inf") if reference is None else abs(loss - reference) / abs(reference)
     return difference if difference == difference else float("inf")  # noqa: PLR0124 - NaN
 
@@ -342,7 +342,7 @@ def compare_losses(losses: Mapping[int, float], reference: Mapping[int, float], 
     missing = [step for step in range(1, max(losses, default=0) + 1) if step not in losses]
     if missing:
         yield f"steps are missing in the history: {missing[:_MAX_SENTENCES]}"
-    differences = ((_difference(loss, reference.get(step)), step) for step, loss in losses.items())
+    differences = ((_relative_difference(loss, reference.get(step)), step) for step, loss in losses.items())
     worst, step = max(differences, default=(0.0, 0))
     if worst > tolerance:
         yield f"the curve differs from the undisturbed one: by {worst:.1e} (relative) at step {step}"

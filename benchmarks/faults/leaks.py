@@ -1,8 +1,8 @@
 """Find leaks: leftovers after the jobs of all rows, and growth of long-lived processes.
 
 Guarantees:
-- A process is compared with itself (pid and start time).
-- Growth is the median of the last quarter over that of the second quarter, so warm-up does not count.
+- A process is identified by its pid and start time.
+- Growth is the difference between the medians of the last and the second quarter, so warm-up does not count.
 - Files, sockets and threads up to the number of another process of the role in its second quarter are no growth: an
   agent that becomes the host of the generation's store gets the connections of the previous host.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.faults.resource_usage import OURS, measure_usage
+from benchmarks.faults.resource_usage import PROJECT_ROLES, measure_usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,19 +32,18 @@ SAMPLE_SECONDS = 20.0
 DELETION_SECONDS = 90.0
 MIN_SAMPLES = 16
 """Least number of samples of a process that is checked for growth."""
-MORE_MEGABYTES = 16.0
-MORE_SHARE = 0.15
-MORE_DESCRIPTORS = 8
-MORE_FILES = 40
+MAX_GROWTH_MEGABYTES = 16.0
+MAX_GROWTH_FRACTION = 0.15
+MAX_GROWTH_DESCRIPTORS = 8
+MAX_GROWTH_FILES = 40
 """Allowed growth of the files of nodes or of the job, which include logs of single pods."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceGrowth:
-    """Growth of a process from its second to its last quarter."""
+    """Medians of a process in its second and its last quarter."""
 
     role: str
-    samples: int
     minutes: float
     megabytes: tuple[float, float]
     files: tuple[float, float]
@@ -54,24 +53,23 @@ class ResourceGrowth:
 
 def process_growth(samples: Sequence[ResourceUsage]) -> list[ResourceGrowth]:
     """Return the growth of each long-lived process, the longest-lived first."""
-    lives: dict[tuple[int, float, str], list[tuple[float, Process]]] = defaultdict(list)
+    histories: dict[tuple[int, float, str], list[tuple[float, Process]]] = defaultdict(list)
     for sample in samples:
         for process in sample.processes:
-            lives[process.pid, process.started, process.role].append((sample.at, process))
-    found = [
+            histories[process.pid, process.started_at, process.role].append((sample.measured_at, process))
+    growth = [
         ResourceGrowth(
             role=role,
-            samples=len(life),
-            minutes=round((life[-1][0] - life[0][0]) / 60, 1),
-            megabytes=_quarter_medians([each.megabytes for _, each in life]),
-            files=_quarter_medians([each.files for _, each in life]),
-            sockets=_quarter_medians([each.sockets for _, each in life]),
-            threads=_quarter_medians([each.threads for _, each in life]),
+            minutes=round((history[-1][0] - history[0][0]) / 60, 1),
+            megabytes=_quarter_medians([process.megabytes for _, process in history]),
+            files=_quarter_medians([process.files for _, process in history]),
+            sockets=_quarter_medians([process.sockets for _, process in history]),
+            threads=_quarter_medians([process.threads for _, process in history]),
         )
-        for (_, _, role), life in lives.items()
-        if len(life) >= MIN_SAMPLES
+        for (_, _, role), history in histories.items()
+        if len(history) >= MIN_SAMPLES
     ]
-    return sorted(found, key=lambda each: -each.minutes)
+    return sorted(growth, key=lambda process: -process.minutes)
 
 
 def _quarter_medians(values: Sequence[float]) -> tuple[float, float]:
@@ -81,19 +79,20 @@ def _quarter_medians(values: Sequence[float]) -> tuple[float, float]:
 
 def find_growth(samples: Sequence[ResourceUsage]) -> Iterator[str]:
     """Yield a sentence for each process that grew; programs of Kubernetes are not checked."""
-    found = process_growth(samples)
-    for each in found:
-        if each.role not in OURS:
+    growth = process_growth(samples)
+    for process in growth:
+        if process.role not in PROJECT_ROLES:
             continue
-        peers = [other for other in found if other.role == each.role and other is not each]
-        before, after = each.megabytes
-        if after - before > max(MORE_MEGABYTES, MORE_SHARE * before):
-            yield f"a process ({each.role}) grew from {before:.0f} to {after:.0f} MB within {each.minutes:.0f} minutes"
-        for what in ("files", "sockets", "threads"):
-            first, last = getattr(each, what)
-            usual = max((getattr(peer, what)[0] for peer in peers), default=0.0)
-            if last - max(first, usual) > MORE_DESCRIPTORS:
-                yield f"a process ({each.role}) had {first:.0f} open {what}, later {last:.0f}"
+        peers = [other for other in growth if other.role == process.role and other is not process]
+        start = f"a process ({process.role})"
+        before, after = process.megabytes
+        if after - before > max(MAX_GROWTH_MEGABYTES, MAX_GROWTH_FRACTION * before):
+            yield f"{start} grew from {before:.0f} to {after:.0f} MB within {process.minutes:.0f} minutes"
+        for resource in ("files", "sockets", "threads"):
+            before, after = getattr(process, resource)
+            most_of_peers = max((getattr(peer, resource)[0] for peer in peers), default=0.0)
+            if after - max(before, most_of_peers) > MAX_GROWTH_DESCRIPTORS:
+                yield f"{start} had {before:.0f} open {resource}, later {after:.0f}"
 
 
 def find_leftovers(before: ResourceUsage, after: ResourceUsage) -> Iterator[str]:
@@ -107,11 +106,13 @@ def find_leftovers(before: ResourceUsage, after: ResourceUsage) -> Iterator[str]
             yield f"{count - before.objects.get(kind, 0)} {kind} remain"
     if after.shared_memory > before.shared_memory:
         yield f"{after.shared_memory - before.shared_memory} entries of /dev/shm remain"
-    if after.node_files > before.node_files + MORE_FILES:
+    if after.node_files > before.node_files + MAX_GROWTH_FILES:
         yield f"{after.node_files - before.node_files} more files in the folders of the nodes"
-    for role in sorted(OURS & set(before.roles()) & set(after.roles())):
-        first, last = (max(one.sockets for one in usage.processes if one.role == role) for usage in (before, after))
-        if last > first + MORE_DESCRIPTORS:
+    for role in sorted(PROJECT_ROLES & set(before.roles()) & set(after.roles())):
+        first, last = (
+            max(process.sockets for process in usage.processes if process.role == role) for usage in (before, after)
+        )
+        if last > first + MAX_GROWTH_DESCRIPTORS:
             yield f"a process ({role}) has {last} sockets, before the jobs at most {first}"
 
 
@@ -121,17 +122,17 @@ def find_job_files(samples: Sequence[ResourceUsage]) -> Iterator[str]:
     if len(counts) < MIN_SAMPLES:
         return
     before, after = _quarter_medians(counts)
-    if after - before > MORE_FILES:
+    if after - before > MAX_GROWTH_FILES:
         yield f"the jobs' folders had {before:.0f} files, later {after:.0f}"
 
 
 class LeakDetector:
-    """Takes a census at intervals within a block, and finds leaks."""
+    """Measures resource usage at intervals in a background thread, and finds leaks."""
 
     def __init__(self, env: FaultEnvironment) -> None:
         self._env = env
         self._samples: list[ResourceUsage] = []
-        self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
@@ -140,28 +141,30 @@ class LeakDetector:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._stopped.set()
         self._thread.join(60)
 
-    def found(self) -> list[str]:
+    def report(self) -> list[str]:
         """Print how long-lived processes grew, and return a sentence for each leak."""
         table = Table(title="Long-lived processes: second quarter and last")
         for heading in ("process", "minutes", "MB", "files", "sockets", "threads"):
             table.add_column(heading, justify="left" if heading == "process" else "right")
-        for each in process_growth(self._samples):
-            pairs = (each.megabytes, each.files, each.sockets, each.threads)
-            table.add_row(each.role, f"{each.minutes:.0f}", *(f"{first:.0f} → {last:.0f}" for first, last in pairs))
+        for process in process_growth(self._samples):
+            pairs = (process.megabytes, process.files, process.sockets, process.threads)
+            table.add_row(
+                process.role, f"{process.minutes:.0f}", *(f"{first:.0f} → {last:.0f}" for first, last in pairs)
+            )
         Console(width=120).print(table)
         after = self._usage_after_deletion()
         return [*find_leftovers(self._before, after), *find_growth(self._samples), *find_job_files(self._samples)]
 
     def _run(self) -> None:
-        while not self._ended.wait(SAMPLE_SECONDS):
+        while not self._stopped.wait(SAMPLE_SECONDS):
             with suppress(OSError):
                 self._samples.append(measure_usage(self._env))
 
     def _usage_after_deletion(self) -> ResourceUsage:
-        """Return the first census without leftovers of the jobs, or the last one before the timeout."""
+        """Return the first usage without leftovers of the jobs, or the last one before the timeout."""
         deadline = time.monotonic() + DELETION_SECONDS
         while True:
             after = measure_usage(self._env)

@@ -23,8 +23,8 @@ _PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 class OperatorPods:
     """Controls the replicas of the operator on a cluster; each call returns when its change is complete."""
 
-    def __init__(self, site: SharedCluster, api: ApiClient) -> None:
-        self._site = site
+    def __init__(self, cluster: SharedCluster, api: ApiClient) -> None:
+        self._cluster = cluster
         self._api = api
 
     def pods(self) -> list[Json]:
@@ -46,21 +46,21 @@ class OperatorPods:
     @contextlib.contextmanager
     def on_nodes(self, nodes: list[str]) -> Iterator[None]:
         """Run two replicas on two of these nodes, with all agents connected; afterwards one, on its previous node."""
-        home = self._api.get(_DEPLOYMENT)["spec"]["template"]["spec"].get("nodeSelector")
+        former_selector = self._api.get(_DEPLOYMENT)["spec"]["template"]["spec"].get("nodeSelector")
         rule = "requiredDuringSchedulingIgnoredDuringExecution"
-        term_here = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": nodes}]}
+        node_term = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": nodes}]}
 
         def place(replicas: int, selector: Json | None, term: Json | None) -> None:
             pod = {"nodeSelector": selector, "affinity": {"nodeAffinity": {rule: term}}}
             self._api.patch(_DEPLOYMENT, {"spec": {"replicas": replicas, "template": {"spec": pod}}})
             self._wait_for_rollout(120)
 
-        place(2, None, {"nodeSelectorTerms": [term_here]})
+        place(2, None, {"nodeSelectorTerms": [node_term]})
         try:
             self._wait_for_agents()
             yield
         finally:
-            place(1, home, None)
+            place(1, former_selector, None)
 
     def leader_node(self) -> str:
         """Return the node of the leader."""
@@ -68,13 +68,13 @@ class OperatorPods:
 
     def _leader_pod(self) -> Json:
         leader = self.leader()
-        found = [pod for pod in self.pods() if pod["metadata"]["name"] in leader]
-        if not found:
+        pods = [pod for pod in self.pods() if pod["metadata"]["name"] in leader]
+        if not pods:
             raise TimeoutError(f"{leader or 'no replica'} leads, but has no pod")
-        return found[0]
+        return pods[0]
 
     def leader(self) -> str:
-        """Return the identity of the Lease's holder."""
+        """Return the identity of the holder of the Lease."""
         path = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{RELEASE}"
         holder: str = self._api.get(path)["spec"].get("holderIdentity") or ""
         return holder
@@ -87,31 +87,31 @@ class OperatorPods:
     def _wait_for_rollout(self, seconds: float) -> None:
         limit = f"--timeout={timeouts.scaled(seconds):.0f}s"
         deployment = ("-n", NAMESPACE, f"deployment/{RELEASE}")
-        self._site.kubectl("rollout", "status", *deployment, limit, seconds=seconds + 10)
+        self._cluster.kubectl("rollout", "status", *deployment, limit, seconds=seconds + 10)
 
     def _wait_for_agents(self) -> None:
-        """Wait until every worker has registered, because the operator does not miss an agent that never connected."""
+        """Wait until every worker has registered: the new leader cannot detect the failure of an agent it never saw."""
         workers = self._api.get("/api/v1/pods?labelSelector=trainium.dev/role%3Dworker")["items"]
-        wanted = sum(pod["status"].get("phase") == "Running" for pod in workers)
+        running = sum(pod["status"].get("phase") == "Running" for pod in workers)
 
         def are_registered() -> bool:
             with contextlib.suppress(TimeoutError):
                 text = self._read_metrics(self._leader_pod())
                 lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-                return bool(float(lines["trainingjob_operator_agents"]) >= wanted)
+                return bool(float(lines["trainingjob_operator_agents"]) >= running)
             return False
 
-        timeouts.until(are_registered, f"{wanted} agents register with the new operator", pause=0.2)
+        timeouts.until(are_registered, f"{running} agents register with the new operator", pause=0.2)
 
     def _read_metrics(self, pod: Json) -> str:
-        if self._site.devcluster is not None:
+        if self._cluster.devcluster is not None:
             # An API server does not proxy to loopback, on which pods of the development cluster listen.
             with urllib.request.urlopen(
                 f"http://{pod['status']['podIP']}:8080/metrics", timeout=timeouts.scaled(5)
-            ) as answer:
-                return str(answer.read().decode())
+            ) as response:
+                return str(response.read().decode())
         path = f"{_PODS}/{pod['metadata']['name']}:8080/proxy/metrics"
-        return self._site.kubectl("get", "--raw", path)
+        return self._cluster.kubectl("get", "--raw", path)
 
     def kill(self) -> None:
         """Delete the pods without a grace period; their Deployment creates new ones."""

@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 class ClusterKind(StrEnum):
-    """The kinds of clusters."""
+    """Clusters on which rows run; the values are those of the page."""
 
-    REAL = "real processes"
-    """The development cluster, the real operator, real training processes on CPU."""
-    KUBELET = "genuine kubelet"
-    """Real processes on a cluster with genuine kubelets."""
+    DEVCLUSTER = "real processes"
+    """The development cluster, whose nodes are processes."""
+    KUBELETS = "genuine kubelet"
+    """A cluster with genuine kubelets."""
 
 
 @dataclass(frozen=True, slots=True)
-class FaultRun:
-    """Result of a run; seconds since the fault."""
+class RunResult:
+    """Result of a run."""
 
     run: int
-    detect: float | None = None
-    """Seconds until the fault is detected, or until the verdict of a row that ends the job."""
-    recover: float | None = None
-    """Seconds until the end of the first new step."""
+    detection_seconds: float | None = None
+    """Seconds from the fault to its detection, or to the verdict of a row that ends the job."""
+    recovery_seconds: float | None = None
+    """Seconds from the fault to the end of the first new step."""
     steps_lost: int | None = None
-    blame: bool | None = None
+    blame_correct: bool | None = None
     """Whether cause, rung, pod and node are as expected; None if nothing is expected."""
     deviations: tuple[str, ...] = ()
     """A sentence for each deviation."""
@@ -51,16 +51,16 @@ class RowResult:
 
     name: str
     """Number and part."""
-    where: ClusterKind
+    cluster: ClusterKind
     seed: int
-    outcomes: tuple[FaultRun, ...] = ()
+    runs: tuple[RunResult, ...] = ()
     deviations: tuple[str, ...] = ()
     """Deviations of the whole row, for instance of the loss curve."""
     skipped: str = ""
     """Reason why the row did not run; empty if it did."""
-    seconds: float = 0.0
+    duration_seconds: float = 0.0
     """Duration of all runs."""
-    requested: int = 0
+    requested_runs: int = 0
     """Number of requested runs."""
     commits: tuple[str, ...] = ()
     """Commits of the runs."""
@@ -68,18 +68,23 @@ class RowResult:
     @property
     def passed(self) -> bool:
         """Whether all runs were as expected."""
-        return bool(self.outcomes) and not self.deviations and not any(outcome.deviations for outcome in self.outcomes)
+        return bool(self.runs) and not self.all_deviations
 
     @property
-    def failures(self) -> int:
+    def failed_runs(self) -> int:
         """Number of runs with a deviation."""
-        return sum(bool(outcome.deviations) for outcome in self.outcomes)
+        return sum(bool(run.deviations) for run in self.runs)
 
     @property
-    def blamed_correctly(self) -> tuple[int, int]:
+    def blame_counts(self) -> tuple[int, int]:
         """Number of runs with the expected blame, and of runs that expect one."""
-        judged = [outcome.blame for outcome in self.outcomes if outcome.blame is not None]
-        return sum(judged), len(judged)
+        correct = [run.blame_correct for run in self.runs if run.blame_correct is not None]
+        return sum(correct), len(correct)
+
+    @property
+    def all_deviations(self) -> list[str]:
+        """Deviations of the row and of its runs."""
+        return [*self.deviations, *(sentence for run in self.runs for sentence in run.deviations)]
 
     def save(self, path: Path) -> None:
         """Write the result as JSON."""
@@ -90,10 +95,10 @@ class RowResult:
     def load(path: Path) -> RowResult:
         """Read the file of `save`."""
         fields: dict[str, Any] = json.loads(path.read_text())
-        outcomes = tuple(FaultRun(**{**one, "deviations": tuple(one["deviations"])}) for one in fields.pop("outcomes"))
+        runs = tuple(RunResult(**{**run, "deviations": tuple(run["deviations"])}) for run in fields.pop("runs"))
         for name in ("deviations", "commits"):
             fields[name] = tuple(fields[name])
-        return RowResult(**{**fields, "where": ClusterKind(fields["where"])}, outcomes=outcomes)
+        return RowResult(**{**fields, "cluster": ClusterKind(fields["cluster"])}, runs=runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +111,16 @@ class Spread:
 
     @staticmethod
     def of(values: Iterable[float | None]) -> Spread | None:
-        """Summarize values; None without any."""
-        known = sorted(value for value in values if value is not None)
-        if not known:
+        """Summarize the values that are not None; return None if there are none."""
+        ordered = sorted(value for value in values if value is not None)
+        if not ordered:
             return None
-        return Spread(_percentile(known, 0.5), _percentile(known, 0.95), known[-1])
+        return Spread(_percentile(ordered, 0.5), _percentile(ordered, 0.95), ordered[-1])
 
 
-def _percentile(ordered: list[float], share: float) -> float:
-    """Return the smallest value that at least this share of the values does not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+def _percentile(ordered: list[float], fraction: float) -> float:
+    """Return the smallest value that at least this fraction of the values does not exceed."""
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 @dataclass

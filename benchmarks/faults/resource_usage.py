@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from benchmarks.faults.environment import FaultEnvironment
 
 _SHARED_MEMORY = Path("/dev/shm")
-_KINDS = (
+_OBJECT_PATHS = (
     "api/v1/namespaces/{}/pods",
     "api/v1/namespaces/{}/configmaps",
     "api/v1/namespaces/{}/services",
@@ -34,8 +35,8 @@ _KINDS = (
     "apis/coordination.k8s.io/v1/namespaces/{}/leases",
     "apis/resource.k8s.io/v1/namespaces/{}/resourceclaims",
 )
-_IGNORED = ("kube-root-ca.crt",)
-_NAMES = {
+_IGNORED_OBJECTS = ("kube-root-ca.crt",)
+_ROLE_BY_PROGRAM = {
     "trainium-operator": "operator",
     "trainium_operator": "operator",
     "trainium-agent": "agent",
@@ -46,7 +47,7 @@ _NAMES = {
     "kube-controller-manager": "controller manager",
     "kube-scheduler": "scheduler",
 }
-OURS = frozenset({"operator", "agent", "node runtime", "supervisor"})
+PROJECT_ROLES = frozenset({"operator", "agent", "node runtime", "supervisor"})
 """Roles whose growth would be a defect of this project."""
 
 
@@ -55,7 +56,7 @@ class Process:
     """A process and its resources."""
 
     pid: int
-    started: float
+    started_at: float
     role: str
     megabytes: float
     files: int
@@ -65,9 +66,9 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class ResourceUsage:
-    """All counts at one time."""
+    """Resources of the cluster and of the jobs at one time."""
 
-    at: float
+    measured_at: float
     """Unix seconds."""
     processes: tuple[Process, ...]
     shared_memory: int
@@ -81,41 +82,38 @@ class ResourceUsage:
 
     def roles(self) -> dict[str, int]:
         """Return the number of processes by role."""
-        counted: dict[str, int] = {}
-        for process in self.processes:
-            counted[process.role] = counted.get(process.role, 0) + 1
-        return dict(sorted(counted.items()))
+        return dict(sorted(Counter(process.role for process in self.processes).items()))
 
 
 def measure_usage(env: FaultEnvironment) -> ResourceUsage:
-    """Take all counts now."""
-    cluster = env.site.devcluster
+    """Measure all resources now."""
+    cluster = env.cluster.devcluster
     assert cluster is not None
     return ResourceUsage(
-        at=time.time(),
+        measured_at=time.time(),
         processes=tuple(_processes(f"{MARKER}={cluster.paths.root}/".encode())),
-        shared_memory=_entries(_SHARED_MEMORY),
-        node_files=_files(cluster.paths.root / "nodes"),
-        job_files=_files(env.site.shared / NAMESPACE),
-        objects=_objects(env),
+        shared_memory=_count_shared_memory(_SHARED_MEMORY),
+        node_files=_count_files(cluster.paths.root / "nodes"),
+        job_files=_count_files(env.cluster.shared / NAMESPACE),
+        objects=_count_objects(env),
     )
 
 
 def _processes(marker: bytes) -> list[Process]:
-    family = {child.pid for child in psutil.Process().children(recursive=True)}
-    found = []
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            if process.pid not in family and marker not in Path(f"/proc/{process.pid}/environ").read_bytes():
+            if process.pid not in children and marker not in Path(f"/proc/{process.pid}/environ").read_bytes():
                 continue
             with process.oneshot():
-                files, sockets = _descriptors(process.pid)
-                found.append(
+                files, sockets = _count_descriptors(process.pid)
+                processes.append(
                     Process(
                         pid=process.pid,
-                        started=process.create_time(),
+                        started_at=process.create_time(),
                         role=role_of(process.cmdline()),
                         megabytes=round(process.memory_info().rss / 1e6, 1),
                         files=files,
@@ -123,22 +121,22 @@ def _processes(marker: bytes) -> list[Process]:
                         threads=process.num_threads(),
                     )
                 )
-    return found
+    return processes
 
 
 def role_of(command: list[str]) -> str:
     """Return the role of a process: its program, or the module or script of a Python process."""
-    words = [word for word in command if word]
-    if not words:
+    arguments = [argument for argument in command if argument]
+    if not arguments:
         return "nameless"
-    program = Path(words[0].split()[0].rstrip(":")).name
+    program = Path(arguments[0].split()[0].rstrip(":")).name
     if program.startswith("python"):
-        after = [word for word in words[1:] if word == "-m" or not word.startswith("-")]
-        program = after[1] if after[:1] == ["-m"] and len(after) > 1 else Path(after[0]).name if after else program
-    return _NAMES.get(program, program)
+        rest = [argument for argument in arguments[1:] if argument == "-m" or not argument.startswith("-")]
+        program = rest[1] if rest[:1] == ["-m"] and len(rest) > 1 else Path(rest[0]).name if rest else program
+    return _ROLE_BY_PROGRAM.get(program, program)
 
 
-def _descriptors(pid: int) -> tuple[int, int]:
+def _count_descriptors(pid: int) -> tuple[int, int]:
     """Return the number of open files, and of the sockets among them."""
     files = sockets = 0
     for entry in os.scandir(f"/proc/{pid}/fd"):
@@ -148,25 +146,22 @@ def _descriptors(pid: int) -> tuple[int, int]:
     return files, sockets
 
 
-def _entries(folder: Path) -> int:
+def _count_shared_memory(folder: Path) -> int:
     with contextlib.suppress(OSError):
         return sum(path.name.startswith(("trainium", "torch_", "sem.", "psm_")) for path in folder.iterdir())
     return 0
 
 
-def _files(folder: Path) -> int:
-    count = 0
-    for _, _, files in os.walk(folder):
-        count += len(files)
-    return count
+def _count_files(folder: Path) -> int:
+    return sum(len(files) for _, _, files in os.walk(folder))
 
 
-def _objects(env: FaultEnvironment) -> dict[str, int]:
-    counted: dict[str, int] = {}
-    for kind in _KINDS:
+def _count_objects(env: FaultEnvironment) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for path in _OBJECT_PATHS:
         try:
-            items = env.api.get("/" + kind.format(NAMESPACE))["items"]
+            items = env.api.get("/" + path.format(NAMESPACE))["items"]
         except ControlPlaneError:
             return {}
-        counted[kind.rpartition("/")[2]] = sum(item["metadata"]["name"] not in _IGNORED for item in items)
-    return counted
+        counts[path.rpartition("/")[2]] = sum(item["metadata"]["name"] not in _IGNORED_OBJECTS for item in items)
+    return counts

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.faults.environment import BATCH, STEPS
-from benchmarks.faults.record import FaultRun
+from benchmarks.faults.record import RunResult
 from benchmarks.faults.recovery import Run
 from benchmarks.faults.target import NoProgressError
 from tests.testing.cluster.access import CommandError
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from benchmarks.faults.environment import FaultEnvironment
 
-_LAST_STEPS = 100
-"""A new job is started when fewer steps remain, because the next recovery might not fit."""
+_MIN_REMAINING_STEPS = 100
+"""If fewer steps remain, a new job is started, because the job might complete during the next recovery."""
 _MAX_FAILED_JOBS = 3
 EXPECTED_ERRORS = (
     NoProgressError,
@@ -43,7 +43,7 @@ EXPECTED_ERRORS = (
 
 
 @dataclass
-class RowRuns:
+class RequestedRuns:
     """The requested runs of a row."""
 
     name: str
@@ -72,12 +72,12 @@ class Row:
     injected: str
     expected: str
     checked: str
-    """The check of the result, for the page."""
-    run_once: Callable[[Run], FaultRun]
+    """How the result is checked, for the page."""
+    run_once: Callable[[Run], RunResult]
     require: Callable[[FaultEnvironment], object] | None = None
     """Function that raises RowSkippedError on a cluster on which the row cannot run."""
-    within: Callable[[FaultEnvironment], AbstractContextManager[None]] | None = None
-    """Context of the cluster during all runs; during each run if each has a separate job."""
+    context: Callable[[FaultEnvironment], AbstractContextManager[None]] | None = None
+    """State of the cluster during all runs, or during each run if each has a separate job."""
     spares: int = 1
     spec: str = ""
     """Changes of the job's spec, as YAML."""
@@ -98,69 +98,69 @@ class Row:
         """Number and part."""
         return f"{self.number}{self.part}"
 
-    def run(self, env: FaultEnvironment, session: RowRuns) -> Iterator[FaultRun]:
-        """Run the row as often as the session requests."""
+    def run(self, env: FaultEnvironment, requested: RequestedRuns) -> Iterator[RunResult]:
+        """Run the row as often as requested."""
         if self.require is not None:
             self.require(env)
-        within = self.within or (lambda _: nullcontext())
+        context = self.context or (lambda _: nullcontext())
         if self.job_per_run:
-            for run in session.runs:
-                with within(env):
-                    yield self._run_in_own_job(env, session, run)
+            for run in requested.runs:
+                with context(env):
+                    yield self._run_in_separate_job(env, requested, run)
             return
-        with within(env):
-            yield from self._run_in_one_job(env, session)
+        with context(env):
+            yield from self._run_in_one_job(env, requested)
 
     def _job(self, env: FaultEnvironment) -> AbstractContextManager[Any]:
         change = f"workers: {{spares: {env.spares(self.spares)}}}"
         return env.job(f"row{self.name}", change, self.spec, environment=dict(self.variables))
 
-    def _run_in_own_job(self, env: FaultEnvironment, session: RowRuns, run: int) -> FaultRun:
+    def _run_in_separate_job(self, env: FaultEnvironment, requested: RequestedRuns, run: int) -> RunResult:
         try:
-            env.release_nodes()
+            env.clear_quarantine()
             with self._job(env) as target:
                 try:
-                    return self.run_once(Run(env, target, run, session.random(run)))
+                    return self.run_once(Run(env, target, run, requested.random(run)))
                 except EXPECTED_ERRORS:
-                    env.save_diagnostics(target, f"{session.name}-{run}")
+                    env.save_diagnostics(target, f"{requested.name}-{run}")
                     raise
         except EXPECTED_ERRORS as error:
-            return FaultRun(run=run, deviations=(str(error),))
+            return RunResult(run=run, deviations=(str(error),))
 
-    def _run_in_one_job(self, env: FaultEnvironment, session: RowRuns) -> Iterator[FaultRun]:
-        waiting = deque(session.runs)
+    def _run_in_one_job(self, env: FaultEnvironment, requested: RequestedRuns) -> Iterator[RunResult]:
+        pending = deque(requested.runs)
         failed_jobs = 0
-        while waiting:
+        while pending:
             if failed_jobs >= _MAX_FAILED_JOBS:
-                session.add_errors([f"{len(waiting)} runs are missing: {failed_jobs} jobs in a row failed"])
+                requested.add_errors([f"{len(pending)} runs are missing: {failed_jobs} consecutive jobs failed"])
                 return
             failed_jobs += 1
-            env.release_nodes()
+            env.clear_quarantine()
             with self._job(env) as target:
                 try:
                     target.until_stable(3, seconds=180)
                 except NoProgressError as error:
-                    env.save_diagnostics(target, f"{session.name}-{waiting[0]}-before")
-                    yield FaultRun(run=waiting.popleft(), deviations=(f"before the fault: {error}",))
+                    env.save_diagnostics(target, f"{requested.name}-{pending[0]}-before")
+                    yield RunResult(run=pending.popleft(), deviations=(f"before the fault: {error}",))
                     continue
-                while waiting and target.step() < STEPS - _LAST_STEPS:
-                    run = waiting.popleft()
+                while pending and target.step() < STEPS - _MIN_REMAINING_STEPS:
+                    run = pending.popleft()
                     try:
                         target.clear_failures()
-                        env.release_nodes()
-                        result = self.run_once(Run(env, target, run, session.random(run)))
+                        env.clear_quarantine()
+                        result = self.run_once(Run(env, target, run, requested.random(run)))
                     except EXPECTED_ERRORS as error:
-                        env.save_diagnostics(target, f"{session.name}-{run}")
-                        yield FaultRun(run=run, deviations=(str(error),))
+                        env.save_diagnostics(target, f"{requested.name}-{run}")
+                        yield RunResult(run=run, deviations=(str(error),))
                         break
                     yield result
                     failed_jobs = 0
                     try:
                         target.clear_commands()
-                        if waiting:
+                        if pending:
                             target.until_stable()
                     except EXPECTED_ERRORS as error:
-                        env.save_diagnostics(target, f"{session.name}-{run}-after")
-                        session.add_errors([f"after run {run}: {error}"])
+                        env.save_diagnostics(target, f"{requested.name}-{run}-after")
+                        requested.add_errors([f"after run {run}: {error}"])
                         break
-                session.add_errors(env.check_curve(target, env.size, self.tolerance, self.batch))
+                requested.add_errors(env.check_curve(target, env.size, self.tolerance, self.batch))

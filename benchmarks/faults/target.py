@@ -41,7 +41,7 @@ class NoProgressError(RuntimeError):
 class TargetJob:
     """Controls a job into which faults are injected."""
 
-    site: SharedCluster
+    cluster: SharedCluster
     api: ApiClient
     job: Job
     commands: Path
@@ -82,8 +82,8 @@ class TargetJob:
 
     def condition(self, kind: str) -> Json:
         """Return a condition of the job; empty if there is none of that type."""
-        found = [one for one in self.status().get("conditions") or [] if one["type"] == kind]
-        return found[0] if found else {}
+        conditions: list[Json] = self.status().get("conditions") or []
+        return next((condition for condition in conditions if condition["type"] == kind), {})
 
     def records(self) -> dict[int, Json]:
         """Return the lines of metrics.jsonl by step."""
@@ -108,13 +108,12 @@ class TargetJob:
         return sorted(int(path.parent.name.split("-")[1]) for path in self.job.folder.glob("step-*/COMMITTED"))
 
     def until(self, condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-        """Return the value of the condition once it is true; an API server that does not answer counts as not yet."""
+        """Return the value of the condition once it is true; retry if the API server does not answer."""
         deadline = Deadline(seconds)
         while True:
             with contextlib.suppress(ControlPlaneError, OSError, KeyError):
-                found = condition()
-                if found:
-                    return found
+                if value := condition():
+                    return value
             if deadline.is_over():
                 raise NoProgressError(f"no {what} within {deadline.waited():.0f} s. {self.describe()}")
             time.sleep(POLL_SECONDS)
@@ -126,14 +125,13 @@ class TargetJob:
     def until_stable(self, steps: int = 2, seconds: float = 120.0) -> None:
         """Wait until the job trains at its full size with a ready spare and has completed `steps` more steps.
 
-        It does not wait for further spares, which warm up at the lowest priority.
+        Further spares warm up at the lowest priority, so they may be missing.
         """
 
         def is_stable() -> bool:
             status = self.status()
-            over = all(entry.get("recoveredSeconds") is not None for entry in status.get("history") or [])
             return (
-                over
+                all(entry.get("recoveredSeconds") is not None for entry in status.get("history") or [])
                 and status.get("phase") == "Running"
                 and status.get("spares", 0) >= min(self.spares, 1)
                 and status["membership"]["size"] == status.get("desired")
@@ -158,28 +156,24 @@ class TargetJob:
     def shell(self, pod: str, script: str) -> str:
         """Run a shell script in a worker."""
         command = ("exec", pod, "-n", self.job.namespace, "-c", "worker", "--", "sh", "-c", script)
-        return self.site.kubectl(*command)
+        return self.cluster.kubectl(*command)
 
     def signal(self, pod: str, name: str) -> float:
         """Send a signal (by its short name) to the first training process of a pod."""
         pid = f"/cache/faults/{self.commands.name}/pid-{pod}-0"
         return float(self.shell(pod, f"date +%s.%N; kill -{name} $(cat {pid})").split()[0])
 
-    def command(self, what: str, pod: str, **fields: Any) -> None:
-        """Send a command to the fault injector for the next step of a pod's ranks."""
+    def inject(self, fault: str, pod: str, **fields: Any) -> float:
+        """Let the fault injector inject a fault in the next step of a pod's ranks, and return its time."""
         draft = self.commands / f".draft-{pod}"
-        draft.write_text(json.dumps({"what": what, **fields}))
+        draft.write_text(json.dumps({"fault": fault, **fields}))
         draft.chmod(0o666)
         draft.rename(self.commands / f"do-{pod}")
-
-    def inject(self, what: str, pod: str, **fields: Any) -> float:
-        """Send a command to the fault injector of a pod, and return the time of the fault."""
-        self.command(what, pod, **fields)
         path = self.commands / f"injected-{pod}"
         self.until(path.exists, f"fault in {pod}", 30.0)
-        moment = float(path.read_text() or time.time())
+        injected_at = float(path.read_text() or time.time())
         path.unlink()
-        return moment
+        return injected_at
 
     def clear_commands(self) -> None:
         """Remove all commands and their files."""
@@ -189,10 +183,10 @@ class TargetJob:
 
     def delete_pod(self, pod: str, *, force: bool = False) -> float:
         """Delete a pod through the API."""
-        moment = time.time()
+        deleted_at = time.time()
         options = {"gracePeriodSeconds": 0} if force else None
         self.api.delete(f"/api/v1/namespaces/{self.job.namespace}/pods/{pod}", options)
-        return moment
+        return deleted_at
 
     def evict(self, pod: str, seconds: float = 30.0) -> float:
         """Evict a pod through the eviction API; retry while a budget refuses it."""
@@ -203,7 +197,7 @@ class TargetJob:
         }
         deadline = Deadline(seconds)
         while True:
-            moment = time.time()
+            evicted_at = time.time()
             try:
                 self.api.create(f"/api/v1/namespaces/{self.job.namespace}/pods/{pod}/eviction", body)
             except ControlPlaneError as error:
@@ -211,14 +205,14 @@ class TargetJob:
                     raise
                 time.sleep(POLL_SECONDS)
             else:
-                return moment
+                return evicted_at
 
     def patch(self, change: Json) -> None:
-        """Patch the job."""
+        """Apply a merge patch to the job."""
         self.api.patch(self._path, change)
 
     def clear_failures(self) -> None:
-        """Clear the windows of budgets and backoff, because rows measure single faults."""
+        """Clear the failures that budgets and backoff count, because rows measure single faults."""
         if self.status().get("failures"):
             self.api.patch(f"{self._path}/status", {"status": {"failures": [], "avoidedNodes": []}})
 

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from trainium_trainer.data.batches.micro_batches import MicroBatch
 
 FOLDER = Path(os.environ.get("TRAINIUM_FAULTS_DIR", "/nonexistent"))
-PACE = float(os.environ.get("TRAINIUM_FAULTS_PACE", "0"))
+STEP_SECONDS = float(os.environ.get("TRAINIUM_FAULTS_STEP_SECONDS", "0"))
 POD = os.environ.get("TRAINIUM_POD_NAME", "")
-_FOREVER = 10_000_000.0
+_FOREVER_SECONDS = 10_000_000.0
 _POLL_SECONDS = 0.05
 _STATE = {"rank": False, "mute": False}
 
 
 def main(argv: list[str]) -> Any:
-    """Run the trainer; the agent calls this in each training process."""
+    """Run the trainer with the fault injector; the agent calls this in each training process."""
     from trainium_trainer import cli  # noqa: PLC0415 - the warm standby has it already
 
     _STATE["rank"] = True
@@ -53,17 +53,17 @@ def next_command(step: int) -> dict[str, Any] | None:
     for name in (f"do-{POD}", "do-all"):
         path = FOLDER / name
         try:
-            found: dict[str, Any] = json.loads(path.read_text())
+            command: dict[str, Any] = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
-        if step < int(found.get("step", 0)):
+        if step < int(command.get("step", 0)):
             continue
-        if not found.get("sticky"):
+        if not command.get("sticky"):
             with contextlib.suppress(OSError):
                 path.rename(FOLDER / f"done-{name}")
         with contextlib.suppress(OSError):
             (FOLDER / f"injected-{POD}").write_text(f"{time.time():.3f}")
-        return found
+        return command
     return None
 
 
@@ -73,15 +73,15 @@ def _pace_steps() -> None:
     accumulate = NativeBackend.accumulate
     last_end = [time.monotonic()]
 
-    def paced(self: NativeBackend, batch: MicroBatch, *, last: bool) -> None:
+    def accumulate_at_pace(self: NativeBackend, batch: MicroBatch, *, last: bool) -> None:
         accumulate(self, batch, last=last)
         if last:
-            with self._pulse.work:  # observers see a longer computation
+            with self._pulse.work:  # monitors count the delay as computation
                 _execute_command(self)
-                time.sleep(max(0.0, last_end[0] + PACE - time.monotonic()))
+                time.sleep(max(0.0, last_end[0] + STEP_SECONDS - time.monotonic()))
             last_end[0] = time.monotonic()
 
-    NativeBackend.accumulate = paced  # type: ignore[method-assign]
+    NativeBackend.accumulate = accumulate_at_pace  # type: ignore[method-assign]
 
 
 def _mute_collectives() -> None:
@@ -90,46 +90,46 @@ def _mute_collectives() -> None:
 
     all_reduce = distributed.all_reduce
 
-    def reduce(*arguments: Any, **more: Any) -> Any:
+    def all_reduce_unless_mute(*arguments: Any, **options: Any) -> Any:
         if threading.current_thread() is threading.main_thread() and _is_mute():
-            time.sleep(_FOREVER)
-        return all_reduce(*arguments, **more)
+            time.sleep(_FOREVER_SECONDS)
+        return all_reduce(*arguments, **options)
 
-    distributed.all_reduce = reduce
+    distributed.all_reduce = all_reduce_unless_mute
 
 
 def _is_mute() -> bool:
     if _STATE["rank"]:
         return _STATE["mute"]
     with contextlib.suppress(OSError, ValueError):
-        return bool(json.loads((FOLDER / f"do-{POD}").read_text())["what"] == "mute")
+        return bool(json.loads((FOLDER / f"do-{POD}").read_text())["fault"] == "mute")
     return False
 
 
 def _execute_command(backend: NativeBackend) -> None:
-    found = next_command(int(backend.state.step) + 1)
-    if found is not None:
-        sys.stderr.write(f"fault injector: {found}\n")
-        _FAULTS[found["what"]](backend, found)
+    command = next_command(int(backend.state.step) + 1)
+    if command is not None:
+        sys.stderr.write(f"fault injector: {command}\n")
+        _FAULTS[command["fault"]](backend, command)
 
 
-def _stop_heartbeats(_: NativeBackend, __: dict[str, Any]) -> None:
-    _STATE["mute"] = True  # it waits in the next collective like the others, but sends nothing
+def _mute(_: NativeBackend, __: dict[str, Any]) -> None:
+    _STATE["mute"] = True  # the rank waits in the next collective like its peers, but sends nothing
 
 
-def _not_a_number(backend: NativeBackend, _: dict[str, Any]) -> None:
+def _set_loss_to_nan(backend: NativeBackend, _: dict[str, Any]) -> None:
     backend._losses[-1] = backend._losses[-1] * float("nan")  # noqa: SLF001 - as a sample with a bad value does
 
 
-def _out_of_memory(_: NativeBackend, __: dict[str, Any]) -> None:
+def _exhaust_memory(_: NativeBackend, __: dict[str, Any]) -> None:
     import torch  # noqa: PLC0415 - as above
 
     torch.empty(1 << 50)
 
 
-def _fault_in_collective(_: NativeBackend, __: dict[str, Any]) -> None:
+def _segfault_in_collective(_: NativeBackend, __: dict[str, Any]) -> None:
     def read_null() -> None:
-        time.sleep(PACE + 0.005)  # by then the main thread is in the next collective
+        time.sleep(STEP_SECONDS + 0.005)  # by then the main thread is in the next collective
         ctypes.string_at(0)
 
     threading.Thread(target=read_null, daemon=True).start()
@@ -140,37 +140,34 @@ def _exit(_: NativeBackend, command: dict[str, Any]) -> None:
 
 
 _FAULTS: dict[str, Callable[[NativeBackend, dict[str, Any]], None]] = {
-    "nan": _not_a_number,
-    "oom": _out_of_memory,
-    "segv": _fault_in_collective,
+    "nan": _set_loss_to_nan,
+    "oom": _exhaust_memory,
+    "segv": _segfault_in_collective,
     "exit": _exit,
-    "mute": _stop_heartbeats,
+    "mute": _mute,
 }
 
 
 def _stall_storage() -> None:
-    """Patch storage, so that reads and writes of checkpoints block while the file `stall` exists."""
+    """Patch storage: block while the file `stall` exists, and delay writes by the seconds in the file `slow`."""
     from trainium_trainer.storage.posix import PosixStorage  # noqa: PLC0415 - as above
 
-    def wait() -> None:
-        while (FOLDER / "stall").exists():
-            time.sleep(_POLL_SECONDS)
-
-    def waiting(method: str, *, slowly: bool) -> None:
+    def patch(method: str, *, writes: bool) -> None:
         original = getattr(PosixStorage, method)
 
         def access(self: Any, *arguments: Any) -> Any:
-            wait()
+            while (FOLDER / "stall").exists():
+                time.sleep(_POLL_SECONDS)
             with contextlib.suppress(OSError, ValueError):
-                time.sleep(float((FOLDER / "slow").read_text()) if slowly else 0.0)
+                time.sleep(float((FOLDER / "slow").read_text()) if writes else 0.0)
             return original(self, *arguments)
 
         setattr(PosixStorage, method, access)
 
     for method in ("write_stream", "write", "create"):
-        waiting(method, slowly=True)
+        patch(method, writes=True)
     for method in ("read", "read_into", "list"):
-        waiting(method, slowly=False)
+        patch(method, writes=False)
 
 
 def _prepare() -> None:

@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from trainium_contract.base import MessageModel
 
 _REQUEST_SECONDS = 15.0
-_LONGEST_BACKOFF = 3.0
-_CACHED = 4
-"""Number of the newest memberships that are cached."""
-_LONGEST_FRAME = 1 << 26
-_GZIP = 16 + zlib.MAX_WBITS
+_MAX_BACKOFF_SECONDS = 3.0
+_CACHE_SIZE = 4
+"""Number of cached memberships."""
+_MAX_FRAME_BYTES = 1 << 26
+_GZIP_WINDOW_BITS = 16 + zlib.MAX_WBITS
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -82,7 +82,7 @@ class JobState:
     """The state that all agents of a job share: the step, and memberships that are parsed once for all agents."""
 
     def __init__(self) -> None:
-        self.began = time.monotonic()
+        self.started_at = time.monotonic()
         self.received_at: dict[int, dict[str, float]] = {}
         """Time at which each agent received a generation, by generation and pod uid."""
         self.registered_at: dict[str, float] = {}
@@ -92,36 +92,36 @@ class JobState:
         self.changed = asyncio.Condition()
         self._parsed: dict[bytes, tuple[int, frozenset[str]]] = {}
         self._memberships: dict[int, Membership] = {}
-        self._stalled: float | None = None
+        self._stalled_at: float | None = None
 
     @property
     def step(self) -> int:
         """Completed steps: one a second while no member is missing."""
-        return int((self._stalled or time.monotonic()) - self.began)
+        return int((self._stalled_at or time.monotonic()) - self.started_at)
 
     def stall(self) -> None:
         """Stop the steps, because a member failed and the others wait for it."""
-        self._stalled = self._stalled or time.monotonic()
+        self._stalled_at = self._stalled_at or time.monotonic()
 
     def resume(self) -> None:
         """Continue at the step at which the last generation stopped."""
-        if self._stalled is not None:
-            self.began += time.monotonic() - self._stalled
-            self._stalled = None
+        if self._stalled_at is not None:
+            self.started_at += time.monotonic() - self._stalled_at
+            self._stalled_at = None
 
-    def membership(self, body: bytes, *, change: bool = False) -> tuple[int, frozenset[str]]:
+    def parse_membership(self, body: bytes, *, change: bool = False) -> tuple[int, frozenset[str]]:
         """Return generation and members; with `change` the frame holds the difference to an earlier generation."""
-        found = self._parsed.get(body)
-        if found is None:
+        parsed = self._parsed.get(body)
+        if parsed is None:
             if change:
                 difference = MembershipChange.model_validate_json(body)
-                whole = apply_change(difference, self._memberships.get(difference.since))
+                membership = apply_change(difference, self._memberships.get(difference.since))
             else:
-                whole = Membership.model_validate_json(body)
-            found = whole.generation, frozenset(member.pod_uid for member in whole.members)
-            _cache(self._parsed, body, found)
-            _cache(self._memberships, whole.generation, whole)
-        return found
+                membership = Membership.model_validate_json(body)
+            parsed = membership.generation, frozenset(member.pod_uid for member in membership.members)
+            _cache(self._parsed, body, parsed)
+            _cache(self._memberships, membership.generation, membership)
+        return parsed
 
     def count_error(self, kind: str) -> None:
         """Count a connection that failed."""
@@ -130,7 +130,7 @@ class JobState:
 
 @dataclass(slots=True)
 class Agent:
-    """One simulated agent."""
+    """A simulated agent."""
 
     pod: Pod
     shared: JobState
@@ -146,15 +146,15 @@ class Agent:
     _failures: list[ProcessFailure] = field(default_factory=list)
     _restarts: list[RestartRecord] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _seconds: float = 1.0
-    _detail_seconds: float = 0.0
+    _heartbeat_seconds: float = 1.0
+    _full_heartbeat_seconds: float = 0.0
     _next_heartbeat_at: float = 0.0
 
     async def run(self) -> None:
         """Stay connected to the coordinator until cancelled."""
         backoff = 0.1
         while True:
-            began = time.monotonic()
+            started_at = time.monotonic()
             for endpoint in random.sample(self.endpoints, len(self.endpoints)):
                 try:
                     await self._serve_stream(endpoint)
@@ -163,15 +163,15 @@ class Agent:
                 except OSError as error:
                     self.shared.count_error(type(error).__name__)
                 self.registered = False
-            if time.monotonic() - began > 5.0:
+            if time.monotonic() - started_at > 5.0:
                 backoff = 0.1
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-            backoff = min(backoff * 2, _LONGEST_BACKOFF)
+            backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
 
-    def crash(self, *, here: bool) -> None:
-        """Restart in place after a process died in this pod or, without `here`, in another one."""
+    def crash(self, *, in_this_pod: bool) -> None:
+        """Restart in place after a process failed in this pod or, without `in_this_pod`, in another one."""
         now = time.time()
-        if here:
+        if in_this_pod:
             failure = ProcessFailure(
                 sequence=len(self._failures),
                 generation=self.generation,
@@ -189,7 +189,7 @@ class Agent:
             sequence=len(self._restarts),
             generation=self.generation,
             attempt=self.attempt,
-            cause=Cause.CRASH if here else Cause.PEER_LOST,
+            cause=Cause.CRASH if in_this_pod else Cause.PEER_LOST,
             failed_at=now,
             detected_at=now,
             resumed_at=now + 1.0,
@@ -201,7 +201,7 @@ class Agent:
 
     async def _serve_stream(self, endpoint: Endpoint) -> None:
         headers = {"Authorization": f"Bearer {self.pod.token}"}
-        sent: list[float] = []
+        unacknowledged: list[float] = []
         registration: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def handle(kind: int, payload: bytes) -> None:
@@ -210,15 +210,15 @@ class Agent:
             if kind in (FrameKind.MEMBERSHIP, FrameKind.MEMBERSHIP_CHANGE):
                 self._apply_membership(payload, change=kind == FrameKind.MEMBERSHIP_CHANGE)
             elif kind == FrameKind.HEARTBEAT_ACK:
-                self.shared.latencies.append(time.monotonic() - sent.pop(0))
-                self._detail_seconds = json.loads(payload)["fullHeartbeatSeconds"]
+                self.shared.latencies.append(time.monotonic() - unacknowledged.pop(0))
+                self._full_heartbeat_seconds = json.loads(payload)["fullHeartbeatSeconds"]
             elif kind == FrameKind.REGISTERED:
                 self._on_registered(payload)
                 registration.set_result(None)
             elif kind == FrameKind.ERROR:
                 status = json.loads(payload)["status"]
                 if status == 409:
-                    sent.pop(0)
+                    unacknowledged.pop(0)
                 else:
                     stream.end(status)
 
@@ -228,9 +228,9 @@ class Agent:
                 await stream.open(endpoint, headers, {"podUid": self.pod.uid, "after": self.newest_generation})
                 if not stream.closed.done():
                     stream.send(FrameKind.REGISTER, _encode(self._register_request()))
-                    ends: set[asyncio.Future[Any]] = {registration, stream.closed}
-                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            heartbeats = asyncio.create_task(self._send_heartbeats(stream, sent))
+                    first_of: set[asyncio.Future[Any]] = {registration, stream.closed}
+                    await asyncio.wait(first_of, return_when=asyncio.FIRST_COMPLETED)
+            heartbeats = asyncio.create_task(self._send_heartbeats(stream, unacknowledged))
             try:
                 raise DisconnectedError(f"stream {await stream.closed}")
             finally:
@@ -238,17 +238,17 @@ class Agent:
         finally:
             stream.close()
 
-    async def _send_heartbeats(self, stream: StreamConnection, sent: list[float]) -> None:
-        self._next_heartbeat_at = time.monotonic() + random.uniform(0.0, self._seconds)
+    async def _send_heartbeats(self, stream: StreamConnection, unacknowledged: list[float]) -> None:
+        self._next_heartbeat_at = time.monotonic() + random.uniform(0.0, self._heartbeat_seconds)
         last: HeartbeatRequest | None = None
-        last_at, share = 0.0, 1.0
+        last_at, jitter = 0.0, 1.0
         while not stream.closed.done():
             if not self.silent:
                 now, message = time.monotonic(), self._heartbeat()
                 must_send = must_send_now(last, message)
-                if must_send or now - last_at >= self._detail_seconds * share:
-                    sent.append(now)
-                    last, last_at, share = message, now, jitter_fraction(random.random(), after_news=must_send)
+                if must_send or now - last_at >= self._full_heartbeat_seconds * jitter:
+                    unacknowledged.append(now)
+                    last, last_at, jitter = message, now, jitter_fraction(random.random(), after_news=must_send)
                     stream.send(FrameKind.HEARTBEAT, _encode(message))
                 else:
                     stream.send(FrameKind.KEEPALIVE, encode_keepalive(message))
@@ -271,14 +271,14 @@ class Agent:
         response = json.loads(body)
         self.registered = True
         self.shared.registered_at[self.pod.uid] = time.monotonic()
-        self._seconds = response["heartbeatSeconds"]
+        self._heartbeat_seconds = response["heartbeatSeconds"]
         if response.get("membership"):
             self._apply_membership(json.dumps(response["membership"]).encode())
         self.on_change()
 
     async def _until_next_heartbeat(self) -> None:
         now = time.monotonic()
-        self._next_heartbeat_at = max(self._next_heartbeat_at + self._seconds * random.uniform(0.9, 1.1), now)
+        self._next_heartbeat_at = max(self._next_heartbeat_at + self._heartbeat_seconds * random.uniform(0.9, 1.1), now)
         self._changed.clear()
         try:
             async with asyncio.timeout(self._next_heartbeat_at - now):
@@ -317,7 +317,7 @@ class Agent:
         )
 
     def _apply_membership(self, body: bytes, *, change: bool = False) -> None:
-        generation, members = self.shared.membership(body, change=change)
+        generation, members = self.shared.parse_membership(body, change=change)
         if generation <= self.newest_generation or self.silent:
             return
         self.newest_generation = generation
@@ -337,7 +337,7 @@ def _encode(message: MessageModel) -> bytes:
 
 def _cache(cache: dict[K, V], key: K, value: V) -> None:
     cache[key] = value
-    if len(cache) > _CACHED:
+    if len(cache) > _CACHE_SIZE:
         del cache[next(iter(cache))]
 
 
@@ -350,7 +350,7 @@ class StreamConnection(asyncio.Protocol):
 
     def __init__(self, on_frame: Callable[[int, bytes], None]) -> None:
         self._on_frame = on_frame
-        self._reader = FrameReader(_LONGEST_FRAME)
+        self._reader = FrameReader(_MAX_FRAME_BYTES)
         self._head = b""
         self._transport: asyncio.Transport | None = None
         loop = asyncio.get_running_loop()
@@ -358,7 +358,7 @@ class StreamConnection(asyncio.Protocol):
         self.closed: asyncio.Future[int] = loop.create_future()
 
     async def open(self, endpoint: Endpoint, headers: Mapping[str, str], query: Mapping[str, str | int]) -> None:
-        """Connect and wait for status 101 or for `closed`; raises OSError."""
+        """Connect, and wait for status 101 or for `closed`; raise OSError if it cannot connect."""
         loop = asyncio.get_running_loop()
         await loop.create_connection(
             lambda: self, endpoint.ip, endpoint.port, ssl=endpoint.context, server_hostname=endpoint.name
@@ -367,8 +367,8 @@ class StreamConnection(asyncio.Protocol):
         head = "".join(f"{key}: {value}\r\n" for key, value in lines.items())
         assert self._transport is not None
         self._transport.write(f"GET {STREAM_PATH}?{urlencode(query)} HTTP/1.1\r\n{head}\r\n".encode())
-        ends: set[asyncio.Future[Any]] = {self.opened, self.closed}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        first_of: set[asyncio.Future[Any]] = {self.opened, self.closed}
+        await asyncio.wait(first_of, return_when=asyncio.FIRST_COMPLETED)
 
     def send(self, kind: FrameKind, payload: bytes = b"") -> None:
         """Send a frame."""
@@ -400,8 +400,8 @@ class StreamConnection(asyncio.Protocol):
         """Implement asyncio.Protocol."""
         if not self.opened.done():
             self._head += data
-            head, found, data = self._head.partition(b"\r\n\r\n")
-            if not found:
+            head, separator, data = self._head.partition(b"\r\n\r\n")
+            if not separator:
                 return
             status = int(head[9:12])
             if status != 101:
@@ -418,4 +418,4 @@ class StreamConnection(asyncio.Protocol):
 @functools.lru_cache(maxsize=1)
 def _decompress(data: bytes) -> bytes:
     """Decompress a membership once; real agents do that on separate machines."""
-    return zlib.decompress(data, _GZIP)
+    return zlib.decompress(data, _GZIP_WINDOW_BITS)

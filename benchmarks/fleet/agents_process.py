@@ -1,8 +1,8 @@
-"""Run the simulated agents of a fleet in one process: one for each Running worker pod, once they are started.
+"""Run the simulated agents of a fleet in one process: one for each Running worker pod, after the command `start`.
 
-Commands come as JSON lines on standard input and are answered on standard output (`AgentsProcess`). Every token is
+Commands come as JSON lines on standard input and get a response on standard output (`AgentsProcess`). Every token is
 requested from the API server, bound to its pod, as a kubelet does; the CA comes from the job's ConfigMap, which a
-worker mounts. Times in answers are of the machine's monotonic clock.
+worker mounts. Times in responses are of the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 Command = dict[str, Any]
 _TOKENS_IN_FLIGHT = 16
-_WARM_SECONDS = 5.0
-_PAUSE_SECONDS = 2.0
-"""Pause after a garbage collection, in which delayed work completes."""
+_WARMUP_SECONDS = 5.0
+_SETTLE_SECONDS = 2.0
+"""Time for delayed work to complete after a garbage collection."""
 _TOKEN_LENGTH = 1100
 """Length of a token bound to a pod and its node."""
-_ANSWER_SECONDS = 30.0
+_RESPONSE_SECONDS = 30.0
 _ROOT = Path(__file__).parents[2]
 
 
@@ -65,8 +65,8 @@ class Agents:
             self._watch.set_result(watch)
             await asyncio.Event().wait()
 
-    async def answer(self, command: Command) -> Command:
-        """Execute a command."""
+    async def execute(self, command: Command) -> Command:
+        """Execute a command and return its response."""
         match command["op"]:
             case "start":
                 await self._start()
@@ -83,7 +83,7 @@ class Agents:
                 return await self._wait_for_registrations(command)
             case "freeze_gc":
                 freeze_gc()  # a garbage collection in this process would count as latency of the coordinator
-                await asyncio.sleep(_PAUSE_SECONDS)
+                await asyncio.sleep(_SETTLE_SECONDS)
                 pop_latencies(self._shared)
             case "latency":
                 return pop_latencies(self._shared)
@@ -100,16 +100,16 @@ class Agents:
         self._context = ssl.create_default_context(cadata=config["data"]["ca.crt"])
         watch = await self._watch
         self._started = True
-        for name, seen in list(watch.pods.items()):
-            self._pod_changed(name, seen, False)
+        for name, pod_state in list(watch.pods.items()):
+            self._pod_changed(name, pod_state, False)
 
-    def _pod_changed(self, name: str, seen: PodState, deleted: bool) -> None:
+    def _pod_changed(self, name: str, pod_state: PodState, deleted: bool) -> None:
         if not self._started:
             return
-        running = seen.running is not None and not seen.failed and not deleted
+        running = pod_state.running_at is not None and not pod_state.failed and not deleted
         task = self._tasks.get(name)
         if running and task is None:
-            self._tasks[name] = asyncio.create_task(self._run_agent(name, seen))
+            self._tasks[name] = asyncio.create_task(self._run_agent(name, pod_state))
             self._tasks[name].add_done_callback(_print_exception)
         elif not running and task is not None:
             task.cancel()
@@ -119,10 +119,18 @@ class Agents:
                 self._shared.stall()
             self._changed.set()
 
-    async def _run_agent(self, name: str, seen: PodState) -> None:
+    async def _run_agent(self, name: str, pod_state: PodState) -> None:
         assert self._context is not None
-        token = await self._token(name, seen.uid)
-        pod = Pod(namespace="default", job=self._job, name=name, uid=seen.uid, ip=seen.ip, node=seen.node, token=token)
+        token = await self._token(name, pod_state.uid)
+        pod = Pod(
+            namespace="default",
+            job=self._job,
+            name=name,
+            uid=pod_state.uid,
+            ip=pod_state.ip,
+            node=pod_state.node,
+            token=token,
+        )
         endpoints = [Endpoint(ip, port, self._name, self._context) for ip, port in self._addresses]
         agent = Agent(pod, self._shared, endpoints, on_change=self._changed.set)
         self._agents[name] = agent
@@ -137,31 +145,31 @@ class Agents:
         }
         async with self._tokens:
             try:
-                answer = await self._kube.create("/api/v1/namespaces/default/serviceaccounts/default/token", body)
+                response = await self._kube.create("/api/v1/namespaces/default/serviceaccounts/default/token", body)
             except ApiError:  # the pod was deleted
                 await asyncio.Event().wait()
-        return str(answer["status"]["token"])
+        return str(response["status"]["token"])
 
     def _crash(self, pod: str) -> None:
-        hit = self._agents[pod]
+        crashed = self._agents[pod]
         for agent in self._agents.values():
-            if agent.member and agent.generation == hit.generation:
-                agent.crash(here=agent is hit)
+            if agent.member and agent.generation == crashed.generation:
+                agent.crash(in_this_pod=agent is crashed)
 
     async def _wait_for_membership(self, command: Command) -> Command:
         """Return when the last of `count` agents received `generation` or a newer one."""
-        wanted, count = int(command["generation"]), int(command["count"])
+        min_generation, count = int(command["generation"]), int(command["count"])
         received: dict[str, float] = {}
 
-        def enough() -> bool:
+        def all_received() -> bool:
             received.clear()
             for generation, times in self._shared.received_at.items():
-                if generation >= wanted:
-                    for uid, at in times.items():
-                        received[uid] = min(at, received.get(uid, at))
+                if generation >= min_generation:
+                    for uid, received_at in times.items():
+                        received[uid] = min(received_at, received.get(uid, received_at))
             return len(received) >= count
 
-        await self._until(enough, command)
+        await self._until(all_received, command)
         times = sorted(received.values())[:count]
         return {"first": times[0], "last": times[-1], "newest": max(self._shared.received_at)}
 
@@ -176,13 +184,15 @@ class Agents:
         context = ssl.create_default_context(cadata=command["authority"])
         endpoints = [Endpoint(command["host"], int(command["port"]), self._name, context)]
         shared, notify = JobState(), self._changed.set
-        agents = [Agent(_fake_pod(each), shared, endpoints, on_change=notify) for each in range(int(command["count"]))]
+        agents = [
+            Agent(_fake_pod(number), shared, endpoints, on_change=notify) for number in range(int(command["count"]))
+        ]
         tasks = [asyncio.create_task(agent.run()) for agent in agents]
         try:
             await self._until(lambda: all(agent.registered for agent in agents), command)
-            await asyncio.sleep(_WARM_SECONDS)
+            await asyncio.sleep(_WARMUP_SECONDS)
             freeze_gc()
-            await asyncio.sleep(_PAUSE_SECONDS)
+            await asyncio.sleep(_SETTLE_SECONDS)
             pop_latencies(shared)
             await asyncio.sleep(float(command["measure"]))
             return pop_latencies(shared)
@@ -201,8 +211,8 @@ class Agents:
             "errors": self._shared.errors,
         }
 
-    def _count(self, what: Callable[[Agent], bool]) -> int:
-        return sum(map(what, self._agents.values()))
+    def _count(self, predicate: Callable[[Agent], bool]) -> int:
+        return sum(map(predicate, self._agents.values()))
 
     async def _until(self, condition: Callable[[], bool], command: Command) -> None:
         async with asyncio.timeout(float(command["seconds"])):
@@ -223,8 +233,8 @@ def pop_latencies(job: JobState) -> Command:
     if not latencies:
         return {"count": 0, "errors": errors}
 
-    def quantile(share: float) -> float:
-        return latencies[min(len(latencies) - 1, int(share * len(latencies)))]
+    def quantile(fraction: float) -> float:
+        return latencies[min(len(latencies) - 1, int(fraction * len(latencies)))]
 
     return {"count": len(latencies), "p50": quantile(0.5), "p99": quantile(0.99), "errors": errors}
 
@@ -240,7 +250,7 @@ def _fake_pod(number: int) -> Pod:
 def _print_exception(task: asyncio.Task[None]) -> None:
     """Print an error of an agent, which would otherwise appear to be a fault of the operator."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        print(f"   an agent died: {error!r}", file=sys.stderr, flush=True)
+        print(f"   an agent ended: {error!r}", file=sys.stderr, flush=True)
 
 
 class AgentsError(Exception):
@@ -255,7 +265,7 @@ class AgentsProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._responses: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
@@ -286,34 +296,34 @@ class AgentsProcess:
         return self._process.pid
 
     async def request(self, op: str, *, seconds: float = 60.0, **fields: Any) -> dict[str, Any]:
-        """Send a command and return its answer; raises AgentsError."""
+        """Send a command and return its response; raise AgentsError if it failed."""
         assert self._process is not None
         assert self._process.stdin is not None
         number = next(self._numbers)
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
+        response: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._responses[number] = response
         command = {"id": number, "op": op, "seconds": seconds, **fields}
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
         try:
-            async with asyncio.timeout(seconds + _ANSWER_SECONDS):
-                found = await answer
+            async with asyncio.timeout(seconds + _RESPONSE_SECONDS):
+                result = await response
         finally:
-            del self._answers[number]
-        if "error" in found:
-            raise AgentsError(f"{op} {fields}: {found['error']} {found.get('state', '')}")
-        return found
+            del self._responses[number]
+        if "error" in result:
+            raise AgentsError(f"{op} {fields}: {result['error']} {result.get('state', '')}")
+        return result
 
     async def _read(self) -> None:
         assert self._process is not None
         assert self._process.stdout is not None
         async for line in self._process.stdout:
-            found = json.loads(line)
-            waiting = self._answers.get(found.pop("id"))
-            if waiting is not None and not waiting.done():
-                waiting.set_result(found)
-        for waiting in self._answers.values():
-            if not waiting.done():
-                waiting.set_result({"error": "the agents' process ended"})
+            result = json.loads(line)
+            response = self._responses.get(result.pop("id"))
+            if response is not None and not response.done():
+                response.set_result(result)
+        for response in self._responses.values():
+            if not response.done():
+                response.set_result({"error": "the agents' process ended"})
 
 
 async def _serve(options: Command) -> None:
@@ -321,7 +331,7 @@ async def _serve(options: Command) -> None:
     async with admin_client(cluster) as kube:
         addresses = [(ip, int(port)) for ip, port in options["addresses"]]
         agents = Agents(kube, options["job"], addresses, options["name"])
-        following = asyncio.create_task(agents.run())
+        pod_watch = asyncio.create_task(agents.run())
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         pending: set[asyncio.Task[None]] = set()
@@ -330,16 +340,16 @@ async def _serve(options: Command) -> None:
             task = asyncio.create_task(_execute(agents, command))
             pending.add(task)
             task.add_done_callback(pending.discard)
-        following.cancel()
+        pod_watch.cancel()
 
 
 async def _execute(agents: Agents, command: Command) -> None:
     try:
-        answer = await agents.answer(command)
+        response = await agents.execute(command)
     except Exception as error:  # noqa: BLE001 - reported to the caller
-        state = agents.answer({"op": "state"})
-        answer = {"error": f"{type(error).__name__}: {error}", "state": await state}
-    sys.stdout.write(json.dumps({"id": command["id"], **answer}) + "\n")
+        state = agents.execute({"op": "state"})
+        response = {"error": f"{type(error).__name__}: {error}", "state": await state}
+    sys.stdout.write(json.dumps({"id": command["id"], **response}) + "\n")
     sys.stdout.flush()
 
 

@@ -65,10 +65,10 @@ class CoordinatorRun:
             _lower_priority(self._cluster)
             _raise_priority(leader.pid, standby.pid, agents.pid)
             floor = await self._measure_floor(agents, seconds)
-            began, cpu = time.monotonic(), leader.cpu_seconds()
+            started_at, cpu = time.monotonic(), leader.cpu_seconds()
             await agents.request("start")
             await agents.request("wait_for_membership", generation=1, count=self._count, seconds=TIMEOUT_SECONDS)
-            self._report.add("all agents connect, register and join", self._count, "s", time.monotonic() - began)
+            self._report.add("all agents connect, register and join", self._count, "s", time.monotonic() - started_at)
             self._report.add("operator CPU for that", self._count, "s", leader.cpu_seconds() - cpu)
             await self._until_complete()
             await self._measure_heartbeats(leader, agents, seconds, floor)
@@ -85,11 +85,13 @@ class CoordinatorRun:
     async def _measure_floor(self, agents: AgentsProcess, seconds: float) -> float:
         """Return the floor: p99 of heartbeats (seconds) at a server without work, while the operator is idle."""
         async with StubCoordinator() as server:
-            asked = {"count": self._count, "measure": seconds, "host": server.host, "port": server.port}
-            found = await agents.request("measure_stub", **asked, authority=server.authority, seconds=TIMEOUT_SECONDS)
-        self._report.add("floor: heartbeat latency, median", self._count, "ms", found["p50"] * 1000)
-        self._report.add("floor: heartbeat latency, p99", self._count, "ms", found["p99"] * 1000)
-        return float(found["p99"])
+            options = {"count": self._count, "measure": seconds, "host": server.host, "port": server.port}
+            latency = await agents.request(
+                "measure_stub", **options, authority=server.authority, seconds=TIMEOUT_SECONDS
+            )
+        self._report.add("floor: heartbeat latency, median", self._count, "ms", latency["p50"] * 1000)
+        self._report.add("floor: heartbeat latency, p99", self._count, "ms", latency["p99"] * 1000)
+        return float(latency["p99"])
 
     async def _measure_heartbeats(
         self, leader: OperatorProcess, agents: AgentsProcess, seconds: float, floor: float
@@ -97,16 +99,16 @@ class CoordinatorRun:
         """Measure heartbeats of an undisturbed job."""
         await asyncio.sleep(5.0)
         await agents.request("freeze_gc")
-        cpu, began = leader.cpu_seconds(), time.monotonic()
+        cpu, started_at = leader.cpu_seconds(), time.monotonic()
         await asyncio.sleep(seconds)
-        took = time.monotonic() - began
-        cores = (leader.cpu_seconds() - cpu) / took
-        found = await agents.request("latency")
-        log(f"{found['count'] / took:.0f} heartbeats a second; errors: {found['errors']}")
-        self._report.add("heartbeats in full a second", self._count, "count", found["count"] / took)
-        self._report.add("heartbeat latency, median", self._count, "ms", found["p50"] * 1000)
-        self._report.add("heartbeat latency, p99", self._count, "ms", found["p99"] * 1000, goal=20.0)
-        self._report.add("heartbeat latency, p99 over the floor", self._count, "x", found["p99"] / floor)
+        duration = time.monotonic() - started_at
+        cores = (leader.cpu_seconds() - cpu) / duration
+        latency = await agents.request("latency")
+        log(f"{latency['count'] / duration:.0f} heartbeats a second; errors: {latency['errors']}")
+        self._report.add("heartbeats in full a second", self._count, "count", latency["count"] / duration)
+        self._report.add("heartbeat latency, median", self._count, "ms", latency["p50"] * 1000)
+        self._report.add("heartbeat latency, p99", self._count, "ms", latency["p99"] * 1000, goal=20.0)
+        self._report.add("heartbeat latency, p99 over the floor", self._count, "x", latency["p99"] / floor)
         self._report.add("operator processor use", self._count, "cores", cores, goal=0.25)
         self._report.add("operator memory, all agents connected", self._count, "MiB", leader.resident_mib(), goal=120.0)
 
@@ -114,30 +116,30 @@ class CoordinatorRun:
         """Fail a member; measure from the first agent that receives the new membership to the last."""
         fleet = self._cluster.fleet
         assert fleet is not None
-        victim = next(name for name in sorted(watch.pods) if name.endswith("-7"))
-        began = time.monotonic()
-        await asyncio.to_thread(fleet.fail_pod, "default", victim, exit_code=137)
+        failing_pod = next(name for name in sorted(watch.pods) if name.endswith("-7"))
+        started_at = time.monotonic()
+        await asyncio.to_thread(fleet.fail_pod, "default", failing_pod, exit_code=137)
         received = await agents.request("wait_for_membership", generation=2, count=self._count, seconds=TIMEOUT_SECONDS)
         spread = received["last"] - received["first"]
         self._report.add("membership change, from the first agent to the last", self._count, "s", spread, goal=0.5)
-        self._report.add("one pod fails, until the last agent knows", self._count, "s", received["last"] - began)
+        self._report.add("one pod fails, until the last agent knows", self._count, "s", received["last"] - started_at)
         await self._until_complete()
 
     async def _measure_handover(self, agents: AgentsProcess, leader: OperatorProcess, *, crash: bool) -> None:
         """Stop the leader; measure until the first and the last agent are served by the standby."""
         before = (await self._status())["membership"]["generation"]
         await agents.request("reset_registrations")
-        began = time.monotonic()
-        ending = asyncio.create_task(leader.kill() if crash else leader.stop())
+        started_at = time.monotonic()
+        stopping = asyncio.create_task(leader.kill() if crash else leader.stop())
         registered = await agents.request("wait_for_registrations", count=self._count, seconds=TIMEOUT_SECONDS)
-        await ending
-        how, goal = ("after a crash", 20.0) if crash else ("in order", 2.0)
+        await stopping
+        name, goal = ("after a crash", 20.0) if crash else ("in order", 2.0)
         self._report.add(
-            f"handover {how}: first agent served", self._count, "s", registered["first"] - began, goal=goal
+            f"handover {name}: first agent served", self._count, "s", registered["first"] - started_at, goal=goal
         )
-        self._report.add(f"handover {how}: all agents served", self._count, "s", registered["last"] - began)
-        lost = float((await self._status())["membership"]["generation"] - before)
-        self._report.add(f"handover {how}: generations started", self._count, "count", lost, goal=0.0)
+        self._report.add(f"handover {name}: all agents served", self._count, "s", registered["last"] - started_at)
+        generations = float((await self._status())["membership"]["generation"] - before)
+        self._report.add(f"handover {name}: generations started", self._count, "count", generations, goal=0.0)
 
     async def _status(self) -> dict[str, Any]:
         status: dict[str, Any] = (await self._kube.get(f"{JOBS}/{NAME}")).get("status", {})

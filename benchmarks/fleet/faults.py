@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.fleet.floor import fail_pods
+from benchmarks.fleet.job import recorded_membership
 from benchmarks.fleet.kube import count_writes
 from trainium_devcluster.node.api.client import MERGE_PATCH
 
@@ -40,16 +41,18 @@ class FaultRound:
         """Measure the cost of an undisturbed job."""
         seconds = self._run.plan.steady_seconds
         await self._agents.request("freeze_gc")
-        before, cpu, began = await self._count_writes(), self._operator.cpu_seconds(), time.monotonic()
+        before, cpu, started_at = await self._count_writes(), self._operator.cpu_seconds(), time.monotonic()
         await asyncio.sleep(seconds)
-        took = time.monotonic() - began
-        cores = (self._operator.cpu_seconds() - cpu) / took
+        duration = time.monotonic() - started_at
+        cores = (self._operator.cpu_seconds() - cpu) / duration
         writes = await self._count_writes() - before
         latency = await self._agents.request("latency")
         n = self._nodes
-        self._report.add("operator API writes at rest", n, "/min", writes * 60 / took, goal=60.0 if n == 128 else None)
+        self._report.add(
+            "operator API writes at rest", n, "/min", writes * 60 / duration, goal=60.0 if n == 128 else None
+        )
         self._report.add("operator cores at rest", n, "cores", cores)
-        self._report.add("heartbeats at rest", n, "/min", latency["count"] * 60 / took)
+        self._report.add("heartbeats at rest", n, "/min", latency["count"] * 60 / duration)
         self._report.add("heartbeat p99 at rest", n, "ms", latency["p99"] * 1000)
 
     async def _count_writes(self) -> float:
@@ -80,14 +83,14 @@ class FaultRound:
         await self._until_complete()
         generation = (await self._run.status())["membership"]["generation"]
         writes, created, cpu = await self._count_writes(), self._watch.created, self._operator.cpu_seconds()
-        began = time.monotonic()
+        started_at = time.monotonic()
         await fault()
         received = await self._agents.request(
             "wait_for_membership", generation=generation + 1, count=n, seconds=self._run.plan.timeout
         )
-        self._report.add(f"{name}: new membership with every agent", n, "s", received["last"] - began, goal=goal)
+        self._report.add(f"{name}: new membership with every agent", n, "s", received["last"] - started_at, goal=goal)
         await self._until_complete()
-        self._report.add(f"{name}: until all workers and spares are back", n, "s", time.monotonic() - began)
+        self._report.add(f"{name}: until all workers and spares are back", n, "s", time.monotonic() - started_at)
         self._report.add(f"{name}: pods recreated", n, "count", float(self._watch.created - created), goal=1.0)
         self._report.add(f"{name}: API writes of the operator", n, "count", await self._count_writes() - writes)
         self._report.add(f"{name}: operator CPU", n, "s", self._operator.cpu_seconds() - cpu)
@@ -130,19 +133,18 @@ class FaultRound:
 
     async def _member(self) -> str:
         """Return a member of the current generation."""
-        members = (await self._run.membership()).members
+        members = (await recorded_membership(self._run.kube)).members
         return members[len(members) // 2].pod_name
 
     async def _until_complete(self) -> None:
         """Wait until all members train and all spares are ready."""
-        wanted = self._nodes
 
         def is_complete(status: Json) -> bool:
-            pods = [pod for pod in self._watch.pods.values() if pod.running and not pod.failed and not pod.deleting]
+            pods = [pod for pod in self._watch.pods.values() if pod.running_at and not pod.failed and not pod.deleting]
             return (
-                len(pods) >= wanted + SPARES  # the status may be slightly older
+                len(pods) >= self._nodes + SPARES  # the status may be slightly older
                 and status.get("phase") == "Running"
-                and status.get("readyReplicas") == wanted
+                and status.get("readyReplicas") == self._nodes
                 and status.get("spares", 0) >= SPARES
                 and all(entry.get("recoveredSeconds") is not None for entry in status.get("history", []))
             )
@@ -150,7 +152,7 @@ class FaultRound:
         try:
             await self._run.until_status(is_complete, "all workers and spares are back")
         except TimeoutError as error:
-            members = {member.pod_uid for member in (await self._run.membership()).members}
+            members = {member.pod_uid for member in (await recorded_membership(self._run.kube)).members}
             spares = [f"{name}: {pod}" for name, pod in self._watch.pods.items() if pod.uid not in members]
             raise TimeoutError(f"{error}; pods that are not members: {'; '.join(spares)}") from error
 
@@ -158,20 +160,20 @@ class FaultRound:
         """Fail every pod, then grow and shrink the job by a tenth."""
         n, run = self._nodes, self._run
         await self._until_complete()
-        floor = next(each.restarted for each in run.floors if each.restarted is not None)
-        old = {pod.uid for pod in self._watch.pods.values()}
-        began = time.monotonic()
+        floor = next(each.restart_seconds for each in run.floors if each.restart_seconds is not None)
+        former_uids = {pod.uid for pod in self._watch.pods.values()}
+        started_at = time.monotonic()
         await fail_pods(run.kube, list(self._watch.pods))
-        failed = time.monotonic()
+        failed_at = time.monotonic()
 
         def all_replaced() -> bool:
             pods = self._watch.pods.values()
-            return sum(pod.uid not in old and pod.running is not None for pod in pods) >= n
+            return sum(pod.uid not in former_uids and pod.running_at is not None for pod in pods) >= n
 
         last = await self._watch.until(all_replaced, "all pods run again", run.plan.timeout)
-        self._report.add("all pods fail: to fail them", n, "s", failed - began)
-        self._report.add("all pods fail: all Running again", n, "s", last - began)
-        self._report.add("gang restart over the floor", n, "x", (last - began) / floor, goal=1.15)
+        self._report.add("all pods fail: to fail them", n, "s", failed_at - started_at)
+        self._report.add("all pods fail: all Running again", n, "s", last - started_at)
+        self._report.add("gang restart over the floor", n, "x", (last - started_at) / floor, goal=1.15)
         await self._until_complete()
         for size in (run.larger, n, run.smaller, n):
             await self._resize(size)
@@ -179,13 +181,13 @@ class FaultRound:
     async def _resize(self, size: int) -> None:
         n, run = self._nodes, self._run
         generation = (await run.status())["membership"]["generation"]
-        began = time.monotonic()
+        started_at = time.monotonic()
         await run.kube.patch(JOB, {"spec": {"workers": {"replicas": size}}}, MERGE_PATCH)
         received = await self._agents.request(
             "wait_for_membership", generation=generation + 1, count=size, seconds=run.plan.timeout
         )
         name = "scale: new membership with every agent"
-        self._report.add(name, n, "s", received["last"] - began)
+        self._report.add(name, n, "s", received["last"] - started_at)
         self._nodes = size
         await self._until_complete()
         self._nodes = n

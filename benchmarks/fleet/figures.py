@@ -27,7 +27,7 @@ class Figure:
     """`s`, `x` (ratio to the floor of the same run), `count`, `MiB`, `cores`, `/min`."""
     values: list[float]
     goal: float | None = None
-    """Goal: the largest acceptable median."""
+    """Largest acceptable median."""
 
     @property
     def median(self) -> float:
@@ -48,15 +48,7 @@ class Report:
     quick: bool
     figures: list[Figure] = field(default_factory=list)
 
-    def add(
-        self,
-        name: str,
-        nodes: int,
-        unit: str,
-        value: float,
-        *,
-        goal: float | None = None,
-    ) -> None:
+    def add(self, name: str, nodes: int, unit: str, value: float, *, goal: float | None = None) -> None:
         """Add a value; several calls with the same name and size add to one figure."""
         for figure in self.figures:
             if (figure.name, figure.nodes) == (name, nodes):
@@ -69,11 +61,12 @@ class Report:
         table = Table(title=f"{self.benchmark} ({'quick, ' if self.quick else ''}{describe_machine()['cores']} cores)")
         for heading in ("figure", "nodes", "median", "lowest", "highest", "goal", ""):
             table.add_column(heading, justify="left" if heading in ("figure", "") else "right")
-        for each in self.figures:
-            met = {True: "met", False: "missed", None: ""}[each.met]
-            goal = "" if each.goal is None else format_value(each.goal, each.unit)
-            spread = [format_value(value, each.unit) for value in (each.median, min(each.values), max(each.values))]
-            table.add_row(each.name, str(each.nodes or ""), *spread, goal, met)
+        for figure in self.figures:
+            met = {True: "met", False: "missed", None: ""}[figure.met]
+            goal = "" if figure.goal is None else format_value(figure.goal, figure.unit)
+            values = (figure.median, min(figure.values), max(figure.values))
+            cells = [format_value(value, figure.unit) for value in values]
+            table.add_row(figure.name, str(figure.nodes or ""), *cells, goal, met)
         Console(width=150).print(table)
 
     def write(self, path: Path) -> None:
@@ -83,7 +76,7 @@ class Report:
             "date": datetime.now(UTC).date().isoformat(),
             "quick": self.quick,
             "machine": describe_machine(),
-            "figures": [{**asdict(each), "median": each.median, "met": each.met} for each in self.figures],
+            "figures": [{**asdict(figure), "median": figure.median, "met": figure.met} for figure in self.figures],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n")

@@ -26,42 +26,42 @@ _LABEL = "bench.trainium.dev/floor"
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds from the first request of a round."""
+    """Durations from the first request of a round."""
 
-    created: float
-    running: float
-    restarted: float | None
-    """Fail all, delete all and create all pods, until all run; None if not measured."""
+    creation_seconds: float
+    running_seconds: float
+    restart_seconds: float | None
+    """Duration of failing, deleting and creating all pods, until all run; None if not measured."""
 
 
 async def measure_floor(kube: Api, manifests: Sequence[Json], *, restart: bool, seconds: float) -> Floor:
     """Measure one round and delete its pods."""
     async with PodWatch(kube, f"{_LABEL}=first") as first:
-        began = time.monotonic()
+        started_at = time.monotonic()
         await _create(kube, manifests, "first")
         created, running = await first.until_running(len(manifests), seconds)
-        restarted = None
+        restart_seconds = None
         if restart:
             async with PodWatch(kube, f"{_LABEL}=second") as second:
-                again = time.monotonic()
-                await fail_pods(kube, [_in_wave(each, "first")["metadata"]["name"] for each in manifests])
+                restarted_at = time.monotonic()
+                await fail_pods(kube, [_in_wave(manifest, "first")["metadata"]["name"] for manifest in manifests])
                 await _delete(kube, manifests, "first")
                 await _create(kube, manifests, "second")
-                restarted = (await second.until_running(len(manifests), seconds))[1] - again
+                restart_seconds = (await second.until_running(len(manifests), seconds))[1] - restarted_at
                 await _delete(kube, manifests, "second")
                 await second.until(lambda: not second.pods, "the pods of the floor are deleted", seconds)
         else:
             await _delete(kube, manifests, "first")
         await first.until(lambda: not first.pods, "the pods of the floor are deleted", seconds)
-    return Floor(created - began, running - began, restarted)
+    return Floor(created - started_at, running - started_at, restart_seconds)
 
 
-async def _in_flight(calls: Iterable[Callable[[], Awaitable[object]]]) -> None:
+async def _run_concurrently(calls: Iterable[Callable[[], Awaitable[object]]]) -> None:
     """Run all calls, at most `_IN_FLIGHT` at a time."""
-    waiting = iter(calls)
+    pending = iter(calls)
 
     async def work() -> None:
-        for call in waiting:
+        for call in pending:
             await call()
 
     async with asyncio.TaskGroup() as group:
@@ -71,26 +71,28 @@ async def _in_flight(calls: Iterable[Callable[[], Awaitable[object]]]) -> None:
 
 async def fail_pods(kube: Api, names: Iterable[str]) -> None:
     """Write the status that kubelets write after the agents of these pods were killed."""
-    ended = {"exitCode": 137, "reason": "Error", "message": "killed", "finishedAt": timestamp()}
+    terminated = {"exitCode": 137, "reason": "Error", "message": "killed", "finishedAt": timestamp()}
     worker = {"name": "worker", "image": "", "imageID": "", "ready": False, "restartCount": 0}
-    status = {"phase": "Failed", "containerStatuses": [worker | {"state": {"terminated": ended}}]}
-    await _in_flight(partial(kube.patch, f"{_PODS}/{name}/status", {"status": status}, MERGE_PATCH) for name in names)
+    status = {"phase": "Failed", "containerStatuses": [worker | {"state": {"terminated": terminated}}]}
+    await _run_concurrently(
+        partial(kube.patch, f"{_PODS}/{name}/status", {"status": status}, MERGE_PATCH) for name in names
+    )
 
 
 async def _create(kube: Api, manifests: Sequence[Json], wave: str) -> None:
-    await _in_flight(partial(kube.create, _PODS, _in_wave(each, wave)) for each in manifests)
+    await _run_concurrently(partial(kube.create, _PODS, _in_wave(manifest, wave)) for manifest in manifests)
 
 
 async def _delete(kube: Api, manifests: Sequence[Json], wave: str) -> None:
-    paths = [f"{_PODS}/{_in_wave(each, wave)['metadata']['name']}" for each in manifests]
-    await _in_flight(partial(delete, kube, path) for path in paths)
+    paths = [f"{_PODS}/{_in_wave(manifest, wave)['metadata']['name']}" for manifest in manifests]
+    await _run_concurrently(partial(delete, kube, path) for path in paths)
 
 
 def _in_wave(manifest: Json, wave: str) -> Json:
     """Return the pod with another name and label, without an owner."""
     metadata = manifest["metadata"]
-    kept = {key: value for key, value in metadata.items() if key != "ownerReferences"}
-    metadata = {**kept, "name": f"{metadata['name']}-{wave}", "labels": {_LABEL: wave}}
+    fields = {key: value for key, value in metadata.items() if key != "ownerReferences"}
+    metadata = {**fields, "name": f"{metadata['name']}-{wave}", "labels": {_LABEL: wave}}
     return {**manifest, "metadata": metadata, "spec": _with_affinity_to(manifest["spec"], wave)}
 
 
@@ -98,6 +100,6 @@ def _with_affinity_to(spec: Json, wave: str) -> Json:
     """Return the spec with its pod affinity to this wave, so that the scheduler has the same work."""
     affinity = copy.deepcopy(spec.get("affinity") or {})
     for terms in (affinity.get("podAffinity") or {}).values():
-        for each in terms:
-            each.get("podAffinityTerm", each)["labelSelector"] = {"matchLabels": {_LABEL: wave}}
+        for term in terms:
+            term.get("podAffinityTerm", term)["labelSelector"] = {"matchLabels": {_LABEL: wave}}
     return {**spec, "affinity": affinity}

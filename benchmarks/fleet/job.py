@@ -1,4 +1,4 @@
-"""Build the TrainingJob of the fleet benchmarks, and the pods that the operator would create for it."""
+"""Build the TrainingJob of the fleet benchmarks and the pods that the operator would create; read its membership."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.plan.manifests.worker_pod import pod_template, with_affinity
 from trainium_operator.plan.model.observed import JobView, PlanSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from trainium_contract.wire.messages import Membership
+    from trainium_devcluster.node.api.client import Api
 
 Json = dict[str, Any]
 NAME = "fleet"
@@ -57,12 +61,19 @@ def worker_manifests(job: Json, count: int, layers: Iterable[str]) -> list[Json]
         coordinator="trainium-operator-coordinator.system.svc:8443",
         topology_layers=frozenset(layers),
     )
-    body = pod_template(view, settings)
-    near = with_affinity(body["spec"], view, settings)
+    template = pod_template(view, settings)
+    spec_with_affinity = with_affinity(template["spec"], view, settings)
     pods = []
     for number in range(count):
         pod = f"{view.name}-w-{number}"
-        spec = {**near, "hostname": pod, "subdomain": view.name}
-        metadata = {**body["metadata"], "name": pod, "namespace": view.namespace}
+        spec = {**spec_with_affinity, "hostname": pod, "subdomain": view.name}
+        metadata = {**template["metadata"], "name": pod, "namespace": view.namespace}
         pods.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
     return pods
+
+
+async def recorded_membership(kube: Api) -> Membership:
+    """Return the recorded membership of the job."""
+    membership = read_membership(await kube.get(f"/api/v1/namespaces/default/configmaps/{NAME}-membership"))
+    assert membership is not None
+    return membership

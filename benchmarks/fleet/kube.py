@@ -54,11 +54,11 @@ def count_writes(cluster: Cluster) -> dict[str, float]:
 
 @dataclass(slots=True)
 class PodState:
-    """The state of a pod, with times."""
+    """The state of a pod, with times of the monotonic clock."""
 
     uid: str
-    created: float
-    running: float | None = None
+    created_at: float
+    running_at: float | None = None
     failed: bool = False
     deleting: bool = False
     node: str = ""
@@ -95,37 +95,37 @@ class PodWatch:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            running = sum(pod.running is not None for pod in self.pods.values())
+            running = sum(pod.running_at is not None for pod in self.pods.values())
             raise TimeoutError(f"not within {seconds:.0f} s: {what} ({len(self.pods)} pods, {running} ran)") from None
         return time.monotonic()
 
     async def until_running(self, count: int, seconds: float) -> tuple[float, float]:
         """Wait until `count` pods run; return when the last one was created and when the last one ran."""
 
-        def running() -> list[PodState]:
-            return [pod for pod in self.pods.values() if pod.running and not pod.failed and not pod.deleting]
+        def running_pods() -> list[PodState]:
+            return [pod for pod in self.pods.values() if pod.running_at and not pod.failed and not pod.deleting]
 
-        await self.until(lambda: len(running()) >= count, f"{count} pods run", seconds)
-        first = sorted(running(), key=lambda pod: pod.running or 0.0)[:count]
-        return max(pod.created for pod in first), max(pod.running or 0.0 for pod in first)
+        await self.until(lambda: len(running_pods()) >= count, f"{count} pods run", seconds)
+        first = sorted(running_pods(), key=lambda pod: pod.running_at or 0.0)[:count]
+        return max(pod.created_at for pod in first), max(pod.running_at or 0.0 for pod in first)
 
     def _apply(self, raw: Json, deleted: bool) -> None:
         now = time.monotonic()
         metadata, status = raw["metadata"], raw.get("status", {})
         name = metadata["name"]
-        seen = self.pods.get(name)
-        if seen is None or seen.uid != metadata["uid"]:
-            seen = self.pods[name] = PodState(metadata["uid"], now)
+        pod = self.pods.get(name)
+        if pod is None or pod.uid != metadata["uid"]:
+            pod = self.pods[name] = PodState(metadata["uid"], now)
             self.created += 1
-        seen.node = raw["spec"].get("nodeName", "")
-        seen.ip = status.get("podIP", "")
-        seen.deleting = "deletionTimestamp" in metadata
+        pod.node = raw["spec"].get("nodeName", "")
+        pod.ip = status.get("podIP", "")
+        pod.deleting = "deletionTimestamp" in metadata
         phase = status.get("phase")
-        seen.failed = phase == "Failed"
-        if phase == "Running" and seen.running is None:
-            seen.running = now
+        pod.failed = phase == "Failed"
+        if phase == "Running" and pod.running_at is None:
+            pod.running_at = now
         if deleted:
             self.pods.pop(name, None)
         if self._on_change is not None:
-            self._on_change(name, seen, deleted)
+            self._on_change(name, pod, deleted)
         self._changed.set()

@@ -33,7 +33,7 @@ RELEASE = "trainium-operator"
 SERVICE = f"{RELEASE}-coordinator"
 SERVER_NAME = f"{SERVICE}.{NAMESPACE}.svc"
 _SKIPPED_KINDS = ("Deployment", "PodDisruptionBudget", "NetworkPolicy")
-_TICKS = os.sysconf("SC_CLK_TCK")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class ChartInstallation:
@@ -48,18 +48,18 @@ class ChartInstallation:
     async def install(self, kube: Api) -> None:
         """Apply the chart except for the Deployment, and create credentials of the ServiceAccount."""
         rendered = self._cluster.helm("template", RELEASE, str(ROOT / "helm/trainium-operator"), "-n", NAMESPACE)
-        documents = [each for each in yaml.safe_load_all(rendered) if each]
-        deployment = next(each for each in documents if each["kind"] == "Deployment")
+        documents = [document for document in yaml.safe_load_all(rendered) if document]
+        deployment = next(document for document in documents if document["kind"] == "Deployment")
         self.arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
         self._cluster.kubectl("create", "namespace", NAMESPACE)
-        kept = [each for each in documents if each["kind"] not in _SKIPPED_KINDS]
-        items = json.dumps({"apiVersion": "v1", "kind": "List", "items": kept})
-        self._cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", "--server-side", stdin=items)
+        items = [document for document in documents if document["kind"] not in _SKIPPED_KINDS]
+        manifest = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+        self._cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", "--server-side", stdin=manifest)
         self._cluster.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.trainium.dev")
         account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
         path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{account}/token"
-        answer = await kube.create(path, {"spec": {"expirationSeconds": 86_400}})
-        self._write_kubeconfig(answer["status"]["token"])
+        response = await kube.create(path, {"spec": {"expirationSeconds": 86_400}})
+        self._write_kubeconfig(response["status"]["token"])
 
     def _write_kubeconfig(self, token: str) -> None:
         content = json.loads(self._cluster.kubeconfig.read_text())
@@ -72,9 +72,9 @@ class ChartInstallation:
         """Start an operator, which may become a standby."""
         port = port or free_port(host)
         log = self._folder / f"operator-{host}-{time.time_ns()}.log"
-        run = OperatorProcess(self, host, port, free_port(host), log)
-        await run.start()
-        return run
+        process = OperatorProcess(self, host, port, free_port(host), log)
+        await process.start()
+        return process
 
 
 class OperatorProcess:
@@ -87,7 +87,7 @@ class OperatorProcess:
         self._metrics = f"http://{host}:{metrics_port}"
         self._process: asyncio.subprocess.Process | None = None
         replaced = ("--coordinator-port", "--metrics-port")
-        kept = [each for each in chart.arguments if not each.startswith(replaced)]
+        kept = [argument for argument in chart.arguments if not argument.startswith(replaced)]
         self._command = [sys.executable, "-m", "trainium_operator.main", *kept]
         self._command += [f"--kubeconfig={chart.kubeconfig}", f"--namespace={NAMESPACE}", f"--bind-address={host}"]
         self._command += [f"--coordinator-port={port}", f"--metrics-port={metrics_port}"]
@@ -107,8 +107,8 @@ class OperatorProcess:
         return self._process.pid
 
     async def until_leader(self, seconds: float = 60.0) -> None:
-        """Wait until it leads and answers agents."""
-        await self._until("trainingjob_operator_leader 1", seconds)
+        """Wait until it leads and serves agents."""
+        await self._until_metrics_contain("trainingjob_operator_leader 1", seconds)
 
     async def until_idle(self) -> None:
         """Wait until it has loaded everything and is idle."""
@@ -125,24 +125,24 @@ class OperatorProcess:
         async with asyncio.timeout(seconds):
             while True:
                 with contextlib.suppress(aiohttp.ClientError, OSError):
-                    async with aiohttp.ClientSession() as session, session.get(f"{self._metrics}/readyz") as answer:
-                        if answer.status == 200:
+                    async with aiohttp.ClientSession() as session, session.get(f"{self._metrics}/readyz") as response:
+                        if response.status == 200:
                             return
-                self._check()
+                self._check_running()
                 await asyncio.sleep(0.1)
 
-    async def _until(self, text: str, seconds: float) -> str:
+    async def _until_metrics_contain(self, text: str, seconds: float) -> str:
         """Return the metrics once they contain this text."""
         try:
             async with asyncio.timeout(seconds):
-                while text not in (found := await self.metrics()):
-                    self._check()
+                while text not in (metrics := await self.metrics()):
+                    self._check_running()
                     await asyncio.sleep(0.05)
-                return found
+                return metrics
         except TimeoutError:
             raise TimeoutError(f"not within {seconds:.0f} s: {text}; log: {self.log}") from None
 
-    def _check(self) -> None:
+    def _check_running(self) -> None:
         assert self._process is not None
         if self._process.returncode is not None:
             lines = self.log.read_text(errors="replace").strip().splitlines()
@@ -151,30 +151,30 @@ class OperatorProcess:
     async def metrics(self) -> str:
         """Return the metrics; empty while it does not listen."""
         try:
-            async with aiohttp.ClientSession() as session, session.get(f"{self._metrics}/metrics") as answer:
-                return await answer.text()
+            async with aiohttp.ClientSession() as session, session.get(f"{self._metrics}/metrics") as response:
+                return await response.text()
         except (aiohttp.ClientError, OSError):
             return ""
 
     async def requests(self) -> dict[str, float]:
-        """Return the number of requests to the API server so far, by verb; raises TimeoutError if there are none."""
+        """Return the number of requests to the API server so far, by verb; raise TimeoutError if it sent none."""
         name = "trainingjob_operator_api_requests_total"
-        text = await self._until(name + "{", 30.0)
-        found: dict[str, float] = {}
+        text = await self._until_metrics_contain(name + "{", 30.0)
+        requests: dict[str, float] = {}
         for verb, count in re.findall(name + r'\{code="\d+",verb="(\w+)"\} ([\d.e+]+)$', text, re.MULTILINE):
-            found[verb] = found.get(verb, 0.0) + float(count)
-        return found
+            requests[verb] = requests.get(verb, 0.0) + float(count)
+        return requests
 
     def cpu_seconds(self) -> float:
         """Return the processor time so far."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
 
     def peak_mib(self) -> float:
         """Return the largest resident memory so far."""
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
-        assert found is not None
-        return int(found[1]) / 1024
+        match = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
+        assert match is not None
+        return int(match[1]) / 1024
 
     def resident_mib(self) -> float:
         """Return the resident memory now."""
@@ -182,13 +182,13 @@ class OperatorProcess:
 
     async def stop(self) -> None:
         """Stop it with SIGTERM."""
-        await self._end(signal.SIGTERM)
+        await self._signal(signal.SIGTERM)
 
     async def kill(self) -> None:
         """Stop it with SIGKILL."""
-        await self._end(signal.SIGKILL)
+        await self._signal(signal.SIGKILL)
 
-    async def _end(self, number: signal.Signals) -> None:
+    async def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)

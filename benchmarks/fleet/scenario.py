@@ -19,7 +19,6 @@ from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.fleet.fake_nodes import FleetShape
-from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.plan.model.names import LAYERS
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from benchmarks.fleet.figures import Report
     from benchmarks.fleet.kube import Json
     from benchmarks.fleet.operator_process import OperatorProcess
-    from trainium_contract.wire.messages import Membership
     from trainium_devcluster.node.api.client import Api
 
 JOBS = "/apis/trainium.dev/v1alpha1/namespaces/default/trainingjobs"
@@ -142,12 +140,13 @@ class FleetRun:
         layers = [label for label in LAYERS if label in node["metadata"]["labels"]]
         manifests = worker_manifests(self.body, self.plan.nodes + SPARES, layers)
         floor = await measure_floor(self.kube, manifests, restart=restart, seconds=self.plan.timeout)
-        log(f"{self.plan.nodes} nodes: floor: created {floor.created:.2f} s, running {floor.running:.2f} s")
+        times = f"created {floor.creation_seconds:.2f} s, running {floor.running_seconds:.2f} s"
+        log(f"{self.plan.nodes} nodes: floor: {times}")
         self.floors.append(floor)
-        self.report.add("floor: created", self.plan.nodes, "s", floor.created)
-        self.report.add("floor: Running", self.plan.nodes, "s", floor.running)
-        if floor.restarted is not None:
-            self.report.add("floor: fail all, delete all, create all", self.plan.nodes, "s", floor.restarted)
+        self.report.add("floor: created", self.plan.nodes, "s", floor.creation_seconds)
+        self.report.add("floor: Running", self.plan.nodes, "s", floor.running_seconds)
+        if floor.restart_seconds is not None:
+            self.report.add("floor: fail all, delete all, create all", self.plan.nodes, "s", floor.restart_seconds)
 
     async def _run_job(self, operator: OperatorProcess, *, last: bool) -> None:
         """Start the job and delete it again; measure the last one while it trains."""
@@ -167,28 +166,28 @@ class FleetRun:
     async def _measure_start(self, operator: OperatorProcess, watch: PodWatch) -> None:
         n, floor = self.plan.nodes, self.floors[-1]
         cpu = operator.cpu_seconds()
-        began = time.monotonic()
+        started_at = time.monotonic()
         await self.kube.create(JOBS, self.body)
         created, running = await watch.until_running(n + SPARES, self.plan.timeout)
-        created, running = created - began, running - began
-        log(f"{n} nodes: ours: created {created:.2f} s, running {running:.2f} s")
+        created, running = created - started_at, running - started_at
+        log(f"{n} nodes: job: created {created:.2f} s, running {running:.2f} s")
         self.report.add("created", n, "s", created)
         self.report.add("Running", n, "s", running)
-        self.report.add("created over the floor", n, "x", created / floor.created, goal=RATIO_GOAL)
-        self.report.add("Running over the floor", n, "x", running / floor.running, goal=RATIO_GOAL)
+        self.report.add("created over the floor", n, "x", created / floor.creation_seconds, goal=RATIO_GOAL)
+        self.report.add("Running over the floor", n, "x", running / floor.running_seconds, goal=RATIO_GOAL)
         self.report.add("operator CPU for the start", n, "s", operator.cpu_seconds() - cpu)
         goal = 150.0 if n <= 1000 else None
         self.report.add("operator memory, peak until all run", n, "MiB", operator.peak_mib(), goal=goal)
 
     async def _measure_training(self, operator: OperatorProcess, watch: PodWatch, agents: AgentsProcess) -> None:
         n = self.plan.nodes
-        cpu, began = operator.cpu_seconds(), time.monotonic()
+        cpu, started_at = operator.cpu_seconds(), time.monotonic()
         await agents.request("start")
         received = await agents.request("wait_for_membership", generation=1, count=n, seconds=self.plan.timeout)
-        self.report.add("agents go → first membership with all", n, "s", received["last"] - began)
-        await self._wait_for_phase("Running")
+        self.report.add("agents go → first membership with all", n, "s", received["last"] - started_at)
+        await self.until_status(lambda status: status.get("phase") == "Running", "phase Running")
         self.report.add("operator CPU until all agents train", n, "s", operator.cpu_seconds() - cpu)
-        log(f"{n} nodes: all agents train after {time.monotonic() - began:.1f} s")
+        log(f"{n} nodes: all agents train after {time.monotonic() - started_at:.1f} s")
         faults = FaultRound(self, operator, watch, agents)
         await faults.measure_steady_state()
         if self.plan.restarts:
@@ -197,27 +196,12 @@ class FleetRun:
 
     async def status(self) -> Json:
         """Return the status of the job."""
-        found: Json = (await self.kube.get(f"{JOBS}/{NAME}")).get("status", {})
-        return found
-
-    async def membership(self) -> Membership:
-        """Return the recorded membership."""
-        return await membership(self.kube)
-
-    async def _wait_for_phase(self, phase: str) -> None:
-        await self.until_status(lambda status: status.get("phase") == phase, f"phase {phase}")
+        status: Json = (await self.kube.get(f"{JOBS}/{NAME}")).get("status", {})
+        return status
 
     async def until_status(self, condition: Callable[[Json], bool], what: str) -> Json:
         """Wait until the status satisfies the condition."""
         return await until_status(self.kube, condition, what, self.plan.timeout)
-
-
-async def membership(kube: Api) -> Membership:
-    """Return the recorded membership of the job."""
-    path = f"/api/v1/namespaces/default/configmaps/{NAME}-membership"
-    found = read_membership(await kube.get(path))
-    assert found is not None
-    return found
 
 
 async def until_status(kube: Api, condition: Callable[[Json], bool], what: str, seconds: float) -> Json:
@@ -228,8 +212,8 @@ async def until_status(kube: Api, condition: Callable[[Json], bool], what: str, 
         if condition(status):
             return status
         if time.monotonic() > deadline:
-            shown = {key: status.get(key) for key in ("phase", "readyReplicas", "spares", "membership", "conditions")}
-            raise TimeoutError(f"not within {seconds:.0f} s: {what}: {shown}")
+            excerpt = {key: status.get(key) for key in ("phase", "readyReplicas", "spares", "membership", "conditions")}
+            raise TimeoutError(f"not within {seconds:.0f} s: {what}: {excerpt}")
         await asyncio.sleep(0.1)
 
 

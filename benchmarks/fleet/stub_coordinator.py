@@ -24,7 +24,7 @@ from trainium_operator.memory import freeze_gc, use_little_memory_per_connection
 
 _START_SECONDS = 30.0
 _HOST = "127.0.0.3"
-_LONGEST_FRAME = 1 << 20
+_MAX_FRAME_BYTES = 1 << 20
 _UPGRADED = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n\r\n".encode()
 _REGISTERED = encode_frame(
     FrameKind.REGISTERED, RegisterResponse(heartbeat_seconds=1.0, time=1.0).model_dump_json(by_alias=True).encode()
@@ -80,7 +80,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._head = b""
         self._upgraded = False
-        self._reader = FrameReader(_LONGEST_FRAME)
+        self._reader = FrameReader(_MAX_FRAME_BYTES)
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "parity.json"
-R = TypeVar("R", reference.Reference, tuned.TuningResult)
+ResultT = TypeVar("ResultT", reference.Reference, tuned.TuningResult)
 
 
 def main() -> int:
@@ -54,32 +55,33 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "out/parity", help="folder of runs and JSON")
     peer = os.environ.get("PEER_PYTHON", sys.executable)
     parser.add_argument("--peer-python", default=peer, help="the interpreter that has trl (PEER_PYTHON)")
-    parser.add_argument("--no-document", action="store_true", help="leave docs/ alone")
+    parser.add_argument("--no-document", action="store_true", help="do not write docs/")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-    every = (*ROWS, *TUNING_ROWS, *PREFERENCE_ROWS, *FAMILY_ROWS)
-    rows = [row for row in every if options.rows in row.name]
+    all_rows = (*ROWS, *TUNING_ROWS, *PREFERENCE_ROWS, *FAMILY_ROWS)
+    rows = [row for row in all_rows if options.rows in row.name]
     if not rows:
-        _print(f"No row has {options.rows!r} in its name; there are {', '.join(row.name for row in every)}.")
+        _print(f"No row has {options.rows!r} in its name; there are {', '.join(row.name for row in all_rows)}.")
         return 64
     trl = preferences.trl_version(options.peer_python)
     if trl is None and any(row.settings in PREFERENCE_SETTINGS for row in rows):
         _print(f"Preferences are not compared: trl is not installed beside {options.peer_python} (--peer-python).")
         rows = [row for row in rows if row.settings not in PREFERENCE_SETTINGS]
-    for made in ("runs", "bases"):
-        shutil.rmtree(options.out / made, ignore_errors=True)
+    for name in ("runs", "bases"):
+        shutil.rmtree(options.out / name, ignore_errors=True)
     report = _initial_report(options)
     report["trl"] = trl or report.get("trl")
     for settings in (*SETTINGS, *TUNING_SETTINGS, *PREFERENCE_SETTINGS, *FAMILY_SETTINGS):
-        mine = [row for row in rows if row.settings is settings]
-        if not mine:
+        selected = [row for row in rows if row.settings is settings]
+        if not selected:
             continue
-        losses, judged, theirs = (_run_pretraining if settings.base is None else _run_tuning)(settings, mine, options)
-        report["references"][settings.name] = losses
-        if theirs is not None:
-            report["adaptersOfPeft"][settings.name] = theirs
-        known = {row["name"]: row for row in (*report["rows"], *judged)}
-        report["rows"] = [known[row.name] for row in every if row.name in known]
+        run = _run_pretraining if settings.base is None else _run_tuning
+        comparison = run(settings, selected, options)
+        report["references"][settings.name] = comparison.reference_losses
+        if comparison.adapter_difference is not None:
+            report["adaptersOfPeft"][settings.name] = comparison.adapter_difference
+        results = {row["name"]: row for row in (*report["rows"], *comparison.rows)}
+        report["rows"] = [results[row.name] for row in all_rows if row.name in results]
         (options.out / RESULTS).write_text(json.dumps(report, indent=1) + "\n")
     if not options.no_document:
         document.write_report(report, ROOT / "docs/parity.md", ROOT / "docs/images/parity.png")
@@ -107,42 +109,47 @@ def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
     }
     file = options.out / RESULTS
     former = json.loads(file.read_text()) if file.exists() else {}
-    same = all(former.get(name) == report[name] for name in ("steps", "versions"))
-    return report | (
-        {name: former[name] for name in ("adaptersOfPeft", "references", "rows", "trl") if name in former}
-        if same
-        else {}
-    )
+    if any(former.get(name) != report[name] for name in ("steps", "versions")):
+        return report
+    return report | {name: former[name] for name in ("adaptersOfPeft", "references", "rows", "trl") if name in former}
 
 
 def _verdict(report: dict[str, Any], names: set[str]) -> int:
     """Print the failed rows; return 1 if there are any."""
-    run = [row for row in report["rows"] if row["name"] in names]
-    failed = [row["name"] for row in run if not row["passed"]]
-    tuned_now = {row["settings"] for row in run}
+    rows = [row for row in report["rows"] if row["name"] in names]
+    failed = [row["name"] for row in rows if not row["passed"]]
+    settings = {row["settings"] for row in rows}
     failed += [
         f"peft's adapter of {name}"
         for name, difference in report["adaptersOfPeft"].items()
-        if name in tuned_now and difference > TOLERANCE
+        if name in settings and difference > TOLERANCE
     ]
-    passed = sum(row["passed"] for row in run)
-    _print(f"{passed} of {len(run)} rows passed" + (f"; not {', '.join(failed)}" if failed else ""))
+    passed = sum(row["passed"] for row in rows)
+    _print(f"{passed} of {len(rows)} rows passed" + (f"; not {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
 
-Measured = tuple[list[float], list[dict[str, Any]], float | None]
-"""Reference losses, rows, and the difference of a run that starts from peft's saved adapter."""
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Results of the rows with the same settings."""
+
+    reference_losses: list[float]
+    rows: list[dict[str, Any]]
+    adapter_difference: float | None = None
+    """Relative difference of the first loss of a run that starts from peft's saved adapter."""
 
 
-def _run_pretraining(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Measured:
+def _run_pretraining(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Comparison:
     """Run a reference of pretraining and its rows."""
     file = write_config(settings, options.out, options.steps)
     expected = _run_reference(settings, reference.train_reference, configuration.load(file))
-    judged = [_run_row(row, options.out, lambda row, folder: _compare_row(row, file, expected, folder)) for row in rows]
-    return expected.losses, judged, None
+    results = [
+        _run_row(row, options.out, lambda row, folder: _compare_row(row, file, expected, folder)) for row in rows
+    ]
+    return Comparison(expected.losses, results)
 
 
-def _run_tuning(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Measured:
+def _run_tuning(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Comparison:
     """Run a reference of fine-tuning and its rows."""
     assert settings.base is not None
     base = inputs.create_base(settings.base, options.out)
@@ -159,20 +166,22 @@ def _run_tuning(settings: Settings, rows: list[Row], options: argparse.Namespace
         return tuned.reference_run(config, folder)
 
     expected = _run_reference(settings, train, configuration.load(file))
-    judged = [_run_row(row, options.out, lambda row, at: tuned.compare_row(row, file, expected, at)) for row in rows]
-    theirs = None
+    results = [
+        _run_row(row, options.out, lambda row, folder: tuned.compare_row(row, file, expected, folder)) for row in rows
+    ]
+    difference = None
     if expected.adapter is not None:
-        theirs = tuned.first_loss_difference(file, expected, folder / "again")
-        _print(f"{settings.name}: begins with peft's adapter, {theirs:.1e} from its loss")
+        difference = tuned.first_loss_difference(file, expected, folder / "from-adapter")
+        _print(f"{settings.name}: first loss with peft's adapter differs by {difference:.1e}")
     shutil.rmtree(folder)
-    return expected.losses, judged, theirs
+    return Comparison(expected.losses, results, difference)
 
 
-def _run_reference(settings: Settings, train: Callable[[TrainingConfig], R], config: TrainingConfig) -> R:
+def _run_reference(settings: Settings, train: Callable[[TrainingConfig], ResultT], config: TrainingConfig) -> ResultT:
     """Run a reference and print a line."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     expected = train(config)
-    _print(f"reference {settings.name}: loss {expected.losses[-1]:.4f}, {time.monotonic() - began:.0f} s")
+    _print(f"reference {settings.name}: loss {expected.losses[-1]:.4f}, {time.monotonic() - started_at:.0f} s")
     return expected
 
 
@@ -197,8 +206,8 @@ def _run_row(row: Row, out: Path, compare_row: Callable[[Row, Path], dict[str, A
         _print(f"{row.name}: {error}")
         return result | {"passed": False, "problem": str(error)}
     shutil.rmtree(folder)
-    compared = ("exportedLogits", "trainedNumbers", "mergedLogits", "trainedLogits")
-    details = "".join(f", {name} {result[name]:.1e}" for name in compared if name in result)
+    figures = ("exportedLogits", "trainedParameters", "mergedLogits", "trainedLogits")
+    details = "".join(f", {name} {result[name]:.1e}" for name in figures if name in result)
     details += f", accuracy {result['accuracy']:.3f}" if "accuracy" in result else ""
     _print(
         f"{row.name}: loss {result['loss']:.4f}, greatest difference {result['greatestDifference']:.1e} at step "
@@ -209,19 +218,19 @@ def _run_row(row: Row, out: Path, compare_row: Callable[[Row, Path], dict[str, A
 
 def _compare_row(row: Row, file: Path, expected: reference.Reference, folder: Path) -> dict[str, Any]:
     """Run a row of pretraining; compare its curve and its exported model. Raises RunFailedError."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     losses = run_trainer(file, row.set_options, ranks=row.ranks, folder=folder)
     config = configuration.load(file)
     exported, model = export_newest(folder, reference.shape_of(config))
     tokens, _ = next(reference.batches(config))
     with torch.no_grad():
-        own = model(tokens)
-    theirs = reference.logits_of(reference.load_model(exported), tokens)
-    spread = float(theirs.std())
+        logits = model(tokens)
+    exported_logits = reference.logits_of(reference.load_model(exported), tokens)
+    spread = float(exported_logits.std())
     result = compare_curves(losses, expected.losses) | {
-        "exportedLogits": float((own - theirs).abs().max()) / spread,
-        "trainedLogits": float((reference.logits_of(expected.model, tokens) - theirs).abs().max()) / spread,
-        "seconds": round(time.monotonic() - began, 1),
+        "exportedLogits": float((logits - exported_logits).abs().max()) / spread,
+        "trainedLogits": float((reference.logits_of(expected.model, tokens) - exported_logits).abs().max()) / spread,
+        "seconds": round(time.monotonic() - started_at, 1),
     }
     result["passed"] = result["greatestDifference"] <= TOLERANCE and result["exportedLogits"] <= LOGITS_TOLERANCE
     return result

@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 if TYPE_CHECKING:
     from pathlib import Path
 
-_HEAD = """# Parity with the reference
+_INTRODUCTION = """# Parity with the reference
 
 Written by `make parity`; do not edit.
 
@@ -37,8 +37,8 @@ _TUNING = """## Fine-tuning
 A model that `transformers` trained for a while is tuned on, once by `transformers.Trainer` with `peft` where adapters
 are trained, in one process, and once in this trainer, in every layout. Both get the same samples, the same adapter to
 begin with, and divide the loss by the learned tokens of the whole batch. A row passes when the losses of all {steps}
-steps agree within {tolerance:g} relative, all trained numbers within {adapterTolerance:g}, and when the model that the
-run left behind gives `transformers` the logits of its adapter as `peft` loads and merges it within {mergedTolerance:g}
+steps agree within {tolerance:g} relative, all trained parameters within {adapterTolerance:g}, and when the exported
+model gives `transformers` the logits of its adapter as `peft` loads and merges it within {mergedTolerance:g}
 of their standard deviation. Examples are made from the docstrings of the standard
 library.
 """
@@ -69,72 +69,72 @@ def write_report(report: dict[str, Any], page: Path, picture: Path) -> None:
 
 def _page(report: dict[str, Any]) -> str:
     dates = sorted(row["date"] for row in report["rows"])
-    parts = [
-        _HEAD.format(
+    sections = [
+        _INTRODUCTION.format(
             model="4 layers, 64 wide, 4 query and 2 key/value heads, 1,024 tokens, sequences of 64, 8 samples a step",
             date=" to ".join(sorted({dates[0], dates[-1]})),
             torch=" and ".join(sorted({row["torch"] for row in report["rows"]})),
             versions=", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         )
     ]
-    shown = {row["settings"] for row in report["rows"]}
-    if shown & report["settings"].keys():
-        parts += [_PRETRAINING.format(**report), *_tables(report, "settings"), _PRETRAINING_END]
+    run_settings = {row["settings"] for row in report["rows"]}
+    if run_settings & report["settings"].keys():
+        sections += [_PRETRAINING.format(**report), *_tables(report, "settings"), _PRETRAINING_END]
     tunings = report.get("tunings", {})
-    if shown & tunings.keys():
-        parts += [_TUNING.format(**report), *_tables(report, "tunings"), _TUNING_END]
-        began = _differences(report["adaptersOfPeft"])
-        parts.append(
-            f"The first loss of a run that begins with the adapter that `peft` saved, from `peft`'s: {began}.\n"
+    if run_settings & tunings.keys():
+        sections += [_TUNING.format(**report), *_tables(report, "tunings"), _TUNING_END]
+        differences = _format_differences(report["adaptersOfPeft"])
+        sections.append(
+            f"The first loss of a run that begins with the adapter that `peft` saved, from `peft`'s: {differences}.\n"
         )
-    compared = report.get("preferences", {})
-    if shown & compared.keys():
-        parts += [_PREFERENCES.format(**report), *_tables(report, "preferences")]
+    preferences = report.get("preferences", {})
+    if run_settings & preferences.keys():
+        sections += [_PREFERENCES.format(**report), *_tables(report, "preferences")]
     families = report.get("families", {})
-    if shown & families.keys():
-        parts += [_FAMILIES.format(**report), *_tables(report, "families")]
-    return "\n".join(parts)
+    if run_settings & families.keys():
+        sections += [_FAMILIES.format(**report), *_tables(report, "families")]
+    return "\n".join(sections)
 
 
-def _differences(adapters: dict[str, float]) -> str:
-    return ", ".join(f"{name} {difference:.1e}" for name, difference in adapters.items()) or "not asked"
+def _format_differences(adapters: dict[str, float]) -> str:
+    return ", ".join(f"{name} {difference:.1e}" for name, difference in adapters.items()) or "not measured"
 
 
 def _tables(report: dict[str, Any], group: str) -> list[str]:
     """Return a table for each setting that has rows."""
-    found = []
+    tables = []
     for name, description in report[group].items():
         rows = [row for row in report["rows"] if row["settings"] == name]
         if rows:
-            found.append(_table(f"{name}: {description}", rows, _COLUMNS[group]))
-    return found
+            tables.append(_table(f"{name}: {description}", rows, _COLUMNS[group]))
+    return tables
 
 
 def _table(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
-    shown = {heading: name for heading, name in columns.items() if any(name in row for row in rows)}
+    figures = {heading: name for heading, name in columns.items() if any(name in row for row in rows)}
     fixed = ("data", "tensor", "pipeline", "accumulation", "layout", "last loss", "difference", "at step")
     lines = [
         f"### {title[0].upper()}{title[1:]}",
         "",
-        f"| {' | '.join((*fixed, *shown))} | |",
-        "|---" * (len(fixed) + len(shown) + 1) + "|",
+        f"| {' | '.join((*fixed, *figures))} | |",
+        "|---" * (len(fixed) + len(figures) + 1) + "|",
     ]
     for row in rows:
-        words = [f"context {row['context']}"] if row.get("context", 1) > 1 else []
-        words += [_WORDS.get(override, f"`{override}`") for override in row["overrides"]]
-        layout = ", ".join(words) or "replicated"
+        layout_names = [f"context {row['context']}"] if row.get("context", 1) > 1 else []
+        layout_names += [_LAYOUT_NAMES.get(override, f"`{override}`") for override in row["overrides"]]
+        layout = ", ".join(layout_names) or "replicated"
         cells = [*(str(row[name]) for name in fixed[:4]), layout]
         if "loss" not in row:
-            lines.append(f"| {' | '.join(cells)} | {row['problem']} {'| ' * (len(shown) + 3)}**failed** |")
+            lines.append(f"| {' | '.join(cells)} | {row['problem']} {'| ' * (len(figures) + 3)}**failed** |")
             continue
         cells += [f"{row['loss']:.4f}", f"{row['greatestDifference']:.1e}", str(row["step"])]
-        cells += [f"{row[name]:.3f}" if name == "accuracy" else f"{row[name]:.1e}" for name in shown.values()]
+        cells += [f"{row[name]:.3f}" if name == "accuracy" else f"{row[name]:.1e}" for name in figures.values()]
         lines.append(f"| {' | '.join(cells)} | {'passed' if row['passed'] else '**failed**'} |")
     return "\n".join(lines) + "\n"
 
 
 _TUNED_COLUMNS = {
-    "numbers": "trainedNumbers",
+    "parameters": "trainedParameters",
     "merged": "mergedLogits",
     "trained": "trainedLogits",
     "accuracy": "accuracy",
@@ -156,13 +156,13 @@ The learning rate is HLAT's. At 1e-3 two runs of `transformers` itself that diff
 drift 4e-5 apart, at HLAT's 1e-7: embeddings that pass near zero make the first normalization very steep, and faster \
 training moves more of them there.
 """
-_TUNING_END = """*Numbers* is the greatest difference between two trained numbers, *merged* between the logits of our \
-merged model and those of our adapter in `peft`, *trained* between those of our model and of the one that the \
+_TUNING_END = """*Parameters* is the greatest difference between two trained parameters, *merged* between the logits \
+of our merged model and those of our adapter in `peft`, *trained* between those of our model and of the one that the \
 reference trained, both in standard deviations. *Accuracy* is the share of held-out examples whose label is the \
 likeliest answer; the reference's must be the same.
 """
 
-_WORDS = {
+_LAYOUT_NAMES = {
     "dataParallel=FullySharded": "fully sharded",
     "dataParallel=ShardedOptimizer": "optimizer sharded",
     "parallelism.sequence=true": "sequence parallel",
@@ -178,8 +178,8 @@ def _draw(report: dict[str, Any], picture: Path) -> None:
         steps = range(1, len(losses) + 1)
         for row in rows:
             curves.plot(steps, row["losses"], color=f"C{number}", linewidth=0.8)
-            share = [max(abs(a - b) / b, 1e-9) for a, b in zip(row["losses"], losses, strict=True)]
-            differences.plot(steps, share, color=f"C{number}", linewidth=0.6)
+            relative = [max(abs(a - b) / b, 1e-9) for a, b in zip(row["losses"], losses, strict=True)]
+            differences.plot(steps, relative, color=f"C{number}", linewidth=0.6)
         curves.plot(
             steps, losses, color="black", linestyle=":", linewidth=1.6, label="reference" if number == 0 else None
         )

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 MODULES = Path(__file__).with_name("modules.txt").read_text().split()
 """Modules of the standard library whose docstrings are the examples."""
-_STEPS = 100
-_LONGEST = 160  # characters of an answer
+_BASE_STEPS = 100
+_MAX_ANSWER_CHARACTERS = 160
 
 
 def create_base(settings: Settings, out: Path) -> Path:
@@ -38,16 +39,16 @@ def create_base(settings: Settings, out: Path) -> Path:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings.family))  # type: ignore[no-untyped-call]
         model.save_pretrained(folder)
-        return _with_tokenizer(folder, configuration.load(write_config(settings, out, _STEPS)))
+        return _add_tokenizer(folder, configuration.load(write_config(settings, out, _BASE_STEPS)))
     changes = {"data.seed": 1, "optimizer.learningRate": 3e-3, "model.initialStd": 0.1}
-    began = Settings(f"base of {settings.name}", "", settings.overrides | changes)
-    config = configuration.load(write_config(began, out, _STEPS))
-    trained = reference.train_reference(config)
-    trained.model.save_pretrained(folder)
-    return _with_tokenizer(folder, config)
+    base_settings = Settings(f"base of {settings.name}", "", settings.overrides | changes)
+    config = configuration.load(write_config(base_settings, out, _BASE_STEPS))
+    reference.train_reference(config).model.save_pretrained(folder)
+    return _add_tokenizer(folder, config)
 
 
-def _with_tokenizer(folder: Path, config: TrainingConfig) -> Path:
+def _add_tokenizer(folder: Path, config: TrainingConfig) -> Path:
+    """Write the tokenizer of the data into the folder, and return the folder."""
     tokenizer = open_data(config.data, config.batch.global_size).tokenizer
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     return folder
@@ -56,8 +57,8 @@ def _with_tokenizer(folder: Path, config: TrainingConfig) -> Path:
 def write_instructions(file: Path) -> Path:
     """Create records with Dolly's fields from docstrings of the standard library."""
     rows = [
-        {"instruction": f"What does {name} do?", "context": signature, "response": text}
-        for name, signature, text, _ in _documented()
+        {"instruction": f"What does {entry.name} do?", "context": entry.signature, "response": entry.sentence}
+        for entry in _documented_objects()
     ]
     return _write(file, rows)
 
@@ -65,20 +66,26 @@ def write_instructions(file: Path) -> Path:
 def write_questions(file: Path) -> Path:
     """Create records with QNLI's fields: whether a sentence describes a function (1) or a class (0)."""
     rows = [
-        {"question": f"Is {name.rpartition('.')[2]} a function?", "sentence": text, "label": int(not is_class)}
-        for name, _, text, is_class in _documented()
+        {
+            "question": f"Is {entry.name.rpartition('.')[2]} a function?",
+            "sentence": entry.sentence,
+            "label": int(not entry.is_class),
+        }
+        for entry in _documented_objects()
     ]
     return _write(file, rows)
 
 
 def write_preferences(file: Path) -> Path:
     """Create pairs with trl's columns: what a name does, and what another name of the library does."""
-    found = _documented()
-    rows = [
-        {"prompt": f"What does {name} do?", "chosen": f" {text}", "rejected": f" {found[number * 7 % len(found)][2]}"}
-        for number, (name, _, text, _) in enumerate(found, start=1)
-    ]
-    return _write(file, [row for row in rows if row["chosen"] != row["rejected"]])
+    entries = _documented_objects()
+    rows = []
+    for number, entry in enumerate(entries, start=1):
+        other = entries[number * 7 % len(entries)]
+        if entry.sentence != other.sentence:
+            prompt = f"What does {entry.name} do?"
+            rows.append({"prompt": prompt, "chosen": f" {entry.sentence}", "rejected": f" {other.sentence}"})
+    return _write(file, rows)
 
 
 def _write(file: Path, rows: list[dict[str, Any]]) -> Path:
@@ -88,25 +95,34 @@ def _write(file: Path, rows: list[dict[str, Any]]) -> Path:
     return file
 
 
-def _documented() -> list[tuple[str, str, str, bool]]:
-    """Return name, signature, first sentence and whether it is a class, sorted by name."""
-    found: dict[str, tuple[str, str, str, bool]] = {}
+@dataclass(frozen=True, slots=True)
+class _Documented:
+    """A function or class of the standard library."""
+
+    name: str
+    signature: str
+    sentence: str
+    """First sentence of its docstring."""
+    is_class: bool
+
+
+def _documented_objects() -> list[_Documented]:
+    """Return the functions and classes with docstrings, sorted by name."""
+    entries = []
     for module_name in MODULES:
-        module = importlib.import_module(module_name)
-        for leaf, value in vars(module).items():
-            if leaf.startswith("_") or not (inspect.isfunction(value) or inspect.isclass(value)):
+        for name, value in vars(importlib.import_module(module_name)).items():
+            if name.startswith("_") or not (inspect.isfunction(value) or inspect.isclass(value)):
                 continue
-            text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).partition(". ")[0]
-            if not 10 < len(text) <= _LONGEST:
-                continue
-            signature = _signature(value) if len(leaf) % 2 else ""
-            found[f"{module_name}.{leaf}"] = (f"{module_name}.{leaf}", signature, text, inspect.isclass(value))
-    return [found[name] for name in sorted(found)]
+            sentence = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).partition(". ")[0]
+            if 10 < len(sentence) <= _MAX_ANSWER_CHARACTERS:
+                signature = _signature(value) if len(name) % 2 else ""
+                entries.append(_Documented(f"{module_name}.{name}", signature, sentence, inspect.isclass(value)))
+    return sorted(entries, key=lambda entry: entry.name)
 
 
 def _signature(value: Any) -> str:
-    """Return the names of its parameters; empty if they are unknown."""
+    """Return the names of the parameters; empty if they are unknown."""
     try:
-        return ", ".join(inspect.signature(value).parameters)[:_LONGEST]
+        return ", ".join(inspect.signature(value).parameters)[:_MAX_ANSWER_CHARACTERS]
     except (TypeError, ValueError):
         return ""

@@ -2,7 +2,7 @@
 
 Run by `benchmarks.parity` in an environment that has trl; it imports nothing from here. The task is a JSON object in
 the environment variable TASK. The losses of all steps are written to `losses.json` in the task's folder, and the
-trained numbers to `trained.safetensors`. The last line of the output has the time of each step's end, as JSON.
+trained parameters to `trained.safetensors`. The last line of the output has the time of each step's end, as JSON.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _PEFT_PREFIXES = ("base_model.model.", ".default", ".base_layer")
 
 def plain_name(name: str) -> str:
     """Return the name of a parameter without peft's prefixes."""
-    for added in _PEFT_PREFIXES:
-        name = name.replace(added, "")
+    for prefix in _PEFT_PREFIXES:
+        name = name.replace(prefix, "")
     return name
 
 
@@ -41,9 +41,9 @@ class RecordingTrainer:
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
-    def compute_loss(self, *given: Any, **options: Any) -> Any:
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
         """Compute and record the library's loss."""
-        loss = super().compute_loss(*given, **options)  # type: ignore[misc]
+        loss = super().compute_loss(*arguments, **options)  # type: ignore[misc]
         self.losses.append(float((loss[0] if isinstance(loss, tuple) else loss).detach()))
         return loss
 
@@ -75,8 +75,9 @@ def main() -> None:
     trainer.losses = []
     if lora is not None:
         _initialize_adapter(trainer.model, safetensors.torch.load_file(task["adapter"]))
-    numbers, rates = [one for one in trainer.model.parameters() if one.requires_grad], task["rates"]
-    trainer.optimizer = torch.optim.AdamW(numbers, lr=1.0, **task["optimizer"])
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    rates = task["rates"]
+    trainer.optimizer = torch.optim.AdamW(trained, lr=1.0, **task["optimizer"])
     trainer.lr_scheduler = LambdaLR(trainer.optimizer, lambda step: rates[step] if step < len(rates) else 0.0)
     clock = StepTimer()
     trainer.add_callback(clock)
@@ -84,12 +85,12 @@ def main() -> None:
     passes = trainer.args.gradient_accumulation_steps
     losses = [sum(trainer.losses[start : start + passes]) / passes for start in range(0, len(trainer.losses), passes)]
     (folder / "losses.json").write_text(json.dumps(losses))
-    trained = {
+    parameters = {
         plain_name(name): parameter.detach().contiguous()
         for name, parameter in trainer.model.named_parameters()
         if parameter.requires_grad
     }
-    safetensors.torch.save_file(trained, str(folder / "trained.safetensors"))
+    safetensors.torch.save_file(parameters, str(folder / "trained.safetensors"))
     print(json.dumps({"ends": clock.ends, "deviceBytes": 0}), flush=True)
 
 

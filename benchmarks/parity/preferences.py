@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from trainium_trainer.data.batches.micro_batches import MicroBatch
 
 PEER = Path(__file__).with_name("preference_peer.py")
-_END = 0
-"""A token of the vocabulary that the peer, which gets ids, uses as its special tokens."""
+_SPECIAL_TOKEN = 0
+"""Id of the token that the peer, which gets ids only, uses as its special tokens."""
 
 
 def trl_version(python: str) -> str | None:
     """Return the version of trl in an interpreter's environment; None if it is not installed."""
     code = "import importlib.metadata as m; print(m.version('trl'))"
-    asked = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or None
+    output = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return output.stdout.strip() or None
 
 
 def write_task(config: TrainingConfig, folder: Path, *, deterministic: bool = True) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def write_task(config: TrainingConfig, folder: Path, *, deterministic: bool = Tr
     task: dict[str, Any] = {
         "folder": str(folder),
         "weights": config.model.weights,
-        "end": Tokenizer.from_file(f"{config.model.weights}/tokenizer.json").id_to_token(_END),
+        "end": Tokenizer.from_file(f"{config.model.weights}/tokenizer.json").id_to_token(_SPECIAL_TOKEN),
         "kind": str(tuning.objective.kind),
         "beta": tuning.objective.beta,
         "batch": config.batch.global_size,
@@ -88,18 +88,25 @@ def write_task(config: TrainingConfig, folder: Path, *, deterministic: bool = Tr
 def preference_run(config: TrainingConfig, folder: Path, python: str) -> TuningResult:
     """Train with trl and return the results. Raises RunFailedError."""
     environment = os.environ | {"TASK": json.dumps(write_task(config, folder)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([python, str(PEER)], env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RunFailedError(f"trl ended with {done.returncode}: {' / '.join(done.stderr.splitlines()[-3:])}")
+    output = subprocess.run([python, str(PEER)], env=environment, capture_output=True, text=True, check=False)
+    if output.returncode:
+        raise RunFailedError(f"trl ended with {output.returncode}: {' / '.join(output.stderr.splitlines()[-3:])}")
     losses: list[float] = json.loads((folder / "losses.json").read_text())
-    numbers = load_file(folder / "trained.safetensors")
+    parameters = load_file(folder / "trained.safetensors")
     model = base_with_adapter(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(numbers[plain_name(name)])
+                parameter.copy_(parameters[plain_name(name)])
     tokens = next(micro_batches(config)).inputs
-    return TuningResult(losses, numbers, logits_of(TunedReference(losses, model).merged(), tokens), tokens, None, None)
+    return TuningResult(
+        losses=losses,
+        parameters=parameters,
+        logits=logits_of(TunedReference(losses, model).merged(), tokens),
+        tokens=tokens,
+        accuracy=None,
+        adapter=None,
+    )
 
 
 def _rows(batch: MicroBatch) -> Iterator[dict[str, Any]]:
@@ -108,10 +115,10 @@ def _rows(batch: MicroBatch) -> Iterator[dict[str, Any]]:
     for first in range(0, len(batch.inputs), 2):
         learned = batch.labels[first] != -100
         prompt = max(int(learned.int().argmax()), int(batch.pairs.answers[first])) + 1
-        chosen, rejected = (_ids(batch, row) for row in (first, first + 1))
+        chosen, rejected = (_token_ids(batch, row) for row in (first, first + 1))
         yield {"chosen": chosen, "rejected": rejected, "prompt": prompt}
 
 
-def _ids(batch: MicroBatch, row: int) -> list[int]:
+def _token_ids(batch: MicroBatch, row: int) -> list[int]:
     last = int((batch.labels[row] != -100).nonzero()[-1])
     return [*batch.inputs[row, : last + 1].tolist(), int(batch.labels[row, last])]

@@ -42,7 +42,7 @@ class Reference:
 
 def shape_of(config: TrainingConfig) -> ModelShape:
     """Return the model shape that a configuration describes."""
-    alone = Launch(
+    single_process = Launch(
         rank=0,
         local_rank=0,
         world_size=1,
@@ -52,20 +52,20 @@ def shape_of(config: TrainingConfig) -> ModelShape:
         progress_file=None,
         memory_directory=None,
     )
-    return resolve_settings(config, alone).shape
+    return resolve_settings(config, single_process).shape
 
 
 def train_reference(config: TrainingConfig) -> Reference:
     """Train for all steps of the configuration."""
     torch.use_deterministic_algorithms(mode=True)
     shape = shape_of(config)
-    options: dict[str, Any] = {**_known(to_config(shape)), "attn_implementation": "sdpa"}
+    options: dict[str, Any] = {**_without_kind(to_config(shape)), "attn_implementation": "sdpa"}
     model = LlamaForCausalLM(LlamaConfig(**options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_tensor(name, parameter.shape, seed=config.seed, shape=shape))
     model.train()
-    optimizer = optimizer_of(model, config)
+    optimizer = create_optimizer(model, config)
     losses = []
     for step, (inputs, labels) in zip(range(config.steps), batches(config), strict=False):
         for group in optimizer.param_groups:
@@ -98,12 +98,12 @@ def micro_batches(config: TrainingConfig) -> Iterator[MicroBatch]:
         loader.close()
 
 
-def _known(config: dict[str, Any]) -> dict[str, Any]:
+def _without_kind(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration without the fields that name its kind and version."""
     return {key: value for key, value in config.items() if key not in ("architectures", "rope_theta", "rope_scaling")}
 
 
-def optimizer_of(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+def create_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     """Create torch's optimizer with the settings of the configuration, for all trained parameters."""
     settings = config.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -128,16 +128,16 @@ def learning_rate_at(config: TrainingConfig, step: int) -> float:
     if number <= schedule.warmup_steps:
         return peak * number / schedule.warmup_steps
     if schedule.kind is ScheduleKind.COSINE:
-        share = (number - schedule.warmup_steps) / (config.steps - schedule.warmup_steps)
-        return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * (1 + math.cos(math.pi * share)) / 2)
+        fraction = (number - schedule.warmup_steps) / (config.steps - schedule.warmup_steps)
+        return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * (1 + math.cos(math.pi * fraction)) / 2)
     if schedule.kind is not ScheduleKind.WARMUP_STABLE_DECAY or schedule.decay_steps is None:
         raise ValueError(f"the reference has no schedule {schedule.kind}: implement it here")
-    left = min(1.0, (config.steps - number) / schedule.decay_steps)
-    return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * left)
+    remaining = min(1.0, (config.steps - number) / schedule.decay_steps)
+    return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * remaining)
 
 
 def load_model(folder: Path) -> PreTrainedModel:
-    """Load a Hugging Face folder with `transformers`."""
+    """Load the model in a Hugging Face folder with `transformers`."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train(mode=False)
     return model

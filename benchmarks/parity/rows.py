@@ -130,17 +130,17 @@ class Row:
     @property
     def set_options(self) -> list[str]:
         """Return the `--set` options of the row."""
-        micro = -(-BASE["batch"]["globalSize"] // (self.data * self.accumulation))
+        micro_size = -(-BASE["batch"]["globalSize"] // (self.data * self.accumulation))
         degrees = [f"parallelism.tensor={self.tensor}", f"parallelism.pipeline={self.pipeline}"]
         degrees += [f"parallelism.context={self.context}"] if self.context > 1 else []
-        return [f"batch.microSize={micro}", *degrees, *self.overrides]
+        return [f"batch.microSize={micro_size}", *degrees, *self.overrides]
 
 
-_SHARDED = "dataParallel=FullySharded"
-_ZERO = "dataParallel=ShardedOptimizer"
-_SEQUENCE = "parallelism.sequence=true"
-_SELECTIVE = "recompute=Selective"
-_FULL = "recompute=Full"
+FULLY_SHARDED = "dataParallel=FullySharded"
+SHARDED_OPTIMIZER = "dataParallel=ShardedOptimizer"
+SEQUENCE_PARALLEL = "parallelism.sequence=true"
+SELECTIVE_RECOMPUTE = "recompute=Selective"
+FULL_RECOMPUTE = "recompute=Full"
 
 ROWS = (
     Row(HLAT),
@@ -148,36 +148,36 @@ ROWS = (
     Row(HLAT, data=2),
     Row(HLAT, data=2, accumulation=4),
     Row(HLAT, data=4),
-    Row(HLAT, data=2, overrides=(_SHARDED,)),
-    Row(HLAT, data=2, accumulation=4, overrides=(_SHARDED,)),
-    Row(HLAT, data=4, overrides=(_SHARDED,)),
-    Row(HLAT, data=2, accumulation=4, overrides=(_ZERO,)),
+    Row(HLAT, data=2, overrides=(FULLY_SHARDED,)),
+    Row(HLAT, data=2, accumulation=4, overrides=(FULLY_SHARDED,)),
+    Row(HLAT, data=4, overrides=(FULLY_SHARDED,)),
+    Row(HLAT, data=2, accumulation=4, overrides=(SHARDED_OPTIMIZER,)),
     Row(HLAT, data=3),
     Row(HLAT, data=3, accumulation=3),
-    Row(HLAT, data=3, accumulation=3, overrides=(_SHARDED,)),
-    Row(HLAT, data=3, accumulation=3, overrides=(_ZERO,)),
+    Row(HLAT, data=3, accumulation=3, overrides=(FULLY_SHARDED,)),
+    Row(HLAT, data=3, accumulation=3, overrides=(SHARDED_OPTIMIZER,)),
     Row(HLAT, tensor=2),
     Row(HLAT, tensor=2, accumulation=4),
-    Row(HLAT, tensor=2, overrides=(_SEQUENCE,)),
+    Row(HLAT, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
     Row(HLAT, data=2, tensor=2),
-    Row(HLAT, data=2, tensor=2, overrides=(_SHARDED, _SEQUENCE)),
-    Row(HLAT, overrides=(_SELECTIVE,)),
-    Row(HLAT, accumulation=4, overrides=(_FULL,)),
-    Row(HLAT, data=2, tensor=2, overrides=(_SHARDED, _SEQUENCE, _SELECTIVE)),
-    Row(HLAT, data=2, tensor=2, overrides=(_SHARDED, _SEQUENCE, _FULL)),
+    Row(HLAT, data=2, tensor=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
+    Row(HLAT, overrides=(SELECTIVE_RECOMPUTE,)),
+    Row(HLAT, accumulation=4, overrides=(FULL_RECOMPUTE,)),
+    Row(HLAT, data=2, tensor=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL, SELECTIVE_RECOMPUTE)),
+    Row(HLAT, data=2, tensor=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL, FULL_RECOMPUTE)),
     Row(HLAT, pipeline=2),
     Row(HLAT, pipeline=2, accumulation=4),
-    Row(HLAT, data=2, pipeline=2, accumulation=4, overrides=(_SHARDED,)),
-    Row(HLAT, tensor=2, pipeline=2, accumulation=4, overrides=(_SEQUENCE,)),
-    Row(HLAT, data=3, tensor=2, accumulation=3, overrides=(_SEQUENCE,)),
+    Row(HLAT, data=2, pipeline=2, accumulation=4, overrides=(FULLY_SHARDED,)),
+    Row(HLAT, tensor=2, pipeline=2, accumulation=4, overrides=(SEQUENCE_PARALLEL,)),
+    Row(HLAT, data=3, tensor=2, accumulation=3, overrides=(SEQUENCE_PARALLEL,)),
     Row(HLAT, data=3, pipeline=2, accumulation=3),
     Row(HLAT, context=2),
     Row(HLAT, context=4),
-    Row(HLAT, context=2, accumulation=4, overrides=(_FULL,)),
-    Row(HLAT, data=2, context=2, overrides=(_SHARDED,)),
-    Row(HLAT, tensor=2, context=2, overrides=(_SEQUENCE,)),
+    Row(HLAT, context=2, accumulation=4, overrides=(FULL_RECOMPUTE,)),
+    Row(HLAT, data=2, context=2, overrides=(FULLY_SHARDED,)),
+    Row(HLAT, tensor=2, context=2, overrides=(SEQUENCE_PARALLEL,)),
     Row(LLAMA31),
     Row(LLAMA31, context=4),
-    Row(LLAMA31, data=2, tensor=2, accumulation=2, overrides=(_SHARDED, _SEQUENCE)),
+    Row(LLAMA31, data=2, tensor=2, accumulation=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
     Row(LLAMA31, tensor=2, pipeline=2, accumulation=4),
 )

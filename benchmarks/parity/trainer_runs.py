@@ -33,9 +33,14 @@ def run_trainer(config: Path, overrides: Sequence[str], *, ranks: int, folder: P
 
 def compare_curves(losses: list[float], reference: list[float]) -> dict[str, Any]:
     """Return the fields of a result that describe its curve."""
-    differences = [abs(own - other) / other for own, other in zip(losses, reference, strict=True)]
-    worst = max(differences)
-    return {"losses": losses, "loss": losses[-1], "greatestDifference": worst, "step": differences.index(worst) + 1}
+    differences = [abs(loss - expected) / expected for loss, expected in zip(losses, reference, strict=True)]
+    greatest = max(differences)
+    return {
+        "losses": losses,
+        "loss": losses[-1],
+        "greatestDifference": greatest,
+        "step": differences.index(greatest) + 1,
+    }
 
 
 def export_newest(folder: Path, shape: ModelShape) -> tuple[Path, Llama]:

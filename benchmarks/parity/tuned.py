@@ -35,14 +35,14 @@ class TuningResult:
     """Results of a reference run of fine-tuning."""
 
     losses: list[float]
-    numbers: dict[str, Tensor]
+    parameters: dict[str, Tensor]
     """Trained parameters by name."""
     logits: Tensor
-    """Logits of these tokens by the tuned model, with the adapter merged by peft."""
+    """Logits of `tokens` by the tuned model, with the adapter merged by peft."""
     tokens: Tensor
     """Tokens of the first step, [samples, sequence]."""
     accuracy: float | None
-    """Share of held-out answers whose first token is the most likely one; None without held-out answers."""
+    """Fraction of held-out answers whose first token is the most likely one; None without held-out answers."""
     adapter: Path | None
     """Folder of the adapter that peft saved."""
 
@@ -54,10 +54,17 @@ def reference_run(config: TrainingConfig, out: Path) -> TuningResult:
     if isinstance(run.model, PeftModel):
         adapter = out / "adapter"
         run.model.save_pretrained(str(adapter))
-    numbers = {name: value.clone() for name, value in run.trained().items()}
+    parameters = {name: value.clone() for name, value in run.trained().items()}
     merged = run.merged()
     tokens = next(micro_batches(config)).inputs
-    return TuningResult(run.losses, numbers, logits_of(merged, tokens), tokens, accuracy_of(merged, config), adapter)
+    return TuningResult(
+        losses=run.losses,
+        parameters=parameters,
+        logits=logits_of(merged, tokens),
+        tokens=tokens,
+        accuracy=held_out_accuracy(merged, config),
+        adapter=adapter,
+    )
 
 
 def compare_row(row: Row, file: Path, expected: TuningResult, folder: Path) -> dict[str, Any]:
@@ -65,25 +72,25 @@ def compare_row(row: Row, file: Path, expected: TuningResult, folder: Path) -> d
 
     Raises RunFailedError.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     config = configuration.load(file)
     losses = run_trainer(file, row.set_options, ranks=row.ranks, folder=folder)
-    left = artifact_folders(folder)
-    own = logits_of(load_model(left["model"]), expected.tokens)
+    artifacts = artifact_folders(folder)
+    logits = logits_of(load_model(artifacts["model"]), expected.tokens)
     spread = float(expected.logits.std())
     result = compare_curves(losses, expected.losses) | {
-        "trainedNumbers": _greatest_difference(trained_weights(folder), expected.numbers),
-        "trainedLogits": float((own - expected.logits).abs().max()) / spread,
-        "seconds": round(time.monotonic() - began, 1),
+        "trainedParameters": _greatest_difference(trained_weights(folder), expected.parameters),
+        "trainedLogits": float((logits - expected.logits).abs().max()) / spread,
+        "seconds": round(time.monotonic() - started_at, 1),
     }
-    passed = result["greatestDifference"] <= TOLERANCE and result["trainedNumbers"] <= ADAPTER_TOLERANCE
+    passed = result["greatestDifference"] <= TOLERANCE and result["trainedParameters"] <= ADAPTER_TOLERANCE
     if config.tuning.method is TuningMethod.LORA:
         assert config.model.weights is not None
-        theirs = merged_by_peft(Path(config.model.weights), left["adapter"], expected.tokens)
-        result["mergedLogits"] = float((own - theirs).abs().max()) / spread
+        peft_logits = peft_merged_logits(Path(config.model.weights), artifacts["adapter"], expected.tokens)
+        result["mergedLogits"] = float((logits - peft_logits).abs().max()) / spread
         passed = passed and result["mergedLogits"] <= MERGED_TOLERANCE
     if expected.accuracy is not None:
-        result["accuracy"] = accuracy_of(load_model(left["model"]), config)
+        result["accuracy"] = held_out_accuracy(load_model(artifacts["model"]), config)
         passed = passed and result["accuracy"] == expected.accuracy
     return result | {"passed": passed}
 
@@ -94,10 +101,10 @@ def first_loss_difference(file: Path, expected: TuningResult, folder: Path) -> f
     assert expected.adapter is not None
     constant = ("schedule.kind=Constant", "schedule.warmupSteps=0", "schedule.decaySteps=null")
     overrides = [f"tuning.lora.adapter={expected.adapter}", "steps=1", *constant]
-    (own,) = run_trainer(file, overrides, ranks=1, folder=folder)
+    (loss,) = run_trainer(file, overrides, ranks=1, folder=folder)
     adapted = PeftModel.from_pretrained(load_model(Path(config.model.weights or "")), str(expected.adapter))
-    theirs = loss_on(adapted, next(micro_batches(config)))
-    return abs(own - theirs) / theirs
+    peft_loss = loss_on(adapted, next(micro_batches(config)))
+    return abs(loss - peft_loss) / peft_loss
 
 
 def artifact_folders(folder: Path) -> dict[str, Path]:
@@ -105,7 +112,7 @@ def artifact_folders(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in (folder / "run" / "artifacts").glob("*/*") if path.is_dir()}
 
 
-def merged_by_peft(base: Path, adapter: Path, tokens: Tensor) -> Tensor:
+def peft_merged_logits(base: Path, adapter: Path, tokens: Tensor) -> Tensor:
     """Compute the logits of an adapter that peft loads and merges."""
     adapted = PeftModel.from_pretrained(load_model(base), str(adapter))
     return logits_of(adapted.merge_and_unload(), tokens)
@@ -120,20 +127,20 @@ def trained_weights(folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix("model."): reader.read(name) for name in names}
 
 
-def accuracy_of(model: nn.Module, config: TrainingConfig) -> float | None:
-    """Return the share of held-out examples whose first answer token is the model's most likely one."""
+def held_out_accuracy(model: nn.Module, config: TrainingConfig) -> float | None:
+    """Return the fraction of held-out examples whose first answer token is the model's most likely one."""
     data = open_data(config.data, config.batch.global_size)
     if data.validation is None:
         return None
-    right = total = 0
+    correct = total = 0
     for batch in validation_batches(data.validation, dp_rank=0, dp_size=1, micro_size=16):
         has_answer = (batch.labels != -100).any(1)
-        places = (batch.labels != -100).int().argmax(1)[has_answer]
+        positions = (batch.labels != -100).int().argmax(1)[has_answer]
         rows = torch.arange(len(has_answer))[has_answer]
-        likeliest = logits_of(model, batch.inputs).argmax(-1)
-        right += int((likeliest[rows, places] == batch.labels[rows, places]).sum())
+        predictions = logits_of(model, batch.inputs).argmax(-1)
+        correct += int((predictions[rows, positions] == batch.labels[rows, positions]).sum())
         total += len(rows)
-    return right / total
+    return correct / total
 
 
 def _greatest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.parity.reference import learning_rate_at, micro_batches, optimizer_of, shape_of
+from benchmarks.parity.reference import create_optimizer, learning_rate_at, micro_batches, shape_of
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.tuning.apply import initial_adapter
 from trainium_trainer.tuning.trainable import MAGNITUDE, select_trainable
@@ -51,8 +51,8 @@ class TunedReference:
 
     def merged(self) -> PreTrainedModel:
         """Return the merged model; this object must not be used afterwards."""
-        whole = self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
-        model: PreTrainedModel = whole
+        merged = self.model.merge_and_unload() if isinstance(self.model, PeftModel) else self.model
+        model: PreTrainedModel = merged
         model.train(mode=False)
         return model
 
@@ -74,7 +74,7 @@ def tune_reference(config: TrainingConfig, folder: Path) -> TunedReference:
         use_cpu=True,
         remove_unused_columns=False,
     )
-    optimizer = optimizer_of(model, config)
+    optimizer = create_optimizer(model, config)
     peak = config.optimizer.learning_rate
     schedule = LambdaLR(optimizer, lambda step: learning_rate_at(config, step) / peak if step < config.steps else 0.0)
     trainer = _Trainer(model=model, args=arguments, train_dataset=_Samples(samples), optimizers=(optimizer, schedule))
@@ -91,8 +91,8 @@ def loss_on(model: nn.Module, batch: MicroBatch) -> float:
 
 def plain_name(name: str) -> str:
     """Return the name of a parameter without peft's prefixes."""
-    for added in _PEFT_PREFIXES:
-        name = name.replace(added, "")
+    for prefix in _PEFT_PREFIXES:
+        name = name.replace(prefix, "")
     return name
 
 
@@ -127,17 +127,17 @@ class _Trainer(transformers.Trainer):
 
 def _samples(batch: MicroBatch) -> list[Sample]:
     """Return the arguments of the model, with a mask of [1, positions, positions] that separates documents."""
-    found = []
+    samples = []
     for row in range(len(batch.inputs)):
         labels = batch.labels[row]
         sample = {"input_ids": batch.inputs[row], "labels": labels, "shift_labels": labels}
         if batch.positions is not None:
             positions = batch.positions[row]
             documents = (positions == 0).cumsum(0)
-            same = documents.unsqueeze(0) == documents.unsqueeze(1)
-            sample |= {"position_ids": positions, "attention_mask": same.tril().unsqueeze(0)}
-        found.append(sample)
-    return found
+            is_same_document = documents.unsqueeze(0) == documents.unsqueeze(1)
+            sample |= {"position_ids": positions, "attention_mask": is_same_document.tril().unsqueeze(0)}
+        samples.append(sample)
+    return samples
 
 
 def base_with_adapter(config: TrainingConfig) -> PreTrainedModel | PeftModel:

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.parity.rows import HLAT, LLAMA31, Row, Settings
+from benchmarks.parity.rows import (
+    FULL_RECOMPUTE,
+    FULLY_SHARDED,
+    HLAT,
+    LLAMA31,
+    SEQUENCE_PARALLEL,
+    SHARDED_OPTIMIZER,
+    Row,
+    Settings,
+)
 
 ADAPTER_TOLERANCE = 1e-4
-"""Allowed difference of two trained numbers."""
+"""Allowed difference of a trained parameter."""
 MERGED_TOLERANCE = 1e-5
 """Allowed difference of the logits of an adapter merged here and by peft."""
 FAMILY_STEPS = 100
@@ -182,48 +191,43 @@ FAMILIES_LORA = tuple(
 TUNING_SETTINGS = (FULL, LORA, LORA_ALL, DORA, FULL_ANSWERS, ANSWERS, PACKED, LABELS)
 FAMILY_SETTINGS = (*FAMILIES_FULL, *FAMILIES_LORA)
 
-_SHARDED = "dataParallel=FullySharded"
-_ZERO = "dataParallel=ShardedOptimizer"
-_SEQUENCE = "parallelism.sequence=true"
-_FULL = "recompute=Full"
-
 TUNING_ROWS = (
     Row(FULL),
-    Row(FULL, data=2, overrides=(_SHARDED,)),
-    Row(FULL, tensor=2, overrides=(_SEQUENCE,)),
+    Row(FULL, data=2, overrides=(FULLY_SHARDED,)),
+    Row(FULL, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
     Row(FULL, pipeline=2, accumulation=4),
     Row(LORA),
     Row(LORA, accumulation=4),
     Row(LORA, data=2),
     Row(LORA, data=4),
-    Row(LORA, data=2, overrides=(_SHARDED,)),
-    Row(LORA, data=2, overrides=(_ZERO,)),
+    Row(LORA, data=2, overrides=(FULLY_SHARDED,)),
+    Row(LORA, data=2, overrides=(SHARDED_OPTIMIZER,)),
     Row(LORA, tensor=2),
-    Row(LORA, tensor=2, overrides=(_SEQUENCE,)),
+    Row(LORA, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
     Row(LORA, pipeline=2, accumulation=4),
     Row(LORA, context=2),
-    Row(LORA, data=2, tensor=2, overrides=(_SHARDED, _SEQUENCE)),
+    Row(LORA, data=2, tensor=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
     Row(LORA_ALL),
-    Row(LORA_ALL, data=2, overrides=(_SHARDED,)),
-    Row(LORA_ALL, tensor=2, overrides=(_SEQUENCE,)),
+    Row(LORA_ALL, data=2, overrides=(FULLY_SHARDED,)),
+    Row(LORA_ALL, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
     Row(LORA_ALL, pipeline=2, accumulation=4),
-    Row(LORA_ALL, tensor=2, pipeline=2, accumulation=4, overrides=(_SEQUENCE, _FULL)),
+    Row(LORA_ALL, tensor=2, pipeline=2, accumulation=4, overrides=(SEQUENCE_PARALLEL, FULL_RECOMPUTE)),
     Row(FULL_ANSWERS),
-    Row(FULL_ANSWERS, data=2, tensor=2, overrides=(_SHARDED, _SEQUENCE)),
+    Row(FULL_ANSWERS, data=2, tensor=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
     Row(ANSWERS),
     Row(ANSWERS, data=4),
-    Row(ANSWERS, tensor=2, overrides=(_SEQUENCE,)),
+    Row(ANSWERS, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
     Row(PACKED),
-    Row(PACKED, data=2, overrides=(_SHARDED,)),
-    Row(PACKED, tensor=2, overrides=(_SEQUENCE,)),
+    Row(PACKED, data=2, overrides=(FULLY_SHARDED,)),
+    Row(PACKED, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
     Row(PACKED, pipeline=2, accumulation=4),
     Row(PACKED, context=2),
     Row(PACKED, context=4),
-    Row(PACKED, tensor=2, context=2, overrides=(_SEQUENCE,)),
-    Row(PACKED, data=2, context=2, overrides=(_SHARDED,)),
+    Row(PACKED, tensor=2, context=2, overrides=(SEQUENCE_PARALLEL,)),
+    Row(PACKED, data=2, context=2, overrides=(FULLY_SHARDED,)),
     Row(DORA),
-    Row(DORA, data=2, overrides=(_SHARDED,)),
-    Row(DORA, tensor=2, overrides=(_SEQUENCE,)),
+    Row(DORA, data=2, overrides=(FULLY_SHARDED,)),
+    Row(DORA, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
     Row(DORA, pipeline=2, accumulation=4),
     Row(LABELS),
     Row(LABELS, data=2, tensor=2),
@@ -233,14 +237,14 @@ FAMILY_ROWS = tuple(
     for settings in FAMILY_SETTINGS
     for row in (
         Row(settings),
-        Row(settings, data=2, overrides=(_SHARDED,)),
-        Row(settings, tensor=2, overrides=(_SEQUENCE,)),
+        Row(settings, data=2, overrides=(FULLY_SHARDED,)),
+        Row(settings, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
         Row(settings, pipeline=2, accumulation=4),
     )
 )
 PREFERENCE_ROWS = tuple(
     Row(settings, data=data, tensor=tensor, overrides=overrides)
     for settings in PREFERENCE_SETTINGS
-    for data, tensor, overrides in ((1, 1, ()), (2, 1, ()), (1, 2, ()), (2, 1, (_SHARDED,)))
+    for data, tensor, overrides in ((1, 1, ()), (2, 1, ()), (1, 2, ()), (2, 1, (FULLY_SHARDED,)))
 )
 PREFERENCE_ROWS += (Row(DPO, pipeline=2, accumulation=4), Row(DPO_LORA, pipeline=2, accumulation=4))

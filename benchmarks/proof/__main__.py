@@ -22,6 +22,7 @@ from benchmarks.proof.suites import PREFERENCES, PRETRAINING, TUNING, UNEVEN, dr
 
 if TYPE_CHECKING:
     from benchmarks.proof.checks import TrialResult
+    from benchmarks.proof.suites import Suite
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,20 +30,38 @@ ROOT = Path(__file__).parents[2]
 def main() -> int:
     """Run trials and write the results; return 1 if one failed."""
     parser = argparse.ArgumentParser(prog="benchmarks.proof", description=__doc__.splitlines()[0] if __doc__ else "")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--uneven", action="store_true", help="pretraining at sizes that leave slots of the batch empty")
-    which.add_argument("--tuning", action="store_true", help="LoRA, artifacts and evaluation instead of pretraining")
-    which.add_argument("--preferences", action="store_true", help="DPO on pairs of answers instead of pretraining")
+    suites = parser.add_mutually_exclusive_group()
+    suites.add_argument(
+        "--uneven",
+        dest="suite",
+        action="store_const",
+        const=UNEVEN,
+        help="pretraining at sizes that leave slots of the batch empty",
+    )
+    suites.add_argument(
+        "--tuning",
+        dest="suite",
+        action="store_const",
+        const=TUNING,
+        help="LoRA, artifacts and evaluation instead of pretraining",
+    )
+    suites.add_argument(
+        "--preferences",
+        dest="suite",
+        action="store_const",
+        const=PREFERENCES,
+        help="DPO on pairs of answers instead of pretraining",
+    )
+    parser.set_defaults(suite=PRETRAINING)
     parser.add_argument("--points", type=int, help="number of kills; default 200 for pretraining, else 100")
-    parser.add_argument("--seed", type=int, default=0, help="of the first trial")
-    parser.add_argument("--json", type=Path, help="for the figures; below out/bench by default")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first trial")
+    parser.add_argument("--json", type=Path, help="file of the figures; below out/bench by default")
     parser.add_argument("--document", type=Path, help="also write the table to this page")
-    parser.add_argument("--folder", type=Path, help="for the runs; a temporary one by default")
+    parser.add_argument("--folder", type=Path, help="folder of the runs; a temporary one by default")
     options = parser.parse_args()
-    suite = UNEVEN if options.uneven else TUNING if options.tuning else PRETRAINING
-    suite = PREFERENCES if options.preferences else suite
+    suite: Suite = options.suite
     points = options.points or (200 if suite is PRETRAINING else 100)
-    began = time.time()
+    started_at = time.time()
     results: list[TrialResult] = []
     folder = options.folder or Path(tempfile.mkdtemp(prefix="recovery-proof-"))
     with Runner(folder, suite) as runner:
@@ -51,26 +70,27 @@ def main() -> int:
             results.append(runner.run(draw_trial(seed, suite)))
             seed += 1
             _log(results[-1], sum(result.killed for result in results), points)
-    report = summarize(results, suite, options.seed, time.time() - began)
+    report = summarize(results, suite, options.seed, time.time() - started_at)
     file = options.json or ROOT / "out/bench" / f"recovery_proof{'' if suite is PRETRAINING else f'_{suite.name}'}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(report, indent=2) + "\n")
-    part = render_section(report, suite)
+    section = render_section(report, suite)
     if options.document:
-        known = options.document.read_text() if options.document.exists() else ""
-        options.document.write_text(replace_section(known, part, suite))
-    print(part)
+        former = options.document.read_text() if options.document.exists() else ""
+        options.document.write_text(replace_section(former, section, suite))
+    print(section)
     return 1 if report["deviations"] else 0
 
 
-def _log(result: TrialResult, killed: int, wanted: int) -> None:
+def _log(result: TrialResult, killed: int, requested: int) -> None:
     attempts = ", ".join(
-        f"{each.layout} from {each.resumed} to {each.completed}{f' ({each.point})' if each.killed else ''}"
-        for each in result.attempts
+        f"{attempt.layout} from {attempt.resumed} to {attempt.completed}"
+        + (f" ({attempt.point})" if attempt.killed else "")
+        for attempt in result.attempts
     )
     deviations = "".join(f"\n    WRONG: {text}" for text in result.deviations)
-    lost = [each.steps for each in result.lost]
-    line = f"{killed:>4}/{wanted} seed {result.seed} {result.scenario}: {attempts}; lost {lost}"
+    lost = [kill.steps for kill in result.lost]
+    line = f"{killed:>4}/{requested} seed {result.seed} {result.scenario}: {attempts}; lost {lost}"
     print(line + deviations, file=sys.stderr, flush=True)
 
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FOLDERS = {"adapter": ArtifactKind.ADAPTER, "model": ArtifactKind.MODEL}
-RESULT, RESULT_TABLE = "evaluation.json", "evaluation.md"
-_MEASURED = ("examples", "answerTokens", "figures", "answers")
-"""Fields of an evaluation that are independent of paths."""
+EVALUATION, EVALUATION_TABLE = "evaluation.json", "evaluation.md"
+_EVALUATION_FIELDS = ("examples", "answerTokens", "figures", "answers")
+"""Fields of an evaluation that are compared; the others contain paths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class ArtifactSnapshot:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Tensors by artifact and name."""
     files: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of every file except cards, manifests and results, by path."""
-    measured: dict[str, Any] = field(default_factory=dict)
+    """SHA-256 of every file except cards, manifests and evaluations, by path."""
+    evaluation: dict[str, Any] = field(default_factory=dict)
     """Results of the evaluation."""
 
 
@@ -50,31 +50,31 @@ def read_artifacts(step: Path) -> ArtifactSnapshot:
     files = {
         str(path.relative_to(step)): sha256(path.read_bytes()).hexdigest()
         for path in step.rglob("*")
-        if path.is_file() and path.name not in (CARD_NAME, MANIFEST_NAME, RESULT, RESULT_TABLE)
+        if path.is_file() and path.name not in (CARD_NAME, MANIFEST_NAME, EVALUATION, EVALUATION_TABLE)
     }
-    result = json.loads((step / RESULT).read_text())
-    return ArtifactSnapshot(tensors, files, {name: result.get(name) for name in _MEASURED})
+    result = json.loads((step / EVALUATION).read_text())
+    return ArtifactSnapshot(tensors, files, {name: result.get(name) for name in _EVALUATION_FIELDS})
 
 
-def compare_artifacts(found: ArtifactSnapshot, known: ArtifactSnapshot, tolerance: float = 0.0) -> list[str]:
+def compare_artifacts(actual: ArtifactSnapshot, expected: ArtifactSnapshot, tolerance: float = 0.0) -> list[str]:
     """Return the differences to the artifacts of an undisturbed run; `tolerance` is a relative tolerance."""
     deviations = []
-    if found.tensors.keys() != known.tensors.keys():
-        deviations.append(f"the tensors are others: {sorted(found.tensors.keys() ^ known.tensors.keys())}")
-    for name in found.tensors.keys() & known.tensors.keys():
-        ours, theirs = found.tensors[name], known.tensors[name]
-        distance = float((ours - theirs).norm() / theirs.norm()) if ours.shape == theirs.shape else 1.0
-        if ours.dtype != theirs.dtype or (distance > tolerance if tolerance else not ours.equal(theirs)):
-            deviations.append(f"{name} is another by {distance:.2g}")
-    our_files, their_files = _files_without_tensors(found), _files_without_tensors(known)
-    if our_files.keys() != their_files.keys():
-        deviations.append(f"the files are others: {sorted(our_files.keys() ^ their_files.keys())}")
+    if actual.tensors.keys() != expected.tensors.keys():
+        deviations.append(f"other tensors: {sorted(actual.tensors.keys() ^ expected.tensors.keys())}")
+    for name in actual.tensors.keys() & expected.tensors.keys():
+        tensor, reference = actual.tensors[name], expected.tensors[name]
+        distance = float((tensor - reference).norm() / reference.norm()) if tensor.shape == reference.shape else 1.0
+        if tensor.dtype != reference.dtype or (distance > tolerance if tolerance else not tensor.equal(reference)):
+            deviations.append(f"{name} differs by {distance:.2g}")
+    actual_files, expected_files = _files_without_tensors(actual), _files_without_tensors(expected)
+    if actual_files.keys() != expected_files.keys():
+        deviations.append(f"other files: {sorted(actual_files.keys() ^ expected_files.keys())}")
     # The number of ranks that started to write determines the number of tensor files; all else is identical.
-    alike = not tolerance and found.files.keys() == known.files.keys()
-    for name, digest in sorted((found.files if alike else our_files).items()):
-        if known.files.get(name, digest) != digest:
-            deviations.append(f"{name} is not the same to the byte")
-    return deviations + _figures_differ(found.measured, known.measured, tolerance)
+    same_files = not tolerance and actual.files.keys() == expected.files.keys()
+    for name, digest in sorted((actual.files if same_files else actual_files).items()):
+        if expected.files.get(name, digest) != digest:
+            deviations.append(f"{name} does not have the same bytes")
+    return deviations + _compare_figures(actual.evaluation, expected.evaluation, tolerance)
 
 
 def _files_without_tensors(artifacts: ArtifactSnapshot) -> dict[str, str]:
@@ -82,24 +82,24 @@ def _files_without_tensors(artifacts: ArtifactSnapshot) -> dict[str, str]:
     return {name: digest for name, digest in artifacts.files.items() if ".safetensors" not in name}
 
 
-def _figures_differ(found: dict[str, Any], known: dict[str, Any], tolerance: float) -> list[str]:
+def _compare_figures(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> list[str]:
     if not tolerance:
-        return [] if found == known else [f"the evaluation found {found['figures']}, not {known['figures']}"]
-    for ours, theirs in zip(found["figures"], known["figures"], strict=True):
+        return [] if actual == expected else [f"the evaluation found {actual['figures']}, not {expected['figures']}"]
+    for figure, reference in zip(actual["figures"], expected["figures"], strict=True):
         for column in ("before", "after"):
-            if abs(ours[column] - theirs[column]) > tolerance * abs(theirs[column]):
-                return [f"{ours['name']} {column} is {ours[column]}, not {theirs[column]}"]
+            if abs(figure[column] - reference[column]) > tolerance * abs(reference[column]):
+                return [f"{figure['name']} {column} is {figure[column]}, not {reference[column]}"]
     return []
 
 
 def complete_artifacts(step: Path) -> dict[str, ArtifactManifest]:
     """Return the artifacts that look complete, by folder. Raises ValueError for an invalid manifest."""
-    found = {}
+    manifests = {}
     for name, kind in FOLDERS.items():
         folder = step / name
         if (folder / LAST_NAMES[kind]).exists():
-            found[name] = ArtifactManifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
-    return found
+            manifests[name] = ArtifactManifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
+    return manifests
 
 
 def find_incomplete(step: Path) -> list[str]:
@@ -111,17 +111,17 @@ def find_incomplete(step: Path) -> list[str]:
                 data = (step / name / file.name).read_bytes()
                 if (len(data), sha256(data).hexdigest()) != (file.size, file.digest):
                     deviations.append(f"{name}/{file.name} does not match its manifest")
-        if (step / RESULT).exists():
-            json.loads((step / RESULT).read_text())
+        if (step / EVALUATION).exists():
+            json.loads((step / EVALUATION).read_text())
     except (OSError, ValueError) as error:
-        deviations.append(f"looks complete and is not: {error}")
+        deviations.append(f"looks complete but is not: {error}")
     return deviations
 
 
 def complete_files(step: Path) -> dict[Path, int]:
-    """Return the complete data files with their times; a later start must not write them again."""
-    names = [step / name / file.name for name, manifest in complete_artifacts(step).items() for file in manifest.files]
+    """Return the complete data files with their times; a later attempt must not write them again."""
+    paths = [step / name / file.name for name, manifest in complete_artifacts(step).items() for file in manifest.files]
     for receipt in step.glob(f"*/{UNFINISHED}/*.safetensors.json"):
         file = receipt.parent.parent / ArtifactFile.model_validate_json(receipt.read_bytes()).name
-        names.append(file)
-    return {path: path.stat().st_mtime_ns for path in names if path.suffix == ".safetensors"}
+        paths.append(file)
+    return {path: path.stat().st_mtime_ns for path in paths if path.suffix == ".safetensors"}

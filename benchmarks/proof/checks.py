@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from benchmarks.proof.suites import Suite
 
 _LOSS_TOLERANCE = 1e-5
-"""Allowed relative difference of losses across sizes, which sum in another order."""
+"""Allowed relative difference of losses across sizes, whose sums have another order."""
 _WEIGHT_TOLERANCE = 1e-4
 """Allowed relative difference of trained weights across sizes."""
 
@@ -85,7 +85,7 @@ class Reference:
 
     @staticmethod
     def read(root: Path, suite: Suite) -> Reference:
-        """Read the run below `root`. Raises ValueError if the suite would prove nothing."""
+        """Read the run below `root`; raise ValueError if it has no masked samples."""
         samples = read_samples(root)
         if suite.tuning and (problem := find_epoch_error(samples, suite)):
             raise ValueError(f"the undisturbed run: {problem}")
@@ -118,24 +118,24 @@ def check_result(root: Path, result: TrialResult, reference: Reference, suite: S
     if [step for step, _ in curve] != list(range(1, suite.steps + 1)):
         result.deviations.append(f"metrics.jsonl has the steps {[step for step, _ in curve]}")
     for step, loss in curve:
-        known = reference.losses.get(step, float("nan"))
-        if not abs(loss - known) <= (0.0 if exact else _LOSS_TOLERANCE * abs(known)):
-            result.deviations.append(f"loss of step {step} is {loss}, in an undisturbed run {known}")
+        expected = reference.losses.get(step, float("nan"))
+        if not abs(loss - expected) <= (0.0 if exact else _LOSS_TOLERANCE * abs(expected)):
+            result.deviations.append(f"loss of step {step} is {loss}, in an undisturbed run {expected}")
             break
     if read_samples(root) != reference.samples:
         result.deviations.append("not every sample was seen exactly once, in its step")
     storage = PosixStorage(root)
-    found = survey(storage)
-    broken = [*found.damaged, *(item.folder for item in found.committed if verify(storage, item, Retry()))]
-    if broken:
-        result.deviations.append(f"committed checkpoints are not whole: {broken}")
+    checkpoints = survey(storage)
+    damaged = [*checkpoints.damaged, *(item.folder for item in checkpoints.committed if verify(storage, item, Retry()))]
+    if damaged:
+        result.deviations.append(f"committed checkpoints are damaged: {damaged}")
     if suite.tuning:
         folder = artifacts_folder(root, suite)
         result.deviations += artifact_checks.find_incomplete(folder)
         try:
             artifacts = artifact_checks.read_artifacts(folder)
         except (OSError, ValueError) as error:
-            result.deviations.append(f"what was left behind cannot be read: {error}")
+            result.deviations.append(f"the artifacts cannot be read: {error}")
         else:
             result.deviations += artifact_checks.compare_artifacts(
                 artifacts, reference.artifacts, 0.0 if exact else _WEIGHT_TOLERANCE
@@ -161,8 +161,9 @@ def check_milestones(root: Path, result: TrialResult) -> None:
 def check_reported(root: Path, progress: Path, result: TrialResult, suite: Suite) -> None:
     """Check the artifacts and the evaluation that the first rank reported to its agent."""
     results = read_results(progress)
-    known = {manifest.digest for manifest in artifact_checks.complete_artifacts(artifacts_folder(root, suite)).values()}
-    if {each.digest for each in results.artifacts if each.step == suite.steps} != known or not results.evaluation:
+    manifests = artifact_checks.complete_artifacts(artifacts_folder(root, suite)).values()
+    reported = {artifact.digest for artifact in results.artifacts if artifact.step == suite.steps}
+    if reported != {manifest.digest for manifest in manifests} or not results.evaluation:
         result.deviations.append(f"the agent received the results {results}")
 
 
@@ -179,13 +180,13 @@ def read_curve(root: Path) -> list[tuple[int, float]]:
 
 def find_epoch_error(samples: dict[int, list[int]], suite: Suite) -> str | None:
     """Return an error if an epoch does not contain every example exactly once, else None."""
-    seen = [one for step in sorted(samples) for one in samples[step]]
-    size = len(set(seen))
+    examples = {sample for step in samples.values() for sample in step}
+    size = len(examples)
     steps = -(-size // suite.global_batch)
     if size % suite.global_batch == 0:
         return f"{size} examples fill their batches: nothing is masked"
     for first in range(1, suite.steps + 1, steps):
-        epoch = [one for step in range(first, first + steps) for one in samples.get(step, [])]
-        if len(epoch) != size or set(epoch) != set(seen):
+        epoch = [sample for step in range(first, first + steps) for sample in samples.get(step, [])]
+        if len(epoch) != size or set(epoch) != examples:
             return f"steps {first} to {first + steps - 1} have {len(epoch)} samples of {size}"
     return None

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from benchmarks.proof.checks import TrialResult
     from benchmarks.proof.suites import Suite
 
-_UNEVEN_HEAD = "## Batches that are not divisible"
-_TUNING_HEAD = "## Fine-tuning"
-_PREFERENCES_HEAD = "## Preferences"
-_HEAD = """# Recovery proof
+_UNEVEN_HEADING = "## Batches that are not divisible"
+_TUNING_HEADING = "## Fine-tuning"
+_PREFERENCES_HEADING = "## Preferences"
+_INTRODUCTION = """# Recovery proof
 
 Written by `make proof`; do not edit. Ranks of a small model are forked as an agent forks them. One of them is killed
 (SIGKILL) at a seeded point of its work; in some rows the memory of its node is lost too. The run is started again
@@ -26,7 +26,7 @@ until it ends. Then these conditions must hold:
 - every sample is recorded exactly once, in its step;
 - every committed checkpoint is complete by its digests.
 """
-_FOOT = """A cell has the number of kills, and the maximum and mean number of steps that they cost.
+_NOTES = """A cell has the number of kills, and the maximum and mean number of steps that they cost.
 
 - Step: anywhere in a training step.
 - Staging: while the state is copied, committed in memory, or sent to a buddy.
@@ -35,14 +35,14 @@ _FOOT = """A cell has the number of kills, and the maximum and mean number of st
 - Load: while a run that was killed in a step restores its state. If a second node fails then, it may have held the copy
   of the first one's shard; the newest commit is the allowed loss.
 """
-_UNEVEN_TEXT = f"""{_UNEVEN_HEAD}
+_UNEVEN_INTRODUCTION = f"""{_UNEVEN_HEADING}
 
 Written by `make proof ARGS=--uneven`. A step has five samples, one for each rank and pass. At every size here the last
 pass leaves ranks without a sample: one at dp 2, 3 and 6, three at dp 4. At dp 6 that rank has none in the whole step.
 The conditions are the same.
 """
-_UNEVEN_FOOT = "Cells and columns are those of the table above.\n"
-_TUNING_TEXT = f"""{_TUNING_HEAD}
+_UNEVEN_NOTES = "Cells and columns are those of the table above.\n"
+_TUNING_INTRODUCTION = f"""{_TUNING_HEADING}
 
 Written by `make proof ARGS=--tuning`. LoRA with dropout 0.1 on a small base from `transformers`, over prompts and
 answers of which only the answers count, in epochs whose last batch has masked samples. Checkpoints hold the adapters
@@ -56,7 +56,7 @@ them beside the base. In addition to the conditions above:
 - after every kill, what looks complete is complete, and no complete file is written again;
 - each milestone has artifacts of its weights.
 """
-_TUNING_FOOT = """- Export: in a data file of an artifact; around its plan, receipts, companions, manifest and
+_TUNING_NOTES = """- Export: in a data file of an artifact; around its plan, receipts, companions, manifest and
   commit; in the merge of a weight; in a gather. With milestones, an export may be one of theirs while steps continue;
   then the newest commit is the allowed loss.
 - Evaluate: while a model is loaded or asked, in a gather, around the result and the table in the model cards.
@@ -65,24 +65,24 @@ _TUNING_FOOT = """- Export: in a data file of an artifact; around its plan, rece
 The other columns are those of the first table.
 """
 
-_PREFERENCES_TEXT = f"""{_PREFERENCES_HEAD}
+_PREFERENCES_INTRODUCTION = f"""{_PREFERENCES_HEADING}
 
 Written by `make proof ARGS=--preferences`. DPO trains all weights of a small base from `transformers` on pairs of
 answers, beside log-probabilities that the base gave before the first step. The conditions are those of the first table.
 """
 
-_HEADS = {
+_FIRST_LINES = {
     "pretraining": "# Recovery proof\n",
-    "uneven": _UNEVEN_HEAD,
-    "tuning": _TUNING_HEAD,
-    "preferences": _PREFERENCES_HEAD,
+    "uneven": _UNEVEN_HEADING,
+    "tuning": _TUNING_HEADING,
+    "preferences": _PREFERENCES_HEADING,
 }
 """First line of the section of each suite, in the order of the page."""
 _TEXTS = {
-    "pretraining": (_HEAD, _FOOT),
-    "uneven": (_UNEVEN_TEXT, _UNEVEN_FOOT),
-    "tuning": (_TUNING_TEXT, _TUNING_FOOT),
-    "preferences": (_PREFERENCES_TEXT, "Cells and columns are those of the first table.\n"),
+    "pretraining": (_INTRODUCTION, _NOTES),
+    "uneven": (_UNEVEN_INTRODUCTION, _UNEVEN_NOTES),
+    "tuning": (_TUNING_INTRODUCTION, _TUNING_NOTES),
+    "preferences": (_PREFERENCES_INTRODUCTION, "Cells and columns are those of the first table.\n"),
 }
 
 
@@ -91,9 +91,9 @@ def summarize(results: Sequence[TrialResult], suite: Suite, seed: int, seconds: 
     cells: list[dict[str, Any]] = []
     for scenario in suite.scenarios:
         for point in suite.points:
-            ours = [result for result in results if result.scenario == scenario.name]
-            lost = [each.steps for result in ours for each in result.lost if each.point == point]
-            attempts = [attempt for result in ours for attempt in result.attempts if attempt.point == point]
+            matching = [result for result in results if result.scenario == scenario.name]
+            lost = [kill.steps for result in matching for kill in result.lost if kill.point == point]
+            attempts = [attempt for result in matching for attempt in result.attempts if attempt.point == point]
             cells.append(
                 {
                     "family": scenario.name,
@@ -122,10 +122,10 @@ def summarize(results: Sequence[TrialResult], suite: Suite, seed: int, seconds: 
 
 def render_section(report: dict[str, Any], suite: Suite) -> str:
     """Render the section of a suite."""
-    head, foot = _TEXTS[suite.name]
+    introduction, notes = _TEXTS[suite.name]
     lines = [
-        head,
-        _figures(report),
+        introduction,
+        _summary(report),
         "",
         "| layout | allowed loss | " + " | ".join(point.value for point in suite.points) + " |",
         "|---|---|" + "---|" * len(suite.points),
@@ -133,22 +133,22 @@ def render_section(report: dict[str, Any], suite: Suite) -> str:
     cells = {(cell["family"], cell["point"]): cell for cell in report["cells"]}
     for scenario in suite.scenarios:
         sizes = " → ".join(layout.name for layout in scenario.attempts)
-        shown = [_cell(cells[scenario.name, point.value]) for point in suite.points]
-        lines.append(f"| {scenario.what}: {sizes} | {scenario.allowed_loss} | " + " | ".join(shown) + " |")
-    return "\n".join([*lines, "", foot])
+        row = [_cell(cells[scenario.name, point.value]) for point in suite.points]
+        lines.append(f"| {scenario.description}: {sizes} | {scenario.allowed_loss} | " + " | ".join(row) + " |")
+    return "\n".join([*lines, "", notes])
 
 
-def replace_section(document: str, part: str, suite: Suite) -> str:
+def replace_section(document: str, section: str, suite: Suite) -> str:
     """Replace the section of a suite in the page."""
-    parts = dict.fromkeys(_HEADS, "")
-    starts = sorted((at, name) for name, head in _HEADS.items() if (at := document.find(head)) >= 0)
-    for (at, name), (end, _) in pairwise([*starts, (len(document), "")]):
-        parts[name] = document[at:end]
-    parts[suite.name] = part
-    return "\n\n".join(each.strip() for each in parts.values() if each.strip()) + "\n"
+    sections = dict.fromkeys(_FIRST_LINES, "")
+    starts = sorted((start, name) for name, line in _FIRST_LINES.items() if (start := document.find(line)) >= 0)
+    for (start, name), (end, _) in pairwise([*starts, (len(document), "")]):
+        sections[name] = document[start:end]
+    sections[suite.name] = section
+    return "\n\n".join(text.strip() for text in sections.values() if text.strip()) + "\n"
 
 
-def _figures(report: dict[str, Any]) -> str:
+def _summary(report: dict[str, Any]) -> str:
     count = report["waited"]
     waited = f" {count} ranks that waited for a killed one were terminated after a minute." if count else ""
     return (

@@ -1,9 +1,9 @@
-# ruff: noqa: PLC0415 - the trainer is imported by the forked rank; the answers are printed
+# ruff: noqa: PLC0415 - the trainer is imported by the forked rank; the responses are printed
 """Fork ranks on request from a process that has imported the trainer, as a worker's agent does.
 
 Reads one JSON object per line from stdin: {"ranks": [{"environment", "log"}, ...], "argv"} starts a rank for each entry
-and answers {"pids"}; {"wait": pids, "seconds"} answers {"codes"}, with null for a rank that had to be killed. Once a
-rank has died, the others have `seconds` to end. Its arguments are additional modules to import.
+and returns {"pids"}; {"wait": pids, "seconds"} returns {"codes"}, with null for a rank that had to be killed. Once a
+rank has failed, the others have a minute to end. Its arguments are additional modules to import.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 60.0
-_SMALLEST = 1 << 14
-"""Minimum size of a model's file in bytes, so small that each rank writes a file of the small model."""
+_MIN_FILE_BYTES = 1 << 14
+"""Minimum size of a file of a model, so small that each rank writes a file of the small model."""
 
 
 def start(request: dict[str, Any]) -> list[int]:
@@ -51,8 +51,8 @@ def wait(pids: list[int], seconds: float) -> list[int | None]:
     while len(codes) < len(pids) and time.monotonic() < deadline:
         for pid in pids:
             if pid not in codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
                     codes[pid] = os.waitstatus_to_exitcode(status)
                     if codes[pid]:
                         deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
@@ -65,18 +65,20 @@ def wait(pids: list[int], seconds: float) -> list[int | None]:
 
 
 def serve() -> None:
-    """Answer requests until stdin ends."""
+    """Serve requests until stdin ends."""
     from trainium_trainer.artifacts import data_files
     from trainium_trainer.warm import warm
 
     warm()
     for name in sys.argv[1:]:
         importlib.import_module(name)
-    data_files.SMALLEST = _SMALLEST
+    data_files.SMALLEST = _MIN_FILE_BYTES
     for line in sys.stdin:
         request = json.loads(line)
-        answer = {"codes": wait(request["wait"], request["seconds"])} if "wait" in request else {"pids": start(request)}
-        print(json.dumps(answer), flush=True)
+        response = (
+            {"codes": wait(request["wait"], request["seconds"])} if "wait" in request else {"pids": start(request)}
+        )
+        print(json.dumps(response), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-# ruff: noqa: PLC0415 - a base is made only where one is tuned
+# ruff: noqa: PLC0415 - only fine-tuning needs a base
 """Create the inputs of all runs (a text, or a base model and examples), and the configuration of an attempt."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from benchmarks.proof.suites import Layout, Scenario, Suite
 
 _WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
-_VOCABULARY = 320
-_EXAMPLES = 40
+_VOCABULARY_SIZE = 320
+_EXAMPLE_COUNT = 40
 _EPOCHS = 5
 _MILESTONE_TOKENS = 200
 """Tokens of answers between milestones, enough for a few steps."""
@@ -37,10 +37,10 @@ class Inputs:
             records = [
                 {"instruction": f"Add {n} and {n + 3}.", "response": str(2 * n + 3)}
                 | {"prompt": f"{n} + 3 =", "chosen": f" {n + 3}", "rejected": f" {n - 3}"}
-                for n in range(_EXAMPLES)
+                for n in range(_EXAMPLE_COUNT)
             ]
             self._examples.write_text("".join(json.dumps(record) + "\n" for record in records))
-            self._make_base()
+            self._create_base()
 
     def config(self, scenario: Scenario, layout: Layout, root: Path) -> dict[str, Any]:
         """Return the configuration of an attempt whose checkpoints are below `root`."""
@@ -69,7 +69,7 @@ class Inputs:
             "source": str(self._text),
             "sequenceLength": 32,
             "cacheDirectory": str(self._cache),
-            "tokenizer": {"vocabSize": _VOCABULARY},
+            "tokenizer": {"vocabSize": _VOCABULARY_SIZE},
         }
         return {"steps": self._suite.steps, "data": data, "model": _MODEL}
 
@@ -108,7 +108,7 @@ class Inputs:
             "evaluate": {"enabled": True, "samples": 6, "generation": {"maxNewTokens": 3, "batchSize": 2}},
         }
 
-    def _make_base(self) -> None:
+    def _create_base(self) -> None:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -118,7 +118,7 @@ class Inputs:
         torch.manual_seed(0)
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=_VOCABULARY,
+                vocab_size=_VOCABULARY_SIZE,
                 hidden_size=_MODEL["hiddenSize"],
                 intermediate_size=_MODEL["intermediateSize"],
                 num_hidden_layers=_MODEL["numLayers"],
@@ -130,5 +130,5 @@ class Inputs:
         )
         model.save_pretrained(self._base)
         self._cache.mkdir()
-        tokenizer = train_for_texts([SourceSpec(str(self._text), "text")], _VOCABULARY, self._cache)
+        tokenizer = train_for_texts([SourceSpec(str(self._text), "text")], _VOCABULARY_SIZE, self._cache)
         (self._base / "tokenizer.json").write_bytes(tokenizer.read_bytes())

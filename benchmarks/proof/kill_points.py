@@ -1,9 +1,9 @@
-# ruff: noqa: PLC0415, SLF001 - what is patched is private, and imported by the rank that is to die
+# ruff: noqa: PLC0415, SLF001 - patched functions are private, and only the rank to kill imports them
 """Let a rank kill itself (SIGKILL, without cleanup) at a chosen point of its work.
 
 A forked rank calls `install_kill` with the value of `TRAINIUM_PROOF`: the point, the number of passes before the kill,
 and the position within the point. Points are real calls of the trainer; a kill before, within or after them leaves
-different files. Patches only determine when the rank dies, not its work.
+different files. Patches only determine when the rank is killed, not its work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Point(StrEnum):
     COMMIT = "commit"
     """Around manifest, receipt and the removal of older checkpoints (on the first rank)."""
     LOAD = "load"
-    """While the state is restored by a run that was killed before."""
+    """While a run that was killed before restores the state."""
     EXPORT = "export"
     """While artifacts are written: in a data file, around a small one, in the merge, in a gather."""
     EVALUATE = "evaluate"
@@ -81,15 +81,15 @@ class PassCounter:
 
     def __init__(self, passes: int, fraction: float) -> None:
         self.fraction = fraction
-        self._left = passes
+        self._remaining = passes
 
     def is_reached(self) -> bool:
         """Count a pass; return whether it is the chosen one."""
-        self._left -= 1
-        return self._left == -1
+        self._remaining -= 1
+        return self._remaining == -1
 
-    def die_around(self, call: Callable[[], Any], middle: Callable[[], None] | None = None) -> Any:
-        """Make a call, or die before it, within it (`middle` does half of it) or after it."""
+    def kill_around(self, call: Callable[[], Any], middle: Callable[[], None] | None = None) -> Any:
+        """Make a call, or kill the process before it, within it (`middle` does half of it) or after it."""
         if not self.is_reached():
             return call()
         if self.fraction < 1 / 3:
@@ -101,13 +101,13 @@ class PassCounter:
         kill_process()
 
 
-def truncate(pieces: Iterable[memoryview], left: int) -> Iterator[memoryview]:
-    """Yield the first `left` bytes of some pieces, then die."""
+def truncate(pieces: Iterable[memoryview], size: int) -> Iterator[memoryview]:
+    """Yield the first `size` bytes of some pieces, then kill the process."""
     for piece in pieces:
-        if len(piece) >= left:
-            yield piece[:left]
+        if len(piece) >= size:
+            yield piece[:size]
             kill_process()
-        left -= len(piece)
+        size -= len(piece)
         yield piece
     kill_process()
 
@@ -116,10 +116,10 @@ def _in_step(passes: PassCounter, _: random.Random) -> None:
     from trainium_trainer.monitor.progress import ProgressWriter
 
     writer: Any = ProgressWriter  # patched functions take any arguments
-    done = writer.record_step
+    original = writer.record_step
 
-    def record_step(self: Any, *given: Any, seconds: float) -> None:
-        done(self, *given, seconds=seconds)
+    def record_step(self: Any, *arguments: Any, seconds: float) -> None:
+        original(self, *arguments, seconds=seconds)
         if passes.is_reached():
             threading.Timer(passes.fraction * 1.2 * seconds, kill_process).start()
 
@@ -130,26 +130,26 @@ def _in_staging(passes: PassCounter, rng: random.Random) -> None:
     from trainium_trainer.checkpoint.format import live_state
     from trainium_trainer.checkpoint.memory import buddy, memory_tier, snapshot
 
-    def halved(copy: Any) -> Any:
+    def killed_in_copy(copy: Any) -> Any:
         def copy_all(targets: list[Any], sources: list[Any]) -> None:
             half = len(targets) // 2
-            passes.die_around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
+            passes.kill_around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
 
         return copy_all
 
     place = rng.choice(("copy", "copy", "finalize", "send"))
-    # Only this point: without a memory tier nothing is finalized or sent.
-    live_state.copy_all = halved(live_state.copy_all)
+    # Without a memory tier, this is the only point: nothing is finalized or sent.
+    live_state.copy_all = killed_in_copy(live_state.copy_all)
     if place == "copy":
-        memory_tier.copy_all = halved(memory_tier.copy_all)  # type: ignore[attr-defined]
+        memory_tier.copy_all = killed_in_copy(memory_tier.copy_all)  # type: ignore[attr-defined]
     elif place == "finalize":
         finalize = snapshot.SnapshotFile.finalize
-        snapshot.SnapshotFile.finalize = lambda *given: passes.die_around(lambda: finalize(*given))  # type: ignore[method-assign]
+        snapshot.SnapshotFile.finalize = lambda *arguments: passes.kill_around(lambda: finalize(*arguments))  # type: ignore[method-assign]
     else:
         send, finalize = buddy.SnapshotSender.send, snapshot.SnapshotFile.finalize
-        if rng.random() < 0.5:  # at the finalize if nothing is sent
-            buddy.SnapshotSender.send = lambda *given: passes.die_around(lambda: send(*given))  # type: ignore[method-assign]
-        snapshot.SnapshotFile.finalize = lambda *given: passes.die_around(lambda: finalize(*given))  # type: ignore[method-assign]
+        if rng.random() < 0.5:  # otherwise, and if nothing is sent: at the finalize
+            buddy.SnapshotSender.send = lambda *arguments: passes.kill_around(lambda: send(*arguments))  # type: ignore[method-assign]
+        snapshot.SnapshotFile.finalize = lambda *arguments: passes.kill_around(lambda: finalize(*arguments))  # type: ignore[method-assign]
 
 
 def _in_writing(passes: PassCounter, _: random.Random) -> None:
@@ -166,18 +166,18 @@ def _in_writing(passes: PassCounter, _: random.Random) -> None:
 def _in_commit(passes: PassCounter, rng: random.Random) -> None:
     from trainium_trainer.storage.posix import PosixStorage
 
-    def die_around(method: str) -> None:
+    def patch(method: str) -> None:
         original = getattr(PosixStorage, method)
 
         def access(self: Any, name: str, *rest: Any) -> Any:
             if not name.startswith("step-"):
                 return original(self, name, *rest)
-            return passes.die_around(lambda: original(self, name, *rest), lambda: write_half(self, method, name))
+            return passes.kill_around(lambda: original(self, name, *rest), lambda: write_half(self, method, name))
 
         setattr(PosixStorage, method, access)
 
     for method in rng.choice((("write",), ("create",), ("write", "create"), ("remove_file", "remove_files"))):
-        die_around(method)
+        patch(method)
 
 
 def write_half(storage: Any, method: str, name: str) -> None:
@@ -185,58 +185,60 @@ def write_half(storage: Any, method: str, name: str) -> None:
     if method in ("write", "create"):
         storage._draft(name, b"half of it")
         return
-    inside = sorted(path for path in (storage._root / name).rglob("*") if path.is_file())
-    for path in inside[:1]:
+    files = sorted(path for path in (storage._root / name).rglob("*") if path.is_file())
+    for path in files[:1]:
         path.unlink()
 
 
 def _in_load(passes: PassCounter, rng: random.Random) -> None:
     from trainium_trainer.checkpoint.format import reader
-    from trainium_trainer.checkpoint.resume import resume as imported
+    from trainium_trainer.checkpoint.resume import resume as module
 
-    resume: Any = imported  # the trainer calls these names and does not pass them on
+    resume: Any = module  # the trainer calls these names and does not pass them on
     place = rng.choice(("gather", "copy"))
     if place == "gather":
         scatter = resume.scatter_from_root
-        resume.scatter_from_root = lambda *given: passes.die_around(lambda: scatter(*given))
+        resume.scatter_from_root = lambda *arguments: passes.kill_around(lambda: scatter(*arguments))
         return
     copy, read = resume.copy_all, reader.CheckpointReader._read_extent
 
     def copy_all(targets: list[Any], sources: list[Any]) -> None:
         half = len(targets) // 2
-        passes.die_around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
+        passes.kill_around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
 
     resume.copy_all = copy_all
-    reader.CheckpointReader._read_extent = lambda *given: passes.die_around(lambda: read(*given))  # type: ignore[method-assign]
+    reader.CheckpointReader._read_extent = lambda *arguments: passes.kill_around(lambda: read(*arguments))  # type: ignore[method-assign]
 
 
 ARTIFACTS = "artifacts"
 """Folder of the artifacts in the folder of a run."""
-_EXPORT = {"file": 1, "merge": 3, "gather": 8}
+_EXPORT_PLACES = {"file": 1, "merge": 3, "gather": 8}
 """Places, and the maximum number of passes before the kill."""
-_EXPORT_FIRST = {"file": 4, "merge": 8, "gather": 8, "small": 18, "small ": 18, "tidy": 1}
-_EVALUATE = {"load": 1, "score": 1, "gather": 5}
-_EVALUATE_FIRST = {**_EVALUATE, "result": 3, "result ": 3}
+_FIRST_RANK_EXPORT_PLACES = {"file": 4, "merge": 8, "gather": 8, "small": 18, "small ": 18, "tidy": 1}
+_EVALUATION_PLACES = {"load": 1, "score": 1, "gather": 5}
+_FIRST_RANK_EVALUATION_PLACES = {**_EVALUATION_PLACES, "result": 3, "result ": 3}
 
 
 def _in_export(passes: PassCounter, rng: random.Random) -> None:
-    """Die in a data file, in the merge of a weight, around a small file or the last removal, or in a gather."""
+    """Kill in a data file, in the merge of a weight, around a small file or the last removal, or in a gather."""
     from trainium_trainer.artifacts.merged_parameters import MergedParameters
 
-    place, passes = _draw_place(_EXPORT_FIRST if _is_first() else _EXPORT, passes, rng)
+    place, passes = _draw_place(_FIRST_RANK_EXPORT_PLACES if _is_first() else _EXPORT_PLACES, passes, rng)
     if place == "file":
         _in_data_file(passes)
     elif place == "merge":
-        result: Any = MergedParameters  # patched functions take any arguments
-        rows = result.rows
+        merged_parameters: Any = MergedParameters  # patched functions take any arguments
+        rows = merged_parameters.rows
 
-        def merged(self: Any, name: str, *rest: Any) -> Any:
-            beside = f"{name.removesuffix('.weight')}.lora_B.weight"
+        def rows_or_kill(self: Any, name: str, *rest: Any) -> Any:
+            adapter_weight = f"{name.removesuffix('.weight')}.lora_B.weight"
             return (
-                passes.die_around(lambda: rows(self, name, *rest)) if beside in self._names else rows(self, name, *rest)
+                passes.kill_around(lambda: rows(self, name, *rest))
+                if adapter_weight in self._names
+                else rows(self, name, *rest)
             )
 
-        result.rows = merged
+        merged_parameters.rows = rows_or_kill
     elif place == "gather":
         _in_gather(passes, lambda: True)
     elif place == "small":
@@ -246,35 +248,35 @@ def _in_export(passes: PassCounter, rng: random.Random) -> None:
 
 
 def _in_evaluation(passes: PassCounter, rng: random.Random) -> None:
-    """Die around the load of a model, its questions, a gather, or a file of the result."""
-    from trainium_trainer.evaluate import compare as imported
+    """Kill around the load of a model, its questions, a gather, or a file of the result."""
+    from trainium_trainer.evaluate import compare as module
     from trainium_trainer.evaluate import stage
 
-    compare: Any = imported  # the trainer calls these names and does not pass them on
-    place, passes = _draw_place(_EVALUATE_FIRST if _is_first() else _EVALUATE, passes, rng)
+    compare: Any = module  # the trainer calls these names and does not pass them on
+    place, passes = _draw_place(_FIRST_RANK_EVALUATION_PLACES if _is_first() else _EVALUATION_PLACES, passes, rng)
     started: list[bool] = []
     evaluate = stage.evaluate_artifacts
 
-    def evaluate_artifacts(*given: Any, **named: Any) -> Any:
+    def evaluate_artifacts(*arguments: Any, **options: Any) -> Any:
         started.append(True)
-        return evaluate(*given, **named)
+        return evaluate(*arguments, **options)
 
     stage.evaluate_artifacts = evaluate_artifacts
     if place == "load":
         load = compare.load
-        compare.load = lambda *given, **named: passes.die_around(lambda: load(*given, **named))
+        compare.load = lambda *arguments, **options: passes.kill_around(lambda: load(*arguments, **options))
     elif place == "score":
         score = compare.score_model
 
-        def scored(model: Any, exam: Any, mine: Any, *rest: Any, **named: Any) -> Any:
-            mine = list(mine)
-            some = mine[: len(mine) // 2]
-            return passes.die_around(
-                lambda: score(model, exam, mine, *rest, **named),
-                lambda: _done(score(model, exam, some, *rest, **named)),
+        def score_or_kill(model: Any, exam: Any, items: Any, *rest: Any, **options: Any) -> Any:
+            items = list(items)
+            half = items[: len(items) // 2]
+            return passes.kill_around(
+                lambda: score(model, exam, items, *rest, **options),
+                lambda: _discard(score(model, exam, half, *rest, **options)),
             )
 
-        compare.score_model = scored
+        compare.score_model = score_or_kill
     elif place == "gather":
         _in_gather(passes, lambda: bool(started))
     else:
@@ -308,7 +310,7 @@ def _in_gather(passes: PassCounter, is_counted: Callable[[], bool]) -> None:
 
     gather = Peers.gather
     Peers.gather = lambda self, value: (  # type: ignore[method-assign]
-        passes.die_around(lambda: gather(self, value)) if is_counted() else gather(self, value)
+        passes.kill_around(lambda: gather(self, value)) if is_counted() else gather(self, value)
     )
 
 
@@ -320,12 +322,12 @@ def _around(method: str, passes: PassCounter, is_counted: Callable[[str], bool])
     def access(self: Any, name: str, *rest: Any) -> Any:
         if ARTIFACTS not in self._root.parts or not is_counted(name):
             return original(self, name, *rest)
-        return passes.die_around(lambda: original(self, name, *rest), lambda: write_half(self, method, name))
+        return passes.kill_around(lambda: original(self, name, *rest), lambda: write_half(self, method, name))
 
     setattr(PosixStorage, method, access)
 
 
-def _done(_: object) -> None:
+def _discard(_: object) -> None:
     """Discard a result."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,19 +36,19 @@ if TYPE_CHECKING:
     from benchmarks.proof.suites import Scenario, Suite, Trial
 
 _ATTEMPT_SECONDS = 1200.0
-_KILLED = -9
+_KILLED = -signal.SIGKILL
 _TOLERATED_NODE_FAILURES = 2
 """Number of failed nodes, before copies are recreated, from which a shard and its copy may be lost."""
-_TUNING = (
+_TUNING_MODULES = (
     "trainium_trainer.loop.after_training",
     "trainium_trainer.evaluate.stage",
     "transformers.models.llama.modeling_llama",
 )
-"""Modules that the forking process imports."""
+"""Modules that the fork server imports for fine-tuning."""
 
 
 class Runner:
-    """Runs trials in a folder, with a forking process; a context manager."""
+    """Runs trials in a folder, with a fork server; a context manager."""
 
     def __init__(self, folder: Path, suite: Suite) -> None:
         self._folder = folder
@@ -60,7 +61,7 @@ class Runner:
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.proof.fork_server", *(_TUNING if self._suite.tuning else ())],
+            [sys.executable, "-m", "benchmarks.proof.fork_server", *(_TUNING_MODULES if self._suite.tuning else ())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -90,13 +91,14 @@ class Runner:
             result.attempts.append(attempt_result)
             if before is not None:
                 in_memory = trial.scenario.memory and (
-                    lost_nodes < _TOLERATED_NODE_FAILURES or trial.attempts[0].layout.is_whole
+                    lost_nodes < _TOLERATED_NODE_FAILURES or trial.attempts[0].layout.holds_whole_state
                 )
                 allowed = 1 if in_memory else before.completed - max(before.committed, 0)
                 # While artifacts of a milestone are written, steps continue.
-                follows = result.attempts[-2].killed and trial.attempts[number - 1].follows_training
-                follows = follows and not trial.scenario.milestones
-                check_steps_lost(before, attempt_result, point, result, allowed=0 if follows else allowed)
+                after_last_step = result.attempts[-2].killed and trial.attempts[number - 1].follows_training
+                if after_last_step and not trial.scenario.milestones:
+                    allowed = 0
+                check_steps_lost(before, attempt_result, point, result, allowed=allowed)
             if attempt_result.resumed >= 0:
                 lost_nodes = 0
             self._check_codes(folder, attempt, number, codes, result)
@@ -110,7 +112,7 @@ class Runner:
                     lost_nodes += 1
                 elif trial.scenario.through_nxd and attempt_result.committed >= 0:
                     self._convert(folder, number, result)
-            # If a rank died while it loaded, the step before that counts.
+            # If a rank was killed while it loaded, the step before that counts.
             before = attempt_result if attempt_result.completed >= 0 or before is None else before
         self._check_end(folder, trial, result)
         if not result.deviations:
@@ -131,15 +133,17 @@ class Runner:
         """Check that no incomplete artifact looks complete, and no complete file was written again."""
         for step in sorted((folder / "run" / ARTIFACTS).glob("step-*")):
             if deviations := artifact_checks.find_incomplete(step):
-                result.deviations += [f"{step.name}: {each}" for each in deviations]
+                result.deviations += [f"{step.name}: {deviation}" for deviation in deviations]
                 continue
-            now = artifact_checks.complete_files(step)
-            again = [
-                str(path) for path, at in complete_files.items() if path.is_relative_to(step) and now.get(path) != at
+            current = artifact_checks.complete_files(step)
+            rewritten = [
+                str(path)
+                for path, modified_at in complete_files.items()
+                if path.is_relative_to(step) and current.get(path) != modified_at
             ]
-            if again:
-                result.deviations.append(f"complete and yet written again: {again}")
-            complete_files.update(now)
+            if rewritten:
+                result.deviations.append(f"complete and yet written again: {rewritten}")
+            complete_files.update(current)
 
     def _check_end(self, folder: Path, trial: Trial, result: TrialResult) -> None:
         sizes = layouts_with_steps(trial, result)
@@ -174,15 +178,15 @@ class Runner:
 
     def _read_attempt(self, folder: Path, attempt: Attempt, number: int, *, killed: bool) -> AttemptResult:
         records = [read_progress(folder / f"progress-{number}-{rank}") for rank in range(attempt.layout.ranks)]
-        known = [record for record in records if record is not None]
-        found = survey(PosixStorage(folder / "run"))
+        reported = [record for record in records if record is not None]
+        committed = survey(PosixStorage(folder / "run")).committed
         return AttemptResult(
             layout=attempt.layout.name,
             point=attempt.kill.point.value if attempt.kill is not None else "",
             killed=killed,
-            completed=max((record.step for record in known), default=-1),
-            resumed=max((record.resume_step for record in known), default=-1),
-            committed=found.committed[0].step if found.committed else -1,
+            completed=max((record.step for record in reported), default=-1),
+            resumed=max((record.resume_step for record in reported), default=-1),
+            committed=committed[0].step if committed else -1,
         )
 
     def _convert(self, folder: Path, number: int, result: TrialResult) -> None:
@@ -219,8 +223,8 @@ class Runner:
         assert self._server.stdout is not None
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._server.stdout.readline())
-        return answer
+        response: dict[str, Any] = json.loads(self._server.stdout.readline())
+        return response
 
     @staticmethod
     def _tail(folder: Path, number: int) -> str:
@@ -230,9 +234,9 @@ class Runner:
 
 def layouts_with_steps(trial: Trial, result: TrialResult) -> set[Layout]:
     """Return the layouts in which steps of the history may have been made."""
-    found = set()
+    layouts = set()
     for number, (attempt, attempt_result) in enumerate(zip(trial.attempts, result.attempts, strict=True)):
-        later = [each.resumed for each in result.attempts[number + 1 :] if each.resumed >= 0]
+        later = [other.resumed for other in result.attempts[number + 1 :] if other.resumed >= 0]
         if attempt_result.resumed >= 0 and max([attempt_result.completed, *later[:1]]) > attempt_result.resumed:
-            found.add(attempt.layout)
-    return found
+            layouts.add(attempt.layout)
+    return layouts

@@ -17,9 +17,9 @@ _MODES = {
     DataParallelMode.FULLY_SHARDED: " sharded",
     DataParallelMode.SHARDED_OPTIMIZER: " sharded optimizer",
 }
-_IN_A_STEP = 0.5
-_FIRST_RANK = 0.4
-"""Additional share of kills of the first rank, which has more work than the others after the last step."""
+_STEP_KILL_PROBABILITY = 0.5
+_FIRST_RANK_PROBABILITY = 0.4
+"""Probability that the first rank is chosen; it has more work than the others after the last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Layout:
         return self.dp * self.tp
 
     @property
-    def is_whole(self) -> bool:
+    def holds_whole_state(self) -> bool:
         """Whether each rank holds the whole state."""
         return self.tp == 1 and not self.mode.is_sharded
 
@@ -51,7 +51,7 @@ class Scenario:
     """Layouts of the attempts of a run; each attempt but the last ends with a kill."""
 
     name: str
-    what: str
+    description: str
     attempts: tuple[Layout, ...]
     memory: bool = True
     """Whether there is a memory tier, with each rank as a separate node."""
@@ -127,14 +127,14 @@ def draw_trial(seed: int, suite: Suite) -> Trial:
     scenario = suite.scenarios[seed % len(suite.scenarios)]
     attempts: list[Attempt] = []
     for number, layout in enumerate(scenario.attempts[:-1]):
-        last = number == len(scenario.attempts) - 2
-        here = point
+        is_last = number == len(scenario.attempts) - 2
+        kill_point = point
         # A kill in a load follows an attempt that was killed in a step. Before a kill after the last step the first
         # attempt may have been killed in a step too.
-        if point is Point.LOAD or (point.follows_training and not last and rng.random() < _IN_A_STEP):
-            here = Point.STEP
-        attempts.append(_draw_kill(layout, here, scenario, suite, rng))
-        if point is Point.LOAD and last:
+        if point is Point.LOAD or (point.follows_training and not is_last and rng.random() < _STEP_KILL_PROBABILITY):
+            kill_point = Point.STEP
+        attempts.append(_draw_kill(layout, kill_point, scenario, suite, rng))
+        if point is Point.LOAD and is_last:
             attempts.append(_draw_kill(scenario.attempts[-1], Point.LOAD, scenario, suite, rng))
     attempts.append(Attempt(scenario.attempts[-1], None, None))
     return Trial(seed, scenario, point, tuple(attempts))
@@ -145,7 +145,7 @@ def _draw_kill(layout: Layout, point: Point, scenario: Scenario, suite: Suite, r
     if not scenario.memory:
         low, high = suite.passes_without_memory.get(point, (low, high))
     rank = 0 if point is Point.COMMIT else rng.randrange(layout.ranks)
-    if point.follows_training and rng.random() < _FIRST_RANK:
+    if point.follows_training and rng.random() < _FIRST_RANK_PROBABILITY:
         rank = 0
     kill = Kill(point, rng.randint(low, high), rng.random(), rng.randrange(1 << 30))
     return Attempt(layout, rank, kill)
@@ -191,10 +191,10 @@ _UNEVEN_LAYOUTS = {
     "reshard": (Layout(4, mode=_SHARDED), Layout(3, mode=_ZERO1), Layout(2, mode=_SHARDED), Layout(6)),
     "retensor": (Layout(2, tp=2), Layout(3), Layout(2, tp=2, mode=_SHARDED)),
 }
-_BY_NAME = {scenario.name: scenario for scenario in _PRETRAINING} | {
+_SCENARIO_BY_NAME = {scenario.name: scenario for scenario in _PRETRAINING} | {
     "idle": Scenario("idle", "a process is killed, one rank has no sample at all", ())
 }
-_UNEVEN = tuple(replace(_BY_NAME[name], attempts=attempts) for name, attempts in _UNEVEN_LAYOUTS.items())
+_UNEVEN = tuple(replace(_SCENARIO_BY_NAME[name], attempts=attempts) for name, attempts in _UNEVEN_LAYOUTS.items())
 _TUNING = (
     Scenario("process", "a process is killed, all restart from memory", (Layout(2), Layout(2))),
     Scenario("node", "a node fails, its shard comes from its buddy", (Layout(3, mode=_SHARDED),) * 2, node_lost=True),
@@ -237,7 +237,7 @@ UNEVEN = replace(PRETRAINING, name="uneven", scenarios=_UNEVEN, global_batch=5)
 PREFERENCES = replace(
     PRETRAINING,
     name="preferences",
-    scenarios=tuple(each for each in _PRETRAINING if not each.through_nxd),
+    scenarios=tuple(scenario for scenario in _PRETRAINING if not scenario.through_nxd),
     preferences=True,
 )
 TUNING = Suite(

@@ -8,7 +8,7 @@ Both train a model of one shape, Llama or another family, from random weights wi
 many processes, with torch's fused kernels; in the mode `lora` a LoRA adapter of rank 16 on all projections, by the
 peer with peft. DPO trains on pairs of answers of one length; the seconds that the log-probabilities of the reference
 take ahead of our steps are added to them, because trl computes them in each step. The second peer of the other modes is
-the first with its `torch_compile`. Runs alternate, so that whatever else the machine does hits all alike; a figure is
+the first with its `torch_compile`. Runs alternate, so that other load of the machine affects all equally; a figure is
 the median of the runs' median steps. The peers need transformers, accelerate, peft and trl in the interpreter of
 `--peer-python`; what is missing there, or does not run here, is reported and not measured. Nothing is estimated.
 """
@@ -45,19 +45,19 @@ from trainium_contract.models.families import FAMILIES
 
 TRANSFORMERS = "transformers.Trainer"
 TRL = "trl's DPOTrainer"
-_NEEDED = {
+_REQUIRED_PACKAGES = {
     TRANSFORMERS: ("transformers", "accelerate", "torch"),
     TRL: ("trl", "transformers", "accelerate", "peft", "torch"),
 }
-_VERSIONS = """
+_VERSIONS_PROGRAM = """
 import importlib.metadata, json, sys
-found = {}
+versions = {}
 for name in sys.argv[1:]:
     try:
-        found[name] = importlib.metadata.version(name)
+        versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
-print(json.dumps(found))
+print(json.dumps(versions))
 """
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -93,7 +93,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-GOALS = {"cpu": 1.1, "cuda": 1.0}
+SPEED_GOALS = {"cpu": 1.1, "cuda": 1.0}
 """Goal for the tokens per second over those of the peer, by device."""
 MEMORY_GOAL = 1.0
 PREFERENCE_GOALS = {"speed": 1.3, "memory": 0.9}
@@ -111,7 +111,7 @@ QUICK = {
 
 def main() -> int:
     """Run the benchmark, print the table and write the file."""
-    options = _options()
+    options = _parse_options()
     unknown = set(options.modes.split(",")) - set(MODES)
     if unknown:
         print(f"There is no mode {unknown.pop()!r}; there are {', '.join(MODES)}.", file=sys.stderr)
@@ -122,7 +122,7 @@ def main() -> int:
             print(f"{name} is not measured: {reason}", flush=True)
     peer = TRL if options.preferences else TRANSFORMERS
     peer_python = None if "missing" in peers[peer] else options.peer_python
-    goals = {"speed": GOALS[options.device], "memory": MEMORY_GOAL}
+    goals = {"speed": SPEED_GOALS[options.device], "memory": MEMORY_GOAL}
     base = Task(
         ranks=1,
         device=options.device,
@@ -166,19 +166,21 @@ def main() -> int:
 
 def _check_peers(python: str) -> dict[str, dict[str, str]]:
     """Return the versions of each peer, or under `missing` the reason why it is not measured."""
-    every = sorted({name for names in _NEEDED.values() for name in names})
-    asked = subprocess.run([python, "-c", _VERSIONS, *every], capture_output=True, text=True, timeout=120, check=True)
-    versions: dict[str, str] = json.loads(asked.stdout)
+    packages = sorted({name for names in _REQUIRED_PACKAGES.values() for name in names})
+    output = subprocess.run(
+        [python, "-c", _VERSIONS_PROGRAM, *packages], capture_output=True, text=True, timeout=120, check=True
+    )
+    versions: dict[str, str] = json.loads(output.stdout)
     states = {}
-    for peer, needed in _NEEDED.items():
-        absent = [name for name in needed if name not in versions]
-        states[peer] = {name: versions[name] for name in needed if name in versions}
+    for peer, required in _REQUIRED_PACKAGES.items():
+        absent = [name for name in required if name not in versions]
+        states[peer] = {name: versions[name] for name in required if name in versions}
         if absent:
             states[peer]["missing"] = f"{' and '.join(absent)} not installed beside the peers"
     return states
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks.training_speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -201,9 +203,9 @@ def _options() -> argparse.Namespace:
     if options.families:
         parser.set_defaults(modes=",".join(FAMILIES), ranks=[1], rounds=2, json=Path("out/bench/family_speed.json"))
     if options.preferences:
-        few = {"ranks": [1], "rounds": 2, "micro": 4, "steps": WARM_STEPS + 6}
-        parser.set_defaults(modes=",".join(PREFERENCES), json=Path("out/bench/preference_speed.json"), **few)
-    options = parser.parse_args()  # what is given counts
+        defaults = {"ranks": [1], "rounds": 2, "micro": 4, "steps": WARM_STEPS + 6}
+        parser.set_defaults(modes=",".join(PREFERENCES), json=Path("out/bench/preference_speed.json"), **defaults)
+    options = parser.parse_args()  # again: given options take precedence over the defaults above
     if options.quick:
         options.rounds, options.steps, options.length = 1, WARM_STEPS + 3, 64
     if options.steps <= WARM_STEPS:
@@ -214,30 +216,30 @@ def _options() -> argparse.Namespace:
 def _run_mode(mode: str, task: Task, options: argparse.Namespace, peer_python: str | None) -> dict[str, Any]:
     """Run the trainers in turn and print a line."""
     row: dict[str, Any] = {"mode": mode, "ranks": task.ranks, "tokensPerStep": task.tokens}
-    found: dict[str, list[Result]] = {"ours": [], "peer": [], "compiledPeer": []}
+    results: dict[str, list[Result]] = {"ours": [], "peer": [], "compiledPeer": []}
     try:
         for _ in range(options.rounds):
             with tempfile.TemporaryDirectory(prefix="speed-") as scratch:
-                folders = {name: Path(scratch, name) for name in ("text", "base", *found)}
+                folders = {name: Path(scratch, name) for name in ("text", "base", *results)}
                 for folder in folders.values():
                     folder.mkdir()
-                line = write_text(folders["text"])
-                tuned = task.lora or task.pairs
-                each = replace(task, base=create_base(task, folders["base"], line)) if tuned else task
-                found["ours"].append(run_trainer(each, folders["ours"], line, options.overrides))
+                text = write_text(folders["text"])
+                starts_from_base = task.lora or task.pairs
+                round_task = replace(task, base=create_base(task, folders["base"], text)) if starts_from_base else task
+                results["ours"].append(run_trainer(round_task, folders["ours"], text, options.overrides))
                 if peer_python is None:
                     continue
                 if task.pairs:
-                    found["peer"].append(run_pairs_peer(each, folders["peer"], peer_python, folders["ours"]))
+                    results["peer"].append(run_pairs_peer(round_task, folders["peer"], peer_python, folders["ours"]))
                     continue
-                found["peer"].append(run_peer(each, folders["peer"], peer_python))
+                results["peer"].append(run_peer(round_task, folders["peer"], peer_python))
                 if not task.compiled and not options.families:
-                    compiled = replace(each, compiled=True)
-                    found["compiledPeer"].append(run_peer(compiled, folders["compiledPeer"], peer_python))
+                    compiled = replace(round_task, compiled=True)
+                    results["compiledPeer"].append(run_peer(compiled, folders["compiledPeer"], peer_python))
     except RunFailedError as error:
         print(f"{mode}, {task.ranks} ranks: {error}", file=sys.stderr, flush=True)
         return row | {"error": str(error)}
-    row |= {name: _figures(task, results) for name, results in found.items() if results}
+    row |= {name: _summarize(task, runs) for name, runs in results.items() if runs}
     ours = row["ours"]
     summary = f"{mode:12} {task.ranks} ranks: {ours['tokensPerSecond']:9.0f} tokens/s"
     if task.pairs:
@@ -260,7 +262,7 @@ def _run_mode(mode: str, task: Task, options: argparse.Namespace, peer_python: s
     return row
 
 
-def _figures(task: Task, results: list[Result]) -> dict[str, Any]:
+def _summarize(task: Task, results: list[Result]) -> dict[str, Any]:
     speeds = [result.speed(task.tokens) for result in results]
     return {
         "tokensPerSecond": round(statistics.median(speeds), 1),

@@ -22,7 +22,7 @@ from trainium_trainer.configuration.config import load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_WORDS = 40_000
+_TEXT_WORDS = 40_000
 WARM_STEPS = 3
 """Number of first steps that are not counted, because they allocate and compile."""
 _LORA = {"rank": 16, "alpha": 32.0}
@@ -78,21 +78,21 @@ class Result:
 
 def write_text(folder: Path) -> Path:
     """Write a file of random words."""
-    choose = random.Random(0)
+    rng = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
-    words = ["".join(choose.choices(letters, k=choose.randint(2, 9))) for _ in range(3000)]
+    words = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(3000)]
     path = folder / "text.txt"
-    path.write_text("\n".join(" ".join(choose.choices(words, k=12)) for _ in range(_WORDS // 12)) + "\n")
+    path.write_text("\n".join(" ".join(rng.choices(words, k=12)) for _ in range(_TEXT_WORDS // 12)) + "\n")
     return path
 
 
 def write_pairs(task: Task, text: Path) -> Path:
     """Write pairs for all steps: a prompt with two answers, each longer than the length, to which both are cut."""
     lines = text.read_text().splitlines()
-    choose, many = random.Random(0), task.length // 12
+    rng, line_count = random.Random(0), task.length // 12
     rows = [
-        {name: " " + " ".join(choose.choices(lines, k=many)) for name in ("chosen", "rejected")}
-        | {"prompt": choose.choice(lines)}
+        {name: " " + " ".join(rng.choices(lines, k=line_count)) for name in ("chosen", "rejected")}
+        | {"prompt": rng.choice(lines)}
         for _ in range(task.steps * task.ranks * task.micro * task.accumulation)
     ]
     path = text.with_name("pairs.jsonl")
@@ -156,9 +156,9 @@ def run_trainer(task: Task, folder: Path, text: Path, overrides: Sequence[str] =
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     # The reference's log-probabilities are computed ahead; their seconds count for the steps that need them.
-    ahead = re.search(r"references ([\d.]+) s", (folder / "rank-0.log").read_text())
-    share = float(ahead[1]) / len(steps) if ahead else 0.0
-    seconds = tuple(line["seconds"] + share for line in steps[WARM_STEPS:])
+    reference_time = re.search(r"references ([\d.]+) s", (folder / "rank-0.log").read_text())
+    added_seconds = float(reference_time[1]) / len(steps) if reference_time else 0.0
+    seconds = tuple(line["seconds"] + added_seconds for line in steps[WARM_STEPS:])
     return Result(seconds, host_bytes, int(steps[-1].get("deviceBytes") or 0))
 
 
@@ -175,7 +175,9 @@ def model_options(task: Task) -> dict[str, Any]:
         "num_key_value_heads": model["numKeyValueHeads"],
         "max_position_embeddings": task.length,
         "tie_word_embeddings": False,
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),  # a family's may exceed the vocabulary
+        **dict.fromkeys(
+            ("pad_token_id", "bos_token_id", "eos_token_id")
+        ),  # the defaults of a family may exceed the vocabulary
     }
 
 
@@ -197,24 +199,24 @@ def create_base(task: Task, folder: Path, text: Path) -> Path:
 
 def run_pairs_peer(task: Task, folder: Path, python: str, ours: Path) -> Result:
     """Run trl's DPOTrainer on the token ids of our run in the folder `ours`. Raises RunFailedError."""
-    described = write_task(load(ours / "trainer.yaml"), folder / "run", deterministic=False)
-    return peer_result(folder, run_ranks([python, str(PEER)], task.ranks, folder, {"TASK": json.dumps(described)}))
+    peer_task = write_task(load(ours / "trainer.yaml"), folder / "run", deterministic=False)
+    return peer_result(folder, run_ranks([python, str(PEER)], task.ranks, folder, {"TASK": json.dumps(peer_task)}))
 
 
 def run_peer(task: Task, folder: Path, python: str) -> Result:
     """Run `transformers.Trainer`. Raises RunFailedError."""
-    described = asdict(task) | {"folder": str(folder / "run"), "model": model_options(task), "base": None}
+    peer_task = asdict(task) | {"folder": str(folder / "run"), "model": model_options(task), "base": None}
     if task.lora:
         lora = {"r": _LORA["rank"], "lora_alpha": _LORA["alpha"], "target_modules": _PROJECTIONS}
-        described |= {"weights": str(task.base), "lora": lora}
+        peer_task |= {"weights": str(task.base), "lora": lora}
     argv = [python, str(Path(__file__).with_name("peer.py"))]
-    return peer_result(folder, run_ranks(argv, task.ranks, folder, {"TASK": json.dumps(described)}))
+    return peer_result(folder, run_ranks(argv, task.ranks, folder, {"TASK": json.dumps(peer_task)}))
 
 
 def peer_result(folder: Path, host_bytes: int) -> Result:
     """Read the measurements of a run of the peer in `folder`."""
     record = json.loads((folder / "rank-0.log").read_text().splitlines()[-1])
     ends: list[float] = record["ends"]
-    seconds = [end - begin for begin, end in itertools.pairwise(ends)]
+    seconds = [end - start for start, end in itertools.pairwise(ends)]
     # The first interval is that of the second step.
     return Result(tuple(seconds[WARM_STEPS - 1 :]), host_bytes, int(record["deviceBytes"]))

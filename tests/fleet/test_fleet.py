@@ -60,10 +60,10 @@ def test_the_operator_replaces_a_failed_worker_of_a_fleet_by_the_spare(cluster: 
 async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
     """Start a job of four nodes and a spare with simulated agents, fail one pod; return the common generations."""
     from benchmarks.fleet.agents_process import AgentsProcess
-    from benchmarks.fleet.job import NAME, training_job
+    from benchmarks.fleet.job import NAME, recorded_membership, training_job
     from benchmarks.fleet.kube import PodWatch, admin_client
     from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
-    from benchmarks.fleet.scenario import JOBS, membership, until_status
+    from benchmarks.fleet.scenario import JOBS, until_status
     from trainium_contract.wire.worker_env import LABEL_JOB
 
     assert cluster.fleet is not None
@@ -82,7 +82,7 @@ async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
                 await agents.request("start")
                 first = await agents.request("wait_for_membership", generation=1, count=4, seconds=scaled(USUAL))
                 await until_status(kube, lambda status: status.get("phase") == "Running", "it trains", scaled(USUAL))
-                member = (await membership(kube)).members[1].pod_name
+                member = (await recorded_membership(kube)).members[1].pod_name
                 await asyncio.to_thread(cluster.fleet.fail_pod, "default", member, exit_code=137)
                 second = await agents.request("wait_for_membership", generation=2, count=4, seconds=scaled(USUAL))
                 await watch.until(lambda: watch.created == 6, "a new spare is made", scaled(USUAL))

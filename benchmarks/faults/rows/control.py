@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.environment import FaultEnvironment
-from benchmarks.faults.record import FaultRun, Findings
+from benchmarks.faults.record import Findings, RunResult
 from benchmarks.faults.recovery import Run, expect_in_place, expect_node_lost
 from benchmarks.faults.row import Row
 from benchmarks.faults.rows.pods import expect_deleted
+from benchmarks.faults.rows.processes import kill_rank
 from tests.testing.suite import timeouts
 from trainium_devcluster.controlplane.components import Component
 
@@ -25,37 +27,33 @@ NODE_LOST_SECONDS = 10.0
 """Time for agents to find the new leader, and for the leader to detect a missing agent."""
 
 
-def _kill_operator_during_recovery(run: Run) -> FaultRun:
+def _kill_operator_during_recovery(run: Run) -> RunResult:
     target = run.target
     pod = run.random_member()["podName"]
-    before = run.snapshot()
-    moment = target.delete_pod(pod, force=True)
-    completed = target.step()
+    fault = run.inject(lambda: target.delete_pod(pod, force=True))
     delay = run.rng.uniform(0.0, 1.5)
     time.sleep(delay)
     run.env.operator.kill()
     note = f"operator killed {delay:.1f} s later"
-    return run.follow(before, moment, completed, expect_deleted(pod, seconds=90), note=note)
+    return run.follow_recovery(fault, expect_deleted(pod, timeout_seconds=90), note=note)
 
 
-def _kill_rank_without_operator(run: Run) -> FaultRun:
+def _kill_rank_without_operator(run: Run) -> RunResult:
     target = run.target
     pod = run.random_member()["podName"]
-    before = run.snapshot()
     run.env.operator.scale(0)
     try:
         target.until_step(target.step() + 10)
-        moment = target.signal(pod, "KILL")
-        completed = target.step()
-        target.until_step(completed + 10, 30)
-        first = target.records()[completed + 1]["time"]
+        fault = run.inject(lambda: target.signal(pod, "KILL"))
+        target.until_step(fault.completed_step + 10, 30)
+        recovered_at = target.records()[fault.completed_step + 1]["time"]
     finally:
         run.env.operator.scale(1)
-    result = run.follow(before, moment, completed, expect_in_place("Crash", pod), note=pod)
-    return replace(result, recover=round(first - moment, 3))
+    result = run.follow_recovery(fault, expect_in_place("Crash", pod), note=pod)
+    return replace(result, recovery_seconds=round(recovered_at - fault.injected_at, 3))
 
 
-def _stop_api_server(run: Run) -> FaultRun:
+def _stop_api_server(run: Run) -> RunResult:
     target, faults = run.target, run.env.faults
     before = run.snapshot()
     time.sleep(run.rng.uniform(0.0, 1.0))
@@ -68,18 +66,17 @@ def _stop_api_server(run: Run) -> FaultRun:
         faults.start(Component.APISERVER)
     target.until(lambda: target.status()["progress"]["step"] > start + steps, "status of the operator")
     target.until_stable(10)
-    found = Findings()
-    found.expect(steps > OUTAGE_SECONDS / 0.5, f"only {steps} steps during the outage")
-    found.expect(len(target.history()) == len(before.entries), "the outage made an interruption")
-    found.expect({pod["metadata"]["uid"] for pod in target.pods()} == before.uids, "pods were replaced")
-    return run.result(found, steps_lost=0, note=f"{steps} steps during the outage")
+    findings = Findings()
+    findings.expect(steps > OUTAGE_SECONDS / 0.5, f"only {steps} steps during the outage")
+    findings.expect(len(target.history()) == len(before.interruptions), "the outage caused an interruption")
+    findings.expect({pod["metadata"]["uid"] for pod in target.pods()} == before.pod_uids, "pods were replaced")
+    return run.result(findings, steps_lost=0, note=f"{steps} steps during the outage")
 
 
-def _kill_rank_without_names(run: Run) -> FaultRun:
-    pod = run.random_member()["podName"]
+def _kill_rank_without_names(run: Run) -> RunResult:
     with run.env.stopped_name_servers():
         time.sleep(run.rng.uniform(0.0, 2.0))
-        return run.inject(lambda: run.target.signal(pod, "KILL"), expect_in_place("Crash", pod), note=pod)
+        return kill_rank(run)
 
 
 @contextlib.contextmanager
@@ -92,56 +89,53 @@ def _two_replicas(env: FaultEnvironment) -> Iterator[None]:
         env.operator.scale(1)
 
 
-def _freeze_leader(run: Run) -> FaultRun:
+def _freeze_leader(run: Run) -> RunResult:
     operator, faults, target = run.env.operator, run.env.faults, run.target
-    before, leader = run.snapshot(), operator.leader()
+    leader = operator.leader()
     name = next(pod["metadata"]["name"] for pod in operator.pods() if pod["metadata"]["name"] in leader)
     time.sleep(run.rng.uniform(0.0, 1.0))
     faults.freeze_container("trainium-system", name)
-    frozen = time.time()
+    frozen_at = time.time()
     try:
         target.until(lambda: operator.leader() not in ("", leader), "new leader", 60)
-        seconds = time.time() - frozen
+        takeover_seconds = time.time() - frozen_at
     finally:
         faults.thaw_container("trainium-system", name)
     # For a moment two processes act as the leader; a fault must be handled once.
     pod = run.random_member()["podName"]
-    moment = target.delete_pod(pod, force=True)
-    completed = target.step()
-    note = f"the other replica leads after {seconds:.1f} s"
-    result = run.follow(before, moment, completed, expect_deleted(pod, seconds=90), note=note)
-    found = Findings(list(result.deviations))
-    found.expect(seconds <= TAKE_OVER_SECONDS, f"the other replica led after {seconds:.1f} s")
-    return replace(result, detect=round(seconds, 3), deviations=tuple(found.deviations))
+    note = f"the other replica leads after {takeover_seconds:.1f} s"
+    action = partial(target.delete_pod, pod, force=True)
+    result = run.measure_recovery(action, expect_deleted(pod, timeout_seconds=90), note=note)
+    findings = Findings(list(result.deviations))
+    findings.expect(takeover_seconds <= TAKE_OVER_SECONDS, f"the other replica led after {takeover_seconds:.1f} s")
+    return replace(result, detection_seconds=round(takeover_seconds, 3), deviations=tuple(findings.deviations))
 
 
-def _fail_node_of_leader(run: Run) -> FaultRun:
+def _fail_node_of_leader(run: Run) -> RunResult:
     env, target = run.env, run.target
     with env.operator.on_nodes([member["nodeName"] for member in target.members()]):
         target.until_stable()
         node = env.operator.leader_node()
         member = next(member for member in target.members() if member["nodeName"] == node)
         time.sleep(run.rng.uniform(0.0, 2.0))
-        within = TAKE_OVER_SECONDS + NODE_LOST_SECONDS
-        expect = expect_node_lost(node, pod=member["podName"], detect_within=within, seconds=120)
+        limit = TAKE_OVER_SECONDS + NODE_LOST_SECONDS
+        expected = expect_node_lost(node, pod=member["podName"], detect_within_seconds=limit, timeout_seconds=120)
         try:
             note = f"{node}, rank {member['nodeRank']}"
-            return run.inject(lambda: env.site.power_off(node), expect, note=note)
+            return run.measure_recovery(partial(env.cluster.power_off, node), expected, note=note)
         finally:
             env.replace_node(node)
 
 
-def _resize_during_recovery(run: Run) -> FaultRun:
+def _resize_during_recovery(run: Run) -> RunResult:
     target, size = run.target, run.env.size
     pod = run.random_member()["podName"]
-    before = run.snapshot()
-    moment = target.delete_pod(pod, force=True)
-    completed = target.step()
+    fault = run.inject(lambda: target.delete_pod(pod, force=True))
     time.sleep(run.rng.uniform(0.0, 1.0))
     target.patch({"spec": {"workers": {"replicas": size - 1}}})
     try:
-        expect = expect_deleted(pod, rungs=frozenset(), interruptions=3, seconds=90)
-        result = run.follow(before, moment, completed, expect, note=f"{pod}, then {size - 1} nodes")
+        expected = expect_deleted(pod, rungs=frozenset(), max_interruptions=3, timeout_seconds=90)
+        result = run.follow_recovery(fault, expected, note=f"{pod}, then {size - 1} nodes")
         target.until(lambda: target.size() == size - 1, "requested size", 60)
     finally:
         target.patch({"spec": {"workers": {"replicas": size}}})
@@ -149,23 +143,23 @@ def _resize_during_recovery(run: Run) -> FaultRun:
     return result
 
 
-def _delete_job_during_recovery(run: Run) -> FaultRun:
-    target, site = run.target, run.env.site
+def _delete_job_during_recovery(run: Run) -> RunResult:
+    target, cluster = run.target, run.env.cluster
     target.until_stable(3, 120)
     target.delete_pod(run.rng.choice(target.members())["podName"], force=True)
     time.sleep(run.rng.uniform(0.0, 1.5))
     namespace, name = target.job.namespace, target.job.name
-    moment = time.time()
+    deleted_at = time.time()
     timeout = f"--timeout={timeouts.scaled(60):.0f}s"
-    site.kubectl("delete", "trainingjob", name, "-n", namespace, timeout, seconds=70)
+    cluster.kubectl("delete", "trainingjob", name, "-n", namespace, timeout, seconds=70)
     target.until(lambda: not target.pods(), "deletion of its pods", 60)
-    seconds = time.time() - moment
+    seconds = time.time() - deleted_at
     time.sleep(1)  # the garbage collector also removes other objects
-    found = Findings()
-    left = site.get("configmaps,services,poddisruptionbudgets,secrets", "-n", namespace)["items"]
-    names = [item["metadata"]["name"] for item in left if item["metadata"]["name"].startswith(name)]
-    found.expect(not names, f"not deleted: {', '.join(names)}")
-    return run.result(found, recover=round(seconds, 3))
+    findings = Findings()
+    remaining = cluster.get("configmaps,services,poddisruptionbudgets,secrets", "-n", namespace)["items"]
+    names = [item["metadata"]["name"] for item in remaining if item["metadata"]["name"].startswith(name)]
+    findings.expect(not names, f"not deleted: {', '.join(names)}")
+    return run.result(findings, recovery_seconds=round(seconds, 3))
 
 
 ROWS = (
@@ -207,7 +201,7 @@ ROWS = (
         expected="the other leads within 20 s; the fault is answered once",
         checked="the Lease (as detection); history: PodLost or Preempted once, Spare or Replace; curve",
         run_once=_freeze_leader,
-        within=_two_replicas,
+        context=_two_replicas,
         spares=2,
         max_runs=3,
         kubelet=False,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.environment import FaultEnvironment, RowSkippedError
-from benchmarks.faults.record import FaultRun, Findings
-from benchmarks.faults.recovery import Run, expect_in_place, expect_node_lost
+from benchmarks.faults.record import Findings, RunResult
+from benchmarks.faults.recovery import Run, expect_node_lost
 from benchmarks.faults.row import Row
+from benchmarks.faults.rows.processes import kill_rank
 from tests.testing.suite.timeouts import Deadline
 from trainium_devcluster.errors import ClusterError
 
@@ -19,111 +21,126 @@ if TYPE_CHECKING:
 
     from benchmarks.faults.target import Json, TargetJob
 
-SMALL = "workers: {replicas: 2}"
-NO_IMAGE = "registry.invalid/no-such-image:1"
-INTERRUPTED_STARTS = 6
-EMPTY_CACHE = "empty"
+TWO_WORKERS = "workers: {replicas: 2}"
+MISSING_IMAGE = "registry.invalid/no-such-image:1"
+START_KILLS = 6
+EMPTY_CACHE_NAME = "empty"
 ALLOWED_CRASHES = 2
 AVOID_CODE, STOP_CODE = 42, 43
 
 
-def _all_run(target: TargetJob) -> bool:
+def _both_workers_run(target: TargetJob) -> bool:
     pods = target.pods()
     return len(pods) == 2 and all(pod["status"].get("phase") == "Running" for pod in pods)
 
 
-def _verdict(run: Run, moment: float, reason: str, text: str, *, restarts: int = 1) -> FaultRun:
-    """Wait for this verdict, which must blame no node."""
-    target, found = run.target, Findings()
+def _wait_for_verdict(run: Run, injected_at: float, reason: str, text: str, *, max_restarts: int = 1) -> RunResult:
+    """Wait for a verdict with this reason and text, which must blame no node."""
+    target, findings = run.target, Findings()
     target.until(lambda: target.status().get("phase") == "Failed", "verdict", 90)
-    detect = round(time.time() - moment, 3)
+    detection_seconds = round(time.time() - injected_at, 3)
     status, failed = target.status(), target.condition("Failed")
     verdict = status.get("verdict", "")
-    blame = found.expect(failed.get("reason") == reason, f"the verdict is {failed.get('reason')}, expected {reason}")
-    blame &= found.expect(text in verdict, f"the verdict does not contain {text!r}: {verdict[:200]!r}")
-    blame &= found.expect(not status.get("avoidedNodes"), f"nodes are suspected: {status.get('avoidedNodes')}")
+    blame_correct = findings.expect(
+        failed.get("reason") == reason, f"the verdict is {failed.get('reason')}, expected {reason}"
+    )
+    blame_correct &= findings.expect(text in verdict, f"the verdict does not contain {text!r}: {verdict[:200]!r}")
+    blame_correct &= findings.expect(
+        not status.get("avoidedNodes"), f"nodes are suspected: {status.get('avoidedNodes')}"
+    )
     total = status.get("restarts", {}).get("total", 0)
-    found.expect(total <= restarts, f"{total} restarts, expected at most {restarts}")
-    return run.result(found, detect=detect, steps_lost=0, blame=blame, note=verdict[:80])
+    findings.expect(total <= max_restarts, f"{total} restarts, expected at most {max_restarts}")
+    return run.result(
+        findings, detection_seconds=detection_seconds, steps_lost=0, blame_correct=blame_correct, note=verdict[:80]
+    )
 
 
-def _inject(run: Run, what: str) -> float:
+def _inject_in_random_rank(run: Run, fault: str) -> float:
     run.target.until_stable(3, seconds=120)
     pod = run.rng.choice(run.target.members())["podName"]
-    return run.target.inject(what, pod, sticky=what == "nan")
+    return run.target.inject(fault, pod, sticky=fault == "nan")
 
 
-def _not_a_number(run: Run) -> FaultRun:
-    return _verdict(run, _inject(run, "nan"), "NumericalError", "nan")
+def _not_a_number(run: Run) -> RunResult:
+    return _wait_for_verdict(run, _inject_in_random_rank(run, "nan"), "NumericalError", "nan")
 
 
-def _out_of_memory(run: Run) -> FaultRun:
-    return _verdict(run, _inject(run, "oom"), "OutOfMemory", "memory")
+def _out_of_memory(run: Run) -> RunResult:
+    return _wait_for_verdict(run, _inject_in_random_rank(run, "oom"), "OutOfMemory", "memory")
 
 
-def _import_error(run: Run) -> FaultRun:
-    run.target.until(lambda: _all_run(run.target), "running workers", 120)
-    return _verdict(run, time.time(), "UserError", "no_such_module", restarts=2)
+def _import_error(run: Run) -> RunResult:
+    run.target.until(lambda: _both_workers_run(run.target), "running workers", 120)
+    return _wait_for_verdict(run, time.time(), "UserError", "no_such_module", max_restarts=2)
 
 
-def _exhaust_budget(run: Run) -> FaultRun:
+def _exhaust_budget(run: Run) -> RunResult:
     """Kill a rank as often as the budget allows, then once more."""
     target, deviations = run.target, list[str]()
     for _ in range(ALLOWED_CRASHES):
         target.until_stable(3, seconds=120)
-        pod = run.random_member()["podName"]
-        act, expect = (lambda pod=pod: target.signal(pod, "KILL")), expect_in_place("Crash", pod)
-        deviations += run.inject(act, expect).deviations
+        deviations += kill_rank(run).deviations
     target.until_stable(3)
-    moment = target.signal(run.random_member()["podName"], "KILL")
-    result = _verdict(run, moment, "BudgetExhausted", "budgets.process", restarts=ALLOWED_CRASHES + 1)
+    killed_at = target.signal(run.random_member()["podName"], "KILL")
+    result = _wait_for_verdict(run, killed_at, "BudgetExhausted", "budgets.process", max_restarts=ALLOWED_CRASHES + 1)
     return run.result(
-        Findings([*deviations, *result.deviations]), detect=result.detect, blame=result.blame, note=result.note
+        Findings([*deviations, *result.deviations]),
+        detection_seconds=result.detection_seconds,
+        blame_correct=result.blame_correct,
+        note=result.note,
     )
 
 
-def _apply_rules(run: Run) -> FaultRun:
+def _apply_rules(run: Run) -> RunResult:
     """Exit with a code whose rule avoids the node, then with one whose rule stops the job."""
     target = run.target
     target.until_stable(3, seconds=120)
     member = run.random_member()
     pod, node = member["podName"], member["nodeName"]
-    expect = expect_node_lost(node, causes=frozenset({"Host"}), pod=pod)
-    avoided = run.command("exit", expect, pod, code=AVOID_CODE)
-    found = Findings(list(avoided.deviations))
+    expected = expect_node_lost(node, causes=frozenset({"Host"}), pod=pod)
+    avoided = run.measure_recovery(partial(target.inject, "exit", pod, code=AVOID_CODE), expected, note=pod)
+    findings = Findings(list(avoided.deviations))
     members = [member["nodeName"] for member in target.members()]
-    found.expect(node not in members, f"a rank is on {node}, which the rule avoids")
+    findings.expect(node not in members, f"a rank is on {node}, which the rule avoids")
     target.until_stable(3)
     target.clear_failures()
     target.inject("exit", run.random_member()["podName"], code=STOP_CODE)
-    stopped = _verdict(run, time.time(), "UserError", str(STOP_CODE))
+    stopped = _wait_for_verdict(run, time.time(), "UserError", str(STOP_CODE))
     return run.result(
-        Findings([*found.deviations, *stopped.deviations]),
-        detect=avoided.detect,
-        recover=avoided.recover,
+        Findings([*findings.deviations, *stopped.deviations]),
+        detection_seconds=avoided.detection_seconds,
+        recovery_seconds=avoided.recovery_seconds,
         steps_lost=avoided.steps_lost,
-        blame=avoided.blame and stopped.blame,
+        blame_correct=avoided.blame_correct and stopped.blame_correct,
         note=stopped.note,
     )
 
 
-def _missing_image(run: Run) -> FaultRun:
+def _missing_image(run: Run) -> RunResult:
     """Start with an image that cannot be pulled: expect a condition, no verdict; a corrected image starts the pods."""
-    target, right, applied = run.target, run.env.site.settings["chartValues"]["trainerImage"], time.time()
+    target, findings = run.target, Findings()
+    applied_at = time.time()
 
     def not_starting() -> Json:
         condition = target.condition("PodsReady")
         return condition if condition.get("reason") == "WorkerNotStarting" else {}
 
-    condition = target.until(not_starting, "reason", 120)
-    found, detect, message = Findings(), round(time.time() - applied, 3), condition.get("message", "")
-    blame = found.expect(NO_IMAGE.partition(":")[0] in message, f"the image is not named: {message!r}")
-    found.expect(target.status().get("phase") != "Failed", "the job was stopped")
-    moment = time.time()
-    target.patch({"spec": {"image": right}})
+    message = target.until(not_starting, "reason", 120).get("message", "")
+    detection_seconds = round(time.time() - applied_at, 3)
+    blame_correct = findings.expect(MISSING_IMAGE.partition(":")[0] in message, f"the image is not named: {message!r}")
+    findings.expect(target.status().get("phase") != "Failed", "the job was stopped")
+    corrected_at = time.time()
+    target.patch({"spec": {"image": run.env.cluster.settings["chartValues"]["trainerImage"]}})
     target.until_step(1, 180)
-    recover = round(target.records()[1]["time"] - moment, 3)
-    return run.result(found, detect=detect, recover=recover, steps_lost=0, blame=blame, note=message[:80])
+    recovery_seconds = round(target.records()[1]["time"] - corrected_at, 3)
+    return run.result(
+        findings,
+        detection_seconds=detection_seconds,
+        recovery_seconds=recovery_seconds,
+        steps_lost=0,
+        blame_correct=blame_correct,
+        note=message[:80],
+    )
 
 
 def _require_images(env: FaultEnvironment) -> None:
@@ -133,7 +150,7 @@ def _require_images(env: FaultEnvironment) -> None:
 
 @contextlib.contextmanager
 def _empty_cache(env: FaultEnvironment) -> Iterator[None]:
-    folder = env.site.shared / "cache" / EMPTY_CACHE
+    folder = env.cluster.shared / "cache" / EMPTY_CACHE_NAME
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
     try:
@@ -142,12 +159,12 @@ def _empty_cache(env: FaultEnvironment) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _interrupt_start(run: Run) -> FaultRun:
+def _interrupt_start(run: Run) -> RunResult:
     """Kill ranks while they fill the cache of tokenized text, the only cache of a start on a CPU."""
     env, target = run.env, run.target
-    target.until(lambda: _all_run(target), "running workers", 120)
+    target.until(lambda: _both_workers_run(target), "running workers", 120)
     kills, deadline = 0, Deadline(60)
-    while kills < INTERRUPTED_STARTS and not deadline.is_over():
+    while kills < START_KILLS and not deadline.is_over():
         time.sleep(run.rng.uniform(0.2, 1.0))
         for pod in target.pods():
             # While the pod warms up, the standby process tokenizes.
@@ -155,13 +172,13 @@ def _interrupt_start(run: Run) -> FaultRun:
                 with contextlib.suppress(ClusterError):
                     env.faults.kill_container(target.job.namespace, pod["metadata"]["name"], match=title)
                     kills += 1
-    moment = time.time()
+    last_kill_at = time.time()
     target.until_step(5, 120)
-    found = Findings()
-    found.expect(kills > 0, "no process was killed")
-    found.expect(not env.check_curve(target, 2), "the curve or the samples differ: the cache is damaged")
-    recover = round(target.records()[1]["time"] - moment, 3)
-    return run.result(found, recover=recover, steps_lost=0, note=f"{kills} kills")
+    findings = Findings()
+    findings.expect(kills > 0, "no process was killed")
+    findings.expect(not env.check_curve(target, 2), "the curve or the samples differ: the cache is damaged")
+    recovery_seconds = round(target.records()[1]["time"] - last_kill_at, 3)
+    return run.result(findings, recovery_seconds=recovery_seconds, steps_lost=0, note=f"{kills} kills")
 
 
 ROWS = (
@@ -173,7 +190,7 @@ ROWS = (
         checked="condition Failed, its reason and message; no suspected node; at most 1 restart",
         run_once=_not_a_number,
         spares=0,
-        spec=SMALL,
+        spec=TWO_WORKERS,
         job_per_run=True,
         max_runs=5,
     ),
@@ -185,7 +202,7 @@ ROWS = (
         checked="as row 12; at most 2 restarts. Time counts from when the workers run",
         run_once=_import_error,
         spares=0,
-        spec=SMALL,
+        spec=TWO_WORKERS,
         variables={"TRAINIUM_RANK_ENTRY": "no_such_module:main"},
         job_per_run=True,
         max_runs=5,
@@ -200,7 +217,7 @@ ROWS = (
         run_once=_missing_image,
         require=_require_images,
         spares=0,
-        spec=f"image: {NO_IMAGE}",
+        spec=f"image: {MISSING_IMAGE}",
         job_per_run=True,
         max_runs=3,
     ),
@@ -212,7 +229,7 @@ ROWS = (
         checked="as row 12",
         run_once=_out_of_memory,
         spares=0,
-        spec=SMALL,
+        spec=TWO_WORKERS,
         job_per_run=True,
         max_runs=5,
     ),
@@ -225,8 +242,8 @@ ROWS = (
         run_once=_interrupt_start,
         require=lambda env: env.faults,
         spares=0,
-        within=_empty_cache,
-        spec=f"{SMALL}\ntrainer: {{data: {{cacheDirectory: /cache/{EMPTY_CACHE}}}}}",
+        context=_empty_cache,
+        spec=f"{TWO_WORKERS}\ntrainer: {{data: {{cacheDirectory: /cache/{EMPTY_CACHE_NAME}}}}}",
         job_per_run=True,
         max_runs=3,
         kubelet=False,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.environment import FaultEnvironment, RowSkippedError
-from benchmarks.faults.record import FaultRun, Findings
+from benchmarks.faults.record import Findings, RunResult
 from benchmarks.faults.recovery import SPARE_OR_REPLACE, ExpectedRecovery, Run, expect_node_lost
 from benchmarks.faults.row import Row
 
@@ -28,90 +28,92 @@ KERNEL_LINES = tuple(
 UNEVEN_BATCH = 8
 
 
-def _fail_node_of(run: Run, member: Json) -> FaultRun:
+def _fail_node_of_member(run: Run, member: Json) -> RunResult:
     env, node = run.env, member["nodeName"]
     if env.move_operator_off(node):
         run.target.until_stable()
-    hang = env.local and run.rng.random() < 0.3
-    act = env.faults.freeze_node if hang else env.site.power_off
-    expect = expect_node_lost(node, pod=member["podName"], detect_within=NOT_READY_AFTER_SECONDS)
-    note = f"{'hang of' if hang else 'power off'} {node}, rank {member['nodeRank']}"
+    hangs = env.local and run.rng.random() < 0.3
+    fail = env.faults.freeze_node if hangs else env.cluster.power_off
+    expected = expect_node_lost(node, pod=member["podName"], detect_within_seconds=NOT_READY_AFTER_SECONDS)
+    note = f"{'hang of' if hangs else 'power off'} {node}, rank {member['nodeRank']}"
     try:
-        return run.inject(lambda: act(node), expect, note=note)
+        return run.measure_recovery(lambda: fail(node), expected, note=note)
     finally:
         env.replace_node(node)
 
 
-def _fail_node(run: Run) -> FaultRun:
-    return _fail_node_of(run, run.random_member())
+def _fail_node(run: Run) -> RunResult:
+    return _fail_node_of_member(run, run.random_member())
 
 
-def _fail_store_host(run: Run) -> FaultRun:
-    return _fail_node_of(run, run.target.members()[0])
+def _fail_store_host(run: Run) -> RunResult:
+    return _fail_node_of_member(run, run.target.members()[0])
 
 
-def _write_kernel_line(run: Run) -> FaultRun:
+def _write_kernel_line(run: Run) -> RunResult:
     line = run.rng.choice(KERNEL_LINES)
     member = run.random_member()
     node, pod = member["nodeName"], member["podName"]
     record = f"3,{run.number + 1},{int(time.monotonic() * 1e6)},-;{line}"
 
-    def act() -> float:
+    def append_record() -> float:
         return float(run.target.shell(pod, f"date +%s.%N; echo '{record}' >> {KERNEL_LOG}").split()[0])
 
-    expect = expect_node_lost(node, causes=frozenset({"Device"}), pod=pod)
+    expected = expect_node_lost(node, causes=frozenset({"Device"}), pod=pod)
     try:
-        return run.inject(act, expect, note=f"{line[12:50]} on {node}")
+        return run.measure_recovery(append_record, expected, note=f"{line[12:50]} on {node}")
     finally:
         run.env.replace_node(node)
 
 
-def _fail_two_nodes(run: Run, *, steps_lost: int) -> FaultRun:
+def _fail_two_nodes(run: Run, *, max_steps_lost: int) -> RunResult:
     members = run.rng.sample(run.target.members(), 2)
     time.sleep(run.rng.uniform(0.0, 0.5))
     nodes = [member["nodeName"] for member in members]
     pods = {member["podName"] for member in members}
 
-    def act() -> None:
+    def power_off_both() -> None:
         for node in nodes:
-            run.env.site.power_off(node)
+            run.env.cluster.power_off(node)
 
-    def names_one(found: Findings, entry: Json) -> bool:
-        return found.expect(entry.get("pod") in pods, f"the pod named is {entry.get('pod')}, failed were {pods}")
+    def names_failed_pod(findings: Findings, entry: Json) -> bool:
+        return findings.expect(entry.get("pod") in pods, f"the pod named is {entry.get('pod')}, failed were {pods}")
 
-    expect = ExpectedRecovery(
+    expected = ExpectedRecovery(
         causes=NODE_LOST,
         rungs=SPARE_OR_REPLACE,
-        interruptions=2,
-        extra_check=names_one,
-        seconds=120,
-        steps_lost=steps_lost,
+        max_interruptions=2,
+        check_last_entry=names_failed_pod,
+        timeout_seconds=120,
+        max_steps_lost=max_steps_lost,
     )
     try:
-        return run.inject(act, expect, note=" and ".join(nodes), gap=1.0)
+        return run.measure_recovery(power_off_both, expected, note=" and ".join(nodes), pause=1.0)
     finally:
         for node in nodes:
             run.env.replace_node(node)
 
 
 def _cordoned_idle_nodes(run: Run) -> AbstractContextManager[None]:
-    idle = set(run.env.site.worker_nodes()) - {member["nodeName"] for member in run.target.members()}
-    return run.env.site.cordoned(*idle)
+    idle = set(run.env.cluster.worker_nodes()) - {member["nodeName"] for member in run.target.members()}
+    return run.env.cluster.cordoned(*idle)
 
 
-def _shrink(run: Run, node: str, **wanted: int) -> FaultRun:
+def _shrink(run: Run, node: str, **expected_membership: int) -> RunResult:
     """Power a node off that cannot be replaced, and expect this membership."""
 
-    def has_shrunk(found: Findings, _: Json) -> bool:
+    def has_shrunk(findings: Findings, _: Json) -> bool:
         membership = run.target.status()["membership"]
-        now = {name: membership[name] for name in wanted}
-        return found.expect(now == wanted, f"the job trains with {now}, expected {wanted}")
+        actual = {name: membership[name] for name in expected_membership}
+        sentence = f"the job trains with {actual}, expected {expected_membership}"
+        return findings.expect(actual == expected_membership, sentence)
 
-    expect = expect_node_lost(node, rungs=frozenset({"Shrink"}), replaced=None, extra_check=has_shrunk)
-    return run.inject(lambda: run.env.site.power_off(node), expect, note=f"{node}, then {wanted['size']} nodes")
+    expected = expect_node_lost(node, rungs=frozenset({"Shrink"}), pods_joined=None, check_last_entry=has_shrunk)
+    note = f"{node}, then {expected_membership['size']} nodes"
+    return run.measure_recovery(lambda: run.env.cluster.power_off(node), expected, note=note)
 
 
-def _fail_without_capacity(run: Run) -> FaultRun:
+def _fail_without_capacity(run: Run) -> RunResult:
     env, target = run.env, run.target
     node = run.random_member()["nodeName"]
     if env.move_operator_off(node):
@@ -125,8 +127,8 @@ def _fail_without_capacity(run: Run) -> FaultRun:
     return result
 
 
-def _shrink_to_uneven_sizes(run: Run) -> FaultRun:
-    target, results, failed = run.target, list[FaultRun](), list[str]()
+def _shrink_to_uneven_sizes(run: Run) -> RunResult:
+    target, results, failed = run.target, list[RunResult](), list[str]()
     with _cordoned_idle_nodes(run):
         try:
             for size, passes in ((3, 3), (2, 4)):
@@ -139,86 +141,92 @@ def _shrink_to_uneven_sizes(run: Run) -> FaultRun:
             for node in failed:
                 run.env.replace_node(node)
     target.until(lambda: target.size() == 4, "growth to the full size", 90)
-    slowest = max(results, key=lambda result: result.recover or 0.0)
+    slowest = max(results, key=lambda result: result.recovery_seconds or 0.0)
     return replace(slowest, deviations=tuple(text for result in results for text in result.deviations))
 
 
 def _require_four_nodes(env: FaultEnvironment) -> None:
-    if len(env.site.worker_nodes()) < 4:
+    if len(env.cluster.worker_nodes()) < 4:
         raise RowSkippedError("four nodes are needed")
 
 
 def _require_partitions(env: FaultEnvironment) -> None:
-    if not env.local and not {"cutOff", "mend"} <= env.site.settings.keys():
+    if not env.local and not {"cutOff", "mend"} <= env.cluster.settings.keys():
         raise RowSkippedError("the cluster's settings have no cutOff and mend commands")
 
 
-def _partition_node(run: Run) -> FaultRun:
+def _partition_node(run: Run) -> RunResult:
     target = run.target
     member = run.random_member()
     node, pod = member["nodeName"], member["podName"]
 
-    def names_node(found: Findings, last: Json) -> bool:
+    def names_node(findings: Findings, last: Json) -> bool:
         named = (last["cause"], last.get("pod"), last.get("node"))
-        right = found.expect(named == ("NodeLost", pod, node), f"the last entry names {named}")
-        return found.expect(last["rung"] in SPARE_OR_REPLACE, f"the last rung is {last['rung']}") and right
+        blame_correct = findings.expect(named == ("NodeLost", pod, node), f"the last entry names {named}")
+        return findings.expect(last["rung"] in SPARE_OR_REPLACE, f"the last rung is {last['rung']}") and blame_correct
 
     # New sockets behind the partition work until they are found (0.02 s), so some heartbeats of the node arrive.
     # Until the node is silent, the agents may restart in place.
-    expect = replace(
+    expected = replace(
         expect_node_lost(node),
         causes=NODE_LOST | {"Hang"},
         rungs=SPARE_OR_REPLACE | {"InPlace"},
         node=None,
-        interruptions=5,
-        extra_check=names_node,
+        max_interruptions=5,
+        check_last_entry=names_node,
     )
     try:
-        result = run.inject(lambda: run.env.partition(node), expect, note=node)
+        result = run.measure_recovery(lambda: run.env.partition(node), expected, note=node)
     finally:
         run.env.partition(node, on=False)
     target.until_step(target.step() + 10)
-    found = Findings(list(result.deviations))
-    found.expect(member["podUid"] not in target.member_uids(), "the worker behind the partition is a member again")
+    findings = Findings(list(result.deviations))
+    findings.expect(member["podUid"] not in target.member_uids(), "the worker behind the partition is a member again")
     run.env.replace_node(node)
-    return replace(result, deviations=tuple(found.deviations))
+    return replace(result, deviations=tuple(findings.deviations))
 
 
 def _is_frozen(run: Run) -> bool:
     return bool(run.target.condition("NodesHealthy").get("reason") == "NodeActionsFrozen")
 
 
-def _report_many_nodes(run: Run) -> FaultRun:
+def _report_many_nodes(run: Run) -> RunResult:
     """Report nearly half of the fleet as unhealthy: the circuit breaker allows actions on a fifth of it."""
     env, target, rng = run.env, run.target, run.rng
-    nodes = env.site.worker_nodes()
+    nodes = env.cluster.worker_nodes()
     members = [member["nodeName"] for member in target.members()]
     bad = [*rng.sample(members, 2), rng.choice([node for node in nodes if node not in members])]
     rng.shuffle(bad)
     # The operator may act on a node of the previous run that was the only bad one for a moment.
     target.until(lambda: target.condition("NodesHealthy").get("reason") == "NodesHealthy", "healthy nodes", 30)
     target.until_stable(5)
-    before, start, moment = run.snapshot(), target.step(), time.time()
+    before, start, reported_at = run.snapshot(), target.step(), time.time()
     names = {pod["metadata"]["uid"]: pod["spec"].get("nodeName", "") for pod in target.pods()}
     for node in bad:
         env.set_unhealthy(node)
-    found = Findings()
+    findings = Findings()
     try:
         target.until(lambda: _is_frozen(run), "condition of the circuit breaker", 30)
-        detected = time.time() - moment
+        detection_seconds = time.time() - reported_at
         time.sleep(8)
         target.until_step(start + 20)
-        left = before.uids - {pod["metadata"]["uid"] for pod in target.pods()}
+        left = before.pod_uids - {pod["metadata"]["uid"] for pod in target.pods()}
         allowed = max(1, int(len(nodes) * 0.2))
-        if not found.expect(len(left) <= allowed, f"{len(left)} pods were replaced, allowed are {allowed}"):
-            found.deviations += [f"{e['cause']}/{e['rung']} {e['pod']} {e['node']}" for e in target.history()[-3:]]
-        found.expect(not env.cordoned(), f"nodes were cordoned: {env.cordoned()}")
+        if not findings.expect(len(left) <= allowed, f"{len(left)} pods were replaced, allowed are {allowed}"):
+            findings.deviations += [f"{e['cause']}/{e['rung']} {e['pod']} {e['node']}" for e in target.history()[-3:]]
+        findings.expect(not env.cordoned(), f"nodes were cordoned: {env.cordoned()}")
     finally:
         for node in bad:
-            env.set_unhealthy(node, bad=False)
+            env.set_unhealthy(node, on=False)
     target.until(lambda: not _is_frozen(run), "end of the alarm", 30)
     note = f"bad {', '.join(bad)}; left {', '.join(sorted(names[uid] for uid in left)) or 'none'}"
-    return run.result(found, detect=round(detected, 3), steps_lost=0, blame=not found.deviations, note=note)
+    return run.result(
+        findings,
+        detection_seconds=round(detection_seconds, 3),
+        steps_lost=0,
+        blame_correct=not findings.deviations,
+        note=note,
+    )
 
 
 ROWS = (
@@ -247,7 +255,7 @@ ROWS = (
         injected="two of three nodes of a fully sharded job lose their power (no copies on buddies yet)",
         expected="resumes from the newest committed checkpoint (one each 10 steps); at most 20 steps lost",
         checked="history: NodeLost, Spare or Replace, one of the two named; curve within 1e-5 of the replicated one",
-        run_once=lambda run: _fail_two_nodes(run, steps_lost=20),
+        run_once=lambda run: _fail_two_nodes(run, max_steps_lost=20),
         require=FaultEnvironment.require_full_size,
         spares=2,
         spec="trainer: {dataParallel: FullySharded}\ncheckpoint: {durable: {everySteps: 10}}",
@@ -260,7 +268,7 @@ ROWS = (
         injected="two of three nodes of a replicated job lose their power: the third holds the whole state",
         expected="resumes from its memory; at most 1 step lost",
         checked="history: NodeLost, Spare or Replace, one of the two named; curve",
-        run_once=lambda run: _fail_two_nodes(run, steps_lost=1),
+        run_once=lambda run: _fail_two_nodes(run, max_steps_lost=1),
         require=FaultEnvironment.require_full_size,
         spares=2,
         max_runs=10,

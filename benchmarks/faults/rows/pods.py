@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.faults.environment import FaultEnvironment
 from benchmarks.faults.recovery import SPARE_OR_REPLACE, ExpectedRecovery, Run
 from benchmarks.faults.row import Row
 
 if TYPE_CHECKING:
-    from benchmarks.faults.record import FaultRun
+    from benchmarks.faults.record import RunResult
 
 DELETED = frozenset({"PodLost", "Preempted"})
 """Causes of a forced deletion: milliseconds decide whether the operator observes the pod terminating."""
@@ -23,56 +23,61 @@ NOTICES = (
 
 def expect_deleted(pod: str, **fields: object) -> ExpectedRecovery:
     """Expect a spare or a new pod after a forced deletion, without a suspected node."""
-    usual = {"causes": DELETED, "rungs": SPARE_OR_REPLACE, "pod": pod, "suspect": ""}
-    return ExpectedRecovery(**(usual | fields))  # type: ignore[arg-type]
+    defaults: dict[str, Any] = {"causes": DELETED, "rungs": SPARE_OR_REPLACE, "pod": pod, "suspect": ""}
+    return ExpectedRecovery(**(defaults | fields))
 
 
-def _delete_pod(run: Run) -> FaultRun:
-    way = run.rng.choice(("delete", "evict", "delete by force"))
+def _delete_pod(run: Run) -> RunResult:
+    method = run.rng.choice(("delete", "evict", "delete by force"))
     pod = run.random_member()["podName"]
-    forced = way == "delete by force"
-    expect = expect_deleted(pod, replaced=1)
+    forced = method == "delete by force"
+    expected = expect_deleted(pod, pods_joined=1)
     if not forced:
-        expect = expect_deleted(pod, replaced=1, causes=frozenset({"Preempted"}), steps_lost=0)
+        expected = expect_deleted(pod, pods_joined=1, causes=frozenset({"Preempted"}), max_steps_lost=0)
     target = run.target
-    act = (lambda: target.evict(pod)) if way == "evict" else (lambda: target.delete_pod(pod, force=forced))
-    return run.inject(act, expect, note=f"{way} {pod}")
+    delete = (lambda: target.evict(pod)) if method == "evict" else (lambda: target.delete_pod(pod, force=forced))
+    return run.measure_recovery(delete, expected, note=f"{method} {pod}")
 
 
-def _kill_agent(run: Run) -> FaultRun:
+def _kill_agent(run: Run) -> RunResult:
     member = run.random_member()
     pod, node = member["podName"], member["nodeName"]
-    expect = ExpectedRecovery(causes=frozenset({"PodLost"}), rungs=SPARE_OR_REPLACE, pod=pod, replaced=1)
-    return run.inject(lambda: run.env.kill_agent(run.target.job.namespace, pod, node), expect, note=pod)
+    expected = ExpectedRecovery(causes=frozenset({"PodLost"}), rungs=SPARE_OR_REPLACE, pod=pod, pods_joined=1)
+    return run.measure_recovery(lambda: run.env.kill_agent(run.target.job.namespace, pod, node), expected, note=pod)
 
 
-def _announce_termination(run: Run) -> FaultRun:
+def _announce_termination(run: Run) -> RunResult:
     key = run.rng.choice(NOTICES)
     node = run.random_member()["nodeName"]
-    causes = frozenset({"Preempted"})
-    expect = ExpectedRecovery(causes=causes, rungs=SPARE_OR_REPLACE, node=node, suspect="", steps_lost=0, replaced=1)
+    expected = ExpectedRecovery(
+        causes=frozenset({"Preempted"}),
+        rungs=SPARE_OR_REPLACE,
+        node=node,
+        suspect="",
+        max_steps_lost=0,
+        pods_joined=1,
+    )
     try:
-        return run.inject(lambda: run.env.taint(node, key, "NoSchedule"), expect, note=f"{key} on {node}")
+        return run.measure_recovery(lambda: run.env.taint(node, key, "NoSchedule"), expected, note=f"{key} on {node}")
     finally:
         run.env.untaint(node, key)
 
 
-def _delete_activated_spare(run: Run) -> FaultRun:
+def _delete_activated_spare(run: Run) -> RunResult:
     target = run.target
     pod = run.random_member()["podName"]
     target.until(lambda: target.status().get("spares", 0) >= 2, "two ready spares", 120)
-    before, members = run.snapshot(), target.member_uids()
-    moment = target.delete_pod(pod, force=True)
-    completed = target.step()
+    members = target.member_uids()
+    fault = run.inject(lambda: target.delete_pod(pod, force=True))
 
-    def joined() -> list[str]:
+    def joined_pods() -> list[str]:
         return [member["podName"] for member in target.members() if member["podUid"] not in members]
 
-    spare = target.until(joined, "spare among the members", 30)[0]
+    spare = target.until(joined_pods, "spare among the members", 30)[0]
     time.sleep(run.rng.uniform(0.0, 0.3))
     target.delete_pod(spare, force=True)
-    expect = expect_deleted(pod, interruptions=2)
-    return run.follow(before, moment, completed, expect, note=f"{pod}, then the spare {spare}", gap=1.0)
+    expected = expect_deleted(pod, max_interruptions=2)
+    return run.follow_recovery(fault, expected, note=f"{pod}, then the spare {spare}", pause=1.0)
 
 
 ROWS = (

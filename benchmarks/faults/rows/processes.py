@@ -1,4 +1,4 @@
-"""Define the rows in which training processes die or hang, while pods and nodes remain."""
+"""Define the rows in which training processes fail or hang, while pods and nodes remain."""
 
 from __future__ import annotations
 
@@ -9,64 +9,61 @@ from benchmarks.faults.recovery import SPARE_OR_REPLACE, ExpectedRecovery, Run, 
 from benchmarks.faults.row import Row
 
 if TYPE_CHECKING:
-    from benchmarks.faults.record import FaultRun, Findings
+    from benchmarks.faults.record import Findings, RunResult
     from benchmarks.faults.target import Json
 
 
-def kill_rank(run: Run) -> FaultRun:
-    """Send SIGKILL to a random rank."""
+def kill_rank(run: Run) -> RunResult:
+    """Send SIGKILL to a random rank, and measure the recovery."""
     pod = run.random_member()["podName"]
-    return run.inject(lambda: run.target.signal(pod, "KILL"), expect_in_place("Crash", pod), note=pod)
+    return run.measure_recovery(lambda: run.target.signal(pod, "KILL"), expect_in_place("Crash", pod), note=pod)
 
 
-def _stop_rank(run: Run) -> FaultRun:
+def _stop_rank(run: Run) -> RunResult:
     member = run.random_member()
     pod = member["podName"]
-    return run.inject(
-        lambda: run.target.signal(pod, "STOP"), expect_in_place("Hang", pod, member["nodeName"]), note=pod
-    )
+    expected = expect_in_place("Hang", pod, member["nodeName"])
+    return run.measure_recovery(lambda: run.target.signal(pod, "STOP"), expected, note=pod)
 
 
-def _mute_node(run: Run) -> FaultRun:
+def _mute_node(run: Run) -> RunResult:
     member = run.random_member()
     pod, node = member["podName"], member["nodeName"]
 
-    def names_culprit(found: Findings, last: Json) -> bool:
+    def names_culprit(findings: Findings, last: Json) -> bool:
         named, rung = last.get("pod"), last["rung"]
-        right = found.expect(named == pod, f"the culprit is {pod}, the last entry names {named or 'none'}")
-        return found.expect(rung in SPARE_OR_REPLACE, f"the last rung is {rung}") and right
+        blame_correct = findings.expect(named == pod, f"the culprit is {pod}, the last entry names {named or 'none'}")
+        return findings.expect(rung in SPARE_OR_REPLACE, f"the last rung is {rung}") and blame_correct
 
-    expect = ExpectedRecovery(
+    expected = ExpectedRecovery(
         causes=frozenset({"Hang"}),
         rungs=frozenset({"InPlace"}),
         suspect=node,
-        interruptions=3,
-        extra_check=names_culprit,
-        seconds=180,
+        max_interruptions=3,
+        check_last_entry=names_culprit,
+        timeout_seconds=180,
     )
     try:
-        return run.command("mute", expect, pod, sticky=True)
+        return run.measure_recovery(lambda: run.target.inject("mute", pod, sticky=True), expected, note=pod)
     finally:
         run.env.replace_node(node)
 
 
-def _segmentation_fault(run: Run) -> FaultRun:
+def _segmentation_fault(run: Run) -> RunResult:
     pod = run.random_member()["podName"]
-    return run.command("segv", expect_in_place("Crash", pod), pod)
+    return run.measure_recovery(lambda: run.target.inject("segv", pod), expect_in_place("Crash", pod), note=pod)
 
 
-def _kill_during_recovery(run: Run) -> FaultRun:
+def _kill_during_recovery(run: Run) -> RunResult:
     target = run.target
     first, second = (run.rng.choice(target.members())["podName"] for _ in range(2))
-    before = run.snapshot()
-    moment = target.signal(first, "KILL")
-    completed = target.step()
+    fault = run.inject(lambda: target.signal(first, "KILL"))
     time.sleep(run.rng.uniform(0.1, 0.8))
     target.signal(second, "KILL")
-    expect = ExpectedRecovery(
-        causes=frozenset({"Crash"}), rungs=frozenset({"InPlace"}), suspect="", replaced=0, interruptions=2
+    expected = ExpectedRecovery(
+        causes=frozenset({"Crash"}), rungs=frozenset({"InPlace"}), suspect="", pods_joined=0, max_interruptions=2
     )
-    return run.follow(before, moment, completed, expect, note=f"{first}, then {second}", gap=1.5)
+    return run.follow_recovery(fault, expected, note=f"{first}, then {second}", pause=1.5)
 
 
 ROWS = (

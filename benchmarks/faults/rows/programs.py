@@ -9,11 +9,11 @@ from benchmarks.faults.recovery import ExpectedRecovery, Run, expect_node_lost
 from benchmarks.faults.row import Row
 
 if TYPE_CHECKING:
-    from benchmarks.faults.record import FaultRun
+    from benchmarks.faults.record import RunResult
 
-_SAVE_EVERY = 5
-_LOST = _SAVE_EVERY + 1
-"""Most lost steps: those since the program's checkpoint, and the current one."""
+_SAVE_EVERY_STEPS = 5
+_MAX_STEPS_LOST = _SAVE_EVERY_STEPS + 1
+"""The steps since the program's checkpoint, and the current one."""
 _PROGRAM = rf"""
 program:
   image: team/own:5
@@ -23,44 +23,46 @@ program:
     - >-
       echo $$ >$TRAINIUM_FAULTS_DIR/pid-$TRAINIUM_POD_NAME-$LOCAL_RANK;
       exec python /cache/faults/lib/train_ddp.py --folder /checkpoints/$TRAINIUM_NAMESPACE/$TRAINIUM_JOB
-      --steps {STEPS} --save-every {_SAVE_EVERY} --seconds-per-step 0.15
+      --steps {STEPS} --save-every {_SAVE_EVERY_STEPS} --seconds-per-step 0.15
   progress: {{pattern: 'step: (?P<step>\d+) loss: (?P<loss>\S+)'}}
   batch: {{globalSize: 12}}
 recovery: {{hang: {{saveSeconds: 5}}}}
 """
 
 
-def _inject(run: Run, signal: str, expect: ExpectedRecovery, pod: str) -> FaultRun:
-    return run.inject(lambda: run.target.signal(pod, signal), expect, note=pod)
+def _signal_rank(run: Run, pod: str, signal: str, cause: str) -> RunResult:
+    expected = ExpectedRecovery(
+        causes=frozenset({cause}),
+        rungs=frozenset({"InPlace"}),
+        pod=pod,
+        pods_joined=0,
+        max_steps_lost=_MAX_STEPS_LOST,
+        timeout_seconds=180,
+    )
+    return run.measure_recovery(lambda: run.target.signal(pod, signal), expected, note=pod)
 
 
-def _expect(cause: str, pod: str) -> ExpectedRecovery:
-    rungs = frozenset({"InPlace"})
-    return ExpectedRecovery(causes=frozenset({cause}), rungs=rungs, pod=pod, replaced=0, steps_lost=_LOST, seconds=180)
-
-
-def _kill_rank(run: Run) -> FaultRun:
+def _kill_rank(run: Run) -> RunResult:
     run.target.until_stable(3, seconds=180)
-    pod = run.random_member()["podName"]
-    return _inject(run, "KILL", _expect("Crash", pod), pod)
+    return _signal_rank(run, run.random_member()["podName"], "KILL", "Crash")
 
 
-def _stop_rank(run: Run) -> FaultRun:
+def _stop_rank(run: Run) -> RunResult:
     run.target.until_stable(3, seconds=180)
-    pod = run.target.members()[0]["podName"]
-    return _inject(run, "STOP", _expect("Hang", pod), pod)
+    return _signal_rank(run, run.target.members()[0]["podName"], "STOP", "Hang")
 
 
-def _fail_node(run: Run) -> FaultRun:
+def _fail_node(run: Run) -> RunResult:
     run.target.until_stable(3, seconds=180)
     member, env = run.random_member(), run.env
     node = member["nodeName"]
     if env.move_operator_off(node):
         run.target.until_stable()
     # Ranks that lose a peer end first, with an error of gloo, which is not a failure.
-    expect = expect_node_lost(node, steps_lost=_LOST, seconds=180)
+    expected = expect_node_lost(node, max_steps_lost=_MAX_STEPS_LOST, timeout_seconds=180)
+    note = f"power off {node}, rank {member['nodeRank']}"
     try:
-        return run.inject(lambda: env.site.power_off(node), expect, note=f"power off {node}, rank {member['nodeRank']}")
+        return run.measure_recovery(lambda: env.cluster.power_off(node), expected, note=note)
     finally:
         env.replace_node(node)
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.record import FaultRun, Findings
+from benchmarks.faults.record import Findings, RunResult
 from benchmarks.faults.recovery import SPARE_OR_REPLACE, ExpectedRecovery, Run, expect_in_place
 from benchmarks.faults.row import Row
 from trainium_trainer.checkpoint.root.survey import survey, verify
@@ -18,94 +18,110 @@ if TYPE_CHECKING:
 
     from benchmarks.faults.target import TargetJob
 
-SAVE_EVERY = 10
-SELDOM = 20
-SAVES = f"checkpoint: {{durable: {{everySteps: {SAVE_EVERY}, keepLast: 3}}}}"
+SAVE_EVERY_STEPS = 10
+RARE_EVERY_STEPS = 20
+FREQUENT_SAVES = f"checkpoint: {{durable: {{everySteps: {SAVE_EVERY_STEPS}, keepLast: 3}}}}"
 STALL_SECONDS = 20.0
 
 
-def _damaged(target: TargetJob) -> list[str]:
+def _damaged_checkpoints(target: TargetJob) -> list[str]:
     """Return the incomplete committed checkpoints, except those that are being removed."""
     storage = PosixStorage(target.job.folder)
-    found = survey(storage)
-    damaged = [*found.damaged, *(f"step-{item.step}" for item in found.committed if verify(storage, item, Retry()))]
+    report = survey(storage)
+    damaged = [*report.damaged, *(f"step-{item.step}" for item in report.committed if verify(storage, item, Retry()))]
     present = {f"step-{step}" for step in target.committed()}
     return [name for name in damaged if name in present]
 
 
-def _uncommitted(target: TargetJob, inside: str = "*") -> list[Path]:
+def _uncommitted_files(target: TargetJob, pattern: str = "*") -> list[Path]:
     folders = (path for path in target.job.folder.glob("step-*") if not (path / "COMMITTED").exists())
-    return [found for folder in folders for found in folder.glob(inside)]
+    return [path for folder in folders for path in folder.glob(pattern)]
 
 
-def _newest(target: TargetJob) -> int:
+def _newest_committed(target: TargetJob) -> int:
     return max(target.committed(), default=0)
 
 
-def _kill_during_save(run: Run) -> FaultRun:
+def _kill_during_save(run: Run) -> RunResult:
     target = run.target
     pod = run.rng.choice(target.members())["podName"]
     during_commit = run.rng.random() < 0.3
     (target.commands / "slow").write_text("0.3")  # delay of each file in seconds, so that a save takes long
-    target.until(lambda: _uncommitted(target), "save in progress", 60)
+    target.until(lambda: _uncommitted_files(target), "save in progress", 60)
     if during_commit:
-        target.until(lambda: _uncommitted(target, "*/manifest.json") or True, "commit in progress", 5)
+        target.until(lambda: _uncommitted_files(target, "*/manifest.json") or True, "commit in progress", 5)
     time.sleep(run.rng.uniform(0.0, 0.6))
-    result = run.inject(lambda: target.signal(pod, "KILL"), expect_in_place("Crash", pod), note=f"{pod} in a save")
+    expected = expect_in_place("Crash", pod)
+    result = run.measure_recovery(lambda: target.signal(pod, "KILL"), expected, note=f"{pod} in a save")
     (target.commands / "slow").unlink(missing_ok=True)
-    newest = _newest(target)
-    target.until(lambda: _newest(target) > newest, "next commit", 60)
-    found = Findings(list(result.deviations))
-    found.expect(not _damaged(target), f"committed checkpoints are incomplete: {_damaged(target)}")
-    return replace(result, deviations=tuple(found.deviations))
+    newest = _newest_committed(target)
+    target.until(lambda: _newest_committed(target) > newest, "next commit", 60)
+    findings = Findings(list(result.deviations))
+    findings.expect(
+        not _damaged_checkpoints(target), f"committed checkpoints are incomplete: {_damaged_checkpoints(target)}"
+    )
+    return replace(result, deviations=tuple(findings.deviations))
 
 
-def _damage_newest(run: Run) -> FaultRun:
+def _damage_newest(run: Run) -> RunResult:
     """Damage the newest checkpoint, and kill all pods and their memory tier."""
     target = run.target
     target.until(lambda: len(target.committed()) >= 2, "two checkpoints", 60)
-    known = _newest(target)
-    target.until(lambda: _newest(target) > known, "new commit", 60)
-    newest = _newest(target)
+    former = _newest_committed(target)
+    target.until(lambda: _newest_committed(target) > former, "new commit", 60)
+    newest = _newest_committed(target)
     shard = max((target.job.folder / f"step-{newest}").glob("*/*.safetensors"), key=lambda path: path.stat().st_size)
     content = bytearray(shard.read_bytes())
     content[run.rng.randrange(len(content))] ^= 1 << run.rng.randrange(8)
     shard.chmod(0o644)
     shard.write_bytes(content)
-    before, members, moment = run.snapshot(), target.members(), time.time()
-    for member in members:
-        run.env.kill_agent(target.job.namespace, member["podName"], member["nodeName"])
-    completed = target.step()
-    lost = completed - newest + SELDOM + 2
-    expect = ExpectedRecovery(causes=frozenset({"PodLost"}), rungs=SPARE_OR_REPLACE, steps_lost=lost, seconds=120)
-    result = run.follow(before, moment, completed, expect, note=f"step-{newest} damaged")
-    found = Findings(list(result.deviations))
+    members = target.members()
+
+    def kill_all_agents() -> None:
+        for member in members:
+            run.env.kill_agent(target.job.namespace, member["podName"], member["nodeName"])
+
+    fault = run.inject(kill_all_agents)
+    expected = ExpectedRecovery(
+        causes=frozenset({"PodLost"}),
+        rungs=SPARE_OR_REPLACE,
+        max_steps_lost=fault.completed_step - newest + RARE_EVERY_STEPS + 2,
+        timeout_seconds=120,
+    )
+    result = run.follow_recovery(fault, expected, note=f"step-{newest} damaged")
+    findings = Findings(list(result.deviations))
     resumed = target.history()[-1].get("resumeStep")
-    found.expect(resumed is not None and resumed < newest, f"resumed from step {resumed}, damaged was {newest}")
+    findings.expect(resumed is not None and resumed < newest, f"resumed from step {resumed}, damaged was {newest}")
     named = any(f"step-{newest}" in event or f"step {newest}" in event for event in target.job.events())
-    found.expect(named, "no event names the damaged checkpoint")
-    return replace(result, deviations=tuple(found.deviations))
+    findings.expect(named, "no event names the damaged checkpoint")
+    return replace(result, deviations=tuple(findings.deviations))
 
 
-def _stall_storage(run: Run) -> FaultRun:
+def _stall_storage(run: Run) -> RunResult:
     target = run.target
-    before, start, saved = run.snapshot(), target.step(), _newest(target)
+    before, start, saved = run.snapshot(), target.step(), _newest_committed(target)
     time.sleep(run.rng.uniform(0.0, 1.0))
     (target.commands / "stall").write_text("")
-    moment, alarm, found = time.time(), None, Findings()
-    while time.time() < moment + STALL_SECONDS:
+    stalled_at, alarm_seconds, findings = time.time(), None, Findings()
+    while time.time() < stalled_at + STALL_SECONDS:
         time.sleep(0.2)
-        if alarm is None and target.condition("CheckpointHealthy").get("status") == "False":
-            alarm = round(time.time() - moment, 3)
+        if alarm_seconds is None and target.condition("CheckpointHealthy").get("status") == "False":
+            alarm_seconds = round(time.time() - stalled_at, 3)
     end = target.step()
     longest = max(record["seconds"] or 0.0 for step, record in target.records().items() if start < step <= end)
     (target.commands / "stall").unlink()
-    found.expect(end - start > STALL_SECONDS / 0.5, f"only {end - start} steps in {STALL_SECONDS:.0f} s")
-    found.expect(longest < 2.0, f"a step took {longest:.1f} s while storage was stalled")
-    found.expect(len(target.history()) == len(before.entries), "the stall made an interruption")
-    target.until(lambda: _newest(target) > saved + SAVE_EVERY, "commit after the stall", 60)
-    blame = found.expect(alarm is not None, "no alarm: CheckpointHealthy stayed True")
-    return run.result(found, detect=alarm, steps_lost=0, blame=blame, note=f"longest step {longest:.2f} s")
+    findings.expect(end - start > STALL_SECONDS / 0.5, f"only {end - start} steps in {STALL_SECONDS:.0f} s")
+    findings.expect(longest < 2.0, f"a step took {longest:.1f} s while storage was stalled")
+    findings.expect(len(target.history()) == len(before.interruptions), "the stall caused an interruption")
+    target.until(lambda: _newest_committed(target) > saved + SAVE_EVERY_STEPS, "commit after the stall", 60)
+    blame_correct = findings.expect(alarm_seconds is not None, "no alarm: CheckpointHealthy stayed True")
+    return run.result(
+        findings,
+        detection_seconds=alarm_seconds,
+        steps_lost=0,
+        blame_correct=blame_correct,
+        note=f"longest step {longest:.2f} s",
+    )
 
 
 ROWS = (
@@ -116,17 +132,20 @@ ROWS = (
         expected="older checkpoints stay complete, no incomplete one is committed; at most 1 step lost",
         checked="as row 1; each committed checkpoint against its manifest (SHA-256); later commits; curve",
         run_once=_kill_during_save,
-        spec=SAVES,
+        spec=FREQUENT_SAVES,
     ),
     Row(
         number=22,
         fault="newest checkpoint damaged",
         injected="one bit of its largest file, then all agents killed at once: their pods fail, and no memory is left",
-        expected=f"found by its checksum, the one before it is used; at most 2 intervals (of {SELDOM} steps) lost",
+        expected=(
+            "detected by its checksum, the previous one is used; at most 2 intervals "
+            f"(of {RARE_EVERY_STEPS} steps) lost"
+        ),
         checked="history: resumeStep below the damaged step; an event names it; curve",
         run_once=_damage_newest,
         spares=0,
-        spec=f"checkpoint: {{durable: {{everySteps: {SELDOM}, keepLast: 3}}}}",
+        spec=f"checkpoint: {{durable: {{everySteps: {RARE_EVERY_STEPS}, keepLast: 3}}}}",
         max_runs=5,
     ),
     Row(
@@ -136,7 +155,7 @@ ROWS = (
         expected="training continues, 0 steps lost, an alarm; saves continue afterwards",
         checked="steps during the stall, none longer than 2 s; no interruption; CheckpointHealthy False; later commits",
         run_once=_stall_storage,
-        spec=SAVES,
+        spec=FREQUENT_SAVES,
         max_runs=3,
     ),
 )

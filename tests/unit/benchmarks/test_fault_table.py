@@ -5,13 +5,13 @@ from pathlib import Path
 
 from benchmarks.faults.document import table_line, write_document
 from benchmarks.faults.environment import curve_digest
-from benchmarks.faults.record import ClusterKind, FaultRun, RowResult, Spread
-from benchmarks.faults.row import RowRuns
+from benchmarks.faults.record import ClusterKind, RowResult, RunResult, Spread
+from benchmarks.faults.row import RequestedRuns
 from benchmarks.faults.rows import ROWS
 
 
-def result(*outcomes: FaultRun, **more: object) -> RowResult:
-    return RowResult("1", ClusterKind.REAL, 7, outcomes, **more)
+def result(*runs: RunResult, **more: object) -> RowResult:
+    return RowResult("1", ClusterKind.DEVCLUSTER, 7, runs, **more)
 
 
 def test_percentiles_are_measured_values() -> None:
@@ -23,26 +23,32 @@ def test_percentiles_are_measured_values() -> None:
 
 def test_a_row_passes_only_when_it_ran_without_problems() -> None:
     assert not result().passed
-    assert result(FaultRun(0)).passed
-    assert not result(FaultRun(0), FaultRun(1, deviations=("2 steps were lost",))).passed
-    assert not result(FaultRun(0), deviations=("the curve differs",)).passed
+    assert result(RunResult(0)).passed
+    assert not result(RunResult(0), RunResult(1, deviations=("2 steps were lost",))).passed
+    assert not result(RunResult(0), deviations=("the curve differs",)).passed
 
 
 def test_blame_is_counted_among_the_runs_that_expect_one() -> None:
-    assert result(FaultRun(0, blame=True), FaultRun(1, blame=False), FaultRun(2)).blamed_correctly == (1, 2)
+    assert result(RunResult(0, blame_correct=True), RunResult(1, blame_correct=False), RunResult(2)).blame_counts == (
+        1,
+        2,
+    )
 
 
 def test_a_result_is_read_as_written(tmp_path: Path) -> None:
     written = result(
-        FaultRun(0, 0.1, 0.2, 1, True, ("deviations",), "w-1"), deviations=("all",), seconds=3.5, commits=("a",)
+        RunResult(0, 0.1, 0.2, 1, True, ("deviations",), "w-1"),
+        deviations=("all",),
+        duration_seconds=3.5,
+        commits=("a",),
     )
     written.save(tmp_path / "row.json")
     assert RowResult.load(tmp_path / "row.json") == written
 
 
 def test_a_failing_row_stays_in_the_table_with_its_message(tmp_path: Path) -> None:
-    outcomes = (FaultRun(0, 0.5, 1.5, 0, True), FaultRun(1, 0.7, 2.5, 3, False, ("3 steps were lost",)))
-    result(*outcomes).save(tmp_path / "01-local.json")
+    runs = (RunResult(0, 0.5, 1.5, 0, True), RunResult(1, 0.7, 2.5, 3, False, ("3 steps were lost",)))
+    result(*runs).save(tmp_path / "01-local.json")
     write_document(tmp_path, tmp_path / "table.md")
     text = (tmp_path / "table.md").read_text()
     assert "0.50 / 0.70 / 0.70 | 1.50 / 2.50 / 2.50 | 3 | 1/2 | 7 | **FAILS** 1 of 2 |" in text
@@ -52,7 +58,7 @@ def test_a_failing_row_stays_in_the_table_with_its_message(tmp_path: Path) -> No
 def test_a_row_that_was_not_run_again_keeps_its_line_and_is_marked_as_older(tmp_path: Path) -> None:
     table = tmp_path / "table.md"
     for name in ("01-local", "05-kubelet"):
-        result(FaultRun(0, 0.5, 1.5, 0, True)).save(tmp_path / f"{name}.json")
+        result(RunResult(0, 0.5, 1.5, 0, True)).save(tmp_path / f"{name}.json")
     write_document(tmp_path, table)
     before = [line for line in table.read_text().splitlines() if "0.50 / 0.50 / 0.50" in line]
     for path in tmp_path.glob("*.json"):
@@ -67,15 +73,15 @@ def test_a_row_that_was_not_run_again_keeps_its_line_and_is_marked_as_older(tmp_
 def test_a_row_without_a_result_reports_it() -> None:
     row = ROWS[0]
     assert "not run yet" in table_line(row, None)
-    skipped = RowResult(row.name, ClusterKind.REAL, 1, skipped="no such node")
+    skipped = RowResult(row.name, ClusterKind.DEVCLUSTER, 1, skipped="no such node")
     assert "not run: no such node" in table_line(row, skipped)
 
 
 def test_a_seed_gives_the_same_choices_whatever_else_is_run() -> None:
-    one, other = RowRuns("5", 1, range(2)), RowRuns("5", 1, range(30))
-    assert one.random(1).random() == other.random(1).random()
-    assert one.random(0).random() != RowRuns("5", 2, range(2)).random(0).random()
-    assert isinstance(one.random(0), random.Random)
+    first, second = RequestedRuns("5", 1, range(2)), RequestedRuns("5", 1, range(30))
+    assert first.random(1).random() == second.random(1).random()
+    assert first.random(0).random() != RequestedRuns("5", 2, range(2)).random(0).random()
+    assert isinstance(first.random(0), random.Random)
 
 
 def test_each_row_has_its_descriptions() -> None:

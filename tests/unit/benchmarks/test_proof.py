@@ -161,7 +161,7 @@ def test_an_additional_file_is_a_difference(written: Path, step: Path) -> None:
     (step / "model" / ".draft-00").write_bytes(b"half of it")
     known = artifact_checks.read_artifacts(written)
     assert artifact_checks.compare_artifacts(artifact_checks.read_artifacts(step), known) == [
-        "the files are others: ['model/.draft-00']"
+        "other files: ['model/.draft-00']"
     ]
     assert artifact_checks.compare_artifacts(artifact_checks.read_artifacts(step), known, 1e-4)
 
@@ -172,19 +172,19 @@ def test_files_may_be_divided_differently_but_equal_names_have_equal_bytes(writt
     index = {"model/model.safetensors.index.json": "another"}
     assert artifact_checks.compare_artifacts(replace(known, files=divided | index), known) == []
     (problem,) = artifact_checks.compare_artifacts(replace(known, files=known.files | index), known)
-    assert problem == "model/model.safetensors.index.json is not the same to the byte"
+    assert problem == "model/model.safetensors.index.json does not have the same bytes"
     (step / "adapter" / "adapter_config.json").write_text("{}")
     config = artifact_checks.read_artifacts(step).files["adapter/adapter_config.json"]
     changed = replace(known, files=divided | index | {"adapter/adapter_config.json": config})
     assert artifact_checks.compare_artifacts(changed, known) == [
-        "adapter/adapter_config.json is not the same to the byte"
+        "adapter/adapter_config.json does not have the same bytes"
     ]
 
 
 def test_changed_figures_are_a_difference(written: Path) -> None:
     known = artifact_checks.read_artifacts(written)
     figure = {"name": "perplexity", "before": 9.0, "after": 8.001}
-    snapshot = replace(known, measured=known.measured | {"figures": [figure]})
+    snapshot = replace(known, evaluation=known.evaluation | {"figures": [figure]})
     assert artifact_checks.compare_artifacts(snapshot, known)
     assert artifact_checks.compare_artifacts(snapshot, known, 1e-4) == ["perplexity after is 8.001, not 8.0"]
     assert artifact_checks.compare_artifacts(snapshot, known, 1e-3) == []

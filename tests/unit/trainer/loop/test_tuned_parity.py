@@ -71,15 +71,15 @@ def test_the_curve_and_the_result_are_those_of_transformers_and_peft(
     job = launch(1, "of/run", overrides).finish()
     assert job.losses() == pytest.approx(against.losses, rel=1e-5)
     ours = tuned.trained_weights(tmp_path / "of")
-    assert ours.keys() == against.numbers.keys()
-    for name, numbers in against.numbers.items():
-        torch.testing.assert_close(ours[name], numbers, rtol=0.0, atol=1e-4)
+    assert ours.keys() == against.parameters.keys()
+    for name, parameter in against.parameters.items():
+        torch.testing.assert_close(ours[name], parameter, rtol=0.0, atol=1e-4)
     left = tuned.artifact_folders(tmp_path / "of")
     own = logits_of(load_model(left["model"]), against.tokens)
     torch.testing.assert_close(own, against.logits, rtol=1e-3, atol=1e-3)
     if against.adapter is None:
         return
-    theirs = tuned.merged_by_peft(base, left["adapter"], against.tokens)
+    theirs = tuned.peft_merged_logits(base, left["adapter"], against.tokens)
     torch.testing.assert_close(own, theirs, rtol=0.0, atol=1e-5)
     untouched = logits_of(load_model(base), against.tokens)
     assert (own - untouched).abs().max() > 0.01, "a merged adapter changes the model"
@@ -103,7 +103,7 @@ class ConstantModel(nn.Module):
 
 def test_accuracy_is_the_share_of_held_out_labels_that_are_likeliest(base: Path, tmp_path: Path) -> None:
     from benchmarks.parity.inputs import write_questions
-    from benchmarks.parity.tuned import accuracy_of
+    from benchmarks.parity.tuned import held_out_accuracy
 
     records = write_questions(tmp_path / "questions.jsonl")
     data = {
@@ -119,6 +119,6 @@ def test_accuracy_is_the_share_of_held_out_labels_that_are_likeliest(base: Path,
     config = load(file)
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     firsts = {tokenizer.encode(word).ids[0] for word in (" class", " function")}
-    shares = [accuracy_of(ConstantModel(token), config) for token in firsts]
+    shares = [held_out_accuracy(ConstantModel(token), config) for token in firsts]
     assert sum(share or 0.0 for share in shares) == pytest.approx(1.0), "each answer begins with one of them"
-    assert accuracy_of(ConstantModel(0), load(file, ["data.validation=null"])) is None
+    assert held_out_accuracy(ConstantModel(0), load(file, ["data.validation=null"])) is None
